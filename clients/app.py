@@ -1,0 +1,112 @@
+"""The Flower ClientApp: reads a message, trains on the client's own records, answers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from safetensors.torch import load_file
+from torch import nn
+
+from fl_sim import wire
+from fl_sim.learning import LocalAlgorithm, train
+from fl_sim.seeding import rng, torch_seeded
+from fl_sim.store import load_state, save_state
+from fl_sim.types import LocalSettings, LocalTask, Params, Payloads
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a worker needs to play any client of an experiment: made once per process and experiment.
+
+    ``records(client)`` returns that client's (normalised inputs, labels); ``share(inputs, labels, generator)`` is what a
+    client shares before the first round. ``local_settings(learning_rate)`` fills in a round's settings. ``threads``:
+    torch threads while training; their number changes the last bits of every sum.
+    """
+
+    algorithm: LocalAlgorithm
+    model: nn.Module
+    records: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    share: Callable[[torch.Tensor, torch.Tensor, int], dict[str, torch.Tensor]]
+    local_settings: Callable[[float], LocalSettings]
+    num_clients: int
+    seed: int
+    threads: int = 1
+
+
+SiteFactory = Callable[[str, str], Site]
+"""(experiment as JSON, data root) -> Site; expected to remember what it made."""
+
+
+def build_client_app(site_of: SiteFactory) -> ClientApp:
+    """Return the ClientApp that every engine runs, in this process, in Ray actors or on Flower's own runtime."""
+    app = ClientApp()
+    unpack = _Unpacker()
+
+    @app.query()
+    def who(message: Message, context: Context) -> Message:
+        return Message(wire.who_content(_partition(context)), reply_to=message)
+
+    @app.train("share")
+    def share(message: Message, context: Context) -> Message:
+        order = wire.read_order(message.content)
+        site = site_of(order.experiment, order.data_root)
+        client = _partition(context)
+        inputs, labels = site.records(client)
+        return Message(wire.pool_content(site.share(inputs, labels, client)), reply_to=message)
+
+    @app.train()
+    def train_one_round(message: Message, context: Context) -> Message:
+        order = wire.read_order(message.content)
+        site = site_of(order.experiment, order.data_root)
+        client = _partition(context)
+        inputs, labels = site.records(client)
+        params, broadcast = unpack(message)
+        task = LocalTask(
+            server_round=order.server_round,
+            client=client,
+            num_clients=site.num_clients,
+            num_examples=len(labels),
+            settings=site.local_settings(order.learning_rate),
+            params=params,
+            broadcast=broadcast,
+            state=load_state(Path(order.state_dir), client, order.server_round),
+            pool=_read_pool(order.pool) if order.pool else {},
+        )
+        if torch.get_num_threads() != site.threads:
+            torch.set_num_threads(site.threads)
+        plan = site.algorithm.plan(task)
+        with torch_seeded(site.seed, "local", client, order.server_round):
+            generator = rng(site.seed, "batches", client, order.server_round)
+            trained = train(site.model, task, plan, inputs, labels, generator)
+        update = site.algorithm.finish(task, trained)
+        save_state(Path(order.state_dir), client, order.server_round, update.state)
+        return Message(wire.update_content(update.payloads, update.num_examples, update.loss), reply_to=message)
+
+    return app
+
+
+class _Unpacker:
+    """Unpacks a round's model once for all the clients of this process that share its message content."""
+
+    def __init__(self) -> None:
+        self._last: tuple[object, tuple[Params, Payloads]] | None = None
+
+    def __call__(self, message: Message) -> tuple[Params, Payloads]:
+        content = message.content
+        if self._last is None or self._last[0] is not content:
+            self._last = (content, wire.read_task(content))
+        return self._last[1]
+
+
+@lru_cache(maxsize=1)
+def _read_pool(path: str) -> Params:
+    # The file is named by its content, so a path never means two things.
+    return load_file(path)
+
+
+def _partition(context: Context) -> int:
+    return int(str(context.node_config["partition-id"]))

@@ -1,0 +1,90 @@
+"""``fl-sim data``: which data sets are on this machine, and whether their files are sound."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fl_sim.data import NAMES, Check, Source, find, roots, verify, wanted_files
+from fl_sim.types import RunError
+
+app = typer.Typer(help="Find and check data sets.", no_args_is_help=True, rich_markup_mode=None)
+
+_DataRoot = Annotated[Path | None, typer.Option(help="A directory to search before $FL_SIM_DATA and your cache.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command("list")
+def list_command(*, data_root: _DataRoot = None, json_output: _Json = False) -> None:
+    """Show which data sets are found, and where the others are looked for.
+
+    For example:
+
+      fl-sim data list --data-root ROOT
+    """
+    found = {name: find(name, data_root) for name in NAMES}
+    if json_output:
+        searched = [
+            {"path": str(root.path), "origin": root.origin, "exists": root.path.is_dir()} for root in roots(data_root)
+        ]
+        typer.echo(json.dumps({"roots": searched, "data": [_row(name, source) for name, source in found.items()]}))
+        return
+    for name, source in found.items():
+        typer.echo(f"{name:14} {_where(source) if source else f'missing; wanted: {wanted_files(name)}'}")
+    typer.echo("searched: " + ", ".join(f"{root.path} ({root.origin})" for root in roots(data_root)))
+    typer.echo(
+        "your own: npz:PATH (x_train, y_train, x_test, y_test) and folder:PATH (train/CLASS/*.png, test/CLASS/*.png)"
+    )
+
+
+@app.command("verify")
+def verify_command(
+    *,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Default: all that are found.")] = None,
+    data_root: _DataRoot = None,
+    json_output: _Json = False,
+) -> None:
+    """Compare data sets with what is published: checksums, shapes, counts, labels.
+
+    Exits with 1 when a file is damaged or a data set asked for is missing.
+
+    For example:
+
+      fl-sim data verify
+
+      fl-sim data verify mnist npz:my.npz --data-root ROOT
+    """
+    wanted = names or [name for name in NAMES if find(name, data_root)]
+    checks = []
+    for name in wanted:
+        checks.append(verify(name, data_root))
+        if not json_output:
+            _say(checks[-1])
+    broken = [check.name for check in checks if not check.ok]
+    if json_output:
+        rows = [{**_row(c.name, c.source), "ok": c.ok, "problems": list(c.problems), "note": c.note} for c in checks]
+        typer.echo(json.dumps({"ok": not broken, "data": rows}))
+    if broken:
+        raise RunError(f"not in order: {', '.join(broken)}")
+
+
+def _row(name: str, source: Source | None) -> dict[str, Any]:
+    path = None if source is None or source.path is None else str(source.path)
+    layout = source.layout if source else None
+    return {"name": name, "found": source is not None, "layout": layout, "path": path}
+
+
+def _where(source: Source | None) -> str:
+    if source is None:
+        return "missing"
+    return f"{source.layout:8} {source.path}" if source.path else "embedded in scikit-learn"
+
+
+def _say(check: Check) -> None:
+    typer.echo(
+        f"{check.name:14} {'ok' if check.ok else 'NOT OK':7} {_where(check.source)}"
+        + (f"  ({check.note})" if check.note else "")
+    )
+    for problem in check.problems:
+        typer.echo(f"    {problem}")

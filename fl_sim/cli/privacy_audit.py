@@ -1,0 +1,133 @@
+"""``fl-sim privacy audit``: the real Global DP aggregator, and planted faults that the same audit must catch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import torch
+from dp_accounting import dp_event
+from numpy.typing import NDArray
+
+from fl_sim.privacy.accounting import delta_profile
+from fl_sim.privacy.audit import (
+    EPSILONS,
+    Mechanism,
+    ProfileAudit,
+    World,
+    audit_profile,
+    noise_calibration,
+    run_mechanism,
+)
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.types import Cohort, Payloads, Reply
+from strategies.global_dp import GlobalDP
+
+CLIPPING_NORM: Final = 1.0
+_LAYERS: Final = {"delta": ("conv", "dense"), "control_delta": ("conv", "dense")}
+_WIDTH: Final = 3
+_DIMENSION: Final = 4 * _WIDTH
+_UNCLIPPED: Final = 1000.0
+TRUE_MECHANISM: Final = "global-dp as it is"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the audit says about one mechanism."""
+
+    mechanism: str
+    profile: ProfileAudit
+    calibration: dict[str, float]
+
+    @property
+    def caught(self) -> bool:
+        """Return whether the claimed guarantee is refuted, or the noise is not what it should be."""
+        return self.profile.refuted or min(self.calibration.values()) < 1e-6
+
+
+def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise) -> list[Finding]:
+    """Audit the aggregator at ``noise_multiplier`` and every planted fault against the same claim."""
+    claimed = delta_profile([dp_event.GaussianDpEvent(noise_multiplier)], EPSILONS)
+    expected = {0: np.zeros(_DIMENSION), 1: np.full(_DIMENSION, CLIPPING_NORM / _DIMENSION**0.5)}
+    findings = []
+    for name, mechanism in mechanisms(noise_multiplier, noise).items():
+        without, with_unit = run_mechanism(mechanism, num_runs)
+        residuals = np.concatenate([without - expected[0], with_unit - expected[1]]) / (
+            noise_multiplier * CLIPPING_NORM
+        )
+        findings.append(Finding(name, audit_profile(without, with_unit, claimed), noise_calibration(residuals)))
+    return findings
+
+
+def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
+    """Return the real aggregator and its faulty variants by name; each releases the noised SUM of one round."""
+    std = noise_multiplier * CLIPPING_NORM
+    true = GlobalDP(noise_multiplier=noise_multiplier, clipping_norm=CLIPPING_NORM)
+    half = GlobalDP(noise_multiplier=noise_multiplier / 2, clipping_norm=CLIPPING_NORM)
+    silent = GlobalDP(noise_multiplier=0.0, clipping_norm=CLIPPING_NORM)
+    unclipped = GlobalDP(noise_multiplier=std / _UNCLIPPED, clipping_norm=_UNCLIPPED)
+
+    def missing_coordinates(world: World, run: int) -> NDArray[np.float64]:
+        noised, plain = _release(true, _world(world, run), noise), _release(silent, _world(world, run), noise)
+        return np.concatenate([noised[_WIDTH:], plain[:_WIDTH]])
+
+    def realised_denominator(world: World, run: int) -> NDArray[np.float64]:
+        cohort = _world(world, run)
+        return _release(true, cohort, noise) * cohort.expected_size / len(cohort.replies)
+
+    def prepared(change: Callable[[Cohort], Cohort]) -> Mechanism:
+        return lambda world, run: _release(unclipped, change(_world(world, run)), noise)
+
+    return {
+        TRUE_MECHANISM: lambda world, run: _release(true, _world(world, run), noise),
+        "half the noise": lambda world, run: _release(half, _world(world, run), noise),
+        "no clipping": prepared(lambda cohort: cohort),
+        "weighted by num_examples": prepared(_clipped_then_weighted),
+        "coordinates without noise": missing_coordinates,
+        "clipped layer by layer": prepared(_clipped_by_layer),
+        "divided by the realised cohort": realised_denominator,
+        "the same noise every round": lambda world, _: _release(true, replace(_world(world, 0), server_round=0), noise),
+    }
+
+
+def _world(world: World, run: int) -> Cohort:
+    """One client that changes nothing, and in world 1 the audited one, which pushes hard in every layer."""
+    bystander = Reply(0, _payloads(0.0), num_examples=1, loss=None)
+    audited = Reply(1, _payloads(10.0), num_examples=1000, loss=None)
+    replies = (bystander, audited) if world else (bystander,)
+    return Cohort(run, replies, num_clients=20, expected_size=2.0)
+
+
+def _payloads(value: float) -> Payloads:
+    return {group: {name: torch.full((_WIDTH,), value) for name in names} for group, names in _LAYERS.items()}
+
+
+def _release(aggregator: GlobalDP, cohort: Cohort, noise: Noise) -> NDArray[np.float64]:
+    mean = aggregator.mean(cohort, noise=noise, template=_payloads(0.0)).payloads
+    flat = torch.cat([value for params in mean.values() for value in params.values()])
+    vector: NDArray[np.float64] = flat.double().numpy() * cohort.expected_size
+    return vector
+
+
+def _clipped_then_weighted(cohort: Cohort) -> Cohort:
+    total = sum(reply.num_examples for reply in cohort.replies)
+    scales = [reply.num_examples * len(cohort.replies) / total for reply in cohort.replies]
+    return _scaled(cohort, [scale / max(1.0, 10 * _DIMENSION**0.5) if i else 0.0 for i, scale in enumerate(scales)])
+
+
+def _clipped_by_layer(cohort: Cohort) -> Cohort:
+    return _scaled(cohort, [1 / max(1.0, 10 * _WIDTH**0.5)] * len(cohort.replies))
+
+
+def _scaled(cohort: Cohort, factors: list[float]) -> Cohort:
+    replies = [
+        replace(
+            reply,
+            payloads={
+                group: {name: value * factor for name, value in params.items()}
+                for group, params in reply.payloads.items()
+            },
+        )
+        for reply, factor in zip(cohort.replies, factors, strict=True)
+    ]
+    return replace(cohort, replies=tuple(replies))

@@ -1,0 +1,162 @@
+"""The three questions of planning: epsilon from noise, noise from epsilon, steps that fit; and a plot."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dp_accounting import dp_event
+from matplotlib.figure import Figure
+
+from fl_sim.privacy import events
+from fl_sim.privacy.accounting import (
+    Accountant,
+    Adjacency,
+    adjacency,
+    amplify_fixed_size,
+    amplify_poisson,
+    epsilon_of_counts,
+    valid_delta,
+)
+from fl_sim.privacy.planning import delta_advice, noise_multiplier, steps_that_fit
+from fl_sim.types import UserError
+
+
+_ACCOUNTANTS: Final[tuple[Accountant, ...]] = ("rdp", "pld")
+_CURVES: Final[tuple[tuple[Accountant, int, str], ...]] = (("rdp", 200, "-"), ("pld", 12, "o"))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How units are chosen: with probability ``rate`` each, or ``cohort`` of ``population`` without replacement.
+
+    ``population`` may be None under Poisson sampling, where it is not needed and not public.
+    """
+
+    unit: str
+    rate: float | None
+    cohort: int | None
+    population: int | None
+
+    def amplify(self, event: dp_event.DpEvent) -> dp_event.DpEvent:
+        """Return what ``event`` costs when its units are sampled this way."""
+        if self.rate is not None:
+            return amplify_poisson(event, self.rate)
+        assert self.cohort is not None
+        assert self.population is not None
+        return amplify_fixed_size(event, self.cohort, self.population)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the user knows; one of ``noise`` (noise multiplier), ``steps`` and ``target`` (epsilon) may be missing."""
+
+    sampling: Sampling
+    noise: float | None
+    steps: int | None
+    target: float | None
+    delta: float
+    accountant: Accountant
+
+
+def answer(question: Question) -> dict[str, Any]:
+    """Return the plan as JSON values. Raises UserError where too little is known or a value makes no sense."""
+    _check(question)
+    sampling, delta, accountant = question.sampling, question.delta, question.accountant
+    noise, steps = question.noise, question.steps
+    asked = "epsilon"
+    if noise is None:
+        assert steps is not None
+        assert question.target is not None
+        asked, noise = (
+            "noise_multiplier",
+            noise_multiplier(sampling.amplify, steps, question.target, delta, accountant=accountant),
+        )
+    event = sampling.amplify(dp_event.GaussianDpEvent(noise))
+    fits = None
+    if question.target is not None and asked == "epsilon":
+        fits = steps_that_fit(event, question.target, delta, accountant=accountant)
+    if steps is None:
+        assert fits is not None
+        asked, steps = "steps", fits
+    counts = Counter({event: steps}) if steps else Counter()
+    epsilons = {by: epsilon_of_counts(counts, delta, accountant=by) for by in _ACCOUNTANTS}
+    advice = delta_advice(delta, sampling.population) if sampling.population else None
+    return {
+        "unit": sampling.unit,
+        "asked": asked,
+        "epsilon": _json(epsilons[accountant]),
+        "delta": delta,
+        "noise_multiplier": noise,
+        "sampling_rate": events.sampling_rate(event),
+        "steps": steps,
+        "accountant": accountant,
+        "epsilon_rdp": _json(epsilons["rdp"]),
+        "epsilon_pld": _json(epsilons["pld"]),
+        "target_epsilon": question.target,
+        "steps_that_fit": fits,
+        "adjacency": str(adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE),
+        "sampling": events.sampling_in_words(event, sampling.unit),
+        "warnings": [advice] if advice else [],
+    }
+
+
+def in_words(plan: dict[str, Any]) -> str:
+    """Return the plan as lines for people."""
+    both = f"RDP {_show(plan['epsilon_rdp'])}, PLD {_show(plan['epsilon_pld'])}"
+    lines = [
+        f"epsilon           {_show(plan['epsilon'])} by {plan['accountant'].upper()}, the guarantee ({both})",
+        f"delta             {plan['delta']:g}",
+        f"noise multiplier  {plan['noise_multiplier']:.6g}  (noise on the sum / clipping norm of one {plan['unit']})",
+        f"steps             {plan['steps']}",
+        f"unit              {plan['unit']}, {plan['adjacency']}",
+        f"sampling          {plan['sampling']}",
+    ]
+    if plan["steps_that_fit"] is not None:
+        lines.append(f"steps that fit    {plan['steps_that_fit']} within epsilon {plan['target_epsilon']:g}")
+    return "\n".join(lines)
+
+
+def plot(question: Question, plan: dict[str, Any], path: Path) -> None:
+    """Draw epsilon over steps, by both accountants, into ``path`` (its suffix decides the format)."""
+    if not plan["steps"]:
+        raise UserError("nothing to plot: not one step fits; raise --epsilon or --noise-multiplier")
+    event = question.sampling.amplify(dp_event.GaussianDpEvent(plan["noise_multiplier"]))
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for accountant, num_points, style in _CURVES:
+        at = sorted({max(1, round(plan["steps"] * point / num_points)) for point in range(1, num_points + 1)})
+        values = [epsilon_of_counts({event: steps}, question.delta, accountant=accountant) for steps in at]
+        axes.plot(at, values, style, label=accountant.upper())
+    if question.target is not None:
+        axes.axhline(question.target, color="black", linestyle=":", label="budget")
+    axes.set(xlabel="steps", ylabel=f"epsilon at delta {question.delta:g}", ylim=(0, None), title=plan["sampling"])
+    axes.title.set_fontsize("small")
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot write the plot to {path}: {error}; give a writable path such as epsilon.png"
+        ) from error
+
+
+def _check(question: Question) -> None:
+    valid_delta(question.delta)
+    known = {"--noise-multiplier": question.noise, "steps": question.steps, "--epsilon": question.target}
+    missing = [name for name, value in known.items() if value is None]
+    if len(missing) > 1:
+        raise UserError(f"one unknown at most; missing: {', '.join(missing)}: give two of noise, steps and epsilon")
+    if question.noise is not None and not 0 < question.noise < math.inf:
+        raise UserError(f"noise multiplier {question.noise} gives no guarantee: choose a positive number such as 1.0")
+    if question.steps is not None and question.steps < 1:
+        raise UserError(f"{question.steps} steps: give at least 1")
+
+
+def _json(epsilon: float) -> float | None:
+    return None if math.isinf(epsilon) else epsilon
+
+
+def _show(epsilon: float | None) -> str:
+    return "none" if epsilon is None else f"{epsilon:.4f}"

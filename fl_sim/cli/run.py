@@ -1,0 +1,84 @@
+"""``fl-sim run``: one experiment."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fl_sim.experiment import Experiment, experiment_from, read_table, resolved, with_overrides
+from fl_sim.report.progress import RunProgress
+from fl_sim.simulation import run, short_form
+
+
+def run_command(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="A TOML file and settings laid over it.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Directory for the results; an unfinished run in it goes on.")] = Path("results/run"),
+    data_root: Annotated[Path | None, typer.Option(help="Where data sets lie (default: $FL_SIM_DATA, then your cache).")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Run one experiment; with no arguments FedAvg on 1-Label digits, embedded in the package.
+
+    Settings: data, partition, clients, model, algorithm, sampler, local.epochs, local.batch_size, local.learning_rate,
+    local.momentum, local.weight_decay, local.schedule, rounds, evaluate_every, seed, engine, round_timeout.
+
+    Examples:
+
+      fl-sim run
+
+      fl-sim run data=mnist partition=dirichlet:0.05 algorithm=scaffold rounds=50 local.epochs=10 --out results/scaffold
+
+      fl-sim run experiment.toml algorithm=fedprox algorithm.mu=0.1 sampler=fixed-size:10 engine=ray:4
+    """
+    experiment = parse_experiment(arguments or [])
+    experiment = resolved(experiment, data_root)
+    with RunProgress(title_of(experiment), experiment.rounds) as progress:
+        result = run(experiment, out, data_root, _Shown(progress))
+    if json_output:
+        typer.echo(json.dumps(result))
+    else:
+        _print(result, out)
+
+
+def parse_experiment(arguments: list[str]) -> Experiment:
+    """Return the experiment that ``[FILE] [key=value ...]`` describes."""
+    files = [argument for argument in arguments if "=" not in argument]
+    if len(files) > 1:
+        raise typer.BadParameter(f"one FILE at most, got {', '.join(files)}; settings are given as key=value")
+    table = read_table(Path(files[0])) if files else {}
+    return experiment_from(with_overrides(table, [argument for argument in arguments if "=" in argument]))
+
+
+def title_of(experiment: Experiment) -> str:
+    """Return a run's short name for people."""
+    return f"{experiment.algorithm.kind} on {experiment.data} {short_form(experiment.partition)}"
+
+
+class _Shown:
+    """Passes what a run says on to its progress display."""
+
+    def __init__(self, progress: RunProgress) -> None:
+        self._progress = progress
+        self.replied = progress.replied
+        self.finished_round = progress.finished_round
+
+    def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
+        self._progress.say(engine)
+        self._progress.started(first_round)
+
+
+def _print(result: dict[str, Any], out: Path) -> None:
+    note = f" ({result['data_note']})" if result["data_note"] else ""
+    typer.echo(
+        f"{result['algorithm']} on {result['data']}{note}, {result['partition']}, {result['clients']} clients, {result['model']}: "
+        f"accuracy {_percent(result['final_accuracy'])} after {result['rounds']} rounds, best {_percent(result['best_accuracy'])}, "
+        f"{result['seconds']['total']:.1f} s on engine {result['engine']}"
+    )
+    typer.echo("privacy: none - updates leave the clients without noise")
+    typer.echo(f"results in {out}")
+
+
+def _percent(accuracy: float | None) -> str:
+    return "not evaluated" if accuracy is None else f"{100 * accuracy:.2f} %"

@@ -1,0 +1,126 @@
+"""Settings as frozen values: the base of every settings object, short forms such as ``dirichlet:0.05``, and messages that help."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from fl_sim.types import UserError
+from partitions import Scheme
+
+Json: TypeAlias = dict[str, Any]
+
+
+class Settings(BaseModel):
+    """A frozen group of settings that refuses unknown keys, NaN and infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def kinds(union: Any) -> dict[str, type]:
+    """Return {kind: class} of a union of settings classes (or of one class)."""
+    members = get_args(union) if get_origin(union) is not None else (union,)
+    return {field_defaults(member)["kind"]: member for member in members}
+
+
+def field_defaults(settings: type) -> dict[str, Any]:
+    """Return {field: default} of a settings class, in order; works for pydantic models and dataclasses."""
+    if issubclass(settings, BaseModel):
+        return {name: field.default for name, field in settings.model_fields.items()}
+    return {name: field.default for name, field in settings.__dataclass_fields__.items()}  # type: ignore[attr-defined]
+
+
+def expand(text: str, union: Any, what: str) -> Json:
+    """Turn a short form into a table: ``scaffold``, ``dirichlet:0.05`` (sets the first parameter), ``label-2``.
+
+    Raises UserError for a kind that is not in ``union``; the message lists the valid ones and guesses.
+    """
+    known = kinds(union)
+    name, colon, value = text.partition(":")
+    head, dash, number = name.rpartition("-")
+    if name not in known and dash and number.isdigit() and f"{head}-k" in known:
+        name, colon, value = f"{head}-k", ":", number
+    if name not in known:
+        raise UserError(f"unknown {what} {text!r}{guess(name, known)}; valid: {', '.join(known)}")
+    if not colon:
+        return {"kind": name}
+    fields = [field for field in field_defaults(known[name]) if field != "kind"]
+    if not fields:
+        raise UserError(f"{what} {name!r} takes no parameter, got {text!r}")
+    return {"kind": name, fields[0]: value}
+
+
+def parse(value: str | Mapping[str, Any], union: Any, what: str) -> Any:
+    """Validate a short form or a table against a union of settings classes told apart by ``kind``."""
+    table = expand(value, union, what) if isinstance(value, str) else dict(value)
+    known = kinds(union)
+    if table.get("kind") not in known:
+        raise UserError(f"{what} needs a kind, one of {', '.join(known)}; got {table.get('kind')!r}")
+    annotation: Any = Annotated[union, Field(discriminator="kind")] if len(known) > 1 else union
+    try:
+        return TypeAdapter[Any](annotation).validate_python(table)
+    except ValidationError as error:
+        raise UserError(explain(error, known[table["kind"]], what)) from error
+
+
+def parse_scheme(text: str) -> Scheme:
+    """Return the partition scheme that ``text`` names, such as ``label-1``, ``dirichlet:0.05`` or ``iid``."""
+    scheme: Scheme = parse(text, Scheme, "partition")
+    return scheme
+
+
+def guess(name: str, valid: Iterable[str]) -> str:
+    """Return ' (did you mean ...?)' where something close to ``name`` is valid, else nothing."""
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def explain(error: ValidationError, settings: type, what: str) -> str:
+    """Say a validation error in words a user can act on, one line per mistake."""
+    return "; ".join(_explain_one(detail, settings, what) for detail in error.errors())
+
+
+def _explain_one(detail: Any, settings: type, what: str) -> str:
+    union_tags = set(_all_kinds(settings))
+    path = [str(part) for part in detail["loc"] if part not in union_tags]
+    where = ".".join([*([what] if what else []), *path])
+    if detail["type"] == "extra_forbidden":
+        valid = _valid_keys(settings, path[:-1])
+        return f"unknown key {where!r}{guess(path[-1], valid)}; valid here: {', '.join(valid)}"
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{where} = {detail['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _valid_keys(settings: type, path: list[str]) -> list[str]:
+    for part in path:
+        nested = [cls for cls in _members(_annotation(settings, part)) if isinstance(cls, type)]
+        if not nested:
+            return []
+        if len(nested) > 1:
+            return sorted({name for cls in nested for name in field_defaults(cls)})
+        settings = nested[0]
+    return list(field_defaults(settings))
+
+
+def _annotation(settings: type, field: str) -> Any:
+    return (
+        settings.model_fields[field].annotation if issubclass(settings, BaseModel) else settings.__annotations__[field]
+    )
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    return get_args(annotation) if get_origin(annotation) is not None else (annotation,)
+
+
+def _all_kinds(settings: type) -> Iterable[str]:
+    for field in field_defaults(settings):
+        members = [m for m in _members(_annotation(settings, field)) if isinstance(m, type) and _has_kind(m)]
+        if len(members) > 1:
+            yield from kinds(Union[tuple(members)])  # noqa: UP007 (a union made at run time)
+
+
+def _has_kind(settings: type) -> bool:
+    return "kind" in getattr(settings, "__annotations__", {})

@@ -1,0 +1,111 @@
+"""Which engine runs an experiment: the one asked for, or the faster one by a timed step of the job itself."""
+
+import importlib.util
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from flwr.clientapp import ClientApp
+
+from clients.app import build_client_app
+from fl_sim.data import load
+from fl_sim.engine import InProcessGrid, LocalGrid, Progress
+from fl_sim.experiment import (
+    Auto,
+    Engine,
+    Experiment,
+    InProcess,
+    Ray,
+    build_model,
+    client_shards,
+    local_settings,
+    site_of,
+)
+from fl_sim.learning import to_tensors, train
+from fl_sim.params import detached
+from fl_sim.seeding import rng
+from fl_sim.types import LocalPlan, LocalSettings, LocalTask, UserError
+
+RAY_START_SECONDS = 10.0
+"""What starting Ray and importing torch in its actors costs (6 to 12 s measured on two cores)."""
+
+PROBE_STEPS = 8
+"""Minibatch steps that are timed to guess how long the job takes."""
+
+RAY_SHARE_PER_CORE = 0.9
+"""How much of a further core Ray turns into speed."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The engine taken, and the reason in words."""
+
+    kind: str
+    why: str
+
+
+@contextmanager
+def open_engine(
+    experiment: Experiment, data_root: Path | None, on_reply: Progress
+) -> Iterator[tuple[LocalGrid, Choice]]:
+    """Start the experiment's engine and give it back afterwards."""
+    engine, why = choose(experiment, data_root)
+    grid: LocalGrid
+    if isinstance(engine, Ray):
+        if importlib.util.find_spec("ray") is None:
+            raise UserError("engine=ray needs Ray, which is not installed: pip install ray, or take engine=inprocess")
+        from fl_sim.engine_ray import RayGrid  # starts Ray, which nobody else should need
+
+        grid = RayGrid(client_app, experiment.num_clients, engine, on_reply)
+    else:
+        grid = InProcessGrid(client_app(), experiment.num_clients, on_reply)
+    try:
+        yield grid, Choice(engine.kind, why)
+    finally:
+        grid.close()
+
+
+def client_app() -> ClientApp:
+    """Return the ClientApp of this program; Ray actors call it too."""
+    return build_client_app(site_of)
+
+
+def choose(experiment: Experiment, data_root: Path | None) -> tuple[Engine, str]:
+    """Return the engine to use and why."""
+    engine = experiment.engine
+    if not isinstance(engine, Auto):
+        return engine, f"engine {engine.kind}, as asked for"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(cores, max(1, round(experiment.sampler.expected_size(experiment.num_clients))))
+    alone = InProcess(threads=engine.threads)
+    if workers < 2:
+        return alone, "engine inprocess: with one client at a time, or one core, there is nothing to share out"
+    if importlib.util.find_spec("ray") is None:
+        return alone, "engine inprocess: Ray is not installed"
+    seconds = estimated_seconds(experiment, data_root)
+    parallel = RAY_START_SECONDS + seconds / (1 + (workers - 1) * RAY_SHARE_PER_CORE)
+    times = f"about {seconds:.0f} s of local training in process, {parallel:.0f} s with {workers} Ray actors and their start"
+    if parallel < seconds:
+        return Ray(actors=workers, threads=engine.threads), f"engine ray: {times}"
+    return alone, f"engine inprocess: {times}"
+
+
+def estimated_seconds(experiment: Experiment, data_root: Path | None) -> float:
+    """Return about how long local training takes one client after another, from timed steps on public test records."""
+    dataset = load(experiment.data, data_root)
+    settings = local_settings(experiment.local, experiment.local.learning_rate)
+    sizes = [len(shard) for shard in client_shards(experiment, data_root)]
+    cohort = experiment.sampler.expected_size(experiment.num_clients)
+    num_steps = experiment.rounds * cohort * sum(settings.num_steps(size) for size in sizes) / len(sizes)
+    sample = dataset.test.take(np.arange(min(len(dataset.test), PROBE_STEPS * settings.batch_size)))
+    inputs, labels = to_tensors(sample, dataset)
+    model = build_model(experiment, dataset)
+    probe = LocalSettings(settings.learning_rate, settings.momentum, settings.weight_decay, settings.batch_size, 1)
+    task = LocalTask(0, 0, 1, len(labels), probe, detached(model.named_parameters()))
+    start = time.perf_counter()
+    trained = train(model, task, LocalPlan(), inputs, labels, rng(experiment.seed, "probe"))
+    return num_steps * (time.perf_counter() - start) / trained.num_steps

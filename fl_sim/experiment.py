@@ -1,0 +1,303 @@
+"""One experiment as a frozen value, and how its parts are wired: the one place that knows data, split, model and method."""
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from torch import nn
+
+from clients.app import Site
+from fl_sim import models
+from fl_sim.config import Settings, expand, explain
+from fl_sim.data import load
+from fl_sim.learning import to_tensors
+from fl_sim.seeding import rng
+from fl_sim.types import Dataset, LocalSettings, UserError
+from partitions import FeatureNoise, LabelK, Scheme
+from strategies.aggregators import WeightedMean
+from strategies.algorithm import Sharing
+from strategies.fedavg import Centralized, FedAvg
+from strategies.fedmix import FedMix, NaiveMix
+from strategies.fednova import FedNova
+from strategies.fedprox import FedProx
+from strategies.samplers import Everyone, Sampler
+from strategies.scaffold import Scaffold
+from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+
+AnyAlgorithm: TypeAlias = (
+    FedAvg | FedProx | Scaffold | FedNova | FedMix | NaiveMix | FedAvgM | FedAdagrad | FedAdam | FedYogi | Centralized
+)
+
+
+class Constant(Settings):
+    """The same learning rate in every round."""
+
+    kind: Literal["constant"] = "constant"
+
+    def factor(self, server_round: int, rounds: int) -> float:
+        """Return what this round's learning rate is multiplied with."""
+        del server_round, rounds
+        return 1.0
+
+
+class Exponential(Settings):
+    """decay^(round - 1)."""
+
+    kind: Literal["exponential"] = "exponential"
+    decay: float = Field(0.99, gt=0, le=1)
+
+    def factor(self, server_round: int, rounds: int) -> float:
+        """Return what this round's learning rate is multiplied with."""
+        del rounds
+        return float(self.decay ** (server_round - 1))
+
+
+class Step(Settings):
+    """``decay`` after every ``every`` rounds."""
+
+    kind: Literal["step"] = "step"
+    every: int = Field(10, ge=1)
+    decay: float = Field(0.1, gt=0, le=1)
+
+    def factor(self, server_round: int, rounds: int) -> float:
+        """Return what this round's learning rate is multiplied with."""
+        del rounds
+        return float(self.decay ** ((server_round - 1) // self.every))
+
+
+class Cosine(Settings):
+    """Half a cosine from 1 in the first round down to ``final`` after the last."""
+
+    kind: Literal["cosine"] = "cosine"
+    final: float = Field(0.0, ge=0, le=1)
+
+    def factor(self, server_round: int, rounds: int) -> float:
+        """Return what this round's learning rate is multiplied with."""
+        return self.final + (1 - self.final) * (1 + math.cos(math.pi * (server_round - 1) / rounds)) / 2
+
+
+Schedule: TypeAlias = Constant | Exponential | Step | Cosine
+
+
+class Auto(Settings):
+    """The faster engine for the job, by a timed step of it; the run says which was taken and why."""
+
+    kind: Literal["auto"] = "auto"
+    threads: int = Field(1, ge=1)
+
+
+class InProcess(Settings):
+    """Every client in this process, one after another."""
+
+    kind: Literal["inprocess"] = "inprocess"
+    threads: int = Field(1, ge=1)
+
+
+class Ray(Settings):
+    """Ray actors, each with ``cpus`` processors and ``gpus`` GPUs (fractions share one).
+
+    ``actors`` 0 means as many as the cluster has room for. ``address`` joins a running cluster; every machine must see
+    the output directory and the data root under the same paths. ``threads``: torch threads in each actor.
+    """
+
+    kind: Literal["ray"] = "ray"
+    actors: int = Field(0, ge=0)
+    cpus: float = Field(1.0, ge=0)
+    gpus: float = Field(0.0, ge=0)
+    address: str = ""
+    threads: int = Field(1, ge=1)
+
+
+Engine: TypeAlias = Auto | InProcess | Ray
+
+
+def _short(union: Any, what: str) -> BeforeValidator:
+    return BeforeValidator(lambda value: expand(value, union, what) if isinstance(value, str) else value)
+
+
+class Local(Settings):
+    """How clients train in a round (NIID-Bench's protocol but for one epoch instead of ten)."""
+
+    epochs: int = Field(1, ge=1)
+    batch_size: int = Field(64, ge=1)
+    learning_rate: float = Field(0.01, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    weight_decay: float = Field(1e-5, ge=0)
+    schedule: Annotated[Schedule, Field(discriminator="kind"), _short(Schedule, "local.schedule")] = Constant()
+
+
+class Experiment(Settings):
+    """Everything that determines a run's numbers, and the engine, which does not.
+
+    ``round_timeout``: seconds in which all clients of a round must have answered.
+    """
+
+    data: str = "digits"
+    partition: Annotated[Scheme, Field(discriminator="kind"), _short(Scheme, "partition")] = LabelK(k=1)
+    clients: int = Field(10, ge=1, le=1_000_000)
+    model: str = ""
+    algorithm: Annotated[AnyAlgorithm, Field(discriminator="kind"), _short(AnyAlgorithm, "algorithm")] = FedAvg()
+    aggregator: Annotated[WeightedMean, _short(WeightedMean, "aggregator")] = WeightedMean()
+    sampler: Annotated[Sampler, Field(discriminator="kind"), _short(Sampler, "sampler")] = Everyone()
+    local: Local = Local()
+    rounds: int = Field(20, ge=1)
+    evaluate_every: int = Field(1, ge=1)
+    seed: int = Field(0, ge=0)
+    engine: Annotated[Engine, Field(discriminator="kind"), _short(Engine, "engine")] = Auto()
+    round_timeout: float = Field(3600.0, gt=0)
+
+    @model_validator(mode="after")
+    def _compatible(self) -> Self:
+        if isinstance(self.algorithm, Centralized) and not isinstance(self.sampler, Everyone):
+            raise ValueError("algorithm centralized has a single client that is always there: leave sampler at full")
+        if self.sampler.kind == "fixed-size" and self.sampler.cohort_size > self.clients:
+            raise ValueError(
+                f"sampler fixed-size:{self.sampler.cohort_size} needs at least as many clients, there are {self.clients}"
+            )
+        return self
+
+    @property
+    def num_clients(self) -> int:
+        """Return the number of simulated clients: one where training is centralized."""
+        return 1 if isinstance(self.algorithm, Centralized) else self.clients
+
+
+def experiment_from(table: Mapping[str, Any]) -> Experiment:
+    """Validate a table of settings. Raises UserError that lists what is valid and guesses what was meant."""
+    try:
+        return Experiment.model_validate(table)
+    except ValidationError as error:
+        raise UserError(explain(error, Experiment, "")) from error
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises UserError where it is missing or not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"no such file: {path}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise UserError(f"{path} is not a TOML file: {error}") from error
+
+
+def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """Return ``table`` with ``key=value`` settings laid over it; dots reach into groups: ``local.epochs=5``.
+
+    A group that is a short form (``algorithm=fedprox``) grows into a table when a key inside it is set, whatever the order.
+    """
+    merged: dict[str, Any] = json.loads(json.dumps(table))
+    for override in sorted(overrides, key=lambda text: text.partition("=")[0].count(".")):
+        path, equals, value = override.partition("=")
+        if not equals or not path:
+            raise UserError(
+                f"settings are given as key=value, got {override!r}; for example rounds=50 or local.epochs=5"
+            )
+        *groups, key = path.split(".")
+        target = merged
+        for group in groups:
+            target = _enter(target, group)
+        target[key] = value
+    return merged
+
+
+def _enter(table: dict[str, Any], group: str) -> dict[str, Any]:
+    inner = table.setdefault(group, {})
+    unions = {
+        "algorithm": AnyAlgorithm,
+        "partition": Scheme,
+        "sampler": Sampler,
+        "engine": Engine,
+        "schedule": Schedule,
+        "aggregator": WeightedMean,
+    }
+    if isinstance(inner, str) and group in unions:
+        inner = expand(inner, unions[group], group)
+    elif inner == {} and group in unions and group in Experiment.model_fields:
+        inner = {"kind": Experiment.model_fields[group].default.kind}
+    if not isinstance(inner, dict):
+        raise UserError(f"{group} is a single value, it has no settings inside")
+    table[group] = inner
+    return inner
+
+
+def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:
+    """Return ``experiment`` with every default that depends on the data filled in."""
+    dataset = load(experiment.data, data_root)
+    model = experiment.model or models.default_model(dataset.input_shape)
+    return experiment_from({**experiment.model_dump(), "model": model})
+
+
+@lru_cache(maxsize=8)
+def shards_of(
+    data: str, scheme: Scheme, num_clients: int, seed: int, data_root: Path | None
+) -> tuple[NDArray[np.int64], ...]:
+    """Return each client's record indices into the training set. Raises UserError for an impossible split."""
+    labels = load(data, data_root).train.labels
+    try:
+        return tuple(scheme.split(np.asarray(labels), num_clients, rng(seed, "partition")))
+    except ValueError as error:
+        raise UserError(f"partition {scheme.kind} of {data} over {num_clients} clients: {error}") from error
+
+
+def client_shards(experiment: Experiment, data_root: Path | None) -> tuple[NDArray[np.int64], ...]:
+    """Return what each simulated client of ``experiment`` holds; everything where training is centralized."""
+    if isinstance(experiment.algorithm, Centralized):
+        return (np.arange(len(load(experiment.data, data_root).train)),)
+    return shards_of(experiment.data, experiment.partition, experiment.clients, experiment.seed, data_root)
+
+
+def build_model(experiment: Experiment, dataset: Dataset) -> nn.Module:
+    """Return the experiment's model with its initial weights."""
+    name = experiment.model or models.default_model(dataset.input_shape)
+    return models.build(name, dataset.input_shape, dataset.num_classes, experiment.seed)
+
+
+@lru_cache(maxsize=2)
+def site_of(experiment_json: str, data_root: str) -> Site:
+    """Return what a worker needs to play any client of the experiment; made once per process."""
+    experiment = Experiment.model_validate_json(experiment_json)
+    root = Path(data_root) if data_root else None
+    dataset = load(experiment.data, root)
+    shards = client_shards(experiment, root)
+
+    def records(client: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, labels = to_tensors(dataset.train.take(shards[client]), dataset)
+        if isinstance(experiment.partition, FeatureNoise) and experiment.num_clients > 1:
+            inputs = _with_noise(inputs, dataset, experiment, client)
+        return inputs, labels
+
+    def share(inputs: torch.Tensor, labels: torch.Tensor, client: int) -> dict[str, torch.Tensor]:
+        assert isinstance(experiment.algorithm, Sharing)
+        return experiment.algorithm.share(inputs, labels, dataset.num_classes, rng(experiment.seed, "share", client))
+
+    return Site(
+        algorithm=experiment.algorithm,
+        model=build_model(experiment, dataset),
+        records=records,
+        share=share,
+        local_settings=partial(local_settings, experiment.local),
+        num_clients=experiment.num_clients,
+        seed=experiment.seed,
+        threads=experiment.engine.threads,
+    )
+
+
+def local_settings(local: Local, learning_rate: float) -> LocalSettings:
+    """Return a round's settings for clients, with the schedule already in ``learning_rate``."""
+    return LocalSettings(learning_rate, local.momentum, local.weight_decay, local.batch_size, local.epochs)
+
+
+def _with_noise(inputs: torch.Tensor, dataset: Dataset, experiment: Experiment, client: int) -> torch.Tensor:
+    assert isinstance(experiment.partition, FeatureNoise)
+    variance = experiment.partition.noise_variance(client, experiment.clients)
+    noise = rng(experiment.seed, "feature-noise", client).standard_normal(inputs.shape, dtype=np.float32)
+    std = torch.tensor(dataset.std).reshape(1, -1, *[1] * (inputs.ndim - 2))
+    return inputs + torch.from_numpy(noise) * math.sqrt(variance) / std

@@ -1,0 +1,161 @@
+"""The local loop: minibatch SGD on one client's records, the same for every algorithm."""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fl_sim.params import detached
+from fl_sim.types import ClientUpdate, Dataset, Examples, LocalPlan, LocalSettings, LocalTask, Mix, Params, Trained
+
+EVALUATION_BATCH = 500
+"""Records per forward pass of an evaluation: small enough for the cache, large enough for the operators."""
+
+
+class LocalAlgorithm(Protocol):
+    """The half of an algorithm that runs on a client."""
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Say what the algorithm adds to local SGD."""
+        ...
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Say what is sent and what the client keeps."""
+        ...
+
+
+def to_tensors(examples: Examples, dataset: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (normalised float32 inputs, int64 labels) of ``examples``.
+
+    Bytes become (b / 255 - mean) / std with the data set's public constants; float features are taken as they are,
+    less mean over std.
+    """
+    inputs = torch.from_numpy(np.array(examples.inputs, order="C")).to(torch.float32)
+    unit = 255.0 if examples.inputs.dtype == np.uint8 else 1.0
+    shape = (1, -1) + (1,) * (inputs.ndim - 2)
+    mean = torch.tensor(dataset.mean, dtype=torch.float32).reshape(shape)
+    std = torch.tensor(dataset.std, dtype=torch.float32).reshape(shape)
+    inputs.sub_(mean * unit).div_(std * unit)
+    return inputs, torch.from_numpy(np.array(examples.labels))
+
+
+def train(
+    model: nn.Module,
+    task: LocalTask,
+    plan: LocalPlan,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    generator: np.random.Generator,
+) -> Trained:
+    """Run ``task.settings.epochs`` epochs of SGD from ``task.params``.
+
+    ``inputs``: (n, *input shape), normalised; ``labels``: (n,). ``model`` lends its architecture; its weights are
+    overwritten. ``generator`` shuffles records and picks mixing partners. With n = 0 nothing is trained.
+    """
+    weights: Params = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(task.params[name])
+    momentum_buffers = {name: value.clone() for name, value in (plan.momentum_buffers or {}).items()}
+    model.train()
+    losses: list[torch.Tensor] = []
+    for _ in range(task.settings.epochs):
+        order = torch.from_numpy(generator.permutation(len(labels)))
+        for batch in torch.split(order, task.settings.batch_size):
+            loss = _loss(model, plan.mix, inputs[batch], labels[batch], generator)
+            gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+            with torch.no_grad():
+                for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+                    if gradient is not None:
+                        corrected = _corrected(name, weight, gradient, task.params, plan)
+                        _sgd_step(name, weight, corrected, momentum_buffers, task.settings)
+            losses.append(loss.detach())
+        if len(labels) == 0:
+            break
+    return Trained(
+        params=detached(weights.items()),
+        momentum_buffers=momentum_buffers,
+        num_steps=len(losses),
+        loss=float(torch.stack(losses).mean()) if losses else None,
+    )
+
+
+def _corrected(name: str, weight: torch.Tensor, gradient: torch.Tensor, anchor: Params, plan: LocalPlan) -> torch.Tensor:
+    # Never in place: autograd may hand the same tensor to two parameters.
+    if plan.gradient_offset is not None:
+        gradient = gradient + plan.gradient_offset[name]
+    if plan.proximal_mu:
+        gradient = gradient.add(weight - anchor[name], alpha=plan.proximal_mu)
+    return gradient
+
+
+def _sgd_step(name: str, weight: torch.Tensor, gradient: torch.Tensor, buffers: Params, settings: LocalSettings) -> None:
+    """Take torch.optim.SGD's step, bit for bit; its own class costs over a second of imports at first use."""
+    if settings.weight_decay:
+        gradient = gradient.add(weight, alpha=settings.weight_decay)
+    if settings.momentum:
+        if name in buffers:
+            buffers[name].mul_(settings.momentum).add_(gradient)
+        else:
+            buffers[name] = gradient.clone()
+        gradient = buffers[name]
+    weight.add_(gradient, alpha=-settings.learning_rate)
+
+
+def evaluate(model: nn.Module, params: Params, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    """Return (accuracy in [0, 1], mean cross-entropy) of ``params`` on (n, *input shape) inputs and (n,) labels."""
+    with torch.inference_mode():
+        for name, weight in model.named_parameters():
+            weight.copy_(params[name])
+        model.eval()
+        correct, loss = 0, 0.0
+        for batch, targets in zip(torch.split(inputs, EVALUATION_BATCH), torch.split(labels, EVALUATION_BATCH), strict=True):
+            logits = model(batch)
+            correct += int((logits.argmax(1) == targets).sum())
+            loss += float(functional.cross_entropy(logits, targets, reduction="sum"))
+    return correct / len(labels), loss / len(labels)
+
+
+def _loss(
+    model: nn.Module, mix: Mix | None, inputs: torch.Tensor, labels: torch.Tensor, generator: np.random.Generator
+) -> torch.Tensor:
+    if mix is None:
+        return functional.cross_entropy(model(inputs), labels)
+    chosen = int(generator.integers(len(mix.labels)))
+    return mixed_loss(
+        model, inputs, labels, mix.inputs[chosen], mix.labels[chosen], mix.weight, linearise=mix.linearise
+    )
+
+
+def mixed_loss(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    mean_input: torch.Tensor,
+    mean_label: torch.Tensor,
+    weight: float,
+    *,
+    linearise: bool,
+) -> torch.Tensor:
+    """Return the batch mean of FedMix's (``linearise``) or NaiveMix's loss (Yoon et al. 2021, eq. 3 and algorithm 2).
+
+    ``mean_input``: one averaged record, (*input shape); ``mean_label``: (classes,) proportions; ``weight``: lambda.
+    """
+    if not linearise:
+        logits = model((1 - weight) * inputs + weight * mean_input)
+        return (1 - weight) * functional.cross_entropy(logits, labels) + weight * _soft_cross_entropy(
+            logits, mean_label
+        )
+    shrunk = ((1 - weight) * inputs).requires_grad_()
+    logits = model(shrunk)
+    own = functional.cross_entropy(logits, labels, reduction="none")
+    # The gradient of the sum holds each record's own gradient; that of the batch mean would be B times too small.
+    (slope,) = torch.autograd.grad(own.sum(), shrunk, create_graph=True)
+    expansion = (slope * mean_input).flatten(1).sum(1).mean()
+    return (1 - weight) * own.mean() + weight * _soft_cross_entropy(logits, mean_label) + weight * expansion
+
+
+def _soft_cross_entropy(logits: torch.Tensor, proportions: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits, proportions.expand_as(logits))

@@ -1,0 +1,169 @@
+"""Catch a mechanism that protects less than it claims: run it on the worst pair of neighbouring worlds and look.
+
+Privacy-profile audit: an (epsilon, delta(epsilon)) claim is refuted when some set of outputs E has, with confidence,
+P1(E) - e^epsilon P0(E) > delta(epsilon). E is found on one half of the runs and judged on the other (intervals of
+Clopper and Pearson, Bonferroni over all sets). Noise calibration: the noise itself must look like N(0, std^2), everywhere.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+World: TypeAlias = Literal[0, 1]
+"""0: without the audited unit; 1: with it."""
+
+Mechanism: TypeAlias = Callable[[World, int], NDArray[np.float64]]
+"""(world, run) -> the released vector, shape (coordinates,). Runs are independent of each other."""
+
+EPSILONS: Final = (0.0, 0.5, 1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class ProfileAudit:
+    """What the runs prove about delta at each epsilon, beside what was claimed.
+
+    ``lower_bounds`` hold together, at the confidence asked for; ``estimates`` are without it. ``epsilon_lower_bound``
+    is proven, at the same confidence, for the delta asked for; 0 where nothing is proven.
+    """
+
+    epsilons: tuple[float, ...]
+    claimed: tuple[float, ...]
+    lower_bounds: tuple[float, ...]
+    estimates: tuple[float, ...]
+    epsilon_lower_bound: float
+
+    @property
+    def refuted(self) -> bool:
+        """Return whether the claim is false, at the confidence asked for."""
+        return any(bound > claim for bound, claim in zip(self.lower_bounds, self.claimed, strict=True))
+
+    @property
+    def power(self) -> float:
+        """Return the estimated delta(0) over the claimed one: near 1 where the audit sees all there is to see."""
+        return self.estimates[0] / self.claimed[0]
+
+
+def run_mechanism(mechanism: Mechanism, num_runs: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the outputs of ``num_runs`` runs in world 0 and in world 1, each of shape (num_runs, coordinates)."""
+    without = np.stack([mechanism(0, run) for run in range(num_runs)])
+    return without, np.stack([mechanism(1, run) for run in range(num_runs, 2 * num_runs)])
+
+
+def audit_profile(
+    without: NDArray[np.float64],
+    with_unit: NDArray[np.float64],
+    claimed: Sequence[float],
+    *,
+    epsilons: Sequence[float] = EPSILONS,
+    delta: float = 1e-5,
+    confidence: float = 0.95,
+) -> ProfileAudit:
+    """Hold the outputs of both worlds (runs x coordinates each) against ``claimed``: delta at each of ``epsilons``.
+
+    Outputs are told apart by their likelihood ratio under two Gaussians fitted to the first half of the runs, which
+    notices a shift, another scale, and coordinates without noise.
+    """
+    half = len(without) // 2
+    score = _likelihood_ratio(without[:half], with_unit[:half])
+    fit, judge = (score(without[:half]), score(with_unit[:half])), (score(without[half:]), score(with_unit[half:]))
+    # Two directions, two probabilities each; one more threshold than epsilons for the bound on epsilon itself.
+    level = (1 - confidence) / (4 * (len(epsilons) + 1))
+    bounds, estimates = [], []
+    for epsilon in epsilons:
+        sides = [_judge(fit, judge, epsilon, level), _judge(_mirrored(fit), _mirrored(judge), epsilon, level)]
+        bounds.append(max(low - math.exp(epsilon) * high for low, high, _ in sides))
+        estimates.append(max(estimate for _, _, estimate in sides))
+    proven = [
+        _proven_epsilon(fit, judge, delta, level),
+        _proven_epsilon(_mirrored(fit), _mirrored(judge), delta, level),
+    ]
+    return ProfileAudit(tuple(epsilons), tuple(claimed), tuple(bounds), tuple(estimates), max(proven))
+
+
+def noise_calibration(residuals: NDArray[np.float64]) -> dict[str, float]:
+    """Return p-values for ``residuals`` (runs x coordinates, in claimed standard deviations) being fresh N(0, 1).
+
+    Each p-value is two-sided and already corrected for the coordinates it looks at; a tiny one names what is wrong.
+    """
+    runs, coordinates = residuals.shape
+    squares = residuals**2
+    per_coordinate = [_chi_square(float(column), runs) for column in squares.sum(axis=0)]
+    next_run = float((residuals[1:] * residuals[:-1]).sum()) / math.sqrt((runs - 1) * coordinates)
+    next_coordinate = float((residuals[:, 1:] * residuals[:, :-1]).sum()) / math.sqrt(runs * max(coordinates - 1, 1))
+    return {
+        "variance": _chi_square(float(squares.sum()), residuals.size),
+        "variance of the worst coordinate": min(1.0, coordinates * min(per_coordinate)),
+        "mean": _two_sided(float(residuals.sum()) / math.sqrt(residuals.size)),
+        "shape": float(stats.kstest(residuals.ravel(), "norm").pvalue),
+        "independence of runs": _two_sided(next_run),
+        "independence of coordinates": _two_sided(next_coordinate),
+    }
+
+
+_Scores: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
+
+
+def _likelihood_ratio(
+    without: NDArray[np.float64], with_unit: NDArray[np.float64]
+) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
+    means = without.mean(axis=0), with_unit.mean(axis=0)
+    # The floor keeps a coordinate without any noise finite, and decisive.
+    floor = 1e-12 * float(np.concatenate([without, with_unit]).var(axis=0).max()) + 1e-300
+    variances = np.maximum(without.var(axis=0), floor), np.maximum(with_unit.var(axis=0), floor)
+
+    def score(outputs: NDArray[np.float64]) -> NDArray[np.float64]:
+        logs = [((outputs - m) ** 2 / v + np.log(v)).sum(axis=1) for m, v in zip(means, variances, strict=True)]
+        ratio: NDArray[np.float64] = (logs[0] - logs[1]) / 2
+        return ratio
+
+    return score
+
+
+def _judge(fit: _Scores, judge: _Scores, epsilon: float, level: float) -> tuple[float, float, float]:
+    """Return a lower bound of P1(E), an upper one of P0(E) and the estimated delta, for the fit half's best E."""
+    threshold = _best_threshold(fit, lambda p1, p0: p1 - math.exp(epsilon) * p0)
+    hits0, hits1 = (int((scores > threshold).sum()) for scores in judge)
+    low, high = _lower(hits1, len(judge[1]), level), _upper(hits0, len(judge[0]), level)
+    return low, high, hits1 / len(judge[1]) - math.exp(epsilon) * hits0 / len(judge[0])
+
+
+def _proven_epsilon(fit: _Scores, judge: _Scores, delta: float, level: float) -> float:
+    count = len(fit[0])
+    # An event that never happened still has an upper bound: rank by what could be proven, not by what was seen.
+    threshold = _best_threshold(fit, lambda p1, p0: np.maximum(p1 - delta - 3 / count, 1e-12) / (p0 + 7 / count))
+    hits0, hits1 = (int((scores > threshold).sum()) for scores in judge)
+    low, high = _lower(hits1, len(judge[1]), level) - delta, _upper(hits0, len(judge[0]), level)
+    return max(0.0, math.log(low / high)) if low > 0 else 0.0
+
+
+def _best_threshold(
+    fit: _Scores, gain: Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
+) -> float:
+    candidates = np.sort(np.concatenate(fit))
+    p0, p1 = (1 - np.searchsorted(np.sort(scores), candidates, side="right") / len(scores) for scores in fit)
+    return float(candidates[int(np.argmax(gain(p1, p0)))])
+
+
+def _mirrored(scores: _Scores) -> _Scores:
+    return -scores[1], -scores[0]
+
+
+def _lower(hits: int, runs: int, level: float) -> float:
+    return float(stats.beta.ppf(level, hits, runs - hits + 1)) if hits else 0.0
+
+
+def _upper(hits: int, runs: int, level: float) -> float:
+    return float(stats.beta.ppf(1 - level, hits + 1, runs - hits)) if hits < runs else 1.0
+
+
+def _chi_square(total: float, degrees: int) -> float:
+    return min(1.0, 2 * min(float(stats.chi2.cdf(total, degrees)), float(stats.chi2.sf(total, degrees))))
+
+
+def _two_sided(normal: float) -> float:
+    return 2 * float(stats.norm.sf(abs(normal)))

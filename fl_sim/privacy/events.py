@@ -1,0 +1,83 @@
+"""Privacy events as JSON and as words: what a charge log stores and what a reader is told."""
+
+from typing import Any
+
+from dp_accounting import dp_event
+
+from fl_sim.types import RunError
+
+
+def to_json(event: dp_event.DpEvent) -> dict[str, Any]:
+    """Return ``event`` as plain JSON, which ``from_json`` reads. Raises TypeError for a type not written here."""
+    match event:
+        case dp_event.GaussianDpEvent(noise_multiplier=noise):
+            return {"kind": "gaussian", "noise_multiplier": noise}
+        case dp_event.LaplaceDpEvent(noise_multiplier=noise):
+            return {"kind": "laplace", "noise_multiplier": noise}
+        case dp_event.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
+            return {"kind": "poisson", "sampling_rate": rate, "event": to_json(inner)}
+        case dp_event.TruncatedSubsampledGaussianDpEvent(
+            dataset_size=population, truncated_batch_size=cohort, noise_multiplier=noise, sampling_probability=1.0
+        ):
+            return {"kind": "fixed-size", "cohort": cohort, "population": population, "noise_multiplier": noise}
+        case dp_event.ZCDpEvent(rho=rho, xi=xi):
+            return {"kind": "zcdp", "rho": rho, "xi": xi}
+        case dp_event.NonPrivateDpEvent():
+            return {"kind": "none"}
+        case _:
+            raise TypeError(f"{event} has no JSON form")
+
+
+def from_json(value: dict[str, Any]) -> dp_event.DpEvent:
+    """Return the event that ``to_json`` wrote. Raises RunError for anything else."""
+    match value:
+        case {"kind": "gaussian", "noise_multiplier": noise}:
+            return dp_event.GaussianDpEvent(noise)
+        case {"kind": "laplace", "noise_multiplier": noise}:
+            return dp_event.LaplaceDpEvent(noise)
+        case {"kind": "poisson", "sampling_rate": rate, "event": inner}:
+            return dp_event.PoissonSampledDpEvent(rate, from_json(inner))
+        case {"kind": "fixed-size", "cohort": cohort, "population": population, "noise_multiplier": noise}:
+            return dp_event.TruncatedSubsampledGaussianDpEvent(population, 1.0, cohort, noise)
+        case {"kind": "zcdp", "rho": rho, "xi": xi}:
+            return dp_event.ZCDpEvent(rho, xi)
+        case {"kind": "none"}:
+            return dp_event.NonPrivateDpEvent()
+        case _:
+            raise RunError(f"the charge log holds an event that this version does not know: {value}")
+
+
+def noise_multiplier(event: dp_event.DpEvent) -> float | None:
+    """Return noise / clipping norm of a (sampled) Gaussian event, None for any other."""
+    inner = event.event if isinstance(event, dp_event.PoissonSampledDpEvent) else event
+    if isinstance(inner, dp_event.GaussianDpEvent | dp_event.TruncatedSubsampledGaussianDpEvent):
+        return float(inner.noise_multiplier)
+    return None
+
+
+def sampling_rate(event: dp_event.DpEvent) -> float | None:
+    """Return a unit's chance to take part in one release; None where there is no sampling to speak of."""
+    match event:
+        case dp_event.PoissonSampledDpEvent(sampling_probability=rate):
+            return float(rate)
+        case dp_event.TruncatedSubsampledGaussianDpEvent(dataset_size=population, truncated_batch_size=cohort):
+            return float(cohort / population)
+        case dp_event.GaussianDpEvent():
+            return 1.0
+        case _:
+            return None
+
+
+def sampling_in_words(event: dp_event.DpEvent, unit: str) -> str:
+    """Say how the units of one release are chosen."""
+    match event:
+        case dp_event.PoissonSampledDpEvent(sampling_probability=rate):
+            return (
+                f"poisson: every {unit} takes part in a step with probability {rate:.6g}, independently of the others"
+            )
+        case dp_event.TruncatedSubsampledGaussianDpEvent(dataset_size=population, truncated_batch_size=cohort):
+            return f"fixed-size: {cohort} of {population} {unit}s take part in a step, drawn without replacement"
+        case dp_event.NonPrivateDpEvent():
+            return "any: a release without protection is not helped by sampling"
+        case _:
+            return f"full: every {unit} takes part in every step"

@@ -1,0 +1,267 @@
+"""The ledger of one privacy unit: every release is charged before it happens, and one too many is refused.
+
+Epsilon comes from the sum of the Renyi curves of all charges (or from their PLD), against a budget fixed beforehand.
+The charge log is a file of JSON lines, appended and forced to disk before ``charge`` returns: a crash can lose a
+release that was charged, never a charge whose release was seen.
+"""
+
+import json
+import math
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from dp_accounting import dp_event
+
+from fl_sim.privacy import events
+from fl_sim.privacy.accounting import (
+    Accountant,
+    Adjacency,
+    adjacency,
+    epsilon_of_counts,
+    supports_pld,
+    valid_delta,
+)
+from fl_sim.types import RunError, UserError
+
+_ADJACENCY_IN_WORDS: Final = {
+    Adjacency.ADD_OR_REMOVE_ONE: "adding or removing one {unit}",
+    Adjacency.REPLACE_ONE: "replacing one {unit} by any other",
+}
+
+
+class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an error in it)
+    """The next release would exceed the budget. Nothing was charged and nothing may be released."""
+
+    def __init__(self, *, num_releases: int, spent: float | None, would_be: float | None, budget: float, delta: float):
+        super().__init__(
+            f"budget spent after {num_releases} releases: epsilon {_show(spent)} of {budget:g} at delta {delta:g}; "
+            f"one more would make it {_show(would_be)}"
+        )
+        self.num_releases = num_releases
+        self.spent = spent
+        self.would_be = would_be
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a ledger promises, fixed before its first charge.
+
+    ``unit``: what is protected, such as "client" or "record"; units are never added together. ``budget``: the largest
+    epsilon at ``delta``, None for no limit. ``accountant`` decides: its epsilon is the guarantee.
+    """
+
+    unit: str
+    adjacency: Adjacency
+    delta: float
+    budget: float | None = None
+    accountant: Accountant = "rdp"
+
+    def __post_init__(self) -> None:
+        valid_delta(self.delta)
+        if self.budget is not None and not 0 < self.budget < math.inf:
+            raise UserError(f"privacy budget epsilon {self.budget} is not a positive number: choose one such as 8")
+
+
+@dataclass(frozen=True)
+class Charge:
+    """One release that was paid for. ``noise`` identifies the noise key, so that a repetition is recognised."""
+
+    release: str
+    noise: str
+    event: dp_event.DpEvent
+    epsilon: float | None
+
+
+class Ledger:
+    """Adds up the releases about one privacy unit.
+
+    ``path``: the charge log, created or, where it exists, read back; None keeps the ledger in memory. Raises UserError
+    where the log was opened under other terms, RunError where it is damaged.
+    """
+
+    def __init__(self, terms: Terms, path: Path | None = None) -> None:
+        self.terms = terms
+        self._path = path
+        self._charges: dict[tuple[str, str], Charge] = {}
+        self._counts: Counter[dp_event.DpEvent] = Counter()
+        if path is not None:
+            self._open(path)
+
+    @property
+    def charges(self) -> tuple[Charge, ...]:
+        """Return all charges so far, in order."""
+        return tuple(self._charges.values())
+
+    @property
+    def epsilon(self) -> float | None:
+        """Return what is spent: 0 before the first charge, None once there is no guarantee."""
+        return self.charges[-1].epsilon if self._charges else 0.0
+
+    def affords(self, event: dp_event.DpEvent) -> bool:
+        """Return whether ``event`` could be charged once more."""
+        return self.terms.budget is None or _finite_at_most(self._epsilon_after(event), self.terms.budget)
+
+    def charge(self, event: dp_event.DpEvent, *, release: str, noise: str) -> float | None:
+        """Pay for one release BEFORE it is made and return the epsilon spent after it (None: no guarantee).
+
+        ``release`` names it ("round 7"). Charging the same release with the same ``noise`` identity again is free: the
+        same bits come out. With other noise it is a second release and costs again. Raises BudgetExhausted, with
+        nothing charged, where it would exceed the budget; UserError where its adjacency is not the ledger's.
+        """
+        self._check_adjacency(event)
+        if earlier := self._charges.get((release, noise)):
+            if earlier.event != event:
+                raise RunError(f"{release} was charged as {earlier.event}, now it is {event}: one noise, two releases")
+            return earlier.epsilon
+        after = self._epsilon_after(event)
+        if self.terms.budget is not None and not _finite_at_most(after, self.terms.budget):
+            raise BudgetExhausted(
+                num_releases=len(self._charges),
+                spent=self.epsilon,
+                would_be=_none_if_infinite(after),
+                budget=self.terms.budget,
+                delta=self.terms.delta,
+            )
+        charge = Charge(release, noise, event, _none_if_infinite(after))
+        if self._path is not None:
+            _append(self._path, _charge_to_json(charge))
+        self._take(charge)
+        return charge.epsilon
+
+    def statement(self, *, covers: str, does_not_cover: str, simulation_only: bool) -> dict[str, Any]:
+        """Return the guarantee as JSON values, for results and reports.
+
+        ``covers`` and ``does_not_cover`` say in plain words what a reader may and may not conclude.
+        ``simulation_only``: whoever knows the seed can draw the noise again. Takes seconds: the PLD is computed here.
+        """
+        terms = self.terms
+        by_pld = None
+        if all(supports_pld(event) for event in self._counts):
+            by_pld = _none_if_infinite(epsilon_of_counts(self._counts, terms.delta, accountant="pld"))
+        elif terms.accountant == "pld":
+            raise AssertionError("a PLD ledger took an event without a PLD")
+        by_rdp = _none_if_infinite(epsilon_of_counts(self._counts, terms.delta))
+        kinds = list(self._counts)
+        only = kinds[0] if len(kinds) == 1 else None
+        if simulation_only:
+            does_not_cover += (
+                " The noise comes from the experiment's seed: whoever knows the seed can take it off again, so the "
+                "guarantee describes the method (a simulation), not this particular release."
+            )
+        return {
+            "unit": terms.unit,
+            "epsilon": by_rdp if terms.accountant == "rdp" else by_pld,
+            "delta": terms.delta,
+            "adjacency": str(terms.adjacency),
+            "sampling": "; ".join(events.sampling_in_words(event, terms.unit) for event in kinds) or "none yet",
+            "noise_multiplier": None if only is None else events.noise_multiplier(only),
+            "sampling_rate": None if only is None else events.sampling_rate(only),
+            "steps": len(self._charges),
+            "accountant": terms.accountant,
+            "epsilon_rdp": by_rdp,
+            "epsilon_pld": by_pld,
+            "budget": terms.budget,
+            "guarantee": self._in_words(by_rdp if terms.accountant == "rdp" else by_pld),
+            "simulation_only": simulation_only,
+            "covers": covers,
+            "does_not_cover": does_not_cover,
+        }
+
+    def _in_words(self, epsilon: float | None) -> str:
+        terms = self.terms
+        change = _ADJACENCY_IN_WORDS[terms.adjacency].format(unit=terms.unit)
+        if epsilon is None:
+            return f"none: something was released without noise, so {change} may show plainly"
+        return (
+            f"({epsilon:.4g}, {terms.delta:g})-differential privacy under {change}: except with probability about "
+            f"{terms.delta:g}, it makes no released result more than e^{epsilon:.4g} times as likely. This is the "
+            f"value of the {terms.accountant.upper()} accountant, the one the budget was held against"
+        )
+
+    def _epsilon_after(self, event: dp_event.DpEvent) -> float:
+        counts = self._counts + Counter([event])
+        if self.terms.accountant == "pld" and not supports_pld(event):
+            raise UserError(f"the PLD accountant does not know {type(event).__name__}: choose the RDP accountant")
+        return epsilon_of_counts(counts, self.terms.delta, accountant=self.terms.accountant)
+
+    def _check_adjacency(self, event: dp_event.DpEvent) -> None:
+        stated = adjacency(event)
+        if stated not in {None, self.terms.adjacency}:
+            raise UserError(
+                f"a release under {stated} cannot be charged to a ledger under {self.terms.adjacency}: "
+                "sample the same way in every step"
+            )
+
+    def _take(self, charge: Charge) -> None:
+        self._charges[charge.release, charge.noise] = charge
+        self._counts[charge.event] += 1
+
+    def _open(self, path: Path) -> None:
+        header = {"ledger": 1, **asdict(self.terms)}
+        lines = _complete_lines(path)
+        if not lines:
+            _append(path, header)
+            return
+        if lines[0] != json.loads(json.dumps(header)):
+            raise UserError(f"{path} was opened under {lines[0]}, not {header}: use a fresh output directory")
+        for line in lines[1:]:
+            event = events.from_json(line["event"])
+            self._check_adjacency(event)
+            self._take(Charge(line["release"], line["noise"], event, line["epsilon"]))
+        if self._charges:
+            # The log is believed about what was released, not about what that cost.
+            again = epsilon_of_counts(self._counts, self.terms.delta, accountant=self.terms.accountant)
+            last = self.charges[-1]
+            self._charges[last.release, last.noise] = replace(last, epsilon=_none_if_infinite(again))
+
+
+def _charge_to_json(charge: Charge) -> dict[str, Any]:
+    return {
+        "release": charge.release,
+        "noise": charge.noise,
+        "event": events.to_json(charge.event),
+        "epsilon": charge.epsilon,
+    }
+
+
+def _append(path: Path, value: dict[str, Any]) -> None:
+    """Append one line and wait until it is on the disk."""
+    with path.open("ab") as file:
+        file.write(json.dumps(value, allow_nan=False).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _complete_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the log; cut off a last line that a crash left unfinished: its charge never returned, so no release."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    kept = content[: content.rfind(b"\n") + 1]
+    if kept != content:
+        os.truncate(path, len(kept))
+    try:
+        return [json.loads(line) for line in kept.splitlines()]
+    except json.JSONDecodeError as error:
+        raise RunError(f"{path} is damaged: the privacy spent so far is unknown; do not continue this run") from error
+
+
+def _finite_at_most(epsilon: float, budget: float) -> bool:
+    return math.isfinite(epsilon) and epsilon <= budget
+
+
+def _none_if_infinite(epsilon: float) -> float | None:
+    assert not math.isnan(epsilon)
+    return None if math.isinf(epsilon) else epsilon
+
+
+def _show(epsilon: float | None) -> str:
+    return "none (no guarantee)" if epsilon is None else f"{epsilon:.4g}"

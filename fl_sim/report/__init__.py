@@ -1,0 +1,1 @@
+"""What people see of an experiment: progress, figures, tables, run directories."""

@@ -1,0 +1,110 @@
+"""The clients x classes picture of a split: bubbles for few clients (NIID-Bench, Li et al. 2022), else a heat map."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.types import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".pdf")
+_MOST_BUBBLES = 30
+_CELL, _MARGIN = 0.45, 0.75  # inches
+_POINTS = 72
+_INK = "#1f4e79"
+
+
+def draw_partition(label_counts: NDArray[np.int64], path: Path, title: str) -> None:
+    """Draw ``label_counts`` (clients, classes) to ``path``, a .png, .svg or .pdf file, whose folder is made if need be.
+
+    Up to 30 clients and classes: bubbles whose area is the number of records, with the numbers in them. Beyond: a heat
+    map on a square-root scale, so that small holdings stay visible, under the clients' sizes.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise UserError(f"cannot draw to {path}: use a name that ends in {', '.join(SUFFIXES)}")
+    figure = _bubbles(label_counts) if max(label_counts.shape) <= _MOST_BUBBLES else _heat_map(label_counts)
+    figure.suptitle(title, fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _bubbles(counts: NDArray[np.int64]) -> "Figure":
+    from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
+
+    num_clients, num_classes = counts.shape
+    width, height = max(num_clients * _CELL + 2 * _MARGIN, 4.5), num_classes * _CELL + 2 * _MARGIN
+    wide, high = num_clients * _CELL / width, num_classes * _CELL / height
+    figure = Figure(figsize=(width, height))
+    axes = figure.add_axes(((1 - wide) / 2, 0.9 * _MARGIN / height, wide, high))
+    clients, classes = np.nonzero(counts)
+    share = counts[clients, classes] / counts.max()
+    diameter = 0.94 * _CELL * _POINTS * np.sqrt(share)
+    axes.scatter(clients, classes, s=diameter**2, c=_INK, linewidths=0, alpha=0.3 + 0.6 * np.sqrt(share), zorder=2)
+    axes.set(xlim=(-0.5, num_clients - 0.5), ylim=(-0.5, num_classes - 0.5), xlabel="client", ylabel="class")
+    axes.set_xticks(range(num_clients))
+    axes.set_yticks(range(num_classes))
+    # Lines between the cells: lines through them would cross out the numbers.
+    axes.set_xticks(np.arange(num_clients + 1) - 0.5, minor=True)
+    axes.set_yticks(np.arange(num_classes + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="0.9", linewidth=0.7)
+    axes.tick_params(which="both", labelsize=8, length=0)
+    axes.spines[:].set_visible(False)
+    _write_numbers(axes, counts)
+    return figure
+
+
+def _write_numbers(axes: "Axes", counts: NDArray[np.int64]) -> None:
+    from matplotlib.patheffects import withStroke  # noqa: PLC0415
+
+    halo = [withStroke(linewidth=1.2, foreground="white", alpha=0.8)]
+    for client, label in np.argwhere(counts).tolist():
+        number, dark = counts[client, label], counts[client, label] > 0.3 * counts.max()
+        text = axes.text(client, label, str(number), ha="center", va="center", fontsize=6.5, zorder=3)
+        text.set(color="white" if dark else "black", path_effects=[] if dark else halo)
+    above = counts.shape[1] - 0.4
+    for client, size in enumerate(counts.sum(axis=1).tolist()):
+        axes.text(client, above, str(size), ha="center", va="bottom", fontsize=6.5, color="0.35")
+    axes.text(-0.6, above, "records", ha="right", va="bottom", fontsize=6.5, color="0.35")
+
+
+def _heat_map(counts: NDArray[np.int64]) -> "Figure":
+    from matplotlib.colors import PowerNorm  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
+
+    num_clients, num_classes = counts.shape
+    figure = Figure(
+        figsize=(float(np.clip(0.1 * num_clients + 2, 7, 13)), float(np.clip(0.28 * num_classes + 2.2, 4, 9))),
+        layout="constrained",
+    )
+    sizes, cells = figure.subplots(2, 1, sharex=True, height_ratios=(1, max(4, 0.28 * num_classes)))
+    _draw_sizes(sizes, counts.sum(axis=1))
+    image = cells.imshow(
+        np.ma.masked_equal(counts.T, 0),
+        aspect="auto",
+        origin="lower",
+        interpolation="nearest",  # smoothing would blur one class into the next
+        cmap="Blues",
+        norm=PowerNorm(0.5, vmin=0, vmax=int(counts.max())),
+    )
+    cells.set(xlabel="client", ylabel="class")
+    cells.xaxis.set_major_locator(MaxNLocator(integer=True))
+    cells.yaxis.set_major_locator(MaxNLocator(nbins=20, integer=True))
+    if num_classes <= 20:
+        for border in np.arange(1, num_classes) - 0.5:
+            cells.axhline(border, color="0.85", linewidth=0.5)
+    cells.tick_params(labelsize=8)
+    figure.colorbar(image, ax=cells, label="records (square-root scale)", pad=0.01)
+    return figure
+
+
+def _draw_sizes(axes: "Axes", sizes: NDArray[np.int64]) -> None:
+    axes.stairs(sizes, np.arange(len(sizes) + 1) - 0.5, fill=True, color=_INK)
+    axes.set(ylabel="records", xlim=(-0.5, len(sizes) - 0.5), ylim=(0, None))
+    axes.tick_params(labelsize=8, labelbottom=False)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,72 @@
+"""Progress of one run on standard error: a live bar on a terminal, a line a round anywhere else."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fl_sim.report.rundir import RoundRecord
+
+_SECONDS_BETWEEN_LINES = 2.0
+
+
+class RunProgress:
+    """Shows a run of ``rounds`` rounds; use it as a context manager around the run."""
+
+    def __init__(self, title: str, rounds: int, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._rounds = rounds
+        self._console = Console(file=self._stream)
+        self._live = self._console.is_terminal
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[accuracy]}"),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[clients]}"),
+            console=self._console,
+        )
+        self._task = self._bar.add_task(title, total=rounds, accuracy="", rate="", clients="")
+        self._last_line = 0.0
+
+    def __enter__(self) -> Self:
+        """Start showing."""
+        if self._live:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Leave the terminal as it was."""
+        if self._live:
+            self._bar.stop()
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def started(self, first_round: int) -> None:
+        """Start counting at ``first_round``."""
+        if first_round > 1:
+            self.say(f"going on after round {first_round - 1}, where this run had stopped")
+        self._bar.update(self._task, completed=first_round - 1)
+
+    def replied(self, replies: int) -> None:
+        """Show how many clients of the round have answered."""
+        self._bar.update(self._task, clients=f"{replies} clients in")
+
+    def finished_round(self, record: RoundRecord) -> None:
+        """Show a round."""
+        accuracy = "" if record.test_accuracy is None else f"accuracy {record.test_accuracy:.4f}"
+        rate = f"{record.seconds:.2f} s/round"
+        self._bar.update(self._task, advance=1, accuracy=accuracy, rate=rate, clients="")
+        last = record.round == self._rounds
+        if not self._live and (last or time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES):
+            self._last_line = time.monotonic()
+            self.say(f"round {record.round}/{self._rounds}  {accuracy}  {rate}")

@@ -1,0 +1,245 @@
+"""The main loop: run one experiment on an engine, round by round, leaving a directory that survives a crash."""
+
+import hashlib
+import importlib.metadata
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from flwr.serverapp import Grid
+from safetensors.torch import save
+
+from fl_sim.config import field_defaults
+from fl_sim.data import load
+from fl_sim.engine_choice import open_engine
+from fl_sim.experiment import Experiment, build_model, experiment_from, read_table, resolved
+from fl_sim.learning import evaluate, to_tensors
+from fl_sim.params import detached, num_parameters
+from fl_sim.report import rundir
+from fl_sim.report.rundir import RoundRecord
+from fl_sim.types import Dataset, RunError, ServerState, UserError
+from fl_sim.wire import Order
+from strategies.algorithm import Sharing
+from strategies.flower import FederatedStrategy, run_round, share_before_training
+
+VERSIONS = ("fl-sim", "flwr", "torch", "numpy")
+
+
+class Observer(Protocol):
+    """Whoever shows progress."""
+
+    def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
+        """Hear which engine was taken and why, and where the run begins (above 1 where it goes on after a crash)."""
+        ...
+
+    def replied(self, replies: int) -> None:
+        """Hear how many clients of the current exchange have answered."""
+        ...
+
+    def finished_round(self, record: RoundRecord) -> None:
+        """Hear of a round."""
+        ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
+        """Ignore the start."""
+
+    def replied(self, replies: int) -> None:
+        """Ignore a reply."""
+
+    def finished_round(self, record: RoundRecord) -> None:
+        """Ignore a round."""
+
+
+@dataclass
+class RunLog:
+    """What a run has to show so far."""
+
+    server: ServerState
+    rounds: list[RoundRecord] = field(default_factory=list)
+    preprocess_seconds: float = 0.0
+    engine: str = ""
+
+
+def run(
+    experiment: Experiment, out: Path, data_root: Path | None = None, observer: Observer | None = None
+) -> dict[str, Any]:
+    """Run ``experiment`` in ``out`` and return what ``result.json`` says.
+
+    Goes on after the last finished round where ``out`` holds an unfinished run of the same experiment. Raises RunError
+    where the run cannot go on, UserError for settings that cannot be run; what is finished stays in ``out``.
+    """
+    observer = observer or Silent()
+    experiment = resolved(experiment, data_root)
+    dataset = load(experiment.data, data_root)
+    log, first_round = _open(experiment, out, dataset)
+    start = time.perf_counter()
+    error: BaseException | None = None
+    with _one_thread(experiment.engine.threads):
+        try:
+            with open_engine(experiment, data_root, observer.replied) as (grid, engine):
+                log.engine = engine.kind
+                observer.started(experiment, engine.why, first_round)
+                main_loop(experiment, grid, out, log, data_root, observer)
+            status = "finished"
+        except RunError as failure:
+            status, error = "failed", failure
+        except KeyboardInterrupt as interrupt:
+            status, error = "interrupted", interrupt
+        except OSError as failure:
+            status, error = "failed", RunError(f"cannot write to {out}, or read from it: {failure}")
+    result = _result(experiment, dataset, log, status, time.perf_counter() - start)
+    result |= {"error": str(error)} if isinstance(error, RunError) else {}
+    with suppress(OSError) if error else nullcontext():
+        rundir.write_model(out, log.server.params)
+        rundir.write_result(out, result)
+    if error is not None:
+        raise error
+    shutil.rmtree(out / rundir.STATE, ignore_errors=True)
+    (out / rundir.CHECKPOINT).unlink(missing_ok=True)
+    return result
+
+
+def main_loop(
+    experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None, observer: Observer
+) -> None:
+    """Run every round that ``log`` does not have yet: train, evaluate, record, checkpoint."""
+    strategy = _strategy(experiment, grid, out, log, data_root)
+    dataset = load(experiment.data, data_root)
+    test = to_tensors(dataset.test, dataset)
+    model = build_model(experiment, dataset)
+    for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
+        start = time.perf_counter()
+        factor = experiment.local.schedule.factor(server_round, experiment.rounds)
+        rate = experiment.local.learning_rate * factor
+        done = run_round(strategy, grid, server_round, rate, experiment.round_timeout)
+        accuracy, loss = None, None
+        if server_round % experiment.evaluate_every == 0 or server_round == experiment.rounds:
+            accuracy, loss = evaluate(model, strategy.server.params, *test)
+        record = RoundRecord(
+            server_round, accuracy, loss, done.train_loss, None, done.cohort_size, rate, time.perf_counter() - start
+        )
+        log.server = strategy.server
+        log.rounds.append(record)
+        rundir.append_round(out, record)
+        rundir.write_checkpoint(out, server_round, log.server)
+        observer.finished_round(record)
+
+
+def _strategy(experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None) -> FederatedStrategy:
+    order = Order(
+        experiment=experiment.model_dump_json(),
+        server_round=0,
+        learning_rate=0.0,
+        data_root=str(data_root.absolute()) if data_root else "",
+        state_dir=str(out.absolute() / rundir.STATE),
+        pool="",
+    )
+    strategy = FederatedStrategy(
+        experiment.algorithm,
+        experiment.aggregator,
+        experiment.sampler,
+        log.server,
+        order,
+        experiment.num_clients,
+        experiment.seed,
+    )
+    if isinstance(experiment.algorithm, Sharing):
+        start = time.perf_counter()
+        shared = share_before_training(strategy, grid, experiment.round_timeout)
+        strategy.order = Order(**{**vars(order), "pool": str(_write_pool(out, shared))})
+        log.preprocess_seconds = time.perf_counter() - start
+    return strategy
+
+
+def _write_pool(out: Path, shared: dict[str, torch.Tensor]) -> Path:
+    content = save(shared)
+    path = out.absolute() / f"pool-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+    path.write_bytes(content)
+    return path
+
+
+def _open(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog, int]:
+    """Make or take up the run directory."""
+    settings = experiment.model_dump(exclude={"engine", "round_timeout"})
+    fresh = ServerState(detached(build_model(experiment, dataset).named_parameters()))
+    log = RunLog(experiment.algorithm.init(fresh.params))
+    before = out / rundir.CONFIG
+    if before.exists():
+        earlier = experiment_from(read_table(before)).model_dump(exclude={"engine", "round_timeout"})
+        if earlier != settings:
+            changed = ", ".join(key for key, value in settings.items() if earlier[key] != value)
+            raise UserError(f"{out} holds a run with other settings ({changed}): choose another --out, or delete it")
+        if (checkpoint := rundir.read_checkpoint(out)) is not None:
+            last_round, log.server = checkpoint
+            log.rounds = rundir.keep_rounds(out, last_round)
+            return log, last_round + 1
+    elif out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty and holds no run: choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    for stale in (rundir.ROUNDS, rundir.RESULT, rundir.MODEL):
+        (out / stale).unlink(missing_ok=True)
+    rundir.write_config(out, experiment.model_dump())
+    return log, 1
+
+
+def _result(experiment: Experiment, dataset: Dataset, log: RunLog, status: str, seconds: float) -> dict[str, Any]:
+    accuracies = [record.test_accuracy for record in log.rounds if record.test_accuracy is not None]
+    return {
+        "status": status,
+        "algorithm": experiment.algorithm.kind,
+        "data": experiment.data,
+        "data_note": dataset.note,
+        "partition": "centralized" if experiment.algorithm.kind == "centralized" else short_form(experiment.partition),
+        "clients": experiment.num_clients,
+        "model": experiment.model,
+        "num_parameters": num_parameters(log.server.params),
+        "seed": experiment.seed,
+        "engine": log.engine,
+        "rounds": len(log.rounds),
+        "final_accuracy": accuracies[-1] if accuracies else None,
+        "best_accuracy": max(accuracies, default=None),
+        "privacy": [],
+        "seconds": {
+            "preprocess": log.preprocess_seconds,
+            "train": sum(record.seconds for record in log.rounds),
+            "total": seconds,
+        },
+        "versions": {name: _version(name) for name in VERSIONS},
+    }
+
+
+def short_form(settings: Any) -> str:
+    """Return the short form of a settings value, such as ``label-1`` or ``dirichlet:0.05``."""
+    defaults = {name: value for name, value in field_defaults(type(settings)).items() if name != "kind"}
+    if not defaults:
+        return str(settings.kind)
+    value = getattr(settings, next(iter(defaults)))
+    if settings.kind.endswith("-k"):
+        return f"{settings.kind[:-2]}-{value}"
+    return f"{settings.kind}:{value}"
+
+
+@contextmanager
+def _one_thread(threads: int) -> Iterator[None]:
+    """Fix torch's threads for a run, and put them back: their number changes the last bits of every sum."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _version(name: str) -> str:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return "not installed"

@@ -1,0 +1,209 @@
+"""Runs side by side, each in a worker process that imports torch once and is used again; a dying worker costs one run."""
+
+import fcntl
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from fl_sim.experiment import Experiment
+from fl_sim.report import rundir
+from fl_sim.report.rundir import RoundRecord
+from fl_sim.simulation import run
+from fl_sim.types import RunError, UserError
+
+_SECONDS_TO_STOP = 5.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """A worker took up a run, at ``first_round``."""
+
+    name: str
+    first_round: int
+
+
+@dataclass(frozen=True)
+class RoundDone:
+    """A run finished a round."""
+
+    name: str
+    record: RoundRecord
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run is done; ``result`` is what its ``result.json`` says."""
+
+    name: str
+    result: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A run could not go on, or its worker died."""
+
+    name: str
+    error: str
+
+
+Event: TypeAlias = Started | RoundDone | Finished | Failed
+
+
+def finished_result(directory: Path) -> dict[str, Any] | None:
+    """Return the result of a run that is done, else None."""
+    result = rundir.read_result(directory)
+    return result if result is not None and result["status"] == "finished" else None
+
+
+def run_all(runs: Mapping[str, Experiment], out: Path, jobs: int, data_root: Path | None) -> Iterator[Event]:
+    """Run every experiment in ``out / name``, at most ``jobs`` at once, and tell what happens as it happens.
+
+    A finished run is only reported; an unfinished one goes on at its checkpoint. Closing the generator, or an exception
+    inside it, stops the workers at once; what they finished stays. Raises UserError while another process fills ``out``.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with _alone_in(out):
+        waiting: deque[tuple[str, Experiment]] = deque()
+        for name, experiment in runs.items():
+            if (result := finished_result(out / name)) is not None:
+                yield Finished(name, result)
+            else:
+                waiting.append((name, experiment))
+        workers: list[_Worker] = []
+        try:
+            for _ in range(min(jobs, len(waiting))):
+                workers.append(_Worker(out, data_root))
+                workers[-1].take(*waiting.popleft())
+            while workers:
+                for worker in [worker for worker in workers if worker.connection in wait([w.connection for w in workers])]:
+                    event = worker.next_event()
+                    if isinstance(event, Finished | Failed):
+                        _go_on(worker, workers, waiting)
+                    yield event
+        finally:
+            _stop(workers)
+
+
+class _Worker:
+    """A process that runs one experiment at a time."""
+
+    def __init__(self, out: Path, data_root: Path | None) -> None:
+        self._out, self._data_root = out, data_root
+        self.name = ""
+        self.process, self.connection = _spawn(out, data_root)
+
+    def take(self, name: str, experiment: Experiment) -> None:
+        """Start a run. A worker that died while idle is noticed at the next event."""
+        self.name = name
+        with suppress(BrokenPipeError):
+            self.connection.send((name, experiment.model_dump_json()))
+
+    def next_event(self) -> Event:
+        """Return what the worker says, or that it died."""
+        try:
+            event: Event = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join(_SECONDS_TO_STOP)
+            self.connection.close()
+            code = self.process.exitcode
+            self.process, self.connection = _spawn(self._out, self._data_root)
+            reason = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+            return Failed(self.name, f"its worker process died ({reason}); out of memory? Fewer --jobs need less")
+        return event
+
+
+def _go_on(worker: _Worker, workers: list[_Worker], waiting: deque[tuple[str, Experiment]]) -> None:
+    if waiting:
+        worker.take(*waiting.popleft())
+    else:
+        workers.remove(worker)
+        _stop([worker])
+
+
+def _spawn(out: Path, data_root: Path | None) -> tuple[SpawnProcess, Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs, out, data_root), daemon=True)
+    # Ctrl-C reaches every process of the terminal; only the parent answers it, and workers inherit the mask.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    theirs.close()
+    return process, ours
+
+
+def _stop(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.process.terminate()
+    for worker in workers:
+        worker.process.join(_SECONDS_TO_STOP)
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join()
+        worker.connection.close()
+
+
+class _Told:
+    """Passes what a run says on to the parent."""
+
+    def __init__(self, name: str, connection: Connection) -> None:
+        self._name, self._connection = name, connection
+
+    def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
+        self._connection.send(Started(self._name, first_round))
+
+    def replied(self, replies: int) -> None:
+        """Tell nothing: rounds are news enough."""
+
+    def finished_round(self, record: RoundRecord) -> None:
+        self._connection.send(RoundDone(self._name, record))
+
+
+def _work(connection: Connection, out: Path, data_root: Path | None) -> None:
+    """Run what the parent sends until it stops sending."""
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    with suppress(EOFError):
+        while True:
+            name, settings = connection.recv()
+            connection.send(_attempt(name, Experiment.model_validate_json(settings), out / name, data_root, connection))
+
+
+def _attempt(name: str, experiment: Experiment, directory: Path, data_root: Path | None, connection: Connection) -> Event:
+    if directory.exists() and not (directory / rundir.CONFIG).exists():
+        shutil.rmtree(directory)  # killed before its first file was whole
+    try:
+        return Finished(name, run(experiment, directory, data_root, _Told(name, connection)))
+    except (RunError, UserError) as error:
+        return Failed(name, str(error))
+    except Exception as error:  # noqa: BLE001 (one cell's surprise must not end the others; it is reported)
+        return Failed(name, f"{type(error).__name__}: {error}")
+
+
+def _die_with_parent() -> None:
+    """End this process when the parent is gone, however it went: a resumed table must find nobody writing."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+@contextmanager
+def _alone_in(out: Path) -> Iterator[None]:
+    with (out / ".lock").open("w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"another fl-sim table is filling {out}: wait for it, or choose another --out") from error
+        yield

@@ -1,0 +1,198 @@
+"""The values that flow through the program; every one is frozen and none knows an algorithm, an engine or a library above torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Params: TypeAlias = dict[str, torch.Tensor]
+"""Named float32 tensors: a model's trainable parameters, or anything of the same shape (an update, a control variate)."""
+
+Payloads: TypeAlias = dict[str, Params]
+"""Named groups of tensors, such as ``{"delta": ..., "control_delta": ...}``."""
+
+
+class UserError(ValueError):
+    """The user's mistake: the message names the value and the fix. The command line exits with 2."""
+
+
+class RunError(RuntimeError):
+    """A run that could not go on: the message names client and round. The command line exits with 1."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Labelled records.
+
+    ``inputs``: uint8 images of shape (records, channels, height, width) in 0..255, or float32 features of shape
+    (records, features). ``labels``: int64 of shape (records,), values in 0..num_classes-1. Arrays may be read-only
+    memory maps; nobody writes to them.
+    """
+
+    inputs: NDArray[np.uint8] | NDArray[np.float32]
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self.labels)
+
+    def take(self, indices: NDArray[np.int64]) -> "Examples":
+        """Copy the records at ``indices``, in that order."""
+        return Examples(self.inputs[indices], self.labels[indices])
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A classification task: training and test records and the public constants that normalise them.
+
+    ``mean`` and ``std``: one float per channel, in units of 1 (an input byte b becomes ``(b / 255 - mean) / std``).
+    They are published constants of the data set, never computed from what clients hold. ``note`` says what a reader
+    must know about the copy at hand (a subset, a generated stand-in), and is shown wherever results are.
+    """
+
+    name: str
+    train: Examples
+    test: Examples
+    num_classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    note: str = ""
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Return the shape of one record: (channels, height, width) or (features,)."""
+        return self.train.inputs.shape[1:]
+
+
+@dataclass(frozen=True)
+class LocalSettings:
+    """How a client trains in one round: plain SGD with momentum.
+
+    ``learning_rate`` is this round's, after any schedule; ``momentum`` in [0, 1); ``batch_size`` at least 1; the last
+    batch of an epoch may be smaller.
+    """
+
+    learning_rate: float
+    momentum: float
+    weight_decay: float
+    batch_size: int
+    epochs: int
+
+    def num_steps(self, num_examples: int) -> int:
+        """Return the number of SGD steps a client with ``num_examples`` records takes."""
+        return self.epochs * -(-num_examples // self.batch_size)
+
+
+@dataclass(frozen=True)
+class LocalTask:
+    """What one client is asked to do in one round, with all it may look at."""
+
+    server_round: int
+    client: int
+    num_clients: int
+    num_examples: int
+    settings: LocalSettings
+    params: Params
+    broadcast: Payloads = field(default_factory=dict)
+    state: Payloads = field(default_factory=dict)
+    pool: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A loss that mixes each batch with one averaged record of the pool (FedMix, NaiveMix).
+
+    ``inputs``: (pool size, *input shape), normalised; ``labels``: (pool size, classes), class proportions.
+    ``linearise`` chooses FedMix's first-order expansion over NaiveMix's plain interpolation.
+    """
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    weight: float
+    linearise: bool
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """What an algorithm adds to local SGD, as data, so that one definition serves one client or a stack of them.
+
+    gradient <- gradient + ``gradient_offset`` + ``proximal_mu`` * (w - anchor), before weight decay and momentum;
+    the anchor is the model the client received. ``momentum_buffers`` starts the optimiser warm. ``mix`` changes the loss.
+    """
+
+    gradient_offset: Params | None = None
+    proximal_mu: float = 0.0
+    momentum_buffers: Params | None = None
+    mix: Mix | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What local training hands back: the new model, the optimiser's buffers, the steps taken, the mean training loss.
+
+    ``loss`` is None where no step was taken (an empty shard).
+    """
+
+    params: Params
+    momentum_buffers: Params
+    num_steps: int
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class ClientUpdate:
+    """What a client sends (``payloads``) and what stays with it for its next round (``state``).
+
+    ``num_examples`` is its weight in the mean, zero for an empty shard.
+    """
+
+    payloads: Payloads
+    num_examples: int
+    loss: float | None = None
+    state: Payloads = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One client's update as the server received it."""
+
+    client: int
+    payloads: Payloads
+    num_examples: int
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """A round's replies, sorted by client, with the public numbers of the round.
+
+    ``expected_size`` is what the sampler plans for (fixed size, or sampling rate times population), not how many replied.
+    """
+
+    server_round: int
+    replies: tuple[Reply, ...]
+    num_clients: int
+    expected_size: float
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """All that the server half of an algorithm sees of a round: means over clients.
+
+    ``participation`` is the share of the population behind the mean (|S|/K, or its public expectation under privacy).
+    """
+
+    payloads: Payloads
+    participation: float
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """The global model, what travels with it to clients (``broadcast``) and what stays on the server (``memory``)."""
+
+    params: Params
+    broadcast: Payloads = field(default_factory=dict)
+    memory: Payloads = field(default_factory=dict)

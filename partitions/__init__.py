@@ -1,0 +1,27 @@
+"""Ways to split a data set over clients: labels in, disjoint index arrays out. Needs numpy alone."""
+
+from typing import TypeAlias
+
+from partitions.assign import label_counts
+from partitions.dirichlet import Dirichlet
+from partitions.errors import ImpossibleSplit
+from partitions.feature_noise import FeatureNoise
+from partitions.iid import Iid
+from partitions.label_k import LabelK
+from partitions.quantity import Quantity
+from partitions.shards import Shards
+
+Scheme: TypeAlias = LabelK | Dirichlet | Iid | Shards | Quantity | FeatureNoise
+"""Every scheme; ``kind`` tells them apart."""
+
+__all__ = [
+    "Dirichlet",
+    "FeatureNoise",
+    "Iid",
+    "ImpossibleSplit",
+    "LabelK",
+    "Quantity",
+    "Scheme",
+    "Shards",
+    "label_counts",
+]

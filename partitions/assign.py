@@ -1,0 +1,83 @@
+"""From a plan of who gets how much to disjoint index arrays: the arithmetic that all schemes share."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitions.errors import ImpossibleSplit
+
+STRICT = {"extra": "forbid"}
+"""Pydantic's spelling of "unknown parameters are refused"; as plain data, so that this package needs numpy alone."""
+
+MAX_BETA = 1e6
+"""Beyond it Dir(beta) is the uniform split to 0.1 %, and sums of its gamma variates overflow soon after."""
+
+
+def check_beta(beta: float) -> None:
+    """Raise ImpossibleSplit unless 0 < ``beta`` <= 1e6."""
+    if not 0 < beta <= MAX_BETA:  # also refuses NaN
+        raise ImpossibleSplit(f"beta={beta} is outside (0, {MAX_BETA:g}]; for equal parts use iid")
+
+
+def check_finite(name: str, value: float) -> None:
+    """Raise ImpossibleSplit unless ``value`` is a finite number of at least 0."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ImpossibleSplit(f"{name}={value} must be a finite number, at least 0")
+
+
+def check_sizes(num_records: int, num_partitions: int) -> None:
+    """Raise ImpossibleSplit unless there are at least one client and as many records as clients."""
+    if num_partitions < 1:
+        raise ImpossibleSplit(f"{num_partitions} clients: at least 1 is needed")
+    if num_partitions > num_records:
+        raise ImpossibleSplit(
+            f"{num_partitions} clients and only {num_records} records; use at most {num_records} clients"
+        )
+
+
+def count_classes(labels: NDArray[np.int64], num_partitions: int) -> NDArray[np.int64]:
+    """Return the number of records of each class 0..max(labels), after ``check_sizes``."""
+    check_sizes(len(labels), num_partitions)
+    if labels.min() < 0:
+        raise ImpossibleSplit(f"label {labels.min()} is negative; number the classes from 0")
+    return np.bincount(labels)
+
+
+def cut(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
+    """Round ``shares`` (summing to 1) of ``total`` records to whole records that sum to ``total``.
+
+    Cumulative sums are rounded to the nearest, so each count is within 1 of its share. (NIID-Bench rounds them down,
+    which hands the last client a stray record of nearly every class.)
+    """
+    bounds = np.rint(np.cumsum(shares) * total).astype(np.int64)
+    return np.diff(bounds, prepend=0)
+
+
+def deal(labels: NDArray[np.int64], counts: NDArray[np.int64], rng: np.random.Generator) -> list[NDArray[np.int64]]:
+    """Give client i ``counts[i, c]`` randomly chosen records of each class c.
+
+    ``counts``: (clients, classes); what a column leaves over belongs to nobody.
+    """
+    num_partitions, num_classes = counts.shape
+    left_over = np.bincount(labels, minlength=num_classes) - counts.sum(axis=0)
+    counts = np.vstack([counts, left_over])
+    shuffled = rng.permutation(len(labels))
+    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    owner = np.empty(len(labels), dtype=np.int64)
+    owner[by_class] = np.repeat(np.tile(np.arange(num_partitions + 1), num_classes), counts.T.ravel())
+    return group(owner, num_partitions)
+
+
+def label_counts(labels: NDArray[np.int64], parts: Sequence[NDArray[np.int64]], num_classes: int) -> NDArray[np.int64]:
+    """Return how many records of each class every client holds: (clients, ``num_classes``)."""
+    owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    cells = owner * num_classes + labels[np.concatenate(parts)]
+    return np.bincount(cells, minlength=len(parts) * num_classes).reshape(len(parts), num_classes)
+
+
+def group(owner: NDArray[np.int64], num_partitions: int) -> list[NDArray[np.int64]]:
+    """Return each client's record indices, sorted; ``owner[j]`` is record j's client, ``num_partitions`` for none."""
+    sizes = np.bincount(owner, minlength=num_partitions)[:num_partitions]
+    return np.split(np.argsort(owner, kind="stable"), np.cumsum(sizes))[:num_partitions]

@@ -1,0 +1,74 @@
+"""What an algorithm is: one frozen settings object with a client half (plan, finish) and a server half (init, merge)."""
+
+from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import torch
+
+from fl_sim.config import Settings
+from fl_sim.learning import LocalAlgorithm
+from fl_sim.params import add, subtract
+from fl_sim.types import Aggregate, ClientUpdate, LocalPlan, LocalTask, Params, ServerState, Trained
+
+Weighting: TypeAlias = Literal["examples", "uniform"]
+"""How clients count in the mean: by their number of records, or all the same."""
+
+
+class Algorithm(LocalAlgorithm, Protocol):
+    """A federated algorithm. The server half sees means over clients, never a client."""
+
+    weighting: ClassVar[Weighting]
+
+    def init(self, params: Params) -> ServerState:
+        """Return the server's state before the first round."""
+        ...
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Return the server's state after a round."""
+        ...
+
+
+@runtime_checkable
+class Sharing(Protocol):
+    """An algorithm whose clients share something derived from their records before the first round."""
+
+    def share(
+        self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
+    ) -> dict[str, torch.Tensor]:
+        """Return what one client shares; the server concatenates the clients' tensors name by name."""
+        ...
+
+
+class Averaging(Settings):
+    """FedAvg's behaviour, of which every algorithm here changes one or two of the four parts."""
+
+    weighting: ClassVar[Weighting] = "examples"
+
+    def init(self, params: Params) -> ServerState:
+        """Start from ``params``."""
+        return ServerState(params)
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Plain local SGD."""
+        del task
+        return LocalPlan()
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Send y_i - x; an empty shard sends zeros of weight zero."""
+        return ClientUpdate({"delta": subtract(trained.params, task.params)}, task.num_examples, trained.loss)
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Add the mean update."""
+        return ServerState(add(server.params, aggregate.payloads["delta"]), server.broadcast, server.memory)
+
+
+def accumulated_momentum(num_steps: int, momentum: float) -> float:
+    """Return a_i: how far ``num_steps`` SGD steps of a constant unit gradient move, in units of the learning rate.
+
+    a = [tau - rho (1 - rho^tau) / (1 - rho)] / (1 - rho), which is tau without momentum (Wang et al. 2020, section 4.1).
+
+    >>> [round(accumulated_momentum(tau, 0.9), 9) for tau in (1, 2, 10)]
+    [1.0, 2.9, 41.381059609]
+    """
+    geometric = (1 - momentum**num_steps) / (1 - momentum)
+    return (num_steps - momentum * geometric) / (1 - momentum)

@@ -1,0 +1,32 @@
+"""FedAvg: the mean of the clients' models (McMahan et al. 2017, algorithm 1); and the centralized upper bound."""
+
+from typing import Literal
+
+from fl_sim.types import ClientUpdate, LocalPlan, LocalTask, Trained
+from strategies.algorithm import Averaging
+
+
+class FedAvg(Averaging):
+    """x <- x + sum_i (n_i / n) (y_i - x)."""
+
+    kind: Literal["fedavg"] = "fedavg"
+
+
+class Centralized(Averaging):
+    """The upper bound: one holder of all training records runs plain SGD with the same model and optimiser.
+
+    The experiment gives its only client the whole training set; momentum lives on from round to round, so that this is
+    exactly SGD over ``rounds * local epochs`` epochs.
+    """
+
+    kind: Literal["centralized"] = "centralized"
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Go on with the momentum of the round before."""
+        return LocalPlan(momentum_buffers=task.state.get("momentum"))
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Send y - x and keep the momentum."""
+        update = super().finish(task, trained)
+        state = {"momentum": trained.momentum_buffers} if trained.momentum_buffers else {}
+        return ClientUpdate(update.payloads, update.num_examples, update.loss, state)

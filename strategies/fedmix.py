@@ -1,0 +1,80 @@
+"""FedMix and NaiveMix: mixup with averaged records of other clients (Yoon et al. 2021, algorithms 1 and 2).
+
+The averages leave the clients without noise: neither method has a privacy guarantee, with any aggregator.
+"""
+
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch.nn import functional
+
+from fl_sim.types import LocalPlan, LocalTask, Mix
+from strategies.algorithm import Averaging
+
+
+class FedMix(Averaging):
+    """Local loss (1-lam) l(f((1-lam)x), y) + lam l(f((1-lam)x), y_bar) + lam <dl/dx, x_bar>.
+
+    ``mixing_weight`` is the paper's lambda (0.05, 0.1, 0.2); ``records_per_average`` its M_k.
+    """
+
+    kind: Literal["fedmix"] = "fedmix"
+    mixing_weight: float = Field(0.1, gt=0, lt=1)
+    records_per_average: int = Field(5, ge=2)
+
+    def share(
+        self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
+    ) -> dict[str, torch.Tensor]:
+        """Share averages of ``records_per_average`` records."""
+        return averages(inputs, labels, num_classes, self.records_per_average, generator)
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Mix batches with the pool through the first-order expansion."""
+        return LocalPlan(mix=_mix(task, self.mixing_weight, linearise=True))
+
+
+class NaiveMix(Averaging):
+    """Local loss (1-lam) l(f(x_m), y) + lam l(f(x_m), y_bar) at x_m = (1-lam) x + lam x_bar."""
+
+    kind: Literal["naivemix"] = "naivemix"
+    mixing_weight: float = Field(0.1, gt=0, lt=1)
+    records_per_average: int = Field(5, ge=2)
+
+    def share(
+        self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
+    ) -> dict[str, torch.Tensor]:
+        """Share averages of ``records_per_average`` records."""
+        return averages(inputs, labels, num_classes, self.records_per_average, generator)
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Mix batches with the pool by plain interpolation."""
+        return LocalPlan(mix=_mix(task, self.mixing_weight, linearise=False))
+
+
+def averages(
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    num_classes: int,
+    records_per_average: int,
+    generator: np.random.Generator,
+) -> dict[str, torch.Tensor]:
+    """Return means of disjoint random groups of ``records_per_average`` records.
+
+    ``inputs``: (groups, *input shape); ``labels``: (groups, classes), proportions that add up to 1. Records left over
+    join no group: a mean of fewer would reveal more. A client with fewer records than one group shares nothing.
+    """
+    groups = len(labels) // records_per_average
+    chosen = torch.from_numpy(generator.permutation(len(labels))[: groups * records_per_average])
+    proportions = functional.one_hot(labels[chosen], num_classes).to(torch.float32)
+    return {
+        "inputs": inputs[chosen].reshape(groups, records_per_average, *inputs.shape[1:]).mean(1),
+        "labels": proportions.reshape(groups, records_per_average, num_classes).mean(1),
+    }
+
+
+def _mix(task: LocalTask, weight: float, *, linearise: bool) -> Mix | None:
+    if len(task.pool["labels"]) == 0:
+        return None
+    return Mix(task.pool["inputs"], task.pool["labels"], weight, linearise)

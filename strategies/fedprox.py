@@ -1,0 +1,23 @@
+"""FedProx: FedAvg with a proximal term that holds clients near the global model (Li et al. 2020, algorithm 2)."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from fl_sim.types import LocalPlan, LocalTask
+from strategies.algorithm import Averaging
+
+
+class FedProx(Averaging):
+    """Each client minimises F_i(w) + mu/2 ||w - x||^2, so its gradient gains mu (w - x).
+
+    ``mu``: the paper tries 0.001, 0.01, 0.1 and 1; 0 is FedAvg.
+    """
+
+    kind: Literal["fedprox"] = "fedprox"
+    mu: float = Field(0.01, ge=0)
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Add the gradient of the proximal term."""
+        del task
+        return LocalPlan(proximal_mu=self.mu)

@@ -1,0 +1,177 @@
+"""The Flower Strategy that runs any algorithm of ours, and the round loop."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+
+from fl_sim import wire
+from fl_sim.engine import LocalGrid
+from fl_sim.params import is_finite
+from fl_sim.seeding import rng
+from fl_sim.types import Cohort, Params, Reply, RunError, ServerState
+from strategies.aggregators import WeightedMean
+from strategies.algorithm import Algorithm
+from strategies.samplers import Sampler
+
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Population:
+    """Which Flower node plays which client: ``nodes[client]`` is a node id."""
+
+    nodes: tuple[int, ...]
+
+    def clients(self) -> dict[int, int]:
+        """Return {node id: client}."""
+        return {node: client for client, node in enumerate(self.nodes)}
+
+
+@dataclass
+class FederatedStrategy(Strategy):
+    """One algorithm, one aggregator, one sampler, as Flower sees them.
+
+    ``server`` is the state after the last round; Flower's own ``arrays`` argument is the model in it and is not read.
+    ``order`` holds what every message says; its round and learning rate are filled in per round.
+    """
+
+    algorithm: Algorithm
+    aggregator: WeightedMean
+    sampler: Sampler
+    server: ServerState
+    order: wire.Order
+    num_clients: int
+    seed: int
+    population: Population = field(default_factory=lambda: Population(()))
+    cohort: NDArray[np.int64] = field(default_factory=lambda: np.arange(0))
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Sample the round's clients and address one shared message to each. ``config`` holds the learning rate."""
+        del arrays
+        if not self.population.nodes:
+            self.population = find_population(grid, self.num_clients, timeout=60.0)
+        self.cohort = self.sampler.sample(self.num_clients, rng(self.seed, "sampler", server_round))
+        rate = float(str(config["learning-rate"]))
+        order = wire.Order(**{**vars(self.order), "server_round": server_round, "learning_rate": rate})
+        content = wire.task_content(order, self.server.params, self.server.broadcast)
+        return [Message(content, self.population.nodes[client], wire.TRAIN) for client in self.cohort]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check every reply, sort by client, and let the algorithm merge the aggregate.
+
+        Raises RunError, naming client and round, where a client failed, did not answer or sent something not finite.
+        """
+        answers = self._checked(server_round, list(replies))
+        cohort = Cohort(server_round, answers, self.num_clients, self.sampler.expected_size(self.num_clients))
+        aggregate = self.aggregator.mean(cohort, self.algorithm.weighting)
+        if aggregate is not None:
+            server = self.algorithm.merge(self.server, aggregate)
+            if not is_finite({"params": server.params}):
+                raise RunError(f"the global model is not finite after round {server_round}; try smaller learning rates")
+            self.server = server
+        losses = [(reply.loss, reply.num_examples) for reply in answers if reply.loss is not None]
+        total = sum(count for _, count in losses)
+        metrics = MetricRecord({"cohort": len(answers)})
+        if total:
+            metrics["train_loss"] = sum(loss * count for loss, count in losses) / total
+        return wire.to_arrays(self.server.params), metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask nothing of clients: the model is evaluated on the server, on the public test set."""
+        del server_round, arrays, config, grid
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Have nothing to add up."""
+        del server_round, replies
+        return None
+
+    def summary(self) -> None:
+        """Say nothing: progress belongs to whoever runs the strategy."""
+
+    def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:
+        clients = self.population.clients()
+        answered = {clients[reply.metadata.src_node_id]: reply for reply in replies}
+        for client in self.cohort:
+            where = f"client {client} in round {server_round}"
+            if client not in answered:
+                raise RunError(f"{where} did not answer in time")
+            if reason := wire.error_of(answered[client]):
+                raise RunError(f"{where} failed: {reason}")
+        return tuple(wire.read_update(client, answered[client].content) for client in sorted(answered))
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round did, apart from evaluation."""
+
+    server_round: int
+    cohort_size: int
+    train_loss: float | None
+    seconds: float
+
+
+def run_round(
+    strategy: FederatedStrategy, grid: Grid, server_round: int, learning_rate: float, timeout: float
+) -> Round:
+    """Run one round: sample, send, check, aggregate, merge. ``timeout`` in seconds is for the whole exchange."""
+    start = time.perf_counter()
+    config = ConfigRecord({"learning-rate": learning_rate})
+    messages = list(strategy.configure_train(server_round, ArrayRecord(), config, grid))
+    replies = grid.send_and_receive(messages, timeout=timeout) if messages else []
+    _, metrics = strategy.aggregate_train(server_round, replies)
+    loss = float(str(metrics["train_loss"])) if metrics and "train_loss" in metrics else None
+    return Round(server_round, len(messages), loss, time.perf_counter() - start)
+
+
+def share_before_training(strategy: FederatedStrategy, grid: Grid, timeout: float) -> Params:
+    """Ask every client to share, and return the tensors of all of them, concatenated in the order of clients."""
+    strategy.population = find_population(grid, strategy.num_clients, timeout)
+    content = wire.share_content(strategy.order)
+    messages = [Message(content, node, wire.SHARE) for node in strategy.population.nodes]
+    clients = strategy.population.clients()
+    replies = {clients[reply.metadata.src_node_id]: reply for reply in grid.send_and_receive(messages, timeout=timeout)}
+    for client in range(strategy.num_clients):
+        if client not in replies:
+            raise RunError(f"client {client} did not share in time")
+        if reason := wire.error_of(replies[client]):
+            raise RunError(f"client {client} failed to share: {reason}")
+    shared = [wire.read_pool(replies[client].content) for client in range(strategy.num_clients)]
+    return {name: torch.cat([part[name] for part in shared]) for name in shared[0]}
+
+
+def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:
+    """Wait for all nodes and learn which client each one is; Flower hands out random node ids in random order."""
+    if isinstance(grid, LocalGrid):
+        return Population(tuple(grid.get_node_ids()))
+    deadline = time.monotonic() + timeout
+    while len(nodes := list(grid.get_node_ids())) < num_clients:
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"only {len(nodes)} of {num_clients} nodes came within {timeout:.0f} s: start as many supernodes as clients"
+            )
+        time.sleep(_POLL_SECONDS)
+    replies = list(
+        grid.send_and_receive([Message(wire.who_content(0), node, wire.WHO) for node in nodes], timeout=timeout)
+    )
+    failed = [reason for reply in replies if (reason := wire.error_of(reply))]
+    if failed or len(replies) != num_clients:
+        raise RunError(
+            f"{len(nodes)} nodes for {num_clients} clients, {len(replies)} said which they are; {failed[:1]}"
+        )
+    return Population(
+        tuple(reply.metadata.src_node_id for reply in sorted(replies, key=lambda reply: wire.read_who(reply.content)))
+    )

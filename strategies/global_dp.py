@@ -1,0 +1,193 @@
+"""Global DP: clip what a client sends, sum, add noise, divide by a fixed number (Geyer et al. 2017, algorithm 1).
+
+w <- w + (1/m) (sum_k Delta_k / max(1, |Delta_k| / S) + N(0, z^2 S^2 I)), with accountants that match how clients are
+sampled, and adaptive clipping (Andrew et al. 2021, algorithm 1) in place of the paper's median of norms, which leaks.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import numpy as np
+import torch
+from pydantic import BeforeValidator, Field, model_validator
+
+from fl_sim.config import Settings
+from fl_sim.privacy.mechanisms import (
+    Noise,
+    add_noise,
+    clip_factor,
+    clipping_norm_on_grid,
+    next_clipping_norm,
+    update_noise_multiplier,
+)
+from fl_sim.types import Aggregate, Cohort, Payloads, Reply, RunError
+
+if TYPE_CHECKING:
+    from dp_accounting import dp_event
+
+COVERS: Final = (
+    "Everything the clients sent, in all rounds together, as it reached the global model: whoever sees every global "
+    "model of this run learns little more about any one client's whole data than if it had not been there."
+)
+DOES_NOT_COVER: Final = (
+    "The server itself, which sees each client's update before clipping and noise, and the network in between. Choices "
+    "made by looking at private data: hyper-parameters tuned on it, the best of several runs. What many clients have "
+    "in common, which is what the model is meant to learn."
+)
+
+
+class AdaptiveClipping(Settings):
+    """Moves the clipping norm towards a quantile of the update norms, by noised counts (Andrew et al. 2021).
+
+    ``target_quantile``: the share of updates to leave unclipped. ``learning_rate``: of the geometric update.
+    ``count_noise``: sigma_b, the noise on the count; None takes a twentieth of the expected cohort as the paper does,
+    or the noise multiplier where that is larger.
+    """
+
+    target_quantile: float = Field(0.5, gt=0, lt=1)
+    learning_rate: float = Field(0.2, gt=0)
+    count_noise: float | None = Field(None, gt=0)
+
+
+def _no_raw_median(value: Any) -> Any:
+    if value == "median":
+        raise ValueError(
+            "the median of the clients' norms is computed from private data, and to clip to it without noise leaks: "
+            "the guarantee would be false. Clip by noised counts instead: adaptive_clipping.target_quantile=0.5"
+        )
+    return value
+
+
+class GlobalDP(Settings):
+    """Client-level differential privacy for any algorithm whose clients send tensors.
+
+    ``noise_multiplier``: z, noise on the sum in units of the clipping norm; 0 clips only and guarantees nothing.
+    ``clipping_norm``: S, on one flat vector of everything a client sends (the first round's where clipping adapts).
+    ``epsilon``: the budget at ``delta``; training stops before the round that would exceed it; None sets no limit.
+    ``accountant``: whose epsilon is held against the budget.
+    """
+
+    kind: Literal["global-dp"] = "global-dp"
+    noise_multiplier: float = Field(1.0, ge=0)
+    clipping_norm: float = Field(1.0, gt=0)
+    delta: float = Field(1e-5, gt=0, lt=1)
+    epsilon: float | None = Field(None, gt=0)
+    accountant: Literal["rdp", "pld"] = "rdp"
+    adaptive_clipping: Annotated[AdaptiveClipping | None, BeforeValidator(_no_raw_median)] = None
+
+    @model_validator(mode="after")
+    def _noise_is_affordable(self) -> "GlobalDP":
+        if self.adaptive_clipping is not None:
+            chosen = self.adaptive_clipping.count_noise
+            update_noise_multiplier(self.noise_multiplier, self.noise_multiplier if chosen is None else chosen)
+        return self
+
+    def event(self) -> "dp_event.DpEvent":
+        """Return what one round costs before any sampling, with z relative to ONE client's clipping norm.
+
+        Adaptive clipping is inside: update noise and count noise together are worth z. To replace a client moves the
+        sum by 2 S; ``amplify_fixed_size`` accounts for that, so z is stated the same way under either adjacency.
+        """
+        from dp_accounting import dp_event  # noqa: PLC0415 (slow to import; clients of this module need it rarely)
+
+        if self.noise_multiplier == 0:
+            return dp_event.NonPrivateDpEvent()
+        return dp_event.GaussianDpEvent(self.noise_multiplier)
+
+    def mean(self, cohort: Cohort, *, noise: Noise, template: Payloads) -> Aggregate:
+        """Return the noised mean of a round with a fixed clipping norm; see ``release``."""
+        assert self.adaptive_clipping is None, "the clipping norm adapts: carry it from round to round with release()"
+        return self.release(cohort, noise=noise, template=template, clipping_norm=self.clipping_norm)[0]
+
+    def release(
+        self, cohort: Cohort, *, noise: Noise, template: Payloads, clipping_norm: float
+    ) -> tuple[Aggregate, float]:
+        """Return the noised mean of a round and the next round's clipping norm. Charge the ledger BEFORE calling this.
+
+        ``template`` has the names and shapes of what a client sends; its values are not read. All clients weigh the
+        same whatever num_examples says. A client that is missing, or sent what is not finite, counts as zeros; noise
+        and denominator (``cohort.expected_size``, public) stay, for an empty cohort too. Noise is drawn from the
+        streams of ``cohort.server_round``: never release two different cohorts under one key and round.
+
+        Raises RunError where a client answered twice or sent other names or shapes than the template's.
+        """
+        self._check(cohort, template)
+        size = sum(tensor.numel() for params in template.values() for tensor in params.values())
+        count_noise = self._count_noise(cohort.expected_size)
+        noise_multiplier = self.noise_multiplier
+        if self.adaptive_clipping is not None:
+            noise_multiplier = update_noise_multiplier(self.noise_multiplier, count_noise)
+        std = noise_multiplier * clipping_norm
+        # SENSITIVE until noised: total and num_within never leave this method as they are.
+        total, num_within, num_finite = _clipped_sum(cohort.replies, template, size, clipping_norm, std)
+        normal = noise.standard_normal(size, purpose="global-dp update", server_round=cohort.server_round)
+        flat = add_noise(total, std, normal) / cohort.expected_size
+        aggregate = Aggregate(_unflatten(flat, template), participation=cohort.expected_size / cohort.num_clients)
+        if self.adaptive_clipping is None:
+            return aggregate, clipping_norm
+        centred = np.array([num_within - num_finite / 2])
+        normal = noise.standard_normal(1, purpose="global-dp count", server_round=cohort.server_round)
+        noisy_share = float(add_noise(centred, count_noise, normal)[0]) / cohort.expected_size + 0.5
+        return aggregate, next_clipping_norm(
+            clipping_norm,
+            noisy_share,
+            target_quantile=self.adaptive_clipping.target_quantile,
+            learning_rate=self.adaptive_clipping.learning_rate,
+        )
+
+    def _count_noise(self, expected_size: float) -> float:
+        if self.adaptive_clipping is None:
+            return 0.0
+        chosen = self.adaptive_clipping.count_noise
+        return max(expected_size / 20, self.noise_multiplier) if chosen is None else chosen
+
+    def _check(self, cohort: Cohort, template: Payloads) -> None:
+        assert cohort.expected_size > 0
+        seen: set[int] = set()
+        shapes = _shapes(template)
+        for reply in cohort.replies:
+            where = f"client {reply.client} in round {cohort.server_round}"
+            if reply.client in seen:
+                raise RunError(f"{where} answered twice: it would count double, which the guarantee does not cover")
+            seen.add(reply.client)
+            if _shapes(reply.payloads) != shapes:
+                raise RunError(f"{where} sent other tensors than the algorithm exchanges: {_shapes(reply.payloads)}")
+
+
+def _clipped_sum(
+    replies: tuple[Reply, ...], template: Payloads, size: int, clipping_norm: float, std: float
+) -> tuple[np.ndarray[Any, np.dtype[np.float64]], int, int]:
+    """Return the float64 sum of the clipped updates, and how many were within the clipping norm and how many finite."""
+    limit = clipping_norm_on_grid(clipping_norm, std, size)
+    total = torch.zeros(size, dtype=torch.float64)
+    row = torch.empty(size, dtype=torch.float32)
+    num_within = num_finite = 0
+    for reply in replies:
+        _flatten_into(row, reply.payloads, template)
+        norm = float(torch.linalg.vector_norm(row, dtype=torch.float64))
+        factor = clip_factor(norm, limit)
+        if factor == 0.0:
+            continue
+        num_finite += 1
+        num_within += norm <= clipping_norm
+        total.add_(row, alpha=factor)
+    return total.numpy(), num_within, num_finite
+
+
+def _flatten_into(row: torch.Tensor, payloads: Payloads, template: Payloads) -> None:
+    torch.cat([payloads[group][name].reshape(-1) for group in template for name in template[group]], out=row)
+
+
+def _unflatten(flat: np.ndarray[Any, np.dtype[np.float64]], template: Payloads) -> Payloads:
+    values = torch.from_numpy(flat).float()
+    start = 0
+    payloads: Payloads = {}
+    for group, params in template.items():
+        payloads[group] = {}
+        for name, tensor in params.items():
+            payloads[group][name] = values[start : start + tensor.numel()].reshape(tensor.shape).clone()
+            start += tensor.numel()
+    return payloads
+
+
+def _shapes(payloads: Payloads) -> dict[str, dict[str, tuple[int, ...]]]:
+    return {group: {name: tuple(value.shape) for name, value in params.items()} for group, params in payloads.items()}

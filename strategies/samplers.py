@@ -1,0 +1,63 @@
+"""Which clients take part in a round: all of them, a fixed number, or each by its own coin flip; always seeded."""
+
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from fl_sim.config import Settings
+from fl_sim.types import UserError
+
+
+class Everyone(Settings):
+    """All clients, every round."""
+
+    kind: Literal["full"] = "full"
+
+    def sample(self, num_clients: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """Return the round's clients, ascending."""
+        del generator
+        return np.arange(num_clients)
+
+    def expected_size(self, num_clients: int) -> float:
+        """Return the expected cohort size, a public number."""
+        return float(num_clients)
+
+
+class FixedSize(Settings):
+    """``cohort_size`` clients drawn uniformly without replacement, afresh every round."""
+
+    kind: Literal["fixed-size"] = "fixed-size"
+    cohort_size: int = Field(10, ge=1)
+
+    def sample(self, num_clients: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """Return the round's clients, ascending. Raises UserError where there are fewer than ``cohort_size``."""
+        if self.cohort_size > num_clients:
+            raise UserError(
+                f"sampler fixed-size:{self.cohort_size} needs at least {self.cohort_size} clients, there are {num_clients}"
+            )
+        return np.sort(generator.choice(num_clients, self.cohort_size, replace=False))
+
+    def expected_size(self, num_clients: int) -> float:
+        """Return the cohort size."""
+        del num_clients
+        return float(self.cohort_size)
+
+
+class Poisson(Settings):
+    """Every client takes part with probability ``sampling_rate``, independently; a round may be empty."""
+
+    kind: Literal["poisson"] = "poisson"
+    sampling_rate: float = Field(0.1, gt=0, le=1)
+
+    def sample(self, num_clients: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """Return the round's clients, ascending, possibly none."""
+        return np.flatnonzero(generator.random(num_clients) < self.sampling_rate)
+
+    def expected_size(self, num_clients: int) -> float:
+        """Return sampling_rate * num_clients."""
+        return self.sampling_rate * num_clients
+
+
+Sampler: TypeAlias = Everyone | FixedSize | Poisson

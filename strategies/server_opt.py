@@ -1,0 +1,117 @@
+"""Server optimisers: the mean update as a pseudo-gradient (Hsu et al. 2019; Reddi et al. 2021, algorithm 2)."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from fl_sim.params import add, zeros_like
+from fl_sim.types import Aggregate, Params, ServerState
+from strategies.algorithm import Averaging
+
+SecondMoment = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(v, Delta) -> v of the next round."""
+
+
+class FedAvgM(Averaging):
+    """v <- momentum v + Delta; x <- x + server_learning_rate v."""
+
+    kind: Literal["fedavgm"] = "fedavgm"
+    server_learning_rate: float = Field(1.0, gt=0)
+    server_momentum: float = Field(0.9, ge=0, lt=1)
+
+    def init(self, params: Params) -> ServerState:
+        """Start from ``params`` with v = 0."""
+        return ServerState(params, memory={"momentum": zeros_like(params)})
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Step along the running sum of mean updates."""
+        momentum = add(aggregate.payloads["delta"], server.memory["momentum"], self.server_momentum)
+        return ServerState(add(server.params, momentum, self.server_learning_rate), memory={"momentum": momentum})
+
+
+class FedAdagrad(Averaging):
+    """v <- v + Delta^2; x <- x + server_learning_rate m / (sqrt(v) + tau)."""
+
+    kind: Literal["fedadagrad"] = "fedadagrad"
+    server_learning_rate: float = Field(0.1, gt=0)
+    beta_1: float = Field(0.0, ge=0, lt=1)
+    tau: float = Field(1e-3, gt=0)
+
+    def init(self, params: Params) -> ServerState:
+        """Start from ``params`` with m = 0 and v = tau^2."""
+        return _adaptive_start(params, self.tau)
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Step, each coordinate scaled by all it has seen."""
+        return _adaptive_step(
+            server, aggregate, lambda v, delta: v + delta**2, self.beta_1, self.tau, self.server_learning_rate
+        )
+
+
+class FedAdam(Averaging):
+    """v <- beta_2 v + (1 - beta_2) Delta^2; x <- x + server_learning_rate m / (sqrt(v) + tau)."""
+
+    kind: Literal["fedadam"] = "fedadam"
+    server_learning_rate: float = Field(0.01, gt=0)
+    beta_1: float = Field(0.9, ge=0, lt=1)
+    beta_2: float = Field(0.99, ge=0, lt=1)
+    tau: float = Field(1e-3, gt=0)
+
+    def init(self, params: Params) -> ServerState:
+        """Start from ``params`` with m = 0 and v = tau^2."""
+        return _adaptive_start(params, self.tau)
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Step, each coordinate scaled by a running mean of squares."""
+        beta = self.beta_2
+        return _adaptive_step(
+            server,
+            aggregate,
+            lambda v, delta: beta * v + (1 - beta) * delta**2,
+            self.beta_1,
+            self.tau,
+            self.server_learning_rate,
+        )
+
+
+class FedYogi(Averaging):
+    """v <- v - (1 - beta_2) Delta^2 sign(v - Delta^2); x <- x + server_learning_rate m / (sqrt(v) + tau)."""
+
+    kind: Literal["fedyogi"] = "fedyogi"
+    server_learning_rate: float = Field(0.01, gt=0)
+    beta_1: float = Field(0.9, ge=0, lt=1)
+    beta_2: float = Field(0.99, ge=0, lt=1)
+    tau: float = Field(1e-3, gt=0)
+
+    def init(self, params: Params) -> ServerState:
+        """Start from ``params`` with m = 0 and v = tau^2."""
+        return _adaptive_start(params, self.tau)
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Step, each coordinate scaled by a mean of squares that moves by bounded amounts."""
+        share = 1 - self.beta_2
+        return _adaptive_step(
+            server,
+            aggregate,
+            lambda v, delta: v - share * delta**2 * torch.sign(v - delta**2),
+            self.beta_1,
+            self.tau,
+            self.server_learning_rate,
+        )
+
+
+def _adaptive_start(params: Params, tau: float) -> ServerState:
+    second = {name: torch.full_like(value, tau**2) for name, value in params.items()}
+    return ServerState(params, memory={"first_moment": zeros_like(params), "second_moment": second})
+
+
+def _adaptive_step(
+    server: ServerState, aggregate: Aggregate, second_moment: SecondMoment, beta_1: float, tau: float, rate: float
+) -> ServerState:
+    delta, old = aggregate.payloads["delta"], server.memory
+    first = {name: beta_1 * old["first_moment"][name] + (1 - beta_1) * value for name, value in delta.items()}
+    second = {name: second_moment(old["second_moment"][name], value) for name, value in delta.items()}
+    params = {name: x + rate * first[name] / (second[name].sqrt() + tau) for name, x in server.params.items()}
+    return ServerState(params, memory={"first_moment": first, "second_moment": second})
