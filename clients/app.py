@@ -22,8 +22,8 @@ from fl_sim.types import LocalSettings, LocalTask, Params, Payloads
 class Site:
     """What a worker needs to play any client of an experiment: made once per process and experiment.
 
-    ``records(client)`` returns that client's (normalised inputs, labels); ``share(inputs, labels, generator)`` is what a
-    client shares before the first round. ``local_settings(learning_rate)`` fills in a round's settings. ``threads``:
+    ``records(client)`` returns that client's (normalised inputs, labels); ``share(inputs, labels, client)`` is what it
+    shares before the first round. ``local_settings(learning_rate)`` fills in a round's settings. ``threads``:
     torch threads while training; their number changes the last bits of every sum.
     """
 

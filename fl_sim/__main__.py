@@ -12,6 +12,9 @@ from fl_sim.cli.run import run_command
 from fl_sim.cli.table import table
 from fl_sim.types import RunError, UserError
 
+INTERRUPTED = 130
+"""What a shell reports for Ctrl-C, and what typer returns for it."""
+
 app = typer.Typer(
     name="fl-sim",
     help="Federated-learning simulation: split a data set, train with a list of methods, compare them. "
@@ -33,7 +36,10 @@ def main() -> None:
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
-        sys.exit(app(arguments, standalone_mode=False))
+        code = app(arguments, standalone_mode=False)
+        if code == INTERRUPTED:
+            typer.echo("interrupted: what is finished is kept; the same command goes on from there", err=True)
+        sys.exit(code)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -41,9 +47,6 @@ def main() -> None:
         _leave(error, 2, debug=debug)
     except (RunError, OSError) as error:
         _leave(error, 1, debug=debug)
-    except (KeyboardInterrupt, click.Abort):
-        typer.echo("interrupted: what is finished is kept; the same command goes on from there", err=True)
-        sys.exit(130)
 
 
 def _leave(error: Exception, code: int, *, debug: bool) -> None:

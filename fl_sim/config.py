@@ -1,8 +1,9 @@
-"""Settings as frozen values: the base of every settings object, short forms such as ``dirichlet:0.05``, and messages that help."""
+"""Settings as frozen values: their base, short forms such as ``dirichlet:0.05``, and messages that help."""
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
+from dataclasses import is_dataclass
+from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -82,31 +83,39 @@ def explain(error: ValidationError, settings: type, what: str) -> str:
 
 
 def _explain_one(detail: Any, settings: type, what: str) -> str:
-    union_tags = set(_all_kinds(settings))
-    path = [str(part) for part in detail["loc"] if part not in union_tags]
+    path, group = _locate([str(part) for part in detail["loc"]], settings)
     where = ".".join([*([what] if what else []), *path])
-    if detail["type"] == "extra_forbidden":
-        valid = _valid_keys(settings, path[:-1])
+    if detail["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
+        valid = list(field_defaults(group))
         return f"unknown key {where!r}{guess(path[-1], valid)}; valid here: {', '.join(valid)}"
     message = detail["msg"].removeprefix("Value error, ")
-    return f"{where} = {detail['input']!r}: {message[0].lower()}{message[1:]}"
+    given = detail["input"] if where else ""
+    return f"{where} = {given!r}: {message[0].lower()}{message[1:]}" if where else message
 
 
-def _valid_keys(settings: type, path: list[str]) -> list[str]:
-    for part in path:
-        nested = [cls for cls in _members(_annotation(settings, part)) if isinstance(cls, type)]
-        if not nested:
-            return []
-        if len(nested) > 1:
-            return sorted({name for cls in nested for name in field_defaults(cls)})
-        settings = nested[0]
-    return list(field_defaults(settings))
+def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
+    """Return (the keys a user wrote, the settings class that the last one belongs to).
+
+    pydantic puts the kind it chose into the location, after the key of the union.
+    """
+    path: list[str] = []
+    parts = iter(location)
+    for part in parts:
+        path.append(part)
+        if part not in field_defaults(settings):
+            continue
+        members = [member for member in _members(_annotation(settings, part)) if _has_kind_or_fields(member)]
+        if len(members) > 1:
+            settings = kinds(Union[tuple(members)]).get(next(parts, ""), settings)  # noqa: UP007 (made at run time)
+        elif members:
+            settings = members[0]
+    return path, settings
 
 
 def _annotation(settings: type, field: str) -> Any:
-    return (
-        settings.model_fields[field].annotation if issubclass(settings, BaseModel) else settings.__annotations__[field]
-    )
+    if issubclass(settings, BaseModel):
+        return settings.model_fields[field].annotation
+    return get_type_hints(settings)[field]
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -115,12 +124,5 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) is not None else (annotation,)
 
 
-def _all_kinds(settings: type) -> Iterable[str]:
-    for field in field_defaults(settings):
-        members = [m for m in _members(_annotation(settings, field)) if isinstance(m, type) and _has_kind(m)]
-        if len(members) > 1:
-            yield from kinds(Union[tuple(members)])  # noqa: UP007 (a union made at run time)
-
-
-def _has_kind(settings: type) -> bool:
-    return "kind" in getattr(settings, "__annotations__", {})
+def _has_kind_or_fields(member: Any) -> bool:
+    return isinstance(member, type) and (issubclass(member, BaseModel) or is_dataclass(member))

@@ -1,5 +1,7 @@
 """Flower Grids of our own: what both engines share, and the engine that runs every client in this process."""
 
+import math
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 
@@ -64,7 +66,7 @@ class LocalGrid(Grid):
         return [self._inbox.pop(message_id) for message_id in message_ids if message_id in self._inbox]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Return one reply per message, in the same order; an error reply where a client gave none within ``timeout`` s."""
+        """Return one reply per message; an error reply where a client gave none within ``timeout`` seconds."""
         sent = list(messages)
         for message in sent:
             message.metadata.__dict__["_message_id"] = uuid.uuid4().hex  # as Flower's own grids do
@@ -88,10 +90,13 @@ class InProcessGrid(LocalGrid):
         self._app = app
 
     def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
-        del timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         replies = []
         for message in messages:
-            replies.append(answer(self._app, message, self.num_clients))
+            if time.monotonic() >= deadline:
+                replies.append(failure(message, TOO_LATE, f"no answer within {timeout:g} s: its turn did not come"))
+            else:
+                replies.append(answer(self._app, message, self.num_clients))
             self._on_reply(len(replies))
         return replies
 
@@ -100,7 +105,7 @@ def answer(app: ClientApp, message: Message, num_clients: int) -> Message:
     """Return what ``app`` replies, or an error reply that says what it raised."""
     try:
         return app(message, node_context(message.metadata.dst_node_id, num_clients))
-    except Exception as error:  # noqa: BLE001 (whatever a user's model or data raises becomes a reply that names it)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever a user's model or data raises becomes a reply that names it)
         return failure(message, CLIENT_RAISED, f"{type(error).__name__}: {error}")
 
 
@@ -111,7 +116,10 @@ def failure(message: Message, code: int, reason: str) -> Message:
 
 def node_context(node_id: int, num_clients: int) -> Context:
     """Return a node's context. It carries no state: what clients keep lives in fl_sim.store."""
-    config: dict[str, bool | float | int | str] = {"partition-id": node_id - _FIRST_NODE_ID, "num-partitions": num_clients}
+    config: dict[str, bool | float | int | str] = {
+        "partition-id": node_id - _FIRST_NODE_ID,
+        "num-partitions": num_clients,
+    }
     return Context(run_id=1, node_id=node_id, node_config=config, state=RecordDict(), run_config={})
 
 

@@ -58,9 +58,12 @@ def open_engine(
     if isinstance(engine, Ray):
         if importlib.util.find_spec("ray") is None:
             raise UserError("engine=ray needs Ray, which is not installed: pip install ray, or take engine=inprocess")
-        from fl_sim.engine_ray import RayGrid  # starts Ray, which nobody else should need
+        # Ray, which nobody else should need.
+        from fl_sim.engine_ray import RayGrid  # noqa: PLC0415
+        from fl_sim.engine_ray_start import RayResources  # noqa: PLC0415
 
-        grid = RayGrid(client_app, experiment.num_clients, engine, on_reply)
+        resources = RayResources(engine.actors, engine.cpus, engine.gpus, engine.address, engine.threads)
+        grid = RayGrid(client_app, experiment.num_clients, resources, on_reply)
     else:
         grid = InProcessGrid(client_app(), experiment.num_clients, on_reply)
     try:
@@ -88,7 +91,7 @@ def choose(experiment: Experiment, data_root: Path | None) -> tuple[Engine, str]
         return alone, "engine inprocess: Ray is not installed"
     seconds = estimated_seconds(experiment, data_root)
     parallel = RAY_START_SECONDS + seconds / (1 + (workers - 1) * RAY_SHARE_PER_CORE)
-    times = f"about {seconds:.0f} s of local training in process, {parallel:.0f} s with {workers} Ray actors and their start"
+    times = f"about {seconds:.0f} s of training in process, {parallel:.0f} s with {workers} Ray actors and their start"
     if parallel < seconds:
         return Ray(actors=workers, threads=engine.threads), f"engine ray: {times}"
     return alone, f"engine inprocess: {times}"

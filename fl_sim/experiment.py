@@ -1,4 +1,4 @@
-"""One experiment as a frozen value, and how its parts are wired: the one place that knows data, split, model and method."""
+"""One experiment as a frozen value, and how its parts are wired: data, split, model and method meet here alone."""
 
 import json
 import math
@@ -137,7 +137,8 @@ class Local(Settings):
 class Experiment(Settings):
     """Everything that determines a run's numbers, and the engine, which does not.
 
-    ``round_timeout``: seconds in which all clients of a round must have answered.
+    ``round_timeout``: seconds in which all clients of a round must have answered. ``device`` "auto" takes a GPU where the
+    worker sees one (a Ray actor only sees the share it asked for); sums on a GPU have other last bits than on a CPU.
     """
 
     data: str = "digits"
@@ -151,6 +152,7 @@ class Experiment(Settings):
     rounds: int = Field(20, ge=1)
     evaluate_every: int = Field(1, ge=1)
     seed: int = Field(0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     engine: Annotated[Engine, Field(discriminator="kind"), _short(Engine, "engine")] = Auto()
     round_timeout: float = Field(3600.0, gt=0)
 
@@ -160,7 +162,7 @@ class Experiment(Settings):
             raise ValueError("algorithm centralized has a single client that is always there: leave sampler at full")
         if self.sampler.kind == "fixed-size" and self.sampler.cohort_size > self.clients:
             raise ValueError(
-                f"sampler fixed-size:{self.sampler.cohort_size} needs at least as many clients, there are {self.clients}"
+                f"sampler fixed-size:{self.sampler.cohort_size} wants more clients than the {self.clients} there are"
             )
         return self
 
@@ -183,7 +185,7 @@ def read_table(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"no such file: {path}") from error
+        raise UserError(f"no such file: {path} (settings are given as key=value, for example rounds=50)") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
         raise UserError(f"{path} is not a TOML file: {error}") from error
 
@@ -191,7 +193,7 @@ def read_table(path: Path) -> dict[str, Any]:
 def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, Any]:
     """Return ``table`` with ``key=value`` settings laid over it; dots reach into groups: ``local.epochs=5``.
 
-    A group that is a short form (``algorithm=fedprox``) grows into a table when a key inside it is set, whatever the order.
+    A group in short form (``algorithm=fedprox``) grows into a table when a key inside it is set, whatever the order.
     """
     merged: dict[str, Any] = json.loads(json.dumps(table))
     for override in sorted(overrides, key=lambda text: text.partition("=")[0].count(".")):
@@ -247,6 +249,13 @@ def shards_of(
         raise UserError(f"partition {scheme.kind} of {data} over {num_clients} clients: {error}") from error
 
 
+def device_of(experiment: Experiment) -> torch.device:
+    """Return where this process trains. Raises UserError where a GPU is asked for and none is seen."""
+    if experiment.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda, but no CUDA device is seen here; take device=cpu, or engine.gpus=1 with engine=ray")
+    return torch.device("cuda" if experiment.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
 def client_shards(experiment: Experiment, data_root: Path | None) -> tuple[NDArray[np.int64], ...]:
     """Return what each simulated client of ``experiment`` holds; everything where training is centralized."""
     if isinstance(experiment.algorithm, Centralized):
@@ -267,12 +276,13 @@ def site_of(experiment_json: str, data_root: str) -> Site:
     root = Path(data_root) if data_root else None
     dataset = load(experiment.data, root)
     shards = client_shards(experiment, root)
+    device = device_of(experiment)
 
     def records(client: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, labels = to_tensors(dataset.train.take(shards[client]), dataset)
         if isinstance(experiment.partition, FeatureNoise) and experiment.num_clients > 1:
             inputs = _with_noise(inputs, dataset, experiment, client)
-        return inputs, labels
+        return inputs.to(device), labels.to(device)
 
     def share(inputs: torch.Tensor, labels: torch.Tensor, client: int) -> dict[str, torch.Tensor]:
         assert isinstance(experiment.algorithm, Sharing)
@@ -280,7 +290,7 @@ def site_of(experiment_json: str, data_root: str) -> Site:
 
     return Site(
         algorithm=experiment.algorithm,
-        model=build_model(experiment, dataset),
+        model=build_model(experiment, dataset).to(device),
         records=records,
         share=share,
         local_settings=partial(local_settings, experiment.local),

@@ -55,43 +55,51 @@ def train(
     overwritten. ``generator`` shuffles records and picks mixing partners. With n = 0 nothing is trained.
     """
     weights: Params = dict(model.named_parameters())
+    trainable = {name: weight for name, weight in weights.items() if weight.requires_grad}
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(task.params[name])
-    momentum_buffers = {name: value.clone() for name, value in (plan.momentum_buffers or {}).items()}
+    anchor, offset = _on(task.params, inputs.device), _on(plan.gradient_offset or {}, inputs.device)
+    momentum_buffers = _on(plan.momentum_buffers or {}, inputs.device, copy=True)
     model.train()
     losses: list[torch.Tensor] = []
-    for _ in range(task.settings.epochs):
-        order = torch.from_numpy(generator.permutation(len(labels)))
+    for _ in range(task.settings.epochs if len(labels) else 0):  # an empty split is one empty batch, of loss NaN
+        order = torch.from_numpy(generator.permutation(len(labels))).to(inputs.device)
         for batch in torch.split(order, task.settings.batch_size):
             loss = _loss(model, plan.mix, inputs[batch], labels[batch], generator)
-            gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+            gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
             with torch.no_grad():
-                for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+                for (name, weight), gradient in zip(trainable.items(), gradients, strict=True):
                     if gradient is not None:
-                        corrected = _corrected(name, weight, gradient, task.params, plan)
+                        corrected = _corrected(name, weight, gradient, anchor, offset, plan.proximal_mu)
                         _sgd_step(name, weight, corrected, momentum_buffers, task.settings)
             losses.append(loss.detach())
-        if len(labels) == 0:
-            break
     return Trained(
         params=detached(weights.items()),
-        momentum_buffers=momentum_buffers,
+        momentum_buffers=detached(momentum_buffers.items()),
         num_steps=len(losses),
         loss=float(torch.stack(losses).mean()) if losses else None,
     )
 
 
-def _corrected(name: str, weight: torch.Tensor, gradient: torch.Tensor, anchor: Params, plan: LocalPlan) -> torch.Tensor:
+def _on(params: Params, device: torch.device, *, copy: bool = False) -> Params:
+    return {name: value.to(device, copy=copy) for name, value in params.items()}
+
+
+def _corrected(
+    name: str, weight: torch.Tensor, gradient: torch.Tensor, anchor: Params, offset: Params, proximal_mu: float
+) -> torch.Tensor:
     # Never in place: autograd may hand the same tensor to two parameters.
-    if plan.gradient_offset is not None:
-        gradient = gradient + plan.gradient_offset[name]
-    if plan.proximal_mu:
-        gradient = gradient.add(weight - anchor[name], alpha=plan.proximal_mu)
+    if offset:
+        gradient = gradient + offset[name]
+    if proximal_mu:
+        gradient = gradient.add(weight - anchor[name], alpha=proximal_mu)
     return gradient
 
 
-def _sgd_step(name: str, weight: torch.Tensor, gradient: torch.Tensor, buffers: Params, settings: LocalSettings) -> None:
+def _sgd_step(
+    name: str, weight: torch.Tensor, gradient: torch.Tensor, buffers: Params, settings: LocalSettings
+) -> None:
     """Take torch.optim.SGD's step, bit for bit; its own class costs over a second of imports at first use."""
     if settings.weight_decay:
         gradient = gradient.add(weight, alpha=settings.weight_decay)
@@ -111,7 +119,9 @@ def evaluate(model: nn.Module, params: Params, inputs: torch.Tensor, labels: tor
             weight.copy_(params[name])
         model.eval()
         correct, loss = 0, 0.0
-        for batch, targets in zip(torch.split(inputs, EVALUATION_BATCH), torch.split(labels, EVALUATION_BATCH), strict=True):
+        for batch, targets in zip(
+            torch.split(inputs, EVALUATION_BATCH), torch.split(labels, EVALUATION_BATCH), strict=True
+        ):
             logits = model(batch)
             correct += int((logits.argmax(1) == targets).sum())
             loss += float(functional.cross_entropy(logits, targets, reduction="sum"))
@@ -124,9 +134,8 @@ def _loss(
     if mix is None:
         return functional.cross_entropy(model(inputs), labels)
     chosen = int(generator.integers(len(mix.labels)))
-    return mixed_loss(
-        model, inputs, labels, mix.inputs[chosen], mix.labels[chosen], mix.weight, linearise=mix.linearise
-    )
+    partner, partner_label = mix.inputs[chosen].to(inputs.device), mix.labels[chosen].to(inputs.device)
+    return mixed_loss(model, inputs, labels, partner, partner_label, mix.weight, linearise=mix.linearise)
 
 
 def mixed_loss(

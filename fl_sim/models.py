@@ -72,7 +72,7 @@ class ResidualBlock(nn.Module):
 
 
 def resnet(input_shape: Shape, num_classes: int) -> nn.Module:
-    """Return ResNet-8 (16, 32, 64 channels) with GroupNorm: no running statistics that clients would have to average."""
+    """Return ResNet-8 (16, 32, 64 channels) with GroupNorm: no running statistics that clients had to average."""
     channels, _, _ = _image(input_shape, "resnet", 4)
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, 1, 1, bias=False), nn.GroupNorm(8, 16), nn.ReLU(),
@@ -97,8 +97,8 @@ def build(name: str, input_shape: Shape, num_classes: int, seed: int) -> nn.Modu
     """Build the model called ``name``: one of ours, or ``package.module:factory`` of the user's own.
 
     A factory is called as ``factory(input_shape, num_classes)``. Initial weights depend on ``seed`` alone. Raises
-    UserError for an unknown name, a factory that cannot be imported, and a model with buffers: running statistics (as in
-    BatchNorm) are not parameters, no algorithm here averages them, and they would leave a client un-noised.
+    UserError for an unknown name, a factory that cannot be imported, and a model with buffers: running statistics (as
+    in BatchNorm) are not parameters, no algorithm here averages them, and they would leave a client un-noised.
     """
     factory = _imported(name) if ":" in name else MODELS.get(name)
     if factory is None:
@@ -121,10 +121,12 @@ def _imported(path: str) -> Factory:
     module_name, _, attribute = path.partition(":")
     try:
         factory: Factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:  # the last two: an empty or relative module name
         raise UserError(
             f"model {path!r} cannot be imported: {error}; it must be package.module:factory on the Python path"
         ) from error
+    if not callable(factory):
+        raise UserError(f"model {path!r} is {factory!r}, not a function of (input_shape, num_classes)")
     return factory
 
 

@@ -12,13 +12,15 @@ def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     """Return the generator for ``purpose``, independent of all others.
 
     ``keys`` are non-negative integers such as (client, server_round). The same arguments give the same stream in every
-    process; no state is shared or global. These streams are for simulation: noise that protects people is drawn elsewhere.
+    process; nothing is shared or global. These streams are for simulation, not for noise that protects people.
 
     >>> rng(0, "batches", 3, 1).integers(100) == rng(0, "batches", 3, 1).integers(100)
     np.True_
     """
     digest = hashlib.sha256(purpose.encode()).digest()
-    return np.random.default_rng([seed, int.from_bytes(digest[:8], "big"), *keys])
+    entropy = [seed, int.from_bytes(digest[:8], "big")]
+    # Keys as a spawn key: numpy fills a short entropy up with zeros, so that no key and the key 0 would be the same.
+    return np.random.default_rng(np.random.SeedSequence(entropy, spawn_key=keys))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from fl_sim.config import field_defaults
 from fl_sim.data import load
 from fl_sim.engine_choice import open_engine
-from fl_sim.experiment import Experiment, build_model, experiment_from, read_table, resolved
+from fl_sim.experiment import Experiment, build_model, client_shards, device_of, experiment_from, read_table, resolved
 from fl_sim.learning import evaluate, to_tensors
 from fl_sim.params import detached, num_parameters
 from fl_sim.report import rundir
@@ -80,6 +80,7 @@ def run(
     observer = observer or Silent()
     experiment = resolved(experiment, data_root)
     dataset = load(experiment.data, data_root)
+    client_shards(experiment, data_root)  # an impossible split is refused before anything is written
     log, first_round = _open(experiment, out, dataset)
     start = time.perf_counter()
     error: BaseException | None = None
@@ -114,8 +115,9 @@ def main_loop(
     """Run every round that ``log`` does not have yet: train, evaluate, record, checkpoint."""
     strategy = _strategy(experiment, grid, out, log, data_root)
     dataset = load(experiment.data, data_root)
-    test = to_tensors(dataset.test, dataset)
-    model = build_model(experiment, dataset)
+    device = device_of(experiment)
+    inputs, labels = (tensor.to(device) for tensor in to_tensors(dataset.test, dataset))
+    model = build_model(experiment, dataset).to(device)
     for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
         start = time.perf_counter()
         factor = experiment.local.schedule.factor(server_round, experiment.rounds)
@@ -123,7 +125,7 @@ def main_loop(
         done = run_round(strategy, grid, server_round, rate, experiment.round_timeout)
         accuracy, loss = None, None
         if server_round % experiment.evaluate_every == 0 or server_round == experiment.rounds:
-            accuracy, loss = evaluate(model, strategy.server.params, *test)
+            accuracy, loss = evaluate(model, strategy.server.params, inputs, labels)
         record = RoundRecord(
             server_round, accuracy, loss, done.train_loss, None, done.cohort_size, rate, time.perf_counter() - start
         )
@@ -187,7 +189,7 @@ def _open(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog, 
     out.mkdir(parents=True, exist_ok=True)
     for stale in (rundir.ROUNDS, rundir.RESULT, rundir.MODEL):
         (out / stale).unlink(missing_ok=True)
-    rundir.write_config(out, experiment.model_dump())
+    rundir.write_config(out, experiment.model_dump(exclude_none=True))
     return log, 1
 
 

@@ -1,4 +1,4 @@
-"""Runs side by side, each in a worker process that imports torch once and is used again; a dying worker costs one run."""
+"""Runs side by side in worker processes that import torch once and are used again; a dying worker costs one run."""
 
 import fcntl
 import multiprocessing
@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -62,14 +62,16 @@ Event: TypeAlias = Started | RoundDone | Finished | Failed
 def finished_result(directory: Path) -> dict[str, Any] | None:
     """Return the result of a run that is done, else None."""
     result = rundir.read_result(directory)
-    return result if result is not None and result["status"] == "finished" else None
+    return result if result is not None and result.get("status") == "finished" else None
 
 
-def run_all(runs: Mapping[str, Experiment], out: Path, jobs: int, data_root: Path | None) -> Iterator[Event]:
+def run_all(
+    runs: Mapping[str, Experiment], out: Path, jobs: int, data_root: Path | None
+) -> Generator[Event, None, None]:
     """Run every experiment in ``out / name``, at most ``jobs`` at once, and tell what happens as it happens.
 
     A finished run is only reported; an unfinished one goes on at its checkpoint. Closing the generator, or an exception
-    inside it, stops the workers at once; what they finished stays. Raises UserError while another process fills ``out``.
+    inside it, stops the workers at once; what they finished stays. Raises UserError while another process is at it.
     """
     out.mkdir(parents=True, exist_ok=True)
     with _alone_in(out):
@@ -85,7 +87,8 @@ def run_all(runs: Mapping[str, Experiment], out: Path, jobs: int, data_root: Pat
                 workers.append(_Worker(out, data_root))
                 workers[-1].take(*waiting.popleft())
             while workers:
-                for worker in [worker for worker in workers if worker.connection in wait([w.connection for w in workers])]:
+                ready = wait([worker.connection for worker in workers])
+                for worker in [worker for worker in workers if worker.connection in ready]:
                     event = worker.next_event()
                     if isinstance(event, Finished | Failed):
                         _go_on(worker, workers, waiting)
@@ -103,8 +106,10 @@ class _Worker:
         self.process, self.connection = _spawn(out, data_root)
 
     def take(self, name: str, experiment: Experiment) -> None:
-        """Start a run. A worker that died while idle is noticed at the next event."""
+        """Start a run, in a new process where the old one died. A death just now is noticed at the next event."""
         self.name = name
+        if self.connection.closed:
+            self.process, self.connection = _spawn(self._out, self._data_root)
         with suppress(BrokenPipeError):
             self.connection.send((name, experiment.model_dump_json()))
 
@@ -116,7 +121,6 @@ class _Worker:
             self.process.join(_SECONDS_TO_STOP)
             self.connection.close()
             code = self.process.exitcode
-            self.process, self.connection = _spawn(self._out, self._data_root)
             reason = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             return Failed(self.name, f"its worker process died ({reason}); out of memory? Fewer --jobs need less")
         return event
@@ -162,12 +166,15 @@ class _Told:
         self._name, self._connection = name, connection
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
+        """Tell where the run begins."""
+        del experiment, engine
         self._connection.send(Started(self._name, first_round))
 
     def replied(self, replies: int) -> None:
         """Tell nothing: rounds are news enough."""
 
     def finished_round(self, record: RoundRecord) -> None:
+        """Tell of a round."""
         self._connection.send(RoundDone(self._name, record))
 
 
@@ -180,7 +187,9 @@ def _work(connection: Connection, out: Path, data_root: Path | None) -> None:
             connection.send(_attempt(name, Experiment.model_validate_json(settings), out / name, data_root, connection))
 
 
-def _attempt(name: str, experiment: Experiment, directory: Path, data_root: Path | None, connection: Connection) -> Event:
+def _attempt(
+    name: str, experiment: Experiment, directory: Path, data_root: Path | None, connection: Connection
+) -> Event:
     if directory.exists() and not (directory / rundir.CONFIG).exists():
         shutil.rmtree(directory)  # killed before its first file was whole
     try:

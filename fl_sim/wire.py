@@ -131,9 +131,11 @@ def _to_array(values: NDArray[np.generic]) -> Array:
 
 
 def _from_array(array: Array) -> NDArray[np.generic]:
-    header = _npy_header(np.dtype(array.dtype).str, tuple(array.shape))
-    if not array.data.startswith(header):
-        return array.numpy()  # not written by us: another byte order, memory order or version of the format
+    dtype = np.dtype(array.dtype)
+    header = _npy_header(dtype.str, tuple(array.shape))
+    if not (dtype.isnative and array.data.startswith(header)):
+        # Not written by us: another byte order (torch takes only the native one), memory order or version of the format.
+        return np.array(array.numpy(), dtype=dtype.newbyteorder("="), order="C")
     return np.frombuffer(array.data, array.dtype, offset=len(header)).reshape(array.shape).copy()
 
 

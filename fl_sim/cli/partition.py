@@ -76,7 +76,7 @@ def _warn(counts: NDArray[np.int64], left_out: NDArray[np.int64]) -> None:
     sizes = counts.sum(axis=1)
     num_small, num_empty = np.count_nonzero(sizes < USUAL_MIN_SIZE), np.count_nonzero(sizes == 0)
     if num_small:
-        none = f"; {num_empty:,} of them hold none and train nothing" if num_empty else ""
+        none = f"; {num_empty:,} of them none, and those train nothing" if num_empty else ""
         typer.echo(
             f"warning: {num_small:,} of {len(sizes):,} clients hold fewer than {USUAL_MIN_SIZE} records{none}", err=True
         )

@@ -109,7 +109,10 @@ def audit(
 
       fl-sim privacy audit --noise-multiplier 1.0 --runs 4000
     """
+    from dp_accounting import GaussianDpEvent  # noqa: PLC0415
+
     from fl_sim.cli.privacy_audit import TRUE_MECHANISM, audit_global_dp  # noqa: PLC0415 (slow imports, only here)
+    from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415
     from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
 
     noise = Noise.secret() if seed is None else Noise.seeded(seed)
@@ -124,7 +127,8 @@ def audit(
     )
     typer.echo(f"{'mechanism':32}{'delta(0) >=':>12}{'delta(1) >=':>12}{'epsilon >=':>12}  verdict")
     claimed = findings[0].profile.claimed
-    typer.echo(f"{'claimed':32}{claimed[0]:12.3f}{claimed[2]:12.3f}")
+    at_delta = epsilon_of_counts({GaussianDpEvent(noise_multiplier): 1}, 1e-5, accountant="pld")
+    typer.echo(f"{'claimed (epsilon at delta 1e-5)':32}{claimed[0]:12.3f}{claimed[2]:12.3f}{at_delta:12.2f}")
     for finding in findings:
         profile = finding.profile
         verdict = "CLAIM REFUTED" if profile.refuted else ("noise is wrong" if finding.caught else "nothing found")

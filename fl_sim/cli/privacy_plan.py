@@ -22,7 +22,6 @@ from fl_sim.privacy.accounting import (
 from fl_sim.privacy.planning import delta_advice, noise_multiplier, steps_that_fit
 from fl_sim.types import UserError
 
-
 _ACCOUNTANTS: Final[tuple[Accountant, ...]] = ("rdp", "pld")
 _CURVES: Final[tuple[tuple[Accountant, int, str], ...]] = (("rdp", 200, "-"), ("pld", 12, "o"))
 
@@ -144,10 +143,11 @@ def plot(question: Question, plan: dict[str, Any], path: Path) -> None:
 
 def _check(question: Question) -> None:
     valid_delta(question.delta)
-    known = {"--noise-multiplier": question.noise, "steps": question.steps, "--epsilon": question.target}
+    count = "--rounds" if question.sampling.unit == "client" else "--steps"
+    known = {"--noise-multiplier": question.noise, count: question.steps, "--epsilon": question.target}
     missing = [name for name, value in known.items() if value is None]
     if len(missing) > 1:
-        raise UserError(f"one unknown at most; missing: {', '.join(missing)}: give two of noise, steps and epsilon")
+        raise UserError(f"too little to plan with: {' and '.join(missing)} are missing; give two of {', '.join(known)}")
     if question.noise is not None and not 0 < question.noise < math.inf:
         raise UserError(f"noise multiplier {question.noise} gives no guarantee: choose a positive number such as 1.0")
     if question.steps is not None and question.steps < 1:

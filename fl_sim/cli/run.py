@@ -15,8 +15,11 @@ def run_command(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="A TOML file and settings laid over it.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Directory for the results; an unfinished run in it goes on.")] = Path("results/run"),
-    data_root: Annotated[Path | None, typer.Option(help="Where data sets lie (default: $FL_SIM_DATA, then your cache).")] = None,
+    *,
+    out: Annotated[Path, typer.Option(help="Where results go; an unfinished run in it goes on.")] = Path("results/run"),
+    data_root: Annotated[
+        Path | None, typer.Option(help="Where data sets lie (else $FL_SIM_DATA, then a cache).")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Run one experiment; with no arguments FedAvg on 1-Label digits, embedded in the package.
@@ -24,7 +27,7 @@ def run_command(
     Settings: data, partition, clients, model, algorithm, sampler, local.epochs, local.batch_size, local.learning_rate,
     local.momentum, local.weight_decay, local.schedule, rounds, evaluate_every, seed, engine, round_timeout.
 
-    Examples:
+    For example:
 
       fl-sim run
 
@@ -65,6 +68,7 @@ class _Shown:
         self.finished_round = progress.finished_round
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
+        del experiment
         self._progress.say(engine)
         self._progress.started(first_round)
 
@@ -72,9 +76,9 @@ class _Shown:
 def _print(result: dict[str, Any], out: Path) -> None:
     note = f" ({result['data_note']})" if result["data_note"] else ""
     typer.echo(
-        f"{result['algorithm']} on {result['data']}{note}, {result['partition']}, {result['clients']} clients, {result['model']}: "
-        f"accuracy {_percent(result['final_accuracy'])} after {result['rounds']} rounds, best {_percent(result['best_accuracy'])}, "
-        f"{result['seconds']['total']:.1f} s on engine {result['engine']}"
+        f"{result['algorithm']} on {result['data']}{note}, {result['partition']}, {result['clients']} clients, "
+        f"{result['model']}: accuracy {_percent(result['final_accuracy'])} after {result['rounds']} rounds, "
+        f"best {_percent(result['best_accuracy'])}, {result['seconds']['total']:.1f} s on engine {result['engine']}"
     )
     typer.echo("privacy: none - updates leave the clients without noise")
     typer.echo(f"results in {out}")

@@ -36,10 +36,8 @@ Curve: TypeAlias = NDArray[np.float64]
 
 ORDERS: Final = (
     1.01,
-    1.025,
-    1.05,
-    1.075,
-    *(1 + tenth / 10 for tenth in range(1, 100)),
+    *(1 + fortieth / 40 for fortieth in range(1, 40)),
+    *(2 + tenth / 10 for tenth in range(90)),
     *range(11, 128),
     *range(128, 256, 8),
     *range(256, 1025, 64),
@@ -148,7 +146,10 @@ def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, a
     by_rdp = epsilon_of_curve(compose(counts), delta)
     if accountant == "rdp" or not counts or math.isinf(by_rdp):
         return by_rdp
-    return float(_pld(counts, relation, by_rdp, delta).get_epsilon(delta))
+    by_pld = _pld(counts, relation, by_rdp, delta).get_epsilon(delta)
+    if plain := _without_amplification(counts):
+        by_pld = min(by_pld, _pld(plain, relation, by_rdp, delta).get_epsilon(delta))
+    return float(by_pld)
 
 
 def supports_pld(event: dp_event.DpEvent) -> bool:
@@ -227,23 +228,24 @@ def _pld(counts: Mapping[dp_event.DpEvent, int], relation: Adjacency, by_rdp: fl
     for event, count in counts.items():
         if not accountant.supports(event):
             raise UserError(f"the PLD accountant does not know {type(event).__name__}: use the RDP accountant")
-        accountant.compose(_without_useless_sampling(event), count)
+        accountant.compose(event, count)
     return accountant
 
 
-def _without_useless_sampling(event: dp_event.DpEvent) -> dp_event.DpEvent:
-    """Take the bound without amplification where the fixed-size one is looser: from half of the population on.
+def _without_amplification(counts: Mapping[dp_event.DpEvent, int]) -> dict[dp_event.DpEvent, int] | None:
+    """Return ``counts`` with everyone in every cohort where that bound may be the smaller one, None where it is not.
 
-    With much noise the amplified pair stands 4 q S apart and the plain pair 2 S. Both bounds are sound, at any q.
+    Of a fixed-size cohort both bounds are sound. With much noise the amplified pair stands 4 q S apart and the plain one
+    2 S, so the plain one can only win from half of the population on.
     """
-    if (
-        isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent)
-        and 2 * event.truncated_batch_size >= event.dataset_size
-    ):
-        return dp_event.TruncatedSubsampledGaussianDpEvent(
-            event.dataset_size, 1.0, event.dataset_size, event.noise_multiplier
-        )
-    return event
+    plain: Counter[dp_event.DpEvent] = Counter()
+    for event, count in counts.items():
+        if isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent):
+            size = event.dataset_size
+            if 2 * event.truncated_batch_size < size:
+                return None
+            plain[dp_event.TruncatedSubsampledGaussianDpEvent(size, 1.0, size, event.noise_multiplier)] += count
+    return dict(plain) or None
 
 
 def _checked(curve: Curve) -> Curve:

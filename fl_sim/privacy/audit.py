@@ -2,7 +2,7 @@
 
 Privacy-profile audit: an (epsilon, delta(epsilon)) claim is refuted when some set of outputs E has, with confidence,
 P1(E) - e^epsilon P0(E) > delta(epsilon). E is found on one half of the runs and judged on the other (intervals of
-Clopper and Pearson, Bonferroni over all sets). Noise calibration: the noise itself must look like N(0, std^2), everywhere.
+Clopper and Pearson, Bonferroni over all sets). Noise calibration: the noise must look like N(0, std^2) everywhere.
 """
 
 import math

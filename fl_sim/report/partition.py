@@ -82,7 +82,7 @@ def _heat_map(counts: NDArray[np.int64]) -> "Figure":
         figsize=(float(np.clip(0.1 * num_clients + 2, 7, 13)), float(np.clip(0.28 * num_classes + 2.2, 4, 9))),
         layout="constrained",
     )
-    sizes, cells = figure.subplots(2, 1, sharex=True, height_ratios=(1, max(4, 0.28 * num_classes)))
+    sizes, cells = figure.subplots(2, 1, sharex=True, height_ratios=(1, min(max(4, 0.28 * num_classes), 8)))
     _draw_sizes(sizes, counts.sum(axis=1))
     image = cells.imshow(
         np.ma.masked_equal(counts.T, 0),

@@ -1,7 +1,7 @@
 """A run's directory: what is written when, and read back after a crash.
 
-``config.toml`` first, a line of ``rounds.jsonl`` and ``checkpoint.safetensors`` after every round, ``model.safetensors``
-and ``result.json`` at the end - of a run that failed or was interrupted, too.
+``config.toml`` first, a line of ``rounds.jsonl`` and ``checkpoint.safetensors`` after every round, at the end
+``model.safetensors`` and ``result.json`` - of a run that failed or was interrupted, too.
 """
 
 import json

@@ -1,0 +1,176 @@
+"""``fl-sim table``: methods against data sets and splits, resumable cell by cell."""
+
+import json
+import os
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from fl_sim.config import guess
+from fl_sim.report.table import MEASURES, SeedResult, Table, as_json, markdown, notes, texts, write_table
+from fl_sim.report.table_progress import TableProgress
+from fl_sim.table import PRESETS, Cell, Plan, TableSettings, plan_table, preset_names, read_settings
+from fl_sim.table_workers import Event, Failed, Finished, RoundDone, Started, run_all
+from fl_sim.types import RunError, UserError
+
+CELLS = "cells"
+
+
+def table(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE or PRESET] [KEY=VALUE]...", help="A TOML file or a preset; settings over it."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the results (default: results/NAME).")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Cells to run side by side (default: one a core).")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Where data sets lie (else $FL_SIM_DATA, your cache).")] = None,
+    *,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the table as one JSON object.")] = False,
+) -> None:
+    """Compare methods: rows are methods, columns data sets and splits, seeds are averaged.
+
+    With no arguments: all methods on 1-Label digits, embedded in the package, in about two minutes. Presets: digits,
+    mnist. A finished cell is not run again; after a crash or Ctrl-C the same command goes on where it stopped. Writes
+    table.md, table.csv, table.tex and table.json after every cell, and a run directory for each under DIR/cells.
+
+    A FILE has [base], settings as for 'fl-sim run', and [grid], lists of values: algorithm, data, partition, seed or
+    any other setting. centralized = false leaves out the upper bound. A key=value whose key is in the grid takes a list.
+
+    For example:
+
+      fl-sim table
+
+      fl-sim table mnist --out results/mnist --data-root ROOT --jobs 4
+
+      fl-sim table grid.toml rounds=50 seed=0,1,2 algorithm=fedavg,scaffold
+    """
+    path, overrides = _parse(arguments or [])
+    settings = read_settings(path, overrides)
+    plan = plan_table(settings, data_root)
+    out = out or Path("results") / path.stem
+    board = _Board(settings, plan)
+    try:
+        _fill(board, out, jobs or min(_cores(), len(plan.runs)), data_root)
+    except KeyboardInterrupt:
+        _show(board.table(), json_output=json_output)
+        typer.echo(
+            f"interrupted: {board.num_finished} of {len(plan.runs)} cells are finished and kept in {out}; "
+            "the same command goes on from there",
+            err=True,
+        )
+        raise typer.Exit(130) from None
+    _show(board.table(), json_output=json_output)
+    typer.echo(f"table.md, table.csv, table.tex and table.json are in {out}", err=True)
+    if board.failures:
+        raise RunError(f"{len(board.failures)} of {len(plan.runs)} cells failed: {'; '.join(board.failures)}")
+
+
+class _Board:
+    """What is known of each run."""
+
+    def __init__(self, settings: TableSettings, plan: Plan) -> None:
+        self._settings, self._plan = settings, plan
+        self._outcomes: dict[str, Finished | Failed] = {}
+
+    @property
+    def plan(self) -> Plan:
+        return self._plan
+
+    @property
+    def num_finished(self) -> int:
+        return sum(isinstance(outcome, Finished) for outcome in self._outcomes.values())
+
+    @property
+    def failures(self) -> list[str]:
+        return [f"{name} ({outcome.error})" for name, outcome in self._outcomes.items() if isinstance(outcome, Failed)]
+
+    def hear(self, outcome: Finished | Failed) -> None:
+        self._outcomes[outcome.name] = outcome
+
+    def table(self) -> Table:
+        plan = self._plan
+        results = tuple(self._result(cell) for cell in plan.cells)
+        return Table(plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, self._settings.model_dump())
+
+    def _result(self, cell: Cell) -> SeedResult:
+        place = (cell.row, cell.column, cell.seed)
+        directory = f"{CELLS}/{cell.name}"
+        outcome = self._outcomes.get(cell.name)
+        if outcome is None:
+            return SeedResult(*place, "missing", directory)
+        if isinstance(outcome, Failed):
+            return SeedResult(*place, "failed", directory, error=outcome.error)
+        result = outcome.result
+        guarantee = any(release["epsilon"] is not None for release in result["privacy"])
+        return SeedResult(
+            *place, "finished", directory, result["final_accuracy"], result["best_accuracy"], guarantee=guarantee
+        )
+
+
+def _parse(arguments: list[str]) -> tuple[Path, list[str]]:
+    names = [argument for argument in arguments if "=" not in argument]
+    if len(names) > 1:
+        raise UserError(f"one FILE or PRESET at most, got {', '.join(names)}; settings are given as key=value")
+    name = names[0] if names else "digits"
+    presets = preset_names()
+    path = PRESETS / f"{name}.toml" if name in presets else Path(name)
+    if not path.exists():
+        raise UserError(f"no file or preset {name!r}{guess(name, presets)}; presets: {', '.join(presets)}")
+    return path, [argument for argument in arguments if "=" in argument]
+
+
+def _fill(board: _Board, out: Path, jobs: int, data_root: Path | None) -> None:
+    labels = {cell.name: f"{cell.row}, {cell.column}, seed {cell.seed}" for cell in reversed(board.plan.cells)}
+    runs = board.plan.runs
+    with (
+        TableProgress({labels[name]: experiment.rounds for name, experiment in runs.items()}) as progress,
+        closing(run_all(runs, out / CELLS, jobs, data_root)) as events,
+    ):
+        for event in events:
+            _tell(progress, labels[event.name], event)
+            if isinstance(event, Finished | Failed):
+                board.hear(event)
+                write_table(out, board.table())
+
+
+def _tell(progress: TableProgress, label: str, event: Event) -> None:
+    match event:
+        case Started(first_round=first_round):
+            progress.started(label, first_round)
+        case RoundDone(record=record):
+            progress.finished_round(label, record)
+        case Finished(result=result):
+            last, best, seconds = result["final_accuracy"], result["best_accuracy"], result["seconds"]["total"]
+            progress.closed(label, f"last {100 * last:.1f} %, best {100 * best:.1f} %, {seconds:.1f} s")
+        case Failed(error=error):
+            progress.closed(label, f"failed: {error}")
+
+
+def _show(table: Table, *, json_output: bool) -> None:
+    console = Console()
+    if json_output:
+        typer.echo(json.dumps(as_json(table)))
+    elif console.is_terminal:
+        console.print(_for_terminal(table))
+        for note in notes(table):
+            console.print(note, highlight=False, markup=False)
+    else:
+        typer.echo(markdown(table))
+
+
+def _for_terminal(table: Table) -> RichTable:
+    shown = RichTable("Method")
+    for column in table.columns:
+        for measure in MEASURES:
+            shown.add_column(f"{column}\n{measure}", justify="right")
+    for row, cells in texts(table):
+        shown.add_row(row, *(f"[bold green]{text}[/]" if best else text for text, best in cells))
+    return shown
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

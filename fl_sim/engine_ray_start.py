@@ -1,0 +1,121 @@
+"""Starting Ray on this machine, or joining a cluster: quiet, without telemetry, with our import path."""
+
+import logging
+import math
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fl_sim.types import UserError
+
+ENVIRONMENT = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else a FutureWarning in every process
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # else Ray prints a paragraph per dead actor, to standard output
+    "RAY_worker_niceness": "0",  # else actors run at nice 15 and lose every contest for a core
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "FLWR_TELEMETRY_ENABLED": "0",
+}
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+import ray  # noqa: E402 (reads the environment when it is imported)
+
+
+@dataclass(frozen=True)
+class RayResources:
+    """What to take from Ray.
+
+    ``actors`` 0 means as many as there is room for. ``cpus`` and ``gpus`` are for one actor; fractions share one.
+    ``address`` joins a running cluster. ``threads``: torch threads in each actor.
+    """
+
+    actors: int = 0
+    cpus: float = 1.0
+    gpus: float = 0.0
+    address: str = ""
+    threads: int = 1
+
+
+def start_or_join(resources: RayResources, num_clients: int) -> int:
+    """Start or join Ray and return how many actors to use.
+
+    Raises UserError where Ray cannot be joined, has no room for an actor or not the GPU asked for.
+    """
+    alone = not resources.address and not ray.is_initialized()
+    if alone:
+        num_actors = _wanted(resources, num_clients)
+        with _python_path():
+            ray.init(
+                address="local",
+                num_cpus=max(1, math.ceil(num_actors * resources.cpus)),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    else:
+        if not ray.is_initialized():
+            _join(resources.address)
+        num_actors = min(num_clients, _room_for(resources))
+    if resources.gpus and ray.cluster_resources().get("GPU", 0.0) < resources.gpus:
+        raise UserError(f"engine.gpus={resources.gpus:g}, and Ray finds no such GPU share here: set engine.gpus=0")
+    return num_actors
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error's text; Ray puts a traceback before it."""
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__
+
+
+def import_path() -> str:
+    """Return our import path without the interpreter's own directories, which other machines have elsewhere."""
+    interpreter = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    entries = dict.fromkeys(Path(entry).absolute() for entry in sys.path)
+    return os.pathsep.join(str(p) for p in entries if not any(p.is_relative_to(own) for own in interpreter))
+
+
+def _join(address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        raise UserError(
+            f"cannot join the Ray cluster at {address!r}: {last_line(error)}; "
+            "start one with `ray start --head`, or leave engine.address empty"
+        ) from error
+
+
+def _wanted(resources: RayResources, num_clients: int) -> int:
+    """Return how many actors a Ray of our own gets: those asked for, even where they outnumber the processors."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    room = int(processors / resources.cpus) if resources.cpus else processors
+    return min(num_clients, resources.actors or max(1, room))
+
+
+def _room_for(resources: RayResources) -> int:
+    """Return how many actors a cluster that others started has room for, at most those asked for."""
+    processors = ray.cluster_resources().get("CPU", 0.0)
+    room = int(processors / resources.cpus) if resources.cpus else max(1, int(processors))
+    if room < max(1, resources.actors):
+        raise UserError(
+            f"{max(1, resources.actors)} Ray actors with engine.cpus={resources.cpus:g} each do not fit a cluster of "
+            f"{processors:g} processors: set fewer engine.actors or smaller engine.cpus"
+        )
+    return resources.actors or room
+
+
+@contextmanager
+def _python_path() -> Iterator[None]:
+    """Let processes that start now import whatever this one can, an uninstalled checkout included."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = import_path()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before

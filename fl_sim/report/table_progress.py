@@ -1,0 +1,91 @@
+"""Progress of a table on standard error: a live view of all running cells on a terminal, a line a cell elsewhere."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from fl_sim.report.rundir import RoundRecord
+
+
+class TableProgress:
+    """Shows a table of ``rounds`` {cell: number of rounds}; use it as a context manager around the runs."""
+
+    def __init__(self, rounds: dict[str, int], stream: TextIO | None = None) -> None:
+        self._rounds = rounds
+        self._done = dict.fromkeys(rounds, 0)
+        self._closed: set[str] = set()
+        self._console = Console(file=stream or sys.stderr)
+        self._live = self._console.is_terminal
+        self._bars = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} rounds"),
+            TextColumn("{task.fields[text]}", markup=False),
+            console=self._console,
+        )
+        self._all = self._bars.add_task("all cells", total=sum(rounds.values()), text="")
+        self._cells: dict[str, TaskID] = {}
+        self._started_at: float | None = None
+        self._rounds_run = 0
+
+    def __enter__(self) -> Self:
+        """Start showing."""
+        if self._live:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the terminal as it was."""
+        if self._live:
+            self._bars.stop()
+
+    def say(self, line: str) -> None:
+        """Print a line, above the bars if there are any."""
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def started(self, cell: str, first_round: int) -> None:
+        """Show a cell that is taken up at ``first_round``."""
+        self._done[cell] = first_round - 1
+        self._started_at = self._started_at or time.monotonic()
+        if first_round > 1:
+            self.say(f"{cell} goes on after round {first_round - 1}")
+        if self._live:
+            self._cells[cell] = self._bars.add_task(cell, total=self._rounds[cell], completed=first_round - 1, text="")
+        self._update()
+
+    def finished_round(self, cell: str, record: RoundRecord) -> None:
+        """Show a cell's round."""
+        self._done[cell] = record.round
+        self._rounds_run += 1
+        if cell in self._cells:
+            accuracy = "" if record.test_accuracy is None else f"accuracy {record.test_accuracy:.4f}"
+            text = f"{accuracy}  {record.seconds:.2f} s/round"
+            self._bars.update(self._cells[cell], completed=record.round, text=text)
+        self._update()
+
+    def closed(self, cell: str, outcome: str) -> None:
+        """Show how a cell ended; it does not run any more."""
+        self._done[cell] = self._rounds[cell]
+        self._closed.add(cell)
+        if cell in self._cells:
+            self._bars.remove_task(self._cells.pop(cell))
+        self.say(f"[{len(self._closed)}/{len(self._rounds)}] {cell}: {outcome}{self._left('; ')}")
+        self._update()
+
+    def _left(self, before: str) -> str:
+        """Say about how long the rest takes, at the pace of this session so far."""
+        left = sum(self._rounds.values()) - sum(self._done.values())
+        if not left or not self._rounds_run or self._started_at is None:
+            return ""
+        seconds = left * (time.monotonic() - self._started_at) / self._rounds_run
+        return f"{before}about {seconds:.0f} s left" if seconds < 100 else f"{before}about {seconds / 60:.0f} min left"
+
+    def _update(self) -> None:
+        text = f"{len(self._closed)}/{len(self._rounds)} cells{self._left(', ')}"
+        self._bars.update(self._all, completed=sum(self._done.values()), text=text)

@@ -1,0 +1,108 @@
+"""``fl-sim run`` as typed: results, messages and exit codes."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fl_sim.__main__ import main
+
+QUICK = ["model=logistic", "rounds=2", "engine=inprocess"]
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["fl-sim", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    return int(exit_.value.code or 0)
+
+
+def test_json_prints_one_object_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(monkeypatch, "run", *QUICK, "--out", str(tmp_path / "run"), "--json") == 0
+    printed = capsys.readouterr()
+    assert (
+        json.loads(printed.out)["final_accuracy"]
+        == json.loads((tmp_path / "run" / "result.json").read_text())["final_accuracy"]
+    )
+    assert "round 2/2" in printed.err
+
+
+def test_people_read_accuracy_engine_and_that_there_is_no_privacy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(monkeypatch, "run", *QUICK, "--out", str(tmp_path / "run")) == 0
+    printed = capsys.readouterr().out
+    assert "accuracy" in printed
+    assert "engine inprocess" in printed
+    assert "privacy: none" in printed
+
+
+def test_settings_come_from_a_file_with_overrides_on_top(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "e.toml").write_text('model = "logistic"\nrounds = 9\nalgorithm = "fedprox"\n')
+    arguments = [
+        "run",
+        str(tmp_path / "e.toml"),
+        "algorithm.mu=0.5",
+        "rounds=1",
+        "engine=inprocess",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert typed(monkeypatch, *arguments, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["algorithm"], result["rounds"]) == ("fedprox", 1)
+    assert "mu = 0.5" in (tmp_path / "run" / "config.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("algorithm=scafold", "did you mean 'scaffold'"),
+        ("data=mnits", "did you mean 'mnist'"),
+        ("engine=rai", "did you mean 'ray'"),
+        ("partition=label-11", "11"),
+        ("partition=dirichlet:-1", "-1"),
+        ("locale.epochs=2", "did you mean 'local'"),
+        ("partition.kk=2", "kk"),
+        ("rounds=0", "rounds = '0'"),
+        ("local.learning_rate=nan", "local.learning_rate"),
+        ("model=niid-cnn", "at least 16x16"),
+        ("model=nobody.knows:it", "nobody.knows:it"),
+        ("clients=2000", "2000"),
+        ("sampler=fixed-size:11", "11"),
+        ("rounds", "key=value"),
+    ],
+)
+def test_a_users_mistake_exits_with_2_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: str, said: str
+) -> None:
+    assert typed(monkeypatch, "run", *QUICK, setting, "--out", str(tmp_path / "run")) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_a_failed_run_exits_with_1_and_names_client_and_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["run", *QUICK, "rounds=9", "local.learning_rate=1e30", "--out", str(tmp_path / "run")]
+    assert typed(monkeypatch, *arguments) == 1
+    printed = capsys.readouterr().err
+    assert "client 0 in round" in printed
+    assert "Traceback" not in printed
+
+
+def test_debug_lets_the_traceback_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["fl-sim", "run", "data=nothing", "--debug", "--out", str(tmp_path / "run")])
+    with pytest.raises(ValueError, match="nothing"):
+        main()
+
+
+def test_help_teaches_with_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed(monkeypatch, "run", "--help") == 0
+    assert "fl-sim run data=mnist" in capsys.readouterr().out

@@ -1,0 +1,80 @@
+"""Planning never spends more than it was given, and wastes little."""
+
+from functools import partial
+
+import pytest
+from dp_accounting import dp_event
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_sim.privacy.accounting import Accountant, amplify_fixed_size, amplify_poisson, epsilon_of_counts
+from fl_sim.privacy.planning import delta_advice, noise_multiplier, steps_that_fit
+from fl_sim.types import UserError
+
+Gaussian = dp_event.GaussianDpEvent
+DELTA = 1e-5
+
+
+@given(st.sampled_from([0.01, 0.1, 1.0]), st.integers(1, 2000), st.floats(0.1, 50))
+@settings(deadline=None, max_examples=8)
+def test_the_noise_found_keeps_the_target_and_a_little_less_would_not(rate: float, steps: int, target: float) -> None:
+    amplify = partial(amplify_poisson, sampling_rate=rate)
+    found = noise_multiplier(amplify, steps, target, DELTA)
+    assert epsilon_of_counts({amplify(Gaussian(found)): steps}, DELTA) <= target
+    assert epsilon_of_counts({amplify(Gaussian(found * (1 - 2e-4))): steps}, DELTA) > target
+
+
+@given(st.sampled_from([0.01, 0.1, 1.0]), st.sampled_from([0.8, 1.0, 3.0]), st.floats(0.05, 30))
+@settings(deadline=None, max_examples=30)
+def test_one_step_more_than_fits_would_not_fit(rate: float, noise: float, target: float) -> None:
+    event = amplify_poisson(Gaussian(noise), rate)
+    steps = steps_that_fit(event, target, DELTA)
+    assert steps == 0 or epsilon_of_counts({event: steps}, DELTA) <= target
+    assert epsilon_of_counts({event: steps + 1}, DELTA) > target
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_fixed_size_sampling_is_planned_too(accountant: Accountant) -> None:
+    event = amplify_fixed_size(Gaussian(4.0), 30, 1000)
+    steps = steps_that_fit(event, 2.0, DELTA, accountant=accountant)
+    assert epsilon_of_counts({event: steps}, DELTA, accountant=accountant) <= 2.0
+    assert epsilon_of_counts({event: steps + 1}, DELTA, accountant=accountant) > 2.0
+    amplify = partial(amplify_fixed_size, cohort=30, population=1000)
+    assert noise_multiplier(amplify, steps, 2.0, DELTA) >= (4.0 if accountant == "pld" else 3.99)
+
+
+def test_pld_fits_at_least_as_many_steps_as_rdp() -> None:
+    event = amplify_poisson(Gaussian(1.0), 0.1)
+    assert steps_that_fit(event, 4.0, DELTA, accountant="pld") > steps_that_fit(event, 4.0, DELTA)
+
+
+def test_not_even_one_step_may_fit() -> None:
+    assert steps_that_fit(Gaussian(0.5), 1.0, DELTA) == 0
+
+
+def test_a_generous_budget_needs_almost_no_noise() -> None:
+    assert noise_multiplier(partial(amplify_poisson, sampling_rate=1.0), 1, 1e6, DELTA) <= 0.01
+
+
+def test_impossible_and_senseless_targets_are_refused() -> None:
+    plain = partial(amplify_poisson, sampling_rate=1.0)
+    for target in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="target epsilon"):
+            noise_multiplier(plain, 10, target, DELTA)
+        with pytest.raises(UserError, match="target epsilon"):
+            steps_that_fit(Gaussian(1.0), target, DELTA)
+    with pytest.raises(UserError, match="0 steps"):
+        noise_multiplier(plain, 0, 1.0, DELTA)
+    with pytest.raises(UserError, match="out of reach"):
+        noise_multiplier(plain, 10**6, 1e-9, 1e-12)
+    with pytest.raises(UserError, match="more than"):
+        steps_that_fit(amplify_poisson(Gaussian(1000.0), 1e-9), 8.0, DELTA)
+
+
+def test_delta_is_measured_against_the_population() -> None:
+    assert delta_advice(1e-5, 10_000) is None
+    assert "is large" in (delta_advice(5e-5, 10_000) or "")
+    for delta in (1e-3, 1e-2):
+        advice = delta_advice(delta, 1000) or ""
+        assert "not below 1 / 1000" in advice
+        assert "0.0001" in advice

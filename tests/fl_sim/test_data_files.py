@@ -1,0 +1,266 @@
+"""The official layouts, all on small generated files (labelled so in their notes), image folders, and the download."""
+
+import hashlib
+import pickle
+import struct
+
+import numpy as np
+import pytest
+import torchvision
+from PIL import Image
+from scipy.io import savemat
+
+from fl_sim.data import find, load, verify
+from fl_sim.data.known import KNOWN
+from fl_sim.types import UserError
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.integers(0, 256, (6, 28, 28), dtype=np.uint8)
+LABELS = np.array([3, 1, 4, 1, 5, 9], dtype=np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def no_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("FL_SIM_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("FL_SIM_DATA", raising=False)
+
+
+def idx(array):
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+def write_mnist(root):
+    raw = root / "MNIST/raw"
+    raw.mkdir(parents=True)
+    for split, number in (("train", 6), ("t10k", 2)):
+        (raw / f"{split}-images-idx3-ubyte").write_bytes(idx(IMAGES[:number]))
+        (raw / f"{split}-labels-idx1-ubyte").write_bytes(idx(LABELS[:number]))
+    return raw
+
+
+def test_idx_files_are_mapped_as_written(tmp_path):
+    write_mnist(tmp_path)
+    mnist = load("mnist", tmp_path)
+    np.testing.assert_array_equal(mnist.train.inputs, IMAGES[:, np.newaxis])
+    assert mnist.train.labels.tolist() == [3, 1, 4, 1, 5, 9]
+    assert mnist.test.labels.tolist() == [3, 1]
+    assert mnist.note == "6 of 60,000 training images; 2 of 10,000 test images"
+
+
+def test_verify_tells_a_generated_mnist_from_the_published_one(tmp_path):
+    write_mnist(tmp_path)
+    check = verify("mnist", tmp_path)
+    assert not check.ok
+    assert len(check.problems) == 4
+    assert "published is 6bbc9ace898e44ae57da46a324031adb" in check.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (idx(IMAGES)[:-1], "train-images-idx3-ubyte is truncated: 4719 bytes, expected 4720"),
+        (idx(IMAGES)[:9], "train-images-idx3-ubyte is truncated: 9 bytes, expected 16"),
+        (idx(IMAGES) + b"x", "train-images-idx3-ubyte is too long: 4721 bytes, expected 4720"),
+        (b"", "train-images-idx3-ubyte is no idx file of bytes in 3 dimensions"),
+        (b"\x1f\x8b\x08\x00" + bytes(40), r"starts with 0x1f8b0800, not 0x00000803"),
+        (idx(IMAGES[:0]), r"train-images-idx3-ubyte holds no records \(shape \(0, 28, 28\)\)"),
+        (idx(IMAGES[:5]), "6 training labels and 5 records"),
+        (idx(IMAGES[:, :14]), r"shape \(1, 14, 28\), but mnist is uint8 of shape \(1, 28, 28\)"),
+    ],
+)
+def test_damaged_idx_files_are_refused_with_file_and_sizes(tmp_path, content, message):
+    (write_mnist(tmp_path) / "train-images-idx3-ubyte").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load("mnist", tmp_path)
+
+
+def write_cifar10(root):
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir()
+    pixels = RNG.integers(0, 256, (12, 3072), dtype=np.uint8)
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    for number, name in enumerate(names):
+        part = {"data": pixels[2 * number : 2 * number + 2], "labels": [number, 9]}
+        (folder / name).write_bytes(pickle.dumps(part))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    return folder, pixels
+
+
+def test_cifar_batches_that_are_not_the_published_ones_are_refused_before_they_are_unpickled(tmp_path):
+    folder, _ = write_cifar10(tmp_path)
+    opened = tmp_path / "opened"
+
+    class Trap:
+        def __reduce__(self):
+            return (opened.touch, ())
+
+    (folder / "data_batch_1").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(UserError, match="cifar-10-batches-py: a file is not the published one"):
+        load("cifar10", tmp_path)
+    assert not opened.exists()
+    assert "published is c99cafc152244af753f735de768cd75f" in verify("cifar10", tmp_path).problems[0]
+
+
+def test_cifar_batches_are_read_channels_first(tmp_path, monkeypatch):
+    folder, pixels = write_cifar10(tmp_path)
+    md5 = {file.name: hashlib.md5(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+    cifar = torchvision.datasets.CIFAR10
+    monkeypatch.setattr(cifar, "train_list", [[name, md5[name]] for name in sorted(md5) if name.startswith("data")])
+    monkeypatch.setattr(cifar, "test_list", [["test_batch", md5["test_batch"]]])
+    monkeypatch.setattr(cifar, "meta", {**cifar.meta, "md5": md5["batches.meta"]})
+    dataset = load("cifar10", tmp_path)
+    np.testing.assert_array_equal(dataset.train.inputs, pixels[:10].reshape(10, 3, 32, 32))
+    assert dataset.train.labels.tolist() == [0, 9, 1, 9, 2, 9, 3, 9, 4, 9]
+    assert dataset.test.labels.tolist() == [5, 9]
+    assert verify("cifar10", tmp_path).ok
+
+
+def write_svhn(root, **changes):
+    pixels = RNG.integers(0, 256, (32, 32, 3, 4), dtype=np.uint8)
+    for split in ("train", "test"):
+        content = {"X": pixels, "y": np.array([[1], [10], [9], [2]], dtype=np.uint8), **changes}
+        savemat(root / f"{split}_32x32.mat", {name: value for name, value in content.items() if value is not None})
+    return pixels
+
+
+def test_generated_svhn_files_are_read_with_label_ten_as_the_digit_zero(tmp_path):
+    pixels = write_svhn(tmp_path)
+    svhn = load("svhn", tmp_path)
+    assert svhn.train.labels.tolist() == [1, 0, 9, 2]
+    assert svhn.input_shape == (3, 32, 32)
+    np.testing.assert_array_equal(svhn.train.inputs[2, 1], pixels[:, :, 1, 2])
+    assert svhn.note == "4 of 73,257 training images; 4 of 26,032 test images"
+    assert "published is e26dedcc434d2e4c54c9b2d4a06d8373" in verify("svhn", tmp_path).problems[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"y": None}, "train_32x32.mat has no array 'y'"),
+        ({"X": np.zeros((32, 32, 3))}, r"X is float64 \(32, 32, 3\)"),
+        ({"y": np.ones((3, 1), dtype=np.uint8)}, "3 training labels and 4 records"),
+    ],
+)
+def test_svhn_files_of_another_layout_are_refused(tmp_path, changes, message):
+    write_svhn(tmp_path, **changes)
+    with pytest.raises(UserError, match=message):
+        load("svhn", tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 100, 2000])
+def test_a_truncated_svhn_file_is_refused_by_name(tmp_path, keep):
+    write_svhn(tmp_path)
+    file = tmp_path / "train_32x32.mat"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"train_32x32.mat (is no readable|has no array)"):
+        load("svhn", tmp_path)
+
+
+def write_folder(root, mode="L", size=(5, 4)):
+    for split, number in (("train", 2), ("test", 1)):
+        for value, name in ((10, "cat"), (200, "dog")):
+            (root / split / name).mkdir(parents=True)
+            for index in range(number):
+                colour = value + index if mode == "L" else (value + index, 0, 7)
+                Image.new(mode, size, colour).save(root / split / name / f"{index}.png")
+
+
+def test_a_folder_of_images_numbers_its_classes_by_name(tmp_path):
+    write_folder(tmp_path)
+    (tmp_path / "train/cat/notes.txt").write_text("no image")
+    dataset = load(f"folder:{tmp_path}")
+    assert dataset.input_shape == (1, 4, 5)
+    assert dataset.train.labels.tolist() == [0, 0, 1, 1]
+    assert dataset.train.inputs[:, 0, 0, 0].tolist() == [10, 11, 200, 201]
+    assert dataset.mean == dataset.std == (0.5,)
+
+
+def test_one_colour_image_makes_the_folder_colour(tmp_path):
+    write_folder(tmp_path)
+    Image.new("RGB", (5, 4), (1, 2, 3)).save(tmp_path / "test/dog/0.png")
+    dataset = load(f"folder:{tmp_path}")
+    assert dataset.train.inputs[0, :, 0, 0].tolist() == [10, 10, 10]
+    assert dataset.test.inputs[1, :, 0, 0].tolist() == [1, 2, 3]
+
+
+def damage_size(root):
+    Image.new("L", (6, 4)).save(root / "test/dog/0.png")
+
+
+def damage_truncate(root):
+    file = root / "train/dog/1.png"
+    file.write_bytes(file.read_bytes()[:40])
+
+
+def damage_depth(root):
+    Image.new("I;16", (5, 4)).save(root / "train/dog/1.png")
+
+
+def damage_stranger(root):
+    (root / "test/wolf").mkdir()
+
+
+def damage_no_images(root):
+    for file in (root / "test").rglob("*.png"):
+        file.unlink()
+
+
+def damage_no_test(root):
+    (root / "test").rename(root / "validation")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_size, "test/dog/0.png is 6x4 pixels, but .*train/cat/0.png is 5x4"),
+        (damage_truncate, "train/dog/1.png cannot be read as an image"),
+        (damage_depth, "train/dog/1.png: pixels of mode 'I;16' are not supported"),
+        (damage_stranger, "test has class 'wolf', but train has only cat, dog"),
+        (damage_no_images, "test holds no images; wanted are .jpeg, .jpg, .png files"),
+        (damage_no_test, "there is no folder .*/test; wanted are"),
+    ],
+)
+def test_folders_with_something_wrong_are_refused_by_file(tmp_path, damage, message):
+    write_folder(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError, match=message):
+        load(f"folder:{tmp_path}")
+
+
+def test_a_missing_set_is_downloaded_into_the_given_root(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("FL_SIM_OFFLINE")
+
+    def download(root, *, download):
+        assert download
+        print("torchvision talks")
+        write_mnist(root)
+
+    monkeypatch.setattr(torchvision.datasets, "MNIST", download)
+    assert len(load("mnist", tmp_path / "new").train) == 6
+    assert find("mnist", tmp_path / "new").path == tmp_path / "new"
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("error", [OSError("name or service not known"), RuntimeError("Tried\n two mirrors")])
+def test_a_failed_download_says_why_and_what_to_do(tmp_path, monkeypatch, error):
+    monkeypatch.delenv("FL_SIM_OFFLINE")
+
+    def download(root, *, download, split):
+        raise error
+
+    monkeypatch.setattr(torchvision.datasets, "SVHN", download)
+    with pytest.raises(UserError) as caught:
+        load("svhn", tmp_path)
+    assert " ".join(str(error).split()) in str(caught.value)
+    assert "put train_32x32.mat, test_32x32.mat, or svhn.npz" in str(caught.value)
+    assert "data=digits" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_torchvision_still_has_every_class_and_file_we_name():
+    for known in KNOWN.values():
+        assert hasattr(torchvision.datasets, known.torchvision_class)
+    for name, cls in (("cifar10", torchvision.datasets.CIFAR10), ("cifar100", torchvision.datasets.CIFAR100)):
+        files = [file for file, _ in (*cls.train_list, *cls.test_list)] + [cls.meta["filename"]]
+        assert [f"{cls.base_folder}/{file}" for file in files] == list(KNOWN[name].files)

@@ -1,0 +1,144 @@
+"""npz files: checked on reading, mapped where possible, never unpickled, normalised without private statistics."""
+
+import numpy as np
+import pytest
+
+from fl_sim.data import load
+from fl_sim.types import UserError
+
+
+@pytest.fixture(autouse=True)
+def no_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("FL_SIM_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("FL_SIM_DATA", raising=False)
+
+
+def arrays(**changes):
+    rng = np.random.default_rng(0)
+    made = {
+        "x_train": rng.integers(0, 256, (6, 5, 4, 3), dtype=np.uint8), "y_train": np.array([0, 1, 2, 0, 1, 2]),
+        "x_test": rng.integers(0, 256, (3, 5, 4, 3), dtype=np.uint8), "y_test": np.array([2, 1, 0], dtype=np.uint8),
+    }  # fmt: skip
+    return {name: array for name, array in {**made, **changes}.items() if array is not None}
+
+
+def load_from(path, *, save=np.savez, **changes):
+    made = arrays(**changes)
+    save(path / "own.npz", **made)
+    return load(f"npz:{path}/own.npz"), made
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_images_come_back_channels_first_with_int64_labels(tmp_path, save):
+    dataset, made = load_from(tmp_path, save=save)
+    np.testing.assert_array_equal(dataset.train.inputs, made["x_train"].transpose(0, 3, 1, 2))
+    np.testing.assert_array_equal(dataset.test.inputs, made["x_test"].transpose(0, 3, 1, 2))
+    assert dataset.train.inputs.dtype == np.uint8
+    assert dataset.test.labels.tolist() == [2, 1, 0]
+    assert dataset.test.labels.dtype == np.int64
+    assert (dataset.num_classes, dataset.input_shape) == (3, (3, 5, 4))
+
+
+def test_uncompressed_images_are_memory_mapped(tmp_path):
+    dataset, _ = load_from(tmp_path)
+    base = dataset.train.inputs
+    while base.base is not None and not isinstance(base, np.memmap):
+        base = base.base
+    assert isinstance(base, np.memmap)
+
+
+def test_arrays_in_fortran_order_are_mapped_as_written(tmp_path):
+    dataset, made = load_from(tmp_path, x_train=np.asfortranarray(arrays()["x_train"]))
+    np.testing.assert_array_equal(dataset.train.inputs, made["x_train"].transpose(0, 3, 1, 2))
+
+
+def test_grey_images_may_lack_the_channel_axis(tmp_path):
+    grey = arrays()["x_train"][..., 0], arrays()["x_test"][..., 0]
+    dataset, _ = load_from(tmp_path, x_train=grey[0], x_test=grey[1])
+    assert dataset.input_shape == (1, 5, 4)
+    np.testing.assert_array_equal(dataset.train.inputs[:, 0], grey[0])
+
+
+def test_labels_may_be_a_column(tmp_path):
+    dataset, _ = load_from(tmp_path, y_train=np.array([[0], [1], [2], [0], [1], [2]]))
+    assert dataset.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_without_constants_images_are_normalised_by_a_half_not_by_their_own_statistics(tmp_path):
+    dataset, _ = load_from(tmp_path)
+    assert dataset.mean == dataset.std == (0.5, 0.5, 0.5)
+
+
+def test_constants_in_the_file_are_used(tmp_path):
+    dataset, _ = load_from(tmp_path, mean=np.array([0.1, 0.2, 0.3]), std=np.float32(0.25))
+    assert dataset.mean == (0.1, 0.2, 0.3)
+    assert dataset.std == (0.25, 0.25, 0.25)
+
+
+def test_features_are_float32_and_left_as_they_are(tmp_path):
+    x_train, x_test = np.linspace(0, 1, 12).reshape(6, 2), np.ones((3, 2), dtype=np.float32)
+    dataset, _ = load_from(tmp_path, x_train=x_train, x_test=x_test)
+    assert dataset.train.inputs.dtype == dataset.test.inputs.dtype == np.float32
+    np.testing.assert_array_equal(dataset.train.inputs, x_train.astype(np.float32))
+    assert dataset.mean == (0.0, 0.0)
+    assert dataset.std == (1.0, 1.0)
+
+
+FEATURES = np.zeros((6, 2), dtype=np.float32)
+NOT_FINITE = np.array([[0.0, 1.0], [np.nan, 0.0], [0.0, 1e300]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"y_train": None, "x_test": None}, "own.npz lacks y_train, x_test; it holds x_train, y_test, wanted are"),
+        ({"x_train": arrays()["x_train"][:5]}, "5 records but 6 labels in the train part"),
+        ({"x_test": arrays()["x_test"][:0], "y_test": np.array([], dtype=int)}, "no records in the test part"),
+        ({"y_train": np.linspace(0, 2, 6)}, "y_train: labels must be integers of shape .* got float64"),
+        ({"y_train": np.eye(6, 3, dtype=int)}, r"labels must be integers of shape .* got int64 \(6, 3\)"),
+        ({"y_train": np.array([1, 2, 3, 1, 2, 3]), "y_test": np.array([1, 2, 3])}, "from 1 to 3 with 3"),
+        ({"y_train": np.array([0, 1, -1, 0, 1, 2])}, "from -1 to 2"),
+        ({"y_train": np.array([0, 1, 2**63 - 1, 0, 1, 2])}, "number the classes 0..3 without gaps"),
+        ({"x_train": arrays()["x_train"] / 255}, "float64 .* is neither uint8 images"),
+        ({"x_train": arrays()["x_train"].reshape(6, 60)}, "uint8 .* is neither uint8 images"),
+        ({"x_train": arrays()["x_train"][:, :4]}, r"uint8 of shape \(3, 4, 4\) but test records uint8 of shape \(3, 5"),
+        ({"x_train": FEATURES}, r"training records are float32 of shape \(2,\) but test records uint8"),
+        ({"x_train": NOT_FINITE}, "x_train: 4 records are not finite, the first is 1"),
+        ({"x_train": np.zeros((6, 3, 8, 8), dtype=np.uint8)}, "looks like channels first"),
+        ({"mean": np.array([0.1, 0.2])}, "mean must be one number or 3 numbers"),
+        ({"mean": np.array(np.inf)}, "mean is not finite"),
+        ({"std": np.array([0.1, 0.0, 0.2])}, "std must be above 0, got 0.0"),
+        ({"y_train": np.array([0, 1, 2, None, "x", {}], dtype=object)}, "y_train.npy cannot .*allow_pickle=False"),
+    ],
+)  # fmt: skip
+def test_arrays_that_are_no_classification_data_are_refused_with_what_they_are(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        load_from(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("keep", [0, 10, 500, -1])
+def test_a_truncated_file_is_refused_by_name(tmp_path, keep):
+    np.savez(tmp_path / "own.npz", **arrays())
+    (tmp_path / "own.npz").write_bytes((tmp_path / "own.npz").read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"own.npz is no readable npz file .* truncated\?"):
+        load(f"npz:{tmp_path}/own.npz")
+
+
+def test_a_damaged_compressed_member_is_refused_by_name(tmp_path):
+    np.savez_compressed(tmp_path / "own.npz", **arrays())
+    content = bytearray((tmp_path / "own.npz").read_bytes())
+    content[200:260] = bytes(60)
+    (tmp_path / "own.npz").write_bytes(content)
+    with pytest.raises(UserError, match=r"own.npz: x_train.npy cannot be read"):
+        load(f"npz:{tmp_path}/own.npz")
+
+
+def test_a_known_name_with_other_shapes_or_labels_is_refused(tmp_path):
+    np.savez(tmp_path / "cifar10.npz", **arrays())
+    with pytest.raises(UserError, match=r"uint8 of shape \(3, 5, 4\), but cifar10 is uint8 of shape \(3, 32, 32\)"):
+        load("cifar10", tmp_path)
+    images = np.zeros((6, 32, 32, 3), dtype=np.uint8)
+    np.savez(tmp_path / "svhn.npz", **arrays(x_train=images, x_test=images[:3], y_train=np.array([0, 1, 2, 3, 4, 10])))
+    with pytest.raises(UserError, match=r"training labels 0..10, but svhn has 0..9"):
+        load("svhn", tmp_path)

@@ -1,0 +1,109 @@
+"""dirichlet: the least size is kept or refused, never waited for; the balanced variant fills nobody twice."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partitions import Dirichlet, ImpossibleSplit, Quantity, label_counts
+from partitions.assign import cut
+
+LABELS = np.arange(6000) % 10
+
+
+def sizes_of(scheme, num_clients, seed=0, labels=LABELS):
+    return np.array([len(part) for part in scheme.split(labels, num_clients, np.random.default_rng(seed))])
+
+
+@settings(max_examples=30, deadline=None)
+@given(num_clients=st.integers(2, 12), min_size=st.integers(0, 20), balanced=st.booleans(), seed=st.integers(0, 2**32))
+def test_an_explicit_min_size_is_honoured(num_clients, min_size, balanced, seed):
+    sizes = sizes_of(Dirichlet(beta=0.5, min_size=min_size, balanced=balanced), num_clients, seed)
+    assert sizes.min() >= min_size
+    assert sizes.sum() == 6000
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_default_redraws_until_ten_where_that_is_likely(seed):
+    assert sizes_of(Dirichlet(beta=0.05), 10, seed).min() >= 10
+
+
+def test_the_default_leaves_small_clients_where_ten_is_out_of_reach():
+    sizes = sizes_of(Dirichlet(beta=0.05), 100)
+    assert sizes.sum() == 6000
+    assert sizes.min() < 10
+
+
+def test_a_min_size_that_draws_do_not_reach_is_refused_with_the_best_they_did():
+    with pytest.raises(
+        ImpossibleSplit, match=r"100 clients with min_size=10: in 1000 draws .* held \d+ records at best"
+    ):
+        sizes_of(Dirichlet(beta=0.05, min_size=10), 100)
+
+
+def test_a_min_size_beyond_the_records_is_refused_with_the_sum():
+    with pytest.raises(ImpossibleSplit, match="min_size=61 needs 6100 records, but there are 6000"):
+        sizes_of(Dirichlet(min_size=61), 100)
+
+
+def test_a_large_beta_is_nearly_iid_and_a_small_one_nearly_one_hot():
+    def mean_top_share(beta):
+        parts = Dirichlet(beta=beta, min_size=0).split(LABELS, 10, np.random.default_rng(1))
+        counts = label_counts(LABELS, parts, 10)
+        return (counts.max(axis=0) / counts.sum(axis=0)).mean()
+
+    assert mean_top_share(1e4) < 0.11
+    assert mean_top_share(0.01) > 0.9
+
+
+def test_shares_of_a_class_average_one_over_clients():
+    counts = np.mean(
+        [
+            label_counts(LABELS, Dirichlet(beta=0.5, min_size=0).split(LABELS, 4, np.random.default_rng(seed)), 10)
+            for seed in range(200)
+        ],
+        axis=(0, 2),
+    )
+    # A share has standard deviation 0.25; the mean of 2000 of them, times 600 records, 3.4.
+    np.testing.assert_allclose(counts, 150, atol=14)
+
+
+def test_balanced_gives_a_full_client_no_further_class():
+    labels = np.repeat([0, 1, 2, 3], 100)
+    for seed in range(50):
+        parts = Dirichlet(beta=0.1, min_size=0, balanced=True).split(labels, 2, np.random.default_rng(seed))
+        counts = label_counts(labels, parts, 4)
+        before = np.cumsum(counts, axis=1) - counts
+        assert (counts[before >= 200] == 0).all()
+
+
+def test_balanced_with_a_vanishing_beta_still_deals_every_record():
+    assert sizes_of(Dirichlet(beta=1e-300, min_size=0, balanced=True), 20).sum() == 6000
+
+
+def test_a_class_without_records_is_no_obstacle():
+    labels = np.array([0, 0, 2, 2, 2, 0])
+    assert sizes_of(Dirichlet(balanced=True, min_size=0), 3, labels=labels).sum() == 6
+
+
+@given(st.lists(st.floats(1e-9, 1.0), min_size=1, max_size=50), st.integers(0, 100_000))
+def test_whole_records_stay_within_one_of_their_share_and_sum_up(weights, total):
+    shares = np.array(weights) / sum(weights)
+    counts = cut(shares, total)
+    assert counts.sum() == total
+    assert counts.min() >= 0
+    assert (abs(counts - shares * total) <= 1 + 1e-6).all()
+
+
+def test_cut_by_hand():
+    assert cut(np.array([0.5, 0.0, 0.25, 0.25]), 10).tolist() == [5, 0, 3, 2]
+
+
+def test_quantity_sizes_vary_while_labels_stay_iid():
+    parts = Quantity(beta=0.5).split(LABELS, 5, np.random.default_rng(0))
+    counts = label_counts(LABELS, parts, 10)
+    sizes = counts.sum(axis=1)
+    assert sizes.max() > 3 * sizes.min()
+    expected = sizes[:, np.newaxis] / 10
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 61.6  # 36 degrees of freedom: exceeded with probability 0.005
