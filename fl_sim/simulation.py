@@ -113,7 +113,7 @@ def main_loop(
     experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None, observer: Observer
 ) -> None:
     """Run every round that ``log`` does not have yet: train, evaluate, record, checkpoint."""
-    strategy = _strategy(experiment, grid, out, log, data_root)
+    strategy = federated_strategy(experiment, grid, out, log, data_root)
     dataset = load(experiment.data, data_root)
     device = device_of(experiment)
     inputs, labels = (tensor.to(device) for tensor in to_tensors(dataset.test, dataset))
@@ -136,7 +136,7 @@ def main_loop(
         observer.finished_round(record)
 
 
-def _strategy(experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None) -> FederatedStrategy:
+def federated_strategy(experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None) -> FederatedStrategy:
     order = Order(
         experiment=experiment.model_dump_json(),
         server_round=0,

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -68,3 +69,13 @@ def test_the_plot_is_written_where_asked(tmp_path):
 def test_mistakes_are_named(arguments, message):
     with pytest.raises(UserError, match=message):
         run(*arguments)
+
+
+def test_many_classes_are_summed_up_by_the_largest(tmp_path):
+    labels = np.repeat(np.arange(20), 3)
+    features = np.zeros((60, 2), dtype=np.float32)
+    np.savez(tmp_path / "own.npz", x_train=features, y_train=labels, x_test=features, y_test=labels)
+    lines = run("--data", f"npz:{tmp_path}/own.npz", "--scheme", "label-5", "--clients", "4").stdout.splitlines()
+    (first,) = [line for line in lines if line.startswith("       0 ")]
+    assert first.split()[2] == "5"  # classes
+    assert first.count(":") == 5

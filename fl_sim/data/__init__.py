@@ -1,0 +1,8 @@
+"""Classification data sets by name, read once per process and kept as bytes."""
+
+from fl_sim.data.integrity import Check, verify
+from fl_sim.data.known import NAMES
+from fl_sim.data.places import Root, Source, describe_missing, find, roots, wanted_files
+from fl_sim.data.reading import load
+
+__all__ = ["NAMES", "Check", "Root", "Source", "describe_missing", "find", "load", "roots", "verify", "wanted_files"]

@@ -1,0 +1,69 @@
+"""From arrays as read to a Dataset: the checks that every source of records passes."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.data.known import KnownSet
+from fl_sim.types import Dataset, Examples, UserError
+
+
+def known_dataset(
+    known: KnownSet, train: Examples, test: Examples, where: str, remarks: tuple[str, ...] = ()
+) -> Dataset:
+    """Return ``known`` with these records; the note says where the copy differs from the official one.
+
+    Raises UserError for records that cannot be this data set's; ``where`` names the files in the message.
+    """
+    for split, part in (("training", train), ("test", test)):
+        if not len(part):
+            raise UserError(f"{where}: no {split} records")
+        if part.inputs.shape != (len(part), *known.shape) or part.inputs.dtype != np.uint8:
+            raise UserError(
+                f"{where}: {len(part)} {split} labels and {len(part.inputs)} records that are {_type(part)}, but "
+                f"{known.name} is uint8 of shape {known.shape} (channels, height, width)"
+            )
+        low, high = int(part.labels.min()), int(part.labels.max())
+        if low < 0 or high >= known.num_classes:
+            raise UserError(f"{where}: {split} labels {low}..{high}, but {known.name} has 0..{known.num_classes - 1}")
+    counts = [
+        f"{len(part):,} of {official:,} {split} images"
+        for part, official, split in ((train, known.num_train, "training"), (test, known.num_test, "test"))
+        if len(part) != official
+    ]
+    note = "; ".join([*remarks, *counts])
+    return Dataset(known.name, train, test, known.num_classes, known.mean, known.std, note)
+
+
+def own_dataset(
+    name: str, train: Examples, test: Examples, mean: tuple[float, ...], std: tuple[float, ...], where: str
+) -> Dataset:
+    """Return the user's own records as a data set, checked.
+
+    Raises UserError unless both parts are non-empty, of one shape and type, and labelled 0..L-1 with every class there.
+    """
+    for split, part in (("train", train), ("test", test)):
+        if not len(part):
+            raise UserError(f"{where}: no records in the {split} part")
+        if len(part.inputs) != len(part.labels):
+            raise UserError(f"{where}: {len(part.inputs)} records but {len(part.labels)} labels in the {split} part")
+    if train.inputs.shape[1:] != test.inputs.shape[1:] or train.inputs.dtype != test.inputs.dtype:
+        raise UserError(f"{where}: training records are {_type(train)} but test records {_type(test)}")
+    classes = np.unique(np.concatenate([train.labels, test.labels]))
+    num_classes = len(classes)
+    if classes[0] != 0 or classes[-1] != num_classes - 1:
+        raise UserError(
+            f"{where}: labels run from {classes[0]} to {classes[-1]} with {num_classes} different values; "
+            f"number the classes 0..{num_classes - 1} without gaps"
+        )
+    return Dataset(name, train, test, num_classes, mean, std)
+
+
+def as_labels(labels: NDArray[np.generic], where: str) -> NDArray[np.int64]:
+    """Return integer labels of shape (records,) or (records, 1) as int64 of shape (records,)."""
+    if labels.dtype.kind not in "iu" or labels.ndim not in {1, 2} or labels.shape[1:] not in {(), (1,)}:
+        raise UserError(f"{where}: labels must be integers of shape (records,), got {labels.dtype} {labels.shape}")
+    return labels.reshape(-1).astype(np.int64)
+
+
+def _type(part: Examples) -> str:
+    return f"{part.inputs.dtype} of shape {part.inputs.shape[1:]}"

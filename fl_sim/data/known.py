@@ -1,0 +1,80 @@
+"""The public data sets known by name: their files in torchvision's layout, their sizes, their published constants."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Layout: TypeAlias = Literal["embedded", "idx", "cifar", "mat", "npz", "folder"]
+
+DIGITS = "digits"
+
+
+@dataclass(frozen=True)
+class KnownSet:
+    """What is public about a data set.
+
+    ``files``: {path below the root: MD5 of the unpacked file, or None where torchvision holds the MD5}. ``mean`` and
+    ``std``: the published constants of the training images, one float per channel in units of 1.
+    """
+
+    name: str
+    torchvision_class: str
+    layout: Layout
+    files: dict[str, str | None]
+    num_classes: int
+    shape: tuple[int, int, int]
+    num_train: int
+    num_test: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def npz_names(self) -> tuple[str, ...]:
+        """Return the file names under which a root may hold the set as one npz."""
+        return tuple(dict.fromkeys((f"{self.name}.npz", f"{self.name.replace('-', '_')}.npz")))
+
+
+# torchvision publishes the MD5s of the idx files' .gz archives; these are those of what comes out of them.
+_MNIST_FILES: dict[str, str | None] = {
+    "MNIST/raw/train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+    "MNIST/raw/train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+    "MNIST/raw/t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+    "MNIST/raw/t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
+}
+_FASHION_MNIST_FILES: dict[str, str | None] = {
+    "FashionMNIST/raw/train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+    "FashionMNIST/raw/train-labels-idx1-ubyte": "9018921c3c673c538a1fc5bad174d6f9",
+    "FashionMNIST/raw/t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
+    "FashionMNIST/raw/t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
+}
+_CIFAR10_FILES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
+
+_ALL = (
+    KnownSet(
+        "mnist", "MNIST", "idx", _MNIST_FILES,
+        num_classes=10, shape=(1, 28, 28), num_train=60_000, num_test=10_000, mean=(0.1307,), std=(0.3081,),
+    ),
+    KnownSet(
+        "fashion-mnist", "FashionMNIST", "idx", _FASHION_MNIST_FILES,
+        num_classes=10, shape=(1, 28, 28), num_train=60_000, num_test=10_000, mean=(0.2860,), std=(0.3530,),
+    ),
+    KnownSet(
+        "cifar10", "CIFAR10", "cifar",
+        {f"cifar-10-batches-py/{file}": None for file in (*_CIFAR10_FILES, "batches.meta")},
+        num_classes=10, shape=(3, 32, 32), num_train=50_000, num_test=10_000,
+        mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),
+    ),
+    KnownSet(
+        "cifar100", "CIFAR100", "cifar", {f"cifar-100-python/{file}": None for file in ("train", "test", "meta")},
+        num_classes=100, shape=(3, 32, 32), num_train=50_000, num_test=10_000,
+        mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762),
+    ),
+    KnownSet(
+        "svhn", "SVHN", "mat", {"train_32x32.mat": None, "test_32x32.mat": None},
+        num_classes=10, shape=(3, 32, 32), num_train=73_257, num_test=26_032,
+        mean=(0.4377, 0.4438, 0.4728), std=(0.1980, 0.2010, 0.1970),
+    ),
+)  # fmt: skip
+
+KNOWN: dict[str, KnownSet] = {known.name: known for known in _ALL}
+NAMES: tuple[str, ...] = (DIGITS, *KNOWN)
+"""The names ``load`` takes, beside npz:PATH and folder:PATH."""

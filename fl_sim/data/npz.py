@@ -1,0 +1,145 @@
+"""One npz file with x_train, y_train, x_test, y_test: checked, and memory-mapped where it is not compressed."""
+
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.data.checked import as_labels, known_dataset, own_dataset
+from fl_sim.data.known import KnownSet
+from fl_sim.types import Dataset, Examples, UserError
+
+REQUIRED = ("x_train", "y_train", "x_test", "y_test")
+_OPTIONAL = ("mean", "std", "jpeg_train", "jpeg_test")
+_LOCAL_HEADER_SIZE = 30
+
+
+def read_known(path: Path, known: KnownSet) -> Dataset:
+    """Return the known data set that ``path`` holds a copy of."""
+    arrays = _read(path)
+    train, test = _examples(path, arrays, "train"), _examples(path, arrays, "test")
+    return known_dataset(known, train, test, str(path), _remarks(arrays, len(train) + len(test)))
+
+
+def read_own(name: str, path: Path) -> Dataset:
+    """Return the user's own data set: uint8 images (NHW or NHWC) or float features (records, features).
+
+    Images are normalised by the file's arrays ``mean`` and ``std`` (in units of 1, one number or one a channel), or by
+    0.5 and 0.5; features by ``mean`` and ``std`` or not at all. They are never computed from the training records: that
+    would be a statistic of the clients' private data.
+    """
+    arrays = _read(path)
+    train, test = _examples(path, arrays, "train"), _examples(path, arrays, "test")
+    is_image = train.inputs.ndim == 4
+    channels = train.inputs.shape[1]
+    mean = _constants(path, arrays, "mean", channels, 0.5 if is_image else 0.0)
+    std = _constants(path, arrays, "std", channels, 0.5 if is_image else 1.0)
+    if min(std) <= 0:
+        raise UserError(f"{path}: std must be above 0, got {min(std)}")
+    return own_dataset(name, train, test, mean, std, str(path))
+
+
+def _read(path: Path) -> dict[str, NDArray[np.generic]]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            missing = [name for name in REQUIRED if name not in members]
+            if missing:
+                found = ", ".join(members) or "nothing"
+                raise UserError(
+                    f"{path} lacks {', '.join(missing)}; it holds {found}, wanted are {', '.join(REQUIRED)}"
+                )
+            wanted = [name for name in (*REQUIRED, *_OPTIONAL) if name in members]
+            return {name: _member(path, archive, members[name]) for name in wanted}
+    except (zipfile.BadZipFile, OSError) as error:
+        raise UserError(f"{path} is no readable npz file ({error}); truncated? Fetch or write it again") from error
+
+
+def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[np.generic]:
+    # RuntimeError: encrypted; NotImplementedError (one of them): a compression this Python lacks; ValueError: pickled
+    # objects, which are never loaded, or no npy file at all.
+    try:
+        mapped = _map(path, info) if info.compress_type == zipfile.ZIP_STORED else None
+        if mapped is not None:
+            return mapped
+        with archive.open(info) as file:
+            array: NDArray[np.generic] = np.lib.format.read_array(file, allow_pickle=False)
+            return array
+    except (ValueError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
+        raise UserError(
+            f"{path}: {info.filename} cannot be read ({error}); write the file again with numpy.savez"
+        ) from error
+
+
+def _map(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic] | None:
+    """Map a stored member of bytes at its place in the zip; None for what cannot be mapped.
+
+    Wider types are read instead: a zip does not align its members, and torch takes no unaligned memory.
+    """
+    with path.open("rb") as file:
+        file.seek(info.header_offset)
+        header = file.read(_LOCAL_HEADER_SIZE)
+        name_length, extra_length = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        start = info.header_offset + _LOCAL_HEADER_SIZE + name_length + extra_length
+        file.seek(start)
+        version = np.lib.format.read_magic(file)
+        if version != (1, 0):
+            return None
+        shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
+        offset = file.tell()
+    if dtype != np.uint8 or offset + int(np.prod(shape)) != start + info.file_size or 0 in shape:
+        return None
+    return np.memmap(path, dtype, "r", offset, shape, "F" if fortran_order else "C").view(np.ndarray)
+
+
+def _examples(path: Path, arrays: Mapping[str, NDArray[np.generic]], split: str) -> Examples:
+    x, y = f"x_{split}", f"y_{split}"
+    return Examples(_inputs(f"{path}: {x}", arrays[x]), as_labels(arrays[y], f"{path}: {y}"))
+
+
+def _inputs(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDArray[np.float32]:
+    if array.dtype == np.uint8 and array.ndim == 3:
+        return array.astype(np.uint8, copy=False)[:, np.newaxis]
+    if array.dtype == np.uint8 and array.ndim == 4:
+        if array.shape[1] in {1, 3} and array.shape[3] > 4:
+            raise UserError(
+                f"{where}: shape {array.shape} looks like channels first; save images as NHWC, channels last"
+            )
+        return array.astype(np.uint8, copy=False).transpose(0, 3, 1, 2)
+    if array.dtype.kind == "f" and array.ndim == 2:
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused next
+            features = array.astype(np.float32, copy=False)
+        finite = np.isfinite(features).all(axis=1)
+        if not finite.all():
+            raise UserError(
+                f"{where}: {np.count_nonzero(~finite)} records are not finite, the first is {finite.argmin()}"
+            )
+        return features
+    raise UserError(
+        f"{where}: {array.dtype} {array.shape} is neither uint8 images (records, height, width[, channels]), 0..255, "
+        "nor float features (records, features)"
+    )
+
+
+def _constants(
+    path: Path, arrays: Mapping[str, NDArray[np.generic]], name: str, channels: int, default: float
+) -> tuple[float, ...]:
+    if name not in arrays:
+        return (default,) * channels
+    array = arrays[name]
+    if array.dtype.kind not in "fiu" or array.size not in {1, channels}:
+        raise UserError(f"{path}: {name} must be one number or {channels} numbers, got {array.dtype} {array.shape}")
+    values = array.astype(np.float64).ravel()
+    if not np.isfinite(values).all():
+        raise UserError(f"{path}: {name} is not finite: {values.tolist()}")
+    return tuple(float(value) for value in np.broadcast_to(values, channels))
+
+
+def _remarks(arrays: Mapping[str, NDArray[np.generic]], num_records: int) -> tuple[str, ...]:
+    num_jpeg = sum(arrays[name].size for name in ("jpeg_train", "jpeg_test") if name in arrays)
+    if not num_jpeg:
+        return ()
+    return (f"{100 * (1 - num_jpeg / num_records):.1f} % lossless copy ({num_jpeg} images decoded from JPEG)",)

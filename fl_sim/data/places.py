@@ -1,0 +1,110 @@
+"""Where data sets lie: the roots that are searched, and what was found in them."""
+
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from fl_sim.data.known import DIGITS, KNOWN, NAMES, KnownSet, Layout
+from fl_sim.types import UserError
+
+
+@dataclass(frozen=True)
+class Root:
+    """A directory that is searched, and who named it (``origin``)."""
+
+    path: Path
+    origin: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set as found: the layout of its files, and the root, file or folder it is read from (None: embedded)."""
+
+    layout: Layout
+    path: Path | None
+
+
+def roots(data_root: Path | None) -> tuple[Root, ...]:
+    """Return the directories to search, in order: the given one, $FL_SIM_DATA, the user's cache."""
+    named = os.environ.get("FL_SIM_DATA")
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    found = [
+        *([Root(_absolute(data_root), "--data-root")] if data_root else []),
+        *([Root(_absolute(Path(named)), "$FL_SIM_DATA")] if named else []),
+        Root(_absolute(Path(cache) / "fl-sim"), "the user's cache"),
+    ]
+    unique: dict[Path, Root] = {}
+    for root in found:
+        unique.setdefault(root.path, root)
+    return tuple(unique.values())
+
+
+def find(name: str, data_root: Path | None = None) -> Source | None:
+    """Return where ``name`` is, or None where it is not on this machine.
+
+    Raises UserError for a name that is none of ``NAMES``, npz:PATH or folder:PATH.
+    """
+    if name == DIGITS:
+        return Source("embedded", None)
+    prefix, colon, text = name.partition(":")
+    if colon and text and prefix in {"npz", "folder"}:
+        path = _absolute(Path(text))
+        if prefix == "npz":
+            return Source("npz", path) if path.is_file() else None
+        return Source("folder", path) if path.is_dir() else None
+    known = KNOWN.get(name)
+    if known is None:
+        raise UserError(_unknown(name))
+    found = (_find_in(root.path, known) for root in roots(data_root))
+    return next((source for source in found if source), None)
+
+
+def describe_missing(name: str, data_root: Path | None = None) -> str:
+    """Say which files of ``name`` are wanted, where they were looked for, and what to do instead."""
+    known = KNOWN.get(name)
+    if known is None:
+        kind, _, text = name.partition(":")
+        return f"{name}: there is no {'file' if kind == 'npz' else 'folder'} {_absolute(Path(text))}"
+    looked = ", ".join(f"{root.path} ({root.origin}{_lack(root.path, known)})" for root in roots(data_root))
+    return (
+        f"{name} was not found in {looked}; put {wanted_files(name)}, into one of these directories, or use the "
+        f"embedded data={DIGITS}"
+    )
+
+
+def wanted_files(name: str) -> str:
+    """Say which files below a root make the known data set ``name``."""
+    known = KNOWN[name]
+    folder, slash, _ = next(iter(known.files)).rpartition("/")
+    files = ", ".join(file.removeprefix(folder + slash) for file in known.files)
+    listing = f"{folder}/{{{files}}}" if slash else files
+    return f"{listing}, or {known.npz_names[0]} (x_train, y_train, x_test, y_test)"
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
+def _find_in(root: Path, known: KnownSet) -> Source | None:
+    if all((root / file).is_file() for file in known.files):
+        return Source(known.layout, root)
+    for file in known.npz_names:
+        if (root / file).is_file():
+            return Source("npz", root / file)
+    return None
+
+
+def _lack(root: Path, known: KnownSet) -> str:
+    if not root.is_dir():
+        return ", no such directory"
+    absent = [file for file in known.files if not (root / file).is_file()]
+    if len(absent) == len(known.files):
+        return ""
+    return f", which lacks {', '.join(absent)}"
+
+
+def _unknown(name: str) -> str:
+    close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
+    guess = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"unknown data set {name!r}{guess}; valid: {', '.join(NAMES)}, npz:PATH, folder:PATH"

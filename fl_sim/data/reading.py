@@ -1,0 +1,46 @@
+"""One data set at one place, read; each at most once in a process."""
+
+from functools import lru_cache
+from pathlib import Path
+
+from fl_sim.data import digits, folder, idx, npz
+from fl_sim.data.checked import known_dataset
+from fl_sim.data.known import KNOWN
+from fl_sim.data.places import Source, describe_missing, find
+from fl_sim.data.torchvision_files import download, read_cifar, read_svhn
+from fl_sim.types import Dataset, UserError
+
+
+def load(name: str, data_root: Path | None = None) -> Dataset:
+    """Return the data set ``name``: digits, mnist, fashion-mnist, cifar10, cifar100, svhn, npz:PATH or folder:PATH.
+
+    Searched in ``data_root``, $FL_SIM_DATA and the user's cache, in this order; a known set that is in none of them is
+    downloaded unless FL_SIM_OFFLINE is set. Read once per process; images stay uint8, memory-mapped where the files
+    allow. Raises UserError for unknown names, missing or damaged files, and what is no classification data set.
+    """
+    source = find(name, data_root)
+    if source is None:
+        if name not in KNOWN:
+            raise UserError(describe_missing(name, data_root))
+        source = download(KNOWN[name], data_root)
+    return _read_once(name, source)
+
+
+def read(name: str, source: Source) -> Dataset:
+    """Return the data set ``name`` as it now lies at ``source``."""
+    path = source.path
+    if path is None:
+        return digits.read()
+    if name not in KNOWN:
+        return npz.read_own(name, path) if source.layout == "npz" else folder.read(name, path)
+    known = KNOWN[name]
+    if source.layout == "npz":
+        return npz.read_known(path, known)
+    readers = {"idx": idx.read, "cifar": read_cifar, "mat": read_svhn}
+    train, test = readers[source.layout](path, known)
+    return known_dataset(known, train, test, str(path / next(iter(known.files)).rpartition("/")[0]))
+
+
+@lru_cache(maxsize=8)
+def _read_once(name: str, source: Source) -> Dataset:
+    return read(name, source)
