@@ -13,7 +13,7 @@ from torch import nn
 
 from fl_sim import wire
 from fl_sim.learning import LocalAlgorithm, train
-from fl_sim.seeding import rng, torch_seeded
+from fl_sim.seeding import rng, seed_torch
 from fl_sim.store import load_state, save_state
 from fl_sim.types import LocalSettings, LocalTask, Params, Payloads
 
@@ -60,11 +60,10 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
 
     @app.train()
     def train_one_round(message: Message, context: Context) -> Message:
-        order = wire.read_order(message.content)
+        order, params, broadcast = unpack(message)
         site = site_of(order.experiment, order.data_root)
         client = _partition(context)
         inputs, labels = site.records(client)
-        params, broadcast = unpack(message)
         task = LocalTask(
             server_round=order.server_round,
             client=client,
@@ -79,9 +78,9 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
         if torch.get_num_threads() != site.threads:
             torch.set_num_threads(site.threads)
         plan = site.algorithm.plan(task)
-        with torch_seeded(site.seed, "local", client, order.server_round):
-            generator = rng(site.seed, "batches", client, order.server_round)
-            trained = train(site.model, task, plan, inputs, labels, generator)
+        seed_torch(site.seed, "local", client, order.server_round)
+        generator = rng(site.seed, "batches", client, order.server_round)
+        trained = train(site.model, task, plan, inputs, labels, generator)
         update = site.algorithm.finish(task, trained)
         save_state(Path(order.state_dir), client, order.server_round, update.state)
         return Message(wire.update_content(update.payloads, update.num_examples, update.loss), reply_to=message)
@@ -90,15 +89,15 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
 
 
 class _Unpacker:
-    """Unpacks a round's model once for all the clients of this process that share its message content."""
+    """Unpacks a round's message once for all the clients of this process that share its content."""
 
     def __init__(self) -> None:
-        self._last: tuple[object, tuple[Params, Payloads]] | None = None
+        self._last: tuple[object, tuple[wire.Order, Params, Payloads]] | None = None
 
-    def __call__(self, message: Message) -> tuple[Params, Payloads]:
+    def __call__(self, message: Message) -> tuple[wire.Order, Params, Payloads]:
         content = message.content
         if self._last is None or self._last[0] is not content:
-            self._last = (content, wire.read_task(content))
+            self._last = (content, (wire.read_order(content), *wire.read_task(content)))
         return self._last[1]
 
 

@@ -1,6 +1,6 @@
 """One experiment as a frozen value, and how its parts are wired: data, split, model and method meet here alone."""
 
-import json
+import copy
 import math
 import tomllib
 from collections.abc import Mapping
@@ -35,6 +35,10 @@ from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 AnyAlgorithm: TypeAlias = (
     FedAvg | FedProx | Scaffold | FedNova | FedMix | NaiveMix | FedAvgM | FedAdagrad | FedAdam | FedYogi | Centralized
 )
+
+
+KEEP_BYTES = 256 * 2**20
+"""Training sets whose float32 form is no larger stay in memory as such, one copy in each process."""
 
 
 class Constant(Settings):
@@ -195,7 +199,7 @@ def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, 
 
     A group in short form (``algorithm=fedprox``) grows into a table when a key inside it is set, whatever the order.
     """
-    merged: dict[str, Any] = json.loads(json.dumps(table))
+    merged = copy.deepcopy(dict(table))
     for override in sorted(overrides, key=lambda text: text.partition("=")[0].count(".")):
         path, equals, value = override.partition("=")
         if not equals or not path:
@@ -283,6 +287,9 @@ def site_of(experiment_json: str, data_root: str) -> Site:
         if isinstance(experiment.partition, FeatureNoise) and experiment.num_clients > 1:
             inputs = _with_noise(inputs, dataset, experiment, client)
         return inputs.to(device), labels.to(device)
+
+    if 4 * dataset.train.inputs.size <= KEEP_BYTES:
+        records = lru_cache(maxsize=None)(records)
 
     def share(inputs: torch.Tensor, labels: torch.Tensor, client: int) -> dict[str, torch.Tensor]:
         assert isinstance(experiment.algorithm, Sharing)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from fl_sim.seeding import torch_seeded
+from fl_sim.seeding import seed_torch, torch_kept
 from fl_sim.types import UserError
 
 Shape: TypeAlias = tuple[int, ...]
@@ -105,7 +105,8 @@ def build(name: str, input_shape: Shape, num_classes: int, seed: int) -> nn.Modu
         raise UserError(
             f"unknown model {name!r}; choose one of {', '.join(MODELS)}, or give your own as package.module:factory"
         )
-    with torch_seeded(seed, "model"):
+    with torch_kept():
+        seed_torch(seed, "model")
         model = factory(input_shape, num_classes)
     if not isinstance(model, nn.Module):
         raise UserError(f"model {name!r} returned {type(model).__name__}, not a torch.nn.Module")
@@ -121,7 +122,7 @@ def _imported(path: str) -> Factory:
     module_name, _, attribute = path.partition(":")
     try:
         factory: Factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:  # the last two: an empty or relative module name
+    except (ImportError, AttributeError, ValueError, TypeError) as error:  # the last two: an empty or relative name
         raise UserError(
             f"model {path!r} cannot be imported: {error}; it must be package.module:factory on the Python path"
         ) from error

@@ -11,7 +11,7 @@ import torch
 def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     """Return the generator for ``purpose``, independent of all others.
 
-    ``keys`` are non-negative integers such as (client, server_round). The same arguments give the same stream in every
+    ``keys`` are integers in 0..2^32-1 such as (client, server_round). The same arguments give the same stream in every
     process; nothing is shared or global. These streams are for simulation, not for noise that protects people.
 
     >>> rng(0, "batches", 3, 1).integers(100) == rng(0, "batches", 3, 1).integers(100)
@@ -23,23 +23,23 @@ def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence(entropy, spawn_key=keys))
 
 
-@contextmanager
-def torch_seeded(seed: int, purpose: str, *keys: int) -> Iterator[None]:
-    """Seed torch's global generators for a block and put them back afterwards.
+def seed_torch(seed: int, purpose: str, *keys: int) -> None:
+    """Seed torch's global generators: layer initialisation and dropout know no others.
 
-    Layer initialisation and dropout know no others. (``torch.manual_seed`` would also queue a call with a whole stack
-    trace for every GPU that was never used.)
+    The caller owns the process's generators or wraps its work in ``torch_kept``. (``torch.manual_seed`` would also queue
+    a call with a whole stack trace for every GPU that was never used.)
     """
-    number = int(rng(seed, purpose, *keys).integers(2**63))
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    before = torch.get_rng_state()
-    before_on_gpus = [torch.cuda.get_rng_state(device) for device in devices]
+    digest = hashlib.sha256(f"{seed}/{purpose}/{keys}".encode()).digest()
+    number = int.from_bytes(digest[:8], "big") >> 1
     torch.default_generator.manual_seed(number)
-    for device in devices:
-        torch.cuda.default_generators[device].manual_seed(number)
-    try:
+    if torch.cuda.is_initialized():
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(number)
+
+
+@contextmanager
+def torch_kept() -> Iterator[None]:
+    """Put torch's global generators back as they were when the block ends."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
         yield
-    finally:
-        torch.set_rng_state(before)
-        for device, state in zip(devices, before_on_gpus, strict=True):
-            torch.cuda.set_rng_state(state, device)

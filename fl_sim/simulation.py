@@ -22,6 +22,7 @@ from fl_sim.learning import evaluate, to_tensors
 from fl_sim.params import detached, num_parameters
 from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord
+from fl_sim.seeding import torch_kept
 from fl_sim.types import Dataset, RunError, ServerState, UserError
 from fl_sim.wire import Order
 from strategies.algorithm import Sharing
@@ -84,7 +85,7 @@ def run(
     log, first_round = _open(experiment, out, dataset)
     start = time.perf_counter()
     error: BaseException | None = None
-    with _one_thread(experiment.engine.threads):
+    with torch_kept(), _one_thread(experiment.engine.threads):
         try:
             with open_engine(experiment, data_root, observer.replied) as (grid, engine):
                 log.engine = engine.kind

@@ -21,7 +21,7 @@ _BROADCAST, _PAYLOAD = "broadcast/", "payload/"
 
 @dataclass(frozen=True)
 class Order:
-    """The part of a message that is no tensor. Everything a client needs travels in it: nodes have no other configuration.
+    """The part of a message that is no tensor, and all the configuration a client has: nodes have no other.
 
     ``experiment``: the experiment as JSON; ``data_root``, ``state_dir`` and ``pool``: paths on a disk that all workers
     see, empty where there is none.
@@ -126,7 +126,7 @@ def to_params(record: ArrayRecord) -> Params:
 
 def _to_array(values: NDArray[np.generic]) -> Array:
     # What Array(values) makes, at a tenth of its cost: numpy writes and parses the same few headers thousands of times.
-    data = _npy_header(values.dtype.str, values.shape) + values.tobytes()
+    data = b"".join((_npy_header(values.dtype.str, values.shape), np.ascontiguousarray(values).data))
     return Array(str(values.dtype), values.shape, "numpy.ndarray", data)
 
 
@@ -134,7 +134,7 @@ def _from_array(array: Array) -> NDArray[np.generic]:
     dtype = np.dtype(array.dtype)
     header = _npy_header(dtype.str, tuple(array.shape))
     if not (dtype.isnative and array.data.startswith(header)):
-        # Not written by us: another byte order (torch takes only the native one), memory order or version of the format.
+        # Not written by us: another byte order (torch takes only the native one), memory order or format version.
         return np.array(array.numpy(), dtype=dtype.newbyteorder("="), order="C")
     return np.frombuffer(array.data, array.dtype, offset=len(header)).reshape(array.shape).copy()
 

@@ -57,7 +57,17 @@ def test_a_run_leaves_the_promised_files_and_keys(tmp_path: Path) -> None:
         "config.toml", "model.safetensors", "result.json", "rounds.jsonl",
     ]  # fmt: skip
     assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
-    wanted = ["algorithm", "data", "partition", "seed", "engine", "final_accuracy", "best_accuracy", "privacy", "versions"]
+    wanted = [
+        "algorithm",
+        "data",
+        "partition",
+        "seed",
+        "engine",
+        "final_accuracy",
+        "best_accuracy",
+        "privacy",
+        "versions",
+    ]
     assert set(wanted) <= result.keys()
     assert result["seconds"].keys() == {"preprocess", "train", "total"}
     assert result["privacy"] == []

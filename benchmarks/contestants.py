@@ -1,0 +1,191 @@
+"""What benchmarks/speed.py measures, each in a process of its own: ``python benchmarks/contestants.py WHAT CLIENTS RECORDS``.
+
+Every contestant trains the NIID-Bench CNN for one local epoch on every client (SGD, learning rate 0.01, momentum 0.9, batch
+64, no evaluation). It prints ``ready`` after a first round, then does one round for every line on standard input and
+prints its seconds.
+"""
+
+import logging
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from fl_sim.data import load
+from fl_sim.engine_choice import open_engine
+from fl_sim.experiment import Experiment, build_model, client_shards, experiment_from
+from fl_sim.learning import to_tensors
+from fl_sim.params import detached
+from fl_sim.simulation import RunLog, federated_strategy
+from strategies.flower import run_round
+
+Round = Callable[[int], None]
+
+
+def experiment_of(num_clients: int, records: int, engine: str) -> Experiment:
+    """Return the job: ``num_clients`` equal shards of ``records`` MNIST images, or of noise of the same shape."""
+    wanted = num_clients * records
+    path = Path(tempfile.gettempdir()) / f"fl-sim-speed-{wanted}.npz"
+    if not path.exists():
+        inputs, labels = images(wanted)
+        np.savez(path, x_train=inputs, y_train=labels, x_test=inputs[:64], y_test=labels[:64])
+    settings = {
+        "data": f"npz:{path}",
+        "clients": num_clients,
+        "partition": "iid",
+        "model": "niid-cnn",
+        "engine": engine,
+    }
+    return experiment_from({**settings, "local": {"weight_decay": 0.0}})
+
+
+def images(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``count`` MNIST images where there is a data root, else random bytes of the same shape."""
+    if os.environ.get("FL_SIM_DATA"):
+        train = load("mnist").train
+        return np.array(train.inputs[:count, 0]), np.array(train.labels[:count])
+    generator = np.random.default_rng(0)
+    return generator.integers(0, 256, (count, 28, 28), dtype=np.uint8), generator.integers(0, 10, count)
+
+
+def ours(experiment: Experiment) -> Iterator[Round]:
+    """Yield a round of one of our engines."""
+    dataset = load(experiment.data)
+    log = RunLog(experiment.algorithm.init(detached(build_model(experiment, dataset).named_parameters())))
+    with tempfile.TemporaryDirectory() as out, open_engine(experiment, None, lambda _: None) as (grid, _):
+        strategy = federated_strategy(experiment, grid, Path(out), log, None)
+        yield lambda server_round: void(run_round(strategy, grid, server_round, 0.01, 600))
+
+
+def plain(experiment: Experiment) -> Iterator[Round]:
+    """Yield a round of the plain loop: load the global weights, torch.optim.SGD, add up the weighted models."""
+    dataset = load(experiment.data)
+    inputs, labels = to_tensors(dataset.train, dataset)
+    shards = [(inputs[shard], labels[shard]) for shard in map(torch.from_numpy, client_shards(experiment, None))]
+    model = build_model(experiment, dataset)
+    state = {"weights": detached(model.named_parameters())}
+
+    def one_round(_: int) -> None:
+        mean = {name: torch.zeros_like(value) for name, value in state["weights"].items()}
+        for own_inputs, own_labels in shards:
+            model.load_state_dict(state["weights"])
+            train_plainly(model, own_inputs, own_labels)
+            for name, value in model.state_dict().items():
+                mean[name] += value * (len(own_labels) / len(labels))
+        state["weights"] = mean
+
+    yield one_round
+
+
+def train_plainly(model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    """Train one epoch, as every tutorial does."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for batch in torch.split(torch.randperm(len(labels)), 64):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs[batch]), labels[batch]).backward()
+        optimizer.step()
+
+
+def flower(experiment: Experiment, first: Callable[[Round], None]) -> None:
+    """Run a minimal Flower app on Flower's own Ray simulation: its FedAvg, its messages, the plain loop in its clients.
+
+    ``first`` is called with a round once all nodes are there; the app ends when it returns.
+    """
+    os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0", "PYTHONPATH": os.getcwd()}
+    from flwr.app import ArrayRecord, ConfigRecord, Context
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.serverapp.strategy import FedAvg
+    from flwr.simulation import run_simulation
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    server = ServerApp()
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        del context
+        while len(list(grid.get_node_ids())) < experiment.clients:
+            time.sleep(0.05)
+        strategy = FedAvg(fraction_evaluate=0.0)
+        dataset = load(experiment.data)
+        state = {"arrays": ArrayRecord(build_model(experiment, dataset).state_dict())}
+
+        def one_round(server_round: int) -> None:
+            messages = strategy.configure_train(server_round, state["arrays"], ConfigRecord(), grid)
+            arrays, _ = strategy.aggregate_train(server_round, grid.send_and_receive(messages, timeout=600))
+            assert arrays is not None
+            state["arrays"] = arrays
+
+        first(one_round)
+
+    run_simulation(
+        server_app=server,
+        client_app=minimal_client_app(experiment.model_dump_json()),
+        num_supernodes=experiment.clients,
+        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
+    )
+
+
+def minimal_client_app(experiment_json: str):  # noqa: ANN201
+    """Return the minimal ClientApp: plain training on the node's shard."""
+    from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+
+    app = ClientApp()
+    made: dict[str, object] = {}
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        if not made:
+            torch.set_num_threads(1)
+            experiment = Experiment.model_validate_json(experiment_json)
+            dataset = load(experiment.data)
+            made.update(model=build_model(experiment, dataset), dataset=dataset, shards=client_shards(experiment, None))
+        model, dataset = made["model"], made["dataset"]
+        shard = made["shards"][int(context.node_config["partition-id"])]
+        inputs, labels = to_tensors(dataset.train.take(shard), dataset)
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        train_plainly(model, inputs, labels)
+        metrics = MetricRecord({"num-examples": len(labels)})
+        return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+
+    return app
+
+
+def serve(one_round: Round) -> None:
+    """Do a first round, say ``ready``, then a round a line."""
+    one_round(1)
+    print("ready", flush=True)
+    for server_round, _ in enumerate(sys.stdin, start=2):
+        start = time.perf_counter()
+        one_round(server_round)
+        print(time.perf_counter() - start, flush=True)
+
+
+def void(_: object) -> None:
+    """Drop a value."""
+
+
+def main() -> None:
+    """Be one contestant."""
+    warnings.simplefilter("ignore")
+    what, num_clients, records = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(2 if what == "plain-2" else 1)
+    engine = {"inprocess": "inprocess", "ray": "ray:2"}.get(what, "auto")
+    experiment = experiment_of(num_clients, records, engine)
+    if what == "flower":
+        flower(experiment, serve)
+        return
+    for one_round in ours(experiment) if what in {"inprocess", "ray"} else plain(experiment):
+        serve(one_round)
+
+
+if __name__ == "__main__":
+    main()

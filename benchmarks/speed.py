@@ -1,0 +1,172 @@
+"""Seconds per round of our engines against a plain PyTorch loop and a minimal Flower app, side by side in one run.
+
+Each contestant is paired with the plain one-thread loop: both run as processes of their own, a round of one, a round of the
+other, and so on. Reported: medians, and the median of the ratios of neighbouring rounds. Wall is the clock around a round;
+CPU is what all processes of a contestant used for it. A busy machine blurs wall ratios first.
+
+    python benchmarks/speed.py            all rows (about 8 minutes on 2 cores)
+    python benchmarks/speed.py --quick    fewer rounds (under 2 minutes)
+    python benchmarks/speed.py --json     one JSON object
+
+Real MNIST is read from $FL_SIM_DATA; without it the images are random bytes of the same shape, which costs the same.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+BASE = "plain-1"
+WORKS = {"10 clients x 600": (10, 600), "100 clients x 100": (100, 100)}
+WHAT = {
+    "plain-1": "plain loop, 1 thread",
+    "plain-2": "plain loop, 2 threads",
+    "inprocess": "fl-sim, engine inprocess",
+    "ray": "fl-sim, engine ray, 2 actors",
+    "flower": "minimal Flower app, flwr simulation",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; ratios are to the plain one-thread loop measured in turn with it."""
+
+    work: str
+    what: str
+    wall_seconds: float
+    cpu_seconds: float
+    wall_ratio: float
+    cpu_ratio: float
+    start_seconds: float
+    rounds: int
+
+
+class Contestant:
+    """A process that does a round when told to."""
+
+    def __init__(self, what: str, num_clients: int, records: int) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(HERE.parent),
+            "OMP_NUM_THREADS": "2" if what == "plain-2" else "1",
+        }
+        command = [sys.executable, str(HERE / "contestants.py"), what, str(num_clients), str(records)]
+        start = time.perf_counter()
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        self._await("ready")
+        self.start_seconds = time.perf_counter() - start
+
+    def round(self) -> tuple[float, float]:
+        """Do a round; return its (wall, CPU) seconds."""
+        before = self._cpu()
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        wall = float(self._await(""))
+        return wall, self._cpu() - before
+
+    def __enter__(self) -> Self:
+        """Take part."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave, with all child processes."""
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        for child in children:
+            if child.is_running():
+                child.kill()
+
+    def _await(self, word: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            text = line.strip()
+            if text == word or (not word and text.replace(".", "", 1).replace("e-", "", 1).isdigit()):
+                return text
+        raise SystemExit(f"{self._process.args} ended; run it by hand to see why")
+
+    def _cpu(self) -> float:
+        total = 0.0
+        for process in [(me := psutil.Process(self._process.pid)), *me.children(recursive=True)]:
+            try:
+                times = process.cpu_times()
+                total += times.user + times.system
+            except psutil.NoSuchProcess:
+                continue
+        return total
+
+
+def measure(work: str, what: str, rounds: int) -> list[Row]:
+    """Pair ``what`` with the plain one-thread loop and return both rows."""
+    size = WORKS[work]
+    with Contestant(BASE, *size) as base, Contestant(what, *size) as other:
+        pairs = [(base.round(), other.round()) for _ in range(rounds + 1)][1:]
+        starts = base.start_seconds, other.start_seconds
+    rows = []
+    for index, name in enumerate((BASE, what)):
+        wall, cpu = (statistics.median(pair[index][unit] for pair in pairs) for unit in (0, 1))
+        ratios = [statistics.median(pair[index][unit] / pair[0][unit] for pair in pairs) for unit in (0, 1)]
+        rows.append(Row(work, WHAT[name], wall, cpu, *ratios, starts[index], rounds))
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows as Markdown."""
+    lines = [
+        "| work | what | wall s | CPU s | wall ratio | CPU ratio | start s | rounds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r.work} | {r.what} | {r.wall_seconds:.3f} | {r.cpu_seconds:.3f} | {r.wall_ratio:.2f} | {r.cpu_ratio:.2f} "
+        f"| {r.start_seconds:.1f} | {r.rounds} |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="5 rounds a pair instead of 15, the first work alone")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument(
+        "--only", choices=[name for name in WHAT if name != BASE], action="append", help="only these rows"
+    )
+    options = parser.parse_args()
+    rounds = 5 if options.quick else 15
+    rows: list[Row] = []
+    for work in list(WORKS)[: 1 if options.quick else None]:
+        for what in options.only or [name for name in WHAT if name != BASE]:
+            rows += measure(work, what, rounds)[1 if rows and rows[-1].work == work else 0 :]
+            print(f"measured {work}: {what}", file=sys.stderr)
+    images = "real MNIST" if os.environ.get("FL_SIM_DATA") else "synthetic stand-in data: random bytes of MNIST's shape"
+    if options.json:
+        print(json.dumps({"rows": [asdict(row) for row in rows], "images": images, "load": os.getloadavg()}))
+    else:
+        print(table(rows))
+        print(f"\n{images}; load average {os.getloadavg()[0]:.1f} at the end, {os.cpu_count()} processors")
+
+
+if __name__ == "__main__":
+    main()
