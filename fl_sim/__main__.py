@@ -8,6 +8,7 @@ import typer
 from fl_sim.cli.data import app as data_app
 from fl_sim.cli.partition import partition
 from fl_sim.cli.privacy import app as privacy_app
+from fl_sim.cli.report import report
 from fl_sim.cli.run import run_command
 from fl_sim.cli.table import table
 from fl_sim.types import RunError, UserError
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command("run")(run_command)
 app.command("table")(table)
 app.command("partition")(partition)
+app.command("report")(report)
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(data_app, name="data")
 

@@ -3,9 +3,9 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
-from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from fl_sim.types import UserError
 from partitions import Scheme
@@ -58,9 +58,8 @@ def parse(value: str | Mapping[str, Any], union: Any, what: str) -> Any:
     known = kinds(union)
     if table.get("kind") not in known:
         raise UserError(f"{what} needs a kind, one of {', '.join(known)}; got {table.get('kind')!r}")
-    annotation: Any = Annotated[union, Field(discriminator="kind")] if len(known) > 1 else union
     try:
-        return TypeAdapter[Any](annotation).validate_python(table)
+        return TypeAdapter[Any](known[table["kind"]]).validate_python(table)
     except ValidationError as error:
         raise UserError(explain(error, known[table["kind"]], what)) from error
 
@@ -88,9 +87,12 @@ def _explain_one(detail: Any, settings: type, what: str) -> str:
     if detail["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
         valid = list(field_defaults(group))
         return f"unknown key {where!r}{guess(path[-1], valid)}; valid here: {', '.join(valid)}"
+    if detail["type"] in {"union_tag_not_found", "union_tag_invalid"}:
+        known = kinds(_union(_members(_annotation(group, path[-1]))))
+        given = detail["input"].get("kind")
+        return f"{where} needs a kind, one of {', '.join(known)}; got {given!r}{guess(str(given), known)}"
     message = detail["msg"].removeprefix("Value error, ")
-    given = detail["input"] if where else ""
-    return f"{where} = {given!r}: {message[0].lower()}{message[1:]}" if where else message
+    return f"{where} = {detail['input']!r}: {message[0].lower()}{message[1:]}" if where else message
 
 
 def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
@@ -106,7 +108,7 @@ def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
             continue
         members = [member for member in _members(_annotation(settings, part)) if _has_kind_or_fields(member)]
         if len(members) > 1:
-            settings = kinds(Union[tuple(members)]).get(next(parts, ""), settings)  # noqa: UP007 (made at run time)
+            settings = kinds(_union(members)).get(next(parts, ""), settings)
         elif members:
             settings = members[0]
     return path, settings
@@ -119,9 +121,11 @@ def _annotation(settings: type, field: str) -> Any:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    if get_origin(annotation) is Annotated:
-        return _members(get_args(annotation)[0])
     return get_args(annotation) if get_origin(annotation) is not None else (annotation,)
+
+
+def _union(members: Iterable[type]) -> Any:
+    return Union[tuple(members)]  # noqa: UP007 (made at run time)
 
 
 def _has_kind_or_fields(member: Any) -> bool:

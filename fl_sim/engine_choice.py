@@ -48,6 +48,9 @@ class Choice:
     why: str
 
 
+FLOWER = Choice("flower", "engine flower: Flower's own runtime started this run")
+
+
 @contextmanager
 def open_engine(
     experiment: Experiment, data_root: Path | None, on_reply: Progress

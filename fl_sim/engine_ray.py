@@ -12,7 +12,7 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fl_sim.engine import LocalGrid, Progress, answer
-from fl_sim.engine_ray_start import ENVIRONMENT, RayResources, import_path, last_line, start_or_join
+from fl_sim.engine_ray_start import ENVIRONMENT, RayResources, import_path, last_line, start_or_join, stop_or_leave
 from fl_sim.engine_work import Work
 
 # isort: split
@@ -57,7 +57,7 @@ class RayGrid(LocalGrid):
             _kill(actor)
         self._idle = []
         if self._is_ours:
-            ray.shutdown()
+            stop_or_leave()
 
     def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
@@ -108,7 +108,8 @@ class RayGrid(LocalGrid):
         if self._joined:
             options["runtime_env"] = {"env_vars": {**ENVIRONMENT, "PYTHONPATH": import_path()}}
         # The second thread lets an actor say how far it came while a client hangs.
-        actor_class = ray.remote(concurrency_groups={"progress": 1}, max_restarts=0)(_Actor)
+        remote: Any = ray.remote
+        actor_class = remote(concurrency_groups={"progress": 1}, max_restarts=0)(_Actor)
         return actor_class.options(**options).remote(*self._actor_arguments)
 
 

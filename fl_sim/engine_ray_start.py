@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def start_or_join(resources: RayResources, num_clients: int) -> int:
     alone = not resources.address and not ray.is_initialized()
     if alone:
         num_actors = _wanted(resources, num_clients)
-        with _python_path():
+        with _python_path(), _loose_ends():
             ray.init(
                 address="local",
                 num_cpus=max(1, math.ceil(num_actors * resources.cpus)),
@@ -60,9 +61,15 @@ def start_or_join(resources: RayResources, num_clients: int) -> int:
         if not ray.is_initialized():
             _join(resources.address)
         num_actors = min(num_clients, _room_for(resources))
-    if resources.gpus and ray.cluster_resources().get("GPU", 0.0) < resources.gpus:
+    if resources.gpus and _total("GPU") < resources.gpus:
         raise UserError(f"engine.gpus={resources.gpus:g}, and Ray finds no such GPU share here: set engine.gpus=0")
     return num_actors
+
+
+def stop_or_leave() -> None:
+    """Stop Ray where we started it, leave it where we joined it."""
+    with _loose_ends():
+        ray.shutdown()
 
 
 def last_line(error: BaseException) -> str:
@@ -80,7 +87,8 @@ def import_path() -> str:
 
 def _join(address: str) -> None:
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        with _loose_ends():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         raise UserError(
             f"cannot join the Ray cluster at {address!r}: {last_line(error)}; "
@@ -97,7 +105,7 @@ def _wanted(resources: RayResources, num_clients: int) -> int:
 
 def _room_for(resources: RayResources) -> int:
     """Return how many actors a cluster that others started has room for, at most those asked for."""
-    processors = ray.cluster_resources().get("CPU", 0.0)
+    processors = _total("CPU")
     room = int(processors / resources.cpus) if resources.cpus else max(1, int(processors))
     if room < max(1, resources.actors):
         raise UserError(
@@ -105,6 +113,18 @@ def _room_for(resources: RayResources) -> int:
             f"{processors:g} processors: set fewer engine.actors or smaller engine.cpus"
         )
     return resources.actors or room
+
+
+def _total(kind: str) -> float:
+    return float(ray.cluster_resources().get(kind, 0.0))  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _loose_ends() -> Iterator[None]:
+    """Ignore that Ray leaves files on /dev/null open and processes unwaited for, which is no leak of ours."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "unclosed file .*/dev/null|subprocess .* is still running", ResourceWarning)
+        yield
 
 
 @contextmanager

@@ -46,9 +46,9 @@ class Work(Generic[Call]):
         """
         if self._suspects:
             return [self._suspects.popleft()]
-        guided = math.ceil(len(self.fresh) / (2 * num_workers))
+        guided, fair = (math.ceil(len(self.fresh) / (share * num_workers)) for share in (2, 1))
         least, most = (max(1, int(bound / max(message_seconds, 1e-6))) for bound in (LEAST_SECONDS, MOST_SECONDS))
-        return [self.fresh.popleft() for _ in range(min(max(least, guided), most, len(self.fresh)))]
+        return [self.fresh.popleft() for _ in range(min(max(least, guided), fair, most))]
 
     def answered(self, call: Call, replies: Sequence[Message]) -> None:
         """Keep the replies of a call that came back."""

@@ -16,7 +16,7 @@ from safetensors.torch import save
 
 from fl_sim.config import field_defaults
 from fl_sim.data import load
-from fl_sim.engine_choice import open_engine
+from fl_sim.engine_choice import FLOWER, open_engine
 from fl_sim.experiment import Experiment, build_model, client_shards, device_of, experiment_from, read_table, resolved
 from fl_sim.learning import evaluate, to_tensors
 from fl_sim.params import detached, num_parameters
@@ -71,10 +71,16 @@ class RunLog:
 
 
 def run(
-    experiment: Experiment, out: Path, data_root: Path | None = None, observer: Observer | None = None
+    experiment: Experiment,
+    out: Path,
+    data_root: Path | None = None,
+    observer: Observer | None = None,
+    *,
+    grid: Grid | None = None,
 ) -> dict[str, Any]:
     """Run ``experiment`` in ``out`` and return what ``result.json`` says.
 
+    ``grid``: Flower's own, where its runtime runs us; otherwise the experiment's engine is started.
     Goes on after the last finished round where ``out`` holds an unfinished run of the same experiment. Raises RunError
     where the run cannot go on, UserError for settings that cannot be run; what is finished stays in ``out``.
     """
@@ -87,10 +93,11 @@ def run(
     error: BaseException | None = None
     with torch_kept(), _one_thread(experiment.engine.threads):
         try:
-            with open_engine(experiment, data_root, observer.replied) as (grid, engine):
+            own = nullcontext((grid, FLOWER)) if grid else open_engine(experiment, data_root, observer.replied)
+            with own as (opened, engine):
                 log.engine = engine.kind
                 observer.started(experiment, engine.why, first_round)
-                main_loop(experiment, grid, out, log, data_root, observer)
+                main_loop(experiment, opened, out, log, data_root, observer)
             status = "finished"
         except RunError as failure:
             status, error = "failed", failure
@@ -137,7 +144,9 @@ def main_loop(
         observer.finished_round(record)
 
 
-def federated_strategy(experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None) -> FederatedStrategy:
+def federated_strategy(
+    experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None
+) -> FederatedStrategy:
     order = Order(
         experiment=experiment.model_dump_json(),
         server_round=0,

@@ -93,6 +93,8 @@ def read_settings(path: Path, overrides: list[str]) -> TableSettings:
     except ValidationError as error:
         raise UserError(f"{path}: {explain(error, TableSettings, '')}") from error
     grid = dict(_flat(settings.grid))
+    # Cells side by side already fill the cores.
+    start = {"engine": "inprocess", **settings.base}
     base = []
     for override in overrides:
         key, _, value = override.partition("=")
@@ -100,7 +102,7 @@ def read_settings(path: Path, overrides: list[str]) -> TableSettings:
             grid[key] = value.split(",")
         elif key != "centralized":
             base.append(override)
-    return TableSettings(base=with_overrides(settings.base, base), grid=grid, centralized=settings.centralized)
+    return TableSettings(base=with_overrides(start, base), grid=grid, centralized=settings.centralized)
 
 
 def plan_table(settings: TableSettings, data_root: Path | None = None) -> Plan:
@@ -157,7 +159,7 @@ def _points(settings: TableSettings, grid: Mapping[str, list[Any]]) -> Iterable[
 def _experiment(base: Mapping[str, Any], point: Mapping[str, Any], data_root: Path | None) -> Experiment:
     """Return one cell's experiment, checked as far as that is possible without running it."""
     try:
-        table = {"engine": "inprocess", **base, **{key: value for key, value in point.items() if "." not in key}}
+        table = {**base, **{key: value for key, value in point.items() if "." not in key}}
         table = with_overrides(table, [f"{key}={value}" for key, value in point.items() if "." in key])
         experiment = resolved(experiment_from(table), data_root)
         client_shards(experiment, data_root)

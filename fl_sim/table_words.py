@@ -9,6 +9,7 @@ from fl_sim.config import Settings, field_defaults
 from fl_sim.data import load
 from fl_sim.experiment import Experiment
 from fl_sim.simulation import short_form
+from partitions import Dirichlet, LabelK, Scheme
 
 _DATA = {
     "mnist": "MNIST",
@@ -34,18 +35,23 @@ def data_label(name: str) -> str:
 def label(settings: Any) -> str:
     """Return how a method or a split is written in the table, with the parameters that are not the default."""
     defaults = field_defaults(type(settings))
-    changed = {
-        name: getattr(settings, name) for name, default in defaults.items() if getattr(settings, name) != default
-    }
-    is_split = not isinstance(settings, Settings)
-    if is_split:
-        text = short_form(settings)
-        if settings.kind in {"label-k", "dirichlet"}:
-            text = f"{settings.k}-Label" if settings.kind == "label-k" else f"Dir({settings.alpha})"
-        changed.pop(next((name for name in defaults if name != "kind"), ""), None)
+    values = {name: getattr(settings, name) for name in defaults}
+    changed = {name: value for name, value in values.items() if value != defaults[name]}
+    if isinstance(settings, Settings):
+        name = {"Scaffold": "SCAFFOLD"}.get(type(settings).__name__, type(settings).__name__)
     else:
-        text = {"Scaffold": "SCAFFOLD"}.get(type(settings).__name__, type(settings).__name__)
-    return text + (f" ({', '.join(f'{name}={value}' for name, value in changed.items())})" if changed else "")
+        name = _split_name(settings)
+        changed.pop(next(name for name in defaults if name != "kind"), None)
+    return name + (f" ({', '.join(f'{name}={value}' for name, value in changed.items())})" if changed else "")
+
+
+def _split_name(scheme: Scheme) -> str:
+    """Return NIID-Bench's name where it has one; the first parameter is part of it."""
+    if isinstance(scheme, LabelK):
+        return f"{scheme.k}-Label"
+    if isinstance(scheme, Dirichlet):
+        return f"Dir({scheme.beta})"
+    return short_form(scheme)
 
 
 def text(value: Any) -> str:
@@ -72,10 +78,10 @@ def caption(experiments: Sequence[Experiment], data_root: Path | None, *, has_bo
 
 
 def _federation(experiments: Sequence[Experiment]) -> str:
-    return (
-        f"{_values(e.clients for e in experiments)} clients, sampler {_values(short_form(e.sampler) for e in experiments)}, "
-        f"aggregator {_values(short_form(e.aggregator) for e in experiments)}, model {_values(e.model for e in experiments)}"
-    )
+    clients, model = _values(e.clients for e in experiments), _values(e.model for e in experiments)
+    sampler = _values(short_form(e.sampler) for e in experiments)
+    aggregator = _values(short_form(e.aggregator) for e in experiments)
+    return f"{clients} clients, sampler {sampler}, aggregator {aggregator}, model {model}"
 
 
 def _training(experiments: Sequence[Experiment]) -> str:

@@ -45,12 +45,14 @@ class Finding:
         return self.profile.refuted or min(self.calibration.values()) < 1e-6
 
 
-def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise) -> list[Finding]:
-    """Audit the aggregator at ``noise_multiplier`` and every planted fault against the same claim."""
+def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, only: str | None = None) -> list[Finding]:
+    """Audit the aggregator at ``noise_multiplier`` and every planted fault against the same claim, or ``only`` one."""
     claimed = delta_profile([dp_event.GaussianDpEvent(noise_multiplier)], EPSILONS)
     expected = {0: np.zeros(_DIMENSION), 1: np.full(_DIMENSION, CLIPPING_NORM / _DIMENSION**0.5)}
     findings = []
     for name, mechanism in mechanisms(noise_multiplier, noise).items():
+        if only not in {None, name}:
+            continue
         without, with_unit = run_mechanism(mechanism, num_runs)
         residuals = np.concatenate([without - expected[0], with_unit - expected[1]]) / (
             noise_multiplier * CLIPPING_NORM

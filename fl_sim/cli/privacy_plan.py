@@ -23,7 +23,7 @@ from fl_sim.privacy.planning import delta_advice, noise_multiplier, steps_that_f
 from fl_sim.types import UserError
 
 _ACCOUNTANTS: Final[tuple[Accountant, ...]] = ("rdp", "pld")
-_CURVES: Final[tuple[tuple[Accountant, int, str], ...]] = (("rdp", 200, "-"), ("pld", 12, "o"))
+_CURVES: Final[tuple[tuple[Accountant, int, str], ...]] = (("rdp", 200, "-"), ("pld", 8, "o"))
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,14 @@ def plot(question: Question, plan: dict[str, Any], path: Path) -> None:
     event = question.sampling.amplify(dp_event.GaussianDpEvent(plan["noise_multiplier"]))
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
+    title = f"{plan['unit']}, {plan['adjacency']}: q = {plan['sampling_rate']:.4g}, z = {plan['noise_multiplier']:.4g}"
     for accountant, num_points, style in _CURVES:
         at = sorted({max(1, round(plan["steps"] * point / num_points)) for point in range(1, num_points + 1)})
         values = [epsilon_of_counts({event: steps}, question.delta, accountant=accountant) for steps in at]
         axes.plot(at, values, style, label=accountant.upper())
     if question.target is not None:
         axes.axhline(question.target, color="black", linestyle=":", label="budget")
-    axes.set(xlabel="steps", ylabel=f"epsilon at delta {question.delta:g}", ylim=(0, None), title=plan["sampling"])
-    axes.title.set_fontsize("small")
+    axes.set(xlabel="steps", ylabel=f"epsilon at delta {question.delta:g}", ylim=(0, None), title=title)
     axes.legend()
     try:
         figure.savefig(path)

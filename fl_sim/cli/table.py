@@ -3,17 +3,20 @@
 import json
 import os
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from fl_sim.config import guess
 from fl_sim.report.table import MEASURES, SeedResult, Table, as_json, markdown, notes, texts, write_table
 from fl_sim.report.table_progress import TableProgress
 from fl_sim.table import PRESETS, Cell, Plan, TableSettings, plan_table, preset_names, read_settings
+from fl_sim.table_words import data_label
 from fl_sim.table_workers import Event, Failed, Finished, RoundDone, Started, run_all
 from fl_sim.types import RunError, UserError
 
@@ -33,12 +36,12 @@ def table(
 ) -> None:
     """Compare methods: rows are methods, columns data sets and splits, seeds are averaged.
 
-    With no arguments: all methods on 1-Label digits, embedded in the package, in about two minutes. Presets: digits,
-    mnist. A finished cell is not run again; after a crash or Ctrl-C the same command goes on where it stopped. Writes
+    With no arguments: all methods on 1-Label digits, embedded in the package. Presets: digits, mnist.
+    A finished cell is not run again; after a crash or Ctrl-C the same command goes on where it stopped. Writes
     table.md, table.csv, table.tex and table.json after every cell, and a run directory for each under DIR/cells.
 
     A FILE has [base], settings as for 'fl-sim run', and [grid], lists of values: algorithm, data, partition, seed or
-    any other setting. centralized = false leaves out the upper bound. A key=value whose key is in the grid takes a list.
+    any other setting. centralized = false leaves out the upper bound. A key=value takes a list where the grid has one.
 
     For example:
 
@@ -58,48 +61,40 @@ def table(
     except KeyboardInterrupt:
         _show(board.table(), json_output=json_output)
         typer.echo(
-            f"interrupted: {board.num_finished} of {len(plan.runs)} cells are finished and kept in {out}; "
+            f"interrupted: {board.num_finished()} of {len(plan.runs)} cells are finished and kept in {out}; "
             "the same command goes on from there",
             err=True,
         )
         raise typer.Exit(130) from None
     _show(board.table(), json_output=json_output)
     typer.echo(f"table.md, table.csv, table.tex and table.json are in {out}", err=True)
-    if board.failures:
-        raise RunError(f"{len(board.failures)} of {len(plan.runs)} cells failed: {'; '.join(board.failures)}")
+    if failures := board.failures():
+        raise RunError(f"{len(failures)} of {len(plan.runs)} cells failed: {'; '.join(failures)}")
 
 
+@dataclass
 class _Board:
     """What is known of each run."""
 
-    def __init__(self, settings: TableSettings, plan: Plan) -> None:
-        self._settings, self._plan = settings, plan
-        self._outcomes: dict[str, Finished | Failed] = {}
+    settings: TableSettings
+    plan: Plan
+    outcomes: dict[str, Finished | Failed] = field(default_factory=dict)
 
-    @property
-    def plan(self) -> Plan:
-        return self._plan
-
-    @property
     def num_finished(self) -> int:
-        return sum(isinstance(outcome, Finished) for outcome in self._outcomes.values())
+        return sum(isinstance(outcome, Finished) for outcome in self.outcomes.values())
 
-    @property
     def failures(self) -> list[str]:
-        return [f"{name} ({outcome.error})" for name, outcome in self._outcomes.items() if isinstance(outcome, Failed)]
-
-    def hear(self, outcome: Finished | Failed) -> None:
-        self._outcomes[outcome.name] = outcome
+        return [f"{name} ({outcome.error})" for name, outcome in self.outcomes.items() if isinstance(outcome, Failed)]
 
     def table(self) -> Table:
-        plan = self._plan
+        plan = self.plan
         results = tuple(self._result(cell) for cell in plan.cells)
-        return Table(plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, self._settings.model_dump())
+        return Table(plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, self.settings.model_dump())
 
     def _result(self, cell: Cell) -> SeedResult:
         place = (cell.row, cell.column, cell.seed)
         directory = f"{CELLS}/{cell.name}"
-        outcome = self._outcomes.get(cell.name)
+        outcome = self.outcomes.get(cell.name)
         if outcome is None:
             return SeedResult(*place, "missing", directory)
         if isinstance(outcome, Failed):
@@ -124,7 +119,9 @@ def _parse(arguments: list[str]) -> tuple[Path, list[str]]:
 
 
 def _fill(board: _Board, out: Path, jobs: int, data_root: Path | None) -> None:
-    labels = {cell.name: f"{cell.row}, {cell.column}, seed {cell.seed}" for cell in reversed(board.plan.cells)}
+    labels = {
+        cell.name: f"{cell.row}, {_place(cell, board.plan)}, seed {cell.seed}" for cell in reversed(board.plan.cells)
+    }
     runs = board.plan.runs
     with (
         TableProgress({labels[name]: experiment.rounds for name, experiment in runs.items()}) as progress,
@@ -133,8 +130,12 @@ def _fill(board: _Board, out: Path, jobs: int, data_root: Path | None) -> None:
         for event in events:
             _tell(progress, labels[event.name], event)
             if isinstance(event, Finished | Failed):
-                board.hear(event)
+                board.outcomes[event.name] = event
                 write_table(out, board.table())
+
+
+def _place(cell: Cell, plan: Plan) -> str:
+    return data_label(cell.experiment.data) if cell.row in plan.upper_bounds else cell.column
 
 
 def _tell(progress: TableProgress, label: str, event: Event) -> None:
@@ -166,9 +167,9 @@ def _for_terminal(table: Table) -> RichTable:
     shown = RichTable("Method")
     for column in table.columns:
         for measure in MEASURES:
-            shown.add_column(f"{column}\n{measure}", justify="right")
+            shown.add_column(Text(f"{column}\n{measure}"), justify="right")
     for row, cells in texts(table):
-        shown.add_row(row, *(f"[bold green]{text}[/]" if best else text for text, best in cells))
+        shown.add_row(Text(row), *(Text(text, "bold green" if best else "") for text, best in cells))
     return shown
 
 

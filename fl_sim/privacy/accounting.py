@@ -36,8 +36,8 @@ Curve: TypeAlias = NDArray[np.float64]
 
 ORDERS: Final = (
     1.01,
-    *(1 + fortieth / 40 for fortieth in range(1, 40)),
-    *(2 + tenth / 10 for tenth in range(90)),
+    *(1 + fortieth / 40 for fortieth in range(1, 20)),
+    *(1 + tenth / 10 for tenth in range(5, 100)),
     *range(11, 128),
     *range(128, 256, 8),
     *range(256, 1025, 64),
@@ -235,8 +235,8 @@ def _pld(counts: Mapping[dp_event.DpEvent, int], relation: Adjacency, by_rdp: fl
 def _without_amplification(counts: Mapping[dp_event.DpEvent, int]) -> dict[dp_event.DpEvent, int] | None:
     """Return ``counts`` with everyone in every cohort where that bound may be the smaller one, None where it is not.
 
-    Of a fixed-size cohort both bounds are sound. With much noise the amplified pair stands 4 q S apart and the plain one
-    2 S, so the plain one can only win from half of the population on.
+    Of a fixed-size cohort both bounds are sound. With much noise the amplified pair stands 4 q S apart and the plain
+    one 2 S, so the plain one can only win from half of the population on.
     """
     plain: Counter[dp_event.DpEvent] = Counter()
     for event, count in counts.items():

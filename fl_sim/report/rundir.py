@@ -60,7 +60,7 @@ def read_rounds(out: Path) -> list[RoundRecord]:
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             records.append(RoundRecord(**json.loads(line)))
-        except (json.JSONDecodeError, TypeError):
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError):
             break
     return records
 
@@ -116,7 +116,7 @@ def read_result(out: Path) -> dict[str, Any] | None:
     """Return a run's result, or None where there is none that can be read."""
     try:
         result = json.loads((out / RESULT).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
         return None
     return result if isinstance(result, dict) else None
 

@@ -31,8 +31,8 @@ from fl_sim.types import UserError
 Gaussian = dp_event.GaussianDpEvent
 
 # Few distinct values: a Renyi curve is computed once per event and remembered.
-RATES = (0.001, 0.01, 0.1, 0.3, 0.7, 1.0)
-NOISES = (0.5, 0.8, 1.0, 1.5, 3.0, 10.0)
+RATES = (0.001, 0.05, 0.4, 1.0)
+NOISES = (0.5, 1.0, 2.0, 10.0)
 DELTA = 1e-5
 
 
@@ -85,13 +85,13 @@ def test_composition_is_the_sum_of_the_renyi_curves(schedule: list[dp_event.DpEv
         st.builds(poisson, st.sampled_from((0.01, 0.1, 1.0)), st.sampled_from((0.8, 1.5, 3.0))), min_size=1, max_size=5
     )
 )
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=5)
 def test_rdp_is_never_below_pld(schedule: list[dp_event.DpEvent]) -> None:
     assert epsilon(schedule, DELTA, accountant="pld") <= epsilon(schedule, DELTA)
 
 
 @pytest.mark.parametrize(("cohort", "population"), [(1, 100), (10, 100), (49, 100), (50, 100), (99, 100), (100, 100)])
-@pytest.mark.parametrize("noise", [0.8, 3.0, 10.0])
+@pytest.mark.parametrize("noise", [1.5, 10.0])
 def test_fixed_size_bounds_are_sound_and_ordered(cohort: int, population: int, noise: float) -> None:
     counts = {amplify_fixed_size(Gaussian(noise), cohort, population): 3}
     by_pld = epsilon_of_counts(counts, DELTA, accountant="pld")

@@ -1,0 +1,93 @@
+"""``fl-sim report``: figures and a page from finished runs."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fl_sim.report.curves import Picture, draw_all
+from fl_sim.report.groups import Panel, group, panels
+from fl_sim.report.page import page
+from fl_sim.report.page_words import groups_of, percent, runs_of, summary, title_of
+from fl_sim.report.rundir import write_text
+from fl_sim.report.runs import Found, find
+from fl_sim.report.table import mean_and_deviation
+
+PAGE = "report.html"
+
+
+def report(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Run or table directories, or directories that hold some.")
+    ],
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write (default: DIR/report; results/report for several).")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print what was found as one JSON object.")] = False,
+) -> None:
+    """Draw accuracy and loss over rounds, and write a page that compares finished runs.
+
+    Runs that differ in the seed alone are averaged; all other differences are named in the legend. Writes report.html
+    (one file, to open or to send), accuracy.png and loss.png, or figures by data set and split where there are more
+    than four of these. Damaged and unfinished runs are reported; the rest is shown.
+
+    For example:
+
+      fl-sim report results/digits
+
+      fl-sim report results/fedavg results/scaffold --out results/comparison
+    """
+    found = find(directories)
+    groups, doubles = group(found.runs)
+    found.problems += doubles
+    shown = panels(groups)
+    pictures = draw_all(shown)
+    out = out or (directories[0] / "report" if len(directories) == 1 else Path("results/report"))
+    out.mkdir(parents=True, exist_ok=True)
+    for picture in pictures:
+        (out / picture.name).write_bytes(picture.png)
+    write_text(out / PAGE, page(found, shown, pictures))
+    problems = _problems(found)
+    for problem in problems:
+        typer.echo(f"warning: {problem['dir']}: {problem['error']}", err=True)
+    if json_output:
+        typer.echo(json.dumps(_as_json(out, pictures, shown, problems)))
+        return
+    typer.echo(title_of(shown))
+    typer.echo(summary(groups_of(shown)))
+    for name in (PAGE, *(picture.name for picture in pictures)):
+        typer.echo(str(out / name))
+
+
+def _problems(found: Found) -> list[dict[str, str]]:
+    unfinished = [(run.path, run.status, run.error) for run in found.runs if run.status != "finished"]
+    damaged = [(problem.path, "problem", problem.error) for problem in found.problems]
+    return [{"dir": str(path), "status": status, "error": error} for path, status, error in unfinished + damaged]
+
+
+def _as_json(out: Path, pictures: list[Picture], shown: list[Panel], problems: list[dict[str, str]]) -> dict[str, Any]:
+    groups = groups_of(shown)
+    rows = []
+    for label, one in (line for some in groups.values() for line in some):
+        done = [run.outcome for run in one.finished if run.outcome]
+        final = [value for outcome in done if (value := percent(outcome.final_accuracy)) is not None]
+        best = [value for outcome in done if (value := percent(outcome.best_accuracy)) is not None]
+        rows.append({
+            "method": label, "algorithm": one.runs[0].config.algorithm.kind, "data": one.data, "data_note": one.note,
+            "partition": one.partition, "clients": one.runs[0].config.clients, "model": one.runs[0].config.model,
+            "seeds": [run.config.seed for run in one.runs], "status": [run.status for run in one.runs],
+            "mean": mean_and_deviation(final)[0], "std": mean_and_deviation(final)[1],
+            "best_mean": mean_and_deviation(best)[0], "best_std": mean_and_deviation(best)[1],
+            "seconds": [outcome.seconds.total for outcome in done], "dir": [str(run.path) for run in one.runs],
+        })  # fmt: skip
+    return {
+        "report": str(out / PAGE),
+        "figures": [str(out / picture.name) for picture in pictures],
+        "runs": len(runs_of(groups)),
+        "finished": sum(run.status == "finished" for run in runs_of(groups)),
+        "unit": "percent",
+        "rows": rows,
+        "problems": problems,
+    }

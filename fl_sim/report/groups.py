@@ -1,0 +1,168 @@
+"""Which runs are one line (the same but for the seed), which lines share axes, and what each line is called."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from fl_sim.report.runs import Problem, Run
+
+CENTRALIZED, CENTRALIZED_NAME = "centralized", "Centralized"
+_NAMES = {
+    "fedavg": "FedAvg", "fedprox": "FedProx", "scaffold": "SCAFFOLD", "fednova": "FedNova", "fedmix": "FedMix",
+    "naivemix": "NaiveMix", "fedavgm": "FedAvgM", "fedadagrad": "FedAdagrad", "fedadam": "FedAdam",
+    "fedyogi": "FedYogi", CENTRALIZED: CENTRALIZED_NAME,
+}  # fmt: skip
+_NOT_COMPARED = {"seed", "engine", "round_timeout"}  # engines agree bit for bit
+_NOT_OF_CENTRALIZED = {"clients", "sampler", "aggregator", "partition"}
+_UNKNOWN_NOTE = "no finished run says whether these are the full data"
+
+Place: TypeAlias = tuple[str, str]
+"""A setting's name and the kinds of the tables around it: only values of one kind are compared."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but the seed, one a seed. ``note``: what the data stand in for, else empty."""
+
+    method: str
+    data: str
+    note: str
+    partition: str
+    runs: tuple[Run, ...]
+
+    @property
+    def finished(self) -> tuple[Run, ...]:
+        """Return the finished runs."""
+        return tuple(run for run in self.runs if run.status == "finished")
+
+    @property
+    def drawn(self) -> tuple[Run, ...]:
+        """Return the runs of the curve: the finished ones, else all."""
+        return self.finished or self.runs
+
+    @property
+    def is_bound(self) -> bool:
+        """Return whether this is the upper bound, which belongs to every split of its data."""
+        return self.runs[0].config.algorithm.kind == CENTRALIZED
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines that share axes: one data set and one split. ``lines``: (label, group)."""
+
+    data: str
+    note: str
+    partition: str
+    lines: tuple[tuple[str, Group], ...]
+
+    @property
+    def title(self) -> str:
+        """Return what the panel shows."""
+        return f"{self.data}, {self.partition}"
+
+
+def group(runs: Sequence[Run]) -> tuple[list[Group], list[Problem]]:
+    """Sort ``runs`` into groups; of runs with the same settings and seed one stays (a finished one where there is)."""
+    notes: dict[str, set[str]] = {}
+    for run in runs:
+        notes.setdefault(run.config.data, set()).update({run.outcome.data_note} if run.outcome else ())
+    members: dict[str, dict[int, Run]] = {}
+    doubles = []
+    for run in sorted(runs, key=lambda run: run.status != "finished"):
+        settings = {key: value for key, value in run.settings.items() if key not in _NOT_COMPARED}
+        key = json.dumps([settings, _note(run, notes)], sort_keys=True, default=str)
+        kept = members.setdefault(key, {}).setdefault(run.config.seed, run)
+        if kept is not run:
+            doubles.append(Problem(run.path, f"left out: the same experiment and seed as {kept.path}"))
+    position = {id(run): number for number, run in enumerate(runs)}
+    groups = []
+    for by_seed in members.values():
+        same = tuple(sorted(by_seed.values(), key=lambda run: run.config.seed))
+        first = same[0]
+        name = _NAMES.get(first.config.algorithm.kind, first.config.algorithm.kind)
+        groups.append(Group(name, first.config.data, _note(first, notes), _partition(first), same))
+    groups.sort(key=lambda one: min(position[id(run)] for run in one.runs))
+    return groups, doubles
+
+
+def panels(groups: Sequence[Group]) -> list[Panel]:
+    """Return one panel for each data set and split; the upper bound stands in all panels of its data, at the end."""
+    bounds = [one for one in groups if one.is_bound]
+    lines: dict[tuple[str, str, str], list[Group]] = {}
+    for one in groups:
+        if not one.is_bound:
+            lines.setdefault((one.data, one.note, one.partition), []).append(one)
+    for bound in bounds:
+        own = [key for key in lines if key[:2] == (bound.data, bound.note)]
+        for key in own or [(bound.data, bound.note, bound.partition)]:
+            lines.setdefault(key, []).append(bound)
+    return [Panel(*key, tuple(zip(labels(some), some, strict=True))) for key, some in lines.items()]
+
+
+def labels(groups: Sequence[Group]) -> list[str]:
+    """Name each group by its method and by those settings in which ``groups`` differ."""
+    flat = [dict(_flat(_compared(one))) for one in groups]
+    named = []
+    for one, own in zip(groups, flat, strict=True):
+        shown = [
+            f"{place[0].removeprefix('algorithm.')}={_text(value)}"
+            for place, value in sorted(own.items(), key=lambda item: not item[0][0].startswith("algorithm."))
+            if place != ("algorithm", "") and _differs(place, flat)
+        ]
+        named.append(", ".join([one.method, *shown]))
+    return named
+
+
+def parameters(one: Group) -> str:
+    """Return the method's own parameters, such as ``mu=0.01``."""
+    own = one.runs[0].settings["algorithm"]
+    return ", ".join(f"{name}={_text(value)}" for name, value in own.items() if name != "kind")
+
+
+def _differs(place: Place, flat: Sequence[Mapping[Place, Any]]) -> bool:
+    """Return whether those that can have a setting there differ in it."""
+    name, kinds = place
+    outer = [settings for settings in flat if not kinds or kinds in {inner for _, inner in settings}]
+    if name.split(".")[0] in _NOT_OF_CENTRALIZED:
+        outer = [settings for settings in outer if settings["algorithm", ""] != CENTRALIZED]
+    return len({_text(settings.get(place)) for settings in outer}) > 1
+
+
+def _compared(one: Group) -> dict[str, Any]:
+    left_out = _NOT_COMPARED | {"data"} | (_NOT_OF_CENTRALIZED if one.is_bound else set())
+    return {key: value for key, value in one.runs[0].settings.items() if key not in left_out}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "", kinds: str = "") -> Iterator[tuple[Place, Any]]:
+    for key, value in table.items():
+        if not isinstance(value, Mapping):
+            if key != "kind":
+                yield (prefix + key, kinds), value
+        elif "kind" in value:
+            yield (prefix + key, kinds), value["kind"]
+            yield from _flat(value, f"{prefix}{key}.", f"{kinds} {prefix}{key}={value['kind']}")
+        else:
+            yield from _flat(value, f"{prefix}{key}.", kinds)
+
+
+def _note(run: Run, notes: Mapping[str, set[str]]) -> str:
+    if run.outcome:
+        return run.outcome.data_note
+    known = notes[run.config.data]
+    return next(iter(known)) if len(known) == 1 else _UNKNOWN_NOTE
+
+
+def _partition(run: Run) -> str:
+    """Return the split's short form, such as ``label-1`` or ``dirichlet:0.05``."""
+    kind = run.config.partition.kind
+    if run.outcome or run.config.algorithm.kind == CENTRALIZED:
+        return run.outcome.partition if run.outcome else CENTRALIZED
+    first = next((value for name, value in run.settings["partition"].items() if name != "kind"), None)
+    if first is None:
+        return kind
+    return f"{kind.removesuffix('-k')}-{first}" if kind.endswith("-k") else f"{kind}:{first}"
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None else str(value)

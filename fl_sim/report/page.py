@@ -1,0 +1,243 @@
+"""One self-contained HTML page on finished runs: tables, figures, privacy, data, failures, versions."""
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from fl_sim.report.curves import Picture
+from fl_sim.report.groups import Group, Panel, parameters
+from fl_sim.report.page_words import (
+    Groups,
+    groups_of,
+    percent,
+    privacy_in_short,
+    privacy_in_words,
+    runs_of,
+    spread,
+    summary,
+    title_of,
+)
+from fl_sim.report.runs import Found, Run
+from fl_sim.report.table import MEASURES, Table, texts
+
+_HEADINGS = {"accuracy": "Accuracy over rounds", "loss": "Test loss over rounds"}
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2630; max-width: 1180px; margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.5em; margin-bottom: .2em; } h2 { font-size: 1.15em; margin-top: 2em; }
+p { margin: .4em 0; } .small, figcaption { font-size: .87em; color: #51606e; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9em; }
+th, td { text-align: left; padding: .25em .5em; border-bottom: 1px solid #e3e8ec; vertical-align: top; }
+th { border-bottom: 1px solid #8796a3; font-weight: 600; } .n { text-align: right; } .n, .k { white-space: nowrap; }
+.bound td { border-top: 1px solid #8796a3; font-style: italic; } .path { overflow-wrap: anywhere; }
+.bar { display: block; height: 4px; margin-left: auto; background: #9db8cf; }
+.note { border-left: 4px solid #d98324; background: #fdf5ea; padding: .4em .8em; }
+.bad { border-left: 4px solid #b2182b; background: #fbeff0; padding: .4em .8em; }
+figure { margin: 1em 0; } img { max-width: 100%; height: auto; }
+"""
+
+
+def page(found: Found, panels: Sequence[Panel], pictures: Sequence[Picture]) -> str:
+    """Return the page as HTML. It refers to nothing outside itself."""
+    groups = groups_of(panels)
+    title = title_of(panels)
+    tables = [_table(place, table) for place, table in found.tables.items()]
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f"<p>{escape(summary(groups))}</p>",
+        *_data_notes(panels),
+        *_failures(found, groups),
+        *tables,
+        _comparison(groups),
+        *(_figures(measure, heading, pictures) for measure, heading in _HEADINGS.items()),
+        _privacy(groups),
+        _all_runs(groups),
+        _versions(groups),
+    ]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    body = "\n".join(parts)
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n'
+    )
+
+
+def _data_notes(panels: Sequence[Panel]) -> list[str]:
+    told = dict.fromkeys((panel.data, panel.note) for panel in panels if panel.note)
+    return [f'<p class="note"><b>{escape(data)}</b>: {escape(note)}</p>' for data, note in told]
+
+
+def _failures(found: Found, groups: Groups) -> list[str]:
+    lines = [
+        (f"{run.status}: {label}, {where}, seed {run.config.seed}", run.error, run.path)
+        for where, some in groups.items()
+        for label, one in some
+        for run in one.runs
+        if run.status != "finished"
+    ]
+    lines += [("", problem.error, problem.path) for problem in found.problems]
+    told = {path for *_, path in lines}
+    for place, table in found.tables.items():
+        for one in table.results:
+            if one.status != "finished" and (path := place / one.directory) not in told:
+                told.add(path)  # the upper bound stands in several columns
+                lines.append((f"{one.status}: {one.row}, {one.column}, seed {one.seed}", one.error, path))
+    if not lines:
+        return []
+    items = "".join(
+        f"<li>{': '.join(escape(text) for text in (what, why) if text)} "
+        f'<span class="small path">({escape(str(path))})</span></li>'
+        for what, why, path in lines
+    )
+    return [f'<div class="bad"><b>Failed, unfinished or left out</b><ul>{items}</ul></div>']
+
+
+def _table(place: Path, table: Table) -> str:
+    heads = "".join(f'<th colspan="2" class="n">{escape(column)}</th>' for column in table.columns)
+    measures = "".join(f'<th class="n">{measure}</th>' for _ in table.columns for measure in MEASURES)
+    rows = "".join(_table_row(row, cells, is_bound=row in table.upper_bounds) for row, cells in texts(table))
+    below = "<br>".join(escape(line) for line in table.caption)
+    return (
+        f'<h2>Table <span class="small path">{escape(str(place))}</span></h2>'
+        f'<div class="wide"><table><tr><th></th>{heads}</tr><tr><th>Method</th>{measures}</tr>{rows}</table></div>'
+        f'<p class="small">{below}</p>'
+    )
+
+
+def _table_row(row: str, cells: Sequence[tuple[str, bool]], *, is_bound: bool) -> str:
+    shown = (f"<b>{escape(text)}</b>" if best else escape(text) for text, best in cells)
+    return f"{_tr(is_bound=is_bound)}<td>{escape(row)}</td>{''.join(f'<td class=n>{cell}</td>' for cell in shown)}</tr>"
+
+
+def _comparison(groups: Groups) -> str:
+    longest = max((run.outcome.seconds.total for run in runs_of(groups) if run.outcome), default=0.0)
+    heads = (
+        "Method",
+        "Data",
+        "Partition",
+        "Clients",
+        "Model",
+        "Seeds",
+        "Final %",
+        "Best %",
+        "Seconds",
+        "Privacy",
+        "Status",
+    )
+    rows = "".join(_row(label, one, longest) for some in groups.values() for label, one in some)
+    return (
+        f"<h2>Comparison</h2>{_grid(heads, rows)}"
+        '<p class="small">Test accuracy after the last round, and in the best evaluated round (picked on the test set '
+        "and so optimistic); wall-clock seconds of a run. Mean ± sample standard deviation over the finished seeds.</p>"
+    )
+
+
+def _row(label: str, one: Group, longest: float) -> str:
+    run, done = one.runs[0], [run.outcome for run in one.finished if run.outcome]
+    seconds = [outcome.seconds.total for outcome in done]
+    width = 100 * sum(seconds) / len(seconds) / longest if seconds and longest > 0 else 0
+    own = parameters(one)
+    states = dict.fromkeys(run.status for run in one.runs)
+    count = {state: sum(run.status == state for run in one.runs) for state in states}
+    status = "finished" if list(states) == ["finished"] else ", ".join(f"{n} {state}" for state, n in count.items())
+    note = '<br><span class="small">see the data note above</span>' if one.note else ""
+    cells = [
+        f'<td>{escape(label)}{f"""<br><span class="small">{escape(own)}</span>""" if own else ""}</td>',
+        f"<td>{escape(one.data)}{note}</td>",
+        *(f'<td class="k">{escape(text)}</td>' for text in (one.partition, str(run.config.clients), run.config.model)),
+        f"<td>{', '.join(str(run.config.seed) for run in one.runs)}</td>",
+        f'<td class="n">{spread(percent(outcome.final_accuracy) for outcome in done)}</td>',
+        f'<td class="n">{spread(percent(outcome.best_accuracy) for outcome in done)}</td>',
+        f'<td class="n">{spread(seconds)}<span class="bar" style="width:{width:.0f}%"></span></td>',
+        f"<td>{escape(', '.join(dict.fromkeys(privacy_in_short(run) for run in one.runs)))}</td>",
+        f"<td>{escape(status)}</td>",
+    ]
+    return f"{_tr(is_bound=one.is_bound)}{''.join(cells)}</tr>"
+
+
+def _tr(*, is_bound: bool) -> str:
+    return '<tr class="bound">' if is_bound else "<tr>"
+
+
+def _grid(heads: Sequence[str], rows: str) -> str:
+    return f'<div class="wide"><table><tr>{"".join(f"<th>{head}</th>" for head in heads)}</tr>{rows}</table></div>'
+
+
+def _figures(measure: str, heading: str, pictures: Sequence[Picture]) -> str:
+    shown = []
+    for picture in (one for one in pictures if one.measure == measure):
+        source = base64.b64encode(picture.png).decode()
+        what = "; ".join(panel.title for panel in picture.panels)
+        data = "; ".join(dict.fromkeys(f"{panel.data}: {panel.note}" for panel in picture.panels if panel.note))
+        note = f"<br><b>Data</b> {escape(data)}" if data else ""
+        shown.append(
+            f'<figure><img alt="{escape(heading)}: {escape(what)}" src="data:image/png;base64,{source}">'
+            f"<figcaption>{escape(heading)}: {escape(what)}. Lines: mean over seeds; bands: smallest to largest seed."
+            f"{note}</figcaption></figure>"
+        )
+    return f"<h2>{escape(heading)}</h2>{''.join(shown)}"
+
+
+def _privacy(groups: Groups) -> str:
+    who: dict[str, list[str]] = {}
+    for where, some in groups.items():
+        for label, one in some:
+            for run in one.runs:
+                who.setdefault(privacy_in_words(run), []).append(f"{label}, {where}, seed {run.config.seed}")
+    items = []
+    for words, runs in who.items():
+        names = escape("; ".join(runs))
+        if len(who) == 1:
+            told = f"All {len(runs)} runs" if len(runs) > 1 else "The run"
+        else:
+            told = names if len(runs) <= 4 else f"<details><summary>{len(runs)} runs</summary>{names}</details>"
+        items.append(f'<li>{escape(words)} <span class="small">{told}</span></li>')
+    return f"<h2>Privacy</h2><ul>{''.join(items)}</ul>"
+
+
+def _all_runs(groups: Groups) -> str:
+    heads = (
+        "Run",
+        "Seed",
+        "Engine",
+        "Rounds",
+        "Final %",
+        "Best %",
+        "Seconds",
+        "of them training",
+        "Status",
+        "Directory",
+    )
+    rows = "".join(
+        _run(f"{label}, {where}", run) for where, some in groups.items() for label, one in some for run in one.runs
+    )
+    count = len(runs_of(groups))
+    return f"<h2>Runs</h2><details><summary>All {count} runs</summary>{_grid(heads, rows)}</details>"
+
+
+def _run(label: str, run: Run) -> str:
+    outcome = run.outcome
+    numbers = [
+        f"{len(run.rounds)} of {run.config.rounds}",
+        spread([percent(outcome.final_accuracy)] if outcome else [], digits=2),
+        spread([percent(outcome.best_accuracy)] if outcome else [], digits=2),
+        spread([outcome.seconds.total] if outcome else []),
+        spread([outcome.seconds.train] if outcome else []),
+    ]
+    texts_before = (label, str(run.config.seed), outcome.engine if outcome else "-")
+    cells = [
+        *(f"<td>{escape(text)}</td>" for text in texts_before),
+        *(f'<td class="n">{number}</td>' for number in numbers),
+        f"<td>{escape(run.status)}</td>",
+        f'<td class="small path">{escape(str(run.path))}</td>',
+    ]
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _versions(groups: Groups) -> str:
+    told: dict[str, int] = {}
+    for run in runs_of(groups):
+        if run.outcome:
+            words = ", ".join(f"{name} {version}" for name, version in run.outcome.versions.items())
+            told[words] = told.get(words, 0) + 1
+    lines = [words if len(told) == 1 else f"{words} ({number} runs)" for words, number in told.items()]
+    return f"<h2>Versions</h2><p>{'<br>'.join(map(escape, lines)) or 'not recorded: no run has a result'}</p>"

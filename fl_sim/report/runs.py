@@ -1,0 +1,263 @@
+"""Runs and tables found again on disk: every file is checked, a damaged one is named and costs no other."""
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from fl_sim.report.rundir import CONFIG, RESULT, ROUNDS, RoundRecord, read_rounds
+from fl_sim.report.table import SeedResult, Table
+from fl_sim.types import UserError
+
+TABLE = "table.json"
+_DEEPEST = 6
+
+
+class Kind(BaseModel):
+    """A settings value, by the name of its kind."""
+
+    kind: str
+
+
+class RunConfig(BaseModel):
+    """What a report needs of ``config.toml``."""
+
+    data: str
+    seed: int
+    clients: int
+    rounds: int
+    model: str
+    algorithm: Kind
+    partition: Kind
+
+
+class Release(BaseModel):
+    """One privacy statement of ``result.json``; ``epsilon`` None means no guarantee."""
+
+    unit: str
+    epsilon: float | None
+    delta: float | None = None
+    guarantee: str = ""
+    covers: str = ""
+    does_not_cover: str = ""
+
+
+class Seconds(BaseModel):
+    """Wall-clock seconds of a run."""
+
+    preprocess: float
+    train: float
+    total: float
+
+
+class Outcome(BaseModel):
+    """What a report needs of ``result.json``; accuracies in [0, 1]."""
+
+    status: Literal["finished", "failed", "interrupted"]
+    data_note: str
+    partition: str
+    engine: str
+    rounds: int
+    final_accuracy: float | None
+    best_accuracy: float | None
+    privacy: list[Release]
+    seconds: Seconds
+    versions: dict[str, str]
+    error: str = ""
+
+
+class CellFile(BaseModel):
+    """One cell of ``table.json``, accuracies in percent, lists in the order of the seeds."""
+
+    row: str
+    column: str
+    seeds: list[int]
+    values: list[float | None]
+    best_values: list[float | None]
+    status: Literal["finished", "failed", "missing"]
+    errors: list[str]
+    dir: list[str]
+
+
+class TableFile(BaseModel):
+    """What a report needs of ``table.json``."""
+
+    rows: list[str]
+    columns: list[str]
+    upper_bounds: list[str]
+    cells: list[CellFile]
+    caption: list[str]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory. ``settings``: all of ``config.toml``; ``outcome`` None: there is no ``result.json``."""
+
+    path: Path
+    config: RunConfig
+    settings: Mapping[str, Any]
+    rounds: tuple[RoundRecord, ...]
+    outcome: Outcome | None
+
+    @property
+    def status(self) -> str:
+        """Return finished, failed, interrupted or unfinished."""
+        return self.outcome.status if self.outcome else "unfinished"
+
+    @property
+    def error(self) -> str:
+        """Return why the run is not finished, in words; empty where it is."""
+        done = f"after {len(self.rounds)} of {self.config.rounds} rounds"
+        if self.outcome is None:
+            return f"no {RESULT}: still running, or killed {done}"
+        if self.status == "interrupted":
+            return f"interrupted {done}; the same command goes on from there"
+        return "" if self.status == "finished" else f"{self.outcome.error or 'no reason given'} ({done})"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is not in the report as it should be, and why."""
+
+    path: Path
+    error: str
+
+
+@dataclass
+class Found:
+    """All that was found: ``tables`` by their directories, and what could not be read."""
+
+    runs: list[Run] = field(default_factory=list)
+    tables: dict[Path, Table] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def find(directories: Sequence[Path]) -> Found:
+    """Read every run and table in or below ``directories``, up to six levels down.
+
+    A table's runs come in the order of its rows; runs under it that it does not name are left out and reported. Raises
+    UserError for a directory that is none, that holds no run, and where not one run can be read.
+    """
+    found = Found()
+    seen: set[Path] = set()
+    for directory in directories:
+        if not directory.is_dir():
+            raise UserError(f"{directory} is {'no directory' if directory.exists() else 'not there'}: {_WANTED}")
+        places = list(_places(directory))
+        if not places:
+            raise UserError(
+                f"no run in {directory}: no {CONFIG}, {ROUNDS}, {RESULT} or {TABLE} up to {_DEEPEST} folders deep; "
+                f"{_WANTED}"
+            )
+        for place in places:
+            if place.resolve() not in seen:
+                seen.add(place.resolve())
+                _take(place, found)
+    _obey_tables(found)
+    if not any(record.test_accuracy is not None for run in found.runs for record in run.rounds):
+        reasons = [f"{run.path}: {run.error or f'no evaluated round in {ROUNDS}'}" for run in found.runs]
+        reasons += [f"{problem.path}: {problem.error}" for problem in found.problems]
+        more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
+        raise UserError(f"nothing to show, no run with an evaluated round: {'; '.join(reasons[:5])}{more}")
+    return found
+
+
+_WANTED = "give a directory that 'fl-sim run --out' or 'fl-sim table --out' wrote, or one that holds such directories"
+
+
+def _places(top: Path) -> Iterator[Path]:
+    """Yield the run and table directories in ``top``, in order."""
+    for folder, below, files in os.walk(top):
+        path = Path(folder)
+        if not {CONFIG, ROUNDS, RESULT, TABLE}.isdisjoint(files):
+            yield path
+        deep = len(path.relative_to(top).parts) >= _DEEPEST
+        below[:] = [] if deep else sorted(name for name in below if not name.startswith("."))
+
+
+def _take(place: Path, found: Found) -> None:
+    try:
+        if (place / TABLE).exists():
+            found.tables[place] = _read_table(place)
+        else:
+            run = read_run(place)
+            found.runs.append(run)
+            if run.status == "finished" and run.outcome and run.outcome.rounds != len(run.rounds):
+                error = f"{ROUNDS} holds {len(run.rounds)} of {run.outcome.rounds} rounds: its curve is cut short"
+                found.problems.append(Problem(place, error))
+    except (OSError, ValueError) as error:
+        found.problems.append(Problem(place, str(error)))
+
+
+def read_run(path: Path) -> Run:
+    """Read a run directory; raises OSError or ValueError that names the damaged or missing file."""
+    if not (path / CONFIG).exists():
+        raise ValueError(f"{CONFIG} is missing, so its settings are not known")
+    with _naming(CONFIG):
+        settings = tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config = RunConfig.model_validate(settings)
+    outcome = None
+    if (path / RESULT).exists():
+        with _naming(RESULT):
+            outcome = Outcome.model_validate_json((path / RESULT).read_bytes())
+    with _naming(ROUNDS):
+        rounds = TypeAdapter(list[RoundRecord]).validate_python([asdict(record) for record in read_rounds(path)])
+    if not rounds and outcome and outcome.status == "finished":
+        raise ValueError(f"{ROUNDS} is missing or holds no readable round")
+    return Run(path, config, settings, tuple(rounds), outcome)
+
+
+class _naming:  # noqa: N801 (used as a function)
+    """Say in the error which file it is about."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{self._name} is damaged: {f'{where}: ' if where else ''}{first['msg']}") from error
+        if isinstance(error, ValueError):
+            raise ValueError(f"{self._name} is damaged: {error}") from error
+
+
+def _read_table(place: Path) -> Table:
+    with _naming(TABLE):
+        file = TableFile.model_validate_json((place / TABLE).read_bytes())
+        results = tuple(result for cell in file.cells for result in _seeds(cell))
+    return Table(
+        tuple(file.rows), tuple(file.columns), frozenset(file.upper_bounds), results, caption=tuple(file.caption)
+    )
+
+
+def _seeds(cell: CellFile) -> Iterator[SeedResult]:
+    """Take a cell apart again. Its values come back as accuracies in [0, 1]."""
+    for seed, directory, last, best in zip(cell.seeds, cell.dir, cell.values, cell.best_values, strict=True):
+        if last is None or best is None:
+            status: Literal["failed", "missing"] = "missing" if cell.status == "finished" else cell.status
+            yield SeedResult(cell.row, cell.column, seed, status, directory, error="; ".join(cell.errors))
+        else:
+            yield SeedResult(cell.row, cell.column, seed, "finished", directory, last / 100, best / 100)
+
+
+def _obey_tables(found: Found) -> None:
+    """Put each table's runs in the order of its rows, and leave out those that it does not name."""
+    order: dict[Path, int] = {}
+    for place, table in found.tables.items():
+        for result in table.results:
+            order.setdefault(place / result.directory, len(order))
+    for run in list(found.runs):
+        if run.path not in order and any(place in run.path.parents for place in found.tables):
+            found.runs.remove(run)
+            error = f"left out: the {TABLE} above it does not name it, so it comes from other settings"
+            found.problems.append(Problem(run.path, error))
+    # sort() keeps the order of the command line among runs outside tables.
+    found.runs.sort(key=lambda run: order.get(run.path, len(order)))

@@ -1,0 +1,180 @@
+"""The ClientApp: from a message to an update, with what the client keeps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import Message
+from safetensors.torch import save_file
+from torch import nn
+
+from clients.app import Site, build_client_app
+from fl_sim import wire
+from fl_sim.engine import InProcessGrid
+from fl_sim.learning import train
+from fl_sim.params import detached
+from fl_sim.seeding import rng, seed_torch
+from fl_sim.store import load_state
+from fl_sim.types import LocalSettings, LocalTask
+from strategies.fedavg import FedAvg
+from strategies.fedmix import FedMix
+from strategies.scaffold import Scaffold
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def _records(client):
+    generator = torch.Generator().manual_seed(client)
+    size = 0 if client == 3 else 5 + client
+    return torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator)
+
+
+def _local(learning_rate):
+    return LocalSettings(learning_rate, 0.9, 0.01, batch_size=4, epochs=2)
+
+
+class Play:
+    """Four clients, of which the last is empty, and the messages they get."""
+
+    def __init__(self, algorithm, state_dir, seed=0, share=None, pool=""):
+        self.asked = []
+        self.model = _model()
+        self.params = detached(self.model.named_parameters())
+        self.algorithm, self.seed, self.state_dir, self.pool = algorithm, seed, state_dir, pool
+        site = Site(algorithm, self.model, _records, share or (lambda *_: {}), _local, 4, seed)
+
+        def site_of(experiment, data_root):
+            self.asked.append((experiment, data_root))
+            return site
+
+        self.grid = InProcessGrid(build_client_app(site_of), 4)
+
+    def order(self, server_round):
+        return wire.Order("experiment", server_round, 0.1, "root", str(self.state_dir), self.pool)
+
+    def train(self, server_round, *clients, broadcast=None):
+        content = wire.task_content(self.order(server_round), self.params, broadcast or {})
+        replies = self.grid.send_and_receive([Message(content, 1000 + client, wire.TRAIN) for client in clients])
+        assert [wire.error_of(reply) for reply in replies] == [None] * len(clients)
+        return [wire.read_update(client, reply.content) for client, reply in zip(clients, replies, strict=True)]
+
+
+def _flat(payload):
+    return torch.cat([value.flatten() for value in payload.values()])
+
+
+def test_a_message_trains_on_the_clients_own_records_with_its_own_seeds(tmp_path: Path):
+    play = Play(FedAvg(), tmp_path)
+    (update,) = play.train(7, 2)
+    inputs, labels = _records(2)
+    task = LocalTask(7, 2, 4, len(labels), _local(0.1), play.params)
+    model = _model()
+    seed_torch(0, "local", 2, 7)
+    trained = train(model, task, FedAvg().plan(task), inputs, labels, rng(0, "batches", 2, 7))
+    for name, value in trained.params.items():
+        assert torch.equal(update.payloads["delta"][name], value - play.params[name])
+    assert (update.client, update.num_examples, update.loss) == (2, 7, trained.loss)
+    assert play.asked == [("experiment", "root")]
+
+
+def test_dropout_and_shuffles_differ_by_client_and_round_and_come_again(tmp_path: Path):
+    play = Play(FedAvg(), tmp_path)
+    runs = [_flat(play.train(server_round, 1)[0].payloads["delta"]) for server_round in (1, 2, 1)]
+    assert torch.equal(runs[0], runs[2])
+    assert not torch.equal(runs[0], runs[1])
+    other = _flat(Play(FedAvg(), tmp_path, seed=1).train(1, 1)[0].payloads["delta"])
+    assert not torch.equal(runs[0], other)
+
+
+def test_an_update_does_not_depend_on_who_else_was_played_in_this_process(tmp_path: Path):
+    together = Play(FedAvg(), tmp_path).train(1, 0, 1, 2)
+    alone = Play(FedAvg(), tmp_path).train(1, 2)
+    assert torch.equal(_flat(together[2].payloads["delta"]), _flat(alone[0].payloads["delta"]))
+
+
+def test_an_empty_shard_answers_with_zeros(tmp_path: Path):
+    (update,) = Play(FedAvg(), tmp_path).train(1, 3)
+    assert (update.num_examples, update.loss) == (0, None)
+    assert not _flat(update.payloads["delta"]).any()
+
+
+def test_what_a_client_keeps_is_there_in_its_next_round(tmp_path: Path):
+    play = Play(Scaffold(), tmp_path)
+    zeros = {"control": {name: torch.zeros_like(value) for name, value in play.params.items()}}
+    (first,) = play.train(1, 1, broadcast=zeros)
+    kept = load_state(tmp_path, 1, 2)["control"]
+    sent = first.payloads["control_delta"]
+    assert all(torch.equal(kept[name], sent[name]) and sent[name].any() for name in sent)  # c_i was 0
+
+    (second,) = play.train(4, 1, broadcast=zeros)
+    later = load_state(tmp_path, 1, 5)["control"]
+    for name, change in second.payloads["control_delta"].items():
+        torch.testing.assert_close(later[name], kept[name] + change)
+    (again,) = play.train(4, 1, broadcast=zeros)  # after a crash: from round 1's control, not from its own
+    assert torch.equal(_flat(again.payloads["control_delta"]), _flat(second.payloads["control_delta"]))
+    assert load_state(tmp_path, 2, 9) == {}
+
+
+def test_the_broadcast_reaches_the_algorithm(tmp_path: Path):
+    play = Play(Scaffold(), tmp_path)
+    zeros, ones = (
+        {"control": {name: torch.full_like(value, number) for name, value in play.params.items()}}
+        for number in (0.0, 1.0)
+    )
+    plain, corrected = play.train(1, 0, broadcast=zeros)[0], Play(Scaffold(), tmp_path).train(1, 0, broadcast=ones)[0]
+    assert (_flat(corrected.payloads["delta"]) < _flat(plain.payloads["delta"])).all()
+
+
+def test_a_client_says_which_partition_it_plays(tmp_path: Path):
+    play = Play(FedAvg(), tmp_path)
+    replies = play.grid.send_and_receive([Message(wire.who_content(0), 1000 + i, wire.WHO) for i in (2, 0)])
+    assert [wire.read_who(reply.content) for reply in replies] == [2, 0]
+    assert play.asked == []
+
+
+def test_sharing_hands_over_what_the_site_makes_of_the_clients_records(tmp_path: Path):
+    play = Play(FedMix(), tmp_path, share=lambda inputs, labels, client: {"rows": inputs + client, "labels": labels})
+    message = Message(wire.share_content(play.order(0)), 1002, wire.SHARE)
+    (reply,) = play.grid.send_and_receive([message])
+    inputs, labels = _records(2)
+    shared = wire.read_pool(reply.content)
+    assert torch.equal(shared["rows"], inputs + 2)
+    assert torch.equal(shared["labels"], labels)
+
+
+def test_the_pool_is_read_from_the_file_the_message_names(tmp_path: Path):
+    generator = torch.Generator().manual_seed(0)
+    updates = []
+    for number in (1.0, 5.0):
+        pool = {"inputs": number * torch.randn(6, 4, generator=generator), "labels": torch.full((6, 3), 1 / 3)}
+        path = tmp_path / f"pool-{number}.safetensors"
+        save_file(pool, path)
+        play = Play(FedMix(), tmp_path, pool=str(path))
+        updates.append(play.train(1, 0)[0])
+        assert torch.equal(_flat(play.train(1, 0)[0].payloads["delta"]), _flat(updates[-1].payloads["delta"]))
+    assert not torch.equal(_flat(updates[0].payloads["delta"]), _flat(updates[1].payloads["delta"]))
+
+
+def test_a_rounds_message_is_unpacked_once_for_all_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    unpacked, read_task = [], wire.read_task
+    monkeypatch.setattr(wire, "read_task", lambda content: unpacked.append(content) or read_task(content))
+    play = Play(FedAvg(), tmp_path)
+    play.train(1, 0, 1, 2)
+    play.train(2, 0, 1)
+    assert len(unpacked) == 2
+
+
+def test_the_sites_number_of_threads_is_set(tmp_path: Path):
+    torch.set_num_threads(2)
+    Play(FedAvg(), tmp_path).train(1, 0)
+    assert torch.get_num_threads() == 1
+
+
+def test_a_client_that_raises_is_an_error_reply(tmp_path: Path):
+    play = Play(FedAvg(), tmp_path)
+    content = wire.task_content(play.order(1), {"wrong": torch.zeros(1)}, {})
+    (reply,) = play.grid.send_and_receive([Message(content, 1000, wire.TRAIN)])
+    assert "KeyError" in wire.error_of(reply)

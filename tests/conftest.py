@@ -1,0 +1,157 @@
+"""What several test files share: a model whose loss is written down by hand, and a federation without an engine."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Message, RecordDict
+from torch import nn
+
+from fl_sim import wire
+from fl_sim.engine import LocalGrid
+from fl_sim.learning import train
+from fl_sim.params import detached
+from fl_sim.seeding import rng
+from fl_sim.types import ClientUpdate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState
+from strategies.aggregators import WeightedMean
+from strategies.flower import FederatedStrategy, Population
+from strategies.samplers import Everyone, Sampler
+
+Shard = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Bowl(nn.Module):
+    """One weight w. A record (a, b, g) has the loss 50 + a/2 (w - b)^2 + g w, exact in float64.
+
+    Label 0 and logits (0, q) have the cross-entropy log(1 + e^q), which rounds to q from q = 40 on, with slope 1.
+    """
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([start], dtype=torch.float64))
+
+    def forward(self, records: torch.Tensor) -> torch.Tensor:
+        a, b, g = records.T
+        loss = 50 + a / 2 * (self.w - b) ** 2 + g * self.w
+        return torch.stack([torch.zeros_like(loss), loss], 1)
+
+
+@dataclass
+class Federation:
+    """A federation in a dozen lines, with no engine: what the server holds, and what each client keeps."""
+
+    algorithm: Any
+    model: nn.Module
+    shards: list[Shard]
+    settings: LocalSettings
+    server: ServerState = field(init=False)
+    states: list[Payloads] = field(init=False)
+    server_round: int = 0
+
+    def __post_init__(self) -> None:
+        self.server = self.algorithm.init(detached(self.model.named_parameters()))
+        self.states = [{} for _ in self.shards]
+
+    def client(self, client: int) -> ClientUpdate:
+        """Play one client of the coming round; nothing is kept."""
+        inputs, labels = self.shards[client]
+        task = LocalTask(
+            self.server_round + 1, client, len(self.shards), len(labels), self.settings,
+            self.server.params, self.server.broadcast, self.states[client],
+        )  # fmt: skip
+        generator = rng(0, "batches", client, self.server_round + 1)
+        return self.algorithm.finish(
+            task, train(self.model, task, self.algorithm.plan(task), inputs, labels, generator)
+        )
+
+    def round(self, *cohort: int) -> list[ClientUpdate]:
+        """Play one round with the clients of ``cohort`` (all if none are given)."""
+        clients = cohort or tuple(range(len(self.shards)))
+        updates = [self.client(client) for client in clients]
+        replies = tuple(
+            Reply(client, update.payloads, update.num_examples, update.loss)
+            for client, update in zip(clients, updates, strict=True)
+        )
+        self.server_round += 1
+        aggregate = WeightedMean().mean(
+            Cohort(self.server_round, replies, len(self.shards), len(clients)), self.algorithm.weighting
+        )
+        if aggregate is not None:
+            self.server = self.algorithm.merge(self.server, aggregate)
+        for client, update in zip(clients, updates, strict=True):
+            self.states[client] = update.state or self.states[client]
+        return updates
+
+    @property
+    def w(self) -> float:
+        """The global weight of a ``Bowl``."""
+        return float(self.server.params["w"])
+
+
+@pytest.fixture
+def bowl() -> Callable[[float], Bowl]:
+    return Bowl
+
+
+@pytest.fixture
+def federation() -> type[Federation]:
+    return Federation
+
+
+@pytest.fixture
+def records() -> Callable[..., Shard]:
+    """Records of a ``Bowl``: (a, b, g) each."""
+
+    def make(*rows: tuple[float, float, float]) -> Shard:
+        return torch.tensor(rows, dtype=torch.float64).reshape(-1, 3), torch.zeros(len(rows), dtype=torch.int64)
+
+    return make
+
+
+@pytest.fixture
+def settings() -> Callable[..., LocalSettings]:
+    def make(learning_rate: float = 0.1, momentum: float = 0.0, **others: Any) -> LocalSettings:
+        return LocalSettings(learning_rate, momentum, **{"weight_decay": 0.0, "batch_size": 100, "epochs": 1, **others})
+
+    return make
+
+
+@pytest.fixture
+def strategy_of() -> Callable[..., FederatedStrategy]:
+    """A strategy whose clients are the nodes of a LocalGrid, with the whole population as its cohort."""
+
+    def make(
+        algorithm: Any, params: Params, num_clients: int, sampler: Sampler | None = None, seed: int = 0
+    ) -> FederatedStrategy:
+        grid = LocalGrid(num_clients)
+        strategy = FederatedStrategy(
+            algorithm, WeightedMean(), sampler or Everyone(), algorithm.init(params),
+            wire.Order("", 0, 0.0, "", "", ""), num_clients, seed, Population(tuple(grid.get_node_ids())),
+        )  # fmt: skip
+        strategy.cohort = strategy.sampler.sample(num_clients, rng(seed, "sampler", 1))
+        return strategy
+
+    return make
+
+
+@pytest.fixture
+def reply_of() -> Callable[[int, RecordDict], Message]:
+    """What the server receives when client i of a LocalGrid answers with some content."""
+
+    def make(client: int, content: RecordDict) -> Message:
+        LocalGrid(1)  # sets the identity that Flower wants before a message can be made
+        sent = Message(RecordDict(), 1000 + client, wire.TRAIN)
+        sent.metadata.__dict__["_message_id"] = f"message-{client}"
+        return Message(content, reply_to=sent)
+
+    return make

@@ -1,0 +1,125 @@
+"""``fl-sim report``: real runs in, a page and figures out; damage is named and costs nothing else."""
+
+import json
+import shutil
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from fl_sim.cli.report import report
+from fl_sim.experiment import experiment_from
+from fl_sim.report.groups import _NAMES
+from fl_sim.simulation import run as run_experiment
+from fl_sim.table_words import label
+from fl_sim.types import UserError
+
+app = typer.Typer()
+app.command()(report)
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Two seeds of FedAvg on digits."""
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in (0, 1):
+        settings = {"clients": 2, "rounds": 2, "partition": "iid", "model": "mlp", "engine": "inprocess", "seed": seed}
+        run_experiment(experiment_from(settings), folder / "deep" / "down" / f"seed-{seed}")
+    return folder
+
+
+@pytest.fixture
+def runs(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "runs")
+
+
+def test_runs_at_any_depth_become_one_page_and_two_figures_beside_them(runs):
+    told = run(runs).stdout
+    out = runs / "report"
+    assert "FedAvg on digits (iid)\n2 runs, 2 finished; clients 2; rounds 2; model mlp; seeds 0, 1.\n" in told
+    for name in ("report.html", "accuracy.png", "loss.png"):
+        assert f"{out / name}\n" in told
+        assert (out / name).stat().st_size > 5000
+    page = (out / "report.html").read_text()
+    assert page.count('src="data:image/png;base64,') == 2
+    assert "http" not in page
+    assert "No privacy guarantee: updates leave the clients without noise" in page
+
+
+def test_json_is_one_object_with_the_means_of_the_results(runs, tmp_path):
+    told = json.loads(run(runs, "--json", "--out", tmp_path / "elsewhere").stdout)
+    results = [json.loads(path.read_text()) for path in sorted(runs.rglob("result.json"))]
+    (row,) = told["rows"]
+    assert row["mean"] == pytest.approx(sum(50 * result["final_accuracy"] for result in results))
+    assert (row["method"], row["data"], row["partition"], row["seeds"]) == ("FedAvg", "digits", "iid", [0, 1])
+    assert told["report"] == str(tmp_path / "elsewhere" / "report.html")
+    assert (told["runs"], told["finished"], told["problems"]) == (2, 2, [])
+
+
+def test_a_directory_named_twice_counts_once(runs):
+    told = json.loads(run(runs, runs / "deep" / "down" / "seed-0", "--json", "--out", runs / "out").stdout)
+    assert (told["runs"], told["problems"]) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.toml", None, "config.toml is missing"),
+        ("config.toml", "data = ", "config.toml is damaged"),
+        ("config.toml", 'data = "digits"', "config.toml is damaged: seed: Field required"),
+        ("result.json", '{"status": "fin', "result.json is damaged"),
+        ("result.json", "{}", "result.json is damaged: status: Field required"),
+        ("result.json", None, "no result.json: still running, or killed after 2 of 2 rounds"),
+        ("rounds.jsonl", None, "rounds.jsonl is missing or holds no readable round"),
+        ("rounds.jsonl", b"\xff\xfe", "rounds.jsonl is damaged"),
+    ],
+)
+def test_one_damaged_run_is_named_and_the_rest_is_shown(runs, file, content, message):
+    damaged = runs / "deep" / "down" / "seed-1" / file
+    if content is None:
+        damaged.unlink()
+    else:
+        damaged.write_bytes(content if isinstance(content, bytes) else content.encode())
+    result = run(runs, "--json")
+    told = json.loads(result.stdout)
+    assert told["finished"] == 1
+    assert [problem["dir"] for problem in told["problems"]] == [str(damaged.parent)]
+    assert message in told["problems"][0]["error"]
+    assert message in result.stderr
+    assert message in (runs / "report" / "report.html").read_text()
+
+
+def test_a_log_cut_short_is_told(runs):
+    log = runs / "deep" / "down" / "seed-1" / "rounds.jsonl"
+    log.write_text(log.read_text().splitlines()[0] + "\n{half")
+    assert "rounds.jsonl holds 1 of 2 rounds" in run(runs).stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "is not there: give a directory that 'fl-sim run --out'"),
+        (lambda path: path.write_text("x"), "is no directory"),
+        (lambda path: path.mkdir(), r"no config.toml, rounds.jsonl, result.json or table.json up to 6 folders deep"),
+        (lambda path: (path.mkdir(), (path / "result.json").write_text("{}")), "config.toml is missing"),
+        (lambda path: (path.mkdir(), (path / "table.json").write_text("{}")), "table.json is damaged: rows"),
+    ],
+)
+def test_with_nothing_to_show_the_message_names_what_is_missing(tmp_path, make, message):
+    make(tmp_path / "place")
+    with pytest.raises(UserError, match=message):
+        run(tmp_path / "place")
+
+
+@pytest.mark.parametrize("kind", _NAMES)
+def test_methods_are_called_as_in_tables(kind):
+    settings = {"algorithm": kind, **({"partition": "iid", "clients": 1} if kind == "centralized" else {})}
+    assert label(experiment_from(settings).algorithm) == _NAMES[kind]

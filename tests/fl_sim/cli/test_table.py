@@ -1,0 +1,212 @@
+"""``fl-sim table`` as typed: files, resuming, failures, interrupts and exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from fl_sim.__main__ import main
+from fl_sim.table import preset_names
+
+ROOT = Path(__file__).parents[3]
+QUICK = ["model=logistic", "rounds=2", "algorithm=fedavg,scaffold", "partition=label-1"]
+LONG = ["model=logistic", "rounds=300", "algorithm=fedavg,scaffold", "partition=label-1"]
+MEDIUM = [*LONG, "rounds=30", "centralized=false"]
+DYING = """
+import os
+from torch import nn
+
+class Dying(nn.Linear):
+    def forward(self, inputs):
+        os._exit(7)
+
+def factory(input_shape, num_classes):
+    return Dying(64, num_classes)
+"""
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["fl-sim", "table", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    return int(exit_.value.code or 0)
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "fl_sim", "table", *arguments],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_a_round(out: Path, process: subprocess.Popen[str], least: int) -> None:
+    """Return once some cell has finished ``least`` rounds."""
+    deadline = time.monotonic() + 120
+    while not any(log.read_text().count("\n") >= least for log in out.glob("cells/*/rounds.jsonl")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_for_the_end_of_all(session: int) -> None:
+    """Return once no process of a session is left; multiprocessing's own tracker goes a moment after its parent."""
+    deadline = time.monotonic() + 10
+    while left := processes_of_session(session):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+def processes_of_session(session: int) -> list[list[str]]:
+    """Return the first fields (state, parent, group, session) of processes that run, or were not waited for."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found.append(path.read_text().rpartition(")")[2].split()[:4])
+    return [fields for fields in found if int(fields[3]) == session]
+
+
+def table_of(out: Path) -> str:
+    return (out / "table.json").read_text()
+
+
+def test_number_of_jobs_does_not_change_the_table_and_a_second_call_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(monkeypatch, *QUICK, "seed=0,1", "--jobs", "1", "--out", str(tmp_path / "one"), "--json") == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == json.loads(table_of(tmp_path / "one"))
+    assert "[6/6]" in printed.err
+    assert typed(monkeypatch, *QUICK, "seed=0,1", "--jobs", "2", "--out", str(tmp_path / "two")) == 0
+    assert table_of(tmp_path / "two") == table_of(tmp_path / "one")
+    assert capsys.readouterr().out.startswith("| Method | digits 1-Label last | digits 1-Label best |")
+
+    logs = {path: path.stat().st_mtime_ns for path in tmp_path.glob("two/cells/*/rounds.jsonl")}
+    assert len(logs) == 6
+    assert typed(monkeypatch, *QUICK, "seed=0,1,2", "--jobs", "1", "--out", str(tmp_path / "two")) == 0
+    again = {path: path.stat().st_mtime_ns for path in tmp_path.glob("two/cells/*/rounds.jsonl")}
+    assert {path: again[path] for path in logs} == logs
+    assert len(again) == 9
+
+
+def test_a_diverging_cell_is_shown_as_failed_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text(
+        'centralized = false\n[base]\nmodel = "mlp"\nrounds = 2\n[grid]\nlocal.learning_rate = [1e30, 0.01]\n'
+    )
+    assert typed(monkeypatch, str(file), "--jobs", "1", "--out", str(tmp_path / "out")) == 1
+    printed = capsys.readouterr()
+    assert "| FedAvg, local.learning_rate=1e+30 | failed | failed |" in printed.out
+    assert "| FedAvg, local.learning_rate=0.01 | **" in printed.out
+    assert "training diverged" in printed.out
+    assert "error: 1 of 2 cells failed" in printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_a_worker_that_dies_costs_one_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dying.py").write_text(DYING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "grid.toml"
+    file.write_text('centralized = false\n[base]\nrounds = 1\n[grid]\nmodel = ["dying:factory", "logistic"]\n')
+    assert typed(monkeypatch, str(file), "--jobs", "1", "--out", str(tmp_path / "out")) == 1
+    printed = capsys.readouterr()
+    assert "its worker process died (exit code 7)" in printed.err
+    assert "| FedAvg, model=logistic | **" in printed.out
+
+
+def test_ctrl_c_stops_at_once_prints_what_is_finished_and_leaves_no_process(tmp_path: Path) -> None:
+    process = started(*LONG, "--jobs", "2", "--out", str(tmp_path))
+    wait_for_a_round(tmp_path, process, 2)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "| FedAvg |" in out
+    assert "of 3 cells are finished" in err
+    assert "goes on from there" in err
+    assert "Traceback" not in err
+    wait_for_the_end_of_all(process.pid)
+
+
+def test_after_kill_9_the_same_command_gives_the_same_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = tmp_path / "killed"
+    process = started(*MEDIUM, "--jobs", "2", "--out", str(killed))
+    wait_for_a_round(killed, process, 5)
+    process.kill()
+    process.communicate(timeout=20)
+    wait_for_the_end_of_all(process.pid)
+    assert typed(monkeypatch, *MEDIUM, "--jobs", "2", "--out", str(killed)) == 0
+    assert "goes on after round" in capsys.readouterr().err
+    assert typed(monkeypatch, *MEDIUM, "--jobs", "2", "--out", str(tmp_path / "whole")) == 0
+    assert table_of(killed) == table_of(tmp_path / "whole")
+
+
+def test_a_cell_killed_before_its_first_file_was_whole_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert typed(monkeypatch, *QUICK, "centralized=false", "--out", str(tmp_path)) == 0
+    before = table_of(tmp_path)
+    cell = next(tmp_path.glob("cells/fedavg-*"))
+    for file in cell.iterdir():
+        file.unlink()
+    (cell / ".config.toml.part").write_text('data = "dig')
+    assert typed(monkeypatch, *QUICK, "centralized=false", "--out", str(tmp_path)) == 0
+    assert table_of(tmp_path) == before
+
+
+def test_two_commands_cannot_fill_one_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = started(*LONG, "--jobs", "1", "--out", str(tmp_path))
+    wait_for_a_round(tmp_path, process, 1)
+    assert typed(monkeypatch, *LONG, "--out", str(tmp_path)) == 2
+    assert "another fl-sim table is filling" in capsys.readouterr().err
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+
+
+def test_a_terminal_gets_a_drawn_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert typed(monkeypatch, *QUICK, "centralized=false", "rounds=1", "--out", str(tmp_path)) == 0
+    out = capsys.readouterr().out
+    assert "┃" in out
+    assert "No privacy guarantee: any method here." in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["digit"], "no file or preset 'digit' (did you mean 'digits'?); presets: digits, mnist"),
+        (["rouds=3"], "unknown key 'rouds' (did you mean 'rounds'?)"),
+        (["a.toml", "b.toml"], "one FILE or PRESET at most, got a.toml, b.toml"),
+        (["algorithm=fedavg,fedporx"], "unknown algorithm 'fedporx' (did you mean 'fedprox'?)"),
+    ],
+)
+def test_mistakes_exit_with_2_and_run_nothing(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert typed(monkeypatch, *arguments, "--out", str(tmp_path / "out")) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_lists_the_presets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed(monkeypatch, "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"Presets: {', '.join(preset_names())}." in text

@@ -1,0 +1,238 @@
+"""The ledger: charge first, refuse what would overrun, forget nothing, survive a crash."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from dp_accounting import dp_event
+from dp_accounting.rdp import RdpAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_sim.privacy import events, ledger
+from fl_sim.privacy.accounting import ORDERS, Adjacency, amplify_fixed_size, amplify_poisson, epsilon
+from fl_sim.privacy.ledger import BudgetExhausted, Ledger, Terms
+from fl_sim.types import RunError, UserError
+
+POISSON = amplify_poisson(dp_event.GaussianDpEvent(1.0), 0.1)
+QUIET = amplify_poisson(dp_event.GaussianDpEvent(3.0), 0.1)
+ZCDP = dp_event.ZCDpEvent(0.01)
+FIXED = amplify_fixed_size(dp_event.GaussianDpEvent(4.0), 30, 1000)
+TERMS = Terms("client", Adjacency.ADD_OR_REMOVE_ONE, 1e-5)
+WORDS = {"covers": "this", "does_not_cover": "that.", "simulation_only": False}
+
+
+def charge_rounds(book: Ledger, count: int, event: dp_event.DpEvent = POISSON, noise: str = "key") -> None:
+    for number in range(1, count + 1):
+        book.charge(event, release=f"round {number}", noise=noise)
+
+
+def test_epsilon_is_kept_after_every_release() -> None:
+    book = Ledger(TERMS)
+    assert book.epsilon == 0.0
+    charge_rounds(book, 3)
+    assert [charge.epsilon for charge in book.charges] == [epsilon([POISSON] * n, 1e-5) for n in (1, 2, 3)]
+    assert book.epsilon == book.charges[-1].epsilon
+
+
+@given(st.lists(st.sampled_from([POISSON, QUIET, ZCDP, dp_event.GaussianDpEvent(5.0)]), min_size=1, max_size=12))
+@settings(deadline=None, max_examples=6)
+def test_random_schedules_are_never_under_counted(schedule: list[dp_event.DpEvent]) -> None:
+    book = Ledger(TERMS)
+    spent = [book.charge(event, release=f"release {number}", noise="key") for number, event in enumerate(schedule)]
+    oracle = RdpAccountant(ORDERS)
+    for event in schedule:
+        oracle.compose(event)
+    assert spent == sorted(spent)
+    assert book.epsilon == pytest.approx(oracle.get_epsilon(1e-5), rel=1e-9)
+    without_zcdp = [event for event in schedule if event != ZCDP]
+    assert book.epsilon >= epsilon(without_zcdp, 1e-5, accountant="pld")
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_the_release_that_would_overrun_is_refused_and_not_charged(accountant: str) -> None:
+    afforded = 6
+    budget = epsilon([POISSON] * afforded, 1e-5, accountant=accountant)
+    book = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, 1e-5, budget=budget, accountant=accountant))
+    charge_rounds(book, afforded)
+    assert book.epsilon == budget
+    assert not book.affords(POISSON)
+    with pytest.raises(BudgetExhausted, match="budget spent after 6 releases") as caught:
+        book.charge(POISSON, release="round 7", noise="key")
+    assert caught.value.num_releases == afforded
+    assert caught.value.would_be > budget
+    assert len(book.charges) == afforded
+    assert book.epsilon == budget
+
+
+def test_a_smaller_release_may_still_fit() -> None:
+    book = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, 1e-5, budget=epsilon([POISSON, QUIET], 1e-5)))
+    book.charge(POISSON, release="round 1", noise="key")
+    assert not book.affords(POISSON)
+    assert book.affords(QUIET)
+    book.charge(QUIET, release="round 2", noise="key")
+
+
+def test_the_same_release_with_the_same_noise_is_free_and_with_new_noise_costs_again() -> None:
+    book = Ledger(TERMS)
+    charge_rounds(book, 2)
+    before = book.epsilon
+    assert book.charge(POISSON, release="round 1", noise="key") == book.charges[0].epsilon
+    assert book.epsilon == before
+    book.charge(POISSON, release="round 1", noise="another key")
+    assert book.epsilon == epsilon([POISSON] * 3, 1e-5)
+    with pytest.raises(RunError, match="one noise, two releases"):
+        book.charge(QUIET, release="round 2", noise="key")
+
+
+def test_no_guarantee_is_none_and_never_fits_a_budget() -> None:
+    free = Ledger(TERMS)
+    assert free.charge(dp_event.NonPrivateDpEvent(), release="round 1", noise="key") is None
+    assert free.charge(POISSON, release="round 2", noise="key") is None
+    said = free.statement(**WORDS)
+    assert said["epsilon"] is said["epsilon_rdp"] is said["epsilon_pld"] is None
+    assert said["guarantee"].startswith("none")
+    bounded = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, 1e-5, budget=1e6))
+    with pytest.raises(BudgetExhausted, match="none"):
+        bounded.charge(dp_event.NonPrivateDpEvent(), release="round 1", noise="key")
+
+
+def test_adjacencies_do_not_meet_in_one_ledger() -> None:
+    with pytest.raises(UserError, match="replace-one"):
+        Ledger(TERMS).charge(FIXED, release="round 1", noise="key")
+    with pytest.raises(UserError, match="add-or-remove-one"):
+        Ledger(Terms("client", Adjacency.REPLACE_ONE, 1e-5)).charge(POISSON, release="round 1", noise="key")
+
+
+def test_a_pld_ledger_refuses_what_pld_does_not_know() -> None:
+    book = Ledger(Terms("record", Adjacency.ADD_OR_REMOVE_ONE, 1e-5, accountant="pld"))
+    with pytest.raises(UserError, match="RDP"):
+        book.charge(ZCDP, release="labels", noise="key")
+
+
+@pytest.mark.parametrize("terms", [{"delta": 0.0}, {"delta": 1.0}, {"budget": 0.0}, {"budget": float("inf")}])
+def test_senseless_terms_are_refused(terms: dict[str, float]) -> None:
+    with pytest.raises(UserError):
+        Terms(**{"unit": "client", "adjacency": Adjacency.ADD_OR_REMOVE_ONE, "delta": 1e-5, **terms})
+
+
+def test_the_log_is_read_back_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    book = Ledger(TERMS, path)
+    for number, event in enumerate([POISSON, QUIET, ZCDP, dp_event.GaussianDpEvent(5.0), dp_event.LaplaceDpEvent(4.0)]):
+        book.charge(event, release=f"release {number}", noise="key")
+    again = Ledger(TERMS, path)
+    assert again.charges == book.charges
+    assert again.epsilon == book.epsilon
+    again.charge(POISSON, release="release 5", noise="new key")
+    assert Ledger(TERMS, path).charges == again.charges
+
+
+def test_the_log_is_on_disk_before_charge_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, synced = tmp_path / "ledger.jsonl", []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        real(descriptor)
+        synced.append(path.read_text().count("\n"))
+
+    monkeypatch.setattr(ledger.os, "fsync", fsync)
+    book = Ledger(TERMS, path)
+    charge_rounds(book, 2)
+    assert {1, 2, 3} <= set(synced)
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(ledger.os, "fsync", full_disk)
+    with pytest.raises(OSError, match="disk full"):
+        book.charge(POISSON, release="round 3", noise="key")
+
+
+def test_every_crash_point_keeps_all_charges_that_returned(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    charge_rounds(Ledger(TERMS, path), 3)
+    whole = path.read_bytes()
+    last = whole.rstrip(b"\n").rfind(b"\n") + 1
+    for cut in range(last, len(whole)):
+        path.write_bytes(whole[:cut])
+        book = Ledger(TERMS, path)
+        assert len(book.charges) == 2
+        book.charge(POISSON, release="round 3", noise="key")
+        assert path.read_bytes() == whole
+
+
+def test_a_damaged_log_stops_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    charge_rounds(Ledger(TERMS, path), 3)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], "garbage\n", *lines[2:]]))
+    with pytest.raises(RunError, match="damaged"):
+        Ledger(TERMS, path)
+    path.write_text(
+        "".join([lines[0], json.dumps({"release": "r", "noise": "k", "event": {"kind": "new"}, "epsilon": 0}) + "\n"])
+    )
+    with pytest.raises(RunError, match="does not know"):
+        Ledger(TERMS, path)
+
+
+def test_a_log_under_other_terms_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    charge_rounds(Ledger(TERMS, path), 1)
+    with pytest.raises(UserError, match="fresh output directory"):
+        Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, 1e-4), path)
+
+
+def test_epsilon_in_the_log_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    charge_rounds(Ledger(TERMS, path), 2)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[-1]["epsilon"] = 0.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert Ledger(TERMS, path).epsilon == epsilon([POISSON] * 2, 1e-5)
+
+
+def test_the_statement_says_what_was_done_in_words_and_numbers() -> None:
+    book = Ledger(TERMS)
+    charge_rounds(book, 5)
+    said = book.statement(**WORDS)
+    json.dumps(said, allow_nan=False)
+    assert (said["unit"], said["delta"], said["steps"], said["accountant"]) == ("client", 1e-5, 5, "rdp")
+    assert (said["noise_multiplier"], said["sampling_rate"], said["adjacency"]) == (1.0, 0.1, "add-or-remove-one")
+    assert said["epsilon"] == said["epsilon_rdp"] == book.epsilon
+    assert said["epsilon_pld"] < said["epsilon_rdp"]
+    assert "every client takes part in a step with probability 0.1" in said["sampling"]
+    assert "RDP" in said["guarantee"]
+    assert (said["covers"], said["does_not_cover"]) == ("this", "that.")
+    seeded = book.statement(**{**WORDS, "simulation_only": True})
+    assert "simulation" in seeded["does_not_cover"]
+
+
+def test_the_statement_of_a_fixed_size_run_says_replace_one() -> None:
+    book = Ledger(Terms("client", Adjacency.REPLACE_ONE, 1e-5, accountant="pld"))
+    charge_rounds(book, 2, FIXED)
+    said = book.statement(**WORDS)
+    assert (said["sampling_rate"], said["noise_multiplier"]) == (0.03, 4.0)
+    assert said["epsilon"] == said["epsilon_pld"] < said["epsilon_rdp"]
+    assert "replacing one client" in said["guarantee"]
+    assert "30 of 1000 clients" in said["sampling"]
+
+
+def test_a_mixed_statement_has_no_single_noise_and_no_pld_where_there_is_none() -> None:
+    book = Ledger(Terms("record", Adjacency.ADD_OR_REMOVE_ONE, 1e-5))
+    book.charge(ZCDP, release="labels", noise="key")
+    book.charge(dp_event.GaussianDpEvent(2.0), release="step 1", noise="key")
+    said = book.statement(**WORDS)
+    assert said["noise_multiplier"] is said["sampling_rate"] is said["epsilon_pld"] is None
+    assert "full: every record" in said["sampling"]
+    assert Ledger(TERMS).statement(**WORDS)["sampling"] == "none yet"
+
+
+def test_every_event_survives_json() -> None:
+    for event in (POISSON, FIXED, ZCDP, dp_event.LaplaceDpEvent(2.0), dp_event.NonPrivateDpEvent()):
+        assert events.from_json(json.loads(json.dumps(events.to_json(event)))) == event
+    with pytest.raises(TypeError, match="no JSON form"):
+        events.to_json(dp_event.UnsupportedDpEvent())
+    assert events.noise_multiplier(ZCDP) is events.sampling_rate(ZCDP) is None
+    assert events.sampling_in_words(dp_event.NonPrivateDpEvent(), "client").startswith("any")

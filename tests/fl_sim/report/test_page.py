@@ -1,0 +1,131 @@
+"""The page: self-contained, escaped, and honest about privacy, data and failures."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from fl_sim.report.groups import group, panels
+from fl_sim.report.page import page
+from fl_sim.report.page_words import NO_GUARANTEE, privacy_in_words
+from fl_sim.report.runs import find
+
+CONFIG = """data = "mnist"
+clients = 10
+model = "mlp"
+rounds = 2
+seed = {seed}
+[algorithm]
+kind = "fedprox"
+mu = 0.5
+[partition]
+kind = "label-k"
+k = 1
+"""
+RELEASE = {"unit": "client", "epsilon": 3.21, "delta": 1e-5, "covers": "the <i>models</i>"}
+
+
+@pytest.fixture
+def write_run(tmp_path):
+    def write(name, seed=0, **changes):
+        path = tmp_path / name
+        path.mkdir(parents=True)
+        (path / "config.toml").write_text(CONFIG.format(seed=seed))
+        line = {"round": 1, "test_accuracy": 0.5, "test_loss": 1.0, "train_loss": None, "epsilon": None, "cohort": 10,
+                "learning_rate": 0.1, "seconds": 1.0}  # fmt: skip
+        (path / "rounds.jsonl").write_text(json.dumps(line) + "\n" + json.dumps({**line, "round": 2}) + "\n")
+        result = {"status": "finished", "data_note": "", "partition": "label-1", "engine": "inprocess", "rounds": 2,
+                  "final_accuracy": 0.5, "best_accuracy": 0.5, "privacy": [],
+                  "seconds": {"preprocess": 0, "train": 2, "total": 3}, "versions": {"torch": "9.9"}}  # fmt: skip
+        (path / "result.json").write_text(json.dumps(result | changes))
+        return path
+
+    return write
+
+
+def shown(*directories):
+    found = find(directories)
+    groups, _ = group(found.runs)
+    return page(found, panels(groups), [])
+
+
+def text_of(html):
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html.split("</style>")[1]))
+
+
+class Balanced(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in {"meta", "br", "img"}:
+            self.open.append(tag)
+        for name, value in attrs:
+            assert name not in {"src", "href"} or value.startswith("data:")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_every_text_is_escaped_and_the_tags_are_balanced(write_run, tmp_path):
+    write_run("a", data_note="<script>alert(1)</script>", privacy=[RELEASE], versions={"<b>": '"&'})
+    write_run("<u>b", seed=1, status="failed", error="<img src=x>")
+    html = shown(tmp_path)
+    parser = Balanced()
+    parser.feed(html)
+    assert parser.open == []
+    for raw in ("<script", "<img", "<u>", "<i>"):
+        assert raw not in html
+    assert "&lt;script&gt;alert(1)" in html
+    assert "&lt;img src=x&gt; (after 2 of 2 rounds)" in html
+
+
+def test_without_a_release_there_is_no_guarantee_and_never_an_epsilon_of_zero(write_run, tmp_path):
+    write_run("none")
+    assert f"{NO_GUARANTEE} The run" in text_of(shown(tmp_path / "none"))
+    for name, epsilon in (("infinite", None), ("unspent", 0.0)):
+        path = write_run(name, privacy=[RELEASE | {"epsilon": epsilon, "guarantee": "(0, 1e-05)-DP" * (epsilon == 0)}])
+        told = text_of(shown(path))
+        assert "epsilon 0" not in told
+        assert "(0," not in told
+        expected = "No privacy guarantee for a client" if epsilon is None else "Nothing about a client was released"
+        assert expected in told
+
+
+def test_a_release_says_its_epsilon_delta_unit_and_what_it_covers(write_run):
+    (run,) = find([write_run("a", privacy=[RELEASE, RELEASE | {"unit": "record", "epsilon": 0.0004}])]).runs
+    assert privacy_in_words(run) == (
+        "Per client: (3.21, 1e-05)-differential privacy. It covers: the <i>models</i>. "
+        "Per record: (0.0004, 1e-05)-differential privacy. It covers: the <i>models</i>."
+    )
+
+
+def test_the_table_averages_finished_seeds_and_tells_of_the_others(write_run, tmp_path):
+    write_run("a", final_accuracy=0.2, best_accuracy=0.3)
+    write_run("b", seed=1, final_accuracy=0.4, best_accuracy=0.5)
+    write_run("c", seed=2, final_accuracy=0.9, best_accuracy=0.9, status="interrupted")
+    told = text_of(shown(tmp_path))
+    assert "FedProx mu=0.5 mnist label-1 10 mlp 0, 1, 2 30.0 ± 14.1 40.0 ± 14.1 3.0 ± 0.0 none 2 finished" in told
+    assert "interrupted: FedProx, mnist, label-1, seed 2" in told
+    assert "3 runs, 2 finished; clients 10; rounds 2; model mlp; seeds 0, 1, 2." in told
+    assert "torch 9.9" in told
+
+
+def test_a_table_directory_shows_its_table_orders_its_runs_and_leaves_out_strangers(write_run, tmp_path):
+    for name, seed in (("t/cells/a", 1), ("t/cells/b", 0), ("t/cells/old", 7)):
+        write_run(name, seed=seed)
+    cell = {"row": "Method & Co", "column": "MNIST 1-Label", "seeds": [0, 1, 2], "values": [81.25, 83.25, None],
+            "best_values": [90.0, 90.0, None], "status": "failed", "errors": ["worker died"],
+            "dir": ["cells/b", "cells/a", "cells/gone"]}  # fmt: skip
+    bound = cell | {"row": "Centralized", "values": [99.0] * 3, "best_values": [99.0] * 3, "status": "finished"}
+    table = {"rows": ["Method & Co", "Centralized"], "columns": ["MNIST 1-Label"], "upper_bounds": ["Centralized"],
+             "cells": [cell, bound], "caption": ["a subset of MNIST"]}  # fmt: skip
+    (tmp_path / "t" / "table.json").write_text(json.dumps(table))
+    found = find([tmp_path])
+    assert [run.path.name for run in found.runs] == ["b", "a"]
+    told = text_of(shown(tmp_path))
+    assert "Method &amp; Co failed failed Centralized 99.0 ± 0.0 99.0 ± 0.0 a subset of MNIST" in told
+    assert "failed: Method &amp; Co, MNIST 1-Label, seed 2: worker died" in told
+    assert "left out: the table.json above it does not name it" in told

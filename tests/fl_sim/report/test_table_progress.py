@@ -1,0 +1,51 @@
+"""What people see while a table fills."""
+
+import io
+
+import pytest
+
+from fl_sim.report.rundir import RoundRecord
+from fl_sim.report.table_progress import TableProgress
+
+
+def record(server_round: int, accuracy: float | None) -> RoundRecord:
+    return RoundRecord(server_round, accuracy, None, None, None, 10, 0.01, 0.5)
+
+
+def test_a_plain_stream_gets_a_line_per_finished_cell() -> None:
+    stream = io.StringIO()
+    with TableProgress({"a": 2, "b": 2}, stream) as progress:
+        progress.started("a", 1)
+        progress.finished_round("a", record(1, 0.5))
+        progress.finished_round("a", record(2, None))
+        progress.closed("a", "last 50.0 %")
+        progress.started("b", 2)
+        progress.finished_round("b", record(2, 0.75))
+        progress.closed("b", "failed: no")
+    first, second, third = stream.getvalue().splitlines()
+    assert first.startswith("[1/2] a: last 50.0 %; about 0 s left")
+    assert second == "b goes on after round 1"
+    assert third == "[2/2] b: failed: no"
+
+
+def test_cells_finished_earlier_say_nothing_about_the_time_left() -> None:
+    stream = io.StringIO()
+    with TableProgress({"a": 2, "b": 2}, stream) as progress:
+        progress.closed("a", "last 50.0 %")
+    assert stream.getvalue() == "[1/2] a: last 50.0 %\n"
+
+
+def test_a_terminal_gets_a_live_view_of_running_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = io.StringIO()
+    with TableProgress({"FedAvg, [digits]": 4, "b": 4}, stream) as progress:
+        progress.started("FedAvg, [digits]", 1)
+        progress.finished_round("FedAvg, [digits]", record(1, 0.9312))
+        progress._bars.refresh()
+        shown = stream.getvalue()
+        progress.closed("FedAvg, [digits]", "done")
+    assert "FedAvg, [digits]" in shown
+    assert "accuracy 0.9312" in shown
+    assert "0.50 s/round" in shown
+    assert "0/2 cells, about 0 s left" in shown

@@ -1,0 +1,87 @@
+"""The Grid that runs every client in this process."""
+
+import time
+
+import pytest
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.run import Run
+
+from fl_sim.engine import CLIENT_RAISED, TOO_LATE, InProcessGrid, partition_of
+
+
+def app() -> ClientApp:
+    """A client that replies with its number; client 1 does what it is told."""
+    made = ClientApp()
+
+    @made.train()
+    def train(message: Message, context: Context) -> Message:
+        action = message.content.config_records["order"]["action"]
+        client = int(str(context.node_config["partition-id"]))
+        if client == 1 and action == "raise":
+            raise ValueError("bad record")
+        if client == 1 and action == "exit":
+            raise SystemExit(3)
+        if client == 1 and action == "sleep":
+            time.sleep(0.2)
+        return Message(RecordDict({"report": MetricRecord({"client": client})}), reply_to=message)
+
+    return made
+
+
+def messages(grid: InProcessGrid, action: str = "") -> list[Message]:
+    content = RecordDict({"order": ConfigRecord({"action": action})})
+    return [Message(content, node, "train") for node in grid.get_node_ids()]
+
+
+def clients_of(replies: list[Message]) -> list[object]:
+    return [reply.content.metric_records["report"]["client"] for reply in replies]
+
+
+def test_node_i_plays_client_i_and_replies_come_in_the_order_of_messages() -> None:
+    grid = InProcessGrid(app(), 4)
+    sent = messages(grid)[::-1]
+    assert [partition_of(message) for message in sent] == [3, 2, 1, 0]
+    replies = grid.send_and_receive(sent)
+    assert clients_of(replies) == [3, 2, 1, 0]
+    assert [reply.metadata.reply_to_message_id for reply in replies] == [m.metadata.message_id for m in sent]
+
+
+def test_pushed_messages_can_be_pulled_once() -> None:
+    grid = InProcessGrid(app(), 3)
+    ids = list(grid.push_messages(messages(grid)))
+    assert clients_of(list(grid.pull_messages(ids))) == [0, 1, 2]
+    assert list(grid.pull_messages(ids)) == []
+
+
+@pytest.mark.parametrize(("action", "reason"), [("raise", "ValueError: bad record"), ("exit", "SystemExit: 3")])
+def test_a_client_that_raises_is_one_error_reply_and_no_more(action: str, reason: str) -> None:
+    grid = InProcessGrid(app(), 3)
+    replies = grid.send_and_receive(messages(grid, action))
+    assert [reply.has_error() for reply in replies] == [False, True, False]
+    assert (replies[1].error.code, replies[1].error.reason) == (CLIENT_RAISED, reason)
+
+
+def test_clients_whose_turn_does_not_come_before_the_deadline_are_error_replies() -> None:
+    grid = InProcessGrid(app(), 3)
+    replies = grid.send_and_receive(messages(grid, "sleep"), timeout=0.1)
+    assert [reply.has_error() for reply in replies] == [False, False, True]
+    assert replies[2].error.code == TOO_LATE
+    assert "its turn did not come" in replies[2].error.reason
+
+
+def test_progress_hears_of_every_reply() -> None:
+    heard: list[int] = []
+    grid = InProcessGrid(app(), 3, heard.append)
+    grid.send_and_receive(messages(grid))
+    assert heard == [1, 2, 3]
+
+
+def test_the_private_parts_of_flower_that_a_grid_needs_are_where_they_were() -> None:
+    grid = InProcessGrid(app(), 1)
+    grid.set_run(Run.create_empty(7))
+    assert grid.run.run_id == 7
+    message = grid.create_message(RecordDict(), "train", 1000, "group")
+    assert (message.metadata.dst_node_id, message.metadata.group_id) == (1000, "group")
+    [message_id] = grid.push_messages(messages(grid))
+    assert len(message_id) == 32

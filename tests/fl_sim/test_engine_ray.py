@@ -1,0 +1,227 @@
+"""The Ray engine: clients that raise, return NaN, hang, exit or kill their actor, and what is left of the run."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from flwr.app import Message
+
+from fl_sim.data import load
+from fl_sim.engine import CLIENT_RAISED, TOO_LATE, WORKER_DIED
+from fl_sim.experiment import client_shards, experiment_from
+from fl_sim.learning import to_tensors
+from fl_sim.report.rundir import RoundRecord, read_rounds
+from fl_sim.simulation import Silent, run
+from fl_sim.types import RunError, UserError
+
+start = pytest.importorskip("fl_sim.engine_ray_start")  # before Ray itself: it sets what Ray reads when imported
+import ray  # noqa: E402
+
+from fl_sim.engine_ray import RayGrid  # noqa: E402
+from fl_sim.engine_ray_start import RayResources, start_or_join, stop_or_leave  # noqa: E402
+
+pytestmark = pytest.mark.ray
+
+PROJECT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def misbehaving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """A module of the user's own, on the path of this process alone, and one Ray for all tests here."""
+    folder = tmp_path_factory.mktemp("users_code")
+    shutil.copy(Path(__file__).with_name("misbehaving.py"), folder / "users_misbehaving.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        start_or_join(RayResources(actors=4), 4)
+        import users_misbehaving  # noqa: PLC0415
+
+        yield users_misbehaving
+        stop_or_leave()
+
+
+@pytest.fixture(scope="module")
+def grid(misbehaving: ModuleType) -> Iterator[RayGrid]:
+    made = RayGrid(misbehaving.client_app, 8, RayResources(actors=2))
+    yield made
+    made.close()
+
+
+def send(grid: RayGrid, content: object, timeout: float = 60) -> list[Message]:
+    return grid.send_and_receive([Message(content, node, "train") for node in grid.get_node_ids()], timeout=timeout)
+
+
+def failures(replies: list[Message]) -> dict[int, tuple[int, str]]:
+    return {client: (reply.error.code, reply.error.reason) for client, reply in enumerate(replies) if reply.has_error()}
+
+
+def reports(replies: list[Message], key: str) -> list[object]:
+    return [reply.content.metric_records["report"][key] for reply in replies]
+
+
+def test_two_actors_share_the_clients_and_replies_keep_the_order(grid: RayGrid, misbehaving: ModuleType) -> None:
+    send(grid, misbehaving.order("", 0))
+    replies = send(grid, misbehaving.order("", 0, seconds=0.1))
+    assert reports(replies, "client") == list(range(8))
+    assert set(reports(replies, "threads")) == {1}
+    pids = set(reports(replies, "pid"))
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
+@pytest.mark.parametrize(("action", "reason"), [("raise", "ValueError: my data is bad"), ("exit", "SystemExit: 3")])
+def test_a_client_that_raises_or_exits_is_one_error_reply(
+    grid: RayGrid, misbehaving: ModuleType, action: str, reason: str
+) -> None:
+    assert failures(send(grid, misbehaving.order(action, 3))) == {3: (CLIENT_RAISED, reason)}
+
+
+def test_a_client_that_kills_its_actor_is_named_and_the_others_are_answered(
+    grid: RayGrid, misbehaving: ModuleType, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failed = failures(send(grid, misbehaving.order("kill", 3)))
+    assert failed == {3: (WORKER_DIED, "the worker died (out of memory?) while client 3 trained")}
+    assert failures(send(grid, misbehaving.order("", 0))) == {}
+    assert capfd.readouterr().out == ""  # Ray would print a paragraph there
+
+
+def test_an_actor_that_dies_once_is_replaced_within_the_exchange(
+    grid: RayGrid, misbehaving: ModuleType, tmp_path: Path
+) -> None:
+    replies = send(grid, misbehaving.order("kill", 5, once=str(tmp_path / "done")))
+    assert (tmp_path / "done").exists()
+    assert reports(replies, "client") == list(range(8))
+
+
+@pytest.mark.parametrize("action", ["hang", "spin"])
+def test_the_exchange_ends_at_its_deadline_and_the_next_one_works(
+    grid: RayGrid, misbehaving: ModuleType, action: str
+) -> None:
+    send(grid, misbehaving.order("", 0))  # both actors are up, so the deadline is for the clients alone
+    start = time.monotonic()
+    failed = failures(send(grid, misbehaving.order(action, 2), timeout=1.5))
+    assert time.monotonic() - start < 4
+    assert failed.pop(2) == (TOO_LATE, "no answer within 1.5 s: it was still training")
+    assert len(failed) < 7
+    assert set(failed.values()) <= {(TOO_LATE, "no answer within 1.5 s: it waited behind client 2")}
+    assert failures(send(grid, misbehaving.order("", 0))) == {}
+
+
+def test_ctrl_c_while_waiting_is_heard_at_once_and_the_next_exchange_works(
+    grid: RayGrid, misbehaving: ModuleType
+) -> None:
+    start = time.monotonic()
+    code = f"import os, signal, time; time.sleep(1); os.kill({os.getpid()}, signal.SIGINT)"
+    interrupter = subprocess.Popen([sys.executable, "-c", code])
+    with pytest.raises(KeyboardInterrupt):
+        send(grid, misbehaving.order("hang", 0))
+    assert time.monotonic() - start < 6
+    interrupter.wait()
+    assert failures(send(grid, misbehaving.order("", 0))) == {}
+
+
+def test_an_app_that_cannot_be_made_fails_all_messages_with_its_reason(misbehaving: ModuleType) -> None:
+    broken = RayGrid(misbehaving.broken_app, 3, RayResources(actors=1))
+    failed = failures(send(broken, misbehaving.order("", 0)))
+    assert set(failed.values()) == {(WORKER_DIED, "no worker can start: RuntimeError: no such library")}
+    assert len(failed) == 3
+    broken.close()
+
+
+def test_what_the_cluster_does_not_have_is_the_users_mistake(misbehaving: ModuleType) -> None:
+    with pytest.raises(UserError, match=r"64 Ray actors with engine\.cpus=1 each do not fit a cluster of 4 processors"):
+        RayGrid(misbehaving.client_app, 99, RayResources(actors=64))
+    with pytest.raises(UserError, match=r"set engine\.gpus=0"):
+        RayGrid(misbehaving.client_app, 2, RayResources(gpus=0.5))
+    assert ray.is_initialized()  # the engine did not start this Ray, so it does not stop it
+
+
+class Trigger(Silent):
+    """After the first round, makes the model fail at a record of client 3."""
+
+    def __init__(self, flag: Path, action: str) -> None:
+        self._flag, self._action = flag, action
+        self._start = 0.0
+
+    def finished_round(self, record: RoundRecord) -> None:
+        self._start = time.monotonic()
+        dataset = load("digits", None)
+        shard = client_shards(experiment_from({}), None)[3]
+        inputs, _ = to_tensors(dataset.train.take(shard[:1]), dataset)
+        self._flag.write_text(json.dumps({"action": self._action, "record": inputs.flatten().tolist()}))
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+
+@pytest.mark.parametrize(
+    ("action", "message", "within"),
+    [
+        ("raise", "client 3 in round 2 failed: ValueError: my data is bad", 5),
+        ("nan", "client 3 in round 2", 5),
+        ("exit", "client 3 in round 2 failed: SystemExit: 3", 5),
+        ("kill", r"client 3 in round 2 failed: the worker died \(out of memory\?\)", 30),
+        ("hang", "client 3 in round 2 failed: no answer within 15 s: it was still training", 18),
+    ],
+)
+def test_a_run_with_a_client_that_fails_ends_in_time_says_which_and_keeps_what_it_has(
+    misbehaving: ModuleType, tmp_path: Path, action: str, message: str, within: float
+) -> None:
+    settings = {"model": "users_misbehaving:model", "rounds": 3, "engine": {"kind": "ray", "actors": 2}}
+    trigger = Trigger(misbehaving.FLAG, action)
+    misbehaving.FLAG.unlink(missing_ok=True)
+    with pytest.raises(RunError, match=message):
+        run(experiment_from({**settings, "round_timeout": 15}), tmp_path / "run", observer=trigger)
+    assert trigger.seconds() < within
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["status"], result["engine"], result["rounds"]) == ("failed", "ray", 1)
+    assert "client 3 in round 2" in result["error"]
+    assert [record.round for record in read_rounds(tmp_path / "run")] == [1]
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def processes_of(session: int) -> list[str]:
+    """Return what still runs in a session of processes, apart from zombies."""
+    listing = subprocess.run(["ps", "-e", "-o", "sid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listing.splitlines()]
+    return [row[2] for row in rows if int(row[0]) == session and not row[1].startswith("Z")]
+
+
+def test_ctrl_c_on_the_command_line_leaves_no_process_behind_and_nothing_on_standard_output(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "fl_sim",
+        "run",
+        "model=logistic",
+        "rounds=100000",
+        "engine=ray",
+        "engine.actors=1",
+    ]
+    process = subprocess.Popen(
+        [*command, "--json", "--out", str(out)],
+        cwd=PROJECT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(read_rounds(out)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert output == ""
+    assert "Traceback" not in errors
+    assert json.loads((out / "result.json").read_text())["status"] == "interrupted"
+    time.sleep(0.5)
+    assert processes_of(process.pid) == []

@@ -1,0 +1,258 @@
+"""An experiment as a value: from text and back, and how its parts are wired."""
+
+import math
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+
+from fl_sim import experiment as wiring
+from fl_sim.data import load
+from fl_sim.experiment import Experiment, experiment_from, read_table, resolved, with_overrides
+from fl_sim.learning import to_tensors
+from fl_sim.report import rundir
+from fl_sim.seeding import rng
+from fl_sim.types import LocalSettings, UserError
+from partitions import Dirichlet, LabelK
+from strategies.fedavg import Centralized, FedAvg
+from strategies.fedprox import FedProx
+from strategies.samplers import FixedSize, Poisson
+from strategies.scaffold import Scaffold
+from strategies.server_opt import FedYogi
+
+
+def _made(*overrides, table=None):
+    return experiment_from(with_overrides(table or {}, list(overrides)))
+
+
+def test_no_settings_are_fedavg_on_one_label_digits():
+    made = _made()
+    assert made == Experiment()
+    assert (made.data, made.partition, made.algorithm, made.clients) == ("digits", LabelK(k=1), FedAvg(), 10)
+
+
+@pytest.mark.parametrize("overrides", [*permutations(["algorithm=fedprox", "algorithm.mu=0.1", "local.epochs=5"])])
+def test_overrides_mean_the_same_in_any_order(overrides):
+    made = _made(*overrides)
+    assert made.algorithm == FedProx(mu=0.1)
+    assert made.local.epochs == 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part", "value"),
+    [
+        (["partition=label-1"], "partition", LabelK(k=1)),
+        (["partition=label-2"], "partition", LabelK(k=2)),
+        (["partition=dirichlet:0.05"], "partition", Dirichlet(beta=0.05)),
+        (["partition=dirichlet", "partition.balanced=true"], "partition", Dirichlet(balanced=True)),
+        (["partition.k=3"], "partition", LabelK(k=3)),
+        (["algorithm=scaffold:0.5"], "algorithm", Scaffold(server_learning_rate=0.5)),
+        (["algorithm=fedyogi", "algorithm.tau=0.1", "algorithm.beta_2=0.9"], "algorithm", FedYogi(tau=0.1, beta_2=0.9)),
+        (["algorithm.kind=centralized"], "algorithm", Centralized()),
+        (["sampler=poisson:0.1"], "sampler", Poisson(sampling_rate=0.1)),
+        (["sampler.cohort_size=4", "sampler=fixed-size"], "sampler", FixedSize(cohort_size=4)),
+        (["engine=ray:4"], "engine", wiring.Ray(actors=4)),
+        (["engine=ray", "engine.cpus=0.5"], "engine", wiring.Ray(cpus=0.5)),
+        (["aggregator=mean"], "aggregator", wiring.WeightedMean()),
+    ],
+)  # fmt: skip
+def test_short_forms_and_keys_inside_groups(overrides, part, value):
+    assert getattr(_made(*overrides), part) == value
+
+
+def test_overrides_lie_over_a_table_and_leave_it_as_it_was():
+    table = {"algorithm": "fedprox:1.0", "local": {"epochs": 10, "momentum": 0.5, "schedule": "cosine"}, "rounds": 7}
+    made = _made("local.epochs=2", "algorithm.mu=0.25", "local.schedule.final=0.5", table=table)
+    assert made.algorithm == FedProx(mu=0.25)
+    assert (made.local.epochs, made.local.momentum, made.rounds) == (2, 0.5, 7)
+    assert made.local.schedule == wiring.Cosine(final=0.5)
+    assert table["local"] == {"epochs": 10, "momentum": 0.5, "schedule": "cosine"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rnds=3"], r"unknown key 'rnds' \(did you mean 'rounds'\?\); valid here: data, partition, clients,"),
+        (["local.epoch=3"], r"unknown key 'local.epoch' \(did you mean 'epochs'\?\); valid here: epochs, batch_size"),
+        (["algorithm=fedprx"], r"unknown algorithm 'fedprx' \(did you mean 'fedprox'\?\); valid: fedavg, fedprox"),
+        (["algorithm=fedprox", "algorithm.muu=1"], r"'algorithm.muu' \(did you mean 'mu'\?\); .*: kind, mu$"),
+        (["algorithm.mu=0.1"], "unknown key 'algorithm.mu'; valid here: kind$"),
+        (["algorithm.kind=fedprx"], r"algorithm needs a kind, .*; got 'fedprx' \(did you mean 'fedprox'\?\)"),
+        (["engine=rya"], r"unknown engine 'rya' \(did you mean 'ray'\?\); valid: auto, inprocess, ray"),
+        (["partition=dirichlt:1"], r"unknown partition 'dirichlt:1' \(did you mean 'dirichlet'\?\)"),
+        (["partition=dirichlet", "partition.betta=1"], r"'partition.betta' .*here: kind, beta, min_size, balanced$"),
+        (["local.schedule=stp"], r"unknown local.schedule 'stp' \(did you mean 'step'\?\)"),
+        (["local.schedule.every=3"], "local.schedule needs a kind, one of constant, exponential, step, cos"),
+        (["local.learning_rate=nan"], "local.learning_rate = 'nan': input should be a finite number"),
+        (["local.learning_rate=inf"], "local.learning_rate = 'inf': input should be a finite number"),
+        (["local.learning_rate=0"], "local.learning_rate = '0': input should be greater than 0"),
+        (["local.momentum=1"], "local.momentum = '1': input should be less than 1"),
+        (["algorithm=fedprox:nan"], "algorithm.mu = 'nan': input should be a finite number"),
+        (["partition=dirichlet:nan"], "beta=nan is outside"),
+        (["partition=dirichlet:inf"], "beta=inf is outside"),
+        (["round_timeout=inf"], "round_timeout = 'inf': input should be a finite number"),
+        (["rounds=0"], "rounds = '0': input should be greater than or equal to 1"),
+        (["rounds=ten"], "rounds = 'ten': input should be a valid integer"),
+        (["rounds.x=1"], "rounds = {'x': '1'}: input should be a valid integer"),
+        (["seed=-1"], "seed = '-1': input should be greater than or equal to 0"),
+        (["local=5", "local.epochs=3"], "local is a single value, it has no settings inside"),
+        (["rounds"], "settings are given as key=value, got 'rounds'; for example rounds=50"),
+        (["=3"], "settings are given as key=value, got '=3'"),
+        (["sampler=fixed-size:20"], "^sampler fixed-size:20 wants more clients than the 10 there are$"),
+        (["algorithm=centralized", "sampler=poisson:0.5"], "^algorithm centralized has a single client"),
+    ],
+)  # fmt: skip
+def test_mistakes_name_the_value_and_what_is_valid(overrides, message):
+    with pytest.raises(UserError, match=message):
+        _made(*overrides)
+
+
+def test_dates_in_a_file_are_a_mistake_like_any_other(tmp_path: Path):
+    (tmp_path / "dated.toml").write_text("rounds = 2026-01-01\n")
+    with pytest.raises(UserError, match=r"rounds = .*2026.*input should be a valid integer"):
+        _made("seed=1", table=read_table(tmp_path / "dated.toml"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["partition=dirichlet:0.05", "algorithm=fedprox:0.1"],
+        ["partition=dirichlet", "partition.min_size=3", "local.schedule=exponential:0.9", "sampler=poisson:0.3"],
+        ["partition=feature-noise:0.1", "algorithm=fedmix", "algorithm.records_per_average=7", "engine=ray:2"],
+        ["partition=quantity:0.5", "algorithm=fedadam", "local.learning_rate=0.30000000000000004"],
+        ["partition=shards:2", "algorithm=centralized", "local.weight_decay=1e-5", "model=mlp"],
+    ],
+)  # fmt: skip
+def test_an_experiment_written_as_toml_or_json_is_read_back_equal(overrides, tmp_path: Path):
+    made = resolved(_made(*overrides), None)
+    rundir.write_config(tmp_path, made.model_dump(exclude_none=True))
+    assert experiment_from(read_table(tmp_path / "config.toml")) == made
+    assert Experiment.model_validate_json(made.model_dump_json()) == made
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path):
+    (tmp_path / "broken.toml").write_text("rounds = = 3")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"no such file: .*missing.toml"):
+        read_table(tmp_path / "missing.toml")
+    for name in ("broken.toml", "bytes.toml", "."):
+        with pytest.raises(UserError, match="is not a TOML file"):
+            read_table(tmp_path / name)
+    (tmp_path / "good.toml").write_text(tomli_w.dumps({"rounds": 3}))
+    assert read_table(tmp_path / "good.toml") == {"rounds": 3}
+
+
+def test_schedules_match_numbers_by_hand():
+    def factors(text, rounds, *inside):
+        schedule = _made(f"local.schedule={text}", *inside).local.schedule
+        return [schedule.factor(server_round, rounds) for server_round in range(1, rounds + 1)]
+
+    assert factors("constant", 3) == [1.0, 1.0, 1.0]
+    assert factors("exponential:0.5", 4) == [1.0, 0.5, 0.25, 0.125]
+    assert factors("step:2", 5, "local.schedule.decay=0.1") == pytest.approx([1.0, 1.0, 0.1, 0.1, 0.01])
+    assert factors("cosine", 4) == pytest.approx([1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2])
+    assert factors("cosine:0.2", 2) == pytest.approx([1.0, 0.6])
+
+
+def test_resolved_fills_in_the_model_that_fits_and_keeps_one_that_was_named():
+    assert resolved(_made(), None).model == "dafl-cnn"
+    assert resolved(_made("model=logistic"), None).model == "logistic"
+
+
+def test_shards_are_disjoint_cover_all_records_and_follow_the_seed():
+    shards = wiring.client_shards(_made("partition=dirichlet:0.5"), None)
+    total = len(load("digits", None).train)
+    assert len(shards) == 10
+    assert sorted(np.concatenate(shards).tolist()) == list(range(total))
+    again = wiring.client_shards(_made("partition=dirichlet:0.5", "algorithm=scaffold", "rounds=3"), None)
+    other = wiring.client_shards(_made("partition=dirichlet:0.5", "seed=1"), None)
+    assert all(np.array_equal(*pair) for pair in zip(shards, again, strict=True))
+    assert not all(np.array_equal(*pair) for pair in zip(shards, other, strict=True))
+
+
+def test_centralized_training_is_one_client_with_everything():
+    made = _made("algorithm=centralized", "partition=label-1")
+    (shard,) = wiring.client_shards(made, None)
+    assert made.num_clients == 1
+    assert shard.tolist() == list(range(len(load("digits", None).train)))
+    site = wiring.site_of(made.model_dump_json(), "")
+    assert len(site.records(0)[1]) == len(shard)
+
+
+def test_an_impossible_split_is_the_users_mistake():
+    with pytest.raises(UserError, match=r"partition label-k of digits over 10 clients: .*11"):
+        wiring.client_shards(_made("partition=label-11"), None)
+
+
+def test_a_site_holds_each_clients_own_records():
+    made = _made("partition=label-1", "local.batch_size=7", "local.epochs=3", "engine.threads=1")
+    site = wiring.site_of(made.model_dump_json(), "")
+    assert site is wiring.site_of(made.model_dump_json(), "")
+    dataset, shards = load("digits", None), wiring.client_shards(made, None)
+    for client in (0, 9):
+        inputs, labels = site.records(client)
+        expected, _ = to_tensors(dataset.train.take(shards[client]), dataset)
+        assert torch.equal(inputs.cpu(), expected)
+        assert set(labels.tolist()) == {client}
+    assert (site.num_clients, site.seed, site.threads) == (10, 0, 1)
+    assert site.local_settings(0.03) == LocalSettings(0.03, 0.9, 1e-5, 7, 3)
+
+
+def test_what_a_site_shares_is_seeded_by_client():
+    made = _made("algorithm=fedmix", "partition=iid")
+    site = wiring.site_of(made.model_dump_json(), "")
+    inputs, labels = site.records(0)
+    one, again, other = (site.share(inputs, labels, client)["inputs"] for client in (0, 0, 1))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert len(one) == len(labels) // 5
+
+
+def test_feature_noise_has_the_variance_of_the_client_in_units_of_raw_inputs():
+    noisy = wiring.site_of(_made("partition=feature-noise:0.1").model_dump_json(), "")
+    dataset, shards = load("digits", None), wiring.client_shards(_made("partition=feature-noise:0.1"), None)
+    for client in range(10):
+        clean, _ = to_tensors(dataset.train.take(shards[client]), dataset)
+        inputs, _ = noisy.records(client)
+        noise = ((inputs.cpu() - clean) * torch.tensor(dataset.std).reshape(1, -1, 1, 1)).double().flatten()
+        variance = 0.1 * (client + 1) / 10  # sigma i / K, i = 1..K
+        assert float(noise.var()) == pytest.approx(variance, rel=4.5 * math.sqrt(2 / len(noise)))
+        assert abs(float(noise.mean())) < 4.5 * math.sqrt(variance / len(noise))
+
+
+@pytest.mark.parametrize("partition", ["label-1", "feature-noise:0.1"])
+def test_records_are_the_same_whether_they_stay_in_memory_or_not(partition, monkeypatch):
+    settings = _made(f"partition={partition}").model_dump_json()
+    kept = wiring.site_of.__wrapped__(settings, "")
+    monkeypatch.setattr(wiring, "KEEP_BYTES", 0)
+    made_anew = wiring.site_of.__wrapped__(settings, "")
+    for client in (0, 3):
+        assert all(torch.equal(*pair) for pair in zip(kept.records(client), made_anew.records(client), strict=True))
+    assert kept.records(3)[0] is kept.records(3)[0]
+    assert made_anew.records(3)[0] is not made_anew.records(3)[0]
+
+
+def test_the_model_starts_from_the_seed():
+    dataset = load("digits", None)
+    first, again, other = (wiring.build_model(_made(f"seed={seed}"), dataset) for seed in (0, 0, 1))
+    assert all(torch.equal(*pair) for pair in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(next(first.parameters()), next(other.parameters()))
+
+
+def test_the_device_is_the_one_asked_for(monkeypatch):
+    assert wiring.device_of(_made("device=cpu")).type == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert wiring.device_of(_made()).type == "cpu"
+    with pytest.raises(UserError, match="device=cuda, but no CUDA device is seen here; take device=cpu"):
+        wiring.device_of(_made("device=cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert wiring.device_of(_made()).type == "cuda"
+
+
+def test_a_cohort_is_drawn_from_the_population_of_the_experiment():
+    made = _made("sampler=fixed-size:3", "clients=5")
+    assert len(made.sampler.sample(made.num_clients, rng(0, "sampler", 1))) == 3

@@ -1,0 +1,71 @@
+"""Arithmetic on named tensors."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_sim import params
+
+LEFT = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0)}
+RIGHT = {"b": torch.tensor(-1.0), "a": torch.tensor([10.0, 20.0])}
+
+
+def _lists(values):
+    return {name: value.tolist() for name, value in values.items()}
+
+
+def test_sums_differences_and_multiples_go_by_name():
+    assert _lists(params.add(LEFT, RIGHT)) == {"a": [11.0, 22.0], "b": 2.0}
+    assert _lists(params.add(LEFT, RIGHT, 0.5)) == {"a": [6.0, 12.0], "b": 2.5}
+    assert _lists(params.subtract(LEFT, RIGHT)) == {"a": [-9.0, -18.0], "b": 4.0}
+    assert _lists(params.scale(LEFT, -2.0)) == {"a": [-2.0, -4.0], "b": -6.0}
+    assert _lists(params.zeros_like(LEFT)) == {"a": [0.0, 0.0], "b": 0.0}
+    assert params.num_parameters(LEFT) == 3
+    assert _lists(LEFT) == {"a": [1.0, 2.0], "b": 3.0}
+
+
+def test_weighted_mean_matches_numbers_by_hand():
+    mean = params.weighted_mean([LEFT, RIGHT], [3, 1])
+    assert _lists(mean) == {"a": [3.25, 6.5], "b": 2.0}
+    assert all(value.dtype == torch.float32 for value in mean.values())
+
+
+def test_weighted_mean_adds_in_float64():
+    # In float32 1e8 + 1 is 1e8: the 1 would be lost, and the sum 0.
+    items = [{"w": torch.tensor([value])} for value in (1e8, 1.0, -1e8)]
+    assert params.weighted_mean(items, [1.0, 1.0, 1.0])["w"].item() == pytest.approx(1 / 3, rel=1e-6)
+
+
+@given(st.lists(st.tuples(st.floats(-10, 10, width=32), st.floats(0.125, 100)), min_size=1, max_size=6))
+def test_weighted_mean_lies_between_its_items_and_ignores_the_scale_of_weights(pairs):
+    items = [{"w": torch.tensor([value])} for value, _ in pairs]
+    weights = [weight for _, weight in pairs]
+    mean = params.weighted_mean(items, weights)["w"].item()
+    values = [value for value, _ in pairs]
+    assert min(values) - 1e-5 <= mean <= max(values) + 1e-5
+    assert mean == pytest.approx(params.weighted_mean(items, [4 * weight for weight in weights])["w"].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -1.0]])
+def test_a_mean_of_no_weight_is_refused(weights):
+    with pytest.raises(ValueError, match="positive total weight, got 0"):
+        params.weighted_mean([LEFT, RIGHT], weights)
+
+
+def test_one_bad_number_anywhere_is_not_finite_and_large_ones_are():
+    large = torch.full((1000,), 3e38)
+    assert params.is_finite({"a": {"w": large, "empty": torch.zeros(0)}, "b": {"v": -large}})
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        spoiled = large.clone()
+        spoiled[500] = bad
+        assert not params.is_finite({"a": {"w": large}, "b": {"v": spoiled}})
+    assert not params.is_finite({"a": {"w": torch.tensor([float("inf"), -float("inf")])}})
+
+
+def test_detached_copies_leave_the_graph_and_the_original():
+    weight = torch.ones(2, requires_grad=True)
+    copy = params.detached([("w", weight)])["w"]
+    copy += 1
+    assert not copy.requires_grad
+    assert weight.tolist() == [1.0, 1.0]

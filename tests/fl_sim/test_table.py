@@ -1,0 +1,128 @@
+"""Grids: which cells they make, what the cells are called, and what is refused before anything runs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_sim.table import PRESETS, TableSettings, plan_table, preset_names, read_settings
+from fl_sim.types import UserError
+
+BASE = {"model": "logistic", "rounds": 1, "engine": "inprocess"}
+
+
+def settings(*, centralized: bool = False, base: dict[str, Any] | None = None, **grid: list[Any]) -> TableSettings:
+    return TableSettings(base={**BASE, **(base or {})}, grid=grid, centralized=centralized)
+
+
+def test_rows_are_methods_columns_are_data_and_splits_and_seeds_share_a_cell() -> None:
+    plan = plan_table(settings(algorithm=["fedavg", "scaffold"], partition=["label-1", "dirichlet:0.5"], seed=[0, 1]))
+    assert plan.rows == ("FedAvg", "SCAFFOLD")
+    assert plan.columns == ("digits 1-Label", "digits Dir(0.5)")
+    assert [(cell.row, cell.column, cell.seed) for cell in plan.cells] == [
+        (row, column, seed) for row in plan.rows for column in plan.columns for seed in (0, 1)
+    ]
+    assert len(plan.runs) == 8
+
+
+def test_upper_bound_runs_once_per_data_set_and_seed_and_stands_in_every_column() -> None:
+    plan = plan_table(settings(centralized=True, partition=["label-1", "label-2"], seed=[0, 1]))
+    bound = [cell for cell in plan.cells if cell.row == "Centralized"]
+    assert plan.upper_bounds == {"Centralized"}
+    assert plan.rows[-1] == "Centralized"
+    assert {cell.column for cell in bound} == set(plan.columns)
+    assert len(bound) == 4
+    assert len({cell.name for cell in bound}) == 2
+
+
+def test_upper_bound_ignores_what_only_federations_have() -> None:
+    base = {"sampler": "fixed-size:3", "clients": 7}
+    plan = plan_table(settings(centralized=True, base=base, **{"sampler.cohort_size": [2, 3], "rounds": [1, 2]}))
+    assert [row for row in plan.rows if row in plan.upper_bounds] == ["Centralized, rounds=1", "Centralized, rounds=2"]
+    assert plan.rows[:2] == ("FedAvg, sampler.cohort_size=2, rounds=1", "FedAvg, sampler.cohort_size=2, rounds=2")
+
+
+def test_centralized_may_be_asked_for_as_a_method() -> None:
+    listed = plan_table(settings(algorithm=["centralized", "fedavg"]))
+    added = plan_table(settings(centralized=True, algorithm=["fedavg"]))
+    assert (listed.rows, listed.upper_bounds) == (added.rows, added.upper_bounds)
+    assert set(listed.runs) == set(added.runs)
+
+
+def test_parameters_off_their_default_are_named_in_the_row() -> None:
+    plan = plan_table(settings(algorithm=["fedprox", {"kind": "fedprox", "mu": 0.1}, {"kind": "fedprox", "mu": 0.01}]))
+    assert plan.rows == ("FedProx", "FedProx (mu=0.1)")
+
+
+def test_any_setting_may_span_the_grid(tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text('[base]\nmodel = "logistic"\n[grid]\nlocal.epochs = [1, 5]\n')
+    plan = plan_table(read_settings(file, []))
+    assert plan.rows[:2] == ("FedAvg, local.epochs=1", "FedAvg, local.epochs=5")
+    assert [experiment.local.epochs for experiment in plan.runs.values()] == [1, 5, 1, 5]
+
+
+def test_overrides_lie_over_base_and_lists_over_the_grid(tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text('[base]\nmodel = "logistic"\nrounds = 9\n[grid]\nalgorithm = ["fedavg"]\n')
+    overrides = ["rounds=3", "local.epochs=2", "seed=4,5", "algorithm=fednova,fedprox", "centralized=false"]
+    plan = plan_table(read_settings(file, overrides))
+    assert plan.rows == ("FedNova", "FedProx")
+    assert {cell.seed for cell in plan.cells} == {4, 5}
+    assert {(cell.experiment.rounds, cell.experiment.local.epochs) for cell in plan.cells} == {(3, 2)}
+    assert {cell.experiment.engine.kind for cell in plan.cells} == {"inprocess"}
+
+
+def test_directories_depend_on_settings_but_not_on_the_engine() -> None:
+    (one,) = plan_table(settings(algorithm=["fedavg"])).runs
+    assert one.startswith("fedavg-digits-label-1-seed-0-")
+    assert list(plan_table(settings(base={"engine": "auto"})).runs) == [one]
+    assert list(plan_table(settings(base={"rounds": 2})).runs) != [one]
+
+
+def test_caption_states_the_setting() -> None:
+    caption = " ".join(plan_table(settings(centralized=True, seed=[0, 1])).caption)
+    for fact in ("digits", "10 clients", "logistic", "1 rounds of 1 local epoch", "seeds 0, 1", "last round", "best"):
+        assert fact in caption
+    assert "upper bound" in caption
+    assert "upper bound" not in " ".join(plan_table(settings()).caption)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": ["fedavg", "fedporx"]}, "cell algorithm=fedporx.*did you mean 'fedprox'"),
+        ({"base": {"round": 3}}, "unknown key 'round'.*did you mean 'rounds'"),
+        ({"partition": ["label-1", "label-11"]}, "cell .*partition=label-11.*only 10 classes"),
+        ({"data": ["digitz"]}, "cell .*data=digitz.*did you mean 'digits'"),
+        ({"model": ["niid-cnn"]}, "cell .*model=niid-cnn.*16x16"),
+        ({"rounds": [0]}, r"cell .*rounds = 0.*greater than or equal to 1"),
+        ({"seed": []}, r"grid.seed = \[\]: give a list"),
+        ({"seed": 3}, r"grid.seed = 3: give a list of one or more values, such as seed = \[3\]"),
+    ],
+)
+def test_impossible_cells_are_refused_before_the_first_runs(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan_table(settings(**changes))
+
+
+def test_unknown_sections_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text("[bas]\nrounds = 1\n")
+    with pytest.raises(UserError, match=r"unknown key 'bas'.*did you mean 'base'"):
+        read_settings(file, [])
+
+
+def test_the_main_job_compares_all_methods_on_one_label_digits() -> None:
+    plan = plan_table(read_settings(PRESETS / "digits.toml", []))
+    assert plan.rows == (
+        "FedAvg", "FedProx", "SCAFFOLD", "FedNova", "FedMix", "NaiveMix", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi",
+        "Centralized",
+    )  # fmt: skip
+    assert plan.columns[0] == "digits 1-Label"
+
+
+def test_every_preset_is_a_valid_table_file() -> None:
+    assert preset_names() == ["digits", "mnist"]
+    for name in preset_names():
+        assert read_settings(PRESETS / f"{name}.toml", []).grid

@@ -1,0 +1,226 @@
+"""The Flower Strategy: who is asked what, what is made of the replies, and the round around it."""
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import Strategy
+
+from fl_sim import wire
+from fl_sim.engine import InProcessGrid, LocalGrid
+from fl_sim.types import RunError
+from strategies.fedavg import FedAvg
+from strategies.flower import Population, find_population, run_round, share_before_training
+from strategies.samplers import FixedSize, Poisson
+from strategies.scaffold import Scaffold
+from strategies.server_opt import FedAvgM
+
+MODEL = {"w": torch.tensor([1.0, 2.0])}
+
+
+def _update(client, num_examples=1, loss=1.0):
+    return wire.update_content({"delta": {"w": torch.tensor([client, -client])}}, num_examples, loss)
+
+
+def _app():
+    """Client i moves every weight by i + 1 times the learning rate, and shares i + 1 rows of the number i."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message, context):
+        order, client = wire.read_order(message.content), context.node_config["partition-id"]
+        params, _ = wire.read_task(message.content)
+        delta = {name: torch.full_like(value, (client + 1) * order.learning_rate) for name, value in params.items()}
+        return Message(wire.update_content({"delta": delta}, 1, float(client)), reply_to=message)
+
+    @app.train("share")
+    def share(message, context):
+        client = context.node_config["partition-id"]
+        if client == 1 and wire.read_order(message.content).experiment == "broken":
+            raise ValueError("no records")
+        rows = {"inputs": torch.full((client + 1, 2), float(client)), "labels": torch.ones(client + 1, 3)}
+        return Message(wire.pool_content(rows), reply_to=message)
+
+    @app.query()
+    def who(message, context):
+        return Message(wire.who_content(context.node_config["partition-id"]), reply_to=message)
+
+    return app
+
+
+def test_it_is_a_flower_strategy_that_evaluates_on_the_server_alone(strategy_of):
+    strategy = strategy_of(FedAvg(), MODEL, 3)
+    assert isinstance(strategy, Strategy)
+    assert strategy.configure_evaluate(1, ArrayRecord(), ConfigRecord(), LocalGrid(3)) == []
+    assert strategy.aggregate_evaluate(1, []) is None
+    assert strategy.summary() is None
+
+
+def test_every_client_of_the_cohort_gets_the_model_the_broadcast_and_the_rate(strategy_of):
+    strategy = strategy_of(Scaffold(), MODEL, 20, FixedSize(cohort_size=5), seed=7)
+    messages = list(strategy.configure_train(4, ArrayRecord(), ConfigRecord({"learning-rate": 0.25}), LocalGrid(20)))
+    nodes = [message.metadata.dst_node_id for message in messages]
+    assert nodes == [1000 + client for client in strategy.cohort]
+    assert len(set(nodes)) == 5
+    for message in messages:
+        order = wire.read_order(message.content)
+        assert (order.server_round, order.learning_rate) == (4, 0.25)
+        params, broadcast = wire.read_task(message.content)
+        assert torch.equal(params["w"], MODEL["w"])
+        assert broadcast["control"]["w"].tolist() == [0.0, 0.0]
+
+
+def test_cohorts_depend_on_seed_and_round_alone(strategy_of):
+    def cohort(seed, server_round):
+        strategy = strategy_of(FedAvg(), MODEL, 50, FixedSize(cohort_size=10), seed)
+        strategy.configure_train(server_round, ArrayRecord(), ConfigRecord({"learning-rate": 0.1}), LocalGrid(50))
+        return tuple(strategy.cohort)
+
+    assert cohort(0, 3) == cohort(0, 3)
+    assert len({cohort(0, 3), cohort(0, 4), cohort(1, 3)}) == 3
+
+
+def test_a_round_moves_the_model_and_reports_the_mean_loss_by_records(strategy_of, reply_of):
+    strategy = strategy_of(FedAvg(), MODEL, 3)
+    replies = [
+        reply_of(2, _update(2.0, 3, 5.0)), reply_of(0, _update(0.0, 1, 1.0)), reply_of(1, _update(9.0, 0, None)),
+    ]  # fmt: skip
+    arrays, metrics = strategy.aggregate_train(1, replies)
+    assert arrays["w"].numpy().tolist() == [2.5, 0.5]  # 1 + 3/4 * 2, 2 - 3/4 * 2
+    assert strategy.server.params["w"].tolist() == [2.5, 0.5]
+    assert dict(metrics) == {"cohort": 3, "train_loss": 4.0}
+
+
+def test_a_round_without_records_changes_nothing_and_has_no_loss(strategy_of, reply_of):
+    strategy = strategy_of(FedAvg(), MODEL, 2)
+    _, metrics = strategy.aggregate_train(1, [reply_of(i, _update(0.0, 0, None)) for i in range(2)])
+    assert strategy.server.params is MODEL
+    assert dict(metrics) == {"cohort": 2}
+
+
+def test_a_client_that_does_not_answer_is_named(strategy_of, reply_of):
+    strategy = strategy_of(FedAvg(), MODEL, 3)
+    with pytest.raises(RunError, match="client 1 in round 6 did not answer in time"):
+        strategy.aggregate_train(6, [reply_of(0, _update(1.0)), reply_of(2, _update(1.0))])
+
+
+def test_a_client_that_fails_is_named_with_its_reason(strategy_of, reply_of):
+    strategy = strategy_of(FedAvg(), MODEL, 2)
+    failed = Message(Error(1, "ValueError: bad record"), reply_to=_sent(1))
+    with pytest.raises(RunError, match="client 1 in round 6 failed: ValueError: bad record"):
+        strategy.aggregate_train(6, [reply_of(0, _update(1.0)), failed])
+    assert strategy.server.params is MODEL
+
+
+def _sent(client):
+    message = Message(wire.who_content(0), 1000 + client, wire.TRAIN)
+    message.metadata.__dict__["_message_id"] = "sent"
+    return message
+
+
+def test_a_global_model_that_is_not_finite_stops_the_run_and_keeps_the_last_one(strategy_of, reply_of):
+    # every update is finite, but the server's step is not: float32 ends at 3.4e38
+    strategy = strategy_of(FedAvgM(server_learning_rate=1e38), MODEL, 2)
+    with pytest.raises(RunError, match="global model is not finite after round 2"):
+        strategy.aggregate_train(2, [reply_of(i, _update(9.0)) for i in range(2)])
+    assert strategy.server.params is MODEL
+
+
+def test_run_round_asks_answers_and_merges(strategy_of):
+    strategy = strategy_of(FedAvg(), MODEL, 3)
+    done = run_round(strategy, InProcessGrid(_app(), 3), 1, 0.5, timeout=10.0)
+    assert strategy.server.params["w"].tolist() == [2.0, 3.0]  # plus 0.5 * (1 + 2 + 3) / 3
+    assert (done.server_round, done.cohort_size, done.train_loss) == (1, 3, 1.0)
+    assert 0 <= done.seconds < 10
+
+
+def test_a_round_with_an_empty_poisson_cohort_sends_nothing_and_changes_nothing(strategy_of):
+    strategy = strategy_of(FedAvg(), MODEL, 3, Poisson(sampling_rate=1e-12))
+    grid = SimpleNamespace()  # cannot send
+    done = run_round(strategy, grid, 1, 0.5, timeout=10.0)
+    assert (done.cohort_size, done.train_loss) == (0, None)
+    assert strategy.server.params is MODEL
+
+
+def test_what_clients_share_is_concatenated_in_the_order_of_clients(strategy_of):
+    strategy = strategy_of(FedAvg(), MODEL, 3)
+    pool = share_before_training(strategy, InProcessGrid(_app(), 3), timeout=10.0)
+    assert pool["inputs"][:, 0].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+    assert pool["labels"].shape == (6, 3)
+
+
+def test_the_order_of_clients_does_not_depend_on_the_order_of_replies(strategy_of):
+    class Shuffled(InProcessGrid):
+        def _exchange(self, messages, timeout):
+            return random.Random(1).sample(super()._exchange(messages, timeout), len(messages))
+
+    pool = share_before_training(strategy_of(FedAvg(), MODEL, 4), Shuffled(_app(), 4), timeout=10.0)
+    assert pool["inputs"][:, 0].tolist() == [0.0] + [1.0] * 2 + [2.0] * 3 + [3.0] * 4
+
+
+def test_a_client_that_fails_to_share_is_named(strategy_of):
+    strategy = strategy_of(FedAvg(), MODEL, 3)
+    strategy.order = wire.Order("broken", 0, 0.0, "", "", "")
+    with pytest.raises(RunError, match="client 1 failed to share: ValueError: no records"):
+        share_before_training(strategy, InProcessGrid(_app(), 3), timeout=10.0)
+
+
+def test_a_client_that_does_not_share_in_time_is_named(strategy_of):
+    class Losing(InProcessGrid):
+        def _exchange(self, messages, timeout):
+            return super()._exchange(messages[:-1], timeout)
+
+    with pytest.raises(RunError, match="client 2 did not share in time"):
+        share_before_training(strategy_of(FedAvg(), MODEL, 3), Losing(_app(), 3), timeout=10.0)
+
+
+class _Remote:
+    """A grid as Flower's own runtime has it: nodes with ids out of order that come when they come."""
+
+    def __init__(self, num_nodes, *, arrive_at=0, broken=False):
+        self.inner = InProcessGrid(_app(), num_nodes)
+        self.asked, self.arrive_at, self.broken = 0, arrive_at, broken
+
+    def get_node_ids(self):
+        self.asked += 1
+        nodes = list(self.inner.get_node_ids())
+        return nodes[::-1] if self.asked > self.arrive_at else nodes[:1]
+
+    def send_and_receive(self, messages, *, timeout):
+        assert math.isfinite(timeout)
+        replies = self.inner.send_and_receive(messages)
+        return [Message(Error(1, "lost"), reply_to=_sent(0)), *replies[1:]] if self.broken else replies
+
+
+def test_on_flowers_runtime_nodes_say_which_client_they_are():
+    grid = _Remote(4, arrive_at=2)
+    assert find_population(grid, 4, timeout=5.0) == Population((1000, 1001, 1002, 1003))
+    assert grid.asked == 3
+
+
+def test_the_population_is_looked_for_once_before_the_first_round(strategy_of):
+    strategy = strategy_of(FedAvg(), MODEL, 4)
+    strategy.population = Population(())
+    grid = _Remote(4)
+    for server_round in (1, 2):
+        strategy.configure_train(server_round, ArrayRecord(), ConfigRecord({"learning-rate": 0.1}), grid)
+    assert grid.asked == 1
+
+
+def test_too_few_nodes_end_the_wait_with_their_number():
+    with pytest.raises(RunError, match="only 1 of 4 nodes came within 0 s"):
+        find_population(_Remote(4, arrive_at=10**9), 4, timeout=0.1)
+
+
+def test_too_many_nodes_are_refused():
+    with pytest.raises(RunError, match="5 nodes for 4 clients"):
+        find_population(_Remote(5), 4, timeout=1.0)
+
+
+def test_a_node_that_cannot_say_who_it_is_is_refused():
+    with pytest.raises(RunError, match="lost"):
+        find_population(_Remote(4, broken=True), 4, timeout=1.0)

@@ -1,0 +1,92 @@
+"""Who takes part in a round. Statistical tests have fixed seeds and tolerances of more than 4 sigma."""
+
+from itertools import combinations
+from math import sqrt
+
+import numpy as np
+import pytest
+
+from fl_sim.seeding import rng
+from fl_sim.types import UserError
+from strategies.samplers import Everyone, FixedSize, Poisson
+
+ROUNDS = 20_000
+
+
+def _draws(sampler, num_clients, rounds=ROUNDS):
+    """A (rounds, clients) table of who took part, all from one stream."""
+    generator = rng(0, "test")
+    present = np.zeros((rounds, num_clients), dtype=bool)
+    for row in present:
+        row[sampler.sample(num_clients, generator)] = True
+    return present
+
+
+def test_everyone_is_everyone_every_round():
+    assert Everyone().sample(5, rng(0, "sampler", 1)).tolist() == [0, 1, 2, 3, 4]
+    assert Everyone().expected_size(5) == 5.0
+
+
+def test_fixed_size_draws_that_many_distinct_clients_in_order():
+    for server_round in range(200):
+        clients = FixedSize(cohort_size=7).sample(20, rng(0, "sampler", server_round))
+        assert len(set(clients.tolist())) == 7
+        assert clients.tolist() == sorted(clients.tolist())
+        assert set(clients.tolist()) <= set(range(20))
+
+
+def test_fixed_size_is_uniform_over_all_subsets():
+    present = _draws(FixedSize(cohort_size=2), 5)
+    p = 1 / 10  # of each of the 10 pairs
+    for pair in combinations(range(5), 2):
+        share = present[:, pair].all(axis=1).mean()
+        assert abs(share - p) < 4.5 * sqrt(p * (1 - p) / ROUNDS)
+
+
+def test_fixed_size_of_all_is_everyone():
+    assert FixedSize(cohort_size=6).sample(6, rng(0, "sampler", 1)).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_fixed_size_expects_its_size_and_refuses_more_clients_than_there_are():
+    assert FixedSize(cohort_size=3).expected_size(10) == 3.0
+    with pytest.raises(UserError, match="fixed-size:11 needs at least 11 clients, there are 10"):
+        FixedSize(cohort_size=11).sample(10, rng(0, "sampler", 1))
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.3, 0.9])
+def test_poisson_takes_every_client_at_the_rate_and_independently(rate):
+    num_clients = 8
+    present = _draws(Poisson(sampling_rate=rate), num_clients)
+    variance = rate * (1 - rate)
+    assert np.abs(present.mean(axis=0) - rate).max() < 4.5 * sqrt(variance / ROUNDS)
+    # independence: the cohort size is binomial, and every pair meets at rate^2
+    sizes = present.sum(axis=1)
+    assert abs(sizes.mean() - num_clients * rate) < 4.5 * sqrt(num_clients * variance / ROUNDS)
+    fourth = num_clients * variance * (1 + 3 * (num_clients - 2) * variance)  # central moment of the binomial
+    assert abs(sizes.var() - num_clients * variance) < 4.5 * sqrt((fourth - (num_clients * variance) ** 2) / ROUNDS)
+    meet = rate**2
+    for first, second in combinations(range(num_clients), 2):
+        assert abs((present[:, first] & present[:, second]).mean() - meet) < 4.5 * sqrt(meet * (1 - meet) / ROUNDS)
+    # and from round to round
+    again = (present[1:] & present[:-1]).mean()
+    assert abs(again - meet) < 4.5 * sqrt(meet * (1 - meet) * 3 / (ROUNDS * num_clients))
+
+
+def test_poisson_may_draw_nobody_and_expects_a_fraction():
+    assert any(len(Poisson(sampling_rate=0.1).sample(3, rng(0, "sampler", r))) == 0 for r in range(20))
+    assert Poisson(sampling_rate=0.1).expected_size(25) == 2.5
+
+
+def test_poisson_at_rate_one_is_everyone():
+    assert all(len(Poisson(sampling_rate=1.0).sample(50, rng(0, "sampler", r))) == 50 for r in range(50))
+
+
+@pytest.mark.parametrize("sampler", [FixedSize(cohort_size=10), Poisson(sampling_rate=0.2)])
+def test_samples_are_seeded_and_differ_from_round_to_round(sampler):
+    def cohorts(seed):
+        return [tuple(sampler.sample(50, rng(seed, "sampler", server_round))) for server_round in range(1, 21)]
+
+    assert cohorts(0) == cohorts(0)
+    assert len(set(cohorts(0))) == 20
+    assert set(cohorts(0)).isdisjoint(cohorts(1))
+    assert all(list(cohort) == sorted(cohort) for cohort in cohorts(0))

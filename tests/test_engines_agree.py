@@ -1,0 +1,115 @@
+"""The same seed ends in the same bits on every engine, with any number of workers, and over a change of engines."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from fl_sim.experiment import Experiment, experiment_from
+from fl_sim.report.rundir import RoundRecord, read_rounds
+from fl_sim.simulation import Silent, run
+
+MODEL = """
+from torch import nn
+
+def with_dropout(input_shape, num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, num_classes))
+"""
+SAMPLERS = {"fedavg": "poisson:0.6", "scaffold": "fixed-size:5", "fedmix": "fixed-size:4"}
+
+
+def settings(algorithm: str, engine: str | dict[str, Any]) -> Experiment:
+    """An unequal split, partial participation, a model with dropout."""
+    return experiment_from(
+        {
+            "data": "digits",
+            "partition": "dirichlet:0.3",
+            "clients": 8,
+            "model": "users_models:with_dropout",
+            "algorithm": algorithm,
+            "sampler": SAMPLERS[algorithm],
+            "rounds": 4,
+            "local": {"epochs": 2, "batch_size": 16},
+            "seed": 5,
+            "engine": engine,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    made = tmp_path_factory.mktemp("engines")
+    (made / "users_models.py").write_text(MODEL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(made)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Path]:
+    """Every algorithm's run in one process."""
+    for algorithm in SAMPLERS:
+        run(settings(algorithm, "inprocess"), folder / algorithm)
+    return {algorithm: folder / algorithm for algorithm in SAMPLERS}
+
+
+@pytest.fixture(scope="module")
+def one_ray() -> Iterator[None]:
+    """One Ray for all tests of this file; the engine joins it and leaves it running."""
+    start = pytest.importorskip("fl_sim.engine_ray_start")
+    start.start_or_join(start.RayResources(actors=2), 2)
+    yield
+    start.stop_or_leave()
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model.safetensors")
+
+
+def assert_same_bits(left: Path, right: Path) -> None:
+    first, second = weights(left), weights(right)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    rounds = [[vars(record) | {"seconds": 0.0} for record in read_rounds(out)] for out in (left, right)]
+    assert rounds[0] == rounds[1]
+    assert len(rounds[0]) == 4
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(("algorithm", "actors"), list(itertools.product(SAMPLERS, (1, 2))))
+def test_ray_with_any_number_of_actors_ends_in_the_bits_of_one_process(
+    alone: dict[str, Path], one_ray: None, tmp_path: Path, algorithm: str, actors: int
+) -> None:
+    result = run(settings(algorithm, {"kind": "ray", "actors": actors}), tmp_path / "run")
+    assert result["engine"] == "ray"
+    assert_same_bits(alone[algorithm], tmp_path / "run")
+
+
+@pytest.mark.ray
+def test_a_run_that_breaks_off_in_one_engine_and_goes_on_in_another_ends_in_the_same_bits(
+    alone: dict[str, Path], one_ray: None, tmp_path: Path
+) -> None:
+    class Break(Silent):
+        def finished_round(self, record: RoundRecord) -> None:
+            if record.round == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(settings("scaffold", "inprocess"), tmp_path / "run", observer=Break())
+    run(settings("scaffold", {"kind": "ray", "actors": 2}), tmp_path / "run")
+    assert_same_bits(alone["scaffold"], tmp_path / "run")
+
+
+def test_the_experiments_differ_so_that_equal_bits_mean_something(alone: dict[str, Path]) -> None:
+    for left, right in itertools.combinations(alone.values(), 2):
+        assert any(not torch.equal(first, weights(right)[name]) for name, first in weights(left).items())
+    cohorts = {algorithm: [record.cohort for record in read_rounds(out)] for algorithm, out in alone.items()}
+    assert len(set(cohorts["fedavg"])) > 1  # Poisson sampling: the number of clients varies
+    assert set(cohorts["scaffold"]) == {5}
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 10))
+    assert weights(alone["fedavg"]).keys() == dict(model.named_parameters()).keys()
