@@ -1,8 +1,8 @@
-"""What benchmarks/speed.py measures, each in a process of its own: ``python benchmarks/contestants.py WHAT CLIENTS RECORDS``.
+"""What benchmarks/speed.py measures, a process each: ``python benchmarks/contestants.py WHAT CLIENTS RECORDS``.
 
-Every contestant trains the NIID-Bench CNN for one local epoch on every client (SGD, learning rate 0.01, momentum 0.9, batch
-64, no evaluation). It prints ``ready`` after a first round, then does one round for every line on standard input and
-prints its seconds.
+Every contestant trains the NIID-Bench CNN for one local epoch on every client (SGD, learning rate 0.01, momentum 0.9,
+batch 64, no evaluation). It prints ``ready`` after a first round, then does one round for every line on standard input
+and prints its seconds.
 """
 
 import logging
@@ -99,7 +99,7 @@ def flower(experiment: Experiment, first: Callable[[Round], None]) -> None:
     ``first`` is called with a round once all nodes are there; the app ends when it returns.
     """
     os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    os.environ |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0", "PYTHONPATH": os.getcwd()}
+    os.environ |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0", "PYTHONPATH": str(Path.cwd())}
     from flwr.app import ArrayRecord, ConfigRecord, Context
     from flwr.serverapp import Grid, ServerApp
     from flwr.serverapp.strategy import FedAvg
@@ -133,7 +133,7 @@ def flower(experiment: Experiment, first: Callable[[Round], None]) -> None:
     )
 
 
-def minimal_client_app(experiment_json: str):  # noqa: ANN201
+def minimal_client_app(experiment_json: str):
     """Return the minimal ClientApp: plain training on the node's shard."""
     from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp

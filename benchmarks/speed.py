@@ -1,8 +1,8 @@
 """Seconds per round of our engines against a plain PyTorch loop and a minimal Flower app, side by side in one run.
 
-Each contestant is paired with the plain one-thread loop: both run as processes of their own, a round of one, a round of the
-other, and so on. Reported: medians, and the median of the ratios of neighbouring rounds. Wall is the clock around a round;
-CPU is what all processes of a contestant used for it. A busy machine blurs wall ratios first.
+Each contestant is paired with the plain one-thread loop: both run as processes of their own, a round of one, a round of
+the other, and so on. Reported: medians, and the median of the ratios of neighbouring rounds. Wall is the clock around a
+round; CPU is what all processes of a contestant used for it. A busy machine blurs wall ratios first.
 
     python benchmarks/speed.py            all rows (about 8 minutes on 2 cores)
     python benchmarks/speed.py --quick    fewer rounds (under 2 minutes)

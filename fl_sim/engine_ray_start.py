@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import socket
 import sys
 import sysconfig
 import warnings
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_sim.types import UserError
+
+CONNECT_SECONDS = 5.0
+"""How long a cluster may take to accept a connection."""
 
 ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else a FutureWarning in every process
@@ -87,13 +91,23 @@ def import_path() -> str:
 
 def _join(address: str) -> None:
     try:
+        if address != "auto":
+            _knock(address)
         with _loose_ends():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         raise UserError(
             f"cannot join the Ray cluster at {address!r}: {last_line(error)}; "
             "start one with `ray start --head`, or leave engine.address empty"
         ) from error
+
+
+def _knock(address: str) -> None:
+    """Raise OSError or ValueError where nobody listens: Ray itself tries for minutes and then ends the process."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        raise ValueError("an address is host:port (no ray://), or auto for the cluster on this machine")
+    socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
 
 
 def _wanted(resources: RayResources, num_clients: int) -> int:

@@ -28,7 +28,8 @@ from strategies.fedavg import Centralized, FedAvg
 from strategies.fedmix import FedMix, NaiveMix
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
-from strategies.samplers import Everyone, Sampler
+from strategies.global_dp import GlobalDP
+from strategies.samplers import Everyone, Poisson, Sampler
 from strategies.scaffold import Scaffold
 from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
@@ -39,6 +40,9 @@ AnyAlgorithm: TypeAlias = (
 
 KEEP_BYTES = 256 * 2**20
 """Training sets whose float32 form is no larger stay in memory as such, one copy in each process."""
+
+
+Aggregator: TypeAlias = WeightedMean | GlobalDP
 
 
 class Constant(Settings):
@@ -141,8 +145,8 @@ class Local(Settings):
 class Experiment(Settings):
     """Everything that determines a run's numbers, and the engine, which does not.
 
-    ``round_timeout``: seconds in which all clients of a round must have answered. ``device`` "auto" takes a GPU where the
-    worker sees one (a Ray actor only sees the share it asked for); sums on a GPU have other last bits than on a CPU.
+    ``round_timeout``: seconds in which all clients of a round must have answered. ``device`` "auto" takes a GPU where
+    the worker sees one (a Ray actor sees the share it asked for); sums on a GPU have other last bits than on a CPU.
     """
 
     data: str = "digits"
@@ -150,7 +154,7 @@ class Experiment(Settings):
     clients: int = Field(10, ge=1, le=1_000_000)
     model: str = ""
     algorithm: Annotated[AnyAlgorithm, Field(discriminator="kind"), _short(AnyAlgorithm, "algorithm")] = FedAvg()
-    aggregator: Annotated[WeightedMean, _short(WeightedMean, "aggregator")] = WeightedMean()
+    aggregator: Annotated[Aggregator, Field(discriminator="kind"), _short(Aggregator, "aggregator")] = WeightedMean()
     sampler: Annotated[Sampler, Field(discriminator="kind"), _short(Sampler, "sampler")] = Everyone()
     local: Local = Local()
     rounds: int = Field(20, ge=1)
@@ -160,6 +164,23 @@ class Experiment(Settings):
     engine: Annotated[Engine, Field(discriminator="kind"), _short(Engine, "engine")] = Auto()
     round_timeout: float = Field(3600.0, gt=0)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_kinds(cls, table: Any) -> Any:
+        """Let ``sampler.sampling_rate=0.2`` speak of the default sampler, which under privacy is poisson."""
+        if not isinstance(table, dict):
+            return table
+        aggregator = table.get("aggregator", "")
+        kind = aggregator.get("kind") if isinstance(aggregator, dict) else getattr(aggregator, "kind", aggregator)
+        filled = {"sampler": {}, **table} if kind == GlobalDP().kind else dict(table)
+        for group in ("partition", "algorithm", "aggregator", "sampler", "engine"):
+            default = cls.model_fields[group].default.kind
+            if group == "sampler" and kind == GlobalDP().kind:
+                default = Poisson().kind
+            if isinstance(filled.get(group), dict):
+                filled[group] = {"kind": default, **filled[group]}
+        return filled
+
     @model_validator(mode="after")
     def _compatible(self) -> Self:
         if isinstance(self.algorithm, Centralized) and not isinstance(self.sampler, Everyone):
@@ -168,7 +189,24 @@ class Experiment(Settings):
             raise ValueError(
                 f"sampler fixed-size:{self.sampler.cohort_size} wants more clients than the {self.clients} there are"
             )
+        if isinstance(self.aggregator, GlobalDP):
+            self._private()
         return self
+
+    def _private(self) -> None:
+        kind = self.algorithm.kind
+        if isinstance(self.algorithm, Sharing):
+            raise ValueError(
+                f"algorithm {kind} cannot run under aggregator global-dp: its clients share averages of their records "
+                "without noise, which no noise on the updates makes good; take fedavg, fedprox, scaffold or another"
+            )
+        if isinstance(self.algorithm, Centralized):
+            raise ValueError("algorithm centralized has one client: client-level privacy would hide all of its data")
+        if isinstance(self.algorithm, FedNova) and self.algorithm.tau_eff is None:
+            raise ValueError(
+                "algorithm fednova under aggregator global-dp needs a public algorithm.tau_eff, such as the usual "
+                "number of local steps: otherwise clients send their a_i, which drowns the update in the joint clip"
+            )
 
     @property
     def num_clients(self) -> int:
@@ -222,12 +260,10 @@ def _enter(table: dict[str, Any], group: str) -> dict[str, Any]:
         "sampler": Sampler,
         "engine": Engine,
         "schedule": Schedule,
-        "aggregator": WeightedMean,
+        "aggregator": Aggregator,
     }
     if isinstance(inner, str) and group in unions:
         inner = expand(inner, unions[group], group)
-    elif inner == {} and group in unions and group in Experiment.model_fields:
-        inner = {"kind": Experiment.model_fields[group].default.kind}
     if not isinstance(inner, dict):
         raise UserError(f"{group} is a single value, it has no settings inside")
     table[group] = inner
@@ -256,7 +292,7 @@ def shards_of(
 def device_of(experiment: Experiment) -> torch.device:
     """Return where this process trains. Raises UserError where a GPU is asked for and none is seen."""
     if experiment.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda, but no CUDA device is seen here; take device=cpu, or engine.gpus=1 with engine=ray")
+        raise UserError("device=cuda, but there is no CUDA device here; take device=cpu, or engine=ray engine.gpus=1")
     return torch.device("cuda" if experiment.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 

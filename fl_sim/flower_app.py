@@ -38,7 +38,7 @@ def read_out(text: str) -> Path:
     if not Path(text).is_absolute():
         raise UserError(
             f"out={text!r} must be an absolute path: Flower runs the ServerApp in a directory of its own choosing; "
-            "for example flwr run . -c 'out=\"/home/me/results/first\"'"
+            "for example flwr run . -c 'out=\"/data/results/first\"'"
         )
     return Path(text)
 

@@ -36,11 +36,11 @@ def weighted_mean(items: Sequence[Params], weights: Sequence[float]) -> Params:
     total = math.fsum(weights)
     if total <= 0:
         raise ValueError(f"a mean needs a positive total weight, got {total}")
-    shares = torch.tensor([weight / total for weight in weights], dtype=torch.float64)
-    return {
-        name: torch.einsum("k...,k->...", torch.stack([item[name] for item in items]).double(), shares).to(first.dtype)
-        for name, first in items[0].items()
-    }
+    sums = {name: torch.zeros_like(first, dtype=torch.float64) for name, first in items[0].items()}
+    for item, weight in zip(items, weights, strict=True):
+        for name, value in item.items():
+            sums[name].add_(value, alpha=weight / total)
+    return {name: value.to(items[0][name].dtype) for name, value in sums.items()}
 
 
 def is_finite(payloads: Payloads) -> bool:

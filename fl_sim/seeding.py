@@ -26,13 +26,13 @@ def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 def seed_torch(seed: int, purpose: str, *keys: int) -> None:
     """Seed torch's global generators: layer initialisation and dropout know no others.
 
-    The caller owns the process's generators or wraps its work in ``torch_kept``. (``torch.manual_seed`` would also queue
-    a call with a whole stack trace for every GPU that was never used.)
+    The caller owns the process's generators or wraps its work in ``torch_kept``. (``torch.manual_seed`` would also
+    queue a call with a whole stack trace for every GPU that was never used.)
     """
     digest = hashlib.sha256(f"{seed}/{purpose}/{keys}".encode()).digest()
     number = int.from_bytes(digest[:8], "big") >> 1
     torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:
             generator.manual_seed(number)
 
@@ -40,6 +40,6 @@ def seed_torch(seed: int, purpose: str, *keys: int) -> None:
 @contextmanager
 def torch_kept() -> Iterator[None]:
     """Put torch's global generators back as they were when the block ends."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
         yield

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from flwr.serverapp import Grid
@@ -23,10 +23,14 @@ from fl_sim.params import detached, num_parameters
 from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord
 from fl_sim.seeding import torch_kept
-from fl_sim.types import Dataset, RunError, ServerState, UserError
+from fl_sim.types import BudgetExhausted, Dataset, RunError, ServerState, UserError
 from fl_sim.wire import Order
 from strategies.algorithm import Sharing
 from strategies.flower import FederatedStrategy, run_round, share_before_training
+from strategies.global_dp import GlobalDP
+
+if TYPE_CHECKING:
+    from strategies.private import PrivateRounds
 
 VERSIONS = ("fl-sim", "flwr", "torch", "numpy")
 
@@ -68,6 +72,10 @@ class RunLog:
     rounds: list[RoundRecord] = field(default_factory=list)
     preprocess_seconds: float = 0.0
     engine: str = ""
+    stopped: str = ""
+    privacy: "PrivateRounds | None" = None
+    warnings: list[str] = field(default_factory=list)
+    clipping_norm: float | None = None
 
 
 def run(
@@ -89,6 +97,12 @@ def run(
     dataset = load(experiment.data, data_root)
     client_shards(experiment, data_root)  # an impossible split is refused before anything is written
     log, first_round = _open(experiment, out, dataset)
+    if isinstance(experiment.aggregator, GlobalDP):
+        from fl_sim.privacy.planning import delta_advice  # noqa: PLC0415 (the accountants load slowly)
+
+        log.warnings = [
+            advice for advice in [delta_advice(experiment.aggregator.delta, experiment.num_clients)] if advice
+        ]
     start = time.perf_counter()
     error: BaseException | None = None
     with torch_kept(), _one_thread(experiment.engine.threads):
@@ -96,7 +110,7 @@ def run(
             own = nullcontext((grid, FLOWER)) if grid else open_engine(experiment, data_root, observer.replied)
             with own as (opened, engine):
                 log.engine = engine.kind
-                observer.started(experiment, engine.why, first_round)
+                observer.started(experiment, "\n".join([engine.why, *log.warnings]), first_round)
                 main_loop(experiment, opened, out, log, data_root, observer)
             status = "finished"
         except RunError as failure:
@@ -130,23 +144,30 @@ def main_loop(
         start = time.perf_counter()
         factor = experiment.local.schedule.factor(server_round, experiment.rounds)
         rate = experiment.local.learning_rate * factor
-        done = run_round(strategy, grid, server_round, rate, experiment.round_timeout)
+        try:
+            done = run_round(strategy, grid, server_round, rate, experiment.round_timeout)
+        except BudgetExhausted as spent:
+            log.stopped = f"privacy budget spent after {len(log.rounds)} rounds ({spent})"
+            break
         accuracy, loss = None, None
         if server_round % experiment.evaluate_every == 0 or server_round == experiment.rounds:
             accuracy, loss = evaluate(model, strategy.server.params, inputs, labels)
+        epsilon = strategy.privacy.ledger.epsilon if strategy.privacy else None
         record = RoundRecord(
-            server_round, accuracy, loss, done.train_loss, None, done.cohort_size, rate, time.perf_counter() - start
+            server_round, accuracy, loss, done.train_loss, epsilon, done.cohort_size, rate, time.perf_counter() - start
         )
         log.server = strategy.server
         log.rounds.append(record)
         rundir.append_round(out, record)
-        rundir.write_checkpoint(out, server_round, log.server)
+        norm = strategy.privacy.clipping_norm if strategy.privacy else None
+        rundir.write_checkpoint(out, server_round, log.server, norm)
         observer.finished_round(record)
 
 
 def federated_strategy(
     experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None
 ) -> FederatedStrategy:
+    """Return the experiment's Strategy, after whatever its clients share before the first round."""
     order = Order(
         experiment=experiment.model_dump_json(),
         server_round=0,
@@ -164,6 +185,17 @@ def federated_strategy(
         experiment.num_clients,
         experiment.seed,
     )
+    if isinstance(experiment.aggregator, GlobalDP):
+        from strategies.private import open_private_rounds  # noqa: PLC0415 (the accountants load slowly)
+
+        strategy.privacy = log.privacy = open_private_rounds(
+            experiment.aggregator,
+            experiment.sampler,
+            experiment.num_clients,
+            experiment.seed,
+            out,
+            log.clipping_norm,
+        )
     if isinstance(experiment.algorithm, Sharing):
         start = time.perf_counter()
         shared = share_before_training(strategy, grid, experiment.round_timeout)
@@ -191,13 +223,13 @@ def _open(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog, 
             changed = ", ".join(key for key, value in settings.items() if earlier[key] != value)
             raise UserError(f"{out} holds a run with other settings ({changed}): choose another --out, or delete it")
         if (checkpoint := rundir.read_checkpoint(out)) is not None:
-            last_round, log.server = checkpoint
+            last_round, log.server, log.clipping_norm = checkpoint
             log.rounds = rundir.keep_rounds(out, last_round)
             return log, last_round + 1
-    elif out.exists() and any(out.iterdir()):
+    elif out.exists() and any(not path.name.endswith(".part") for path in out.iterdir()):
         raise UserError(f"{out} is not empty and holds no run: choose another --out")
     out.mkdir(parents=True, exist_ok=True)
-    for stale in (rundir.ROUNDS, rundir.RESULT, rundir.MODEL):
+    for stale in (rundir.ROUNDS, rundir.RESULT, rundir.MODEL, rundir.LEDGER):
         (out / stale).unlink(missing_ok=True)
     rundir.write_config(out, experiment.model_dump(exclude_none=True))
     return log, 1
@@ -219,7 +251,9 @@ def _result(experiment: Experiment, dataset: Dataset, log: RunLog, status: str, 
         "rounds": len(log.rounds),
         "final_accuracy": accuracies[-1] if accuracies else None,
         "best_accuracy": max(accuracies, default=None),
-        "privacy": [],
+        "privacy": [log.privacy.statement()] if log.privacy else [],
+        "stopped": log.stopped,
+        "warnings": log.warnings,
         "seconds": {
             "preprocess": log.preprocess_seconds,
             "train": sum(record.seconds for record in log.rounds),

@@ -1,4 +1,4 @@
-"""The values that flow through the program; every one is frozen and none knows an algorithm, an engine or a library above torch."""
+"""The values that flow through the program: frozen, and innocent of algorithms, engines and libraries above torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 Params: TypeAlias = dict[str, torch.Tensor]
-"""Named float32 tensors: a model's trainable parameters, or anything of the same shape (an update, a control variate)."""
+"""Named float32 tensors: a model's trainable parameters, or anything of their shape (an update, a control variate)."""
 
 Payloads: TypeAlias = dict[str, Params]
 """Named groups of tensors, such as ``{"delta": ..., "control_delta": ...}``."""
@@ -21,6 +21,19 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
     """A run that could not go on: the message names client and round. The command line exits with 1."""
+
+
+class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an error in it)
+    """The next release would exceed the budget. Nothing was charged and nothing may be released."""
+
+    def __init__(self, *, num_releases: int, spent: float, would_be: float, budget: float, delta: float):
+        super().__init__(
+            f"budget spent after {num_releases} releases: epsilon {spent:.4g} of {budget:g} at delta {delta:g}; "
+            f"one more would make it {would_be:.4g}"
+        )
+        self.num_releases = num_releases
+        self.spent = spent
+        self.would_be = would_be
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,7 @@ class LocalPlan:
     """What an algorithm adds to local SGD, as data, so that one definition serves one client or a stack of them.
 
     gradient <- gradient + ``gradient_offset`` + ``proximal_mu`` * (w - anchor), before weight decay and momentum;
-    the anchor is the model the client received. ``momentum_buffers`` starts the optimiser warm. ``mix`` changes the loss.
+    the anchor is the model the client received. ``momentum_buffers`` starts the optimiser warm; ``mix`` is the loss.
     """
 
     gradient_offset: Params | None = None
@@ -169,7 +182,7 @@ class Reply:
 class Cohort:
     """A round's replies, sorted by client, with the public numbers of the round.
 
-    ``expected_size`` is what the sampler plans for (fixed size, or sampling rate times population), not how many replied.
+    ``expected_size`` is what the sampler plans for (fixed size, or sampling rate times population), not who replied.
     """
 
     server_round: int

@@ -9,7 +9,7 @@ from strategies.algorithm import Weighting
 
 
 class WeightedMean(Settings):
-    """The plain mean, by number of records or uniform as the algorithm asks. It protects nothing: no privacy guarantee."""
+    """The plain mean, by number of records or uniform as the algorithm asks. It protects nothing: no privacy."""
 
     kind: Literal["mean"] = "mean"
 

@@ -1,4 +1,4 @@
-"""What an algorithm is: one frozen settings object with a client half (plan, finish) and a server half (init, merge)."""
+"""What an algorithm is: a frozen settings object with a client half (plan, finish) and a server half (init, merge)."""
 
 from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -65,7 +65,7 @@ class Averaging(Settings):
 def accumulated_momentum(num_steps: int, momentum: float) -> float:
     """Return a_i: how far ``num_steps`` SGD steps of a constant unit gradient move, in units of the learning rate.
 
-    a = [tau - rho (1 - rho^tau) / (1 - rho)] / (1 - rho), which is tau without momentum (Wang et al. 2020, section 4.1).
+    a = [tau - rho (1 - rho^tau) / (1 - rho)] / (1 - rho), tau without momentum (Wang et al. 2020, section 4.1).
 
     >>> [round(accumulated_momentum(tau, 0.9), 9) for tau in (1, 2, 10)]
     [1.0, 2.9, 41.381059609]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,10 +16,14 @@ from fl_sim import wire
 from fl_sim.engine import LocalGrid
 from fl_sim.params import is_finite
 from fl_sim.seeding import rng
-from fl_sim.types import Cohort, Params, Reply, RunError, ServerState
+from fl_sim.types import Aggregate, Cohort, Params, Reply, RunError, ServerState
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import Algorithm
+from strategies.global_dp import GlobalDP
 from strategies.samplers import Sampler
+
+if TYPE_CHECKING:
+    from strategies.private import PrivateRounds
 
 _POLL_SECONDS = 0.05
 
@@ -43,12 +48,13 @@ class FederatedStrategy(Strategy):
     """
 
     algorithm: Algorithm
-    aggregator: WeightedMean
+    aggregator: WeightedMean | GlobalDP
     sampler: Sampler
     server: ServerState
     order: wire.Order
     num_clients: int
     seed: int
+    privacy: "PrivateRounds | None" = None
     population: Population = field(default_factory=lambda: Population(()))
     cohort: NDArray[np.int64] = field(default_factory=lambda: np.arange(0))
 
@@ -70,16 +76,19 @@ class FederatedStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check every reply, sort by client, and let the algorithm merge the aggregate.
 
-        Raises RunError, naming client and round, where a client failed, did not answer or sent something not finite.
+        Raises RunError, naming client and round, where a client failed, did not answer or sent something not finite;
+        under privacy such a client counts as the zero vector, unless all of them failed.
         """
         answers = self._checked(server_round, list(replies))
         cohort = Cohort(server_round, answers, self.num_clients, self.sampler.expected_size(self.num_clients))
-        aggregate = self.aggregator.mean(cohort, self.algorithm.weighting)
+        aggregate = self._aggregate(cohort)
         if aggregate is not None:
             server = self.algorithm.merge(self.server, aggregate)
             if not is_finite({"params": server.params}):
                 raise RunError(f"the global model is not finite after round {server_round}; try smaller learning rates")
             self.server = server
+        if self.privacy is not None:  # how many came and how they fared is theirs: it leaves only in the noised mean
+            return wire.to_arrays(self.server.params), None
         losses = [(reply.loss, reply.num_examples) for reply in answers if reply.loss is not None]
         total = sum(count for _, count in losses)
         metrics = MetricRecord({"cohort": len(answers)})
@@ -102,11 +111,22 @@ class FederatedStrategy(Strategy):
     def summary(self) -> None:
         """Say nothing: progress belongs to whoever runs the strategy."""
 
+    def _aggregate(self, cohort: Cohort) -> Aggregate | None:
+        if isinstance(self.aggregator, GlobalDP):
+            assert self.privacy is not None
+            return self.privacy.release(cohort, self.algorithm, self.server)
+        return self.aggregator.mean(cohort, self.algorithm.weighting)
+
     def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:
         clients = self.population.clients()
         answered = {clients[reply.metadata.src_node_id]: reply for reply in replies}
+        if self.privacy is not None:
+            whole = {client: reply for client, reply in answered.items() if not reply.has_error()}
+            answered = whole or answered
         for client in self.cohort:
             where = f"client {client} in round {server_round}"
+            if self.privacy is not None and client not in answered:
+                continue
             if client not in answered:
                 raise RunError(f"{where} did not answer in time")
             if reason := wire.error_of(answered[client]):
@@ -119,7 +139,7 @@ class Round:
     """What a round did, apart from evaluation."""
 
     server_round: int
-    cohort_size: int
+    cohort_size: int | None
     train_loss: float | None
     seconds: float
 
@@ -127,14 +147,21 @@ class Round:
 def run_round(
     strategy: FederatedStrategy, grid: Grid, server_round: int, learning_rate: float, timeout: float
 ) -> Round:
-    """Run one round: sample, send, check, aggregate, merge. ``timeout`` in seconds is for the whole exchange."""
+    """Run one round: pay where privacy costs, sample, send, check, aggregate, merge.
+
+    ``timeout`` in seconds is for the whole exchange. Raises BudgetExhausted, with nothing done, where the privacy
+    budget does not afford the round.
+    """
     start = time.perf_counter()
+    if strategy.privacy is not None:
+        strategy.privacy.pay(server_round)
     config = ConfigRecord({"learning-rate": learning_rate})
     messages = list(strategy.configure_train(server_round, ArrayRecord(), config, grid))
     replies = grid.send_and_receive(messages, timeout=timeout) if messages else []
     _, metrics = strategy.aggregate_train(server_round, replies)
     loss = float(str(metrics["train_loss"])) if metrics and "train_loss" in metrics else None
-    return Round(server_round, len(messages), loss, time.perf_counter() - start)
+    size = None if strategy.privacy else len(messages)
+    return Round(server_round, size, loss, time.perf_counter() - start)
 
 
 def share_before_training(strategy: FederatedStrategy, grid: Grid, timeout: float) -> Params:
@@ -161,7 +188,7 @@ def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:
     while len(nodes := list(grid.get_node_ids())) < num_clients:
         if time.monotonic() > deadline:
             raise RunError(
-                f"only {len(nodes)} of {num_clients} nodes came within {timeout:.0f} s: start as many supernodes as clients"
+                f"only {len(nodes)} of {num_clients} nodes came in {timeout:.0f} s: start as many supernodes as clients"
             )
         time.sleep(_POLL_SECONDS)
     replies = list(

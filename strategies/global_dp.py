@@ -63,7 +63,8 @@ class GlobalDP(Settings):
     ``noise_multiplier``: z, noise on the sum in units of the clipping norm; 0 clips only and guarantees nothing.
     ``clipping_norm``: S, on one flat vector of everything a client sends (the first round's where clipping adapts).
     ``epsilon``: the budget at ``delta``; training stops before the round that would exceed it; None sets no limit.
-    ``accountant``: whose epsilon is held against the budget.
+    ``accountant``: whose epsilon is held against the budget. ``noise`` "secret": a fresh key from the operating system,
+    so no two runs agree; "seeded": repeatable, and a guarantee only about the method, not about this run.
     """
 
     kind: Literal["global-dp"] = "global-dp"
@@ -72,6 +73,7 @@ class GlobalDP(Settings):
     delta: float = Field(1e-5, gt=0, lt=1)
     epsilon: float | None = Field(None, gt=0)
     accountant: Literal["rdp", "pld"] = "rdp"
+    noise: Literal["secret", "seeded"] = "secret"
     adaptive_clipping: Annotated[AdaptiveClipping | None, BeforeValidator(_no_raw_median)] = None
 
     @model_validator(mode="after")

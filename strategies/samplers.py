@@ -1,6 +1,6 @@
 """Which clients take part in a round: all of them, a fixed number, or each by its own coin flip; always seeded."""
 
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +8,9 @@ from pydantic import Field
 
 from fl_sim.config import Settings
 from fl_sim.types import UserError
+
+if TYPE_CHECKING:
+    from dp_accounting.dp_event import DpEvent
 
 
 class Everyone(Settings):
@@ -19,6 +22,11 @@ class Everyone(Settings):
         """Return the round's clients, ascending."""
         del generator
         return np.arange(num_clients)
+
+    def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
+        """Return what ``event`` costs when clients are sampled like this: the same, nobody hides in a crowd."""
+        del num_clients
+        return event
 
     def expected_size(self, num_clients: int) -> float:
         """Return the expected cohort size, a public number."""
@@ -35,9 +43,15 @@ class FixedSize(Settings):
         """Return the round's clients, ascending. Raises UserError where there are fewer than ``cohort_size``."""
         if self.cohort_size > num_clients:
             raise UserError(
-                f"sampler fixed-size:{self.cohort_size} needs at least {self.cohort_size} clients, there are {num_clients}"
+                f"sampler fixed-size:{self.cohort_size} wants more clients than the {num_clients} there are"
             )
         return np.sort(generator.choice(num_clients, self.cohort_size, replace=False))
+
+    def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
+        """Return what ``event`` costs when clients are sampled like this, under replacing one client by another."""
+        from fl_sim.privacy.accounting import amplify_fixed_size  # noqa: PLC0415 (the accountants load slowly)
+
+        return amplify_fixed_size(event, self.cohort_size, num_clients)
 
     def expected_size(self, num_clients: int) -> float:
         """Return the cohort size."""
@@ -54,6 +68,13 @@ class Poisson(Settings):
     def sample(self, num_clients: int, generator: np.random.Generator) -> NDArray[np.int64]:
         """Return the round's clients, ascending, possibly none."""
         return np.flatnonzero(generator.random(num_clients) < self.sampling_rate)
+
+    def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
+        """Return what ``event`` costs when clients are sampled like this, under adding or removing one client."""
+        from fl_sim.privacy.accounting import amplify_poisson  # noqa: PLC0415 (the accountants load slowly)
+
+        del num_clients
+        return amplify_poisson(event, self.sampling_rate)
 
     def expected_size(self, num_clients: int) -> float:
         """Return sampling_rate * num_clients."""

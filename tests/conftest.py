@@ -136,7 +136,8 @@ def strategy_of() -> Callable[..., FederatedStrategy]:
         grid = LocalGrid(num_clients)
         strategy = FederatedStrategy(
             algorithm, WeightedMean(), sampler or Everyone(), algorithm.init(params),
-            wire.Order("", 0, 0.0, "", "", ""), num_clients, seed, Population(tuple(grid.get_node_ids())),
+            wire.Order("", 0, 0.0, "", "", ""), num_clients, seed,
+            population=Population(tuple(grid.get_node_ids())),
         )  # fmt: skip
         strategy.cohort = strategy.sampler.sample(num_clients, rng(seed, "sampler", 1))
         return strategy

@@ -80,7 +80,14 @@ def _print(result: dict[str, Any], out: Path) -> None:
         f"{result['model']}: accuracy {_percent(result['final_accuracy'])} after {result['rounds']} rounds, "
         f"best {_percent(result['best_accuracy'])}, {result['seconds']['total']:.1f} s on engine {result['engine']}"
     )
-    typer.echo("privacy: none - updates leave the clients without noise")
+    if result["stopped"]:
+        typer.echo(result["stopped"])
+    if not result["privacy"]:
+        typer.echo("privacy: none - updates leave the clients without noise")
+    for promise in result["privacy"]:
+        typer.echo(f"privacy of a {promise['unit']}: {promise['guarantee']}")
+        typer.echo(f"  covers: {promise['covers']}")
+        typer.echo(f"  does not cover: {promise['does_not_cover']}")
     typer.echo(f"results in {out}")
 
 

@@ -24,25 +24,12 @@ from fl_sim.privacy.accounting import (
     supports_pld,
     valid_delta,
 )
-from fl_sim.types import RunError, UserError
+from fl_sim.types import BudgetExhausted, RunError, UserError
 
 _ADJACENCY_IN_WORDS: Final = {
     Adjacency.ADD_OR_REMOVE_ONE: "adding or removing one {unit}",
     Adjacency.REPLACE_ONE: "replacing one {unit} by any other",
 }
-
-
-class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an error in it)
-    """The next release would exceed the budget. Nothing was charged and nothing may be released."""
-
-    def __init__(self, *, num_releases: int, spent: float | None, would_be: float | None, budget: float, delta: float):
-        super().__init__(
-            f"budget spent after {num_releases} releases: epsilon {_show(spent)} of {budget:g} at delta {delta:g}; "
-            f"one more would make it {_show(would_be)}"
-        )
-        self.num_releases = num_releases
-        self.spent = spent
-        self.would_be = would_be
 
 
 @dataclass(frozen=True)
@@ -120,8 +107,8 @@ class Ledger:
         if self.terms.budget is not None and not _finite_at_most(after, self.terms.budget):
             raise BudgetExhausted(
                 num_releases=len(self._charges),
-                spent=self.epsilon,
-                would_be=_none_if_infinite(after),
+                spent=math.inf if self.epsilon is None else self.epsilon,
+                would_be=after,
                 budget=self.terms.budget,
                 delta=self.terms.delta,
             )
@@ -261,7 +248,3 @@ def _finite_at_most(epsilon: float, budget: float) -> bool:
 def _none_if_infinite(epsilon: float) -> float | None:
     assert not math.isnan(epsilon)
     return None if math.isinf(epsilon) else epsilon
-
-
-def _show(epsilon: float | None) -> str:
-    return "none (no guarantee)" if epsilon is None else f"{epsilon:.4g}"

@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from fl_sim.store import load_groups, save_groups
 from fl_sim.types import ServerState, UserError
 
-CONFIG, ROUNDS, CHECKPOINT, MODEL, RESULT, STATE = (
+CONFIG, ROUNDS, CHECKPOINT, MODEL, RESULT, STATE, LEDGER = (
     "config.toml", "rounds.jsonl", "checkpoint.safetensors", "model.safetensors", "result.json", "clients",
+    "ledger.jsonl",
 )  # fmt: skip
 
 
@@ -29,7 +30,8 @@ class RoundRecord:
     """One line of ``rounds.jsonl``.
 
     ``test_accuracy`` in [0, 1] and ``test_loss`` are None in rounds without evaluation; ``train_loss`` is the clients'
-    mean, None where it may not leave them; ``epsilon`` None means no guarantee; ``seconds`` is the whole round.
+    mean; it and ``cohort`` are None where they may not leave the round (under privacy); ``epsilon`` None means
+    no guarantee; ``seconds`` is the whole round.
     """
 
     round: int
@@ -37,7 +39,7 @@ class RoundRecord:
     test_loss: float | None
     train_loss: float | None
     epsilon: float | None
-    cohort: int
+    cohort: int | None
     learning_rate: float
     seconds: float
 
@@ -72,23 +74,28 @@ def keep_rounds(out: Path, last_round: int) -> list[RoundRecord]:
     return records
 
 
-def write_checkpoint(out: Path, server_round: int, server: ServerState) -> None:
-    """Keep the server's state after a round: the whole of it or, after a crash while writing, the one before."""
+def write_checkpoint(out: Path, server_round: int, server: ServerState, clipping_norm: float | None = None) -> None:
+    """Keep the server's state after a round: the whole of it or, after a crash while writing, the one before.
+
+    ``clipping_norm``: the next round's, where the run is private.
+    """
     groups = {f"broadcast.{name}": params for name, params in server.broadcast.items()}
     groups |= {f"memory.{name}": params for name, params in server.memory.items()}
-    save_groups(
-        out / CHECKPOINT, {"params": server.params, "progress": {"round": torch.tensor([server_round])}, **groups}
-    )
+    progress = {"round": torch.tensor([server_round])}
+    if clipping_norm is not None:
+        progress["clipping_norm"] = torch.tensor([clipping_norm], dtype=torch.float64)
+    save_groups(out / CHECKPOINT, {"params": server.params, "progress": progress, **groups})
 
 
-def read_checkpoint(out: Path) -> tuple[int, ServerState] | None:
-    """Return (last finished round, state after it), or None where there is no checkpoint."""
+def read_checkpoint(out: Path) -> tuple[int, ServerState, float | None] | None:
+    """Return (last finished round, state after it, clipping norm of the next), or None where there is no checkpoint."""
     path = out / CHECKPOINT
     if not path.exists():
         return None
     try:
         groups = load_groups(path)
-        params, last = groups.pop("params"), int(groups.pop("progress")["round"])
+        params, progress = groups.pop("params"), groups.pop("progress")
+        last, norm = int(progress["round"]), progress.get("clipping_norm")
     except (SafetensorError, KeyError) as error:
         raise UserError(
             f"{path} is not a checkpoint of this program ({error}): delete it to start this run again"
@@ -97,7 +104,7 @@ def read_checkpoint(out: Path) -> tuple[int, ServerState] | None:
         name.removeprefix("broadcast."): group for name, group in groups.items() if name.startswith("broadcast.")
     }
     memory = {name.removeprefix("memory."): group for name, group in groups.items() if name.startswith("memory.")}
-    return last, ServerState(params, broadcast, memory)
+    return last, ServerState(params, broadcast, memory), None if norm is None else float(norm)
 
 
 def write_model(out: Path, params: Mapping[str, torch.Tensor]) -> None:

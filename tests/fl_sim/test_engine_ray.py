@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from flwr.app import Message
+from safetensors.torch import load_file
 
 from fl_sim.data import load
 from fl_sim.engine import CLIENT_RAISED, TOO_LATE, WORKER_DIED
@@ -141,6 +144,57 @@ def test_what_the_cluster_does_not_have_is_the_users_mistake(misbehaving: Module
     with pytest.raises(UserError, match=r"set engine\.gpus=0"):
         RayGrid(misbehaving.client_app, 2, RayResources(gpus=0.5))
     assert ray.is_initialized()  # the engine did not start this Ray, so it does not stop it
+
+
+def test_an_address_where_no_cluster_is_is_the_users_mistake_and_said_at_once() -> None:
+    code = """
+from fl_sim.engine_ray_start import RayResources, start_or_join
+from fl_sim.types import UserError
+for address in ("127.0.0.1:9", "somewhere", "ray://127.0.0.1:10001"):
+    try:
+        start_or_join(RayResources(address=address), 1)
+    except UserError as error:
+        print(error)
+"""
+    command = [sys.executable, "-c", code]
+    finished = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True, timeout=60)
+    refused, nowhere, client = finished.stdout.splitlines()
+    assert re.search(r"cannot join the Ray cluster at '127\.0\.0\.1:9': .*refused; start one with `ray start", refused)
+    assert "cannot join the Ray cluster at 'somewhere': an address is host:port" in nowhere
+    assert "(no ray://)" in client
+
+
+@pytest.fixture
+def cluster() -> Iterator[str]:
+    """A Ray cluster of another process, by its address."""
+    code = (
+        "import ray; started = ray.init(address='local', num_cpus=2, include_dashboard=False); "
+        "print(started.address_info['gcs_address'], flush=True); input(); ray.shutdown()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    yield process.stdout.readline().strip()
+    process.communicate("\n", timeout=30)
+
+
+@pytest.mark.slow
+def test_a_run_joins_a_cluster_by_its_address_and_leaves_it_running(cluster: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fl_sim", "run", "model=logistic", "rounds=2", "engine=ray", "--json"]
+    for attempt in ("first", "second"):
+        finished = subprocess.run(
+            [*command, f"engine.address={cluster}", "--out", str(tmp_path / attempt)],
+            cwd=PROJECT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert finished.returncode == 0, finished.stderr
+        assert json.loads(finished.stdout)["engine"] == "ray"
+    run(experiment_from({"model": "logistic", "rounds": 2, "engine": "inprocess"}), tmp_path / "own")
+    models = [load_file(tmp_path / name / "model.safetensors") for name in ("first", "second", "own")]
+    assert all(torch.equal(models[0][name], model[name]) for model in models for name in models[0])
 
 
 class Trigger(Silent):

@@ -140,23 +140,24 @@ class _Sum(nn.Module):
         return inputs + (self.left + self.right)
 
 
-def test_two_parameters_with_one_gradient_tensor_are_both_right():
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_two_parameters_with_one_gradient_tensor_are_both_right(weight_decay):
     model = _Sum()
     inputs, labels = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
     gradients = torch.autograd.grad(functional.cross_entropy(model(inputs), labels), list(model.parameters()))
     assert gradients[0].data_ptr() == gradients[1].data_ptr()  # the trap is there
-    settings = LocalSettings(0.5, 0.9, 0.1, batch_size=3, epochs=3)
+    settings = LocalSettings(0.5, 0.9, weight_decay, batch_size=3, epochs=3)
     task = LocalTask(1, 0, 1, 6, settings, detached(model.named_parameters()))
     trained = train(_Sum(), task, LocalPlan(), inputs, labels, rng(0, "test"))
     params, _ = _plain(_Sum(), settings, inputs, labels, rng(0, "test"))
     assert _equal(trained.params, params)
 
     offsets = {"left": torch.tensor([1.0, 2.0, 3.0]), "right": torch.tensor([-1.0, 0.0, 5.0])}
-    settings = LocalSettings(0.5, 0.9, 0.1, batch_size=6, epochs=1)
+    settings = LocalSettings(0.5, 0.9, weight_decay, batch_size=6, epochs=1)
     task = LocalTask(1, 0, 1, 6, settings, task.params)
     trained = train(_Sum(), task, LocalPlan(offsets), inputs, labels, rng(0, "test"))
     for name, gradient in zip(("left", "right"), gradients, strict=True):
-        expected = task.params[name] - 0.5 * (gradient + offsets[name] + 0.1 * task.params[name])
+        expected = task.params[name] - 0.5 * (gradient + offsets[name] + weight_decay * task.params[name])
         torch.testing.assert_close(trained.params[name], expected)
 
 
@@ -206,13 +207,19 @@ def test_evaluation_is_the_plain_accuracy_and_mean_loss_without_dropout():
     assert loss == pytest.approx(plain, rel=1e-6)
 
 
-def test_a_model_can_be_trained_after_it_was_evaluated():
-    model = _cnn()
+def test_a_model_is_trained_with_dropout_after_it_was_evaluated():
+    def made():
+        return nn.Sequential(_cnn(), nn.Dropout(0.5))
+
     inputs, labels = _data()
-    evaluate(model, detached(model.named_parameters()), inputs, labels)
-    settings = LocalSettings(0.05, 0.9, 0.0, batch_size=5, epochs=1)
-    trained = train(model, _task(_cnn(), settings), LocalPlan(), inputs, labels, rng(0, "test"))
-    assert _equal(trained.params, _plain(_cnn(), settings, inputs, labels, rng(0, "test"))[0])
+    model, settings = made(), LocalSettings(0.05, 0.9, 0.0, batch_size=5, epochs=1)
+    task = _task(model, settings)
+    evaluate(model, task.params, inputs, labels)
+    torch.manual_seed(5)
+    trained = train(model, task, LocalPlan(), inputs, labels, rng(0, "test"))
+    plain = made()
+    torch.manual_seed(5)
+    assert _equal(trained.params, _plain(plain, settings, inputs, labels, rng(0, "test"))[0])
 
 
 def test_bytes_are_normalised_by_channel():

@@ -66,6 +66,15 @@ def test_unequal_steps_do_not_move_the_fixed_point(bowl, federation, records, se
     assert abs(fixed_point(FedAvg()) + 0.8) > 0.15  # 18 steps pull at least 9 times as hard as 2: -0.98
 
 
+def test_a_fixed_tau_eff_is_taken_as_it_is_and_nobody_sends_its_steps(bowl, federation, records, settings):
+    # the first example with tau_eff = 4 instead of 2.5: x+ = 4 (0.25 * 0.1 - 0.75 * 0.542 / 3) = -0.442
+    shards = [records((1, 1, 0)), records(*[(1, -2, 0)] * 3)]
+    simulated = federation(FedNova(tau_eff=4.0), bowl(0.0), shards, settings(0.1, batch_size=1))
+    updates = simulated.round()
+    assert [set(update.payloads) for update in updates] == [{"direction"}] * 2
+    assert simulated.w == pytest.approx(-0.442, abs=1e-14)
+
+
 def test_an_empty_shard_has_no_say(bowl, federation, records, settings):
     shards = [records((1, 1, 0)), records()]
     simulated = federation(FedNova(), bowl(0.0), shards, settings(0.1, 0.9, epochs=2))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fl_sim.privacy import events, ledger
 from fl_sim.privacy.accounting import ORDERS, Adjacency, amplify_fixed_size, amplify_poisson, epsilon
-from fl_sim.privacy.ledger import BudgetExhausted, Ledger, Terms
-from fl_sim.types import RunError, UserError
+from fl_sim.privacy.ledger import Ledger, Terms
+from fl_sim.types import BudgetExhausted, RunError, UserError
 
 POISSON = amplify_poisson(dp_event.GaussianDpEvent(1.0), 0.1)
 QUIET = amplify_poisson(dp_event.GaussianDpEvent(3.0), 0.1)

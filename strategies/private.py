@@ -1,0 +1,69 @@
+"""Rounds under Global DP: pay first, then release; nothing else about a round's clients leaves it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fl_sim.privacy.accounting import Adjacency
+from fl_sim.privacy.ledger import Ledger, Terms
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.types import Aggregate, Cohort, LocalSettings, LocalTask, Payloads, ServerState, Trained
+from strategies.algorithm import Algorithm
+from strategies.global_dp import COVERS, DOES_NOT_COVER, GlobalDP
+from strategies.samplers import FixedSize, Sampler
+
+UNIT = "client"
+
+
+@dataclass
+class PrivateRounds:
+    """Global DP over the rounds of a run. ``clipping_norm`` is the next round's: it moves where clipping adapts."""
+
+    aggregator: GlobalDP
+    sampler: Sampler
+    num_clients: int
+    ledger: Ledger
+    noise: Noise
+    clipping_norm: float
+
+    def pay(self, server_round: int) -> float | None:
+        """Charge a round before anything of it happens, and return the epsilon spent after it (None: no guarantee).
+
+        Raises BudgetExhausted where it would exceed the budget.
+        """
+        event = self.sampler.amplify(self.aggregator.event(), self.num_clients)
+        return self.ledger.charge(event, release=f"round {server_round}", noise=self.noise.identity)
+
+    def release(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate:
+        """Return the noised mean of a round that was paid for."""
+        template = what_clients_send(algorithm, server)
+        aggregate, self.clipping_norm = self.aggregator.release(
+            cohort, noise=self.noise, template=template, clipping_norm=self.clipping_norm
+        )
+        return aggregate
+
+    def statement(self) -> dict[str, object]:
+        """Return what ``result.json`` says about the clients' privacy."""
+        return self.ledger.statement(
+            covers=COVERS, does_not_cover=DOES_NOT_COVER, simulation_only=self.noise.simulation_only
+        )
+
+
+def open_private_rounds(
+    aggregator: GlobalDP, sampler: Sampler, num_clients: int, seed: int, out: Path, clipping_norm: float | None
+) -> PrivateRounds:
+    """Start, or go on with, the rounds of the run in ``out``; its charges are in ``ledger.jsonl`` there.
+
+    A run that goes on with secret noise has a new key: a round that was charged but not finished is charged again.
+    """
+    adjacency = Adjacency.REPLACE_ONE if isinstance(sampler, FixedSize) else Adjacency.ADD_OR_REMOVE_ONE
+    terms = Terms(UNIT, adjacency, aggregator.delta, aggregator.epsilon, aggregator.accountant)
+    noise = Noise.seeded(seed) if aggregator.noise == "seeded" else Noise.secret()
+    norm = aggregator.clipping_norm if clipping_norm is None else clipping_norm
+    return PrivateRounds(aggregator, sampler, num_clients, Ledger(terms, out / "ledger.jsonl"), noise, norm)
+
+
+def what_clients_send(algorithm: Algorithm, server: ServerState) -> Payloads:
+    """Return the names and shapes of a client's payloads: those of a client that has no records."""
+    settings = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
+    task = LocalTask(1, 0, 1, 0, settings, server.params, server.broadcast)
+    return algorithm.finish(task, Trained(server.params, {}, 0, None)).payloads
