@@ -14,20 +14,21 @@ class WeightedMean(Settings):
     kind: Literal["mean"] = "mean"
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
-        """Return the mean of the replies, or None where no client has any records.
+        """Return the mean over the clients that have records, or None where none has.
 
         Raises RunError, naming client and round, where an update or a training loss is not finite.
         """
         for reply in cohort.replies:
             _check_finite(reply, cohort.server_round)
-        weights = [float(reply.num_examples) if weighting == "examples" else 1.0 for reply in cohort.replies]
-        if not sum(weights):
+        trained = [reply for reply in cohort.replies if reply.num_examples > 0]
+        if not trained:
             return None
+        weights = [float(reply.num_examples) if weighting == "examples" else 1.0 for reply in trained]
         payloads = {
-            name: weighted_mean([reply.payloads[name] for reply in cohort.replies], weights)
-            for name in cohort.replies[0].payloads
+            name: weighted_mean([reply.payloads[name] for reply in trained], weights)
+            for name in trained[0].payloads
         }
-        return Aggregate(payloads, participation=len(cohort.replies) / cohort.num_clients)
+        return Aggregate(payloads, participation=len(trained) / cohort.num_clients)
 
 
 def _check_finite(reply: Reply, server_round: int) -> None:

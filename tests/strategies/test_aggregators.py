@@ -23,9 +23,9 @@ def test_mean_by_records_matches_numbers_by_hand():
     assert aggregate.participation == 0.25
 
 
-def test_uniform_mean_ignores_the_records():
+def test_uniform_mean_ignores_how_many_records_but_leaves_out_clients_without_any():
     aggregate = WeightedMean().mean(_cohort(_reply(0, [1.0], 1), _reply(4, [3.0], 999), _reply(5, [8.0], 0)), "uniform")
-    assert aggregate.payloads["delta"]["w"].tolist() == [4.0]
+    assert aggregate.payloads["delta"]["w"].tolist() == [2.0]
 
 
 def test_every_payload_is_averaged():
