@@ -212,7 +212,7 @@ def test_the_population_is_looked_for_once_before_the_first_round(strategy_of):
 
 
 def test_too_few_nodes_end_the_wait_with_their_number():
-    with pytest.raises(RunError, match="only 1 of 4 nodes came within 0 s"):
+    with pytest.raises(RunError, match="only 1 of 4 nodes came in 0 s"):
         find_population(_Remote(4, arrive_at=10**9), 4, timeout=0.1)
 
 

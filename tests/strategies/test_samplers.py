@@ -49,7 +49,7 @@ def test_fixed_size_of_all_is_everyone():
 
 def test_fixed_size_expects_its_size_and_refuses_more_clients_than_there_are():
     assert FixedSize(cohort_size=3).expected_size(10) == 3.0
-    with pytest.raises(UserError, match="fixed-size:11 needs at least 11 clients, there are 10"):
+    with pytest.raises(UserError, match="fixed-size:11 wants more clients than the 10 there are"):
         FixedSize(cohort_size=11).sample(10, rng(0, "sampler", 1))
 
 
