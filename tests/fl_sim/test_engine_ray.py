@@ -228,7 +228,7 @@ class Trigger(Silent):
 def test_a_run_with_a_client_that_fails_ends_in_time_says_which_and_keeps_what_it_has(
     misbehaving: ModuleType, tmp_path: Path, action: str, message: str, within: float
 ) -> None:
-    settings = {"model": "users_misbehaving:model", "rounds": 3, "engine": {"kind": "ray", "actors": 2}}
+    settings = {"model": "users_misbehaving:model", "rounds": 3, "engine": {"kind": "ray", "actors": 1}}
     trigger = Trigger(misbehaving.FLAG, action)
     misbehaving.FLAG.unlink(missing_ok=True)
     with pytest.raises(RunError, match=message):
