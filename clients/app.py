@@ -105,8 +105,8 @@ class _Unpacker:
 def _reuse_freed_memory() -> None:
     """Let glibc keep the memory of tensors up to 32 MB for the next one instead of asking the kernel each time.
 
-    Its threshold grows to the largest block ever given back (mallopt(3), M_MMAP_THRESHOLD), so one such block is enough.
-    Without it every activation of more than 128 kB costs a system call and its page faults: 15 to 30 % of a round.
+    Its threshold grows to the largest block ever given back (mallopt(3), M_MMAP_THRESHOLD), so one block is enough.
+    Without it every activation over 128 kB costs a system call and its page faults, 15 to 30 % of a round.
     """
     torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
 

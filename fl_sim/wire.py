@@ -1,5 +1,7 @@
 """Every record key and every conversion between our values and Flower's records: nobody else spells one."""
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,7 +10,6 @@ from io import BytesIO
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from numpy.typing import NDArray
 
 from fl_sim.types import Params, Payloads, Reply
 
@@ -37,9 +38,9 @@ class Order:
 
 def task_content(order: Order, params: Params, broadcast: Payloads) -> RecordDict:
     """Pack a round's message; all clients of a round share one."""
-    records = RecordDict({_ORDER: _config(order), _PARAMS: to_arrays(params)})
+    records = RecordDict({_ORDER: _config(order), _PARAMS: _pack(params)})
     for name, group in broadcast.items():
-        records[_BROADCAST + name] = to_arrays(group)
+        records[_BROADCAST + name] = _pack(group)
     return records
 
 
@@ -64,11 +65,11 @@ def read_order(content: RecordDict) -> Order:
 def read_task(content: RecordDict) -> tuple[Params, Payloads]:
     """Unpack (global model, broadcast groups)."""
     groups = {
-        name.removeprefix(_BROADCAST): to_params(record)
+        name.removeprefix(_BROADCAST): _unpack(record)
         for name, record in content.array_records.items()
         if name.startswith(_BROADCAST)
     }
-    return to_params(content.array_records[_PARAMS]), groups
+    return _unpack(content.array_records[_PARAMS]), groups
 
 
 def update_content(payloads: Payloads, num_examples: int, loss: float | None) -> RecordDict:
@@ -78,14 +79,14 @@ def update_content(payloads: Payloads, num_examples: int, loss: float | None) ->
         report["loss"] = loss
     content = RecordDict({_REPORT: report})
     for name, params in payloads.items():
-        content[_PAYLOAD + name] = to_arrays(params)
+        content[_PAYLOAD + name] = _pack(params)
     return content
 
 
 def read_update(client: int, content: RecordDict) -> Reply:
     """Unpack a client's update."""
     payloads = {
-        name.removeprefix(_PAYLOAD): to_params(record)
+        name.removeprefix(_PAYLOAD): _unpack(record)
         for name, record in content.array_records.items()
         if name.startswith(_PAYLOAD)
     }
@@ -96,12 +97,12 @@ def read_update(client: int, content: RecordDict) -> Reply:
 
 def pool_content(shared: Mapping[str, torch.Tensor]) -> RecordDict:
     """Pack what a client shares before the first round."""
-    return RecordDict({_POOL: to_arrays(dict(shared))})
+    return RecordDict({_POOL: _pack(dict(shared))})
 
 
 def read_pool(content: RecordDict) -> Params:
     """Unpack what a client shared."""
-    return to_params(content.array_records[_POOL])
+    return _unpack(content.array_records[_POOL])
 
 
 def who_content(partition: int) -> RecordDict:
@@ -115,35 +116,47 @@ def read_who(content: RecordDict) -> int:
 
 
 def to_arrays(params: Params) -> ArrayRecord:
-    """Return named tensors as a Flower record."""
-    return ArrayRecord({name: _to_array(value.numpy(force=True)) for name, value in params.items()})
+    """Return named tensors as the record that Flower's own strategies exchange: one array a tensor."""
+    return ArrayRecord({name: Array(value.numpy(force=True)) for name, value in params.items()})
 
 
-def to_params(record: ArrayRecord) -> Params:
-    """Return a Flower record as named tensors."""
-    return {name: torch.from_numpy(_from_array(array)) for name, array in record.items()}
+def _pack(params: Params) -> ArrayRecord:
+    # One array for a whole group, named by its layout, its few header bytes remembered: Array(values) for each tensor
+    # has numpy format and parse the same headers again for every client.
+    shapes = tuple((name, tuple(value.shape)) for name, value in params.items())
+    assert all(value.dtype == torch.float32 for value in params.values()), "only float32 tensors travel"
+    flat = torch.cat([value.detach().reshape(-1) for value in params.values()]) if params else torch.empty(0)
+    data = b"".join((_npy_header(len(flat)), flat.numpy(force=True).data))
+    return ArrayRecord({_write_layout(shapes): Array("float32", (len(flat),), "numpy.ndarray", data)})
 
 
-def _to_array(values: NDArray[np.generic]) -> Array:
-    # What Array(values) makes, at a tenth of its cost: numpy writes and parses the same few headers thousands of times.
-    data = b"".join((_npy_header(values.dtype.str, values.shape), np.ascontiguousarray(values).data))
-    return Array(str(values.dtype), values.shape, "numpy.ndarray", data)
+def _unpack(record: ArrayRecord) -> Params:
+    ((layout, array),) = record.items()
+    shapes = _read_layout(layout)
+    header = _npy_header(array.shape[0])
+    values = (
+        np.frombuffer(array.data, np.float32, offset=len(header)) if array.data.startswith(header) else array.numpy()
+    )
+    flat = torch.from_numpy(values.astype(np.float32))  # a copy: what arrived is read-only
+    parts = torch.split(flat, [math.prod(shape) for _, shape in shapes])
+    return {name: part.reshape(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
 
 
-def _from_array(array: Array) -> NDArray[np.generic]:
-    dtype = np.dtype(array.dtype)
-    header = _npy_header(dtype.str, tuple(array.shape))
-    if not (dtype.isnative and array.data.startswith(header)):
-        # Not written by us: another byte order (torch takes only the native one), memory order or format version.
-        return np.array(array.numpy(), dtype=dtype.newbyteorder("="), order="C")
-    return np.frombuffer(array.data, array.dtype, offset=len(header)).reshape(array.shape).copy()
-
-
-@lru_cache(maxsize=1024)
-def _npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
+@lru_cache(maxsize=64)
+def _npy_header(size: int) -> bytes:
     buffer = BytesIO()
-    np.lib.format.write_array_header_1_0(buffer, {"descr": dtype, "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(buffer, {"descr": "<f4", "fortran_order": False, "shape": (size,)})
     return buffer.getvalue()
+
+
+@lru_cache(maxsize=64)
+def _write_layout(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
+    return json.dumps(shapes)
+
+
+@lru_cache(maxsize=64)
+def _read_layout(layout: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((str(name), tuple(int(side) for side in shape)) for name, shape in json.loads(layout))
 
 
 def error_of(message: Message) -> str | None:

@@ -136,13 +136,13 @@ def test_a_client_says_which_partition_it_plays(tmp_path: Path):
 
 
 def test_sharing_hands_over_what_the_site_makes_of_the_clients_records(tmp_path: Path):
-    play = Play(FedMix(), tmp_path, share=lambda inputs, labels, client: {"rows": inputs + client, "labels": labels})
+    play = Play(FedMix(), tmp_path, share=lambda inputs, labels, client: {"rows": inputs + client, "labels": labels.float()})
     message = Message(wire.share_content(play.order(0)), 1002, wire.SHARE)
     (reply,) = play.grid.send_and_receive([message])
     inputs, labels = _records(2)
     shared = wire.read_pool(reply.content)
     assert torch.equal(shared["rows"], inputs + 2)
-    assert torch.equal(shared["labels"], labels)
+    assert torch.equal(shared["labels"], labels.float())
 
 
 def test_the_pool_is_read_from_the_file_the_message_names(tmp_path: Path):
