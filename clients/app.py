@@ -73,7 +73,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
             settings=site.local_settings(order.learning_rate),
             params=params,
             broadcast=broadcast,
-            state=load_state(Path(order.state_dir), client, order.server_round),
+            state=load_state(order.state_dir, client, order.server_round),
             pool=_read_pool(order.pool) if order.pool else {},
         )
         if torch.get_num_threads() != site.threads:

