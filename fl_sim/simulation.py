@@ -229,7 +229,8 @@ def _open(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog, 
     elif out.exists() and any(not path.name.endswith(".part") for path in out.iterdir()):
         raise UserError(f"{out} is not empty and holds no run: choose another --out")
     out.mkdir(parents=True, exist_ok=True)
-    for stale in (rundir.ROUNDS, rundir.RESULT, rundir.MODEL, rundir.LEDGER):
+    # Never the ledger: what was released before stays paid for, and a run again with other noise pays again.
+    for stale in (rundir.ROUNDS, rundir.RESULT, rundir.MODEL):
         (out / stale).unlink(missing_ok=True)
     rundir.write_config(out, experiment.model_dump(exclude_none=True))
     return log, 1

@@ -7,16 +7,12 @@ from safetensors.torch import load_file, save_file
 
 from fl_sim.types import Params, Payloads
 
-_SEPARATOR = "/"
-
 
 def save_groups(path: Path, groups: Payloads) -> None:
     """Write named groups of tensors to one safetensors file; a reader sees the old file or the whole new one."""
-    flat = {
-        f"{group}{_SEPARATOR}{name}": value.contiguous()
-        for group, params in groups.items()
-        for name, value in params.items()
-    }
+    named = [(group, name, value) for group, params in groups.items() for name, value in params.items()]
+    # safetensors sorts by name; numbers first keep our order, on which last bits and the noise of privacy depend.
+    flat = {f"{number:06}/{group}/{name}": value.contiguous() for number, (group, name, value) in enumerate(named)}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     save_file(flat, partial)
@@ -24,10 +20,10 @@ def save_groups(path: Path, groups: Payloads) -> None:
 
 
 def load_groups(path: Path) -> Payloads:
-    """Read what ``save_groups`` wrote."""
+    """Read what ``save_groups`` wrote, in the order in which it was written."""
     groups: dict[str, Params] = {}
-    for key, value in load_file(path).items():
-        group, _, name = key.partition(_SEPARATOR)
+    for key, value in sorted(load_file(path).items()):
+        _, group, name = key.split("/", 2)
         groups.setdefault(group, {})[name] = value
     return groups
 

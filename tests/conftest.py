@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Message, RecordDict
+from hypothesis import settings as hypothesis_settings
 from torch import nn
 
 from fl_sim import wire
@@ -18,6 +19,9 @@ from fl_sim.types import ClientUpdate, Cohort, LocalSettings, LocalTask, Params,
 from strategies.aggregators import WeightedMean
 from strategies.flower import FederatedStrategy, Population
 from strategies.samplers import Everyone, Sampler
+
+hypothesis_settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis_settings.load_profile("repeatable")
 
 Shard = tuple[torch.Tensor, torch.Tensor]
 

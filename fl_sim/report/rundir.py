@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 from fl_sim.store import load_groups, save_groups
 from fl_sim.types import ServerState, UserError
 
-CONFIG, ROUNDS, CHECKPOINT, MODEL, RESULT, STATE, LEDGER = (
+CONFIG, ROUNDS, CHECKPOINT, MODEL, RESULT, STATE = (
     "config.toml", "rounds.jsonl", "checkpoint.safetensors", "model.safetensors", "result.json", "clients",
-    "ledger.jsonl",
 )  # fmt: skip
 
 
@@ -96,7 +95,7 @@ def read_checkpoint(out: Path) -> tuple[int, ServerState, float | None] | None:
         groups = load_groups(path)
         params, progress = groups.pop("params"), groups.pop("progress")
         last, norm = int(progress["round"]), progress.get("clipping_norm")
-    except (SafetensorError, KeyError) as error:
+    except (SafetensorError, KeyError, ValueError) as error:
         raise UserError(
             f"{path} is not a checkpoint of this program ({error}): delete it to start this run again"
         ) from error

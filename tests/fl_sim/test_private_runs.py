@@ -1,0 +1,194 @@
+"""Global DP in whole runs: pay before release, stop in time, let nothing else out, forget no charge."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from dp_accounting import dp_event
+from flwr.app import Message
+from safetensors.torch import load_file
+
+from fl_sim import wire
+from fl_sim.engine import CLIENT_RAISED, failure
+from fl_sim.experiment import Experiment, experiment_from
+from fl_sim.privacy.accounting import Adjacency, amplify_fixed_size, amplify_poisson, epsilon
+from fl_sim.report.rundir import RoundRecord, read_rounds
+from fl_sim.simulation import Silent, run
+from fl_sim.types import RunError, UserError
+from strategies.fedavg import FedAvg
+from strategies.fednova import FedNova
+from strategies.global_dp import GlobalDP
+from strategies.private import open_private_rounds, what_clients_send
+from strategies.samplers import Everyone, FixedSize, Poisson
+from strategies.scaffold import Scaffold
+
+QUICK = {"model": "logistic", "rounds": 4, "clients": 12, "partition": "iid", "engine": "inprocess"}
+
+
+def private(**changes: object) -> Experiment:
+    aggregator = {"kind": "global-dp", "noise": "seeded", "delta": 1e-3, **changes.pop("aggregator", {})}  # type: ignore[dict-item]
+    return experiment_from({**QUICK, "aggregator": aggregator, **changes})
+
+
+class StopAfter(Silent):
+    def __init__(self, server_round: int) -> None:
+        self._last = server_round
+
+    def finished_round(self, record: RoundRecord) -> None:
+        if record.round == self._last:
+            raise KeyboardInterrupt
+
+
+def charges(out: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()[1:]]
+
+
+def test_poisson_is_the_default_of_a_private_run_and_nobody_else() -> None:
+    assert private().sampler == Poisson(sampling_rate=0.1)
+    assert private(sampler={"sampling_rate": 0.3}).sampler == Poisson(sampling_rate=0.3)
+    assert private(sampler="full").sampler == Everyone()
+    assert experiment_from({}).sampler == Everyone()
+
+
+def test_every_round_is_charged_what_its_mechanism_costs(tmp_path: Path) -> None:
+    result = run(private(sampler="poisson:0.4"), tmp_path / "run")
+    event = amplify_poisson(dp_event.GaussianDpEvent(1.0), 0.4)
+    wanted = [epsilon([event] * rounds, 1e-3) for rounds in (1, 2, 3, 4)]
+    assert [record.epsilon for record in read_rounds(tmp_path / "run")] == pytest.approx(wanted, rel=1e-9)
+    assert result["privacy"][0]["epsilon"] == pytest.approx(wanted[-1], rel=1e-9)
+    assert result["privacy"][0]["epsilon_pld"] <= wanted[-1]
+    assert [charge["release"] for charge in charges(tmp_path / "run")] == [f"round {r}" for r in (1, 2, 3, 4)]
+
+
+def test_a_fixed_cohort_is_charged_under_replacing_a_client(tmp_path: Path) -> None:
+    result = run(private(sampler="fixed-size:3", rounds=2), tmp_path / "run")
+    wanted = epsilon([amplify_fixed_size(dp_event.GaussianDpEvent(1.0), 3, 12)] * 2, 1e-3)
+    assert result["privacy"][0]["epsilon"] == pytest.approx(wanted, rel=1e-9)
+    assert result["privacy"][0]["adjacency"] == str(Adjacency.REPLACE_ONE)
+
+
+def test_the_run_stops_before_the_round_that_would_overrun_its_budget(tmp_path: Path) -> None:
+    result = run(private(aggregator={"epsilon": 6.0}, sampler="poisson:0.4", rounds=50), tmp_path / "run")
+    event = amplify_poisson(dp_event.GaussianDpEvent(1.0), 0.4)
+    spent = len(read_rounds(tmp_path / "run"))
+    assert 0 < spent < 50
+    assert epsilon([event] * spent, 1e-3) <= 6.0 < epsilon([event] * (spent + 1), 1e-3)
+    assert result["status"] == "finished"
+    assert f"budget spent after {spent} rounds" in result["stopped"]
+
+
+def test_nothing_about_single_clients_is_written(tmp_path: Path) -> None:
+    run(private(sampler="poisson:0.5"), tmp_path / "run")
+    written = {path.name: path.read_text() for path in (tmp_path / "run").iterdir() if path.suffix != ".safetensors"}
+    assert sorted(written) == ["config.toml", "ledger.jsonl", "result.json", "rounds.jsonl"]
+    for record in read_rounds(tmp_path / "run"):
+        assert record.train_loss is None
+        assert record.cohort is None
+    told = json.loads(written["result.json"])
+    assert not {"train_loss", "cohort", "norms", "losses", "sizes"} & told.keys()
+    statement = told["privacy"][0]
+    assert {"unit", "epsilon", "delta", "adjacency", "sampling", "covers", "does_not_cover"} <= statement.keys()
+    assert statement["unit"] == "client"
+    assert "simulation" in statement["does_not_cover"]  # the noise was seeded
+
+
+def test_secret_noise_differs_between_runs_and_seeded_noise_does_not(tmp_path: Path) -> None:
+    for name, noise in (("a", "secret"), ("b", "secret"), ("c", "seeded"), ("d", "seeded")):
+        run(private(aggregator={"noise": noise}, rounds=1, sampler="full"), tmp_path / name)
+    models = {name: load_file(tmp_path / name / "model.safetensors") for name in "abcd"}
+    assert not torch.equal(models["a"]["1.weight"], models["b"]["1.weight"])
+    assert torch.equal(models["c"]["1.weight"], models["d"]["1.weight"])
+
+
+def test_the_noise_in_the_model_is_z_times_s_over_the_expected_cohort(tmp_path: Path) -> None:
+    quiet = {"noise_multiplier": 0.0, "clipping_norm": 2.0}
+    loud = {"noise_multiplier": 3.0, "clipping_norm": 2.0}
+    for name, aggregator in (("quiet", quiet), ("loud", loud)):
+        result = run(private(aggregator=aggregator, rounds=1, sampler="full"), tmp_path / name)
+    without, with_noise = (load_file(tmp_path / name / "model.safetensors") for name in ("quiet", "loud"))
+    noise = torch.cat([(with_noise[name] - without[name]).reshape(-1) for name in without])
+    assert float(noise.std()) == pytest.approx(3.0 * 2.0 / 12, rel=0.15)  # 650 numbers: 5 sigma of their spread
+    assert result["privacy"][0]["epsilon"] is not None
+
+
+def test_clipping_alone_promises_nothing(tmp_path: Path) -> None:
+    result = run(private(aggregator={"noise_multiplier": 0.0}, rounds=1), tmp_path / "run")
+    assert result["privacy"][0]["epsilon"] is None
+    assert read_rounds(tmp_path / "run")[0].epsilon is None
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "scaffold", "fedavgm", "fedadam", "fedyogi", "fedadagrad"])
+def test_every_algorithm_that_only_sends_updates_runs_under_privacy(tmp_path: Path, algorithm: str) -> None:
+    result = run(private(algorithm=algorithm, rounds=2), tmp_path / "run")
+    assert result["privacy"][0]["steps"] == 2
+
+
+def test_fednova_needs_a_public_number_of_steps(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="tau_eff"):
+        private(algorithm="fednova")
+    run(private(algorithm={"kind": "fednova", "tau_eff": 2.0}, rounds=1), tmp_path / "run")
+
+
+@pytest.mark.parametrize("algorithm", ["fedmix", "naivemix", "centralized"])
+def test_what_cannot_be_private_is_refused_with_the_reason(algorithm: str) -> None:
+    with pytest.raises(UserError, match=algorithm):
+        private(algorithm=algorithm, sampler="full")
+
+
+def test_a_run_that_goes_on_with_seeded_noise_ends_in_the_same_bits_and_pays_once(tmp_path: Path) -> None:
+    experiment = private(aggregator={"adaptive_clipping": {"target_quantile": 0.5}}, algorithm="scaffold")
+    run(experiment, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, tmp_path / "broken", observer=StopAfter(2))
+    run(experiment, tmp_path / "broken")
+    assert charges(tmp_path / "broken") == charges(tmp_path / "whole")
+    whole, broken = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "broken"))
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+
+
+def test_running_again_with_new_noise_is_a_second_release_and_paid_for(tmp_path: Path) -> None:
+    experiment = private(aggregator={"noise": "secret"}, rounds=2)
+    first = run(experiment, tmp_path / "run")
+    second = run(experiment, tmp_path / "run")
+    assert len(charges(tmp_path / "run")) == 4
+    assert second["privacy"][0]["epsilon"] > first["privacy"][0]["epsilon"]
+
+
+def test_a_client_that_fails_under_privacy_counts_as_zeros_unless_all_fail(tmp_path, strategy_of, reply_of) -> None:
+    params = {"w": torch.zeros(2)}
+    strategy = strategy_of(FedAvg(), params, 2)
+    strategy.aggregator = GlobalDP(noise_multiplier=0.0, clipping_norm=10.0, noise="seeded")
+    strategy.privacy = open_private_rounds(strategy.aggregator, Everyone(), 2, 0, tmp_path, None)
+    good = reply_of(0, wire.update_content({"delta": {"w": torch.tensor([2.0, 4.0])}}, 5, 0.1))
+    sent = [Message(wire.who_content(0), 1000 + client, wire.TRAIN) for client in (0, 1)]
+    for number, message in enumerate(sent):
+        message.metadata.__dict__["_message_id"] = str(number)
+    failed = [failure(message, CLIENT_RAISED, "ValueError: broken") for message in sent]
+    _, metrics = strategy.aggregate_train(1, [good, failed[1]])
+    assert metrics is None
+    assert strategy.server.params["w"].tolist() == pytest.approx([1.0, 2.0], abs=1e-5)  # over 2, not over who replied
+    with pytest.raises(RunError, match="ValueError: broken"):
+        strategy.aggregate_train(2, failed)
+
+
+def test_what_clients_send_is_known_without_any_client() -> None:
+    params = {"w": torch.zeros(3)}
+    sent = {
+        algorithm.kind: what_clients_send(algorithm, algorithm.init(params)) for algorithm in (FedAvg(), Scaffold())
+    }
+    assert sent["fedavg"].keys() == {"delta"}
+    assert sent["scaffold"].keys() == {"delta", "control_delta"}
+    assert what_clients_send(FedNova(tau_eff=2.0), FedNova().init(params)).keys() == {"direction"}
+
+
+def test_a_delta_as_large_as_one_client_is_warned_about(tmp_path: Path) -> None:
+    result = run(private(aggregator={"delta": 0.1}, rounds=1), tmp_path / "run")
+    assert "delta" in result["warnings"][0]
+
+
+def test_samplers_amplify_what_they_sample() -> None:
+    event = GlobalDP(noise_multiplier=2.0).event()
+    assert Everyone().amplify(event, 10) == event
+    assert Poisson(sampling_rate=0.2).amplify(event, 10) == amplify_poisson(event, 0.2)
+    assert FixedSize(cohort_size=2).amplify(event, 10) == amplify_fixed_size(event, 2, 10)
