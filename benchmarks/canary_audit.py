@@ -1,0 +1,329 @@
+"""Audit Global DP through whole training runs with canaries (Steinke, Nasr, Jagielski 2023, algorithm 1, theorem 5.2).
+
+A canary is a client without data that sends the same random direction, as long as the clipping norm, whenever it is
+sampled (Andrew et al. 2023). Each of many canaries takes part in the run with probability 1/2. Everything else is an
+ordinary run: real clients train on digits, the Poisson sampler samples, the ledger is charged, Global DP releases,
+FedAvg merges. The auditor sees the first and the last global model and the canaries' directions, guesses who took part,
+and abstains where unsure; guessing too well refutes (epsilon, delta). Faults are planted by scaling the true noise down
+behind the ledger's back.
+
+    PYTHONPATH=. python benchmarks/canary_audit.py [--json] [--seed 0] [--repeats 1] [--canaries 1000] [--epsilon 4]
+
+One training run can prove only so much: with m canaries and every guess right, about ln(m / ln(1/p)). The table says
+how much that is; a claim above it cannot be refuted by this audit, whatever the mechanism does.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
+from scipy import optimize, stats
+
+from fl_sim import wire
+from fl_sim.data import load
+from fl_sim.engine import InProcessGrid
+from fl_sim.engine_choice import client_app
+from fl_sim.experiment import Experiment, build_model, experiment_from
+from fl_sim.learning import evaluate, to_tensors
+from fl_sim.params import detached
+from fl_sim.privacy.accounting import amplify_poisson, epsilon_of_counts
+from fl_sim.privacy.planning import noise_multiplier
+from fl_sim.seeding import rng
+from fl_sim.types import Aggregate, Cohort, Params, ServerState
+from strategies.algorithm import Algorithm
+from strategies.flower import FederatedStrategy, run_round
+from strategies.global_dp import GlobalDP
+from strategies.private import PrivateRounds, open_private_rounds
+
+CONFIDENCE = 0.95
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
+"""Of the canaries, how many to call "in", and as many "out"; decided before looking, paid for by Bonferroni."""
+
+VARIANTS = {"global-dp as it is": 1.0, "half the noise": 0.5, "a quarter of the noise": 0.25, "no noise": 0.0}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One audited training run. ``epsilon`` (at ``delta``) is what the true noise is chosen to cost."""
+
+    num_canaries: int = 1000
+    num_real: int = 50
+    rounds: int = 20
+    sampling_rate: float = 0.5
+    epsilon: float = 4.0
+    delta: float = 1e-5
+    model: str = "mlp"
+    seed: int = 0
+
+    def experiment(self) -> Experiment:
+        """Return the run of the real clients, with the noise that its rounds afford."""
+        amplify = partial(amplify_poisson, sampling_rate=self.sampling_rate)
+        noise = noise_multiplier(amplify, self.rounds, self.epsilon, self.delta)
+        return experiment_from({
+            "data": "digits", "model": self.model, "clients": self.num_real, "partition": "iid", "seed": self.seed,
+            "rounds": self.rounds, "engine": "inprocess", "device": "cpu",
+            "sampler": {"kind": "poisson", "sampling_rate": self.sampling_rate},
+            "local": {"epochs": 2, "batch_size": 10, "learning_rate": 0.1, "momentum": 0.0, "weight_decay": 0.0},
+            "aggregator": {"kind": "global-dp", "noise_multiplier": noise, "delta": self.delta, "noise": "seeded"},
+        })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Guess:
+    """How well the auditor guessed with ``guesses`` guesses, and the epsilon that this proves."""
+
+    guesses: int
+    correct: int
+    epsilon_lower_bound: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one audited run says. ``claimed``: the ledger's epsilon for the true noise, and its tighter PLD value.
+
+    ``epsilon_lower_bound`` holds with ``CONFIDENCE``. ``epsilon_estimate`` does not: it is the epsilon of a Gaussian
+    mechanism whose two worlds lie as far apart as the scores of both kinds of canaries (Andrew et al. 2023).
+    """
+
+    mechanism: str
+    noise_multiplier: float
+    claimed: float
+    claimed_pld: float
+    epsilon_lower_bound: float
+    epsilon_estimate: float
+    power_limit: float
+    guesses: tuple[Guess, ...]
+    test_accuracy: float
+    seconds: float
+    seed: int
+
+    @property
+    def verdict(self) -> str:
+        """Return in words what is proven; the PLD value is a claim about the same noise, and easier to refute."""
+        if self.epsilon_lower_bound > self.claimed:
+            return "REFUTED"
+        return "PLD value refuted" if self.epsilon_lower_bound > self.claimed_pld else "not refuted"
+
+
+class CanaryClients(ClientApp):
+    """Clients 0..K-1 train as always; of the canaries after them, those not taking part do not answer at all.
+
+    To leave a canary out changes nothing else: the population that samples and the denominator stay, as they do for
+    any client that is missing. ``directions``: (canaries, parameters), unit vectors; ``taking_part``: bool (canaries,).
+    """
+
+    def __init__(
+        self, num_real: int, directions: torch.Tensor, taking_part: NDArray[np.bool_], norm: float, template: Params
+    ) -> None:
+        super().__init__()
+        self._real = client_app()
+        self._num_real = num_real
+        self._directions, self._taking_part = directions, taking_part
+        self._norm, self._template = norm, template
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Answer as the client that the context says."""
+        canary = int(str(context.node_config["partition-id"])) - self._num_real
+        if canary < 0:
+            return self._real(message, context)
+        if not self._taking_part[canary]:
+            raise ConnectionError("nobody here")
+        parts = torch.split(self._directions[canary] * self._norm, [v.numel() for v in self._template.values()])
+        delta = {name: part.reshape(v.shape) for (name, v), part in zip(self._template.items(), parts, strict=True)}
+        return Message(wire.update_content({"delta": delta}, 1, None), reply_to=message)
+
+
+@dataclass
+class FaultyRounds(PrivateRounds):
+    """Charges what the true noise costs, and releases with ``noise_factor`` times as much."""
+
+    noise_factor: float = 1.0
+
+    def release(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate:
+        """Return the noised mean, noised too little."""
+        noise = self.aggregator.noise_multiplier * self.noise_factor
+        faulty = self.aggregator.model_copy(update={"noise_multiplier": noise})
+        sound = PrivateRounds(faulty, self.sampler, self.num_clients, self.ledger, self.noise, self.clipping_norm)
+        return sound.release(cohort, algorithm, server)
+
+
+def audit(setting: Setting, mechanism: str) -> Finding:
+    """Train one federation with canaries in it, under one of ``VARIANTS``, and guess who took part."""
+    start = time.perf_counter()
+    experiment = setting.experiment()
+    dataset = load(experiment.data, None)
+    model = build_model(experiment, dataset)
+    first = detached(model.named_parameters())
+    size = sum(value.numel() for value in first.values())
+    directions = torch.from_numpy(
+        rng(setting.seed, "canary directions").standard_normal((setting.num_canaries, size), dtype=np.float32)
+    )
+    directions /= torch.linalg.vector_norm(directions, dim=1, keepdim=True)
+    taking_part = rng(setting.seed, "canary coins").random(setting.num_canaries) < 0.5
+    assert isinstance(experiment.aggregator, GlobalDP)
+    app = CanaryClients(setting.num_real, directions, taking_part, experiment.aggregator.clipping_norm, first)
+    last, charged = _trained(experiment, app, first, setting, VARIANTS[mechanism])
+    moved = torch.cat([(last[name] - first[name]).reshape(-1) for name in first])
+    # The inner products of all rounds add up to that of the whole way: the auditor needs no model in between.
+    scores = (directions @ moved).double().numpy()
+    guesses = guess(scores, taking_part, setting.delta)
+    event = experiment.sampler.amplify(experiment.aggregator.event(), setting.num_real + setting.num_canaries)
+    return Finding(
+        mechanism=mechanism,
+        noise_multiplier=experiment.aggregator.noise_multiplier * VARIANTS[mechanism],
+        claimed=charged,
+        claimed_pld=epsilon_of_counts({event: setting.rounds}, setting.delta, accountant="pld"),
+        epsilon_lower_bound=max(one.epsilon_lower_bound for one in guesses),
+        epsilon_estimate=_estimate(scores, taking_part, setting.delta),
+        power_limit=power_limit(setting.num_canaries, setting.delta),
+        guesses=guesses,
+        test_accuracy=evaluate(model, last, *to_tensors(dataset.test, dataset))[0],
+        seconds=time.perf_counter() - start,
+        seed=setting.seed,
+    )
+
+
+def guess(scores: NDArray[np.float64], taking_part: NDArray[np.bool_], delta: float) -> tuple[Guess, ...]:
+    """Call the highest scores "in" and as many of the lowest "out", for every share; the bounds hold together."""
+    order = np.argsort(scores)
+    found = []
+    for share in SHARES:
+        side = max(1, int(share * len(scores)))
+        correct = int((~taking_part[order[:side]]).sum() + taking_part[order[-side:]].sum())
+        bound = epsilon_lower_bound(len(scores), 2 * side, correct, delta, (1 - CONFIDENCE) / len(SHARES))
+        found.append(Guess(2 * side, correct, bound))
+    return tuple(found)
+
+
+def epsilon_lower_bound(num_canaries: int, guesses: int, correct: int, delta: float, level: float) -> float:
+    """Return the largest epsilon that is refuted at ``level`` (a probability of error); 0 where none is."""
+
+    def gap(epsilon: float) -> float:
+        return p_value(num_canaries, guesses, correct, epsilon, delta) - level
+
+    if gap(0.0) >= 0:
+        return 0.0
+    return float(optimize.bisect(gap, 0.0, 30.0, xtol=1e-4)) - 1e-4  # on the refuted side of the root
+
+
+def p_value(num_canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
+    """Return how likely an (epsilon, delta) mechanism is to allow so many correct guesses, at most (theorem 5.2).
+
+    At delta 0 each guess is right with probability at most e^epsilon / (1 + e^epsilon), whatever the others are; delta
+    adds 2 m delta max_i P(correct > W >= correct - i) / i for the binomial W of that probability.
+    """
+    law = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
+    below = np.cumsum(law.pmf(np.arange(correct - 1, -1, -1))) / np.arange(1, correct + 1)
+    extra = 2 * num_canaries * delta * float(below.max(initial=0.0))
+    return min(1.0, float(law.sf(correct - 1)) + extra)
+
+
+def power_limit(num_canaries: int, delta: float) -> float:
+    """Return what would be proven if every guess were right: no claim above it can be refuted."""
+    perfect = np.arange(num_canaries, dtype=np.float64)
+    return max(one.epsilon_lower_bound for one in guess(perfect, perfect >= num_canaries // 2, delta))
+
+
+def _trained(
+    experiment: Experiment, app: ClientApp, first: Params, setting: Setting, noise_factor: float
+) -> tuple[Params, float]:
+    """Run every round and return the last global model and the ledger's epsilon."""
+    population = setting.num_real + setting.num_canaries
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name)
+        order = wire.Order(experiment.model_dump_json(), 0, 0.0, "", str(out / "state"), "")
+        strategy = FederatedStrategy(
+            experiment.algorithm, experiment.aggregator, experiment.sampler, experiment.algorithm.init(first), order,
+            population, setting.seed,
+        )  # fmt: skip
+        assert isinstance(experiment.aggregator, GlobalDP)
+        rounds = open_private_rounds(
+            experiment.aggregator, experiment.sampler, population, setting.seed, out, clipping_norm=None
+        )
+        if noise_factor != 1.0:
+            rounds = FaultyRounds(**vars(rounds), noise_factor=noise_factor)
+        strategy.privacy = rounds
+        grid = InProcessGrid(app, population)
+        for server_round in range(1, setting.rounds + 1):
+            run_round(strategy, grid, server_round, experiment.local.learning_rate, timeout=600.0)
+        charged = rounds.ledger.epsilon
+    assert charged is not None
+    return strategy.server.params, charged
+
+
+def _estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_], delta: float) -> float:
+    members, others = scores[taking_part], scores[~taking_part]
+    distance = float((members.mean() - others.mean()) / max(members.std(ddof=1), others.std(ddof=1)))
+    if distance <= 0:
+        return 0.0
+
+    def excess(epsilon: float) -> float:
+        upper = stats.norm.cdf(distance / 2 - epsilon / distance)
+        return float(upper - math.exp(epsilon) * stats.norm.cdf(-distance / 2 - epsilon / distance)) - delta
+
+    # Dong, Roth, Su 2022, corollary 2.13; beyond 500 the exponential overflows, and nobody would call it privacy.
+    return float(optimize.brentq(excess, 0.0, 500.0)) if excess(0.0) > 0 > excess(500.0) else math.inf
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """Return the findings for people."""
+    columns = (
+        "mechanism", "seed", "noise", "claimed epsilon (RDP / PLD)", "proven, 95 %", "provable at most",
+        "best guessing", "estimate, no bound", "accuracy", "verdict",
+    )  # fmt: skip
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for one in findings:
+        best = max(one.guesses, key=lambda each: each.epsilon_lower_bound)
+        lines.append(
+            f"| {one.mechanism} | {one.seed} | {one.noise_multiplier:.3f} | {one.claimed:.2f} / {one.claimed_pld:.2f} "
+            f"| {one.epsilon_lower_bound:.2f} | {one.power_limit:.2f} | {best.correct} of {best.guesses} "
+            f"| {one.epsilon_estimate:.2f} | {one.test_accuracy:.3f} | {one.verdict} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Audit every variant and print what comes out."""
+    default = Setting()
+    parser = argparse.ArgumentParser(description="Audit Global DP with canaries through whole training runs.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--seed", type=int, default=default.seed)
+    parser.add_argument("--repeats", type=int, default=1, help="runs per mechanism, with seeds from --seed on")
+    parser.add_argument("--canaries", type=int, default=default.num_canaries)
+    parser.add_argument("--rounds", type=int, default=default.rounds)
+    parser.add_argument("--epsilon", type=float, default=default.epsilon, help="what the true noise is to cost")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    base = replace(default, num_canaries=arguments.canaries, rounds=arguments.rounds, epsilon=arguments.epsilon)
+    settings = [replace(base, seed=seed) for seed in range(arguments.seed, arguments.seed + arguments.repeats)]
+    findings = [audit(setting, mechanism) for mechanism in VARIANTS for setting in settings]
+    if arguments.json:
+        told: list[dict[str, Any]] = [asdict(one) | {"verdict": one.verdict} for one in findings]
+        told = [
+            {key: None if isinstance(value, float) and math.isinf(value) else value for key, value in one.items()}
+            for one in told
+        ]
+        setting_told = {key: value for key, value in asdict(base).items() if key != "seed"}
+        print(json.dumps({"confidence": CONFIDENCE, "setting": setting_told, "findings": told}))
+        return
+    print(
+        f"{base.num_canaries} canaries, each in with probability 1/2, beside {base.num_real} real clients; "
+        f"{base.rounds} rounds, sampling rate {base.sampling_rate}, {base.model} on digits, delta {base.delta:g}\n"
+    )
+    print(table(findings))
+
+
+if __name__ == "__main__":
+    main()
