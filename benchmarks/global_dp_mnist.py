@@ -38,7 +38,7 @@ def experiment_of(data: str, clients: int, choice: dict[str, float], *, private:
         "engine": "inprocess", "evaluate_every": 5,
         "sampler": {"kind": "poisson", "sampling_rate": choice["sampling_rate"]},
         "local": {
-            "epochs": 5, "batch_size": 20, "learning_rate": choice["learning_rate"],
+            "epochs": 2, "batch_size": 50, "learning_rate": choice["learning_rate"],
             "momentum": 0.0, "weight_decay": 0.0,
         },
     }  # fmt: skip
