@@ -11,6 +11,7 @@ not for the same task. Choosing on validation data is not charged: a real deploy
 import argparse
 import json
 import tempfile
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -52,12 +53,7 @@ def experiment_of(data: str, clients: int, choice: dict[str, float], *, private:
 
 def noise_for(clients: int, choice: dict[str, float]) -> float:
     """Return the noise multiplier whose rounds cost just under epsilon."""
-    rate = choice["sampling_rate"]
-    from dp_accounting import dp_event
-
-    def amplify(noise: float) -> dp_event.DpEvent:
-        return amplify_poisson(dp_event.GaussianDpEvent(noise), rate)
-
+    amplify = partial(amplify_poisson, sampling_rate=choice["sampling_rate"])
     return noise_multiplier(amplify, int(choice["rounds"]), EPSILON, DELTA[clients], accountant="rdp")
 
 
