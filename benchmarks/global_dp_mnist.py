@@ -27,8 +27,8 @@ EPSILON = 8.0
 DELTA = {100: 1e-3, 1000: 1e-5}
 PUBLISHED = {100: "78 % after 11 rounds", 1000: "92 % after 54 rounds"}
 GRID = {
-    100: {"rounds": [20, 40], "sampling_rate": [0.3, 0.6], "clipping_norm": [0.3, 1.0], "learning_rate": [0.1]},
-    1000: {"rounds": [60, 120], "sampling_rate": [0.1], "clipping_norm": [0.3, 1.0], "learning_rate": [0.1]},
+    100: {"rounds": [20, 60], "sampling_rate": [0.3], "clipping_norm": [0.1, 0.3], "learning_rate": [0.1]},
+    1000: {"rounds": [60, 120], "sampling_rate": [0.1], "clipping_norm": [0.1, 0.3], "learning_rate": [0.1]},
 }
 
 
