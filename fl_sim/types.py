@@ -1,5 +1,6 @@
 """The values that flow through the program: frozen, and innocent of algorithms, engines and libraries above torch."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -27,9 +28,10 @@ class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an err
     """The next release would exceed the budget. Nothing was charged and nothing may be released."""
 
     def __init__(self, *, num_releases: int, spent: float, would_be: float, budget: float, delta: float):
+        after = f"{would_be:.4g}" if would_be < math.inf else "none (no guarantee)"
         super().__init__(
             f"budget spent after {num_releases} releases: epsilon {spent:.4g} of {budget:g} at delta {delta:g}; "
-            f"one more would make it {would_be:.4g}"
+            f"one more would make it {after}"
         )
         self.num_releases = num_releases
         self.spent = spent
