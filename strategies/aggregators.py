@@ -25,8 +25,7 @@ class WeightedMean(Settings):
             return None
         weights = [float(reply.num_examples) if weighting == "examples" else 1.0 for reply in trained]
         payloads = {
-            name: weighted_mean([reply.payloads[name] for reply in trained], weights)
-            for name in trained[0].payloads
+            name: weighted_mean([reply.payloads[name] for reply in trained], weights) for name in trained[0].payloads
         }
         return Aggregate(payloads, participation=len(trained) / cohort.num_clients)
 
