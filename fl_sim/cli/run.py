@@ -9,11 +9,15 @@ import typer
 from fl_sim.experiment import Experiment, experiment_from, read_table, resolved, with_overrides
 from fl_sim.report.progress import RunProgress
 from fl_sim.simulation import run, short_form
+from fl_sim.table import PRESETS, preset_names
 
 
 def run_command(
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="A TOML file and settings laid over it.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE or PRESET] [KEY=VALUE]...", help="A TOML file, or a preset, and settings over it."
+        ),
     ] = None,
     *,
     out: Annotated[Path, typer.Option(help="Where results go; an unfinished run in it goes on.")] = Path("results/run"),
@@ -33,6 +37,8 @@ def run_command(
 
       fl-sim run data=mnist partition=dirichlet:0.05 algorithm=scaffold rounds=50 local.epochs=10 --out results/scaffold
 
+      fl-sim run mnist algorithm=fednova partition=label-2
+
       fl-sim run experiment.toml algorithm=fedprox algorithm.mu=0.1 sampler=fixed-size:10 engine=ray:4
     """
     experiment = parse_experiment(arguments or [])
@@ -46,12 +52,19 @@ def run_command(
 
 
 def parse_experiment(arguments: list[str]) -> Experiment:
-    """Return the experiment that ``[FILE] [key=value ...]`` describes."""
+    """Return the experiment that ``[FILE or PRESET] [key=value ...]`` describes; of a table's file, its [base]."""
     files = [argument for argument in arguments if "=" not in argument]
     if len(files) > 1:
         raise typer.BadParameter(f"one FILE at most, got {', '.join(files)}; settings are given as key=value")
-    table = read_table(Path(files[0])) if files else {}
-    return experiment_from(with_overrides(table, [argument for argument in arguments if "=" in argument]))
+    table = _table_of(files[0]) if files else {}
+    return experiment_from(
+        with_overrides(table.get("base", table), [argument for argument in arguments if "=" in argument])
+    )
+
+
+def _table_of(name: str) -> dict[str, Any]:
+    preset = PRESETS / f"{name}.toml"
+    return read_table(preset if name in preset_names() and not Path(name).exists() else Path(name))
 
 
 def title_of(experiment: Experiment) -> str:

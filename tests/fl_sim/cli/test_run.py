@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fl_sim.__main__ import main
+from fl_sim.cli.run import parse_experiment
 
 QUICK = ["model=logistic", "rounds=2", "engine=inprocess"]
 
@@ -101,6 +102,11 @@ def test_debug_lets_the_traceback_through(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", ["fl-sim", "run", "data=nothing", "--debug", "--out", str(tmp_path / "run")])
     with pytest.raises(ValueError, match="nothing"):
         main()
+
+
+def test_a_preset_is_the_base_of_its_table() -> None:
+    experiment = parse_experiment(["mnist", "rounds=3"])
+    assert (experiment.data, experiment.model, experiment.rounds) == ("mnist", "niid-cnn", 3)
 
 
 def test_help_teaches_with_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
