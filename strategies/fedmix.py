@@ -14,13 +14,9 @@ from fl_sim.types import LocalPlan, LocalTask, Mix
 from strategies.algorithm import Averaging
 
 
-class FedMix(Averaging):
-    """Local loss (1-lam) l(f((1-lam)x), y) + lam l(f((1-lam)x), y_bar) + lam <dl/dx, x_bar>.
+class _Mixing(Averaging):
+    """What both methods set and share: ``mixing_weight`` is the paper's lambda, ``records_per_average`` its M_k."""
 
-    ``mixing_weight`` is the paper's lambda (0.05, 0.1, 0.2); ``records_per_average`` its M_k.
-    """
-
-    kind: Literal["fedmix"] = "fedmix"
     mixing_weight: float = Field(0.1, gt=0, lt=1)
     records_per_average: int = Field(5, ge=2)
 
@@ -29,24 +25,26 @@ class FedMix(Averaging):
     ) -> dict[str, torch.Tensor]:
         """Share averages of ``records_per_average`` records."""
         return averages(inputs, labels, num_classes, self.records_per_average, generator)
+
+
+class FedMix(_Mixing):
+    """Local loss (1-lam) l(f((1-lam)x), y) + lam l(f((1-lam)x), y_bar) + lam <dl/dx, x_bar>.
+
+    The paper tries lam in {0.05, 0.1, 0.2}. The last term has no lower bound: where clients hold one class each, long
+    training can diverge.
+    """
+
+    kind: Literal["fedmix"] = "fedmix"
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Mix batches with the pool through the first-order expansion."""
         return LocalPlan(mix=_mix(task, self.mixing_weight, linearise=True))
 
 
-class NaiveMix(Averaging):
+class NaiveMix(_Mixing):
     """Local loss (1-lam) l(f(x_m), y) + lam l(f(x_m), y_bar) at x_m = (1-lam) x + lam x_bar."""
 
     kind: Literal["naivemix"] = "naivemix"
-    mixing_weight: float = Field(0.1, gt=0, lt=1)
-    records_per_average: int = Field(5, ge=2)
-
-    def share(
-        self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
-    ) -> dict[str, torch.Tensor]:
-        """Share averages of ``records_per_average`` records."""
-        return averages(inputs, labels, num_classes, self.records_per_average, generator)
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Mix batches with the pool by plain interpolation."""
