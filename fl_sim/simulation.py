@@ -107,7 +107,9 @@ def run(
     error: BaseException | None = None
     with torch_kept(), _one_thread(experiment.engine.threads):
         try:
-            own = nullcontext((grid, FLOWER)) if grid else open_engine(experiment, data_root, observer.replied)
+            # Under privacy how many clients take part in a round is theirs, on the screen too.
+            replied = Silent().replied if isinstance(experiment.aggregator, GlobalDP) else observer.replied
+            own = nullcontext((grid, FLOWER)) if grid else open_engine(experiment, data_root, replied)
             with own as (opened, engine):
                 log.engine = engine.kind
                 observer.started(experiment, "\n".join([engine.why, *log.warnings]), first_round)

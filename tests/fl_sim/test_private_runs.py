@@ -40,6 +40,14 @@ class StopAfter(Silent):
             raise KeyboardInterrupt
 
 
+class Watching(Silent):
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+
+    def replied(self, replies: int) -> None:
+        self.heard.append(replies)
+
+
 def charges(out: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()[1:]]
 
@@ -78,8 +86,10 @@ def test_the_run_stops_before_the_round_that_would_overrun_its_budget(tmp_path: 
     assert f"budget spent after {spent} rounds" in result["stopped"]
 
 
-def test_nothing_about_single_clients_is_written(tmp_path: Path) -> None:
-    run(private(sampler="poisson:0.5"), tmp_path / "run")
+def test_nothing_about_single_clients_is_written_or_shown(tmp_path: Path) -> None:
+    watching = Watching()
+    run(private(sampler="poisson:0.5"), tmp_path / "run", observer=watching)
+    assert not watching.heard
     written = {path.name: path.read_text() for path in (tmp_path / "run").iterdir() if path.suffix != ".safetensors"}
     assert sorted(written) == ["config.toml", "ledger.jsonl", "result.json", "rounds.jsonl"]
     for record in read_rounds(tmp_path / "run"):
