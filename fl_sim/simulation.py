@@ -97,12 +97,7 @@ def run(
     dataset = load(experiment.data, data_root)
     client_shards(experiment, data_root)  # an impossible split is refused before anything is written
     log, first_round = _open(experiment, out, dataset)
-    if isinstance(experiment.aggregator, GlobalDP):
-        from fl_sim.privacy.planning import delta_advice  # noqa: PLC0415 (the accountants load slowly)
-
-        log.warnings = [
-            advice for advice in [delta_advice(experiment.aggregator.delta, experiment.num_clients)] if advice
-        ]
+    log.warnings = _warnings(experiment)
     start = time.perf_counter()
     error: BaseException | None = None
     with torch_kept(), _one_thread(experiment.engine.threads):
@@ -236,6 +231,15 @@ def _open(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog, 
         (out / stale).unlink(missing_ok=True)
     rundir.write_config(out, experiment.model_dump(exclude_none=True))
     return log, 1
+
+
+def _warnings(experiment: Experiment) -> list[str]:
+    if not isinstance(experiment.aggregator, GlobalDP):
+        return []
+    from fl_sim.privacy.planning import delta_advice  # noqa: PLC0415 (the accountants load slowly)
+
+    advice = delta_advice(experiment.aggregator.delta, experiment.num_clients)
+    return [advice] if advice else []
 
 
 def _result(experiment: Experiment, dataset: Dataset, log: RunLog, status: str, seconds: float) -> dict[str, Any]:
