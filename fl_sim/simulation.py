@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -196,7 +196,7 @@ def federated_strategy(
     if isinstance(experiment.algorithm, Sharing):
         start = time.perf_counter()
         shared = share_before_training(strategy, grid, experiment.round_timeout)
-        strategy.order = Order(**{**vars(order), "pool": str(_write_pool(out, shared))})
+        strategy.order = replace(order, pool=str(_write_pool(out, shared)))
         log.preprocess_seconds = time.perf_counter() - start
     return strategy
 
@@ -211,8 +211,8 @@ def _write_pool(out: Path, shared: dict[str, torch.Tensor]) -> Path:
 def _open(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog, int]:
     """Make or take up the run directory."""
     settings = experiment.model_dump(exclude={"engine", "round_timeout"})
-    fresh = ServerState(detached(build_model(experiment, dataset).named_parameters()))
-    log = RunLog(experiment.algorithm.init(fresh.params))
+    initial = detached(build_model(experiment, dataset).named_parameters())
+    log = RunLog(experiment.algorithm.init(initial))
     before = out / rundir.CONFIG
     if before.exists():
         earlier = experiment_from(read_table(before)).model_dump(exclude={"engine", "round_timeout"})

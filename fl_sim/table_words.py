@@ -22,14 +22,7 @@ _DATA = {
 
 def data_label(name: str) -> str:
     """Return how a data set is written in a table's head."""
-    known = {
-        "mnist": "MNIST",
-        "fashion-mnist": "Fashion-MNIST",
-        "cifar10": "CIFAR-10",
-        "cifar100": "CIFAR-100",
-        "svhn": "SVHN",
-    }
-    return known.get(name, name)
+    return _DATA.get(name, name)
 
 
 def label(settings: Any) -> str:

@@ -160,7 +160,7 @@ def _read_layout(layout: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def error_of(message: Message) -> str | None:
-    """Return why a client failed, its last line first, or None where it did not."""
+    """Return why a client failed, or None where it did not."""
     return message.error.reason or "no reason given" if message.has_error() else None
 
 

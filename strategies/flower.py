@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,7 +67,7 @@ class FederatedStrategy(Strategy):
             self.population = find_population(grid, self.num_clients, timeout=60.0)
         self.cohort = self.sampler.sample(self.num_clients, rng(self.seed, "sampler", server_round))
         rate = float(str(config["learning-rate"]))
-        order = wire.Order(**{**vars(self.order), "server_round": server_round, "learning_rate": rate})
+        order = replace(self.order, server_round=server_round, learning_rate=rate)
         content = wire.task_content(order, self.server.params, self.server.broadcast)
         return [Message(content, self.population.nodes[client], wire.TRAIN) for client in self.cohort]
 
