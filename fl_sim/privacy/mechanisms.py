@@ -62,6 +62,11 @@ class Noise:
         np.negative(normal, where=~negative, out=normal)
         return normal
 
+    def uniform(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
+        """Return ``count`` independent numbers in [0, 1): secret Poisson sampling needs secret coins."""
+        words = self._words(count, purpose, server_round)
+        return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
     def _words(self, count: int, purpose: str, server_round: int) -> NDArray[np.uint64]:
         assert 8 * count < _STREAM_LIMIT
         stream_key = hashlib.blake2b(f"{server_round}:{purpose}".encode(), key=self.key, digest_size=32).digest()

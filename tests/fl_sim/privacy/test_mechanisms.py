@@ -27,6 +27,17 @@ def draw(count: int, server_round: int = 1, purpose: str = "test", noise: Noise 
     return noise.standard_normal(count, purpose=purpose, server_round=server_round)
 
 
+def test_secret_coins_are_uniform_and_differ_between_purposes_and_rounds() -> None:
+    coins = NOISE.uniform(500_000, purpose="coins", server_round=1)
+    assert stats.kstest(coins, "uniform").pvalue > 1e-3
+    assert 0 <= coins.min() < coins.max() < 1
+    for other in (
+        NOISE.uniform(500_000, purpose="coins", server_round=2),
+        NOISE.uniform(500_000, purpose="others", server_round=1),
+    ):
+        assert abs(np.corrcoef(coins, other)[0, 1]) < 5 / math.sqrt(500_000)
+
+
 def test_noise_is_standard_normal_in_body_and_tails() -> None:
     numbers = draw(2_000_000)
     assert stats.kstest(numbers, "norm").pvalue > 1e-3

@@ -1,0 +1,66 @@
+"""What a private generator is given and what it states before it starts: every kind fits the same slot of DA-FL."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from dp_accounting import dp_event
+from numpy.typing import NDArray
+
+from fl_sim.privacy.mechanisms import Noise
+
+
+@dataclass(frozen=True)
+class PrivateRecords:
+    """One client's own records, scaled by public constants alone.
+
+    ``inputs``: float32 in [-1, 1], (n, *input shape); ``labels``: int64 (n,), values in 0..num_classes-1.
+    """
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    num_classes: int
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What a generator will cost: ``event`` released ``steps`` times. Known before a record is looked at.
+
+    ``noise_multiplier`` is noise on a sum / clipping norm of one record, 0 where nothing is protected (epsilon inf).
+    ``refused``: why nothing can be released within the budget; empty where it can. A refused bill costs nothing.
+    """
+
+    event: dp_event.DpEvent
+    steps: int
+    noise_multiplier: float
+    sampling_rate: float
+    refused: str = ""
+
+
+class Generator(Protocol):
+    """A kind of private generator: frozen settings with a bill and a release. Unit: one record, add or remove."""
+
+    def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> Bill:
+        """Say what ``generate`` will cost on a client of ``num_records`` (public), within (epsilon, delta).
+
+        epsilon inf: no noise and no clipping.
+        """
+        ...
+
+    def generate(
+        self,
+        records: PrivateRecords,
+        counts: NDArray[np.int64],
+        bill: Bill,
+        noise: Noise,
+        generator: np.random.Generator,
+    ) -> torch.Tensor:
+        """Return synthetic records, (sum of counts, *input shape) in [-1, 1], sorted by class.
+
+        ``counts``: (num_classes,) how many of each class to make, a private release already: classes with 0 are taken
+        for absent. All that touches ``records`` is protected by ``noise`` (secret: Poisson masks, too) as ``bill``
+        says; ``generator`` is for what needs no secret (initial weights, latent vectors). Raises RunError where
+        training ends in numbers that are not finite.
+        """
+        ...
