@@ -147,7 +147,7 @@ def main_loop(
             log.stopped = f"privacy budget spent after {len(log.rounds)} rounds ({spent})"
             break
         accuracy, loss = None, None
-        if server_round % experiment.evaluate_every == 0 or server_round == experiment.rounds:
+        if server_round % experiment.evaluate_every == 0 or _is_last(experiment, server_round, log.privacy):
             accuracy, loss = evaluate(model, strategy.server.params, inputs, labels)
         epsilon = strategy.privacy.ledger.epsilon if strategy.privacy else None
         record = RoundRecord(
@@ -159,6 +159,10 @@ def main_loop(
         norm = strategy.privacy.clipping_norm if strategy.privacy else None
         rundir.write_checkpoint(out, server_round, log.server, norm)
         observer.finished_round(record)
+
+
+def _is_last(experiment: Experiment, server_round: int, privacy: "PrivateRounds | None") -> bool:
+    return server_round == experiment.rounds or (privacy is not None and not privacy.affords_another())
 
 
 def federated_strategy(

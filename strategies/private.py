@@ -33,6 +33,10 @@ class PrivateRounds:
         event = self.sampler.amplify(self.aggregator.event(), self.num_clients)
         return self.ledger.charge(event, release=f"round {server_round}", noise=self.noise.identity)
 
+    def affords_another(self) -> bool:
+        """Say whether the budget is good for one more round."""
+        return self.ledger.affords(self.sampler.amplify(self.aggregator.event(), self.num_clients))
+
     def release(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate:
         """Return the noised mean of a round that was paid for."""
         template = what_clients_send(algorithm, server)

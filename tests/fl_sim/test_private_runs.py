@@ -86,6 +86,14 @@ def test_the_run_stops_before_the_round_that_would_overrun_its_budget(tmp_path: 
     assert f"budget spent after {spent} rounds" in result["stopped"]
 
 
+def test_the_round_after_which_the_budget_is_spent_is_evaluated(tmp_path: Path) -> None:
+    slow = private(aggregator={"epsilon": 6.0}, sampler="poisson:0.4", rounds=50, evaluate_every=40)
+    result = run(slow, tmp_path / "run")
+    assert result["rounds"] < 40
+    assert [record.test_accuracy is None for record in read_rounds(tmp_path / "run")][-2:] == [True, False]
+    assert result["final_accuracy"] is not None
+
+
 def test_nothing_about_single_clients_is_written_or_shown(tmp_path: Path) -> None:
     watching = Watching()
     run(private(sampler="poisson:0.5"), tmp_path / "run", observer=watching)
