@@ -8,6 +8,10 @@ clipping norm S of ONE unit. The events handed round here follow it, and say the
 * ``TruncatedSubsampledGaussianDpEvent(K, 1.0, m, z)``: a fixed m of K units without replacement, replace one unit. The
   sum moves by 2S; the event's accountant knows that, so the event still takes z, not z/2. (``RdpAccountant`` on a
   ``SampledWithoutReplacementDpEvent(GaussianDpEvent(z))`` is the wrong call: it takes z relative to the *sensitivity*.)
+* ``DiscreteLaplaceDpEvent(epsilon, 1)`` and ``BoundedRangeDpEvent(epsilon)``: pure epsilon when one unit is added or
+  removed.
+
+``SelfComposedDpEvent(event, T)`` stands for T releases of ``event`` everywhere.
 
 Epsilon is ``inf`` where there is no guarantee; it is never NaN, and never 0 because something went wrong.
 """
@@ -28,6 +32,7 @@ from dp_accounting.rdp import RdpAccountant, compute_epsilon
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
+from fl_sim.privacy.pure import BoundedRangeDpEvent, bounded_loss_curve, pure_epsilon, with_the_same_loss
 from fl_sim.types import UserError
 
 Accountant: TypeAlias = Literal["rdp", "pld"]
@@ -60,6 +65,14 @@ _RELATION: Final = {
     Adjacency.REPLACE_ONE: NeighboringRelation.REPLACE_ONE,
 }
 
+_STATED_UNDER_ADD_OR_REMOVE: Final = (
+    dp_event.GaussianDpEvent,
+    dp_event.PoissonSampledDpEvent,
+    dp_event.LaplaceDpEvent,
+    dp_event.DiscreteLaplaceDpEvent,
+    BoundedRangeDpEvent,
+)
+
 
 def amplify_poisson(event: dp_event.DpEvent, sampling_rate: float) -> dp_event.DpEvent:
     """Return ``event`` on a cohort that every unit joins independently with probability ``sampling_rate`` in (0, 1]."""
@@ -85,11 +98,35 @@ def amplify_fixed_size(event: dp_event.DpEvent, cohort: int, population: int) ->
 
 def adjacency(event: dp_event.DpEvent) -> Adjacency | None:
     """Return the adjacency ``event`` is stated under; None where it holds under either (a zCDP bound, no guarantee)."""
+    event, _ = unrolled(event)
     if isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent):
         return Adjacency.REPLACE_ONE
-    if isinstance(event, dp_event.GaussianDpEvent | dp_event.PoissonSampledDpEvent | dp_event.LaplaceDpEvent):
+    if isinstance(event, _STATED_UNDER_ADD_OR_REMOVE):
         return Adjacency.ADD_OR_REMOVE_ONE
     return None
+
+
+def unrolled(event: dp_event.DpEvent) -> tuple[dp_event.DpEvent, int]:
+    """Return (step, times): ``times`` releases of ``step`` are what ``event`` stands for, (event, 1) for most.
+
+    Raises UserError for a negative number of times.
+    """
+    times = 1
+    while isinstance(event, dp_event.SelfComposedDpEvent):
+        if event.count < 0:
+            raise UserError(f"{event.count} releases: give 0 or more")
+        times, event = times * event.count, event.event
+    return event, times
+
+
+def single_steps(counts: Mapping[dp_event.DpEvent, int]) -> Counter[dp_event.DpEvent]:
+    """Return ``counts`` with every repeated event counted as its steps."""
+    steps: Counter[dp_event.DpEvent] = Counter()
+    for event, count in counts.items():
+        step, times = unrolled(event)
+        if count * times:
+            steps[step] += count * times
+    return steps
 
 
 def common_adjacency(events: Sequence[dp_event.DpEvent]) -> Adjacency:
@@ -108,6 +145,8 @@ def rdp_curve(event: dp_event.DpEvent) -> Curve:
     """Return the Renyi divergences of one release at ``ORDERS``; ``inf`` where there is no bound. Read-only."""
     if isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent):
         curve = _fixed_size_curve(event)
+    elif math.isfinite(pure_epsilon(event)):
+        curve = bounded_loss_curve(event, np.array(ORDERS))
     else:
         with _quiet_excluded_orders(), np.errstate(divide="ignore"):
             curve = RdpAccountant(ORDERS).compose(event).rdp
@@ -119,7 +158,7 @@ def rdp_curve(event: dp_event.DpEvent) -> Curve:
 def compose(counts: Mapping[dp_event.DpEvent, int]) -> Curve:
     """Return the Renyi curve of every event released as often as ``counts`` says: the sum of the curves."""
     total = np.zeros(len(ORDERS))
-    for event, count in counts.items():
+    for event, count in single_steps(counts).items():
         total += count * rdp_curve(event)
     return _checked(total)
 
@@ -142,25 +181,28 @@ def epsilon(events: Sequence[dp_event.DpEvent], delta: float, *, accountant: Acc
 
 def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, accountant: Accountant = "rdp") -> float:
     """Return ``epsilon`` of a multiset of events, given as event -> number of releases."""
-    relation = common_adjacency(list(counts))
+    relation, counts = common_adjacency(list(counts)), single_steps(counts)
     by_rdp = epsilon_of_curve(compose(counts), delta)
+    # Pure releases among themselves simply add up, which is the Renyi bound at the order infinity.
+    plain_sum = sum(count * pure_epsilon(event) for event, count in counts.items())
+    by_rdp = min(by_rdp, plain_sum)
     if accountant == "rdp" or not counts or math.isinf(by_rdp):
         return by_rdp
     by_pld = _pld(counts, relation, by_rdp, delta).get_epsilon(delta)
     if plain := _without_amplification(counts):
         by_pld = min(by_pld, _pld(plain, relation, by_rdp, delta).get_epsilon(delta))
-    return float(by_pld)
+    return float(min(by_pld, plain_sum))
 
 
 def supports_pld(event: dp_event.DpEvent) -> bool:
     """Return whether the PLD accountant knows ``event``."""
     relation = _RELATION[adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE]
-    return bool(PLDAccountant(relation).supports(event))
+    return bool(PLDAccountant(relation).supports(with_the_same_loss(unrolled(event)[0])))
 
 
 def delta_profile(events: Sequence[dp_event.DpEvent], epsilons: Sequence[float]) -> list[float]:
     """Return the smallest delta that holds at each of ``epsilons``, by PLD: the claim that an audit tests."""
-    counts = Counter(events)
+    counts = single_steps(Counter(events))
     accountant = _pld(counts, common_adjacency(events), math.inf, 1e-12)
     return [float(accountant.get_delta(value)) for value in epsilons]
 
@@ -226,9 +268,10 @@ def _pld(counts: Mapping[dp_event.DpEvent, int], relation: Adjacency, by_rdp: fl
     interval = max(_PLD_INTERVAL, by_rdp / _PLD_INTERVALS_PER_EPSILON) if math.isfinite(by_rdp) else _PLD_INTERVAL
     accountant = PLDAccountant(_RELATION[relation], interval)
     for event, count in counts.items():
-        if not accountant.supports(event):
+        known = with_the_same_loss(event)
+        if not accountant.supports(known):
             raise UserError(f"the PLD accountant does not know {type(event).__name__}: use the RDP accountant")
-        accountant.compose(event, count)
+        accountant.compose(known, count)
     return accountant
 
 

@@ -1,54 +1,59 @@
 """Privacy events as JSON and as words: what a charge log stores and what a reader is told."""
 
-from typing import Any
+from typing import Any, Final
 
 from dp_accounting import dp_event
 
+from fl_sim.privacy.accounting import unrolled
+from fl_sim.privacy.pure import BoundedRangeDpEvent
 from fl_sim.types import RunError
+
+_PLAIN: Final[dict[str, tuple[type, dict[str, str]]]] = {
+    "gaussian": (dp_event.GaussianDpEvent, {"noise_multiplier": "noise_multiplier"}),
+    "laplace": (dp_event.LaplaceDpEvent, {"noise_multiplier": "noise_multiplier"}),
+    "geometric": (dp_event.DiscreteLaplaceDpEvent, {"parameter": "noise_parameter", "sensitivity": "sensitivity"}),
+    "bounded-range": (BoundedRangeDpEvent, {"epsilon": "epsilon"}),
+    "zcdp": (dp_event.ZCDpEvent, {"rho": "rho", "xi": "xi"}),
+    "none": (dp_event.NonPrivateDpEvent, {}),
+}
+"""{kind: (event class, {JSON key: its field})} of the events that are written field by field."""
 
 
 def to_json(event: dp_event.DpEvent) -> dict[str, Any]:
     """Return ``event`` as plain JSON, which ``from_json`` reads. Raises TypeError for a type not written here."""
     match event:
-        case dp_event.GaussianDpEvent(noise_multiplier=noise):
-            return {"kind": "gaussian", "noise_multiplier": noise}
-        case dp_event.LaplaceDpEvent(noise_multiplier=noise):
-            return {"kind": "laplace", "noise_multiplier": noise}
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
             return {"kind": "poisson", "sampling_rate": rate, "event": to_json(inner)}
+        case dp_event.SelfComposedDpEvent(event=inner, count=times):
+            return {"kind": "repeated", "times": times, "event": to_json(inner)}
         case dp_event.TruncatedSubsampledGaussianDpEvent(
             dataset_size=population, truncated_batch_size=cohort, noise_multiplier=noise, sampling_probability=1.0
         ):
             return {"kind": "fixed-size", "cohort": cohort, "population": population, "noise_multiplier": noise}
-        case dp_event.ZCDpEvent(rho=rho, xi=xi):
-            return {"kind": "zcdp", "rho": rho, "xi": xi}
-        case dp_event.NonPrivateDpEvent():
-            return {"kind": "none"}
-        case _:
-            raise TypeError(f"{event} has no JSON form")
+    for kind, (made, fields) in _PLAIN.items():
+        if isinstance(event, made):
+            return {"kind": kind, **{key: getattr(event, name) for key, name in fields.items()}}
+    raise TypeError(f"{event} has no JSON form")
 
 
 def from_json(value: dict[str, Any]) -> dp_event.DpEvent:
     """Return the event that ``to_json`` wrote. Raises RunError for anything else."""
     match value:
-        case {"kind": "gaussian", "noise_multiplier": noise}:
-            return dp_event.GaussianDpEvent(noise)
-        case {"kind": "laplace", "noise_multiplier": noise}:
-            return dp_event.LaplaceDpEvent(noise)
         case {"kind": "poisson", "sampling_rate": rate, "event": inner}:
             return dp_event.PoissonSampledDpEvent(rate, from_json(inner))
+        case {"kind": "repeated", "times": times, "event": inner}:
+            return dp_event.SelfComposedDpEvent(from_json(inner), times)
         case {"kind": "fixed-size", "cohort": cohort, "population": population, "noise_multiplier": noise}:
             return dp_event.TruncatedSubsampledGaussianDpEvent(population, 1.0, cohort, noise)
-        case {"kind": "zcdp", "rho": rho, "xi": xi}:
-            return dp_event.ZCDpEvent(rho, xi)
-        case {"kind": "none"}:
-            return dp_event.NonPrivateDpEvent()
-        case _:
-            raise RunError(f"the charge log holds an event that this version does not know: {value}")
+        case {"kind": str(kind), **fields} if kind in _PLAIN and set(fields) == set(_PLAIN[kind][1]):
+            made, names = _PLAIN[kind]
+            return made(**{names[key]: field for key, field in fields.items()})
+    raise RunError(f"the charge log holds an event that this version does not know: {value}")
 
 
 def noise_multiplier(event: dp_event.DpEvent) -> float | None:
-    """Return noise / clipping norm of a (sampled) Gaussian event, None for any other."""
+    """Return noise / clipping norm of a (sampled, repeated) Gaussian event, None for any other."""
+    event, _ = unrolled(event)
     inner = event.event if isinstance(event, dp_event.PoissonSampledDpEvent) else event
     if isinstance(inner, dp_event.GaussianDpEvent | dp_event.TruncatedSubsampledGaussianDpEvent):
         return float(inner.noise_multiplier)
@@ -57,7 +62,7 @@ def noise_multiplier(event: dp_event.DpEvent) -> float | None:
 
 def sampling_rate(event: dp_event.DpEvent) -> float | None:
     """Return a unit's chance to take part in one release; None where there is no sampling to speak of."""
-    match event:
+    match unrolled(event)[0]:
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate):
             return float(rate)
         case dp_event.TruncatedSubsampledGaussianDpEvent(dataset_size=population, truncated_batch_size=cohort):
@@ -70,7 +75,7 @@ def sampling_rate(event: dp_event.DpEvent) -> float | None:
 
 def sampling_in_words(event: dp_event.DpEvent, unit: str) -> str:
     """Say how the units of one release are chosen."""
-    match event:
+    match unrolled(event)[0]:
         case dp_event.PoissonSampledDpEvent(sampling_probability=rate):
             return (
                 f"poisson: every {unit} takes part in a step with probability {rate:.6g}, independently of the others"

@@ -21,6 +21,7 @@ from fl_sim.privacy.accounting import (
     Adjacency,
     adjacency,
     epsilon_of_counts,
+    single_steps,
     supports_pld,
     valid_delta,
 )
@@ -54,7 +55,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class Charge:
-    """One release that was paid for. ``noise`` identifies the noise key, so that a repetition is recognised."""
+    """One release that was paid for, or several at once where ``event`` is a repeated one.
+
+    ``noise`` identifies the noise key, so that a repetition is recognised.
+    """
 
     release: str
     noise: str
@@ -146,7 +150,7 @@ class Ledger:
             "sampling": "; ".join(events.sampling_in_words(event, terms.unit) for event in kinds) or "none yet",
             "noise_multiplier": None if only is None else events.noise_multiplier(only),
             "sampling_rate": None if only is None else events.sampling_rate(only),
-            "steps": len(self._charges),
+            "steps": self._counts.total(),
             "accountant": terms.accountant,
             "epsilon_rdp": by_rdp,
             "epsilon_pld": by_pld,
@@ -169,7 +173,7 @@ class Ledger:
         )
 
     def _epsilon_after(self, event: dp_event.DpEvent) -> float:
-        counts = self._counts + Counter([event])
+        counts = self._counts + single_steps({event: 1})
         if self.terms.accountant == "pld" and not supports_pld(event):
             raise UserError(f"the PLD accountant does not know {type(event).__name__}: choose the RDP accountant")
         return epsilon_of_counts(counts, self.terms.delta, accountant=self.terms.accountant)
@@ -184,7 +188,7 @@ class Ledger:
 
     def _take(self, charge: Charge) -> None:
         self._charges[charge.release, charge.noise] = charge
-        self._counts[charge.event] += 1
+        self._counts += single_steps({charge.event: 1})
 
     def _open(self, path: Path) -> None:
         header = {"ledger": 1, **asdict(self.terms)}

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_sim.privacy import events, ledger
-from fl_sim.privacy.accounting import ORDERS, Adjacency, amplify_fixed_size, amplify_poisson, epsilon
+from fl_sim.privacy.accounting import ORDERS, Adjacency, adjacency, amplify_fixed_size, amplify_poisson, epsilon
 from fl_sim.privacy.ledger import Ledger, Terms
+from fl_sim.privacy.pure import BoundedRangeDpEvent
 from fl_sim.types import BudgetExhausted, RunError, UserError
 
 POISSON = amplify_poisson(dp_event.GaussianDpEvent(1.0), 0.1)
@@ -21,6 +22,10 @@ ZCDP = dp_event.ZCDpEvent(0.01)
 FIXED = amplify_fixed_size(dp_event.GaussianDpEvent(4.0), 30, 1000)
 TERMS = Terms("client", Adjacency.ADD_OR_REMOVE_ONE, 1e-5)
 WORDS = {"covers": "this", "does_not_cover": "that.", "simulation_only": False}
+
+
+def repeated(event: dp_event.DpEvent, times: int) -> dp_event.DpEvent:
+    return dp_event.SelfComposedDpEvent(event, times)
 
 
 def charge_rounds(book: Ledger, count: int, event: dp_event.DpEvent = POISSON, noise: str = "key") -> None:
@@ -64,6 +69,55 @@ def test_the_release_that_would_overrun_is_refused_and_not_charged(accountant: s
     assert caught.value.would_be > budget
     assert len(book.charges) == afforded
     assert book.epsilon == budget
+
+
+@pytest.mark.parametrize("event", [POISSON, FIXED, ZCDP, dp_event.GaussianDpEvent(5.0), BoundedRangeDpEvent(0.1)])
+def test_one_repeated_charge_costs_what_its_steps_cost_one_by_one(event: dp_event.DpEvent, tmp_path: Path) -> None:
+    terms = Terms("record", adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE, 1e-5)
+    one_by_one, at_once = Ledger(terms), Ledger(terms, tmp_path / "ledger.jsonl")
+    charge_rounds(one_by_one, 12, event)
+    spent = at_once.charge(repeated(repeated(event, 3), 4), release="training", noise="key")
+    assert spent == at_once.epsilon == one_by_one.epsilon > 0
+    assert (tmp_path / "ledger.jsonl").read_text().count("\n") == 2
+    said = at_once.statement(**WORDS)
+    assert said == one_by_one.statement(**WORDS)
+    assert said["steps"] == 12
+    assert Ledger(terms, tmp_path / "ledger.jsonl").statement(**WORDS) == said
+
+
+def test_a_repeated_charge_is_read_through_and_added_to_others() -> None:
+    book = Ledger(TERMS)
+    book.charge(repeated(POISSON, 5), release="training", noise="key")
+    said = book.statement(**WORDS)
+    assert (said["noise_multiplier"], said["sampling_rate"]) == (1.0, 0.1)
+    assert said["sampling"].startswith("poisson")
+    book.charge(POISSON, release="one more", noise="key")
+    assert book.epsilon == epsilon([POISSON] * 6, 1e-5)
+    assert book.statement(**WORDS)["steps"] == 6
+    with pytest.raises(UserError, match="replace-one"):
+        book.charge(repeated(FIXED, 5), release="other", noise="key")
+    with pytest.raises(UserError, match="-1 releases"):
+        book.charge(repeated(POISSON, -1), release="other", noise="key")
+
+
+def test_a_repeated_charge_is_refused_whole() -> None:
+    book = Ledger(Terms("record", Adjacency.ADD_OR_REMOVE_ONE, 1e-5, budget=epsilon([POISSON] * 5, 1e-5)))
+    assert book.affords(repeated(POISSON, 5))
+    assert not book.affords(repeated(POISSON, 6))
+    with pytest.raises(BudgetExhausted):
+        book.charge(repeated(POISSON, 6), release="training", noise="key")
+    assert book.epsilon == 0.0
+    pld = Ledger(Terms("record", Adjacency.ADD_OR_REMOVE_ONE, 1e-5, accountant="pld"))
+    with pytest.raises(UserError, match="RDP"):
+        pld.charge(repeated(ZCDP, 2), release="labels", noise="key")
+    two = pld.charge(repeated(POISSON, 2), release="training", noise="key")
+    assert two == epsilon([POISSON] * 2, 1e-5, accountant="pld")
+
+
+def test_no_steps_cost_nothing() -> None:
+    book = Ledger(TERMS)
+    assert book.charge(repeated(POISSON, 0), release="training", noise="key") == 0.0
+    assert book.charge(repeated(dp_event.NonPrivateDpEvent(), 0), release="nothing", noise="key") == 0.0
 
 
 def test_a_smaller_release_may_still_fit() -> None:
@@ -230,9 +284,14 @@ def test_a_mixed_statement_has_no_single_noise_and_no_pld_where_there_is_none() 
 
 
 def test_every_event_survives_json() -> None:
-    for event in (POISSON, FIXED, ZCDP, dp_event.LaplaceDpEvent(2.0), dp_event.NonPrivateDpEvent()):
+    plain = (POISSON, FIXED, ZCDP, dp_event.LaplaceDpEvent(2.0), dp_event.NonPrivateDpEvent())
+    pure = (BoundedRangeDpEvent(0.1), dp_event.DiscreteLaplaceDpEvent(0.1, 1))
+    for event in (*plain, *pure, repeated(POISSON, 7), repeated(repeated(ZCDP, 2), 3)):
         assert events.from_json(json.loads(json.dumps(events.to_json(event)))) == event
     with pytest.raises(TypeError, match="no JSON form"):
         events.to_json(dp_event.UnsupportedDpEvent())
+    for wrong in ({"kind": "gaussian"}, {"kind": "zcdp", "rho": 1.0, "xi": 0.0, "more": 1}, {"kind": ["none"]}, {}):
+        with pytest.raises(RunError, match="does not know"):
+            events.from_json(wrong)
     assert events.noise_multiplier(ZCDP) is events.sampling_rate(ZCDP) is None
     assert events.sampling_in_words(dp_event.NonPrivateDpEvent(), "client").startswith("any")
