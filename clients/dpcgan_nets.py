@@ -1,0 +1,118 @@
+"""The networks of the DP conditional GAN: small perceptrons, or the paper's four convolutions each (Tang et al. 2023).
+
+None keeps statistics of a batch, so every record is scored by itself: clipping record by record needs that.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fl_sim.models import Shape
+from fl_sim.types import UserError
+
+Map: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+_SIDE: Final = 32
+
+
+@dataclass(frozen=True)
+class Networks:
+    """A pair of networks. Classes are one-hot, (n, classes), and of no width where there is one class only.
+
+    ``view``: what D sees of records, (n, *shape) in [-1, 1]: a public map of each record by itself.
+    ``discriminator``: ``with_classes(view, classes)`` -> scores, (n, 1); real is high.
+    ``generator``: ``with_classes(latent, classes)`` -> views.
+    ``render``: views as G makes them -> records.
+    """
+
+    view: Map
+    discriminator: nn.Sequential
+    generator: nn.Sequential
+    render: Map
+
+
+def with_classes(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """Return (n, channels, ...) with a further channel for every class: one where the row is of that class."""
+    planes = classes.reshape(*classes.shape, *[1] * (values.ndim - 2)).expand(-1, -1, *values.shape[2:])
+    return torch.cat([values, planes], 1)
+
+
+def small(shape: Shape, num_classes: int, latent_dim: int, resolution: int, widths: tuple[int, int]) -> Networks:
+    """Return perceptrons that work on images averaged down to at most ``resolution`` pixels a side.
+
+    ``widths``: of D's and of G's two hidden layers. Few parameters, because the noise on D's gradient grows with the
+    root of their number; coarse images, because detail is what that noise drowns first. Rendered images are smoothed
+    before they are squashed to [-1, 1], so their edges stay sharp. Records that are not images are taken as they are.
+    """
+    image = len(shape) == 3
+    coarse = (shape[0], *(min(side, resolution) for side in shape[1:])) if image else shape
+    size = torch.Size(coarse).numel()
+    wide, wide_g = widths
+
+    def view(records: torch.Tensor) -> torch.Tensor:
+        pooled = functional.adaptive_avg_pool2d(records, (coarse[1], coarse[2])) if coarse != shape else records
+        return (pooled.flatten(1) + 1) / 2
+
+    def render(views: torch.Tensor) -> torch.Tensor:
+        pixels = views.reshape(-1, *coarse)
+        if coarse == shape:
+            return 2 * pixels - 1
+        logits = functional.interpolate(torch.logit(pixels, eps=1e-6), shape[1:], mode="bilinear")
+        return 2 * torch.sigmoid(logits) - 1
+
+    discriminator = nn.Sequential(
+        nn.Linear(size + num_classes, wide), nn.LeakyReLU(0.2),
+        nn.Linear(wide, wide), nn.LeakyReLU(0.2),
+        nn.Linear(wide, 1),
+    )  # fmt: skip
+    generator = nn.Sequential(
+        nn.Linear(latent_dim + num_classes, wide_g), nn.ReLU(),
+        nn.Linear(wide_g, wide_g), nn.ReLU(),
+        nn.Linear(wide_g, size), nn.Sigmoid(),
+    )  # fmt: skip
+    return Networks(view, discriminator, generator, render)
+
+
+def paper(shape: Shape, num_classes: int, latent_dim: int) -> Networks:
+    """Return four convolutions (LeakyReLU) and four transposed ones (ReLU, tanh) on 32x32 images, as in the paper.
+
+    The paper states neither widths nor kernels: here 32, 64, 128 channels, 4x4, stride 2. InstanceNorm with scale and
+    shift, no statistics kept; not on D's first layer, as in DCGAN, nor on maps of one pixel, which it would erase.
+    Images of 17 to 32 pixels a side are padded with the lowest value, others resized. Raises UserError for records
+    that are not images.
+    """
+    if len(shape) != 3:
+        raise UserError(f'networks "paper" need images, these records have shape {shape}: choose networks "small"')
+    padded = all(_SIDE / 2 < side <= _SIDE for side in shape[1:])
+    top, left = ((_SIDE - side) // 2 for side in shape[1:])
+    around = left, _SIDE - shape[2] - left, top, _SIDE - shape[1] - top
+
+    def view(records: torch.Tensor) -> torch.Tensor:
+        if padded:
+            return functional.pad(records, around, value=-1.0)
+        return functional.interpolate(records, (_SIDE, _SIDE), mode="bilinear")
+
+    def render(views: torch.Tensor) -> torch.Tensor:
+        if padded:
+            return views[:, :, top : top + shape[1], left : left + shape[2]].contiguous()
+        return functional.interpolate(views, shape[1:], mode="bilinear", antialias=True)
+
+    discriminator = nn.Sequential(
+        nn.Conv2d(shape[0] + num_classes, 32, 4, 2, 1), nn.LeakyReLU(0.2),
+        nn.Conv2d(32, 64, 4, 2, 1, bias=False), nn.InstanceNorm2d(64, affine=True), nn.LeakyReLU(0.2),
+        nn.Conv2d(64, 128, 4, 2, 1, bias=False), nn.InstanceNorm2d(128, affine=True), nn.LeakyReLU(0.2),
+        nn.Conv2d(128, 1, 4), nn.Flatten(),
+    )  # fmt: skip
+    generator = nn.Sequential(
+        nn.Unflatten(1, (-1, 1, 1)),
+        nn.ConvTranspose2d(latent_dim + num_classes, 128, 4, bias=False),
+        nn.InstanceNorm2d(128, affine=True), nn.ReLU(),
+        nn.ConvTranspose2d(128, 64, 4, 2, 1, bias=False), nn.InstanceNorm2d(64, affine=True), nn.ReLU(),
+        nn.ConvTranspose2d(64, 32, 4, 2, 1, bias=False), nn.InstanceNorm2d(32, affine=True), nn.ReLU(),
+        nn.ConvTranspose2d(32, shape[0], 4, 2, 1), nn.Tanh(),
+    )  # fmt: skip
+    return Networks(view, discriminator, generator, render)
