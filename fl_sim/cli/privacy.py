@@ -93,6 +93,38 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
     _plan(sampling, noise_multiplier, steps, delta, epsilon, accountant, plot=plot, json_output=json_output)
 
 
+@app.command("labels")
+def labels(
+    *,
+    records: Annotated[int, typer.Option(help="Records of the class, n_k.")],
+    gamma: Annotated[float, typer.Option(help="Synthetic records per record.")],
+    largest: Annotated[int, typer.Option("--range", help="R: the most synthetic records of a class; public.")],
+    epsilon: Annotated[float, typer.Option(help="epsilon_1, the price of one class's selection.")] = 0.1,
+    mechanism: Annotated[Literal["exponential", "geometric"], typer.Option(help="How the count is noised.")] = (
+        "exponential"
+    ),
+    classes: Annotated[int, typer.Option(help="Classes L, for the totals.")] = 10,
+    false_positive: Annotated[
+        float, typer.Option(help="How likely an absent class may get labels; 1 drops nothing.")
+    ] = 0.01,
+    json_output: _Json = False,
+) -> None:
+    """Record-level privacy of DA-FL's label picker: how many synthetic labels a class gets, and what that costs.
+
+    For example:
+
+      fl-sim privacy labels --records 600 --gamma 0.05 --epsilon 0.1 --range 400
+
+      fl-sim privacy labels --records 600 --gamma 0.05 --epsilon 0.1 --range 400 --mechanism geometric --json
+    """
+    from fl_sim.cli import privacy_labels  # noqa: PLC0415 (slow imports, only here)
+
+    found = privacy_labels.answer(
+        mechanism, records, gamma, epsilon, largest, classes=classes, false_positive=false_positive
+    )
+    typer.echo(json.dumps(found) if json_output else privacy_labels.in_words(found))
+
+
 @app.command("audit")
 def audit(
     *,
