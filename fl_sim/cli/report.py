@@ -6,10 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from fl_sim.report.curves import Picture, draw_all
+from fl_sim.report.curves import draw_all
 from fl_sim.report.groups import Panel, group, panels
 from fl_sim.report.page import page
 from fl_sim.report.page_words import groups_of, percent, runs_of, summary, title_of
+from fl_sim.report.picture import Picture
 from fl_sim.report.rundir import write_text
 from fl_sim.report.runs import Found, find
 from fl_sim.report.table import mean_and_deviation

@@ -1,8 +1,6 @@
 """Accuracy and loss over rounds: a panel for each data set and split, a line for each method, min-max over seeds."""
 
-import io
 import math
-import re
 import statistics
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fl_sim.report.groups import CENTRALIZED_NAME, Group, Panel
+from fl_sim.report.picture import Picture, file_names, plain, png
 from fl_sim.report.rundir import RoundRecord
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 Measure: TypeAlias = Literal["accuracy", "loss"]
 MEASURES: tuple[Measure, Measure] = ("accuracy", "loss")
 _WHAT = {"accuracy": "test accuracy (%)", "loss": "test loss (mean cross-entropy, nats)"}
+_HEADINGS = {"accuracy": "Accuracy over rounds", "loss": "Test loss over rounds"}
 
 # Colours of clearly different hue, dark and light in turn; dashes and markers tell them apart in greyscale.
 _COLORS = (
@@ -38,16 +38,6 @@ Style: TypeAlias = tuple[str, tuple[float, ...], str]
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A drawn figure: file name, PNG, and the panels that it shows."""
-
-    name: str
-    measure: Measure
-    panels: tuple[Panel, ...]
-    png: bytes
-
-
-@dataclass(frozen=True)
 class Curve:
     """Mean, smallest and largest value over the seeds in each round that all of them evaluated."""
 
@@ -61,13 +51,10 @@ def draw_all(panels: Sequence[Panel]) -> list[Picture]:
     """Draw accuracy and loss: one figure each up to four panels, else a figure for each panel."""
     styles = styles_of(panels)
     if len(panels) <= _MOST_IN_ONE:
-        return [
-            Picture(f"{measure}.png", measure, tuple(panels), _png(draw(panels, measure, styles)))
-            for measure in MEASURES
-        ]
-    names = _names(panels)
+        return [_picture(f"{measure}.png", measure, panels, styles) for measure in MEASURES]
+    names = file_names([panel.title for panel in panels])
     return [
-        Picture(f"{measure}-{name}.png", measure, (panel,), _png(draw([panel], measure, styles)))
+        _picture(f"{measure}-{name}.png", measure, [panel], styles)
         for measure in MEASURES
         for panel, name in zip(panels, names, strict=True)
     ]
@@ -127,12 +114,21 @@ def draw(panels: Sequence[Panel], measure: Measure, styles: Mapping[str, Style])
     return figure
 
 
+def _picture(name: str, measure: Measure, panels: Sequence[Panel], styles: Mapping[str, Style]) -> Picture:
+    heading = _HEADINGS[measure]
+    what = "; ".join(panel.title for panel in panels)
+    data = "; ".join(dict.fromkeys(f"{panel.data}: {panel.note}" for panel in panels if panel.note))
+    caption = [f"{heading}: {what}. Lines: mean over seeds; bands: smallest to largest seed."]
+    caption += [f"Data {data}"] if data else []
+    return Picture(name, heading, tuple(caption), png(draw(panels, measure, styles)))
+
+
 def _draw_panel(axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[str, Style]) -> None:
     curves = [(label, one, curve(one, measure)) for label, one in panel.lines]
     nothing: list[str] = []
     for number, (label, one, drawn) in enumerate(curves):
         color, dashes, marker = _BOUND if one.is_bound else styles[label]
-        shown = _plain(label if one.finished else f"{label} (unfinished)")
+        shown = plain(label if one.finished else f"{label} (unfinished)")
         if not drawn.rounds:
             nothing.append(shown)
             continue
@@ -180,10 +176,10 @@ def _scale(axes: "Axes", measure: Measure, values: Sequence[float]) -> None:
 def _title(axes: "Axes", panel: Panel) -> None:
     title = textwrap.fill(panel.title, 60)
     note = textwrap.fill(f"data: {panel.note}", 78) if panel.note else ""
-    axes.set_title(_plain(title), fontsize=11, loc="left", pad=10 + 11 * (note.count("\n") + 1) if note else 8)
+    axes.set_title(plain(title), fontsize=11, loc="left", pad=10 + 11 * (note.count("\n") + 1) if note else 8)
     if note:
         axes.annotate(
-            _plain(note), (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points",
+            plain(note), (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points",
             fontsize=8, color="#8a3b00", va="bottom",
         )  # fmt: skip
 
@@ -192,23 +188,3 @@ def _value(record: RoundRecord, measure: Measure) -> float | None:
     accuracy = record.test_accuracy
     value = record.test_loss if measure == "loss" else None if accuracy is None else 100 * accuracy
     return value if value is not None and math.isfinite(value) else None
-
-
-def _names(panels: Sequence[Panel]) -> list[str]:
-    """Return a file name's part for each panel, no two the same."""
-    names: list[str] = []
-    for panel in panels:
-        name = re.sub(r"[^a-z0-9.]+", "-", panel.title.lower()).strip("-.")[-60:] or "panel"
-        names.append(name if name not in names else f"{name}-{len(names) + 1}")
-    return names
-
-
-def _plain(text: str) -> str:
-    """Return ``text`` such that matplotlib sees no formula in it."""
-    return text.replace("$", r"\$")
-
-
-def _png(figure: "Figure") -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    return buffer.getvalue()

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from fl_sim.report.curves import Picture
 from fl_sim.report.groups import Group, Panel, parameters
 from fl_sim.report.page_words import (
     Groups,
@@ -18,10 +17,10 @@ from fl_sim.report.page_words import (
     summary,
     title_of,
 )
+from fl_sim.report.picture import Picture
 from fl_sim.report.runs import Found, Run
 from fl_sim.report.table import MEASURES, Table, texts
 
-_HEADINGS = {"accuracy": "Accuracy over rounds", "loss": "Test loss over rounds"}
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2630; max-width: 1180px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.5em; margin-bottom: .2em; } h2 { font-size: 1.15em; margin-top: 2em; }
@@ -49,7 +48,7 @@ def page(found: Found, panels: Sequence[Panel], pictures: Sequence[Picture]) -> 
         *_failures(found, groups),
         *tables,
         _comparison(groups),
-        *(_figures(measure, heading, pictures) for measure, heading in _HEADINGS.items()),
+        *(_figures(heading, pictures) for heading in dict.fromkeys(one.heading for one in pictures)),
         _privacy(groups),
         _all_runs(groups),
         _versions(groups),
@@ -162,17 +161,15 @@ def _grid(heads: Sequence[str], rows: str) -> str:
     return f'<div class="wide"><table><tr>{"".join(f"<th>{head}</th>" for head in heads)}</tr>{rows}</table></div>'
 
 
-def _figures(measure: str, heading: str, pictures: Sequence[Picture]) -> str:
+def _figures(heading: str, pictures: Sequence[Picture]) -> str:
     shown = []
-    for picture in (one for one in pictures if one.measure == measure):
+    for picture in (one for one in pictures if one.heading == heading):
         source = base64.b64encode(picture.png).decode()
-        what = "; ".join(panel.title for panel in picture.panels)
-        data = "; ".join(dict.fromkeys(f"{panel.data}: {panel.note}" for panel in picture.panels if panel.note))
-        note = f"<br><b>Data</b> {escape(data)}" if data else ""
+        details = "".join(f"<li>{escape(line)}</li>" for line in picture.details)
         shown.append(
-            f'<figure><img alt="{escape(heading)}: {escape(what)}" src="data:image/png;base64,{source}">'
-            f"<figcaption>{escape(heading)}: {escape(what)}. Lines: mean over seeds; bands: smallest to largest seed."
-            f"{note}</figcaption></figure>"
+            f'<figure><img alt="{escape(picture.caption[0])}" src="data:image/png;base64,{source}">'
+            f"<figcaption>{'<br>'.join(map(escape, picture.caption))}{f'<ul>{details}</ul>' if details else ''}"
+            "</figcaption></figure>"
         )
     return f"<h2>{escape(heading)}</h2>{''.join(shown)}"
 
