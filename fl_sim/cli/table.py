@@ -13,6 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fl_sim.config import guess
+from fl_sim.report.release import Release
 from fl_sim.report.table import MEASURES, SeedResult, Table, as_json, markdown, notes, texts, write_table
 from fl_sim.report.table_progress import TableProgress
 from fl_sim.table import PRESETS, Cell, Plan, TableSettings, plan_table, preset_names, read_settings
@@ -100,9 +101,9 @@ class _Board:
         if isinstance(outcome, Failed):
             return SeedResult(*place, "failed", directory, error=outcome.error)
         result = outcome.result
-        guarantee = any(release["epsilon"] is not None for release in result["privacy"])
+        releases = tuple(Release.model_validate(release) for release in result["privacy"])
         return SeedResult(
-            *place, "finished", directory, result["final_accuracy"], result["best_accuracy"], guarantee=guarantee
+            *place, "finished", directory, result["final_accuracy"], result["best_accuracy"], releases=releases
         )
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from fl_sim.report.groups import Group, Panel
-from fl_sim.report.runs import Release, Run
+from fl_sim.report.release import in_short, in_words
+from fl_sim.report.runs import Run
 from fl_sim.report.table import mean_and_deviation
 
 NO_GUARANTEE = "No privacy guarantee: updates leave the clients without noise"
@@ -66,7 +67,7 @@ def privacy_in_words(run: Run) -> str:
     """Return what the run promises about privacy. An epsilon of zero is never claimed."""
     if run.outcome is None:
         return "Privacy not stated: the run has no result"
-    return " ".join(_release(release) for release in run.outcome.privacy) or NO_GUARANTEE
+    return " ".join(in_words(release) for release in run.outcome.privacy) or NO_GUARANTEE
 
 
 def spread(values: Iterable[float | None], unit: str = "", digits: int = 1) -> str:
@@ -81,33 +82,12 @@ def privacy_in_short(run: Run) -> str:
     """Return the privacy column's text, such as ``epsilon 3.2 per client`` or ``none``."""
     if run.outcome is None:
         return "not stated"
-    return "; ".join(_short(release) for release in run.outcome.privacy) or "none"
+    return "; ".join(in_short(release) for release in run.outcome.privacy) or "none"
 
 
 def percent(accuracy: float | None) -> float | None:
     """Return an accuracy in percent."""
     return None if accuracy is None else 100 * accuracy
-
-
-def _release(release: Release) -> str:
-    limits = " ".join(
-        f"{name} {text.rstrip('.')}."
-        for name, text in (("It covers:", release.covers), ("It does not cover:", release.does_not_cover))
-        if text
-    )
-    if release.epsilon is None:
-        return f"No privacy guarantee for a {release.unit}. {release.guarantee}".strip() + "."
-    if release.epsilon <= 0:
-        return f"Nothing about a {release.unit} was released."
-    delta = "0" if not release.delta else f"{release.delta:g}"
-    promise = release.guarantee or f"({release.epsilon:.4g}, {delta})-differential privacy"
-    return f"Per {release.unit}: {promise.rstrip('.')}. {limits}".strip()
-
-
-def _short(release: Release) -> str:
-    if release.epsilon is None:
-        return f"none per {release.unit}"
-    return f"epsilon {release.epsilon:.3g} per {release.unit}" if release.epsilon > 0 else "nothing released"
 
 
 def _order(value: int | str) -> tuple[int, str]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from fl_sim.report.release import Release
 from fl_sim.report.rundir import CONFIG, RESULT, ROUNDS, RoundRecord, read_rounds
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.types import UserError
@@ -33,17 +34,6 @@ class RunConfig(BaseModel):
     model: str
     algorithm: Kind
     partition: Kind
-
-
-class Release(BaseModel):
-    """One privacy statement of ``result.json``; ``epsilon`` None means no guarantee."""
-
-    unit: str
-    epsilon: float | None
-    delta: float | None = None
-    guarantee: str = ""
-    covers: str = ""
-    does_not_cover: str = ""
 
 
 class Seconds(BaseModel):

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from fl_sim.report.release import Release
+from fl_sim.report.release import notes as privacy_notes
 from fl_sim.report.rundir import write_text
 
 Status: TypeAlias = Literal["finished", "failed", "missing"]
@@ -20,7 +22,7 @@ MEASURES: tuple[Measure, Measure] = ("last", "best")
 class SeedResult:
     """What one run has to say: accuracies in [0, 1], None where it did not finish.
 
-    ``directory`` is relative to the table's. ``guarantee``: whether a privacy guarantee holds.
+    ``directory`` is relative to the table's. ``releases``: the run's privacy statements.
     """
 
     row: str
@@ -31,7 +33,12 @@ class SeedResult:
     last: float | None = None
     best: float | None = None
     error: str = ""
-    guarantee: bool = False
+    releases: tuple[Release, ...] = ()
+
+    @property
+    def guarantee(self) -> bool:
+        """Return whether any of what the run released is under a privacy guarantee."""
+        return any(one.protects for one in self.releases)
 
 
 @dataclass(frozen=True)
@@ -105,14 +112,15 @@ def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
 
 
 def notes(table: Table) -> list[str]:
-    """Return the caption's lines, with who gives no privacy guarantee and what failed."""
-    finished = [result for result in table.results if result.status == "finished"]
-    bare = [row for row in table.rows if any(one.row == row and not one.guarantee for one in finished)]
+    """Return the caption's lines, with who gives which privacy guarantee and what failed."""
+    said: dict[str, list[tuple[Release, ...]]] = {}
+    for row in table.rows:
+        finished = [one.releases for one in table.results if (one.row, one.status) == (row, "finished")]
+        said |= {row: finished} if finished else {}
     failures = [one for one in table.results if one.status == "failed"]
-    privacy = "any method here" if len(bare) == len(table.rows) else ", ".join(bare)
     return [
         *table.caption,
-        *([f"No privacy guarantee: {privacy}."] if bare else []),
+        *privacy_notes(said),
         *(f"failed: {one.row}, {one.column}, seed {one.seed}: {one.error}" for one in failures),
     ]
 

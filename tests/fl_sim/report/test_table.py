@@ -5,7 +5,8 @@ import io
 import json
 from pathlib import Path
 
-from fl_sim.report.table import SeedResult, Status, Table, as_json, csv_text, latex, markdown, write_table
+from fl_sim.report.release import Release
+from fl_sim.report.table import SeedResult, Status, Table, as_json, csv_text, latex, markdown, notes, write_table
 
 
 def result(row: str, column: str, seed: int, last: float | None, status: Status = "finished") -> SeedResult:
@@ -63,11 +64,43 @@ def test_a_cell_without_all_its_seeds_says_so_and_does_not_compete() -> None:
     assert "failed: C, x, seed 1: client 3 in round 2 diverged" in shown
 
 
+POOL = Release(
+    unit="record", epsilon=9.5, delta=1e-5, covers="the pool alone", does_not_cover="The main task is NOT private."
+)
+
+
+def with_releases(row: str, seed: int, *releases: Release) -> SeedResult:
+    return SeedResult(row, "x", seed, "finished", f"cells/{row}", 0.5, 0.5, releases=releases)
+
+
 def test_methods_without_a_guarantee_are_named() -> None:
-    private = SeedResult("DP", "x", 0, "finished", "cells/dp", 0.5, 0.5, guarantee=True)
+    private = with_releases("DP", 0, POOL)
     assert "No privacy guarantee: FedAvg." in markdown(table(result("FedAvg", "x", 0, 0.5), private))
     assert "No privacy guarantee: any method here." in markdown(table(result("FedAvg", "x", 0, 0.5)))
     assert "No privacy guarantee" not in markdown(table(private))
+
+
+def test_a_guarantee_is_told_with_unit_delta_the_largest_epsilon_of_the_row_and_its_limits() -> None:
+    larger, other = POOL.model_copy(update={"epsilon": 9.87654}), POOL.model_copy(update={"epsilon": 1.0})
+    client = Release(unit="client", epsilon=3.0, delta=1e-4, covers="all updates", does_not_cover="The server.")
+    told = notes(
+        table(with_releases("A", 0, POOL), with_releases("A", 1, larger), with_releases("B", 0, other, client))
+    )
+    limits = "It covers: the pool alone. It does not cover: The main task is NOT private."
+    assert told[1:] == [
+        f"Privacy per record, delta 1e-05: A epsilon 9.88, B epsilon 1. {limits}",
+        "Privacy per client, delta 0.0001: B epsilon 3. It covers: all updates. It does not cover: The server.",
+    ]
+
+
+def test_noise_free_and_empty_releases_are_no_guarantee() -> None:
+    noiseless, nothing = (POOL.model_copy(update={"epsilon": epsilon}) for epsilon in (None, 0.0))
+    rows = (with_releases("A", 0, noiseless), with_releases("B", 0, nothing), with_releases("B", 1, POOL))
+    told = notes(table(*rows, with_releases("C", 0, POOL)))
+    assert told[-1] == "No privacy guarantee: A, B (in some runs)."
+    cells = as_json(table(*rows))["cells"]
+    assert [cell["guarantee"] for cell in cells] == [False, False]
+    assert notes(table(*rows[:2]))[1:] == ["No privacy guarantee: any method here."]
 
 
 def test_markdown_escapes_the_bar() -> None:

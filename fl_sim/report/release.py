@@ -1,0 +1,88 @@
+"""Privacy statements of results and how they are said: no epsilon without its unit, its delta and what it covers."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from pydantic import BaseModel
+
+
+class Release(BaseModel):
+    """One privacy statement of ``result.json``; ``epsilon`` None means no guarantee."""
+
+    unit: str
+    epsilon: float | None
+    delta: float | None = None
+    guarantee: str = ""
+    covers: str = ""
+    does_not_cover: str = ""
+
+    @property
+    def protects(self) -> bool:
+        """Return whether something was released, and under a guarantee."""
+        return self.epsilon is not None and self.epsilon > 0
+
+
+Releases: TypeAlias = Sequence[Release]
+"""What one run says: a statement for each unit that something was paid for."""
+
+
+def in_words(release: Release) -> str:
+    """Return the statement in full. An epsilon of zero is never claimed."""
+    if release.epsilon is None:
+        return f"No privacy guarantee for a {release.unit}. {release.guarantee}".strip() + "."
+    if not release.protects:
+        beyond = _sentence("It does not cover:", release.does_not_cover)
+        return f"Nothing about a {release.unit} was released. {beyond}".strip()
+    promise = release.guarantee or f"({release.epsilon:.4g}, {_delta(release)})-differential privacy"
+    return f"Per {release.unit}: {promise.rstrip('.')}. {_limits(release.covers, release.does_not_cover)}".strip()
+
+
+def in_short(release: Release) -> str:
+    """Return a table's entry, such as ``epsilon 3.2 per client``."""
+    if release.epsilon is None:
+        return f"none per {release.unit}"
+    return f"epsilon {release.epsilon:.3g} per {release.unit}" if release.protects else "nothing released"
+
+
+def notes(rows: Mapping[str, Sequence[Releases]]) -> list[str]:
+    """Say who of ``rows``, {row: what each of its runs says}, gives which guarantee, and who gives none.
+
+    A row's epsilon is the largest of its runs'. Rows that promise the same thing are told together.
+    """
+    promises: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row, runs in rows.items():
+        for release in (one for releases in runs for one in releases if one.protects):
+            place = (f"per {release.unit}, delta {_delta(release)}", release.covers, release.does_not_cover)
+            said = promises.setdefault(place, {})
+            said[row] = max(said.get(row, 0.0), release.epsilon or 0.0)
+    lines = []
+    for (where, covers, does_not_cover), epsilons in promises.items():
+        who = ", ".join(f"{row} epsilon {epsilon:.3g}" for row, epsilon in epsilons.items())
+        lines.append(f"Privacy {where}: {who}. {_limits(covers, does_not_cover)}".strip())
+    return [*lines, *_bare(rows)]
+
+
+def _bare(rows: Mapping[str, Sequence[Releases]]) -> list[str]:
+    bare = {
+        row: [any(one.protects for one in releases) for releases in runs]
+        for row, runs in rows.items()
+        if not all(any(one.protects for one in releases) for releases in runs)
+    }
+    if not bare:
+        return []
+    names = ", ".join(f"{row} (in some runs)" if any(protected) else row for row, protected in bare.items())
+    everybody = len(bare) == len(rows) and not any(any(protected) for protected in bare.values())
+    return [f"No privacy guarantee: {'any method here' if everybody else names}."]
+
+
+def _limits(covers: str, does_not_cover: str) -> str:
+    told = (_sentence("It covers:", covers), _sentence("It does not cover:", does_not_cover))
+    return " ".join(text for text in told if text)
+
+
+def _sentence(name: str, text: str) -> str:
+    return f"{name} {text.rstrip('.')}." if text else ""
+
+
+def _delta(release: Release) -> str:
+    return f"{release.delta:g}" if release.delta else "0"
