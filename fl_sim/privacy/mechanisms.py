@@ -50,22 +50,35 @@ class Noise:
 
     def standard_normal(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
         """Return ``count`` independent N(0, 1) numbers; the same arguments give the same numbers."""
-        words = self._words(2 * count, purpose, server_round)
-        first, second = words[:count], words[count:]
-        negative = (first & np.uint64(1)).astype(bool)
-        # 63 random bits make u in (0, 1/2]; where u is so small that it has fewer than 53 significant bits, the second
-        # word supplies the rest, so that the tail is as finely resolved as the middle and does not end at 9 sigma.
-        upper = (first >> np.uint64(1)).astype(np.float64)
-        small = np.flatnonzero(upper < 2.0**53)
-        upper[small] += (second[small] >> np.uint64(11)) * 2.0**-53 + 2.0**-54
-        normal: NDArray[np.float64] = ndtri(upper * 2.0**-64)
+        negative, tail = self._signs_and_tails(count, purpose, server_round)
+        normal: NDArray[np.float64] = ndtri(tail / 2)
         np.negative(normal, where=~negative, out=normal)
         return normal
+
+    def standard_laplace(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
+        """Return ``count`` independent Laplace numbers of scale 1; the same arguments give the same numbers."""
+        negative, tail = self._signs_and_tails(count, purpose, server_round)
+        laplace: NDArray[np.float64] = np.log(tail)
+        np.negative(laplace, where=~negative, out=laplace)
+        return laplace
 
     def uniform(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
         """Return ``count`` independent numbers in [0, 1): secret Poisson sampling needs secret coins."""
         words = self._words(count, purpose, server_round)
         return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+    def _signs_and_tails(
+        self, count: int, purpose: str, server_round: int
+    ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+        """Return fair signs, and uniform numbers in (0, 1]: how much of a symmetric distribution lies further out."""
+        words = self._words(2 * count, purpose, server_round)
+        first, second = words[:count], words[count:]
+        # 63 random bits make u in (0, 1]; where u is so small that it has fewer than 53 significant bits, the second
+        # word supplies the rest, so that the tail is as finely resolved as the middle and does not end at 9 sigma.
+        tail = (first >> np.uint64(1)).astype(np.float64)
+        small = np.flatnonzero(tail < 2.0**53)
+        tail[small] += (second[small] >> np.uint64(11)) * 2.0**-53 + 2.0**-54
+        return (first & np.uint64(1)).astype(bool), tail * 2.0**-63
 
     def _words(self, count: int, purpose: str, server_round: int) -> NDArray[np.uint64]:
         assert 8 * count < _STREAM_LIMIT

@@ -196,3 +196,18 @@ def _chacha20_block(key: bytes) -> bytes:
     return b"".join(
         ((word + int(start)) % 2**32).to_bytes(4, "little") for word, start in zip(work, state, strict=True)
     )
+
+
+def test_laplace_noise_is_laplace_in_body_and_tails_and_shares_no_bits_with_other_purposes() -> None:
+    numbers = NOISE.standard_laplace(1_000_000, purpose="test", server_round=1)
+    assert stats.kstest(numbers, "laplace").pvalue > 1e-3
+    for bound in (2.0, 5.0, 8.0):
+        expected = len(numbers) * math.exp(-bound)
+        assert abs((np.abs(numbers) > bound).sum() - expected) < 4 * math.sqrt(expected)
+    other = NOISE.standard_laplace(1_000_000, purpose="other", server_round=1)
+    assert abs(np.corrcoef(numbers, other)[0, 1]) < 5 / math.sqrt(1_000_000)
+
+
+def test_laplace_noise_does_not_end_where_63_bits_end() -> None:
+    assert FixedWords(1, 0).standard_laplace(1, purpose="", server_round=0)[0] == pytest.approx(-117 * math.log(2))
+    assert FixedWords(0, 0).standard_laplace(1, purpose="", server_round=0)[0] == pytest.approx(117 * math.log(2))
