@@ -125,6 +125,48 @@ def labels(
     typer.echo(json.dumps(found) if json_output else privacy_labels.in_words(found))
 
 
+@app.command("pate")
+def pate(  # noqa: PLR0913 (one parameter per option)
+    *,
+    votes: Annotated[Path, typer.Option(help="Counts: an integer array, queries x classes.", metavar="COUNTS.npy")],
+    mechanism: Annotated[
+        Literal["lnmax", "gnmax", "confident"], typer.Option(help="Laplace noise, Gaussian noise, or with a threshold.")
+    ],
+    gamma: Annotated[float | None, typer.Option(help="lnmax: Laplace noise of scale 1 / gamma votes.")] = None,
+    sigma: Annotated[float | None, typer.Option(help="gnmax, confident: noise on every count, in votes.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="confident: votes that the top count must reach.")] = None,
+    sigma_threshold: Annotated[float | None, typer.Option(help="confident: noise of that test, in votes.")] = None,
+    delta: _Delta = 1e-5,
+    epsilon: Annotated[float | None, typer.Option(help="Also say how many of the queries fit this total.")] = None,
+    release: Annotated[
+        bool, typer.Option("--release", help="Also publish the data-dependent epsilon with noise; each call costs.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw epsilon over queries.", metavar="FILE.png")] = None,
+    json_output: _Json = False,
+) -> None:
+    """Record-level privacy of labels that teachers voted for: data-dependent (private) and data-independent epsilon.
+
+    For example:
+
+      fl-sim privacy pate --votes counts.npy --mechanism lnmax --gamma 0.05 --delta 1e-5
+
+      fl-sim privacy pate --votes counts.npy --mechanism confident --sigma 40 --threshold 200 --sigma-threshold 150
+    """
+    from fl_sim.cli import privacy_pate  # noqa: PLC0415 (slow imports, only here)
+
+    question = privacy_pate.Question(mechanism, gamma, sigma, threshold, sigma_threshold, delta, epsilon)
+    question.cost()
+    counts = privacy_pate.read_votes(votes)
+    bill = privacy_pate.answer(question, counts)[0]
+    if release:
+        bill["release"] = privacy_pate.release(question, counts)
+    if plot is not None:
+        privacy_pate.plot(bill, counts, plot)
+    for warning in bill["warnings"]:
+        typer.echo(f"warning: {warning}", err=True)
+    typer.echo(json.dumps(bill) if json_output else privacy_pate.in_words(bill))
+
+
 @app.command("audit")
 def audit(
     *,
