@@ -17,23 +17,21 @@ from typing import Final, Literal
 
 import numpy as np
 import torch
-from dp_accounting import dp_event
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import nn
 from torch.nn import functional
 
 from clients.dpcgan_clipping import clipped_sum
 from clients.dpcgan_nets import Networks, paper, small, with_classes
 from clients.generation import Bill, PrivateRecords
 from fl_sim.config import Settings
-from fl_sim.privacy.accounting import amplify_poisson
 from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid
-from fl_sim.privacy.planning import noise_multiplier
 from fl_sim.seeding import torch_kept
 from fl_sim.types import RunError
 
 _BETAS: Final = (0.5, 0.999)
+_WARM_UP: Final = 0.2
+_ROUNDING: Final = 1e-9
 
 
 class DpCgan(Settings):
@@ -42,18 +40,22 @@ class DpCgan(Settings):
     ``discriminator_steps``: D's steps, each a release. ``batch_size``: expected records in one; a client with no more
     records than that uses all in every step. ``ratio``: D's steps for one of G. ``clipping_norm``: C.
     ``discriminator_learning_rate``, ``generator_learning_rate``: Adam's. ``averaging``: decay of the moving average of
-    G's weights, which makes the samples. ``resolution``: see ``dpcgan_nets.small``, as for the widths.
+    G's weights, which makes the samples. ``snapshots``: moments of training that the samples are drawn at; G alone
+    collapses to a lump that follows D about, and where the lump has been is what D has learnt of the records (as in
+    herding, Welling 2009). ``resolution``, ``discriminator_width``, ``generator_width``: see ``dpcgan_nets.small``.
     """
 
     kind: Literal["dp-cgan"] = "dp-cgan"
     networks: Literal["small", "paper"] = "small"
     discriminator_steps: int = Field(1000, ge=1)
-    batch_size: int = Field(512, ge=1)
-    ratio: int = Field(2, ge=1)
+    batch_size: int = Field(256, ge=1)
+    ratio: int = Field(1, ge=1)
+    generator_batch_size: int = Field(128, ge=1)
     clipping_norm: float = Field(1.0, gt=0)
-    discriminator_learning_rate: float = Field(1e-3, gt=0)
-    generator_learning_rate: float = Field(1e-3, gt=0)
-    averaging: float = Field(0.99, ge=0, lt=1)
+    discriminator_learning_rate: float = Field(2e-3, gt=0)
+    generator_learning_rate: float = Field(2e-3, gt=0)
+    averaging: float = Field(0.8, ge=0, lt=1)
+    snapshots: int = Field(100, ge=1)
     latent_dim: int = Field(10, ge=1)
     resolution: int = Field(14, ge=1)
     discriminator_width: int = Field(64, ge=1)
@@ -65,6 +67,12 @@ class DpCgan(Settings):
         Refused where that noise, in every single parameter, is longer than all gradients of an expected batch together
         could be, z > qn: then no step can tell the records from the noise.
         """
+        # dp_accounting loads slowly, and most runs need no generator.
+        from dp_accounting import dp_event  # noqa: PLC0415
+
+        from fl_sim.privacy.accounting import amplify_poisson  # noqa: PLC0415
+        from fl_sim.privacy.planning import noise_multiplier  # noqa: PLC0415
+
         if num_records == 0:
             return Bill(dp_event.NoOpDpEvent(), 0, 0.0, 0.0, refused="the client holds no records")
         rate = min(1.0, self.batch_size / num_records)
@@ -99,6 +107,7 @@ class DpCgan(Settings):
                 training.discriminator_step(step)
                 if (step + 1) % self.ratio == 0:
                     training.generator_step()
+                training.draw_samples((step + 1) / bill.steps)
             return training.samples()
 
 
@@ -115,7 +124,9 @@ class _Training:
         self.nets = self._networks(tuple(records.inputs.shape[1:]))
         self.sizes = [weight.numel() for weight in self.nets.discriminator.parameters()]
         self.average = deepcopy(self.nets.generator).requires_grad_(requires_grad=False)
-        self.generator_steps = 0
+        self.generator_steps, self.snapshots = 0, 0
+        self.classes = self._one_hot(np.repeat(np.arange(len(present)), self.counts))
+        self.made: list[torch.Tensor] = []
         rates = settings.discriminator_learning_rate, settings.generator_learning_rate
         self.discriminator_adam, self.generator_adam = (
             _Adam(list(net.parameters()), rate)
@@ -143,19 +154,19 @@ class _Training:
         settings, discriminator = self.settings, self.nets.discriminator
         coins = self.noise.uniform(len(self.shown), purpose="records of a step", server_round=step)
         batch = torch.from_numpy(np.flatnonzero((coins < self.bill.sampling_rate) & self.known))
-        with torch.no_grad():
-            fake = self._fakes_of_records(len(batch), step)
+        real = self.shown[batch]
+        fake = self._fakes_of_records(len(batch), step) if len(batch) else real
         std = self.bill.noise_multiplier * settings.clipping_norm
         dimension = sum(self.sizes)
         bound = clipping_norm_on_grid(settings.clipping_norm, std, dimension) if std else math.inf
-        total = clipped_sum(discriminator, self.shown[batch], fake, bound).numpy()
+        total = clipped_sum(discriminator, real, fake, bound).numpy()
         if std:
             normal = self.noise.standard_normal(dimension, purpose="discriminator gradient", server_round=step)
             total = add_noise(total, std, normal)
         gradient = torch.from_numpy(total / (self.bill.sampling_rate * len(self.shown))).float()
         self.discriminator_adam.step(torch.split(gradient, self.sizes))
-        _check_finite(discriminator, "discriminator", step)
 
+    @torch.no_grad()
     def _fakes_of_records(self, count: int, step: int) -> torch.Tensor:
         """Return D's input for ``count`` fakes: labels by the released counts, nothing from another record."""
         latent_dim = self.settings.latent_dim
@@ -169,12 +180,11 @@ class _Training:
     def generator_step(self) -> None:
         """Let G's fakes pass better with D (non-saturating loss). Touches nothing private."""
         nets = self.nets
-        made, classes = self._fakes(self.settings.batch_size)
+        made, classes = self._fakes(self.settings.generator_batch_size)
         scores = nets.discriminator(with_classes(made, classes))
         weights = list(nets.generator.parameters())
         self.generator_adam.step(torch.autograd.grad(functional.softplus(-scores).mean(), weights))
         self.generator_steps += 1
-        _check_finite(nets.generator, "generator", self.generator_steps)
         # Early on a short average, else the first weights would linger in it.
         decay = min(self.settings.averaging, self.generator_steps / (self.generator_steps + 10))
         with torch.no_grad():
@@ -186,14 +196,26 @@ class _Training:
         classes = self._one_hot(torch.multinomial(shares, count, replacement=True).numpy())
         return self.nets.generator(with_classes(torch.randn(count, self.settings.latent_dim), classes)), classes
 
+    def draw_samples(self, done: float) -> None:
+        """Draw what is due when a share ``done`` of training is over: equal parts, evenly spaced after the warm-up."""
+        settings = self.settings
+        while done >= _WARM_UP + (1 - _WARM_UP) * (self.snapshots + 1) / settings.snapshots - _ROUNDING:
+            classes = self.classes[self.snapshots :: settings.snapshots]
+            self.snapshots += 1
+            if len(classes):
+                latent = torch.randn(len(classes), settings.latent_dim)
+                with torch.no_grad():
+                    self.made.append(self.average(with_classes(latent, classes)))
+
     def samples(self) -> torch.Tensor:
         """Return as many records of each class as its count says, in order of class."""
-        classes = self._one_hot(np.repeat(np.arange(len(self.counts)), self.counts))
-        with torch.no_grad():
-            made: torch.Tensor = self.average(
-                with_classes(torch.randn(len(classes), self.settings.latent_dim), classes)
-            )
-        return self.nets.render(made)
+        views = torch.empty(int(self.counts.sum()), *self.made[0].shape[1:])
+        for snapshot, made in enumerate(self.made):
+            views[snapshot :: self.settings.snapshots] = made
+        for network, name in (self.nets.discriminator, "discriminator"), (self.nets.generator, "generator"):
+            if not all(bool(weight.isfinite().all()) for weight in network.parameters()):
+                raise RunError(f"the {name} of the DP conditional GAN is not finite: use a lower learning rate")
+        return self.nets.render(views)
 
 
 class _Adam:
@@ -214,10 +236,3 @@ class _Adam:
             mean.lerp_(shaped, 1 - _BETAS[0])
             square.mul_(_BETAS[1]).addcmul_(shaped, shaped, value=1 - _BETAS[1])
             weight.addcdiv_(mean, (square / second).sqrt_().add_(1e-8), value=-self.learning_rate / first)
-
-
-def _check_finite(network: nn.Module, name: str, step: int) -> None:
-    if not all(bool(torch.isfinite(weight).all()) for weight in network.parameters()):
-        raise RunError(
-            f"the {name} of the DP conditional GAN is no longer finite after step {step}: use a lower learning rate"
-        )
