@@ -23,7 +23,7 @@ from fl_sim.engine_choice import open_engine
 from fl_sim.experiment import Experiment, build_model, client_shards, experiment_from
 from fl_sim.learning import to_tensors
 from fl_sim.params import detached
-from fl_sim.simulation import RunLog, federated_strategy
+from fl_sim.preparation import RunLog, federated_strategy
 from strategies.flower import run_round
 
 Round = Callable[[int], None]

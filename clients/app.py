@@ -13,7 +13,7 @@ from torch import nn
 
 from fl_sim import wire
 from fl_sim.learning import LocalAlgorithm, train
-from fl_sim.seeding import rng, seed_torch
+from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.store import load_state, save_state
 from fl_sim.types import LocalSettings, LocalTask, Params, Payloads
 
@@ -22,14 +22,18 @@ from fl_sim.types import LocalSettings, LocalTask, Params, Payloads
 class Site:
     """What a worker needs to play any client of an experiment: made once per process and experiment.
 
-    ``records(client)`` returns that client's (normalised inputs, labels); ``share(inputs, labels, client)`` is what it
-    shares before the first round. ``local_settings(learning_rate)`` fills in a round's settings. ``threads``:
-    torch threads while training; their number changes the last bits of every sum.
+    ``records(client, synthetic)`` returns what that client trains on, (normalised inputs, labels); ``synthetic`` is the
+    path of the pool of synthetic records, empty where there is none. ``synthesize(client, folder)`` returns the
+    client's part of it and, as JSON, what it says of it; ``folder`` keeps what must survive until then.
+    ``share(inputs, labels, client)`` is what it shares for the algorithm before the first round.
+    ``local_settings(learning_rate)`` fills in a round's settings. ``threads``: torch threads while training; their
+    number changes the last bits of every sum.
     """
 
     algorithm: LocalAlgorithm
     model: nn.Module
-    records: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    records: Callable[[int, str], tuple[torch.Tensor, torch.Tensor]]
+    synthesize: Callable[[int, Path], tuple[torch.Tensor, str]]
     share: Callable[[torch.Tensor, torch.Tensor, int], dict[str, torch.Tensor]]
     local_settings: Callable[[float], LocalSettings]
     num_clients: int
@@ -51,12 +55,23 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
     def who(message: Message, context: Context) -> Message:
         return Message(wire.who_content(_partition(context)), reply_to=message)
 
+    @app.train("synthesize")
+    def synthesize(message: Message, context: Context) -> Message:
+        order = wire.read_order(message.content)
+        site = site_of(order.experiment, order.data_root)
+        client = _partition(context)
+        with torch_kept():
+            if torch.get_num_threads() != site.threads:
+                torch.set_num_threads(site.threads)
+            inputs, said = site.synthesize(client, Path(order.state_dir) / f"client-{client}")
+        return Message(wire.synthetic_content(inputs, said), reply_to=message)
+
     @app.train("share")
     def share(message: Message, context: Context) -> Message:
         order = wire.read_order(message.content)
         site = site_of(order.experiment, order.data_root)
         client = _partition(context)
-        inputs, labels = site.records(client)
+        inputs, labels = site.records(client, order.synthetic)
         return Message(wire.pool_content(site.share(inputs, labels, client)), reply_to=message)
 
     @app.train()
@@ -64,7 +79,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
         order, params, broadcast = unpack(message)
         site = site_of(order.experiment, order.data_root)
         client = _partition(context)
-        inputs, labels = site.records(client)
+        inputs, labels = site.records(client, order.synthetic)
         task = LocalTask(
             server_round=order.server_round,
             client=client,

@@ -1,14 +1,16 @@
 """What a private generator is given and what it states before it starts: every kind fits the same slot of DA-FL."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
-from dp_accounting import dp_event
 from numpy.typing import NDArray
 
 from fl_sim.privacy.mechanisms import Noise
+
+if TYPE_CHECKING:
+    from dp_accounting import dp_event  # loads slowly, and most runs need no generator
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Bill:
     ``refused``: why nothing can be released within the budget; empty where it can. A refused bill costs nothing.
     """
 
-    event: dp_event.DpEvent
+    event: "dp_event.DpEvent"
     steps: int
     noise_multiplier: float
     sampling_rate: float

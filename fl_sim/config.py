@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from fl_sim.types import UserError
 from partitions import Scheme
@@ -16,7 +16,7 @@ Json: TypeAlias = dict[str, Any]
 class Settings(BaseModel):
     """A frozen group of settings that refuses unknown keys, NaN and infinity."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="strings")
 
 
 def kinds(union: Any) -> dict[str, type]:
@@ -50,6 +50,11 @@ def expand(text: str, union: Any, what: str) -> Json:
     if not fields:
         raise UserError(f"{what} {name!r} takes no parameter, got {text!r}")
     return {"kind": name, fields[0]: value}
+
+
+def short(union: Any, what: str) -> BeforeValidator:
+    """Return the validator that lets a field of ``union`` take a short form."""
+    return BeforeValidator(lambda value: expand(value, union, what) if isinstance(value, str) else value)
 
 
 def parse(value: str | Mapping[str, Any], union: Any, what: str) -> Any:

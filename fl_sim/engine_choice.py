@@ -22,12 +22,11 @@ from fl_sim.experiment import (
     Ray,
     build_model,
     client_shards,
-    local_settings,
-    site_of,
 )
 from fl_sim.learning import to_tensors, train
 from fl_sim.params import detached
 from fl_sim.seeding import rng
+from fl_sim.site import local_settings, site_of
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, UserError
 
 RAY_START_SECONDS = 10.0

@@ -4,24 +4,24 @@ import copy
 import math
 import tomllib
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy as np
 import torch
+from clients.labels import LabelPicker
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from torch import nn
 
-from clients.app import Site
+from clients.dafl import AnyGenerator, DaFl, NoPreprocess
 from fl_sim import models
-from fl_sim.config import Settings, expand, explain
+from fl_sim.config import Settings, expand, explain, short
 from fl_sim.data import load
-from fl_sim.learning import to_tensors
 from fl_sim.seeding import rng
-from fl_sim.types import Dataset, LocalSettings, UserError
-from partitions import FeatureNoise, LabelK, Scheme
+from fl_sim.types import Dataset, UserError
+from partitions import LabelK, Scheme
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import Sharing
 from strategies.fedavg import Centralized, FedAvg
@@ -38,11 +38,8 @@ AnyAlgorithm: TypeAlias = (
 )
 
 
-KEEP_BYTES = 256 * 2**20
-"""Training sets whose float32 form is no larger stay in memory as such, one copy in each process."""
-
-
 Aggregator: TypeAlias = WeightedMean | GlobalDP
+Preprocess: TypeAlias = NoPreprocess | DaFl
 
 
 class Constant(Settings):
@@ -127,10 +124,6 @@ class Ray(Settings):
 Engine: TypeAlias = Auto | InProcess | Ray
 
 
-def _short(union: Any, what: str) -> BeforeValidator:
-    return BeforeValidator(lambda value: expand(value, union, what) if isinstance(value, str) else value)
-
-
 class Local(Settings):
     """How clients train in a round (NIID-Bench's protocol but for one epoch instead of ten)."""
 
@@ -139,7 +132,7 @@ class Local(Settings):
     learning_rate: float = Field(0.01, gt=0)
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(1e-5, ge=0)
-    schedule: Annotated[Schedule, Field(discriminator="kind"), _short(Schedule, "local.schedule")] = Constant()
+    schedule: Annotated[Schedule, Field(discriminator="kind"), short(Schedule, "local.schedule")] = Constant()
 
 
 class Experiment(Settings):
@@ -150,18 +143,19 @@ class Experiment(Settings):
     """
 
     data: str = "digits"
-    partition: Annotated[Scheme, Field(discriminator="kind"), _short(Scheme, "partition")] = LabelK(k=1)
+    partition: Annotated[Scheme, Field(discriminator="kind"), short(Scheme, "partition")] = LabelK(k=1)
     clients: int = Field(10, ge=1, le=1_000_000)
     model: str = ""
-    algorithm: Annotated[AnyAlgorithm, Field(discriminator="kind"), _short(AnyAlgorithm, "algorithm")] = FedAvg()
-    aggregator: Annotated[Aggregator, Field(discriminator="kind"), _short(Aggregator, "aggregator")] = WeightedMean()
-    sampler: Annotated[Sampler, Field(discriminator="kind"), _short(Sampler, "sampler")] = Everyone()
+    algorithm: Annotated[AnyAlgorithm, Field(discriminator="kind"), short(AnyAlgorithm, "algorithm")] = FedAvg()
+    aggregator: Annotated[Aggregator, Field(discriminator="kind"), short(Aggregator, "aggregator")] = WeightedMean()
+    sampler: Annotated[Sampler, Field(discriminator="kind"), short(Sampler, "sampler")] = Everyone()
+    preprocess: Annotated[Preprocess, Field(discriminator="kind"), short(Preprocess, "preprocess")] = NoPreprocess()
     local: Local = Local()
     rounds: int = Field(20, ge=1)
     evaluate_every: int = Field(1, ge=1)
     seed: int = Field(0, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    engine: Annotated[Engine, Field(discriminator="kind"), _short(Engine, "engine")] = Auto()
+    engine: Annotated[Engine, Field(discriminator="kind"), short(Engine, "engine")] = Auto()
     round_timeout: float = Field(3600.0, gt=0)
 
     @model_validator(mode="before")
@@ -173,7 +167,7 @@ class Experiment(Settings):
         aggregator = table.get("aggregator", "")
         kind = aggregator.get("kind") if isinstance(aggregator, dict) else getattr(aggregator, "kind", aggregator)
         filled = {"sampler": {}, **table} if kind == GlobalDP().kind else dict(table)
-        for group in ("partition", "algorithm", "aggregator", "sampler", "engine"):
+        for group in ("partition", "algorithm", "aggregator", "sampler", "preprocess", "engine"):
             default = cls.model_fields[group].default.kind
             if group == "sampler" and kind == GlobalDP().kind:
                 default = Poisson().kind
@@ -191,7 +185,18 @@ class Experiment(Settings):
             )
         if isinstance(self.aggregator, GlobalDP):
             self._private()
+        if isinstance(self.preprocess, DaFl):
+            self._synthetic(self.preprocess)
         return self
+
+    def _synthetic(self, settings: DaFl) -> None:
+        if isinstance(self.algorithm, Centralized):
+            raise ValueError("algorithm centralized has all records in one place: preprocess da-fl is for clients")
+        if settings.client_gammas and len(settings.client_gammas) != self.clients:
+            raise ValueError(
+                f"preprocess.client_gammas has {len(settings.client_gammas)} values for {self.clients} clients: "
+                "give one for each, or preprocess.gamma for all"
+            )
 
     def _private(self) -> None:
         kind = self.algorithm.kind
@@ -261,6 +266,9 @@ def _enter(table: dict[str, Any], group: str) -> dict[str, Any]:
         "engine": Engine,
         "schedule": Schedule,
         "aggregator": Aggregator,
+        "preprocess": Preprocess,
+        "generator": AnyGenerator,
+        "labels": LabelPicker,
     }
     if isinstance(inner, str) and group in unions:
         inner = expand(inner, unions[group], group)
@@ -307,50 +315,3 @@ def build_model(experiment: Experiment, dataset: Dataset) -> nn.Module:
     """Return the experiment's model with its initial weights."""
     name = experiment.model or models.default_model(dataset.input_shape)
     return models.build(name, dataset.input_shape, dataset.num_classes, experiment.seed)
-
-
-@lru_cache(maxsize=2)
-def site_of(experiment_json: str, data_root: str) -> Site:
-    """Return what a worker needs to play any client of the experiment; made once per process."""
-    experiment = Experiment.model_validate_json(experiment_json)
-    root = Path(data_root) if data_root else None
-    dataset = load(experiment.data, root)
-    shards = client_shards(experiment, root)
-    device = device_of(experiment)
-
-    def records(client: int) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, labels = to_tensors(dataset.train.take(shards[client]), dataset)
-        if isinstance(experiment.partition, FeatureNoise) and experiment.num_clients > 1:
-            inputs = _with_noise(inputs, dataset, experiment, client)
-        return inputs.to(device), labels.to(device)
-
-    if 4 * dataset.train.inputs.size <= KEEP_BYTES:
-        records = lru_cache(maxsize=None)(records)
-
-    def share(inputs: torch.Tensor, labels: torch.Tensor, client: int) -> dict[str, torch.Tensor]:
-        assert isinstance(experiment.algorithm, Sharing)
-        return experiment.algorithm.share(inputs, labels, dataset.num_classes, rng(experiment.seed, "share", client))
-
-    return Site(
-        algorithm=experiment.algorithm,
-        model=build_model(experiment, dataset).to(device),
-        records=records,
-        share=share,
-        local_settings=partial(local_settings, experiment.local),
-        num_clients=experiment.num_clients,
-        seed=experiment.seed,
-        threads=experiment.engine.threads,
-    )
-
-
-def local_settings(local: Local, learning_rate: float) -> LocalSettings:
-    """Return a round's settings for clients, with the schedule already in ``learning_rate``."""
-    return LocalSettings(learning_rate, local.momentum, local.weight_decay, local.batch_size, local.epochs)
-
-
-def _with_noise(inputs: torch.Tensor, dataset: Dataset, experiment: Experiment, client: int) -> torch.Tensor:
-    assert isinstance(experiment.partition, FeatureNoise)
-    variance = experiment.partition.noise_variance(client, experiment.clients)
-    noise = rng(experiment.seed, "feature-noise", client).standard_normal(inputs.shape, dtype=np.float32)
-    std = torch.tensor(dataset.std).reshape(1, -1, *[1] * (inputs.ndim - 2))
-    return inputs + torch.from_numpy(noise) * math.sqrt(variance) / std

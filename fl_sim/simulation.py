@@ -1,32 +1,29 @@
 """The main loop: run one experiment on an engine, round by round, leaving a directory that survives a crash."""
 
-import hashlib
 import importlib.metadata
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from flwr.serverapp import Grid
-from safetensors.torch import save
 
+from clients.dafl import DaFl
 from fl_sim.config import field_defaults
 from fl_sim.data import load
 from fl_sim.engine_choice import FLOWER, open_engine
 from fl_sim.experiment import Experiment, build_model, client_shards, device_of, experiment_from, read_table, resolved
 from fl_sim.learning import evaluate, to_tensors
 from fl_sim.params import detached, num_parameters
+from fl_sim.preparation import RunLog, federated_strategy
 from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord
 from fl_sim.seeding import torch_kept
-from fl_sim.types import BudgetExhausted, Dataset, RunError, ServerState, UserError
-from fl_sim.wire import Order
-from strategies.algorithm import Sharing
-from strategies.flower import FederatedStrategy, run_round, share_before_training
+from fl_sim.types import BudgetExhausted, Dataset, RunError, UserError
+from strategies.flower import run_round
 from strategies.global_dp import GlobalDP
 
 if TYPE_CHECKING:
@@ -40,6 +37,10 @@ class Observer(Protocol):
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
         """Hear which engine was taken and why, and where the run begins (above 1 where it goes on after a crash)."""
+        ...
+
+    def preparing(self, what: str) -> None:
+        """Hear what clients do before the first round; ``replied`` counts who is done."""
         ...
 
     def replied(self, replies: int) -> None:
@@ -57,25 +58,14 @@ class Silent:
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
         """Ignore the start."""
 
+    def preparing(self, what: str) -> None:
+        """Ignore what is prepared."""
+
     def replied(self, replies: int) -> None:
         """Ignore a reply."""
 
     def finished_round(self, record: RoundRecord) -> None:
         """Ignore a round."""
-
-
-@dataclass
-class RunLog:
-    """What a run has to show so far."""
-
-    server: ServerState
-    rounds: list[RoundRecord] = field(default_factory=list)
-    preprocess_seconds: float = 0.0
-    engine: str = ""
-    stopped: str = ""
-    privacy: "PrivateRounds | None" = None
-    warnings: list[str] = field(default_factory=list)
-    clipping_norm: float | None = None
 
 
 def run(
@@ -132,6 +122,8 @@ def main_loop(
     experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None, observer: Observer
 ) -> None:
     """Run every round that ``log`` does not have yet: train, evaluate, record, checkpoint."""
+    if isinstance(experiment.preprocess, DaFl):
+        observer.preparing(f"clients make synthetic records, {experiment.preprocess.generator.kind}")
     strategy = federated_strategy(experiment, grid, out, log, data_root)
     dataset = load(experiment.data, data_root)
     device = device_of(experiment)
@@ -163,53 +155,6 @@ def main_loop(
 
 def _is_last(experiment: Experiment, server_round: int, privacy: "PrivateRounds | None") -> bool:
     return server_round == experiment.rounds or (privacy is not None and not privacy.affords_another())
-
-
-def federated_strategy(
-    experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None
-) -> FederatedStrategy:
-    """Return the experiment's Strategy, after whatever its clients share before the first round."""
-    order = Order(
-        experiment=experiment.model_dump_json(),
-        server_round=0,
-        learning_rate=0.0,
-        data_root=str(data_root.absolute()) if data_root else "",
-        state_dir=str(out.absolute() / rundir.STATE),
-        pool="",
-    )
-    strategy = FederatedStrategy(
-        experiment.algorithm,
-        experiment.aggregator,
-        experiment.sampler,
-        log.server,
-        order,
-        experiment.num_clients,
-        experiment.seed,
-    )
-    if isinstance(experiment.aggregator, GlobalDP):
-        from strategies.private import open_private_rounds  # noqa: PLC0415 (the accountants load slowly)
-
-        strategy.privacy = log.privacy = open_private_rounds(
-            experiment.aggregator,
-            experiment.sampler,
-            experiment.num_clients,
-            experiment.seed,
-            out,
-            log.clipping_norm,
-        )
-    if isinstance(experiment.algorithm, Sharing):
-        start = time.perf_counter()
-        shared = share_before_training(strategy, grid, experiment.round_timeout)
-        strategy.order = replace(order, pool=str(_write_pool(out, shared)))
-        log.preprocess_seconds = time.perf_counter() - start
-    return strategy
-
-
-def _write_pool(out: Path, shared: dict[str, torch.Tensor]) -> Path:
-    content = save(shared)
-    path = out.absolute() / f"pool-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
-    path.write_bytes(content)
-    return path
 
 
 def _open(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog, int]:
@@ -262,7 +207,8 @@ def _result(experiment: Experiment, dataset: Dataset, log: RunLog, status: str, 
         "rounds": len(log.rounds),
         "final_accuracy": accuracies[-1] if accuracies else None,
         "best_accuracy": max(accuracies, default=None),
-        "privacy": [log.privacy.statement()] if log.privacy else [],
+        "preprocess": _preprocess(experiment, log),
+        "privacy": _privacy(experiment, log),
         "stopped": log.stopped,
         "warnings": log.warnings,
         "seconds": {
@@ -272,6 +218,25 @@ def _result(experiment: Experiment, dataset: Dataset, log: RunLog, status: str, 
         },
         "versions": {name: _version(name) for name in VERSIONS},
     }
+
+
+def _preprocess(experiment: Experiment, log: RunLog) -> dict[str, object]:
+    if log.pool is None:
+        return {"kind": experiment.preprocess.kind}
+    from fl_sim.synthesis import summary  # noqa: PLC0415 (the accountants load slowly)
+
+    return summary(log.pool, experiment)
+
+
+def _privacy(experiment: Experiment, log: RunLog) -> list[dict[str, object]]:
+    """Return a statement for each unit that something was paid for."""
+    statements = [log.privacy.statement()] if log.privacy else []
+    if log.pool is not None:
+        from fl_sim.synthesis_bill import NOT_PER_CLIENT, statement  # noqa: PLC0415 (the accountants load slowly)
+
+        statements = [one | {"does_not_cover": f"{one['does_not_cover']}{NOT_PER_CLIENT}"} for one in statements]
+        statements.append(statement(log.pool, experiment))
+    return statements
 
 
 def short_form(settings: Any) -> str:

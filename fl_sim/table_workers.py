@@ -170,6 +170,9 @@ class _Told:
         del experiment, engine
         self._connection.send(Started(self._name, first_round))
 
+    def preparing(self, what: str) -> None:
+        """Tell nothing: rounds are news enough."""
+
     def replied(self, replies: int) -> None:
         """Tell nothing: rounds are news enough."""
 

@@ -13,10 +13,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 
 from fl_sim.types import Params, Payloads, Reply
 
-TRAIN, SHARE, WHO = "train", "train.share", "query"
-"""Message types: one round's local training; sharing before the first round; which partition a node holds."""
+TRAIN, SHARE, SYNTHESIZE, WHO = "train", "train.share", "train.synthesize", "query"
+"""Message types: one round's local training; sharing before the first round; releasing synthetic records before that;
+which partition a node holds."""
 
-_ORDER, _PARAMS, _REPORT, _POOL = "order", "params", "report", "pool"
+_ORDER, _PARAMS, _REPORT, _POOL, _SAID = "order", "params", "report", "pool", "said"
 _BROADCAST, _PAYLOAD = "broadcast/", "payload/"
 
 
@@ -24,8 +25,9 @@ _BROADCAST, _PAYLOAD = "broadcast/", "payload/"
 class Order:
     """The part of a message that is no tensor, and all the configuration a client has: nodes have no other.
 
-    ``experiment``: the experiment as JSON; ``data_root``, ``state_dir`` and ``pool``: paths on a disk that all workers
-    see, empty where there is none.
+    ``experiment``: the experiment as JSON; ``data_root``, ``state_dir``, ``pool`` (what clients shared for the
+    algorithm) and ``synthetic`` (the pool of synthetic records): paths on a disk that all workers see, empty where
+    there is none.
     """
 
     experiment: str
@@ -33,7 +35,8 @@ class Order:
     learning_rate: float
     data_root: str
     state_dir: str
-    pool: str
+    pool: str = ""
+    synthetic: str = ""
 
 
 def task_content(order: Order, params: Params, broadcast: Payloads) -> RecordDict:
@@ -45,7 +48,7 @@ def task_content(order: Order, params: Params, broadcast: Payloads) -> RecordDic
 
 
 def share_content(order: Order) -> RecordDict:
-    """Pack the message that asks clients to share before the first round."""
+    """Pack the message that asks clients to share, or to release synthetic records, before the first round."""
     return RecordDict({_ORDER: _config(order)})
 
 
@@ -59,6 +62,7 @@ def read_order(content: RecordDict) -> Order:
         str(record["data-root"]),
         str(record["state-dir"]),
         str(record["pool"]),
+        str(record["synthetic"]),
     )
 
 
@@ -103,6 +107,16 @@ def pool_content(shared: Mapping[str, torch.Tensor]) -> RecordDict:
 def read_pool(content: RecordDict) -> Params:
     """Unpack what a client shared."""
     return _unpack(content.array_records[_POOL])
+
+
+def synthetic_content(inputs: torch.Tensor, said: str) -> RecordDict:
+    """Pack a client's synthetic records and, as JSON, what it says of them."""
+    return RecordDict({_POOL: _pack({"inputs": inputs}), _SAID: ConfigRecord({"json": said})})
+
+
+def read_synthetic(content: RecordDict) -> tuple[torch.Tensor, str]:
+    """Unpack (synthetic records, what the client says of them as JSON)."""
+    return _unpack(content.array_records[_POOL])["inputs"], str(content.config_records[_SAID]["json"])
 
 
 def who_content(partition: int) -> RecordDict:
@@ -173,5 +187,6 @@ def _config(order: Order) -> ConfigRecord:
             "data-root": order.data_root,
             "state-dir": order.state_dir,
             "pool": order.pool,
+            "synthetic": order.synthetic,
         }
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
@@ -166,18 +166,33 @@ def run_round(
 
 def share_before_training(strategy: FederatedStrategy, grid: Grid, timeout: float) -> Params:
     """Ask every client to share, and return the tensors of all of them, concatenated in the order of clients."""
+    shared = [wire.read_pool(reply) for reply in _ask_everybody(strategy, grid, wire.SHARE, strategy.order, timeout)]
+    return {name: torch.cat([part[name] for part in shared]) for name in shared[0]}
+
+
+def synthesize_before_training(
+    strategy: FederatedStrategy, grid: Grid, order: wire.Order, timeout: float
+) -> list[tuple[torch.Tensor, str]]:
+    """Ask every client to release synthetic records; return, by client, (records, what it says of them)."""
+    return [wire.read_synthetic(reply) for reply in _ask_everybody(strategy, grid, wire.SYNTHESIZE, order, timeout)]
+
+
+def _ask_everybody(
+    strategy: FederatedStrategy, grid: Grid, message_type: str, order: wire.Order, timeout: float
+) -> list[RecordDict]:
+    """Return every client's answer to ``order``, by client. Raises RunError that names the first who gives none."""
     strategy.population = find_population(grid, strategy.num_clients, timeout)
-    content = wire.share_content(strategy.order)
-    messages = [Message(content, node, wire.SHARE) for node in strategy.population.nodes]
+    content = wire.share_content(order)
+    messages = [Message(content, node, message_type) for node in strategy.population.nodes]
     clients = strategy.population.clients()
     replies = {clients[reply.metadata.src_node_id]: reply for reply in grid.send_and_receive(messages, timeout=timeout)}
     for client in range(strategy.num_clients):
+        what = message_type.rpartition(".")[2]
         if client not in replies:
-            raise RunError(f"client {client} did not share in time")
+            raise RunError(f"client {client} did not {what} in time")
         if reason := wire.error_of(replies[client]):
-            raise RunError(f"client {client} failed to share: {reason}")
-    shared = [wire.read_pool(replies[client].content) for client in range(strategy.num_clients)]
-    return {name: torch.cat([part[name] for part in shared]) for name in shared[0]}
+            raise RunError(f"client {client} failed to {what}: {reason}")
+    return [replies[client].content for client in range(strategy.num_clients)]
 
 
 def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:

@@ -29,7 +29,8 @@ def run_command(
     """Run one experiment; with no arguments FedAvg on 1-Label digits, embedded in the package.
 
     Settings: data, partition, clients, model, algorithm, sampler, local.epochs, local.batch_size, local.learning_rate,
-    local.momentum, local.weight_decay, local.schedule, rounds, evaluate_every, seed, engine, round_timeout.
+    local.momentum, local.weight_decay, local.schedule, rounds, evaluate_every, seed, engine, round_timeout, aggregator,
+    preprocess, preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on.
 
     For example:
 
@@ -38,6 +39,8 @@ def run_command(
       fl-sim run data=mnist partition=dirichlet:0.05 algorithm=scaffold rounds=50 local.epochs=10 --out results/scaffold
 
       fl-sim run mnist algorithm=fednova partition=label-2
+
+      fl-sim run data=mnist preprocess=da-fl preprocess.epsilon=10 preprocess.gamma=0.05
 
       fl-sim run experiment.toml algorithm=fedprox algorithm.mu=0.1 sampler=fixed-size:10 engine=ray:4
     """
@@ -77,6 +80,7 @@ class _Shown:
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
+        self.preparing = progress.preparing
         self.replied = progress.replied
         self.finished_round = progress.finished_round
 
@@ -95,6 +99,8 @@ def _print(result: dict[str, Any], out: Path) -> None:
     )
     if result["stopped"]:
         typer.echo(result["stopped"])
+    if result["preprocess"]["kind"] != "none":
+        typer.echo(_in_words(result["preprocess"], result["seconds"]["preprocess"]))
     if not result["privacy"]:
         typer.echo("privacy: none - updates leave the clients without noise")
     for promise in result["privacy"]:
@@ -102,6 +108,14 @@ def _print(result: dict[str, Any], out: Path) -> None:
         typer.echo(f"  covers: {promise['covers']}")
         typer.echo(f"  does not cover: {promise['does_not_cover']}")
     typer.echo(f"results in {out}")
+
+
+def _in_words(made: dict[str, Any], seconds: float) -> str:
+    took = "from an earlier run with the same settings" if made["reused"] else f"made in {seconds:.1f} s"
+    return (
+        f"{made['kind']}: {made['num_synthetic']} synthetic records by {made['generator']} (gamma {made['gamma']:g}, "
+        f"trained on: {made['train_on']}), {took}; look at them in samples.png"
+    )
 
 
 def _percent(accuracy: float | None) -> str:

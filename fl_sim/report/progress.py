@@ -59,6 +59,10 @@ class RunProgress:
             self.say(f"going on after round {first_round - 1}, where this run had stopped")
         self._bar.update(self._task, completed=first_round - 1)
 
+    def preparing(self, what: str) -> None:
+        """Show what happens before the first round."""
+        self.say(f"before the first round: {what}")
+
     def replied(self, replies: int) -> None:
         """Show how many clients of the round have answered."""
         self._bar.update(self._task, clients=f"{replies} clients in")

@@ -26,10 +26,14 @@ def _model():
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
 
 
-def _records(client):
+def _records(client, synthetic):
     generator = torch.Generator().manual_seed(client)
     size = 0 if client == 3 else 5 + client
     return torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator)
+
+
+def _synthesize(client, folder):
+    return torch.full((client, 4), 0.5), f'{{"client": {client}, "folder": "{folder.name}"}}'
 
 
 def _local(learning_rate):
@@ -44,7 +48,7 @@ class Play:
         self.model = _model()
         self.params = detached(self.model.named_parameters())
         self.algorithm, self.seed, self.state_dir, self.pool = algorithm, seed, state_dir, pool
-        site = Site(algorithm, self.model, _records, share or (lambda *_: {}), _local, 4, seed)
+        site = Site(algorithm, self.model, _records, _synthesize, share or (lambda *_: {}), _local, 4, seed)
 
         def site_of(experiment, data_root):
             self.asked.append((experiment, data_root))
@@ -69,7 +73,7 @@ def _flat(payload):
 def test_a_message_trains_on_the_clients_own_records_with_its_own_seeds(tmp_path: Path):
     play = Play(FedAvg(), tmp_path)
     (update,) = play.train(7, 2)
-    inputs, labels = _records(2)
+    inputs, labels = _records(2, "")
     task = LocalTask(7, 2, 4, len(labels), _local(0.1), play.params)
     model = _model()
     seed_torch(0, "local", 2, 7)
@@ -140,10 +144,19 @@ def test_sharing_hands_over_what_the_site_makes_of_the_clients_records(tmp_path:
     play = Play(FedMix(), tmp_path, share=share)
     message = Message(wire.share_content(play.order(0)), 1002, wire.SHARE)
     (reply,) = play.grid.send_and_receive([message])
-    inputs, labels = _records(2)
+    inputs, labels = _records(2, "")
     shared = wire.read_pool(reply.content)
     assert torch.equal(shared["rows"], inputs + 2)
     assert torch.equal(shared["labels"], labels.float())
+
+
+def test_synthetic_records_travel_with_what_the_client_says_of_them(tmp_path: Path):
+    play = Play(FedAvg(), tmp_path)
+    message = Message(wire.share_content(play.order(0)), 1002, wire.SYNTHESIZE)
+    (reply,) = play.grid.send_and_receive([message])
+    inputs, said = wire.read_synthetic(reply.content)
+    assert torch.equal(inputs, torch.full((2, 4), 0.5))
+    assert said == '{"client": 2, "folder": "client-2"}'
 
 
 def test_the_pool_is_read_from_the_file_the_message_names(tmp_path: Path):

@@ -12,10 +12,9 @@ import torch
 from fl_sim import experiment as wiring
 from fl_sim.data import load
 from fl_sim.experiment import Experiment, experiment_from, read_table, resolved, with_overrides
-from fl_sim.learning import to_tensors
 from fl_sim.report import rundir
 from fl_sim.seeding import rng
-from fl_sim.types import LocalSettings, UserError
+from fl_sim.types import UserError
 from partitions import Dirichlet, LabelK
 from strategies.fedavg import Centralized, FedAvg
 from strategies.fedprox import FedProx
@@ -179,61 +178,11 @@ def test_centralized_training_is_one_client_with_everything():
     (shard,) = wiring.client_shards(made, None)
     assert made.num_clients == 1
     assert shard.tolist() == list(range(len(load("digits", None).train)))
-    site = wiring.site_of(made.model_dump_json(), "")
-    assert len(site.records(0)[1]) == len(shard)
 
 
 def test_an_impossible_split_is_the_users_mistake():
     with pytest.raises(UserError, match=r"partition label-k of digits over 10 clients: .*11"):
         wiring.client_shards(_made("partition=label-11"), None)
-
-
-def test_a_site_holds_each_clients_own_records():
-    made = _made("partition=label-1", "local.batch_size=7", "local.epochs=3", "engine.threads=1")
-    site = wiring.site_of(made.model_dump_json(), "")
-    assert site is wiring.site_of(made.model_dump_json(), "")
-    dataset, shards = load("digits", None), wiring.client_shards(made, None)
-    for client in (0, 9):
-        inputs, labels = site.records(client)
-        expected, _ = to_tensors(dataset.train.take(shards[client]), dataset)
-        assert torch.equal(inputs.cpu(), expected)
-        assert set(labels.tolist()) == {client}
-    assert (site.num_clients, site.seed, site.threads) == (10, 0, 1)
-    assert site.local_settings(0.03) == LocalSettings(0.03, 0.9, 1e-5, 7, 3)
-
-
-def test_what_a_site_shares_is_seeded_by_client():
-    made = _made("algorithm=fedmix", "partition=iid")
-    site = wiring.site_of(made.model_dump_json(), "")
-    inputs, labels = site.records(0)
-    one, again, other = (site.share(inputs, labels, client)["inputs"] for client in (0, 0, 1))
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
-    assert len(one) == len(labels) // 5
-
-
-def test_feature_noise_has_the_variance_of_the_client_in_units_of_raw_inputs():
-    noisy = wiring.site_of(_made("partition=feature-noise:0.1").model_dump_json(), "")
-    dataset, shards = load("digits", None), wiring.client_shards(_made("partition=feature-noise:0.1"), None)
-    for client in range(10):
-        clean, _ = to_tensors(dataset.train.take(shards[client]), dataset)
-        inputs, _ = noisy.records(client)
-        noise = ((inputs.cpu() - clean) * torch.tensor(dataset.std).reshape(1, -1, 1, 1)).double().flatten()
-        variance = 0.1 * (client + 1) / 10  # sigma i / K, i = 1..K
-        assert float(noise.var()) == pytest.approx(variance, rel=4.5 * math.sqrt(2 / len(noise)))
-        assert abs(float(noise.mean())) < 4.5 * math.sqrt(variance / len(noise))
-
-
-@pytest.mark.parametrize("partition", ["label-1", "feature-noise:0.1"])
-def test_records_are_the_same_whether_they_stay_in_memory_or_not(partition, monkeypatch):
-    settings = _made(f"partition={partition}").model_dump_json()
-    kept = wiring.site_of.__wrapped__(settings, "")
-    monkeypatch.setattr(wiring, "KEEP_BYTES", 0)
-    made_anew = wiring.site_of.__wrapped__(settings, "")
-    for client in (0, 3):
-        assert all(torch.equal(*pair) for pair in zip(kept.records(client), made_anew.records(client), strict=True))
-    assert kept.records(3)[0] is kept.records(3)[0]
-    assert made_anew.records(3)[0] is not made_anew.records(3)[0]
 
 
 def test_the_model_starts_from_the_seed():

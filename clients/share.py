@@ -1,0 +1,147 @@
+"""DA-FL on one client: pick labels privately, train a private generator, release records (Tang, Wang, Liu 2023).
+
+PLS says how many records of each class to make, PSG makes them. Privacy unit: one record, add or remove; how many
+records a client holds, gamma and the range are public. Both releases are charged to the client's ledger before they are
+made. What a client keeps until its share is out lies in a folder of its own: the noise key (so that a run that was
+killed makes the same release again, at no further cost), the ledger, and the share.
+"""
+
+import hashlib
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dp_accounting import dp_event
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from clients.dafl import DaFl
+from clients.generation import Bill, PrivateRecords
+from fl_sim.privacy import events
+from fl_sim.privacy.accounting import Adjacency
+from fl_sim.privacy.ledger import Ledger, Terms
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.seeding import rng
+
+_KEY, _LEDGER, _SHARE = "key", "ledger.jsonl", "share.safetensors"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one client gives to the pool. All of it is a private release; ``refused`` says why it may be empty.
+
+    ``inputs``: float32 in [-1, 1], (records, *input shape), sorted by class; ``counts``: (num_classes,).
+    ``facts`` state what was paid (``facts_of``), nothing where nothing was released.
+    """
+
+    inputs: torch.Tensor
+    counts: NDArray[np.int64]
+    refused: str
+    facts: dict[str, Any]
+
+
+def make_share(
+    settings: DaFl, records: PrivateRecords, client: int, folder: Path, *, seed: int, public_records: int
+) -> Share:
+    """Return the share of ``client``, made once: a second call with the same ``folder`` hands out the first one's.
+
+    ``public_records`` bounds what any client may hold of a class, and is known without looking at this one.
+    """
+    if (folder / _SHARE).exists():
+        return _read(folder / _SHARE)
+    bill = settings.generator.bill(
+        len(records.labels), records.num_classes, settings.generator_epsilon(records.num_classes), settings.delta
+    )
+    if bill.refused:
+        return _empty(records, bill.refused)
+    folder.mkdir(parents=True, exist_ok=True)
+    noise = _noise(settings, folder, seed, client)
+    _pay(settings, bill, records.num_classes, folder, noise)
+    gamma = settings.gamma_of(client)
+    counts = pick_labels(settings, records, gamma, public_records, noise)
+    share = Share(
+        inputs=settings.generator.generate(records, counts, bill, noise, rng(seed, "generator", client)),
+        counts=counts,
+        refused=""
+        if counts.sum()
+        else f"no label was picked: gamma {gamma:g} of {len(records.labels)} records is too few",
+        facts=facts_of(settings, bill, records.num_classes),
+    )
+    _write(folder / _SHARE, share)
+    (folder / _KEY).unlink(missing_ok=True)
+    return share
+
+
+def facts_of(settings: DaFl, bill: Bill, num_classes: int) -> dict[str, Any]:
+    """Return what was paid, as JSON values: enough for anybody to add it up again."""
+    return {
+        "labels": events.to_json(_label_event(settings, num_classes)),
+        "labels_epsilon": settings.labels.total_epsilon(num_classes),
+        "generator": events.to_json(bill.event),
+        "generator_steps": bill.steps,
+    }
+
+
+def pick_labels(
+    settings: DaFl, records: PrivateRecords, gamma: float, public_records: int, noise: Noise
+) -> NDArray[np.int64]:
+    """Return how many records of each class to make, (num_classes,), by PLS; exactly gamma n_k where epsilon is inf."""
+    held = np.bincount(records.labels.numpy(), minlength=records.num_classes)
+    if math.isinf(settings.epsilon):
+        exact: NDArray[np.int64] = np.rint(gamma * held).astype(np.int64)
+        return exact
+    return settings.labels.select(held, gamma, settings.labels.largest_count(gamma, public_records), noise)
+
+
+def _label_event(settings: DaFl, num_classes: int) -> dp_event.DpEvent:
+    return dp_event.NonPrivateDpEvent() if math.isinf(settings.epsilon) else settings.labels.event(num_classes)
+
+
+def _pay(settings: DaFl, bill: Bill, num_classes: int, folder: Path, noise: Noise) -> None:
+    """Charge both releases before either is made."""
+    ledger = Ledger(Terms("record", Adjacency.ADD_OR_REMOVE_ONE, settings.delta), folder / _LEDGER)
+    ledger.charge(_label_event(settings, num_classes), release="labels", noise=noise.identity)
+    ledger.charge(dp_event.SelfComposedDpEvent(bill.event, bill.steps), release="generator", noise=noise.identity)
+
+
+def _noise(settings: DaFl, folder: Path, seed: int, client: int) -> Noise:
+    """Return the client's noise: the same again where it was killed before its share was out."""
+    if settings.noise == "seeded":
+        return Noise.seeded(int.from_bytes(hashlib.sha256(f"{seed}/da-fl/{client}".encode()).digest()))
+    path = folder / _KEY
+    if not path.exists():
+        partial = path.with_suffix(".part")
+        partial.touch(mode=0o600)
+        with partial.open("wb") as file:
+            file.write(os.urandom(32))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    return Noise(path.read_bytes(), simulation_only=False)
+
+
+def _empty(records: PrivateRecords, reason: str) -> Share:
+    """Return the share of a client that releases nothing, and so pays nothing."""
+    none = np.zeros(records.num_classes, dtype=np.int64)
+    return Share(records.inputs[:0], none, reason, {})
+
+
+def _write(path: Path, share: Share) -> None:
+    partial = path.with_name(f".{path.name}.part")
+    said = {"refused": share.refused, "facts": json.dumps(share.facts)}
+    save_file({"inputs": share.inputs.contiguous(), "counts": torch.from_numpy(share.counts)}, partial, said)
+    partial.replace(path)
+
+
+def _read(path: Path) -> Share:
+    with safe_open(path, "pt") as file:
+        said = file.metadata()
+        return Share(
+            file.get_tensor("inputs"), file.get_tensor("counts").numpy(), said["refused"], json.loads(said["facts"])
+        )

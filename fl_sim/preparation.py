@@ -1,0 +1,102 @@
+"""Before the first round: the experiment's Strategy, and what clients share or release beforehand."""
+
+import hashlib
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from flwr.serverapp import Grid
+from safetensors.torch import save
+
+from clients.dafl import DaFl
+from fl_sim.data import load
+from fl_sim.experiment import Experiment
+from fl_sim.report import rundir
+from fl_sim.report.rundir import RoundRecord
+from fl_sim.report.samples import write_samples
+from fl_sim.types import ServerState
+from fl_sim.wire import Order
+from strategies.algorithm import Sharing
+from strategies.flower import FederatedStrategy, share_before_training
+from strategies.global_dp import GlobalDP
+
+if TYPE_CHECKING:
+    from fl_sim.synthesis import Pool
+    from strategies.private import PrivateRounds
+
+
+@dataclass
+class RunLog:
+    """What a run has to show so far."""
+
+    server: ServerState
+    rounds: list[RoundRecord] = field(default_factory=list)
+    preprocess_seconds: float = 0.0
+    engine: str = ""
+    stopped: str = ""
+    privacy: "PrivateRounds | None" = None
+    pool: "Pool | None" = None
+    warnings: list[str] = field(default_factory=list)
+    clipping_norm: float | None = None
+
+
+def federated_strategy(
+    experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None
+) -> FederatedStrategy:
+    """Return the experiment's Strategy, after whatever its clients share before the first round."""
+    order = Order(
+        experiment=experiment.model_dump_json(),
+        server_round=0,
+        learning_rate=0.0,
+        data_root=str(data_root.absolute()) if data_root else "",
+        state_dir=str(out.absolute() / rundir.STATE),
+    )
+    strategy = FederatedStrategy(
+        experiment.algorithm,
+        experiment.aggregator,
+        experiment.sampler,
+        log.server,
+        order,
+        experiment.num_clients,
+        experiment.seed,
+    )
+    if isinstance(experiment.aggregator, GlobalDP):
+        from strategies.private import open_private_rounds  # noqa: PLC0415 (the accountants load slowly)
+
+        strategy.privacy = log.privacy = open_private_rounds(
+            experiment.aggregator,
+            experiment.sampler,
+            experiment.num_clients,
+            experiment.seed,
+            out,
+            log.clipping_norm,
+        )
+    start = time.perf_counter()
+    if isinstance(experiment.preprocess, DaFl):
+        _use_synthetic_records(experiment, strategy, grid, out, log, data_root)
+    if isinstance(experiment.algorithm, Sharing):
+        shared = share_before_training(strategy, grid, experiment.round_timeout)
+        strategy.order = replace(strategy.order, pool=str(_write_pool(out, shared)))
+    log.preprocess_seconds = time.perf_counter() - start
+    return strategy
+
+
+def _use_synthetic_records(
+    experiment: Experiment, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog, data_root: Path | None
+) -> None:
+    from fl_sim.synthesis import prepare_pool, warnings_of  # noqa: PLC0415 (the accountants load slowly)
+
+    log.pool = prepare_pool(experiment, strategy, grid, out, data_root)
+    log.warnings += warnings_of(log.pool)
+    counts, note = [part.counts for part in log.pool.parts], load(experiment.data, data_root).note
+    log.warnings += write_samples(out, log.pool.path, counts, experiment.model_dump(), note)
+    strategy.order = replace(strategy.order, synthetic=str(log.pool.path))
+
+
+def _write_pool(out: Path, shared: dict[str, torch.Tensor]) -> Path:
+    content = save(shared)
+    path = out.absolute() / f"pool-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+    path.write_bytes(content)
+    return path

@@ -1,0 +1,125 @@
+"""What DA-FL's pool of synthetic records costs a record, and how that is said.
+
+Clients that are disjoint make their releases side by side: the pool costs a record what the most expensive client's
+share costs.
+"""
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from dp_accounting import dp_event
+
+from clients.dafl import DaFl
+from fl_sim.experiment import Experiment
+from fl_sim.privacy import events
+from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts
+from fl_sim.privacy.ledger import Ledger, Terms
+from fl_sim.synthesis import Pool, da_fl
+
+NOT_PER_CLIENT = (
+    " The pool of synthetic records that clients released before training: it is protected per record, not per client."
+)
+"""What a client-level statement must add where there is a pool."""
+
+
+def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
+    """Return what ``result.json`` says about the privacy of records: the most expensive client's bill, in words."""
+    settings = da_fl(experiment)
+    bills = [bill for part in pool.parts if part.facts and (bill := _bill(part.facts, settings.delta))]
+    if not bills:
+        bills = [_Bill({}, 0.0, 0.0, 0.0)]
+    worst = max(bills, key=lambda bill: bill.epsilon)
+    ledger = Ledger(Terms("record", Adjacency.ADD_OR_REMOVE_ONE, settings.delta))
+    for release, event in worst.events.items():
+        ledger.charge(event, release=release, noise="")
+    said = ledger.statement(
+        covers=_covers(settings),
+        does_not_cover=_does_not_cover(experiment, settings),
+        simulation_only=settings.noise == "seeded",
+    )
+    generator = worst.events.get("generator")
+    inner = generator.event if isinstance(generator, dp_event.SelfComposedDpEvent) else None
+    finite = math.isfinite(worst.epsilon)
+    return said | {
+        "epsilon": worst.epsilon if finite else None,
+        "epsilon_labels": worst.labels if finite else None,
+        "epsilon_generator": worst.generator if finite else None,
+        "epsilon_sum": worst.labels + worst.generator if finite else None,
+        "noise_multiplier": None if inner is None else events.noise_multiplier(inner),
+        "sampling_rate": None if inner is None else events.sampling_rate(inner),
+        "budget": settings.epsilon if math.isfinite(settings.epsilon) else None,
+        "guarantee": _guarantee(worst, settings),
+    }
+
+
+@dataclass(frozen=True)
+class _Bill:
+    """What one client's share costs a record, by release and together."""
+
+    events: dict[str, dp_event.DpEvent]
+    labels: float
+    generator: float
+    epsilon: float
+
+
+def _bill(facts: dict[str, Any], delta: float) -> _Bill:
+    return _bill_of(json.dumps(facts, sort_keys=True), delta)
+
+
+@lru_cache(maxsize=1024)
+def _bill_of(facts_json: str, delta: float) -> _Bill:
+    facts = json.loads(facts_json)
+    labels = events.from_json(facts["labels"])
+    generator = dp_event.SelfComposedDpEvent(events.from_json(facts["generator"]), facts["generator_steps"])
+    alone = epsilon_of_counts({generator.event: generator.count}, delta)
+    joint = epsilon_of_counts(Counter({labels: 1}) + Counter({generator.event: generator.count}), delta)
+    # Both bounds hold: pure epsilons add to any other, and the Renyi curves of all releases add.
+    together = min(joint, alone + facts["labels_epsilon"])
+    return _Bill({"labels": labels, "generator": generator}, facts["labels_epsilon"], alone, together)
+
+
+def _covers(settings: DaFl) -> str:
+    if settings.train_on == "synthetic":
+        return (
+            "everything this run releases: clients release synthetic records under this guarantee, and all models are "
+            "trained on those alone (post-processing). Each record of each client is protected; clients are disjoint, "
+            "so the figure is the largest over clients."
+        )
+    return (
+        "the pool of synthetic records alone, and what is computed from nothing but it. Each record of each client is "
+        "protected; clients are disjoint, so the figure is the largest over clients."
+    )
+
+
+def _does_not_cover(experiment: Experiment, settings: DaFl) -> str:
+    public = (
+        "How many records a client holds, gamma and the range of the label picker are treated as public. A person with "
+        "several records pays for each of them."
+    )
+    if settings.train_on == "synthetic":
+        return public
+    if experiment.aggregator.kind == "global-dp":
+        task = "The main task trains on raw records; what leaves it is protected per client, by the other statement."
+    else:
+        task = (
+            "The main task is NOT private: after the pool is shared, clients train on their raw records and send "
+            "updates without noise."
+        )
+    return f"{task} {public}"
+
+
+def _guarantee(worst: _Bill, settings: DaFl) -> str:
+    if not worst.events:
+        return "complete: no client released a synthetic record"
+    if not math.isfinite(worst.epsilon):
+        return "none: the synthetic records were made without noise (epsilon inf), so they may show any record plainly"
+    return (
+        f"({worst.epsilon:.4g}, {settings.delta:g})-differential privacy of the synthetic records under adding or "
+        f"removing one record: labels {worst.labels:.4g} ({settings.labels.composition} composition over classes), "
+        f"generator {worst.generator:.4g}; their sum is {worst.labels + worst.generator:.4g}, and the smaller of the "
+        "sum and the joint RDP bound counts"
+    )
