@@ -105,6 +105,24 @@ def test_a_run_that_breaks_off_in_one_engine_and_goes_on_in_another_ends_in_the_
     assert_same_bits(alone["scaffold"], tmp_path / "run")
 
 
+@pytest.mark.ray
+@pytest.mark.parametrize("generator", [{"kind": "mean-embedding"}, {"kind": "dp-cgan", "discriminator_steps": 4}])
+def test_synthetic_records_with_seeded_noise_are_the_same_on_every_engine(
+    folder: Path, one_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generator: dict[str, Any]
+) -> None:
+    preprocess = {"kind": "da-fl", "generator": generator, "noise": "seeded", "gamma": 0.2}
+    made = {}
+    for engine in ("inprocess", "ray:2"):
+        monkeypatch.setenv("FL_SIM_POOLS", str(tmp_path / f"pools of {engine}"))
+        plain = settings("fedavg", "inprocess").model_dump()
+        experiment = experiment_from({**plain, "engine": engine, "preprocess": preprocess})
+        made[engine] = run(experiment, tmp_path / engine)["preprocess"]
+    assert not any(pool["reused"] for pool in made.values())
+    assert made["inprocess"]["num_synthetic"] > 20
+    assert made["inprocess"]["pool"] == made["ray:2"]["pool"]  # named by content
+    assert_same_bits(tmp_path / "inprocess", tmp_path / "ray:2")
+
+
 def test_the_experiments_differ_so_that_equal_bits_mean_something(alone: dict[str, Path]) -> None:
     for left, right in itertools.combinations(alone.values(), 2):
         assert any(not torch.equal(first, weights(right)[name]) for name, first in weights(left).items())
