@@ -35,6 +35,7 @@ class RunProgress:
         )
         self._task = self._bar.add_task(title, total=rounds, accuracy="", rate="", clients="")
         self._last_line = 0.0
+        self._preparing = False
 
     def __enter__(self) -> Self:
         """Start showing."""
@@ -61,14 +62,19 @@ class RunProgress:
 
     def preparing(self, what: str) -> None:
         """Show what happens before the first round."""
+        self._preparing = True
         self.say(f"before the first round: {what}")
 
     def replied(self, replies: int) -> None:
         """Show how many clients of the round have answered."""
         self._bar.update(self._task, clients=f"{replies} clients in")
+        if self._preparing and not self._live and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            self.say(f"{replies} clients are done")
 
     def finished_round(self, record: RoundRecord) -> None:
         """Show a round."""
+        self._preparing = False
         accuracy = "" if record.test_accuracy is None else f"accuracy {record.test_accuracy:.4f}"
         rate = f"{record.seconds:.2f} s/round"
         self._bar.update(self._task, advance=1, accuracy=accuracy, rate=rate, clients="")

@@ -1,0 +1,43 @@
+"""What a run shows where there is no terminal: few lines, the last round always, and who is done before the first."""
+
+import io
+
+import pytest
+
+from fl_sim.report import progress
+from fl_sim.report.progress import RunProgress
+from fl_sim.report.rundir import RoundRecord
+
+
+def _record(number: int) -> RoundRecord:
+    return RoundRecord(number, 0.5, 1.0, None, None, None, 0.01, 2.0)
+
+
+def _shown(monkeypatch: pytest.MonkeyPatch, seconds_between_lines: float) -> str:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", seconds_between_lines)
+    stream = io.StringIO()
+    with RunProgress("title", 3, stream) as shown:
+        shown.started(1)
+        shown.preparing("clients make synthetic records")
+        shown.replied(1)
+        shown.replied(2)
+        for number in (1, 2, 3):
+            shown.finished_round(_record(number))
+            shown.replied(1)
+    return stream.getvalue()
+
+
+def test_every_step_is_a_line_where_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = _shown(monkeypatch, -1.0)
+    assert text.splitlines() == [
+        "before the first round: clients make synthetic records",
+        "1 clients are done",
+        "2 clients are done",
+        *(f"round {number}/3  accuracy 0.5000  2.00 s/round" for number in (1, 2, 3)),
+    ]
+
+
+def test_fast_rounds_are_left_out_but_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, last = _shown(monkeypatch, 1e9).splitlines()
+    assert first == "before the first round: clients make synthetic records"
+    assert last == "round 3/3  accuracy 0.5000  2.00 s/round"
