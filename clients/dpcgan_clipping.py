@@ -115,34 +115,48 @@ def _products(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Convolution:
-    """As a linear layer, with a row for every position of the output."""
+    """As a linear layer, with a row for every position of the output: a pair's gradient is e_r a_r' + e_f a_f'."""
 
     def __init__(self, layer: nn.Conv2d, entered: torch.Tensor, error: torch.Tensor) -> None:
         assert layer.groups == 1
-        patches = functional.unfold(
-            entered, layer.kernel_size, layer.dilation, _ints(layer.padding), layer.stride
-        ).transpose(1, 2)  # fmt: skip
-        self.a = torch.cat(patches.chunk(2), 1)  # (pairs, positions of both halves, inputs)
-        self.e = torch.cat(error.flatten(2).transpose(1, 2).chunk(2), 1)  # (pairs, positions of both, outputs)
-        self.has_bias = layer.bias is not None
+        self.a = functional.unfold(entered, layer.kernel_size, layer.dilation, _ints(layer.padding), layer.stride)
+        self.e = error.flatten(2)  # (2 pairs, outputs, positions), as a is (2 pairs, inputs, positions)
+        self.bias = self._halves_added(self.e.sum(2)) if layer.bias is not None else None
+        (_, num_inputs, positions), num_outputs = self.a.shape, self.e.shape[1]
+        # Where scalar products of all rows would be dearer than the gradients, each pair's gradient is formed: once.
+        self.each = None
+        if 2 * positions * (num_inputs + num_outputs) > num_inputs * num_outputs:
+            (real, fake), (real_e, fake_e) = self.a.chunk(2), self.e.chunk(2)
+            self.each = torch.baddbmm(real_e @ real.mT, fake_e, fake.mT)
+
+    def _halves_added(self, rows: torch.Tensor) -> torch.Tensor:
+        real, fake = rows.chunk(2)
+        return real + fake
 
     def squared_norms(self) -> torch.Tensor:
-        (_, rows, num_inputs), num_outputs = self.a.shape, self.e.shape[2]
-        if rows * (num_inputs + num_outputs) < num_inputs * num_outputs:
-            inputs = self.a @ self.a.transpose(1, 2)
-            if self.has_bias:
-                inputs = inputs + 1
-            return (inputs * (self.e @ self.e.transpose(1, 2))).sum((1, 2))
-        squares = (self.e.transpose(1, 2) @ self.a).square().sum((1, 2))
-        return squares + self.e.sum(1).square().sum(1) if self.has_bias else squares
+        if self.each is None:
+            (real, fake), (real_e, fake_e) = self.a.chunk(2), self.e.chunk(2)
+            own = ((self.a.mT @ self.a) * (self.e.mT @ self.e)).sum((1, 2))
+            weight = self._halves_added(own) + 2 * ((real.mT @ fake) * (real_e.mT @ fake_e)).sum((1, 2))
+        else:
+            weight = self.each.flatten(1).square().sum(1)
+        return weight if self.bias is None else weight + self.bias.square().sum(1)
 
     def forget(self, pairs: torch.Tensor) -> None:
-        self.a[pairs], self.e[pairs] = 0.0, 0.0
+        self.e = self.e.clone()  # it may be a view of what other layers hold
+        for rows in (self.a, self.e):
+            rows[torch.cat([pairs, pairs])] = 0.0
+        for gradients in (self.each, self.bias):
+            if gradients is not None:
+                gradients[pairs] = 0.0
 
     def weighted_sum(self, factors: torch.Tensor) -> list[torch.Tensor]:
-        errors = (self.e * factors[:, None, None]).flatten(0, 1)
-        weight = errors.T @ self.a.flatten(0, 1)
-        return [weight, errors.sum(0)] if self.has_bias else [weight]
+        if self.each is None:
+            errors = self.e * torch.cat([factors, factors])[:, None, None]
+            weight = torch.einsum("nop,nip->oi", errors, self.a)
+        else:
+            weight = factors @ self.each.flatten(1)
+        return [weight] if self.bias is None else [weight, factors @ self.bias]
 
 
 def _ints(padding: str | tuple[int, ...]) -> tuple[int, ...]:

@@ -17,6 +17,8 @@ from fl_sim.types import UserError
 Map: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 _SIDE: Final = 32
+_SPREAD: Final = 1.0
+"""Standard deviation of a fresh generator's logits over latent vectors."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Networks:
 
     view: Map
     discriminator: nn.Sequential
-    generator: nn.Sequential
+    generator: nn.Module
     render: Map
 
 
@@ -69,12 +71,28 @@ def small(shape: Shape, num_classes: int, latent_dim: int, resolution: int, widt
         nn.Linear(wide, wide), nn.LeakyReLU(0.2),
         nn.Linear(wide, 1),
     )  # fmt: skip
-    generator = nn.Sequential(
-        nn.Linear(latent_dim + num_classes, wide_g), nn.ReLU(),
-        nn.Linear(wide_g, wide_g), nn.ReLU(),
-        nn.Linear(wide_g, size), nn.Sigmoid(),
-    )  # fmt: skip
-    return Networks(view, discriminator, generator, render)
+    return Networks(view, discriminator, _SmallGenerator(latent_dim, num_classes, wide_g, size), render)
+
+
+class _SmallGenerator(nn.Module):
+    """A perceptron and, beside it, a linear map straight from latent vector to logits.
+
+    Without the linear map all fakes start, and stay, about the same: this network would have to learn to spread.
+    """
+
+    def __init__(self, latent_dim: int, num_classes: int, width: int, size: int) -> None:
+        super().__init__()
+        self.curved = nn.Sequential(
+            nn.Linear(latent_dim + num_classes, width), nn.ReLU(),
+            nn.Linear(width, width), nn.ReLU(),
+            nn.Linear(width, size),
+        )  # fmt: skip
+        self.straight = nn.Linear(latent_dim + num_classes, size, bias=False)
+        nn.init.normal_(self.straight.weight, std=_SPREAD / latent_dim**0.5)
+
+    def forward(self, latent: torch.Tensor) -> torch.Tensor:
+        """Map (n, latent and classes) to views in (0, 1)."""
+        return torch.sigmoid(2 * (self.curved(latent) + self.straight(latent)))
 
 
 def paper(shape: Shape, num_classes: int, latent_dim: int) -> Networks:

@@ -123,7 +123,7 @@ def test_the_same_seeds_release_the_same_bits_and_others_do_not() -> None:
     assert not torch.equal(release(), release(seed=1))
 
 
-@pytest.mark.parametrize(("num_records", "epsilon"), [(60, 10.0), (60, 1000.0), (15, 10.0)])
+@pytest.mark.parametrize(("num_records", "epsilon"), [(60, 10.0), (15, 10.0), (15, 1.0)])
 def test_the_bill_is_what_dp_accounting_says_of_its_steps_and_not_less(num_records: int, epsilon: float) -> None:
     bill = TINY.bill(num_records, 3, epsilon, 1e-5)
     assert bill.steps == TINY.discriminator_steps
@@ -143,10 +143,10 @@ def test_noise_is_drawn_exactly_as_often_as_the_bill_says() -> None:
 
 
 def test_the_gradient_carries_the_stated_noise(steps: list[Step]) -> None:
-    settings = TINY.model_copy(update={"discriminator_steps": 200, "ratio": 400, "clipping_norm": 0.5})
+    settings = TINY.model_copy(update={"discriminator_steps": 100, "ratio": 400, "clipping_norm": 0.5})
     bill = settings.bill(60, 3, 10.0, 1e-5)
     release(settings, bill=bill)
-    assert len(steps) == 200
+    assert len(steps) == 100
     residuals = [
         (step.gradient.double() * bill.sampling_rate * 60 - step.total) / (bill.noise_multiplier * 0.5)
         for step in steps
@@ -165,11 +165,11 @@ def test_the_batch_is_divided_by_its_expected_size_whatever_its_size(steps: list
 
 
 def test_records_join_a_step_by_independent_coins(steps: list[Step]) -> None:
-    settings = TINY.model_copy(update={"discriminator_steps": 400, "ratio": 400})
+    settings = TINY.model_copy(update={"discriminator_steps": 150, "ratio": 400})
     release(settings, counts=counts_of(4, 4, 5))
     sizes = np.array([len(step.real) for step in steps])
-    assert abs(sizes.mean() - 20) < 4 * math.sqrt(60 / 3 * 2 / 3 / 400)
-    assert 0.8 < sizes.var() / (60 / 3 * 2 / 3) < 1.25
+    assert abs(sizes.mean() - 20) < 4 * math.sqrt(60 / 3 * 2 / 3 / 150)
+    assert 0.6 < sizes.var() / (60 / 3 * 2 / 3) < 1.5
     together = sum(bool((step.real[:, None] == step.real).all(2).sum() > len(step.real)) for step in steps)
     assert together == 0  # no record twice
 
