@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fl_sim.report.by_epsilon import sample_pictures
 from fl_sim.report.curves import draw_all
 from fl_sim.report.groups import Panel, group, panels
 from fl_sim.report.page import page
@@ -13,6 +14,8 @@ from fl_sim.report.page_words import groups_of, percent, runs_of, summary, title
 from fl_sim.report.picture import Picture
 from fl_sim.report.rundir import write_text
 from fl_sim.report.runs import Found, find
+from fl_sim.report.sweep import sweeps
+from fl_sim.report.sweep_figure import draw_sweeps
 from fl_sim.report.table import mean_and_deviation
 
 PAGE = "report.html"
@@ -32,7 +35,9 @@ def report(
 
     Runs that differ in the seed alone are averaged; all other differences are named in the legend. Writes report.html
     (one file, to open or to send), accuracy.png and loss.png, or figures by data set and split where there are more
-    than four of these. Damaged and unfinished runs are reported; the rest is shown.
+    than four of these. Runs with synthetic records add their samples by class and epsilon (samples-*.png), and where
+    they differ in epsilon or gamma alone the final accuracy over it (sweep-*.png). Damaged and unfinished runs are
+    reported; the rest is shown.
 
     For example:
 
@@ -44,7 +49,9 @@ def report(
     groups, doubles = group(found.runs)
     found.problems += doubles
     shown = panels(groups)
-    pictures = draw_all(shown)
+    samples, damaged = sample_pictures(groups)
+    found.problems += damaged
+    pictures = [*draw_all(shown), *draw_sweeps(sweeps(groups)), *samples]
     out = out or (directories[0] / "report" if len(directories) == 1 else Path("results/report"))
     out.mkdir(parents=True, exist_ok=True)
     for picture in pictures:

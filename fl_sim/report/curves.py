@@ -63,14 +63,16 @@ def draw_all(panels: Sequence[Panel]) -> list[Picture]:
 def styles_of(panels: Iterable[Panel]) -> dict[str, Style]:
     """Return {label: style}: the same in every figure, different for 12 colours times 5 dashes."""
     names = dict.fromkeys(label for panel in panels for label, one in panel.lines if not one.is_bound)
-    styles: dict[str, Style] = {}
-    for number, name in enumerate(names):
+    return dict(zip(names, styled(names), strict=True))
+
+
+def styled(names: Iterable[str]) -> list[Style]:
+    """Return a style for each name."""
+    styles: list[Style] = []
+    for number, _ in enumerate(names):
         turn = number // len(_COLORS)
-        styles[name] = (
-            _COLORS[number % len(_COLORS)],
-            _DASHES[(number + turn) % len(_DASHES)],
-            _MARKERS[(number + 5 * turn) % len(_MARKERS)],
-        )
+        color, dashes = _COLORS[number % len(_COLORS)], _DASHES[(number + turn) % len(_DASHES)]
+        styles.append((color, dashes, _MARKERS[(number + 5 * turn) % len(_MARKERS)]))
     return styles
 
 

@@ -14,7 +14,9 @@ _NAMES = {
     "fedyogi": "FedYogi", CENTRALIZED: CENTRALIZED_NAME,
 }  # fmt: skip
 _NOT_COMPARED = {"seed", "engine", "round_timeout"}  # engines agree bit for bit
-_NOT_OF_CENTRALIZED = {"clients", "sampler", "aggregator", "partition"}
+_NOT_OF_CENTRALIZED = {"clients", "sampler", "aggregator", "partition", "preprocess"}
+_PREPROCESSES = {"da-fl": "DA-FL"}
+_IN_THE_NAME = {("algorithm", ""), ("preprocess", "")}
 _UNKNOWN_NOTE = "no finished run says whether these are the full data"
 
 Place: TypeAlias = tuple[str, str]
@@ -45,6 +47,11 @@ class Group:
     def is_bound(self) -> bool:
         """Return whether this is the upper bound, which belongs to every split of its data."""
         return self.runs[0].config.algorithm.kind == CENTRALIZED
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """Return the settings that make it this group and no other, but for ``note``."""
+        return {key: value for key, value in self.runs[0].settings.items() if key not in _NOT_COMPARED}
 
 
 @dataclass(frozen=True)
@@ -80,8 +87,7 @@ def group(runs: Sequence[Run]) -> tuple[list[Group], list[Problem]]:
     for by_seed in members.values():
         same = tuple(sorted(by_seed.values(), key=lambda run: run.config.seed))
         first = same[0]
-        name = _NAMES.get(first.config.algorithm.kind, first.config.algorithm.kind)
-        groups.append(Group(name, first.config.data, _note(first, notes), _partition(first), same))
+        groups.append(Group(_method(first), first.config.data, _note(first, notes), _partition(first), same))
     groups.sort(key=lambda one: min(position[id(run)] for run in one.runs))
     return groups, doubles
 
@@ -100,24 +106,31 @@ def panels(groups: Sequence[Group]) -> list[Panel]:
     return [Panel(*key, tuple(zip(labels(some), some, strict=True))) for key, some in lines.items()]
 
 
-def labels(groups: Sequence[Group]) -> list[str]:
-    """Name each group by its method and by those settings in which ``groups`` differ."""
+def labels(groups: Sequence[Group], left_out: str = "") -> list[str]:
+    """Name each group by its method and by those settings, but for ``left_out``, in which ``groups`` differ."""
     flat = [dict(_flat(_compared(one))) for one in groups]
     named = []
     for one, own in zip(groups, flat, strict=True):
         shown = [
-            f"{place[0].removeprefix('algorithm.')}={_text(value)}"
+            f"{place[0].removeprefix('algorithm.').removeprefix('preprocess.')}={_text(value)}"
             for place, value in sorted(own.items(), key=lambda item: not item[0][0].startswith("algorithm."))
-            if place != ("algorithm", "") and _differs(place, flat)
+            if place not in _IN_THE_NAME and place[0] != left_out and _differs(place, flat)
         ]
         named.append(", ".join([one.method, *shown]))
     return named
 
 
 def parameters(one: Group) -> str:
-    """Return the method's own parameters, such as ``mu=0.01``."""
-    own = one.runs[0].settings["algorithm"]
-    return ", ".join(f"{name}={_text(value)}" for name, value in own.items() if name != "kind")
+    """Return the method's own parameters, such as ``mu=0.01``, after those of its preprocessing."""
+    before, own = one.runs[0].preprocess, one.runs[0].settings["algorithm"]
+    flat = [*(_flat(before) if before else ()), *_flat(own)]
+    return ", ".join(f"{name}={_text(value)}" for (name, _), value in flat if not isinstance(value, list) or value)
+
+
+def _method(run: Run) -> str:
+    name = _NAMES.get(run.config.algorithm.kind, run.config.algorithm.kind)
+    before = run.preprocess
+    return f"{_PREPROCESSES.get(before['kind'], before['kind'])} + {name}" if before else name
 
 
 def _differs(place: Place, flat: Sequence[Mapping[Place, Any]]) -> bool:
@@ -130,8 +143,8 @@ def _differs(place: Place, flat: Sequence[Mapping[Place, Any]]) -> bool:
 
 
 def _compared(one: Group) -> dict[str, Any]:
-    left_out = _NOT_COMPARED | {"data"} | (_NOT_OF_CENTRALIZED if one.is_bound else set())
-    return {key: value for key, value in one.runs[0].settings.items() if key not in left_out}
+    left_out = {"data"} | (_NOT_OF_CENTRALIZED if one.is_bound else set())
+    return {key: value for key, value in one.compared.items() if key not in left_out}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "", kinds: str = "") -> Iterator[tuple[Place, Any]]:
@@ -165,4 +178,6 @@ def _partition(run: Run) -> str:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.10g}"
     return "none" if value is None else str(value)

@@ -119,7 +119,7 @@ def _comparison(groups: Groups) -> str:
         "Final %",
         "Best %",
         "Seconds",
-        "Privacy",
+        "Privacy (limits: below)",
         "Status",
     )
     rows = "".join(_row(label, one, longest) for some in groups.values() for label, one in some)

@@ -27,14 +27,23 @@ Releases: TypeAlias = Sequence[Release]
 
 
 def in_words(release: Release) -> str:
-    """Return the statement in full. An epsilon of zero is never claimed."""
+    """Return the statement in full."""
+    return f"{promise(release)} {'' if release.epsilon is None else limits(release)}".strip()
+
+
+def promise(release: Release) -> str:
+    """Return what is promised. An epsilon of zero is never claimed."""
     if release.epsilon is None:
         return f"No privacy guarantee for a {release.unit}. {release.guarantee}".strip() + "."
     if not release.protects:
-        beyond = _sentence("It does not cover:", release.does_not_cover)
-        return f"Nothing about a {release.unit} was released. {beyond}".strip()
-    promise = release.guarantee or f"({release.epsilon:.4g}, {_delta(release)})-differential privacy"
-    return f"Per {release.unit}: {promise.rstrip('.')}. {_limits(release.covers, release.does_not_cover)}".strip()
+        return f"Nothing about a {release.unit} was released."
+    promised = release.guarantee or f"({release.epsilon:.4g}, {_delta(release)})-differential privacy"
+    return f"Per {release.unit}: {promised.rstrip('.')}."
+
+
+def limits(release: Release) -> str:
+    """Return what the promise covers and what it does not."""
+    return _limits(release.covers if release.protects else "", release.does_not_cover)
 
 
 def in_short(release: Release) -> str:

@@ -34,6 +34,20 @@ class RunConfig(BaseModel):
     model: str
     algorithm: Kind
     partition: Kind
+    preprocess: Kind = Kind(kind="none")
+
+
+class Shared(BaseModel):
+    """How many records of each class a client released."""
+
+    counts: list[int]
+
+
+class Made(Kind):
+    """What a run did before its first round; ``pool``: the file of its synthetic records, empty without any."""
+
+    pool: str = ""
+    clients: list[Shared] = []
 
 
 class Seconds(BaseModel):
@@ -58,6 +72,7 @@ class Outcome(BaseModel):
     seconds: Seconds
     versions: dict[str, str]
     error: str = ""
+    preprocess: Made = Made(kind="none")
 
 
 class CellFile(BaseModel):
@@ -97,6 +112,11 @@ class Run:
     def status(self) -> str:
         """Return finished, failed, interrupted or unfinished."""
         return self.outcome.status if self.outcome else "unfinished"
+
+    @property
+    def preprocess(self) -> Mapping[str, Any] | None:
+        """Return the settings of what clients do before the first round, None where they do nothing."""
+        return None if self.config.preprocess.kind == "none" else self.settings["preprocess"]
 
     @property
     def error(self) -> str:

@@ -1,7 +1,6 @@
 """``samples.png`` of a run with synthetic records: a row for each class, taken evenly from the clients' shares."""
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from fl_sim.report.picture import plain, png
+from fl_sim.report.picture import png
 from fl_sim.report.sheet import EMPTY, Tile, figure_of, images, mosaic
 
 if TYPE_CHECKING:
@@ -21,18 +20,21 @@ SAMPLES = "samples.png"
 PER_CLASS = 10
 MOST_CLASSES = 100
 _GAP = 4
-_LEFT, _RIGHT, _BOTTOM, _LINE, _LETTER = 95, 150, 16, 25, 8.4  # pixels
-_NARROWEST = 900
+_LEFT, _RIGHT = 95, 150  # pixels
 
 
 @dataclass(frozen=True)
 class Samples:
-    """A pool and whose records they are: ``labels`` and ``clients`` are (records,), in the order of ``inputs``."""
+    """A pool and whose records they are: ``labels`` and ``clients`` are (records,), in the order of ``inputs``.
+
+    ``nothing``: what stands in the place of an image that is not there.
+    """
 
     inputs: NDArray[np.uint8]
     labels: NDArray[np.int64]
     clients: NDArray[np.int64]
     num_classes: int
+    nothing: Tile
 
     def some(self, label: int, most: int) -> list[Tile]:
         """Return up to ``most`` images of a class, always the same: every client's first, every client's second..."""
@@ -47,16 +49,17 @@ def read_samples(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
     """Read a run's pool. ``counts``: for each client how many records of each class it released.
 
     Raises OSError or an error of safetensors where the file cannot be read, ValueError where it does not fit
-    ``counts``.
+    ``counts`` or holds no images.
     """
     tensors = load_file(pool)
+    inputs, labels = tensors["inputs"], np.asarray(tensors["labels"], dtype=np.int64)
     owned = np.array(counts, dtype=np.int64)
-    labels = np.asarray(tensors["labels"], dtype=np.int64)
-    expected = np.concatenate([np.repeat(np.arange(owned.shape[1]), one) for one in owned])
-    if not np.array_equal(labels, expected) or len(tensors["inputs"]) != len(labels):
+    expected = [np.repeat(np.arange(owned.shape[1]), one) for one in owned] if owned.ndim == 2 else []
+    if not expected or not np.array_equal(labels, np.concatenate(expected)) or len(inputs) != len(labels):
         raise ValueError(f"{pool.name} does not hold the records that the run's result states")
     clients = np.repeat(np.arange(len(owned)), owned.sum(axis=1))
-    return Samples(tensors["inputs"], labels, clients, owned.shape[1])
+    (black,) = images(np.zeros((1, *inputs.shape[1:]), dtype=np.uint8))
+    return Samples(inputs, labels, clients, owned.shape[1], np.full_like(black, EMPTY))
 
 
 def write_samples(
@@ -80,17 +83,12 @@ def draw(samples: Samples, settings: Mapping[str, Any], note: str = "") -> "Figu
     """Draw up to ten images of each class, a row a class; a class without any is shown as empty."""
     shown = min(samples.num_classes, MOST_CLASSES)
     rows = [samples.some(label, PER_CLASS) for label in range(shown)]
-    nothing = np.full_like(images(samples.inputs[:1])[0], EMPTY)
+    nothing = samples.nothing
     sheet = mosaic([[*row, *[None] * (PER_CLASS - len(row))] if row else [nothing] * PER_CLASS for row in rows], _GAP)
-    right = max(_RIGHT, _NARROWEST - _LEFT - sheet.shape[1])
     title = caption(samples, settings, note)
     if shown < samples.num_classes:
         title.append(f"the first {shown} of {samples.num_classes} classes")
-    letters = int((_LEFT + sheet.shape[1] + right - 30) / _LETTER)
-    lines = [line for text in title for line in textwrap.wrap(text, letters)]
-    figure, axes = figure_of(sheet, (_LEFT, 20 + len(lines) * _LINE, right, _BOTTOM))
-    high = figure.get_size_inches()[1] * figure.dpi
-    figure.text(0.015, 1 - 10 / high, plain("\n".join(lines)), fontsize=8, va="top", linespacing=1.3)
+    figure, axes = figure_of(sheet, title, left=_LEFT, above=0, right=_RIGHT)
     step = nothing.shape[0] + _GAP
     for label, row in enumerate(rows):
         middle = label * step + (step - _GAP) / 2

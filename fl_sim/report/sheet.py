@@ -1,12 +1,13 @@
 """Contact sheets of images: every pixel of an image is a square of whole pixels on the sheet, so nothing is blurred."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.report.picture import DPI
+from fl_sim.report.picture import DPI, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
 
 Tile: TypeAlias = NDArray[np.uint8]
 """An RGB image, (height, width, 3). All tiles of a sheet are of one size."""
-Margins: TypeAlias = tuple[int, int, int, int]
-"""Room for text around the tiles in pixels: left, top, right, bottom."""
-
 EMPTY = 238
 """The grey of a place where an image would be."""
+BOTTOM = 16
+"""Pixels below the tiles."""
 _PAPER = 255
 _TARGET = 52
+_LINE, _LETTER = 25, 8.4  # pixels of a title in 8 points
 
 
 def images(inputs: NDArray[np.uint8]) -> list[Tile]:
@@ -50,20 +51,25 @@ def mosaic(rows: Sequence[Sequence[Tile | None]], gap: int) -> Tile:
     return sheet
 
 
-def figure_of(sheet: Tile, margins: Margins) -> "tuple[Figure, Axes]":
-    """Return a figure that shows ``sheet`` pixel by pixel, and its axes, whose coordinates are the sheet's pixels.
+def figure_of(
+    sheet: Tile, title: Sequence[str], *, left: int, above: int, right: int, narrowest: int = 900
+) -> "tuple[Figure, Axes]":
+    """Return a figure that shows ``sheet`` pixel by pixel under ``title``, and its axes.
 
-    The sheet is put into the middle where the figure must be wider than it.
+    The axes' coordinates are the sheet's pixels. ``left``, ``above``, ``right``: pixels left free around the sheet for
+    labels; more on the right where the figure would be narrower than ``narrowest``.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
-    left, top, right, bottom = margins
     height, width = sheet.shape[:2]
-    wide, high = left + width + right, top + height + bottom
+    wide = max(left + width + right, narrowest)
+    lines = [line for text in title for line in textwrap.wrap(text, int((wide - 30) / _LETTER))]
+    high = 20 + len(lines) * _LINE + above + height + BOTTOM
     figure = Figure(figsize=(wide / DPI, high / DPI))
-    axes = figure.add_axes((left / wide, bottom / high, width / wide, height / high))
+    axes = figure.add_axes((left / wide, BOTTOM / high, width / wide, height / high))
     axes.imshow(sheet, interpolation="nearest", aspect="auto")
     axes.set_xticks([])
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
+    figure.text(14 / wide, 1 - 10 / high, plain("\n".join(lines)), fontsize=8, va="top", linespacing=1.3)
     return figure, axes

@@ -86,7 +86,7 @@ def test_labels_name_the_settings_that_differ_and_no_others(run_of):
         run_of("d", algorithm={"kind": "centralized"}, clients=1),
     ]  # fmt: skip
     groups, _ = group(runs)
-    assert labels(groups) == ["FedAvg", "FedProx, mu=0.1", "FedProx, mu=1.0", "Centralized"]
+    assert labels(groups) == ["FedAvg", "FedProx, mu=0.1", "FedProx, mu=1", "Centralized"]
     noisy = run_of("e", aggregator={"kind": "global-dp", "noise_multiplier": 1.0}, local={"epochs": 5})
     groups, _ = group([runs[0], noisy])
     assert labels(groups) == [

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from fl_sim.report import samples as module
 from fl_sim.report.samples import draw, read_samples, write_samples
-from fl_sim.report.sheet import figure_of, images, mosaic
+from fl_sim.report.sheet import BOTTOM, figure_of, images, mosaic
 
 DA_FL = {
     "kind": "da-fl", "epsilon": 10.0, "delta": 1e-5, "gamma": 0.05, "client_gammas": [], "noise": "secret",
@@ -58,9 +58,7 @@ def test_every_shape_of_image_is_written_pixel_by_pixel(tmp_path, pool, shape):
     assert 900 <= shown.shape[1] <= 1500
     left = module._LEFT
     factor = max(1, round(52 / max(shape[1:])))
-    first = shown[-(3 * (factor * shape[1] + 4) - 4) - module._BOTTOM :][: factor * shape[1], left:][
-        :, : factor * shape[2]
-    ]
+    first = shown[-(3 * (factor * shape[1] + 4) - 4) - BOTTOM :][: factor * shape[1], left:][:, : factor * shape[2]]
     np.testing.assert_array_equal(first, 0)  # client 0's first image of class 0 is black, up to the last pixel
 
 
@@ -77,11 +75,11 @@ def test_an_image_is_enlarged_by_repeating_its_pixels():
 def test_a_figure_shows_every_pixel_of_its_sheet():
     tile = np.random.default_rng(0).integers(0, 256, (48, 48, 3)).astype(np.uint8)
     sheet = mosaic([[tile, None], [tile[::-1], tile]], 3)
-    figure, _ = figure_of(sheet, (20, 30, 40, 50))
+    figure, _ = figure_of(sheet, ["a title"], left=20, above=30, right=40, narrowest=0)
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=150)
     with Image.open(buffer) as image:
-        np.testing.assert_array_equal(np.asarray(image.convert("RGB"))[30:-50, 20:-40], sheet)
+        np.testing.assert_array_equal(np.asarray(image.convert("RGB"))[-BOTTOM - 99 : -BOTTOM, 20:-40], sheet)
 
 
 def words_of(figure):

@@ -1,0 +1,64 @@
+"""Run directories made by hand, with pools of synthetic records in them."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import tomli_w
+from safetensors.numpy import save_file
+
+POOL = "synthetic-0123456789abcdef.safetensors"
+
+
+@pytest.fixture
+def write_experiment(tmp_path):
+    """Write a finished run; with ``preprocess`` one that has a pool with ``counts`` records by client and class."""
+
+    def write(name, accuracy=0.5, *, preprocess=None, counts=((2, 0, 1), (0, 0, 9)), note="", spent=None, **changes):
+        path = tmp_path / name
+        path.mkdir(parents=True)
+        settings = {
+            "data": "digits", "seed": 0, "clients": len(counts), "rounds": 1, "model": "mlp",
+            "algorithm": {"kind": "fedavg"}, "partition": {"kind": "label-k", "k": 1}, "local": {"epochs": 1},
+            "preprocess": {"kind": "none"}, **changes,
+        }  # fmt: skip
+        result = {
+            "status": "finished", "data_note": note, "partition": f"label-{settings['partition']['k']}",
+            "engine": "inprocess", "rounds": 1, "final_accuracy": accuracy, "best_accuracy": accuracy, "privacy": [],
+            "seconds": {"preprocess": 0, "train": 1, "total": 2}, "versions": {}, "preprocess": {"kind": "none"},
+        }  # fmt: skip
+        if preprocess is not None:
+            chosen = {
+                "kind": "da-fl", "epsilon": 10.0, "delta": 1e-5, "gamma": 0.05, "client_gammas": [], "noise": "secret",
+                "generator": {"kind": "dp-cgan", "batch_size": 512}, "train_on": "own-and-synthetic", **preprocess,
+            }  # fmt: skip
+            settings["preprocess"] = chosen
+            result["preprocess"] = {
+                "kind": "da-fl", "pool": POOL, "clients": [{"counts": list(own), "refused": ""} for own in counts]
+            }  # fmt: skip
+            epsilon = chosen["epsilon"] - 0.25 if spent is None else spent
+            result["privacy"] = [{
+                "unit": "record", "epsilon": None if math.isinf(epsilon) else epsilon, "delta": chosen["delta"],
+                "guarantee": f"spent {epsilon}", "covers": "the pool.",
+                "does_not_cover": "The main task is NOT private.",
+            }]  # fmt: skip
+            write_pool(path / POOL, counts)
+        line = {
+            "round": 1, "test_accuracy": accuracy, "test_loss": 1.0, "train_loss": None, "epsilon": None, "cohort": 2,
+            "learning_rate": 0.1, "seconds": 1.0,
+        }  # fmt: skip
+        (path / "config.toml").write_text(tomli_w.dumps(settings))
+        (path / "rounds.jsonl").write_text(json.dumps(line) + "\n")
+        (path / "result.json").write_text(json.dumps(result))
+        return path
+
+    return write
+
+
+def write_pool(path, counts):
+    """Write images of one grey each: 10 * client + number within its client and class."""
+    grey = [10 * client + number for client, own in enumerate(counts) for n in own for number in range(n)]
+    labels = [label for own in counts for label, n in enumerate(own) for _ in range(n)]
+    inputs = np.array(grey, dtype=np.uint8).reshape(-1, 1, 1, 1) * np.ones((1, 8, 8), dtype=np.uint8)
+    save_file({"inputs": inputs, "labels": np.array(labels, dtype=np.int64)}, path)
