@@ -1,0 +1,98 @@
+"""Local training of one client or many, by the compiled trainer where the model allows it, else by PyTorch.
+
+Algorithms do not know which: both take a LocalPlan, and they agree to float32 rounding.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+import torch
+from torch import nn
+
+from fl_sim.learning import train
+from fl_sim.native.kernel import Kernel, load_kernel
+from fl_sim.native.layers import Stack, describe
+from fl_sim.types import LocalPlan, LocalTask, Trained
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client's local training: what ``fl_sim.learning.train`` takes besides the model.
+
+    ``seed_torch`` is called before PyTorch trains, for what PyTorch draws by itself (dropout).
+    """
+
+    task: LocalTask
+    plan: LocalPlan
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    generator: np.random.Generator
+    seed_torch: Callable[[], None] = lambda: None
+
+
+class Trainer:
+    """Trains clients on ``model``, which lends its architecture; its weights may be overwritten.
+
+    May be called from several threads. The compiled trainer runs in all of them at once; PyTorch, which has one model
+    and one random generator for dropout, takes one client after another. ``kernel`` None: always PyTorch.
+    """
+
+    def __init__(self, model: nn.Module, kernel: Kernel | None) -> None:
+        self._model = model
+        self._kernel = kernel
+        self._stacks: dict[tuple[int, ...], Stack | None] = {}
+        self._lock = Lock()
+
+    def is_native(self, input_shape: tuple[int, ...]) -> bool:
+        """Say whether the compiled trainer takes this model on records of ``input_shape`` under a plain plan."""
+        return self._kernel is not None and self._stack(input_shape) is not None
+
+    def train(self, job: Job) -> Trained:
+        """Train one client."""
+        stack = self._stack(tuple(job.inputs.shape[1:])) if _fits(job) else None
+        if stack is None or self._kernel is None:
+            with self._lock:
+                job.seed_torch()
+                return train(self._model, job.task, job.plan, job.inputs, job.labels, job.generator)
+        epochs = [job.generator.permutation(len(job.labels)) for _ in range(job.task.settings.epochs)]
+        return self._kernel.train(stack, job.task, job.plan, job.inputs, job.labels, np.stack(epochs))
+
+    def _stack(self, input_shape: tuple[int, ...]) -> Stack | None:
+        if input_shape not in self._stacks:
+            self._stacks[input_shape] = describe(self._model, input_shape)
+        return self._stacks[input_shape]
+
+
+def train_cohort(model: nn.Module, jobs: Sequence[Job], threads: int) -> list[Trained]:
+    """Train many clients, or any small models of one architecture, each from its own ``task.params``.
+
+    One client is one thread, so the bits do not depend on how many ``threads`` there are.
+    """
+    trainer = Trainer(model, load_kernel()[0])
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(trainer.train, jobs))
+
+
+def trainer_summary(model: nn.Module, input_shape: tuple[int, ...], threads: int) -> str:
+    """Return which trainer takes ``model``, and why where it is not the compiled one."""
+    kernel, why_not = load_kernel()
+    if kernel is None:
+        return f"PyTorch trains, one client at a time: there is no native trainer here, {why_not}"
+    if not Trainer(model, kernel).is_native(input_shape):
+        return "PyTorch trains, one client at a time: the native trainer does not know this model's layers"
+    return f"native trainer, {threads} {'thread' if threads == 1 else 'threads'}"
+
+
+def _fits(job: Job) -> bool:
+    """Say whether the compiled trainer takes this job, whatever the model."""
+    warm = job.plan.momentum_buffers
+    return (
+        job.plan.mix is None
+        and len(job.labels) > 0
+        and job.inputs.device.type == "cpu"
+        and job.inputs.dtype == torch.float32
+        and (not warm or warm.keys() == job.task.params.keys())
+    )

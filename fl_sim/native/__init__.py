@@ -1,0 +1,1 @@
+"""A compiled trainer for one client: kernel.cpp, how it is built (compiling, hatch_build) and called (kernel)."""

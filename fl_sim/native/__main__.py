@@ -1,0 +1,7 @@
+"""``python -m fl_sim.native``: compile the native trainer in place, as an installation does."""
+
+import sys
+
+from fl_sim.native.compiling import main
+
+sys.exit(main())

@@ -1,0 +1,87 @@
+"""Compile the kernel for this machine's processor. Needs nothing but Python, so that an installation can use it."""
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+LIBRARY = FOLDER / "libkernel.so"
+SOURCE = FOLDER / "kernel.cpp"
+
+COMPILE_SECONDS = 300.0
+"""How long a compiler may take (6 s measured)."""
+
+
+class NoCompiler(Exception):  # noqa: N818 (the reason why there is no kernel, not a fault)
+    """There is no compiler, or it failed; the message says which."""
+
+
+def compile_kernel(library: Path = LIBRARY) -> None:
+    """Compile the kernel into ``library``, at once or not at all. Raises NoCompiler.
+
+    ``$CXX`` names the compiler, with options if need be; else g++, c++ or clang++.
+    """
+    partial = library.with_name(f".{library.name}.{os.getpid()}.part")
+    flags = processor()
+    tuned = ["-march=native"] if flags else []
+    command = [
+        *_compiler(), "-O3", *tuned, "-std=c++17", "-fPIC", "-shared", f'-DFL_SIM_PROCESSOR="{flags}"', str(SOURCE),
+        "-o", str(partial),
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(  # noqa: S603 (the user's own compiler)
+            command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
+        )
+        if done.returncode:
+            raise NoCompiler(f"{command[0]} failed: {_error_in(done.stderr)}")
+        partial.replace(library)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoCompiler(f"{command[0]} failed: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def processor() -> str:
+    """Return this machine's architecture and vector features as one line; empty where they cannot be told."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    if found is None:
+        return ""
+    wanted = re.compile(
+        r"avx|sse|ssse|fma|bmi|f16c|abm|adx|aes|gfni|movbe|popcnt|sha|pclmul|vpclmul|vaes|xsave|asimd|sve"
+    )
+    return " ".join([platform.machine(), *sorted(flag for flag in found[1].split() if wanted.match(flag))])
+
+
+def _compiler() -> list[str]:
+    asked = shlex.split(os.environ.get("CXX", ""))
+    if asked:
+        return asked
+    for name in ("g++", "c++", "clang++"):
+        if path := shutil.which(name):
+            return [path]
+    raise NoCompiler("no C++ compiler (g++, c++ or clang++) was found")
+
+
+def _error_in(text: str) -> str:
+    lines = [line for line in text.splitlines() if "error" in line] or text.splitlines() or ["it said nothing"]
+    return lines[0][:300]
+
+
+def main() -> int:
+    """Compile the kernel where it lies."""
+    try:
+        compile_kernel()
+    except NoCompiler as reason:
+        sys.stderr.write(f"fl-sim: the native trainer was not built: {reason}; PyTorch will train instead\n")
+        return 1
+    sys.stderr.write(f"fl-sim: the native trainer was built: {LIBRARY}\n")
+    return 0

@@ -1,0 +1,284 @@
+// Convolutions, with the ReLU and the 2 x 2 pooling behind them in the same pass; pooling and ReLU on their own.
+#pragma once
+
+#include <cstring>
+
+#include "layer.h"
+
+namespace {
+
+struct Pass {  // a convolution over one group: forward, or back to the input with the flipped weights
+    int kernel_y, kernel_x, stride_y, stride_x;
+    const vec* in;
+    Image in_shape;
+    vec* out;
+    Image out_shape;
+    bvec* chosen;  // null: no pooling
+    const float *weights, *bias;
+    bool relu;
+    int first_row, end_row;  // rows of ``in``, its border counted, outside of which all is zero
+    long per_output() const { return long(in_shape.channels) * kernel_y * kernel_x; }
+};
+
+// sums[o][y][x] += weights of OUTPUTS channels * the window at ROWS x COLUMNS places. K: a K x K kernel of stride 1; 0: any.
+template <int OUTPUTS, int ROWS, int COLUMNS, int K>
+INLINE void add_window(const Pass& pass, int row_at, int column_at, int output, vec (&sums)[OUTPUTS][ROWS][COLUMNS]) {
+    const int kernel_y = K ? K : pass.kernel_y, kernel_x = K ? K : pass.kernel_x;
+    const int stride_y = K ? 1 : pass.stride_y, stride_x = K ? 1 : pass.stride_x;
+    const long row = pass.in_shape.row(), plane = pass.in_shape.plane(), per_output = pass.per_output();
+    const int begin = std::max(0, pass.first_row - row_at - (ROWS - 1) * stride_y);
+    const int end = std::min(kernel_y, pass.end_row - row_at);
+    const vec* in = pass.in + row_at * row + column_at;
+    for (int channel = 0; channel < pass.in_shape.channels; channel++, in += plane) {
+        const float* weights = pass.weights + output * per_output + (channel * kernel_y + begin) * kernel_x;
+        for (int y = begin; y < end; y++) {
+            const vec* from = in + y * row;
+            _Pragma("GCC unroll 5") for (int x = 0; x < kernel_x; x++, weights++) {
+                vec values[ROWS][COLUMNS];
+                UNROLL for (int r = 0; r < ROWS; r++)
+                    UNROLL for (int c = 0; c < COLUMNS; c++) values[r][c] = from[r * stride_y * row + c * stride_x + x];
+                UNROLL for (int o = 0; o < OUTPUTS; o++) {
+                    const vec weight = spread(weights[o * per_output]);
+                    UNROLL for (int r = 0; r < ROWS; r++)
+                        UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][r][c] += weight * values[r][c];
+                }
+            }
+        }
+    }
+}
+
+template <int OUTPUTS, int K>
+void pooled_row(const Pass& pass, int output, int y) {
+    const Image& shape = pass.out_shape;
+    for (int x = 0; x < shape.width; x++) {
+        vec sums[OUTPUTS][2][2];
+        UNROLL for (int o = 0; o < OUTPUTS; o++) {
+            const vec start = spread(pass.bias ? pass.bias[output + o] : 0.0f);
+            sums[o][0][0] = sums[o][0][1] = sums[o][1][0] = sums[o][1][1] = start;
+        }
+        add_window<OUTPUTS, 2, 2, K>(pass, 2 * y * pass.stride_y, 2 * x * pass.stride_x, output, sums);
+        UNROLL for (int o = 0; o < OUTPUTS; o++) {
+            const auto& from = sums[o];
+            const vec best = larger(larger(from[0][0], from[0][1]), larger(from[1][0], from[1][1]));
+            ivec which = from[1][0] == best ? ivec{} + 2 : ivec{} + 3;
+            which = from[0][1] == best ? ivec{} + 1 : which;
+            which = from[0][0] == best ? ivec{} : which;
+            pass.out[(output + o) * shape.plane() + shape.start() + y * shape.row() + x] =
+                pass.relu ? rectified(best) : best;
+            pass.chosen[(long(output + o) * shape.height + y) * shape.width + x] = __builtin_convertvector(which, bvec);
+        }
+    }
+}
+
+template <int OUTPUTS, int COLUMNS, int K>
+INLINE void plain_part(const Pass& pass, int output, int y, int x) {
+    const Image& shape = pass.out_shape;
+    vec sums[OUTPUTS][1][COLUMNS];
+    UNROLL for (int o = 0; o < OUTPUTS; o++)
+        UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][0][c] = spread(pass.bias ? pass.bias[output + o] : 0.0f);
+    add_window<OUTPUTS, 1, COLUMNS, K>(pass, y * pass.stride_y, x * pass.stride_x, output, sums);
+    UNROLL for (int o = 0; o < OUTPUTS; o++) {
+        vec* to = pass.out + (output + o) * shape.plane() + shape.start() + y * shape.row() + x;
+        UNROLL for (int c = 0; c < COLUMNS; c++) to[c] = pass.relu ? rectified(sums[o][0][c]) : sums[o][0][c];
+    }
+}
+
+template <int OUTPUTS, int K>
+void plain_row(const Pass& pass, int output, int y) {
+    int x = 0;
+    for (; x + 4 <= pass.out_shape.width; x += 4) plain_part<OUTPUTS, 4, K>(pass, output, y, x);
+    for (; x < pass.out_shape.width; x++) plain_part<OUTPUTS, 1, K>(pass, output, y, x);
+}
+
+template <int OUTPUTS, int K>
+INLINE void row(const Pass& pass, int output, int y) {
+    if (pass.chosen) pooled_row<OUTPUTS, K>(pass, output, y);
+    else plain_row<OUTPUTS, K>(pass, output, y);
+}
+
+template <int K>
+void convolve(const Pass& pass) {
+    for (int y = 0; y < pass.out_shape.height; y++) {
+        int output = 0;
+        const int outputs = pass.out_shape.channels;
+        for (; output + 6 <= outputs; output += 6) row<6, K>(pass, output, y);
+        if (output + 4 <= outputs) row<4, K>(pass, output, y), output += 4;
+        if (output + 2 <= outputs) row<2, K>(pass, output, y), output += 2;
+        if (output < outputs) row<1, K>(pass, output, y);
+    }
+}
+
+void convolve(const Pass& pass) {
+    const bool is_plain = pass.kernel_y == pass.kernel_x && pass.stride_y == 1 && pass.stride_x == 1;
+    if (is_plain && pass.kernel_y == 3) return convolve<3>(pass);
+    if (is_plain && pass.kernel_y == 5) return convolve<5>(pass);
+    convolve<0>(pass);
+}
+
+void conv_forward(Layer& layer, int group, vec* out, const float* params) {
+    bvec* chosen = layer.pooled ? layer.chosen.data() + group * layer.out.features() : nullptr;
+    convolve({layer.kernel_y, layer.kernel_x, layer.stride_y, layer.stride_x, layer.group_input(group), layer.in, out,
+              layer.out, chosen, params + layer.weight, layer.has_bias ? params + layer.bias : nullptr, layer.relu,
+              layer.in.border_y, layer.in.border_y + layer.in.height});
+}
+
+// The way back ---------------------------------------------------------------------------------------------------------
+
+// gradient[o][channel][y][x] += sum over places and lanes of slope * input, for OUTPUTS channels and a part of the kernel.
+template <int OUTPUTS, int ROWS, int COLUMNS>
+NOINLINE void weight_gradient(const Layer& layer, const vec* in, int output, int channel, int ky,
+                                               int kx, float* gradient) {
+    const long in_row = layer.in.row(), plane = layer.slope.plane();
+    const long stride_x = layer.stride_x;
+    vec sums[OUTPUTS][ROWS][COLUMNS];
+    UNROLL for (int o = 0; o < OUTPUTS; o++)
+        UNROLL for (int r = 0; r < ROWS; r++)
+            UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][r][c] = vec{};
+    for (int y = 0; y < layer.before_height; y++) {
+        const vec* left =
+            layer.slopes.data() + output * plane + layer.slope.start() + y * layer.stride_y * layer.slope.row();
+        const vec* right = in + channel * layer.in.plane() + (y * layer.stride_y + ky) * in_row + kx;
+        for (int x = 0; x < layer.before_width; x++, left += stride_x, right += stride_x) {
+            vec values[OUTPUTS];
+            UNROLL for (int o = 0; o < OUTPUTS; o++) values[o] = left[o * plane];
+            UNROLL for (int r = 0; r < ROWS; r++)
+                UNROLL for (int c = 0; c < COLUMNS; c++) {
+                    const vec value = right[r * in_row + c];
+                    UNROLL for (int o = 0; o < OUTPUTS; o++) sums[o][r][c] += value * values[o];
+                }
+        }
+    }
+    constexpr int LAST = OUTPUTS - 1;
+    const long per_output = layer.in.channels * layer.taps();
+    float* to = gradient + output * per_output + channel * layer.taps() + ky * layer.kernel_x + kx;
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int c = 0; c < COLUMNS; c++) {
+            const four total = ::sums(sums[0][r][c], sums[std::min(1, LAST)][r][c], sums[std::min(2, LAST)][r][c],
+                                      sums[std::min(3, LAST)][r][c]);
+            UNROLL for (int o = 0; o < OUTPUTS; o++) to[o * per_output + r * layer.kernel_x + c] += total[o];
+        }
+}
+
+template <int MOST, int ROWS, int COLUMNS>
+void weight_gradients(const Layer& layer, const vec* in, float* gradient) {
+    const int outputs = layer.out.channels;
+    for (int channel = 0; channel < layer.in.channels; channel++)
+        for (int y = 0; y < layer.kernel_y; y += ROWS)
+            for (int x = 0; x < layer.kernel_x; x += COLUMNS) {
+                int output = 0;
+                if (MOST > 3 && outputs % MOST && outputs % 3 == 0)
+                    for (; output < outputs; output += 3)
+                        weight_gradient<3, ROWS, COLUMNS>(layer, in, output, channel, y, x, gradient);
+                for (; output + MOST <= outputs; output += MOST)
+                    weight_gradient<MOST, ROWS, COLUMNS>(layer, in, output, channel, y, x, gradient);
+                for (; output < outputs; output++)
+                    weight_gradient<1, ROWS, COLUMNS>(layer, in, output, channel, y, x, gradient);
+            }
+}
+
+// Writes the gradient before pooling and ReLU into ``layer.slopes`` and adds the bias gradient.
+void before_pooling(Layer& layer, int group, const vec* gradient, const vec* out, float* bias_gradient) {
+    const Image &to = layer.slope, &shape = layer.out;
+    const bvec* chosen = layer.chosen.data() + group * shape.features();
+    const long step_y = layer.stride_y * to.row(), step_x = layer.stride_x;
+    for (int channel = 0; channel < shape.channels; channel++) {
+        vec total{};
+        for (int y = 0; y < shape.height; y++) {
+            const vec* value = out + channel * shape.plane() + y * shape.row() + shape.start();
+            vec* slope = layer.slopes.data() + channel * to.plane() + to.start() + (layer.pooled ? 2 * y : y) * step_y;
+            for (int x = 0; x < shape.width; x++, gradient++) {
+                const vec incoming = !layer.relu ? *gradient : value[x] > 0.0f ? *gradient : vec{};
+                total += incoming;
+                if (!layer.pooled) {
+                    slope[x * step_x] = incoming;
+                    continue;
+                }
+                const ivec which = __builtin_convertvector(*chosen++, ivec);
+                UNROLL for (int place = 0; place < 4; place++)
+                    slope[(place / 2) * step_y + (2 * x + place % 2) * step_x] = which == place ? incoming : vec{};
+            }
+        }
+        if (layer.has_bias) bias_gradient[channel] += sum(total);
+    }
+}
+
+void flip(Layer& layer, const float* weights) {
+    const long taps = layer.taps();
+    for (int output = 0; output < layer.out.channels; output++)
+        for (int channel = 0; channel < layer.in.channels; channel++) {
+            const float* from = weights + (long(output) * layer.in.channels + channel) * taps;
+            float* to = layer.flipped.data() + (long(channel) * layer.out.channels + output) * taps;
+            for (long tap = 0; tap < taps; tap++) to[tap] = from[taps - 1 - tap];
+        }
+}
+
+// ``gradient``: of the output, without border; ``back``: of the input, likewise, or null where nobody asks.
+void conv_backward(Layer& layer, int group, const vec* gradient, const vec* out, vec* back, float* gradients) {
+    before_pooling(layer, group, gradient, out, gradients + layer.bias);
+    const vec* in = layer.group_input(group);
+    const bool is_square = layer.kernel_y == layer.kernel_x;
+    if (is_square && layer.kernel_y == 3) weight_gradients<2, 3, 3>(layer, in, gradients + layer.weight);
+    else if (is_square && layer.kernel_y == 5) weight_gradients<4, 1, 5>(layer, in, gradients + layer.weight);
+    else weight_gradients<4, 1, 1>(layer, in, gradients + layer.weight);
+    if (!back) return;
+    Image bare = layer.in;
+    bare.border_y = bare.border_x = 0;
+    // A convolution of stride 1 over the spread and bordered gradient.
+    convolve({layer.kernel_y, layer.kernel_x, 1, 1, layer.slopes.data(), layer.slope, back, bare, nullptr,
+              layer.flipped.data(), nullptr, false, layer.slope.border_y,
+              layer.slope.border_y + (layer.before_height - 1) * layer.stride_y + 1});
+}
+
+// Pooling and ReLU on their own ---------------------------------------------------------------------------------------
+
+void pool_forward(Layer& layer, int group, vec* out) {
+    const Image &from = layer.in, &to = layer.out;
+    const vec* in = layer.group_input(group);
+    int32_t* place = layer.place.data() + group * to.features() * LANES;
+    for (int channel = 0; channel < to.channels; channel++)
+        for (int y = 0; y < to.height; y++)
+            for (int x = 0; x < to.width; x++, place += LANES) {
+                vec best{};
+                ivec which = ivec{} - 1;
+                for (int ky = 0; ky < layer.kernel_y; ky++)
+                    for (int kx = 0; kx < layer.kernel_x; kx++) {
+                        const int row = y * layer.stride_y + ky - layer.padding_y;
+                        const int column = x * layer.stride_x + kx - layer.padding_x;
+                        if (row < 0 || row >= from.height || column < 0 || column >= from.width) continue;
+                        const int at = (channel * from.height + row) * from.width + column;
+                        const vec other = in[at];
+                        const ivec better = (other > best) | (other != other) | (which < 0);
+                        best = better ? other : best;
+                        which = better ? ivec{} + at : which;
+                    }
+                out[channel * to.plane() + to.start() + y * to.row() + x] = layer.relu ? rectified(best) : best;
+                std::memcpy(place, &which, sizeof which);
+            }
+}
+
+void pool_backward(Layer& layer, int group, const vec* gradient, const vec* out, vec* back) {
+    const Image& shape = layer.out;
+    std::fill(back, back + layer.in.features(), vec{});
+    const int32_t* place = layer.place.data() + group * shape.features() * LANES;
+    for (int channel = 0; channel < shape.channels; channel++)
+        for (int y = 0; y < shape.height; y++)
+            for (int x = 0; x < shape.width; x++, gradient++, place += LANES) {
+                const vec value = out[channel * shape.plane() + shape.start() + y * shape.row() + x];
+                const vec incoming = !layer.relu ? *gradient : value > 0.0f ? *gradient : vec{};
+                for (int lane = 0; lane < LANES; lane++) back[place[lane]][lane] += incoming[lane];
+            }
+}
+
+// A ReLU that stands first. ``gradient`` null: forward; else ``to`` is the gradient of the input.
+void relu_alone(Layer& layer, int group, const vec* gradient, vec* to) {
+    const vec* in = layer.group_input(group);
+    const Image &shape = layer.in, &target = layer.out;
+    for (int channel = 0; channel < shape.channels; channel++)
+        for (int y = 0; y < shape.height; y++)
+            for (int x = 0; x < shape.width; x++, in++) {
+                if (gradient) *to++ = *in > 0.0f ? gradient[0] : vec{}, gradient++;
+                else to[channel * target.plane() + target.start() + y * target.row() + x] = rectified(*in);
+            }
+}
+
+}  // namespace

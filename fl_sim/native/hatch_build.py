@@ -1,0 +1,38 @@
+"""Hatchling's hook: compile the native trainer while fl-sim is installed, or go on without where that fails."""
+
+import importlib.util
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class NativeTrainer(BuildHookInterface[Any]):
+    """Puts libkernel.so into wheels, which then fit one platform; editable installations get it in place."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile before the files are collected."""
+        del version
+        compiling = _compiling()
+        compiling.LIBRARY.unlink(missing_ok=True)  # never the leftover of another compiler
+        if compiling.main() == 0:
+            build_data["artifacts"].append("/fl_sim/native/libkernel.so")
+            build_data["pure_python"] = False
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["tag"] = f"py3-none-{platform}"
+
+
+def _compiling() -> ModuleType:
+    """Load the neighbour by its path: while fl-sim is built it cannot be imported."""
+    spec = importlib.util.spec_from_file_location("fl_sim_compiling", Path(__file__).with_name("compiling.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

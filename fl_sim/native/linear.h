@@ -1,0 +1,115 @@
+// Linear layers: over all groups of a minibatch at once, with the step of SGD taken as soon as a gradient is known.
+#pragma once
+
+#include <type_traits>
+
+#include "layer.h"
+
+namespace {
+
+// out[group][o] = bias[o] + sum_i weights[o * along + i * across] * in[group][i], for OUTPUTS outputs and GROUPS groups.
+struct Product {
+    const vec* in;
+    long inputs;
+    vec* out;
+    long outputs;
+    const float* weights;
+    long along, across;
+    const float* bias;  // null: none
+    bool relu;
+};
+
+template <int OUTPUTS, int GROUPS>
+INLINE void multiply_part(const Product& product, long output) {
+    const long inputs = product.inputs, along = product.along;
+    vec sums[OUTPUTS][GROUPS];
+    UNROLL for (int o = 0; o < OUTPUTS; o++)
+        UNROLL for (int g = 0; g < GROUPS; g++) sums[o][g] = spread(product.bias ? product.bias[output + o] : 0.0f);
+    const float* weights = product.weights + output * along;
+    for (long i = 0; i < inputs; i++, weights += product.across) {
+        vec values[GROUPS];
+        UNROLL for (int g = 0; g < GROUPS; g++) values[g] = product.in[g * inputs + i];
+        UNROLL for (int o = 0; o < OUTPUTS; o++) {
+            const vec weight = spread(weights[o * along]);
+            UNROLL for (int g = 0; g < GROUPS; g++) sums[o][g] += weight * values[g];
+        }
+    }
+    UNROLL for (int o = 0; o < OUTPUTS; o++)
+        UNROLL for (int g = 0; g < GROUPS; g++)
+            product.out[g * product.outputs + output + o] = product.relu ? rectified(sums[o][g]) : sums[o][g];
+}
+
+template <int GROUPS>
+void multiply(Product product, int group) {
+    product.in += group * product.inputs;
+    product.out += group * product.outputs;
+    long output = 0;
+    for (; output + 6 <= product.outputs; output += 6) multiply_part<6, GROUPS>(product, output);
+    for (; output + 4 <= product.outputs; output += 4) multiply_part<4, GROUPS>(product, output);
+    for (; output < product.outputs; output++) multiply_part<1, GROUPS>(product, output);
+}
+
+void multiply(const Product& product, int groups) {
+    int group = 0;
+    for (; group + 4 <= groups; group += 4) multiply<4>(product, group);
+    if (groups - group == 3) multiply<3>(product, group);
+    if (groups - group == 2) multiply<2>(product, group);
+    if (groups - group == 1) multiply<1>(product, group);
+}
+
+// Lays activations [group][feature][lane] out as [feature / LANES][record][LANES features].
+NOINLINE void to_rows(const vec* in, long features, int groups, vec* rows) {
+    for (long first = 0; first < features; first += LANES)
+        for (int group = 0; group < groups; group++, rows += LANES) {
+            vec block[LANES];
+            for (int i = 0; i < LANES; i++) block[i] = first + i < features ? in[group * features + first + i] : vec{};
+            transpose(block);
+            for (int lane = 0; lane < LANES; lane++) rows[lane] = block[lane];
+        }
+}
+
+struct Slopes {  // what the step of a linear layer needs to know
+    long at, inputs, outputs;
+    const float* slopes;  // [group][output][lane]
+    const vec* rows;      // see to_rows
+    long block;           // from one block of LANES features to the next
+    int records;
+};
+
+// Steps OUTPUTS rows and COLUMNS * LANES columns of the weights.
+template <int OUTPUTS, int COLUMNS>
+NOINLINE void linear_step(const Sgd& sgd, const Slopes& given, long output, long first) {
+    vec sums[OUTPUTS][COLUMNS];
+    UNROLL for (int o = 0; o < OUTPUTS; o++)
+        UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][c] = vec{};
+    const vec* row = given.rows + first / LANES * given.block;
+    for (int record = 0; record < given.records; record++, row++) {
+        const float* slope = given.slopes + (record / LANES * given.outputs + output) * LANES + record % LANES;
+        vec values[COLUMNS];
+        UNROLL for (int c = 0; c < COLUMNS; c++) values[c] = row[c * given.block];
+        UNROLL for (int o = 0; o < OUTPUTS; o++) {
+            const vec weight = spread(slope[o * LANES]);
+            UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][c] += weight * values[c];
+        }
+    }
+    UNROLL for (int o = 0; o < OUTPUTS; o++)
+        UNROLL for (int c = 0; c < COLUMNS; c++) {
+            const long column = first + c * LANES;
+            sgd.step(given.at + (output + o) * given.inputs + column, sums[o][c], given.inputs - column);
+        }
+}
+
+template <int OUTPUTS>
+void linear_rows(const Sgd& sgd, const Slopes& given, long output) {
+    long first = 0;
+    for (; first + 4 * LANES <= given.inputs; first += 4 * LANES) linear_step<OUTPUTS, 4>(sgd, given, output, first);
+    for (; first < given.inputs; first += LANES) linear_step<OUTPUTS, 1>(sgd, given, output, first);
+}
+
+void linear_steps(const Sgd& sgd, const Slopes& given) {
+    long output = 0;
+    for (; output + 4 <= given.outputs; output += 4) linear_rows<4>(sgd, given, output);
+    for (; output < given.outputs; output++) linear_rows<1>(sgd, given, output);
+}
+
+}  // namespace

@@ -1,0 +1,51 @@
+"""Building the native trainer never fails an installation, and a library for another processor is never called."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fl_sim.native import compiling
+from fl_sim.native.kernel import load_kernel
+
+
+def test_no_compiler_and_a_failing_one_are_reasons_not_crashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiling, "compile_kernel", compiling.compile_kernel)
+    for compiler, said in (("false", "false failed"), (str(tmp_path / "none"), "No such file")):
+        monkeypatch.setenv("CXX", compiler)
+        with pytest.raises(compiling.NoCompiler, match=re.escape(said)):
+            compiling.compile_kernel(tmp_path / "k.so")
+        assert compiling.main() == 1
+        assert "PyTorch will train instead" in capsys.readouterr().err
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(compiling.NoCompiler, match="no C\\+\\+ compiler"):
+        compiling.compile_kernel(tmp_path / "k.so")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_library_and_one_that_is_none_give_the_reason(tmp_path: Path) -> None:
+    load = load_kernel.__wrapped__
+    kernel, why_not = load(tmp_path / "absent.so")
+    assert kernel is None
+    assert "python -m fl_sim.native" in why_not
+    (tmp_path / "text.so").write_text("no library")
+    kernel, why_not = load(tmp_path / "text.so")
+    assert kernel is None
+    assert "cannot be loaded" in why_not
+
+
+def test_a_library_for_another_processor_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "other.cpp"
+    source.write_text('extern "C" const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }\n')
+    monkeypatch.setattr(compiling, "SOURCE", source)
+    monkeypatch.setattr(compiling, "processor", lambda: "x86_64 avx avx9000")
+    try:
+        compiling.compile_kernel(tmp_path / "other.so")
+    except compiling.NoCompiler as reason:
+        pytest.skip(str(reason))
+    kernel, why_not = load_kernel.__wrapped__(tmp_path / "other.so")
+    assert kernel is None
+    assert "avx9000" in why_not

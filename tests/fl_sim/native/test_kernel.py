@@ -1,0 +1,186 @@
+"""The compiled trainer does what fl_sim.learning.train does, to float32 rounding, for any stack of its layers."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fl_sim.learning import train
+from fl_sim.models import MODELS
+from fl_sim.native.compiling import FOLDER, LIBRARY, NoCompiler, compile_kernel
+from fl_sim.native.kernel import Kernel, load_kernel
+from fl_sim.native.layers import describe
+from fl_sim.params import detached
+from fl_sim.seeding import rng
+from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Params, Trained
+
+ROUNDING = 2e-5
+"""How far results may lie apart, as a share of how far training moved the model; 1e-7 to 6e-6 is seen.
+
+One pooling window or ReLU decided by its last bit makes that 1e-3 and more, in PyTorch against float64 too; the seeds
+here meet none.
+"""
+
+PADDED = nn.Sequential(
+    nn.Conv2d(2, 5, 4, 2, 1), nn.MaxPool2d(3, 2, 1), nn.ReLU(), nn.Conv2d(5, 7, (2, 3), padding=(1, 2)), nn.Flatten(),
+    nn.ReLU(), nn.Linear(168, 10),
+)  # fmt: skip
+STRIDED = nn.Sequential(
+    nn.ReLU(), nn.Conv2d(2, 7, 3, 2, 1), nn.MaxPool2d(2), nn.Conv2d(7, 3, 1, bias=False), nn.ReLU(), nn.MaxPool2d(2, 1),
+    nn.Flatten(), nn.Linear(18, 11), nn.ReLU(), nn.Linear(11, 10, bias=False),
+)  # fmt: skip
+ROUTED = nn.Sequential(  # channels that are no multiple of a vector, odd sizes, ReLU behind the pooling and none at all
+    nn.Conv2d(2, 20, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(20, 9, 3, padding=2), nn.MaxPool2d(2),
+    nn.Conv2d(9, 6, 5, padding=4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(6 * 4 * 4, 10),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    """The kernel of this checkout's source, compiled here unless it lies there already."""
+    library = LIBRARY
+    newest = max(path.stat().st_mtime for path in FOLDER.iterdir() if path.suffix in {".cpp", ".h"})
+    if not library.exists() or library.stat().st_mtime < newest:
+        library = tmp_path_factory.mktemp("kernel") / "kernel.so"
+        try:
+            compile_kernel(library)
+        except NoCompiler as reason:
+            pytest.skip(str(reason))
+    loaded, why_not = load_kernel.__wrapped__(library)
+    assert loaded is not None, why_not
+    return loaded
+
+
+def records(count: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, *shape, generator=generator), torch.randint(0, 10, (count,), generator=generator)
+
+
+def like(params: Params, scale: float, seed: int) -> Params:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: scale * torch.randn(value.shape, generator=generator) for name, value in params.items()}
+
+
+def both(
+    kernel: Kernel, model: nn.Module, settings: LocalSettings, plan: LocalPlan, count: int, shape: tuple[int, ...]
+) -> tuple[LocalTask, Trained, Trained]:
+    inputs, labels = records(count, shape)
+    task = LocalTask(1, 0, 1, count, settings, detached(model.named_parameters()))
+    expected = train(copy.deepcopy(model), task, plan, inputs, labels, rng(0, "test"))
+    stack = describe(model, shape)
+    assert stack is not None
+    generator = rng(0, "test")
+    order = np.stack([generator.permutation(count) for _ in range(settings.epochs)])
+    return task, expected, kernel.train(stack, task, plan, inputs, labels, order)
+
+
+def assert_close(found: Params, expected: Params, start: Params | None = None) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert found[name].shape == value.shape
+    flat = [torch.cat([value.double().reshape(-1) for value in params.values()]) for params in (found, expected)]
+    moved = flat[1] - (torch.cat([value.double().reshape(-1) for value in start.values()]) if start else 0.0)
+    assert float((flat[0] - flat[1]).norm()) <= ROUNDING * float(moved.norm())
+
+
+@pytest.mark.parametrize("count", [1, 37, 150])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("niid-cnn", (1, 28, 28)), ("niid-cnn", (3, 32, 32)), ("dafl-cnn", (1, 8, 8)), ("dafl-cnn", (3, 14, 15)),
+     ("mlp", (1, 8, 8)), ("mlp", (13,)), ("logistic", (1, 8, 8))],
+)  # fmt: skip
+def test_our_models_end_where_pytorch_does(kernel: Kernel, name: str, shape: tuple[int, ...], count: int) -> None:
+    torch.manual_seed(1)
+    settings = LocalSettings(0.01, 0.9, 1e-3, batch_size=64, epochs=1)
+    task, expected, found = both(kernel, MODELS[name](shape, 10), settings, LocalPlan(), count, shape)
+    assert_close(found.params, expected.params, task.params)
+    assert_close(found.momentum_buffers, expected.momentum_buffers)
+    assert found.num_steps == expected.num_steps
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 16, 33, 100])
+@pytest.mark.parametrize("model", [PADDED, STRIDED, ROUTED], ids=["padded", "strided", "routed"])
+def test_any_kernel_stride_padding_and_batch_size(kernel: Kernel, model: nn.Module, batch_size: int) -> None:
+    settings = LocalSettings(0.02, 0.5, 1e-3, batch_size, epochs=2)
+    task, expected, found = both(kernel, model, settings, LocalPlan(), 41, (2, 13, 15))
+    assert_close(found.params, expected.params, task.params)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_offset_proximal_term_and_warm_buffers(kernel: Kernel, momentum: float) -> None:
+    torch.manual_seed(4)
+    model = MODELS["niid-cnn"]((1, 16, 16), 10)
+    params = detached(model.named_parameters())
+    plan = LocalPlan(like(params, 0.01, 3), 0.5, like(params, 0.02, 4))
+    settings = LocalSettings(0.05, momentum, 1e-2, batch_size=16, epochs=3)
+    task, expected, found = both(kernel, model, settings, plan, 50, (1, 16, 16))
+    assert_close(found.params, expected.params, task.params)
+    assert_close(found.momentum_buffers, expected.momentum_buffers)
+    assert plan.momentum_buffers is not None
+    assert torch.equal(
+        plan.momentum_buffers["0.bias"], like(params, 0.02, 4)["0.bias"]
+    )  # the caller's stay as they were
+    for changed in (LocalPlan(plan.gradient_offset), LocalPlan(proximal_mu=0.5)):  # each of the parts counts
+        other = both(kernel, model, settings, changed, 50, (1, 16, 16))[2]
+        assert not torch.equal(other.params["0.weight"], found.params["0.weight"])
+
+
+def test_the_error_is_that_of_float32_and_no_more(kernel: Kernel) -> None:
+    """Against the same training in float64 the kernel is as near as PyTorch, give or take a factor of three."""
+    torch.manual_seed(3)
+    shape, settings = (3, 16, 16), LocalSettings(0.01, 0.9, 1e-4, batch_size=16, epochs=2)
+    model = MODELS["dafl-cnn"](shape, 10)
+    _, expected, found = both(kernel, model, settings, LocalPlan(), 60, shape)
+    exact = copy.deepcopy(model).double()
+    optimizer = torch.optim.SGD(exact.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+    inputs, labels = records(60, shape)
+    generator = rng(0, "test")
+    for _ in range(2):
+        for batch in torch.split(torch.from_numpy(generator.permutation(60)), 16):
+            optimizer.zero_grad()
+            functional.cross_entropy(exact(inputs[batch].double()), labels[batch]).backward()
+            optimizer.step()
+    truth = detached(exact.named_parameters())
+    errors = [
+        sum(float((result.params[name].double() - truth[name]).square().sum()) for name in truth) ** 0.5
+        for result in (found, expected)
+    ]
+    assert 0 < errors[0] < 3 * errors[1]
+
+
+def test_the_same_bits_every_time_and_in_every_thread(kernel: Kernel) -> None:
+    model = MODELS["dafl-cnn"]((1, 8, 8), 10)
+    settings = LocalSettings(0.05, 0.9, 1e-4, batch_size=16, epochs=2)
+
+    def trained(_: int) -> Params:
+        return both(kernel, model, settings, LocalPlan(), 50, (1, 8, 8))[2].params
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(trained, range(6)))
+    assert all(torch.equal(result[name], results[0][name]) for result in results for name in result)
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_nan_in_the_model_stays_visible(kernel: Kernel, count: int) -> None:
+    model = MODELS["niid-cnn"]((1, 16, 16), 10)
+    with torch.no_grad():
+        model[0].weight[2, 0, 0, 0] = torch.nan
+    _, _, found = both(kernel, model, LocalSettings(0.1, 0.9, 0.0, 16, 1), LocalPlan(), count, (1, 16, 16))
+    assert found.loss != found.loss
+    assert not torch.isfinite(found.params["11.weight"]).any()
+
+
+def test_a_label_outside_the_classes_is_refused(kernel: Kernel) -> None:
+    model = MODELS["logistic"]((4,), 3)
+    stack = describe(model, (4,))
+    assert stack is not None
+    task = LocalTask(1, 0, 1, 2, LocalSettings(0.1, 0.0, 0.0, 2, 1), detached(model.named_parameters()))
+    for wrong in (3, -1):
+        with pytest.raises(IndexError, match="outside of the model's 3 classes"):
+            kernel.train(stack, task, LocalPlan(), torch.zeros(2, 4), torch.tensor([0, wrong]), np.array([[0, 1]]))

@@ -1,0 +1,92 @@
+"""Which models the compiled trainer takes, and which it must leave to PyTorch."""
+
+import pytest
+import torch
+from torch import nn
+
+from fl_sim.models import MODELS
+from fl_sim.native.layers import describe
+
+
+def rows(model: nn.Module, shape: tuple[int, ...]) -> list[list[int]]:
+    stack = describe(model, shape)
+    assert stack is not None
+    return stack.layers.tolist()
+
+
+def test_relu_and_pooling_are_fused_in_either_order() -> None:
+    def model(*between: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *between, nn.Flatten(), nn.Linear(64, 10))
+
+    fused = [0, 4, 3, 3, 1, 1, 1, 1, 1, 1, 1, 0]
+    assert rows(model(nn.ReLU(), nn.MaxPool2d(2)), (1, 8, 8))[0] == fused
+    assert rows(model(nn.MaxPool2d(2), nn.ReLU()), (1, 8, 8))[0] == fused
+    assert len(rows(model(nn.MaxPool2d(3, 2, 1)), (1, 8, 8))) == 3  # another window stays a layer
+
+
+def test_nested_sequentials_and_the_order_of_parameters() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(6, 5, bias=False), nn.ReLU()), nn.Linear(5, 3))
+    stack = describe(model, (1, 2, 3))
+    assert stack is not None
+    assert [name for name, _ in stack.shapes] == ["1.0.weight", "2.weight", "2.bias"]
+    assert [row[1] for row in stack.layers.tolist()] == [5, 3]
+
+
+class _Own(nn.Sequential):
+    """A subclass may compute anything."""
+
+
+_FROZEN = nn.Linear(4, 4)
+_FROZEN.weight.requires_grad = False
+_HOOKED = nn.Linear(4, 4)
+_HOOKED.register_forward_hook(lambda *_: None)
+_SHARED = nn.Linear(4, 4)
+_PRECISE = nn.Linear(4, 4, dtype=torch.float64)
+_TIED = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+_TIED[1].weight = _TIED[0].weight
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)),
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+        nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.Linear(4, 4)),
+        nn.Sequential(_FROZEN, nn.Linear(4, 4)),
+        nn.Sequential(_HOOKED, nn.Linear(4, 4)),
+        nn.Sequential(_SHARED, nn.ReLU(), _SHARED),
+        nn.Sequential(_PRECISE),
+        _TIED,
+        _Own(nn.Linear(4, 4)),
+        nn.Sequential(nn.Flatten(0), nn.Linear(4, 4)),
+    ],
+)
+def test_what_is_more_than_a_plain_stack_is_left_to_pytorch(model: nn.Module) -> None:
+    assert describe(model, (4,)) is None
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        nn.Conv2d(2, 4, 3, dilation=2, padding=2),
+        nn.Conv2d(2, 4, 3, padding="same"),
+        nn.Conv2d(2, 4, 3, padding=1, groups=2),
+        nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"),
+        nn.MaxPool2d(2, ceil_mode=True),
+        nn.AvgPool2d(2),
+        nn.Conv2d(2, 4, 1, padding=1),
+    ],
+)
+def test_layers_with_settings_the_kernel_does_not_know(first: nn.Module) -> None:
+    with torch.no_grad():
+        width = first(torch.zeros(1, 2, 8, 8)).numel()
+    assert describe(nn.Sequential(first, nn.Flatten(), nn.Linear(width, 3)), (2, 8, 8)) is None
+
+
+def test_a_linear_layer_on_images_is_left_to_pytorch() -> None:
+    assert describe(nn.Sequential(nn.Linear(8, 3)), (1, 8, 8)) is None
+
+
+def test_our_models() -> None:
+    taken = {name for name, made in MODELS.items() if describe(made((3, 16, 16), 10), (3, 16, 16)) is not None}
+    assert taken == {"niid-cnn", "dafl-cnn", "mlp", "logistic"}
