@@ -47,7 +47,7 @@ class DpCgan(Settings):
 
     kind: Literal["dp-cgan"] = "dp-cgan"
     networks: Literal["small", "paper"] = "small"
-    discriminator_steps: int = Field(1000, ge=1)
+    discriminator_steps: int = Field(2000, ge=1)
     batch_size: int = Field(256, ge=1)
     ratio: int = Field(1, ge=1)
     generator_batch_size: int = Field(128, ge=1)
@@ -124,8 +124,10 @@ class _Training:
         self.nets = self._networks(tuple(records.inputs.shape[1:]))
         self.sizes = [weight.numel() for weight in self.nets.discriminator.parameters()]
         self.average = deepcopy(self.nets.generator).requires_grad_(requires_grad=False)
-        self.generator_steps, self.snapshots = 0, 0
+        self.generator_steps = 0
+        # Which records are drawn when, at random: each class has its share of early and of late ones.
         self.classes = self._one_hot(np.repeat(np.arange(len(present)), self.counts))
+        self.due = list(torch.randperm(len(self.classes)).tensor_split(min(settings.snapshots, len(self.classes))))
         self.made: list[torch.Tensor] = []
         rates = settings.discriminator_learning_rate, settings.generator_learning_rate
         self.discriminator_adam, self.generator_adam = (
@@ -198,20 +200,15 @@ class _Training:
 
     def draw_samples(self, done: float) -> None:
         """Draw what is due when a share ``done`` of training is over: equal parts, evenly spaced after the warm-up."""
-        settings = self.settings
-        while done >= _WARM_UP + (1 - _WARM_UP) * (self.snapshots + 1) / settings.snapshots - _ROUNDING:
-            classes = self.classes[self.snapshots :: settings.snapshots]
-            self.snapshots += 1
-            if len(classes):
-                latent = torch.randn(len(classes), settings.latent_dim)
-                with torch.no_grad():
-                    self.made.append(self.average(with_classes(latent, classes)))
+        while done >= _WARM_UP + (1 - _WARM_UP) * (len(self.made) + 1) / len(self.due) - _ROUNDING:
+            classes = self.classes[self.due[len(self.made)]]
+            latent = torch.randn(len(classes), self.settings.latent_dim)
+            with torch.no_grad():
+                self.made.append(self.average(with_classes(latent, classes)))
 
     def samples(self) -> torch.Tensor:
         """Return as many records of each class as its count says, in order of class."""
-        views = torch.empty(int(self.counts.sum()), *self.made[0].shape[1:])
-        for snapshot, made in enumerate(self.made):
-            views[snapshot :: self.settings.snapshots] = made
+        views = torch.cat(self.made)[torch.cat(self.due).argsort()]
         for network, name in (self.nets.discriminator, "discriminator"), (self.nets.generator, "generator"):
             if not all(bool(weight.isfinite().all()) for weight in network.parameters()):
                 raise RunError(f"the {name} of the DP conditional GAN is not finite: use a lower learning rate")

@@ -299,5 +299,34 @@ def test_a_client_without_records_is_refused() -> None:
     assert TINY.bill(0, 3, 10.0, 1e-5).refused == "the client holds no records"
 
 
+def test_samples_are_drawn_throughout_training_and_each_is_of_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = dpcgan._Training(
+        TINY.model_copy(update={"snapshots": 4}), RECORDS, counts_of(30, 20, 50), BILL, Noise.seeded(0)
+    )
+    drawn_at: list[float] = []
+    now = 0.0
+
+    def made(latent_and_class: torch.Tensor) -> torch.Tensor:
+        drawn_at.extend([now] * len(latent_and_class))
+        return latent_and_class[:, -3:].argmax(1, keepdim=True) / 2 * torch.ones(64)
+
+    monkeypatch.setattr(training, "average", made)
+    for percent in range(1, 101):
+        now = percent / 100
+        training.draw_samples(now)
+    assert Counter(drawn_at) == {0.4: 25, 0.6: 25, 0.8: 25, 1.0: 25}
+    brightness = training.samples().mean((1, 2, 3))
+    assert brightness.tolist() == [-1.0] * 30 + [0.0] * 20 + [1.0] * 50
+
+
+def test_fewer_samples_than_snapshots_are_spread_over_all_of_training() -> None:
+    training = dpcgan._Training(TINY, RECORDS, counts_of(0, 5, 0), BILL, Noise.seeded(0))
+    assert [len(due) for due in training.due] == [1] * 5
+    training.draw_samples(0.35)
+    assert not training.made
+    training.draw_samples(1.0)
+    assert len(training.samples()) == 5
+
+
 def test_nothing_asked_for_nothing_made() -> None:
     assert release(counts=counts_of(0, 0, 0)).shape == (0, *SHAPE)
