@@ -1,12 +1,14 @@
 """DP mean embedding: noisy moments of low frequencies, and images drawn from them (after Harder et al. 2021, DP-MERF).
 
 A record is its d lowest frequencies in the cosine basis, which nobody's data had a say in. Two sums over the records
-are released, once each: first count, mean and variances of every class, then the second moments about that mean. All
-else is post-processing: images are drawn from the normal distribution with these moments, the one of largest entropy.
+are released, once each: first count, mean and spread of every class, then the second moments about that mean. All else
+is post-processing: both are shrunk as far as they may be noise, the second moments towards the falling spectrum that
+images have in common, and images are drawn from the normal distribution with these moments, the one of largest entropy.
 """
 
 import math
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -20,17 +22,23 @@ from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_no
 Array: TypeAlias = NDArray[np.float64]
 
 
+_COUNT: Final = 0.25  # what the first release gives a count of one, in the longest possible records
+_SPREAD: Final = 0.5  # the same for the squared length of one such record
+_FIRST_NORM: Final = math.sqrt(_COUNT**2 + 1 + _SPREAD**2)
+_CORNER: Final = 2.0  # half periods per image below which the public spectrum is flat
+
+
 class MeanEmbedding(Settings):
-    """Draw images from noisy moments: seconds where a GAN takes minutes, and no training that could collapse.
+    """Draw images from noisy moments: a second where a GAN takes minutes, and no training that could collapse.
 
     ``frequencies``: d. ``mean_share``: the share of the budget (of 1 / noise multiplier squared) that goes to count,
-    mean and variances. ``whitening``: 0 leaves the frequencies as they are, 1 scales all to unit variance, before
-    clipping. ``radius``: where the second release clips, in root mean square distances from the mean.
+    mean and spread. ``whitening``: 0 leaves the frequencies as they are, 1 scales all to the same public variance,
+    before clipping. ``radius``: where the second release clips, in root mean square distances from the mean.
     """
 
     kind: Literal["mean-embedding"] = "mean-embedding"
     frequencies: int = Field(80, ge=1)
-    mean_share: float = Field(0.1, gt=0, lt=1)
+    mean_share: float = Field(0.5, gt=0, lt=1)
     whitening: float = Field(0.5, ge=0, le=1)
     radius: float = Field(1.2, gt=0)
 
@@ -47,7 +55,7 @@ class MeanEmbedding(Settings):
         if math.isinf(epsilon):
             return Bill(dp_event.NonPrivateDpEvent(), 1, 0.0, 1.0, "" if num_records else "no records")
         z = noise_multiplier(lambda event: event, 1, epsilon, delta)
-        least = math.ceil(z / math.sqrt(self.mean_share) * math.sqrt(3 * self.frequencies))
+        least = math.ceil(z / math.sqrt(self.mean_share) * _FIRST_NORM * math.sqrt(self.frequencies))
         refused = (
             f"{num_records} records are too few for epsilon {epsilon:g}: their mean image would be noise below {least}"
         )
@@ -63,52 +71,106 @@ class MeanEmbedding(Settings):
     ) -> torch.Tensor:
         """Return images of low frequencies, clamped to [-1, 1]; ``generator`` draws what the moments leave open."""
         shape = tuple(records.inputs.shape[1:])
-        order = lowest_frequencies(shape, self.frequencies)
+        order, spectrum = lowest_frequencies(shape, self.frequencies)
         points, labels = frequencies_of(records.inputs, order), records.labels.numpy()
-        first_noise = bill.noise_multiplier / math.sqrt(self.mean_share)
-        second_noise = bill.noise_multiplier / math.sqrt(1 - self.mean_share)
-        diameter = math.sqrt(math.prod(shape))
+        first = Release(bill.noise_multiplier / math.sqrt(self.mean_share), noise, "count, mean, spread")
+        number, means, spread = _first_moments(points, labels, records.num_classes, math.sqrt(math.prod(shape)), first)
 
-        features = np.concatenate([np.full((len(points), 1), diameter), points, points**2 / diameter], axis=1)
-        sums, std = noisy_sums(
-            features, labels, records.num_classes, math.sqrt(3) * diameter, first_noise, noise, "moments"
-        )
-        number = np.maximum(sums[:, 0] / diameter, 1.0)[:, None]
-        means = _shrunk(sums[:, 1 : 1 + len(order)], std) / number
-        variances = sums[:, 1 + len(order) :] * diameter / number - means**2
-        variances = np.maximum(variances, np.maximum(2 * std * diameter / number, 1e-9))
-        scale = variances ** (-self.whitening / 2)
-        radius = self.radius * np.sqrt((variances * scale**2).sum(axis=1))
-
-        centred = (points - means[labels]) * scale[labels] / radius[labels][:, None]
-        if bill.noise_multiplier:
-            centred = _clipped(centred, 1.0)
-        products, _ = noisy_sums(
-            _products(centred), labels, records.num_classes, 1.0, second_noise, noise, "second moments"
-        )
-        made = []
+        scale = spectrum ** (-self.whitening / 2)
+        expected = spectrum * scale**2
+        radius = self.radius * np.sqrt(spread * expected.sum())
+        units = radius[:, None] / scale
+        second = Release(bill.noise_multiplier / math.sqrt(1 - self.mean_share), noise, "second moments")
+        products, std = second.sums(_products((points - means[labels]) / units[labels]), 1.0, labels, len(means))
+        made = [np.zeros((0, *shape), dtype=np.float32)]
         for label in np.flatnonzero(counts):
-            root = _root(_symmetric(products[label], len(order)) / number[label]) * radius[label]
+            prior = np.diag(expected / expected.sum() / self.radius**2)
+            moments = _symmetric(products[label], len(order)) / number[label]
+            root = _root(prior + _shrunk(moments - prior, std / number[label], math.comb(len(order) + 1, 2)))
             drawn = generator.standard_normal((counts[label], len(order))) @ root.T
-            made.append(images_of(means[label] + drawn / scale[label], order, shape))
-        return torch.from_numpy(np.concatenate([np.zeros((0, *shape), dtype=np.float32), *made]))
+            made.append(images_of(means[label] + drawn * units[label], order, shape))
+        return torch.from_numpy(np.concatenate(made))
 
 
-def lowest_frequencies(shape: tuple[int, ...], number: int) -> NDArray[np.intp]:
-    """Return the flat positions of the ``number`` lowest frequencies (all, where there are fewer) of ``shape``."""
-    axes = np.meshgrid(*(np.arange(size) / size for size in shape), indexing="ij")
-    heights = np.sum([axis**2 for axis in axes], axis=0)
-    return np.argsort(heights, axis=None, kind="stable")[:number]
+@dataclass(frozen=True)
+class Release:
+    """One Gaussian release: ``noise_multiplier`` is noise on a sum / clipping norm, 0: neither noise nor clipping."""
+
+    noise_multiplier: float
+    noise: Noise
+    purpose: str
+
+    def sums(
+        self, features: Array, clipping_norm: float, labels: NDArray[np.int64], num_classes: int
+    ) -> tuple[Array, float]:
+        """Return the noisy sum of ``features`` (n, d) per class, (num_classes, d), and its noise's standard deviation.
+
+        A record is in one class, so it moves all sums together by at most ``clipping_norm``. Rows that are not finite
+        count as zero.
+        """
+        std = self.noise_multiplier * clipping_norm
+        sums = np.zeros((num_classes, features.shape[1]))
+        clipped = self.clipped(features, clipping_norm, sums.size)
+        for label in np.unique(labels):
+            sums[label] = clipped[labels == label].sum(axis=0)
+        if not std:
+            return sums, 0.0
+        drawn = self.noise.standard_normal(sums.size, purpose=f"mean embedding: {self.purpose}", server_round=1)
+        return add_noise(sums, std, drawn.reshape(sums.shape)), std
+
+    def clipped(self, features: Array, clipping_norm: float, size: int) -> Array:
+        """Return each row clipped such that the sum of ``size`` numbers, rounded to the grid, moves by no more."""
+        std = self.noise_multiplier * clipping_norm
+        limit = clipping_norm_on_grid(clipping_norm, std, size) if std else math.inf
+        norms = np.linalg.norm(features, axis=1)
+        factors = np.array([clip_factor(float(norm), limit) for norm in norms])
+        clipped = np.zeros_like(features)
+        np.multiply(features, factors[:, None], out=clipped, where=factors[:, None] > 0)
+        return clipped
+
+
+def _first_moments(
+    points: Array, labels: NDArray[np.int64], num_classes: int, diameter: float, release: Release
+) -> tuple[Array, Array, Array]:
+    """Release and return, per class: count (at least 1), mean (num_classes, d), and mean squared distance from it.
+
+    ``diameter``: the longest possible record.
+    """
+    squares = (points**2).sum(axis=1, keepdims=True) / diameter
+    features = np.concatenate([np.full_like(squares, _COUNT * diameter), points, _SPREAD * squares], axis=1)
+    sums, std = release.sums(features, _FIRST_NORM * diameter, labels, num_classes)
+    number = np.maximum(sums[:, 0] / (_COUNT * diameter), 1.0)
+    means = np.stack([_shrunk(row, std, row.size) for row in sums[:, 1:-1]]) / number[:, None]
+    to_square = diameter / _SPREAD / number
+    spread = sums[:, -1] * to_square - (means**2).sum(axis=1)
+    return number, means, np.clip(spread, np.clip(2 * std * to_square, 1e-9, diameter**2), diameter**2)
+
+
+def lowest_frequencies(shape: tuple[int, ...], number: int) -> tuple[NDArray[np.intp], Array]:
+    """Return the flat positions of the ``number`` lowest frequencies (all, where there are fewer) of ``shape``.
+
+    And the variances that they have in images at large, falling with the square of the frequency, which add up to 1.
+    """
+    indices = np.meshgrid(*(np.arange(size) for size in shape), indexing="ij")
+    heights = np.sum([(index / size) ** 2 for index, size in zip(indices, shape, strict=True)], axis=0)
+    order = np.argsort(heights, axis=None, kind="stable")[:number]
+    spectrum = 1 / (_CORNER**2 + np.sum([index.ravel()[order] ** 2.0 for index in indices], axis=0))
+    return order, spectrum / spectrum.sum()
 
 
 def frequencies_of(inputs: torch.Tensor, order: NDArray[np.intp]) -> Array:
-    """Return the cosine coefficients at ``order`` of each record, (n, len(order)), in an orthonormal basis."""
+    """Return the cosine coefficients at ``order`` of each record, (n, len(order)), in an orthonormal basis.
+
+    All NaN where the record is not finite.
+    """
     from scipy.fft import dctn  # noqa: PLC0415 (most runs need no generator)
 
     values = inputs.numpy().astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        coefficients = dctn(values, axes=tuple(range(1, values.ndim)), norm="ortho")
-    chosen: Array = coefficients.reshape(len(values), -1)[:, order]
+    axes = tuple(range(1, values.ndim))
+    finite = np.isfinite(values).all(axis=axes)
+    values[~finite] = 0
+    chosen: Array = dctn(values, axes=axes, norm="ortho").reshape(len(values), math.prod(values.shape[1:]))[:, order]
+    chosen[~finite] = math.nan
     return chosen
 
 
@@ -123,46 +185,9 @@ def images_of(coefficients: Array, order: NDArray[np.intp], shape: tuple[int, ..
     return clamped
 
 
-def noisy_sums(
-    features: Array,
-    labels: NDArray[np.int64],
-    num_classes: int,
-    clipping_norm: float,
-    noise_multiplier: float,
-    noise: Noise,
-    purpose: str,
-) -> tuple[Array, float]:
-    """Return the noisy sum of ``features`` per class, (num_classes, d), and the standard deviation of its noise.
-
-    A record is in one class, so it moves all the sums together by at most ``clipping_norm``. Rows that are not finite
-    are left out.
-    """
-    std, size = noise_multiplier * clipping_norm, num_classes * features.shape[1]
-    norms = np.linalg.norm(features, axis=1)
-    limit = clipping_norm_on_grid(clipping_norm, std, size) if std else math.inf
-    factors = np.array([clip_factor(float(norm), limit) for norm in norms])
-    kept = factors > 0
-    sums = np.zeros((num_classes, features.shape[1]))
-    for label in range(num_classes):
-        rows = kept & (labels == label)
-        sums[label] = (features[rows] * factors[rows, None]).sum(axis=0)
-    if not std:
-        return sums, 0.0
-    drawn = noise.standard_normal(size, purpose=f"mean embedding: {purpose}", server_round=1)
-    return add_noise(sums, std, drawn.reshape(sums.shape)), std
-
-
-def _clipped(rows: Array, norm: float) -> Array:
-    lengths = np.linalg.norm(rows, axis=1)
-    factors = np.array([clip_factor(float(length), norm) for length in lengths])
-    shorter: Array = rows * factors[:, None]
-    return shorter
-
-
-def _shrunk(sums: Array, std: float) -> Array:
-    """Return ``sums`` shrunk row by row to zero as far as they may be noise (James and Stein's positive part)."""
-    lengths = np.maximum((sums**2).sum(axis=1, keepdims=True), 1e-300)
-    shrunk: Array = sums * np.maximum(1 - sums.shape[1] * std**2 / lengths, 0)
+def _shrunk(noisy: Array, std: float, dimension: int) -> Array:
+    """Return ``noisy`` shrunk to zero as far as it may be noise of ``dimension`` numbers (James, Stein 1961)."""
+    shrunk: Array = noisy * max(0.0, 1 - dimension * std**2 / max(float((noisy**2).sum()), 1e-300))
     return shrunk
 
 
