@@ -1,0 +1,115 @@
+"""PATE-G: the student as the discriminator of a semi-supervised GAN (Salimans et al. 2016, sections 3.1 and 5).
+
+A classifier's L logits also say whether a record is real: D(x) = Z / (Z + 1), Z the sum of their exponentials, which is
+an extra class "fake" whose logit is 0. The generator matches the mean of the classifier's features on real records.
+"""
+
+import copy
+from itertools import pairwise
+from typing import Final, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.nn import functional
+
+from fl_sim.config import Settings
+from fl_sim.seeding import seed_torch, torch_kept
+from fl_sim.types import UserError
+from strategies.student import StudentData, batches, descend, generator_for, move_average
+
+_NOISE: Final = 100
+
+
+class FeatureMatchingGan(Settings):
+    """Adam on both networks, one step each in turn, as in the paper; ``averaging`` of the weights that are returned."""
+
+    kind: Literal["pate-g"] = "pate-g"
+    steps: int = Field(2000, ge=1)
+    batch_size: int = Field(100, ge=1)
+    learning_rate: float = Field(1e-3, gt=0)
+    averaging: float = Field(0.99, ge=0, lt=1)
+
+    def train(self, data: StudentData, model: nn.Module, seed: int) -> nn.Module:
+        """Return a trained copy of ``model``, in evaluation mode; its last linear layer's input are the features."""
+        if len(data.unlabelled) == 0:
+            raise UserError("student pate-g learns from unlabelled records and there are none: take supervised")
+        with torch_kept():
+            seed_torch(seed, "pate-g student")
+            random, model = generator_for(seed, "pate-g student"), copy.deepcopy(model).train()
+            average, game = copy.deepcopy(model).eval(), _Game(model, data)
+            learner = torch.optim.Adam(model.parameters(), self.learning_rate, betas=(0.5, 0.999))
+            forger = torch.optim.Adam(game.forger.parameters(), self.learning_rate, betas=(0.5, 0.999))
+            labelled = batches(len(data.labels), self.batch_size, random)
+            public = batches(len(data.unlabelled), self.batch_size, random)
+            for step in range(self.steps):
+                for group in (*learner.param_groups, *forger.param_groups):
+                    group["lr"] = self.learning_rate * min(1.0, 2 * (1 - step / self.steps))
+                real, theirs = data.unlabelled[next(public)], next(labelled)
+                descend(learner, game.classifier_loss(data.labelled[theirs], data.labels[theirs], real))
+                descend(forger, game.forger_loss(real))
+                move_average(average, model, min(self.averaging, (step + 1) / (step + 10)))
+        return average
+
+
+def gan_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Return the paper's classifier for MNIST: six linear layers, Gaussian noise before each, weight normalisation."""
+    widths = [int(torch.Size(input_shape).numel()), 1000, 500, 250, 250, 250]
+    layers: list[nn.Module] = [nn.Flatten(), GaussianNoise(0.3)]
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.utils.parametrizations.weight_norm(nn.Linear(inputs, outputs)), nn.ReLU(), GaussianNoise(0.5)]
+    return nn.Sequential(*layers, nn.utils.parametrizations.weight_norm(nn.Linear(widths[-1], num_classes)))
+
+
+class GaussianNoise(nn.Module):
+    """Adds N(0, ``std``^2) while training."""
+
+    def __init__(self, std: float) -> None:
+        super().__init__()
+        self.std = std
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return ``inputs`` with noise, or as they are in evaluation mode."""
+        return inputs + self.std * torch.randn_like(inputs) if self.training else inputs
+
+
+class _Game:
+    """The classifier, the forger, and the losses of both."""
+
+    def __init__(self, model: nn.Module, data: StudentData) -> None:
+        shape = data.unlabelled.shape[1:]
+        self.model, self.shape = model, shape
+        self.low, self.high = data.unlabelled.amin(), data.unlabelled.amax()
+        self.forger = nn.Sequential(
+            nn.Linear(_NOISE, 500), nn.BatchNorm1d(500), nn.Softplus(),
+            nn.Linear(500, 500), nn.BatchNorm1d(500), nn.Softplus(),
+            nn.Linear(500, int(shape.numel())), nn.Sigmoid(),
+        )  # fmt: skip
+        self.features = torch.empty(0)
+        last = [layer for layer in model.modules() if isinstance(layer, nn.Linear)][-1]
+        last.register_forward_pre_hook(self._keep_features)
+
+    def classifier_loss(self, labelled: torch.Tensor, labels: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            fake = self._forged(len(real))
+        ours, logits_real, logits_fake = (self.model(records) for records in (labelled, real, fake))
+        mass_real, mass_fake = logits_real.logsumexp(dim=1), logits_fake.logsumexp(dim=1)
+        # -log D(real) = softplus(-mass), -log(1 - D(fake)) = softplus(mass)
+        is_real = functional.softplus(-mass_real).mean() + functional.softplus(mass_fake).mean()
+        return functional.cross_entropy(ours, labels) + is_real / 2
+
+    def forger_loss(self, real: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.model(real)
+            target = self.features.mean(dim=0)
+        self.model(self._forged(len(real)))
+        return (self.features.mean(dim=0) - target).square().mean()
+
+    def _forged(self, count: int) -> torch.Tensor:
+        forged = self.forger(torch.rand(count, _NOISE, device=self.low.device))
+        images: torch.Tensor = self.low + (self.high - self.low) * forged
+        return images.reshape(count, *self.shape)
+
+    def _keep_features(self, layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        del layer
+        self.features = inputs[0]
