@@ -22,7 +22,7 @@ from pydantic import Field
 from torch.nn import functional
 
 from clients.dpcgan_clipping import clipped_sum
-from clients.dpcgan_nets import Networks, paper, small, with_classes
+from clients.dpcgan_nets import Networks, paper, small
 from clients.generation import Bill, PrivateRecords
 from fl_sim.config import Settings
 from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid
@@ -112,7 +112,7 @@ class DpCgan(Settings):
 
 
 class _Training:
-    """The state of one client's training. ``views`` and ``shown`` alone are private; all else is released."""
+    """The state of one client's training. ``shown`` and ``known`` alone are private; all else is released."""
 
     def __init__(
         self, settings: DpCgan, records: PrivateRecords, counts: NDArray[np.int64], bill: Bill, noise: Noise
@@ -139,7 +139,7 @@ class _Training:
         places[present] = np.arange(len(present))
         labels = places[records.labels.numpy()]
         self.known = labels >= 0
-        self.shown = with_classes(self.nets.view(records.inputs), self._one_hot(np.maximum(labels, 0)))
+        self.shown = self.nets.join(self.nets.view(records.inputs), self._one_hot(np.maximum(labels, 0)))
 
     def _networks(self, shape: tuple[int, ...]) -> Networks:
         settings = self.settings
@@ -176,14 +176,14 @@ class _Training:
         coins = self.noise.uniform(count, purpose="classes of fakes", server_round=step)
         shares = np.cumsum(self.counts) / self.counts.sum()
         classes = self._one_hot(np.searchsorted(shares[:-1], coins, side="right"))
-        made = self.nets.generator(with_classes(torch.from_numpy(latent).float().view(count, latent_dim), classes))
-        return with_classes(made, classes)
+        made = self.nets.generator(self.nets.join(torch.from_numpy(latent).float().view(count, latent_dim), classes))
+        return self.nets.join(made, classes)
 
     def generator_step(self) -> None:
         """Let G's fakes pass better with D (non-saturating loss). Touches nothing private."""
         nets = self.nets
         made, classes = self._fakes(self.settings.generator_batch_size)
-        scores = nets.discriminator(with_classes(made, classes))
+        scores = nets.discriminator(nets.join(made, classes))
         weights = list(nets.generator.parameters())
         self.generator_adam.step(torch.autograd.grad(functional.softplus(-scores).mean(), weights))
         self.generator_steps += 1
@@ -196,7 +196,7 @@ class _Training:
     def _fakes(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         shares = torch.from_numpy(self.counts / self.counts.sum())
         classes = self._one_hot(torch.multinomial(shares, count, replacement=True).numpy())
-        return self.nets.generator(with_classes(torch.randn(count, self.settings.latent_dim), classes)), classes
+        return self.nets.generator(self.nets.join(torch.randn(count, self.settings.latent_dim), classes)), classes
 
     def draw_samples(self, done: float) -> None:
         """Draw what is due when a share ``done`` of training is over: equal parts, evenly spaced after the warm-up."""
@@ -204,7 +204,7 @@ class _Training:
             classes = self.classes[self.due[len(self.made)]]
             latent = torch.randn(len(classes), self.settings.latent_dim)
             with torch.no_grad():
-                self.made.append(self.average(with_classes(latent, classes)))
+                self.made.append(self.average(self.nets.join(latent, classes)))
 
     def samples(self) -> torch.Tensor:
         """Return as many records of each class as its count says, in order of class."""

@@ -26,19 +26,32 @@ class Networks:
     """A pair of networks. Classes are one-hot, (n, classes), and of no width where there is one class only.
 
     ``view``: what D sees of records, (n, *shape) in [-1, 1]: a public map of each record by itself.
-    ``discriminator``: ``with_classes(view, classes)`` -> scores, (n, 1); real is high.
-    ``generator``: ``with_classes(latent, classes)`` -> views.
+    ``join``: what the networks take: (views or latent vectors, classes) -> one tensor.
+    ``discriminator``: joined views -> scores, (n, 1); real is high.
+    ``generator``: joined latent vectors -> views.
     ``render``: views as G makes them -> records.
     """
 
     view: Map
+    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     discriminator: nn.Sequential
     generator: nn.Module
     render: Map
 
 
-def with_classes(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
-    """Return (n, channels, ...) with a further channel for every class: one where the row is of that class."""
+def gated(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """Return (n, classes x (d + 1)): the values and a one in the place of the row's class, zeros in all others.
+
+    So every class has first-layer weights of its own, which records of other classes do not move: joined to the values
+    as a few more inputs, classes are hardly noticed before the budget is spent.
+    """
+    if not classes.shape[1]:
+        return values
+    return (classes[:, :, None] * functional.pad(values, (0, 1), value=1.0)[:, None]).flatten(1)
+
+
+def with_planes(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """Return (n, channels + classes, ...): a further channel for every class, one where the row is of that class."""
     planes = classes.reshape(*classes.shape, *[1] * (values.ndim - 2)).expand(-1, -1, *values.shape[2:])
     return torch.cat([values, planes], 1)
 
@@ -67,11 +80,18 @@ def small(shape: Shape, num_classes: int, latent_dim: int, resolution: int, widt
         return 2 * torch.sigmoid(logits) - 1
 
     discriminator = nn.Sequential(
-        nn.Linear(size + num_classes, wide), nn.LeakyReLU(0.2),
+        _first_layer(size, num_classes, wide), nn.LeakyReLU(0.2),
         nn.Linear(wide, wide), nn.LeakyReLU(0.2),
         nn.Linear(wide, 1),
     )  # fmt: skip
-    return Networks(view, discriminator, _SmallGenerator(latent_dim, num_classes, wide_g, size), render)
+    return Networks(view, gated, discriminator, _SmallGenerator(latent_dim, num_classes, wide_g, size), render)
+
+
+def _first_layer(num_inputs: int, num_classes: int, width: int, *, bias: bool = True) -> nn.Linear:
+    """Return a linear layer on gated inputs, with weights as large as if each class had a layer to itself."""
+    layer = nn.Linear((num_inputs + 1) * num_classes if num_classes else num_inputs, width, bias=bias)
+    nn.init.uniform_(layer.weight, -(num_inputs**-0.5), num_inputs**-0.5)
+    return layer
 
 
 class _SmallGenerator(nn.Module):
@@ -83,15 +103,15 @@ class _SmallGenerator(nn.Module):
     def __init__(self, latent_dim: int, num_classes: int, width: int, size: int) -> None:
         super().__init__()
         self.curved = nn.Sequential(
-            nn.Linear(latent_dim + num_classes, width), nn.ReLU(),
+            _first_layer(latent_dim, num_classes, width), nn.ReLU(),
             nn.Linear(width, width), nn.ReLU(),
             nn.Linear(width, size),
         )  # fmt: skip
-        self.straight = nn.Linear(latent_dim + num_classes, size, bias=False)
+        self.straight = _first_layer(latent_dim, num_classes, size, bias=False)
         nn.init.normal_(self.straight.weight, std=_SPREAD / latent_dim**0.5)
 
     def forward(self, latent: torch.Tensor) -> torch.Tensor:
-        """Map (n, latent and classes) to views in (0, 1)."""
+        """Map gated latent vectors to views in (0, 1)."""
         return torch.sigmoid(2 * (self.curved(latent) + self.straight(latent)))
 
 
@@ -133,4 +153,4 @@ def paper(shape: Shape, num_classes: int, latent_dim: int) -> Networks:
         nn.ConvTranspose2d(64, 32, 4, 2, 1, bias=False), nn.InstanceNorm2d(32, affine=True), nn.ReLU(),
         nn.ConvTranspose2d(32, shape[0], 4, 2, 1), nn.Tanh(),
     )  # fmt: skip
-    return Networks(view, discriminator, generator, render)
+    return Networks(view, with_planes, discriminator, generator, render)

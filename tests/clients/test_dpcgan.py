@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from clients import dpcgan
 from clients.dpcgan import DpCgan
 from clients.generation import Bill, PrivateRecords
-from fl_sim.privacy.accounting import ORDERS
-from fl_sim.privacy.audit import noise_calibration
+from fl_sim.privacy.accounting import ORDERS, delta_profile
+from fl_sim.privacy.audit import EPSILONS, audit_profile, noise_calibration, run_mechanism
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.types import RunError
 
@@ -203,7 +203,7 @@ def test_the_fakes_do_not_depend_on_the_private_labels(steps: list[Step]) -> Non
 def test_fake_classes_follow_the_released_counts(steps: list[Step]) -> None:
     records = records_of(*[0] * 4000)
     release(records=records, counts=counts_of(100, 0, 300), bill=Bill(BILL.event, 1, 1.0, 1.0))
-    shares = steps[0].fake[:, -2:].mean(0)
+    shares = steps[0].fake.view(-1, 2, 65)[:, :, -1].mean(0)
     assert shares.tolist() == pytest.approx([0.25, 0.75], abs=0.03)
 
 
@@ -308,7 +308,7 @@ def test_samples_are_drawn_throughout_training_and_each_is_of_its_class(monkeypa
 
     def made(latent_and_class: torch.Tensor) -> torch.Tensor:
         drawn_at.extend([now] * len(latent_and_class))
-        return latent_and_class[:, -3:].argmax(1, keepdim=True) / 2 * torch.ones(64)
+        return latent_and_class.view(-1, 3, 11)[:, :, -1].argmax(1, keepdim=True) / 2 * torch.ones(64)
 
     monkeypatch.setattr(training, "average", made)
     for percent in range(1, 101):
@@ -326,6 +326,35 @@ def test_fewer_samples_than_snapshots_are_spread_over_all_of_training() -> None:
     assert not training.made
     training.draw_samples(1.0)
     assert len(training.samples()) == 5
+
+
+def audited_step(world: int, run: int, *, noise_share: float) -> NDArray[np.float64]:
+    """Return a D step's noised sum, in clipping norms: without a record (it counts as zero), and with it."""
+    torch.manual_seed(0)
+    settings = DpCgan(discriminator_width=2, generator_width=2, latent_dim=2)
+    record = PrivateRecords(torch.full((1, 3), OUTLIER if world else math.nan), torch.zeros(1, dtype=torch.int64), 1)
+    bill = Bill(AUDITED, 1, noise_share, 1.0)
+    training = dpcgan._Training(settings, record, counts_of(1), bill, Noise.seeded(run))
+    released: list[torch.Tensor] = []
+    training.discriminator_adam.step = released.extend  # type: ignore[method-assign]
+    training.discriminator_step(0)
+    vector: NDArray[np.float64] = torch.cat([part.flatten() for part in released]).double().numpy()
+    return vector
+
+
+OUTLIER = -1e4  # the sign that a fresh D takes for a fake, so that its gradient is long
+AUDITED = dp_event.GaussianDpEvent(1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise_share", [1.0, 0.5])
+def test_an_audit_of_the_discriminator_step_finds_what_the_bill_says_and_notices_half_the_noise(
+    noise_share: float,
+) -> None:
+    outputs = run_mechanism(partial(audited_step, noise_share=noise_share), 1500)
+    audit = audit_profile(*outputs, delta_profile([AUDITED], EPSILONS))
+    assert audit.refuted == (noise_share < 1)
+    assert audit.power > 0.85
 
 
 def test_nothing_asked_for_nothing_made() -> None:

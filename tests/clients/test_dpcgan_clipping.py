@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from clients import dpcgan_clipping
 from clients.dpcgan_clipping import clipped_sum
-from clients.dpcgan_nets import paper, small, with_classes
+from clients.dpcgan_nets import paper, small
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -17,7 +17,7 @@ def small_case(pairs: int, classes: int = 3) -> tuple[nn.Sequential, Batch]:
     torch.manual_seed(0)
     nets = small((1, 8, 8), classes, latent_dim=4, resolution=8, widths=(12, 12))
     one_hot = torch.eye(3)[torch.randint(3, (2, pairs))][..., :classes]
-    real, fake = (with_classes(torch.rand(pairs, 64), one_hot[half]) for half in range(2))
+    real, fake = (nets.join(torch.rand(pairs, 64), one_hot[half]) for half in range(2))
     return nets.discriminator, (real, fake)
 
 
@@ -25,7 +25,7 @@ def paper_case(pairs: int) -> tuple[nn.Sequential, Batch]:
     torch.manual_seed(0)
     nets = paper((1, 28, 28), 2, latent_dim=4)
     classes = torch.eye(2)[torch.randint(2, (2, pairs))]
-    real, fake = (with_classes(nets.view(torch.rand(pairs, 1, 28, 28) * 2 - 1), classes[half]) for half in range(2))
+    real, fake = (nets.join(nets.view(torch.rand(pairs, 1, 28, 28) * 2 - 1), classes[half]) for half in range(2))
     return nets.discriminator, (real, fake)
 
 
