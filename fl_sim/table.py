@@ -23,7 +23,7 @@ from fl_sim.experiment import (
     with_overrides,
 )
 from fl_sim.simulation import short_form
-from fl_sim.table_words import caption, data_label, label, text
+from fl_sim.table_words import caption, data_label, differences, label, method, text
 from fl_sim.types import UserError
 
 PRESETS = Path(__file__).parent / "presets"
@@ -32,15 +32,21 @@ AXES = ("algorithm", "data", "partition", "seed")
 
 CENTRALIZED: Mapping[str, Any] = {
     "algorithm": "centralized", "partition": "iid", "clients": 1, "sampler": "full", "aggregator": "mean",
+    "preprocess": "none",
 }  # fmt: skip
 """What makes an experiment the upper bound, whatever the split and the clients of its column are."""
 
-FEDAVG: Mapping[str, Any] = {"algorithm": "fedavg"}
+FEDAVG: Mapping[str, Any] = {"algorithm": "fedavg", "preprocess": "none"}
 """What stands in for the upper bound where the head of its column is worked out."""
+
+_IN_THE_NAME = ("algorithm", "preprocess")
 
 
 class TableSettings(Settings):
-    """``base``: settings of every cell; ``grid``: lists of values by key; ``centralized`` adds the upper-bound row."""
+    """``base``: settings of every cell; ``grid``: lists of values by key; ``centralized`` adds the upper-bound row.
+
+    An entry of ``grid.algorithm`` may set more than the algorithm: ``{algorithm = "fedavg", preprocess = "da-fl"}``.
+    """
 
     base: dict[str, Any] = Field(default_factory=dict)
     grid: dict[str, Any] = Field(default_factory=dict)
@@ -114,20 +120,13 @@ def plan_table(settings: TableSettings, data_root: Path | None = None) -> Plan:
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"grid.{key} = {values!r}: give a list of one or more values, such as {key} = [{values!r}]")
-    extra = [key for key in grid if key not in AXES]
+    placed = [(point, *_placed(settings, point, data_root)) for point in _points(settings, grid)]
+    varied = differences([experiment for *_, experiment in placed])
     cells: dict[tuple[str, str, int], Cell] = {}
     bounds: dict[str, None] = {}
-    for point in _points(settings, grid):
-        is_bound = _is_centralized(point["algorithm"])
-        experiment = _experiment(
-            settings.base, _outside(point, ["algorithm"], FEDAVG) if is_bound else point, data_root
-        )
-        column = f"{data_label(experiment.data)} {label(experiment.partition)}"
-        if is_bound:
-            experiment = _experiment(settings.base, _outside(point, CENTRALIZED, CENTRALIZED), data_root)
-        shown = [key for key in extra if not (is_bound and key.split(".")[0] in CENTRALIZED)]
-        row = ", ".join([label(experiment.algorithm), *(f"{key}={text(point[key])}" for key in shown)])
-        if is_bound:
+    for point, column, experiment in placed:
+        row = ", ".join([method(experiment, varied), *_further(point)])
+        if _is_centralized(point["algorithm"]):
             bounds[row] = None
         place = (row, column, experiment.seed)
         cell = Cell(*place, experiment, _directory(experiment, data_root))
@@ -148,18 +147,48 @@ def _points(settings: TableSettings, grid: Mapping[str, list[Any]]) -> Iterable[
         axes.setdefault(
             axis, [settings.base.get(axis, default if isinstance(default, str | int) else short_form(default))]
         )
-    algorithms = [*axes.pop("algorithm"), *(["centralized"] if settings.centralized else [])]
+    methods = [_together(entry, grid) for entry in axes.pop("algorithm")]
+    methods += [{"algorithm": "centralized"}] if settings.centralized else []
     extra = [key for key in axes if key not in AXES]
     order = [*extra, "data", "partition", "seed"]
-    for algorithm in algorithms:
+    for one in methods:
         for values in itertools.product(*(axes[key] for key in order)):
-            yield {"algorithm": algorithm, **dict(zip(order, values, strict=True))}
+            yield {**one, **dict(zip(order, values, strict=True))}
+
+
+def _placed(settings: TableSettings, point: Mapping[str, Any], data_root: Path | None) -> tuple[str, Experiment]:
+    """Return a point's column and experiment."""
+    is_bound = _is_centralized(point["algorithm"])
+    experiment = _experiment(settings.base, _outside(point, FEDAVG, FEDAVG) if is_bound else point, data_root)
+    column = f"{data_label(experiment.data)} {label(experiment.partition)}"
+    if is_bound:
+        experiment = _experiment(settings.base, _outside(point, CENTRALIZED, CENTRALIZED), data_root)
+    return column, experiment
+
+
+def _further(point: Mapping[str, Any]) -> list[str]:
+    """Return what a row's name must say besides the method: all that spans the table and is in no column."""
+    named = {*AXES, *(CENTRALIZED if _is_centralized(point["algorithm"]) else _IN_THE_NAME)}
+    return [f"{key}={text(value)}" for key, value in _flat(point) if key.split(".")[0] not in named]
+
+
+def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an entry of ``grid.algorithm``: an algorithm, or a table that sets it and more."""
+    if not isinstance(entry, dict) or "kind" in entry or not set(entry) & set(Experiment.model_fields):
+        return {"algorithm": entry}
+    spanned = {key.split(".")[0] for key in grid} - {"algorithm"} | {"data", "partition", "seed"}
+    if twice := sorted(set(entry) & spanned):
+        raise UserError(
+            f"an entry of grid.algorithm sets {', '.join(twice)}, which spans the table as well: entries are for what "
+            "belongs to a method, such as algorithm, preprocess or aggregator"
+        )
+    return {"algorithm": "fedavg", **entry}
 
 
 def _experiment(base: Mapping[str, Any], point: Mapping[str, Any], data_root: Path | None) -> Experiment:
     """Return one cell's experiment, checked as far as that is possible without running it."""
     try:
-        table = {**base, **{key: value for key, value in point.items() if "." not in key}}
+        table = _laid_over(base, {key: value for key, value in point.items() if "." not in key})
         table = with_overrides(table, [f"{key}={value}" for key, value in point.items() if "." in key])
         experiment = resolved(experiment_from(table), data_root)
         client_shards(experiment, data_root)
@@ -168,6 +197,15 @@ def _experiment(base: Mapping[str, Any], point: Mapping[str, Any], data_root: Pa
         where = ", ".join(f"{key}={text(value)}" for key, value in point.items())
         raise UserError(f"cell {where}: {error}") from error
     return experiment
+
+
+def _laid_over(base: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with ``point`` over it; a table without a kind changes some keys of the one in ``base``."""
+    merged = {**base, **point}
+    for key, value in point.items():
+        if isinstance(value, dict) and "kind" not in value and isinstance(base.get(key), dict):
+            merged[key] = {**base[key], **value}
+    return merged
 
 
 def _is_centralized(algorithm: Any) -> bool:
@@ -194,5 +232,5 @@ def _directory(experiment: Experiment, data_root: Path | None) -> str:
     records = [len(dataset.train), len(dataset.test), dataset.note]
     digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]
     split = "" if experiment.algorithm.kind == "centralized" else short_form(experiment.partition)
-    readable = f"{label(experiment.algorithm)} {experiment.data} {split} seed {experiment.seed}"
+    readable = f"{method(experiment)} {experiment.data} {split} seed {experiment.seed}"
     return f"{re.sub(r'[^a-z0-9.]+', '-', readable.lower())[:80].strip('-.')}-{digest}"

@@ -1,10 +1,11 @@
 """How methods, splits and settings are written in a table: names of rows and columns, and the caption."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from clients.dafl import DaFl, NoPreprocess
 from fl_sim.config import Settings, field_defaults
 from fl_sim.data import load
 from fl_sim.experiment import Experiment
@@ -18,6 +19,7 @@ _DATA = {
     "cifar100": "CIFAR-100",
     "svhn": "SVHN",
 }
+_NAMES = {"Scaffold": "SCAFFOLD", "DaFl": "DA-FL"}
 
 
 def data_label(name: str) -> str:
@@ -25,17 +27,52 @@ def data_label(name: str) -> str:
     return _DATA.get(name, name)
 
 
-def label(settings: Any) -> str:
-    """Return how a method or a split is written in the table, with the parameters that are not the default."""
-    defaults = field_defaults(type(settings))
-    values = {name: getattr(settings, name) for name in defaults}
-    changed = {name: value for name, value in values.items() if value != defaults[name]}
+def method(experiment: Experiment, varied: Collection[str] = ()) -> str:
+    """Return how a method is written in the table: what clients do beforehand, and the algorithm.
+
+    ``varied``: parameters of the former that are named even where they have their default value.
+    """
+    name = label(experiment.algorithm)
+    if isinstance(experiment.preprocess, NoPreprocess):
+        return name
+    return f"{label(experiment.preprocess, varied)} + {name}"
+
+
+def differences(experiments: Iterable[Experiment]) -> frozenset[str]:
+    """Return the parameters in which the preprocessing of ``experiments`` differs: each row must say its own."""
+    chosen = [e.preprocess for e in experiments if isinstance(e.preprocess, DaFl)]
+    return frozenset(name for name in DaFl.model_fields if len({str(getattr(one, name)) for one in chosen}) > 1)
+
+
+def label(settings: Any, also: Collection[str] = ()) -> str:
+    """Return how an algorithm, a preprocessing or a split is written, with the parameters that are not the default.
+
+    ``also``: parameters to name in any case.
+    """
+    changed = _changed(settings, also)
     if isinstance(settings, Settings):
-        name = {"Scaffold": "SCAFFOLD"}.get(type(settings).__name__, type(settings).__name__)
+        name = _NAMES.get(type(settings).__name__, type(settings).__name__)
     else:
         name = _split_name(settings)
-        changed.pop(next(name for name in defaults if name != "kind"), None)
-    return name + (f" ({', '.join(f'{name}={value}' for name, value in changed.items())})" if changed else "")
+        changed.pop(next(name for name in field_defaults(type(settings)) if name != "kind"), None)
+    return name + _in_brackets(changed)
+
+
+def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
+    """Return the parameters that are not the default, and those in ``also``."""
+    values = {name: (getattr(settings, name), default) for name, default in field_defaults(type(settings)).items()}
+    return {name: value for name, (value, default) in values.items() if value != default or name in also}
+
+
+def _in_brackets(changed: Mapping[str, Any]) -> str:
+    return f" ({', '.join(f'{name}={_short(value)}' for name, value in changed.items())})" if changed else ""
+
+
+def _short(value: Any) -> str:
+    """Return a parameter's value; settings inside settings by their kind and what is not the default in them."""
+    if isinstance(value, Settings):
+        return f"{getattr(value, 'kind', type(value).__name__)}{_in_brackets(_changed(value))}"
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
 def _split_name(scheme: Scheme) -> str:
@@ -49,6 +86,8 @@ def _split_name(scheme: Scheme) -> str:
 
 def text(value: Any) -> str:
     """Return a grid's value as it is written in a row's name."""
+    if isinstance(value, float):
+        return _short(value)
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -65,6 +104,7 @@ def caption(experiments: Sequence[Experiment], data_root: Path | None, *, has_bo
     return (
         f"Test accuracy in percent, {spread}. {measures}.",
         f"{_values(data_label(e.data) for e in experiments)}; {_federation(experiments)}; {_training(experiments)}.",
+        *_preprocessing([e.preprocess for e in experiments if isinstance(e.preprocess, DaFl)]),
         *(f"{data_label(name)} here: {note}." for name, note in notes.items() if note),
         *([bound] if has_bound else []),
     )
@@ -86,6 +126,23 @@ def _training(experiments: Sequence[Experiment]) -> str:
         f"{_values(one.learning_rate for one in local)} ({_values(short_form(one.schedule) for one in local)}), "
         f"momentum {_values(one.momentum for one in local)}, weight decay {_values(one.weight_decay for one in local)}"
     )
+
+
+def _preprocessing(chosen: Sequence[DaFl]) -> list[str]:
+    if not chosen:
+        return []
+    epsilon, gamma = _values(_short(one.epsilon) for one in chosen), _values(_short(_gammas(one)) for one in chosen)
+    delta, trained_on = _values(_short(one.delta) for one in chosen), _values(one.train_on for one in chosen)
+    line = (
+        f"DA-FL: before the first round every client releases synthetic records, gamma = {gamma} times as many as it "
+        f"holds, made by {_values(one.generator.kind for one in chosen)} within a budget of epsilon = {epsilon} at "
+        f"delta = {delta} for labels and generator together; clients train on {trained_on} records."
+    )
+    return [line]
+
+
+def _gammas(chosen: DaFl) -> Any:
+    return chosen.client_gammas or chosen.gamma
 
 
 def _values(values: Iterable[Any]) -> str:

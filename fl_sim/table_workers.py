@@ -33,6 +33,14 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Preparing:
+    """Something happens before a run's first round: ``what`` it is, in words."""
+
+    name: str
+    what: str
+
+
+@dataclass(frozen=True)
 class RoundDone:
     """A run finished a round."""
 
@@ -56,7 +64,7 @@ class Failed:
     error: str
 
 
-Event: TypeAlias = Started | RoundDone | Finished | Failed
+Event: TypeAlias = Started | Preparing | RoundDone | Finished | Failed
 
 
 def finished_result(directory: Path) -> dict[str, Any] | None:
@@ -171,7 +179,8 @@ class _Told:
         self._connection.send(Started(self._name, first_round))
 
     def preparing(self, what: str) -> None:
-        """Tell nothing: rounds are news enough."""
+        """Tell what happens before the first round."""
+        self._connection.send(Preparing(self._name, what))
 
     def replied(self, replies: int) -> None:
         """Tell nothing: rounds are news enough."""

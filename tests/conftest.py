@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _own_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep pools of synthetic records from going from one test to the next, and out of the user's cache."""
+    monkeypatch.setenv("FL_SIM_POOLS", str(tmp_path / ".pools"))
 
 
 class Bowl(nn.Module):

@@ -18,7 +18,7 @@ from fl_sim.report.table import MEASURES, SeedResult, Table, as_json, markdown, 
 from fl_sim.report.table_progress import TableProgress
 from fl_sim.table import PRESETS, Cell, Plan, TableSettings, plan_table, preset_names, read_settings
 from fl_sim.table_words import data_label
-from fl_sim.table_workers import Event, Failed, Finished, RoundDone, Started, run_all
+from fl_sim.table_workers import Event, Failed, Finished, Preparing, RoundDone, Started, run_all
 from fl_sim.types import RunError, UserError
 
 CELLS = "cells"
@@ -42,7 +42,9 @@ def table(
     table.md, table.csv, table.tex and table.json after every cell, and a run directory for each under DIR/cells.
 
     A FILE has [base], settings as for 'fl-sim run', and [grid], lists of values: algorithm, data, partition, seed or
-    any other setting. centralized = false leaves out the upper bound. A key=value takes a list where the grid has one.
+    any other setting. An entry of algorithm may set more than that, such as {algorithm = "fedavg", preprocess = {kind =
+    "da-fl", epsilon = 10}}. centralized = false leaves out the upper bound. A key=value takes a list where the grid has
+    one.
 
     For example:
 
@@ -90,7 +92,8 @@ class _Board:
     def table(self) -> Table:
         plan = self.plan
         results = tuple(self._result(cell) for cell in plan.cells)
-        return Table(plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, self.settings.model_dump())
+        settings = json.loads(self.settings.model_dump_json())  # unlike model_dump it leaves no inf, which is no JSON
+        return Table(plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings)
 
     def _result(self, cell: Cell) -> SeedResult:
         place = (cell.row, cell.column, cell.seed)
@@ -143,6 +146,8 @@ def _tell(progress: TableProgress, label: str, event: Event) -> None:
     match event:
         case Started(first_round=first_round):
             progress.started(label, first_round)
+        case Preparing(what=what):
+            progress.preparing(label, what)
         case RoundDone(record=record):
             progress.finished_round(label, record)
         case Finished(result=result):

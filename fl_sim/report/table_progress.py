@@ -59,6 +59,13 @@ class TableProgress:
             self._cells[cell] = self._bars.add_task(cell, total=self._rounds[cell], completed=first_round - 1, text="")
         self._update()
 
+    def preparing(self, cell: str, what: str) -> None:
+        """Show what happens before a cell's first round. One cell makes a pool, others that need the same wait."""
+        if cell in self._cells:
+            self._bars.update(self._cells[cell], text=f"{what} (once for all cells that need the same)")
+        else:
+            self.say(f"{cell}: before the first round {what} (once for all cells that need the same)")
+
     def finished_round(self, cell: str, record: RoundRecord) -> None:
         """Show a cell's round."""
         self._done[cell] = record.round

@@ -1,5 +1,6 @@
 """Grids: which cells they make, what the cells are called, and what is refused before anything runs."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,85 @@ def test_directories_depend_on_settings_but_not_on_the_engine() -> None:
     assert one.startswith("fedavg-digits-label-1-seed-0-")
     assert list(plan_table(settings(base={"engine": "auto"})).runs) == [one]
     assert list(plan_table(settings(base={"rounds": 2})).runs) != [one]
+
+
+DA_FL = {"algorithm": "fedavg", "preprocess": {"kind": "da-fl"}}
+
+
+def da_fl(**parameters: Any) -> dict[str, Any]:
+    return {"algorithm": "fedavg", "preprocess": {"kind": "da-fl", **parameters}}
+
+
+def test_an_entry_may_set_an_algorithm_and_what_clients_do_beforehand() -> None:
+    plan = plan_table(
+        settings(
+            centralized=True, algorithm=["fedavg", da_fl(), {**da_fl(), "algorithm": {"kind": "fedprox", "mu": 1}}]
+        )
+    )
+    assert plan.rows == ("FedAvg", "DA-FL + FedAvg", "DA-FL + FedProx (mu=1)", "Centralized")
+    kinds = {cell.row: cell.experiment.preprocess.kind for cell in plan.cells}
+    assert list(kinds.values()) == ["none", "da-fl", "da-fl", "none"]
+    assert [name[:21] for name in plan.runs][1] == "da-fl-fedavg-digits-l"
+
+
+def test_parameters_off_their_default_and_those_that_vary_are_named() -> None:
+    plan = plan_table(settings(algorithm=[da_fl(gamma=0.01, labels="geometric:0.5")]))
+    assert plan.rows == ("DA-FL (gamma=0.01, labels=geometric (epsilon=0.5)) + FedAvg",)
+    nested = {"kind": "dp-cgan", "batch_size": 64}
+    plan = plan_table(settings(algorithm=[da_fl(epsilon=math.inf), da_fl(generator=nested), da_fl()]))
+    assert plan.rows == (
+        "DA-FL (epsilon=inf, generator=dp-cgan) + FedAvg",
+        "DA-FL (epsilon=10, generator=dp-cgan (batch_size=64)) + FedAvg",
+        "DA-FL (epsilon=10, generator=dp-cgan) + FedAvg",
+    )
+
+
+def test_a_grid_over_a_parameter_of_the_preprocessing_leaves_the_upper_bound_alone(tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text(
+        '[base]\nmodel = "logistic"\npreprocess = {kind = "da-fl", gamma = 0.1}\n'
+        '[grid]\n"preprocess.epsilon" = [1, 10, inf]\n'
+    )
+    plan = plan_table(read_settings(file, []))
+    assert plan.rows == tuple(
+        [f"DA-FL (epsilon={epsilon}, gamma=0.1) + FedAvg" for epsilon in (1, 10, "inf")] + ["Centralized"]
+    )
+    assert len(plan.runs) == 4
+
+
+def test_further_settings_of_an_entry_are_named_and_change_single_keys_of_the_base() -> None:
+    base = {"local": {"learning_rate": 0.5}}
+    plan = plan_table(settings(base=base, algorithm=["fedavg", {"algorithm": "fedavg", "local": {"epochs": 3}}]))
+    assert plan.rows == ("FedAvg", "FedAvg, local.epochs=3")
+    local = plan.cells[-1].experiment.local
+    assert (local.epochs, local.learning_rate) == (3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ({"algorithm": [DA_FL], "preprocess": ["none"]}, "sets preprocess, which spans the table as well"),
+        ({"algorithm": [DA_FL], "preprocess.gamma": [0.1]}, "sets preprocess, which spans the table as well"),
+        ({"algorithm": [{**DA_FL, "seed": 1}]}, "sets seed, which spans the table"),
+        ({"algorithm": [{**DA_FL, "preproces": "none"}]}, "unknown key 'preproces'.*did you mean 'preprocess'"),
+        ({"algorithm": [{**DA_FL, "algorithm": "centralized"}], "x": [1]}, "unknown key 'x'"),
+    ],
+)
+def test_entries_that_contradict_the_table_are_refused(grid: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan_table(settings(**grid))
+
+
+def test_an_entry_for_the_upper_bound_loses_its_preprocessing() -> None:
+    (cell,) = plan_table(settings(algorithm=[{**DA_FL, "algorithm": "centralized"}])).cells
+    assert (cell.row, cell.experiment.preprocess.kind) == ("Centralized", "none")
+
+
+def test_the_caption_says_what_the_preprocessing_is() -> None:
+    told = " ".join(plan_table(settings(algorithm=["fedavg", da_fl(), da_fl(gamma=0.5, epsilon=math.inf)])).caption)
+    for fact in ("gamma = 0.05, 0.5 times", "dp-cgan", "epsilon = 10, inf at delta = 1e-05", "own-and-synthetic"):
+        assert fact in told
+    assert "DA-FL" not in " ".join(plan_table(settings()).caption)
 
 
 def test_caption_states_the_setting() -> None:

@@ -123,6 +123,43 @@ def test_a_worker_that_dies_costs_one_cell(
     assert "| FedAvg, model=logistic | **" in printed.out
 
 
+DA_FL = """
+[base]
+model = "logistic"
+rounds = 1
+partition = "label-1"
+[grid]
+algorithm = [
+    "fedavg",
+    {algorithm = "fedavg", preprocess = {kind = "da-fl", generator = "mean-embedding"}},
+    {algorithm = "scaffold", preprocess = {kind = "da-fl", generator = "mean-embedding"}},
+    {algorithm = "fedavg", preprocess = {kind = "da-fl", generator = "mean-embedding", epsilon = inf}},
+]
+"""
+
+
+def test_rows_with_synthetic_records_share_a_pool_and_say_what_is_protected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "grid.toml").write_text(DA_FL)
+    out = tmp_path / "out"
+    assert typed(monkeypatch, str(tmp_path / "grid.toml"), "--jobs", "2", "--out", str(out)) == 0
+    printed = capsys.readouterr()
+    assert "| DA-FL (epsilon=10, generator=mean-embedding) + SCAFFOLD |" in printed.out
+    assert "No privacy guarantee: FedAvg, DA-FL (epsilon=inf, generator=mean-embedding) + FedAvg" in printed.out
+    (line,) = [line for line in printed.out.splitlines() if line.startswith("Privacy per record, delta 1e-05: ")]
+    assert "DA-FL (epsilon=10, generator=mean-embedding) + SCAFFOLD epsilon 9.9. It covers: the pool" in line
+    assert "The main task is NOT private" in line
+    assert "before the first round clients make synthetic records" in printed.err
+
+    results = [json.loads(path.read_text()) for path in out.glob("cells/da-fl-*/result.json")]
+    finite = [result["preprocess"] for result in results if result["privacy"][0]["epsilon"] is not None]
+    assert sorted(made["reused"] for made in finite) == [False, True]
+    assert len({made["pool"] for made in finite}) == 1
+    assert len(list(out.glob("cells/da-fl-*/samples.png"))) == 3
+    json.loads(table_of(out), parse_constant=pytest.fail)  # inf is no JSON
+
+
 def test_ctrl_c_stops_at_once_prints_what_is_finished_and_leaves_no_process(tmp_path: Path) -> None:
     process = started(*LONG, "--jobs", "2", "--out", str(tmp_path))
     wait_for_a_round(tmp_path, process, 2)

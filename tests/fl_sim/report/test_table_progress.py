@@ -35,6 +35,23 @@ def test_cells_finished_earlier_say_nothing_about_the_time_left() -> None:
     assert stream.getvalue() == "[1/2] a: last 50.0 %\n"
 
 
+def test_what_a_cell_does_before_its_first_round_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    with TableProgress({"a": 2}, stream) as progress:
+        progress.started("a", 1)
+        progress.preparing("a", "clients make records")
+    told = "clients make records (once for all cells that need the same)"
+    assert stream.getvalue() == f"a: before the first round {told}\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    stream = io.StringIO()
+    with TableProgress({"a": 2}, stream) as progress:
+        progress.started("a", 1)
+        progress.preparing("a", "clients make records")
+        progress._bars.refresh()
+        assert told in stream.getvalue()
+
+
 def test_a_terminal_gets_a_live_view_of_running_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
