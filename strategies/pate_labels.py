@@ -92,8 +92,8 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
 
     Every query is charged before its noise is drawn. The same ledger and noise give the same labels again at no cost,
     if the counts are the same. That a query without an answer pays for its test alone is a privacy filter (Feldman and
-    Zrnic 2021): sound because the budget is fixed beforehand, and the budget is what strictly holds where it was not used
-    up. Raises UserError where the counts are not votes.
+    Zrnic 2021): sound because the budget is fixed beforehand; where it is not used up, it is still what
+    strictly holds. Raises UserError where the counts are not votes.
     """
     from fl_sim.privacy.pate import valid_counts  # noqa: PLC0415 (the accountants load slowly)
 
