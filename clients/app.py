@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
+from threading import Lock
 
 import torch
 from flwr.app import Context, Message
@@ -12,7 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fl_sim import wire
-from fl_sim.learning import LocalAlgorithm, train
+from fl_sim.cohort import Job, Trainer
+from fl_sim.learning import LocalAlgorithm
+from fl_sim.native.kernel import load_kernel
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.store import load_state, save_state
 from fl_sim.types import LocalSettings, LocalTask, Params, Payloads
@@ -40,6 +43,11 @@ class Site:
     seed: int
     threads: int = 1
 
+    @cached_property
+    def trainer(self) -> Trainer:
+        """Return what trains this experiment's model: the native trainer, or PyTorch."""
+        return Trainer(self.model, load_kernel()[0])
+
 
 SiteFactory = Callable[[str, str], Site]
 """(experiment as JSON, data root) -> Site; expected to remember what it made."""
@@ -50,6 +58,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
     _reuse_freed_memory()
     app = ClientApp()
     unpack = _Unpacker()
+    one_at_a_time = Lock()  # an engine may call from several threads
 
     @app.query()
     def who(message: Message, context: Context) -> Message:
@@ -76,8 +85,10 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
 
     @app.train()
     def train_one_round(message: Message, context: Context) -> Message:
-        order, params, broadcast = unpack(message)
-        site = site_of(order.experiment, order.data_root)
+        with one_at_a_time:
+            order, params, broadcast = unpack(message)
+            site = site_of(order.experiment, order.data_root)
+            trainer = site.trainer
         client = _partition(context)
         inputs, labels = site.records(client, order.synthetic)
         task = LocalTask(
@@ -93,10 +104,9 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
         )
         if torch.get_num_threads() != site.threads:
             torch.set_num_threads(site.threads)
-        plan = site.algorithm.plan(task)
-        seed_torch(site.seed, "local", client, order.server_round)
         generator = rng(site.seed, "batches", client, order.server_round)
-        trained = train(site.model, task, plan, inputs, labels, generator)
+        seeded = partial(seed_torch, site.seed, "local", client, order.server_round)
+        trained = trainer.train(Job(task, site.algorithm.plan(task), inputs, labels, generator, seeded))
         update = site.algorithm.finish(task, trained)
         save_state(Path(order.state_dir), client, order.server_round, update.state)
         return Message(wire.update_content(update.payloads, update.num_examples, update.loss), reply_to=message)

@@ -76,16 +76,6 @@ def train_cohort(model: nn.Module, jobs: Sequence[Job], threads: int) -> list[Tr
         return list(pool.map(trainer.train, jobs))
 
 
-def trainer_summary(model: nn.Module, input_shape: tuple[int, ...], threads: int) -> str:
-    """Return which trainer takes ``model``, and why where it is not the compiled one."""
-    kernel, why_not = load_kernel()
-    if kernel is None:
-        return f"PyTorch trains, one client at a time: there is no native trainer here, {why_not}"
-    if not Trainer(model, kernel).is_native(input_shape):
-        return "PyTorch trains, one client at a time: the native trainer does not know this model's layers"
-    return f"native trainer, {threads} {'thread' if threads == 1 else 'threads'}"
-
-
 def _fits(job: Job) -> bool:
     """Say whether the compiled trainer takes this job, whatever the model."""
     warm = job.plan.momentum_buffers

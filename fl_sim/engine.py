@@ -4,6 +4,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -13,6 +14,8 @@ from flwr.serverapp import Grid
 # set, and Grid.run has this type. tests/fl_sim/test_engine.py fails when a new Flower moves them.
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+
+from fl_sim import wire
 
 CLIENT_RAISED, WORKER_DIED, TOO_LATE = 1, 2, 3
 """Error codes of the replies that stand for a client that did not answer."""
@@ -80,25 +83,50 @@ class LocalGrid(Grid):
 
 
 class InProcessGrid(LocalGrid):
-    """All clients, one after another, in this process: no start-up, and a debugger sees everything.
+    """All clients in this process: no start-up, and a debugger sees everything.
 
-    A client that hangs cannot be interrupted from within its own process; ``timeout`` is looked at between clients.
+    ``workers`` threads train clients side by side, which pays where training lets go of Python's lock; whatever else is
+    asked of clients is answered one after another. A client that hangs cannot be interrupted from within its own
+    process; ``timeout`` is looked at between clients.
     """
 
-    def __init__(self, app: ClientApp, num_clients: int, on_reply: Progress | None = None) -> None:
+    def __init__(self, app: ClientApp, num_clients: int, on_reply: Progress | None = None, *, workers: int = 1) -> None:
         super().__init__(num_clients, on_reply)
         self._app = app
+        self._pool = ThreadPoolExecutor(workers, "client") if workers > 1 else None
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
 
     def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
+
+        def answered(message: Message) -> Message:
+            if time.monotonic() >= deadline:
+                return failure(message, TOO_LATE, f"no answer within {timeout:g} s: its turn did not come")
+            return answer(self._app, message, self.num_clients)
+
+        if self._pool is not None and all(message.metadata.message_type == wire.TRAIN for message in messages):
+            return self._side_by_side(self._pool, answered, messages)
         replies = []
         for message in messages:
-            if time.monotonic() >= deadline:
-                replies.append(failure(message, TOO_LATE, f"no answer within {timeout:g} s: its turn did not come"))
-            else:
-                replies.append(answer(self._app, message, self.num_clients))
+            replies.append(answered(message))
             self._on_reply(len(replies))
         return replies
+
+    def _side_by_side(
+        self, pool: ThreadPoolExecutor, answered: Callable[[Message], Message], messages: Sequence[Message]
+    ) -> list[Message]:
+        running = [pool.submit(answered, message) for message in messages]
+        try:
+            for count, _ in enumerate(as_completed(running), start=1):
+                self._on_reply(count)
+        finally:
+            for left in running:  # by Ctrl-C: those that have begun finish, the others do not begin
+                left.cancel()
+        return [done.result() for done in running]
 
 
 def answer(app: ClientApp, message: Message, num_clients: int) -> Message:

@@ -12,6 +12,7 @@ import numpy as np
 from flwr.clientapp import ClientApp
 
 from clients.app import build_client_app
+from fl_sim.cohort import Trainer
 from fl_sim.data import load
 from fl_sim.engine import InProcessGrid, LocalGrid, Progress
 from fl_sim.experiment import (
@@ -22,12 +23,15 @@ from fl_sim.experiment import (
     Ray,
     build_model,
     client_shards,
+    device_of,
 )
 from fl_sim.learning import to_tensors, train
+from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached
 from fl_sim.seeding import rng
 from fl_sim.site import local_settings, site_of
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, UserError
+from strategies.algorithm import Sharing
 
 RAY_START_SECONDS = 10.0
 """What starting Ray and importing torch in its actors costs (6 to 12 s measured on two cores)."""
@@ -56,6 +60,9 @@ def open_engine(
 ) -> Iterator[tuple[LocalGrid, Choice]]:
     """Start the experiment's engine and give it back afterwards."""
     engine, why = choose(experiment, data_root)
+    is_native = trains_natively(experiment, data_root)
+    workers = workers_of(engine, experiment) if is_native else 1
+    why = f"{why}; {trainer_line(experiment, data_root, workers)}"
     grid: LocalGrid
     if isinstance(engine, Ray):
         if importlib.util.find_spec("ray") is None:
@@ -67,7 +74,7 @@ def open_engine(
         resources = RayResources(engine.actors, engine.cpus, engine.gpus, engine.address, engine.threads)
         grid = RayGrid(client_app, experiment.num_clients, resources, on_reply)
     else:
-        grid = InProcessGrid(client_app(), experiment.num_clients, on_reply)
+        grid = InProcessGrid(client_app(), experiment.num_clients, on_reply, workers=workers)
     try:
         yield grid, Choice(engine.kind, why)
     finally:
@@ -84,11 +91,12 @@ def choose(experiment: Experiment, data_root: Path | None) -> tuple[Engine, str]
     engine = experiment.engine
     if not isinstance(engine, Auto):
         return engine, f"engine {engine.kind}, as asked for"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(cores, max(1, round(experiment.sampler.expected_size(experiment.num_clients))))
+    workers = min(cores(), max(1, round(experiment.sampler.expected_size(experiment.num_clients))))
     alone = InProcess(threads=engine.threads)
     if workers < 2:
         return alone, "engine inprocess: with one client at a time, or one core, there is nothing to share out"
+    if trains_natively(experiment, data_root):
+        return alone, "engine inprocess: the native trainer keeps all cores busy in one process"
     if importlib.util.find_spec("ray") is None:
         return alone, "engine inprocess: Ray is not installed"
     seconds = estimated_seconds(experiment, data_root)
@@ -97,6 +105,35 @@ def choose(experiment: Experiment, data_root: Path | None) -> tuple[Engine, str]
     if parallel < seconds:
         return Ray(actors=workers, threads=engine.threads), f"engine ray: {times}"
     return alone, f"engine inprocess: {times}"
+
+
+def cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def workers_of(engine: Engine, experiment: Experiment) -> int:
+    """Return how many clients ``engine`` trains at a time in this process."""
+    asked = engine.workers if isinstance(engine, InProcess) else 1
+    return min(asked or cores(), experiment.num_clients)
+
+
+def trains_natively(experiment: Experiment, data_root: Path | None) -> bool:
+    """Say whether the native trainer takes this experiment's clients."""
+    if isinstance(experiment.algorithm, Sharing) or device_of(experiment).type != "cpu":
+        return False  # the loss of those that share is not cross-entropy alone
+    dataset = load(experiment.data, data_root)
+    return Trainer(build_model(experiment, dataset), load_kernel()[0]).is_native(dataset.input_shape)
+
+
+def trainer_line(experiment: Experiment, data_root: Path | None, workers: int) -> str:
+    """Return which trainer is used, in words."""
+    if trains_natively(experiment, data_root):
+        return f"native trainer, {workers} {'thread' if workers == 1 else 'threads'}"
+    kernel, why_not = load_kernel()
+    if kernel is None and device_of(experiment).type == "cpu":
+        return f"PyTorch trains: there is no native trainer here, {why_not}"
+    return "PyTorch trains"
 
 
 def estimated_seconds(experiment: Experiment, data_root: Path | None) -> float:

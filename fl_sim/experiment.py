@@ -100,10 +100,14 @@ class Auto(Settings):
 
 
 class InProcess(Settings):
-    """Every client in this process, one after another."""
+    """Every client in this process: ``workers`` at a time (0: one a core) where the native trainer takes the model.
+
+    Models that PyTorch trains go one after another, in ``threads`` torch threads.
+    """
 
     kind: Literal["inprocess"] = "inprocess"
     threads: int = Field(1, ge=1)
+    workers: int = Field(0, ge=0)
 
 
 class Ray(Settings):

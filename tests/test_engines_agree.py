@@ -123,6 +123,23 @@ def test_synthetic_records_with_seeded_noise_are_the_same_on_every_engine(
     assert_same_bits(tmp_path / "inprocess", tmp_path / "ray:2")
 
 
+@pytest.mark.parametrize("engine", [{"kind": "inprocess", "workers": 1}, {"kind": "inprocess", "workers": 5}])
+def test_any_number_of_workers_ends_in_the_same_bits(folder: Path, tmp_path: Path, engine: dict[str, Any]) -> None:
+    """A model that the native trainer takes, where it is there."""
+    base = settings("scaffold", "inprocess").model_dump() | {"model": "dafl-cnn"}
+    for out, chosen in (("two", {"kind": "inprocess", "workers": 2}), ("other", engine)):
+        run(experiment_from({**base, "engine": chosen}), tmp_path / out)
+    assert_same_bits(tmp_path / "two", tmp_path / "other")
+
+
+@pytest.mark.ray
+def test_ray_and_one_process_train_with_the_same_trainer(one_ray: None, tmp_path: Path) -> None:
+    base = settings("scaffold", "inprocess").model_dump() | {"model": "dafl-cnn"}
+    for out, chosen in (("alone", {"kind": "inprocess"}), ("ray", {"kind": "ray", "actors": 2})):
+        run(experiment_from({**base, "engine": chosen}), tmp_path / out)
+    assert_same_bits(tmp_path / "alone", tmp_path / "ray")
+
+
 def test_the_experiments_differ_so_that_equal_bits_mean_something(alone: dict[str, Path]) -> None:
     for left, right in itertools.combinations(alone.values(), 2):
         assert any(not torch.equal(first, weights(right)[name]) for name, first in weights(left).items())

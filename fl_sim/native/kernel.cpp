@@ -12,9 +12,31 @@
 // Order of sums. One client is one thread and all loops are sequential: the bits depend on the arguments (and the
 // compiler) alone.
 
+#include <memory>
 #include <new>
 
 #include "network.h"
+
+namespace {
+
+// A thread's last network again, where it has the same shape: its memory costs more to take than some clients to train.
+// Nothing of a client stays but numbers that the next one overwrites before it reads them.
+Network& network_for(const int32_t* layers, int num_layers, const int32_t* input_shape, int batch_size) {
+    thread_local std::vector<int32_t> shape;
+    thread_local std::unique_ptr<Network> network;
+    std::vector<int32_t> wanted(layers, layers + num_layers * FIELDS);
+    wanted.insert(wanted.end(), input_shape, input_shape + 3);
+    wanted.push_back((batch_size + LANES - 1) / LANES);
+    if (!network || shape != wanted) {
+        shape.clear(), network.reset();
+        const Image input{input_shape[0], input_shape[1], input_shape[2]};
+        network = std::make_unique<Network>(layers, num_layers, input, batch_size);
+        shape = wanted;
+    }
+    return *network;
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -27,9 +49,8 @@ int fl_sim_train(const int32_t* layers, int num_layers, const int32_t* input_sha
                  float* buffers, const float* anchor, const float* offset, const float* settings, const float* inputs,
                  const int64_t* labels, const int64_t* order, int64_t num_examples, int64_t epochs, int64_t batch_size,
                  double* mean_loss) try {
-    const Image input{input_shape[0], input_shape[1], input_shape[2]};
     batch_size = std::min(batch_size, num_examples);
-    Network network(layers, num_layers, input, int(batch_size));
+    Network& network = network_for(layers, num_layers, input_shape, int(batch_size));
     if (network.num_params != num_params) return 1;
     const Sgd sgd{settings[0], settings[1], settings[2], settings[3], params, buffers, anchor, offset};
     double total = 0;

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 from fl_sim.native.compiling import LIBRARY, processor
 from fl_sim.native.layers import Stack
 from fl_sim.types import LocalPlan, LocalTask, Params, Trained
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+_ARGUMENTS: list[Any] = [_POINTER, ctypes.c_int, _POINTER, _LONG, *[_POINTER] * 8, *[_LONG] * 3, _POINTER]
 
 _SPARE = 16  # numbers behind the last parameter that the kernel reads and writes back: its vectors' width
 
@@ -41,20 +45,18 @@ class Kernel:
         classes = stack.shapes[-1][1][0]
         if int(labels.min()) < 0 or int(labels.max()) >= classes:
             raise IndexError(f"a label is outside of the model's {classes} classes")
-        params, anchor = _flat(task.params, stack), _flat(task.params, stack)
+        anchor = _flat(task.params, stack)
+        params = anchor.clone()
         warm = plan.momentum_buffers
-        buffers = _flat(warm, stack) if warm else np.zeros_like(params)
+        buffers = _flat(warm, stack) if warm else torch.zeros_like(params)
         offset = _flat(plan.gradient_offset, stack) if plan.gradient_offset else None
-        rates = np.array(
-            [settings.learning_rate, settings.momentum, settings.weight_decay, plan.proximal_mu], dtype=np.float32
-        )
-        records, targets = inputs.contiguous().numpy(), labels.contiguous().numpy()
+        rates = torch.tensor([settings.learning_rate, settings.momentum, settings.weight_decay, plan.proximal_mu])
+        records, targets = inputs.contiguous(), labels.contiguous()  # held until the call is over
         loss = ctypes.c_double()
         failed = self.library.fl_sim_train(
-            _pointer(stack.layers), len(stack.layers), _pointer(stack.input_shape),
-            ctypes.c_int64(len(params) - _SPARE), _pointer(params), _pointer(buffers), _pointer(anchor),
-            _pointer(offset), _pointer(rates), _pointer(records), _pointer(targets), _pointer(order),
-            ctypes.c_int64(len(targets)), ctypes.c_int64(settings.epochs), ctypes.c_int64(settings.batch_size),
+            stack.layers.ctypes, len(stack.layers), stack.input_shape.ctypes, len(params) - _SPARE, params.data_ptr(),
+            buffers.data_ptr(), anchor.data_ptr(), None if offset is None else offset.data_ptr(), rates.data_ptr(),
+            records.data_ptr(), targets.data_ptr(), order.ctypes, len(targets), settings.epochs, settings.batch_size,
             ctypes.byref(loss),
         )  # fmt: skip
         if failed:
@@ -80,18 +82,14 @@ def load_kernel(path: Path = LIBRARY) -> tuple[Kernel | None, str]:
         return None, f"{path} cannot be loaded: {error}"
     if missing := set(needed) - set(processor().split()):
         return None, f"{path} was compiled for another processor, with {', '.join(sorted(missing))}"
+    library.fl_sim_train.argtypes = _ARGUMENTS
     return Kernel(library), ""
 
 
-def _flat(params: Mapping[str, torch.Tensor], stack: Stack) -> NDArray[np.float32]:
-    parts = [params[name].detach().reshape(-1) for name, _ in stack.shapes]
-    return torch.cat([*parts, torch.zeros(_SPARE)]).numpy()
+def _flat(params: Mapping[str, torch.Tensor], stack: Stack) -> torch.Tensor:
+    return torch.cat([*(params[name].detach().reshape(-1) for name, _ in stack.shapes), torch.zeros(_SPARE)])
 
 
-def _named(flat: NDArray[np.float32], stack: Stack) -> Params:
-    parts = torch.split(torch.from_numpy(flat[:-_SPARE]), [shape.numel() for _, shape in stack.shapes])
-    return {name: part.reshape(shape) for (name, shape), part in zip(stack.shapes, parts, strict=True)}
-
-
-def _pointer(array: NDArray[np.generic] | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if array is None else array.ctypes.data)
+def _named(flat: torch.Tensor, stack: Stack) -> Params:
+    parts = torch.split(flat[:-_SPARE], stack.sizes)
+    return {name: part.view(shape) for (name, shape), part in zip(stack.shapes, parts, strict=True)}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,11 @@ class Stack:
     layers: NDArray[np.int32]
     input_shape: NDArray[np.int32]
     shapes: tuple[tuple[str, torch.Size], ...]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Return how many numbers each parameter has."""
+        return [shape.numel() for _, shape in self.shapes]
 
 
 def describe(model: nn.Module, input_shape: tuple[int, ...]) -> Stack | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fl_sim.cohort import Job, Trainer, train_cohort, trainer_summary
+from fl_sim.cohort import Job, Trainer, train_cohort
 from fl_sim.learning import LocalAlgorithm, train
 from fl_sim.models import MODELS
 from fl_sim.native.kernel import load_kernel
@@ -113,15 +113,6 @@ def test_a_model_with_dropout_draws_from_its_own_seed_in_any_order() -> None:
     for left, right in zip(forth, back, strict=True):
         assert all(torch.equal(left.params[name], right.params[name]) for name in params)
     assert not torch.equal(forth[0].params["1.weight"], forth[1].params["1.weight"])
-
-
-def test_the_summary_names_the_trainer_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, _ = load_kernel()
-    if kernel is not None:
-        assert trainer_summary(model(), SHAPE, 2) == "native trainer, 2 threads"
-        assert "does not know this model's layers" in trainer_summary(MODELS["resnet"](SHAPE, 10), SHAPE, 2)
-    monkeypatch.setattr("fl_sim.cohort.load_kernel", lambda: (None, "because"))
-    assert trainer_summary(model(), SHAPE, 2).endswith("no native trainer here, because")
 
 
 def test_without_a_kernel_pytorch_trains_the_very_same_bits() -> None:

@@ -1,6 +1,7 @@
 """The Grid that runs every client in this process."""
 
 import time
+from threading import Barrier, Lock
 
 import pytest
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -68,6 +69,53 @@ def test_clients_whose_turn_does_not_come_before_the_deadline_are_error_replies(
     assert [reply.has_error() for reply in replies] == [False, False, True]
     assert replies[2].error.code == TOO_LATE
     assert "its turn did not come" in replies[2].error.reason
+
+
+def test_workers_answer_side_by_side_and_in_the_order_of_messages() -> None:
+    meeting = Barrier(2)  # passed only if two clients train at the same time
+
+    made = ClientApp()
+
+    @made.train()
+    def train(message: Message, context: Context) -> Message:
+        meeting.wait(20)
+        client = int(str(context.node_config["partition-id"]))
+        if client == 3:
+            raise ValueError("bad record")
+        return Message(RecordDict({"report": MetricRecord({"client": client})}), reply_to=message)
+
+    heard: list[int] = []
+    grid = InProcessGrid(made, 4, heard.append, workers=2)
+    replies = grid.send_and_receive(messages(grid))
+    grid.close()
+    assert clients_of(replies[:3]) == [0, 1, 2]
+    assert replies[3].error.reason == "ValueError: bad record"
+    assert heard == [1, 2, 3, 4]
+
+
+def test_workers_keep_the_deadline() -> None:
+    grid = InProcessGrid(app(), 8, workers=2)
+    made = messages(grid, "sleep")
+    replies = grid.send_and_receive([made[1]] * 6, timeout=0.1)
+    grid.close()
+    assert [reply.has_error() for reply in replies] == [False, False, True, True, True, True]
+    assert {reply.error.code for reply in replies[2:]} == {TOO_LATE}
+
+
+def test_what_is_not_training_is_asked_one_client_after_another() -> None:
+    made, busy = ClientApp(), Lock()
+
+    @made.query()
+    def who(message: Message, context: Context) -> Message:
+        assert busy.acquire(blocking=False)
+        time.sleep(0.01)
+        busy.release()
+        return Message(RecordDict({"report": MetricRecord({"client": 0})}), reply_to=message)
+
+    grid = InProcessGrid(made, 4, workers=4)
+    replies = grid.send_and_receive([Message(RecordDict(), node, "query") for node in grid.get_node_ids()])
+    grid.close()
+    assert not any(reply.has_error() for reply in replies)
 
 
 def test_progress_hears_of_every_reply() -> None:
