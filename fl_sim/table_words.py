@@ -71,7 +71,9 @@ def _in_brackets(changed: Mapping[str, Any]) -> str:
 def _short(value: Any) -> str:
     """Return a parameter's value; settings inside settings by their kind and what is not the default in them."""
     if isinstance(value, Settings):
-        return f"{getattr(value, 'kind', type(value).__name__)}{_in_brackets(_changed(value))}"
+        kind, changed = getattr(value, "kind", type(value).__name__), _changed(value)
+        first = next((name for name in field_defaults(type(value)) if name != "kind"), "")
+        return f"{kind}:{_short(changed[first])}" if list(changed) == [first] else f"{kind}{_in_brackets(changed)}"
     return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 

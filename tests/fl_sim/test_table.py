@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from clients.dafl import DaFl
 from fl_sim.table import PRESETS, TableSettings, plan_table, preset_names, read_settings
 from fl_sim.types import UserError
 
@@ -102,13 +103,14 @@ def test_an_entry_may_set_an_algorithm_and_what_clients_do_beforehand() -> None:
 
 def test_parameters_off_their_default_and_those_that_vary_are_named() -> None:
     plan = plan_table(settings(algorithm=[da_fl(gamma=0.01, labels="geometric:0.5")]))
-    assert plan.rows == ("DA-FL (gamma=0.01, labels=geometric (epsilon=0.5)) + FedAvg",)
+    assert plan.rows == ("DA-FL (gamma=0.01, labels=geometric:0.5) + FedAvg",)
     nested = {"kind": "dp-cgan", "batch_size": 64}
     plan = plan_table(settings(algorithm=[da_fl(epsilon=math.inf), da_fl(generator=nested), da_fl()]))
+    default = DaFl().generator.kind
     assert plan.rows == (
-        "DA-FL (epsilon=inf, generator=dp-cgan) + FedAvg",
+        f"DA-FL (epsilon=inf, generator={default}) + FedAvg",
         "DA-FL (epsilon=10, generator=dp-cgan (batch_size=64)) + FedAvg",
-        "DA-FL (epsilon=10, generator=dp-cgan) + FedAvg",
+        f"DA-FL (epsilon=10, generator={default}) + FedAvg",
     )
 
 
@@ -155,7 +157,12 @@ def test_an_entry_for_the_upper_bound_loses_its_preprocessing() -> None:
 
 def test_the_caption_says_what_the_preprocessing_is() -> None:
     told = " ".join(plan_table(settings(algorithm=["fedavg", da_fl(), da_fl(gamma=0.5, epsilon=math.inf)])).caption)
-    for fact in ("gamma = 0.05, 0.5 times", "dp-cgan", "epsilon = 10, inf at delta = 1e-05", "own-and-synthetic"):
+    for fact in (
+        "gamma = 0.05, 0.5 times",
+        DaFl().generator.kind,
+        "epsilon = 10, inf at delta = 1e-05",
+        "own-and-synthetic",
+    ):
         assert fact in told
     assert "DA-FL" not in " ".join(plan_table(settings()).caption)
 
@@ -197,7 +204,7 @@ def test_the_main_job_compares_all_methods_on_one_label_digits() -> None:
     plan = plan_table(read_settings(PRESETS / "digits.toml", []))
     assert plan.rows == (
         "FedAvg", "FedProx", "SCAFFOLD", "FedNova", "FedMix", "NaiveMix", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi",
-        "Centralized",
+        "DA-FL (gamma=0.2, labels=exponential:0.5) + FedAvg", "Centralized",
     )  # fmt: skip
     assert plan.columns[0] == "digits 1-Label"
 
