@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from fl_sim.cli.report import report
 from fl_sim.experiment import experiment_from
-from fl_sim.report.groups import _NAMES
+from fl_sim.report.groups import _NAMES, _PREPROCESSES
 from fl_sim.simulation import run as run_experiment
-from fl_sim.table_words import label
+from fl_sim.table_words import label, method
 from fl_sim.types import UserError
 
 app = typer.Typer()
@@ -123,3 +123,8 @@ def test_with_nothing_to_show_the_message_names_what_is_missing(tmp_path, make, 
 def test_methods_are_called_as_in_tables(kind):
     settings = {"algorithm": kind, **({"partition": "iid", "clients": 1} if kind == "centralized" else {})}
     assert label(experiment_from(settings).algorithm) == _NAMES[kind]
+
+
+def test_a_preprocessing_is_called_as_in_tables():
+    experiment = experiment_from({"preprocess": "da-fl"})
+    assert method(experiment) == f"{_PREPROCESSES[experiment.preprocess.kind]} + {_NAMES['fedavg']}"
