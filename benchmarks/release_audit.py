@@ -1,0 +1,268 @@
+"""Audit single releases of the private generators on a worst case: a D step of DP-CGAN, the mean embedding's sums.
+
+Privacy-profile audit as in ``fl_sim.privacy.audit``: both worlds of a neighbouring pair are run many times, and the
+outputs are held against the claimed (epsilon, delta) curve. The number of records is public, so the record that is
+left out is replaced by one that the mechanism does not look at (of a class that was not released). Every planted fault
+claims what the true mechanism does.
+
+    PYTHONPATH=. python benchmarks/release_audit.py [--json] [--seed 0] [--runs 2000] [--noise-multiplier 1]
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from dp_accounting import dp_event
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
+
+from clients import dpcgan, mean_embedding
+from clients.dpcgan import DpCgan
+from clients.generation import Bill, PrivateRecords
+from clients.mean_embedding import MeanEmbedding
+from fl_sim.privacy.accounting import amplify_poisson, delta_profile
+from fl_sim.privacy.audit import EPSILONS, ProfileAudit, World, audit_profile, run_mechanism
+from fl_sim.privacy.mechanisms import Noise
+
+CONFIDENCE = 0.95
+_CLIPPING = 0.1
+"""Smaller than any pair's gradient: all are clipped, and what is not clipped shows."""
+
+_FAR = 1e4
+"""How far beyond [-1, 1] an audited record may lie: clipping has to hold whatever a record is."""
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the runs of one mechanism prove against the claim that all mechanisms of its family share."""
+
+    mechanism: str
+    faulty: bool
+    profile: ProfileAudit
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DiscriminatorStep:
+    """One D step and what is wrong with it. The release is the noised SUM of gradients, flat.
+
+    ``record``: the input of the audited record, and ``networks``: the seed of the first weights, together the worst
+    case. ``clipping_norm``: the step's, noise staying what it is. ``apart``: real and fake are clipped one by one.
+    ``histogram``: fakes get their classes from the client's own records. ``realised``: the sum is divided by the size
+    of the batch.
+    """
+
+    name: str
+    noise_multiplier: float
+    sampling_rate: float = 1.0
+    record: float = -_FAR
+    networks: int = 4
+    clipping_norm: float = _CLIPPING
+    apart: bool = False
+    histogram: bool = False
+    realised: bool = False
+
+    _BYSTANDERS = 3
+
+    def __call__(self, world: World, run: int) -> Array:
+        """Take the first step of a training on some bystanders of class 0 and the audited record of class 1."""
+        training, released = _prepared(self, world), _Released()
+        training.noise = _key(run)
+        training.discriminator_adam = released  # type: ignore[assignment]
+        with mock.patch.object(dpcgan, "clipped_sum", _clipped_apart if self.apart else dpcgan.clipped_sum):
+            training.discriminator_step(0)
+        number = self._BYSTANDERS + 1
+        total = released.gradient * self.sampling_rate * number
+        return total * number / (self._BYSTANDERS + world) if self.realised else total
+
+    def training(self, world: World) -> dpcgan._Training:
+        """Return a training that has not begun."""
+        others = self._BYSTANDERS
+        inputs = torch.full((others + 1, 1), -1.0)
+        inputs[-1] = self.record
+        labels = torch.tensor([*[0] * others, 1 if world else 2])
+        settings = DpCgan(
+            discriminator_steps=1, batch_size=len(inputs), clipping_norm=self.clipping_norm, latent_dim=2,
+            discriminator_width=4, generator_width=4,
+        )  # fmt: skip
+        noise_multiplier = self.noise_multiplier * _CLIPPING / self.clipping_norm
+        bill = Bill(dp_event.GaussianDpEvent(noise_multiplier), 1, noise_multiplier, self.sampling_rate)
+        torch.manual_seed(self.networks)
+        records = PrivateRecords(inputs, labels, 3)
+        training = dpcgan._Training(settings, records, np.array([1, 1, 0]), bill, _key(0))  # noqa: SLF001
+        if self.histogram:
+            training.counts = np.array([others, world])
+        return training
+
+
+@lru_cache(maxsize=2)
+def _prepared(step: DiscriminatorStep, world: World) -> dpcgan._Training:
+    """Return the same for every run: Adam stands aside, so no step changes it."""
+    return step.training(world)
+
+
+@dataclass
+class _Released:
+    """Stands where Adam stands, and keeps the gradient that reaches it."""
+
+    gradient: Array = field(default_factory=lambda: np.zeros(0))
+
+    def step(self, gradients: Sequence[torch.Tensor]) -> None:
+        self.gradient = torch.cat([part.flatten() for part in gradients]).double().numpy()
+
+
+def _clipped_apart(net: nn.Sequential, real: torch.Tensor, fake: torch.Tensor, bound: float) -> torch.Tensor:
+    total = torch.zeros(sum(weight.numel() for weight in net.parameters()), dtype=torch.float64)
+    for row, sign in [*((row, -1) for row in real), *((row, 1) for row in fake)]:
+        gradients = torch.autograd.grad(functional.softplus(sign * net(row[None])).sum(), list(net.parameters()))
+        flat = torch.cat([part.flatten() for part in gradients]).double()
+        total += flat * (bound / flat.norm()).clamp(max=1)
+    return total
+
+
+@dataclass(frozen=True)
+class EmbeddingRelease:
+    """Both sums of the mean embedding, of the audited record alone or of nothing. ``share``: of the first release.
+
+    ``clipped``: whether anything is. ``split``: whether the two releases share the budget, or each takes it whole.
+    ``count_noised``: whether the number of records is.
+    """
+
+    name: str
+    noise_multiplier: float
+    clipped: bool = True
+    split: bool = True
+    count_noised: bool = True
+
+    _SHARE = 0.5
+
+    def __call__(self, world: World, run: int) -> Array:
+        """Return the sums, (13,): count, 3 means, 3 squares; 6 products."""
+        settings = MeanEmbedding(frequencies=3, mean_share=self._SHARE)
+        records = PrivateRecords(torch.full((world, 1, 2, 2), _FAR), torch.zeros(world, dtype=torch.int64), 1)
+        bill = Bill(dp_event.GaussianDpEvent(self.noise_multiplier), 1, self.noise_multiplier, 1.0)
+        sums: list[Array] = []
+        release, whole = mean_embedding.Release.sums, 1.0 if self.split else math.sqrt(self._SHARE)
+
+        def kept(one: mean_embedding.Release, features: Array, norm: float, *classes: Any) -> tuple[Array, float]:
+            spent = replace(one, noise_multiplier=one.noise_multiplier * whole)
+            released, std = release(spent, features, norm, *classes)
+            if not sums and not self.count_noised:
+                released[:, 0] = features[:, 0].sum()
+            sums.append(released.ravel() / norm)
+            return released, std
+
+        with mock.patch.object(mean_embedding.Release, "sums", kept), _unclipped(self.clipped):
+            settings.generate(records, np.array([1]), bill, _key(run), np.random.default_rng(0))
+        return np.concatenate(sums)
+
+
+@contextmanager
+def _unclipped(clipped: bool) -> Iterator[None]:  # noqa: FBT001 (a switch)
+    keep: Callable[[float, float], float] = lambda _, __: 1.0  # noqa: E731
+    with mock.patch.object(mean_embedding, "clip_factor", mean_embedding.clip_factor if clipped else keep):
+        yield
+
+
+def _key(run: int) -> Noise:
+    return Noise.seeded(run)
+
+
+def families(noise_multiplier: float) -> dict[str, tuple[dp_event.DpEvent, list[Any]]]:
+    """Return {family: (the event that all its mechanisms claim, mechanisms)}; the first of each is the true one."""
+    gaussian, z = dp_event.GaussianDpEvent(noise_multiplier), noise_multiplier
+    return {
+        "D step, all records": (gaussian, [
+            DiscriminatorStep("as it is", z),
+            DiscriminatorStep("half the noise", z / 2),
+            DiscriminatorStep("no noise", 0.0),
+            DiscriminatorStep("no clipping", z, clipping_norm=1e3),
+            DiscriminatorStep("real and fake clipped apart", z, apart=True),
+            DiscriminatorStep("divided by the realised batch", z, realised=True),
+        ]),
+        "D step, where the classes of fakes matter": (gaussian, [
+            DiscriminatorStep("as it is", z, record=_FAR, networks=11),
+            DiscriminatorStep("fake labels from the private histogram", z, record=_FAR, networks=11, histogram=True),
+        ]),
+        "D step, records by coins of 1/2": (amplify_poisson(gaussian, 0.5), [
+            DiscriminatorStep("as it is", z, 0.5),
+            DiscriminatorStep("half the noise", z / 2, 0.5),
+            DiscriminatorStep("all records taken", z, 1.0),
+        ]),
+        "mean embedding": (gaussian, [
+            EmbeddingRelease("as it is", z),
+            EmbeddingRelease("half the noise", z / 2),
+            EmbeddingRelease("no noise", 0.0),
+            EmbeddingRelease("no clipping", z, clipped=False),
+            EmbeddingRelease("two releases for the price of one", z, split=False),
+            EmbeddingRelease("count without noise", z, count_noised=False),
+        ]),
+    }  # fmt: skip
+
+
+def audit(event: dp_event.DpEvent, mechanism: Any, *, num_runs: int, seed: int, faulty: bool) -> Finding:
+    """Run ``mechanism`` in both worlds, ``num_runs`` times each, against the claim of ``event``."""
+    start = time.perf_counter()
+    first = 2 * num_runs * seed
+    without, with_unit = run_mechanism(lambda world, run: mechanism(world, first + run), num_runs)
+    profile = audit_profile(without, with_unit, delta_profile([event], EPSILONS), confidence=CONFIDENCE)
+    return Finding(mechanism.name, faulty, profile, time.perf_counter() - start)
+
+
+def table(family: str, findings: Sequence[Finding]) -> str:
+    """Return the findings of one family for people."""
+    claimed = findings[0].profile.claimed
+    lines = [
+        f"**{family}**: claimed delta(0) {claimed[0]:.3f}, delta(1) {claimed[2]:.3f}",
+        "",
+        "| mechanism | delta(0) >= | delta(1) >= | power | epsilon at delta 1e-5 >= | verdict |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in findings:
+        bounds = one.profile.lower_bounds
+        lines.append(
+            f"| {one.mechanism} | {bounds[0]:.3f} | {bounds[2]:.3f} | {one.profile.power:.2f} "
+            f"| {one.profile.epsilon_lower_bound:.2f} | {'REFUTED' if one.profile.refuted else 'not refuted'} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Audit everything and print what comes out."""
+    parser = argparse.ArgumentParser(description="Audit single releases of the private generators.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=2000, help="runs per world and mechanism")
+    parser.add_argument("--noise-multiplier", type=float, default=1.0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, list[Finding]] = {}
+    for family, (event, mechanisms) in families(arguments.noise_multiplier).items():
+        found[family] = [
+            audit(event, one, num_runs=arguments.runs, seed=arguments.seed, faulty=number > 0)
+            for number, one in enumerate(mechanisms)
+        ]
+        if not arguments.json:
+            print(table(family, found[family]), end="\n\n", flush=True)
+    if arguments.json:
+        told = {
+            family: [asdict(one) | {"refuted": one.profile.refuted} for one in findings]
+            for family, findings in found.items()
+        }
+        print(json.dumps({**vars(arguments), "confidence": CONFIDENCE, "families": told}))
+
+
+if __name__ == "__main__":
+    main()

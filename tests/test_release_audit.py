@@ -1,0 +1,80 @@
+"""Single releases of the private generators: the real ones pass with power to spare, planted faults are refuted."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "release_audit.py"
+
+STEP, COINS, FAKES, EMBEDDING = (
+    "D step, all records",
+    "D step, records by coins of 1/2",
+    "D step, where the classes of fakes matter",
+    "mean embedding",
+)
+
+
+@pytest.fixture(scope="module")
+def release_audit() -> ModuleType:
+    """The script, loaded from where it lies: other distributions have a package of the name benchmarks."""
+    spec = importlib.util.spec_from_file_location("release_audit", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def found(script: ModuleType, family: str, name: str, num_runs: int, seed: int = 0) -> Any:
+    event, mechanisms = script.families(1.0)[family]
+    number = next(number for number, one in enumerate(mechanisms) if one.name == name)
+    return script.audit(event, mechanisms[number], num_runs=num_runs, seed=seed, faulty=number > 0).profile
+
+
+def test_the_sums_of_the_mean_embedding_are_not_refuted(release_audit: ModuleType) -> None:
+    assert not found(release_audit, EMBEDDING, "as it is", 500).refuted
+
+
+@pytest.mark.parametrize("fault", ["half the noise", "no noise", "no clipping", "count without noise"])
+def test_faults_of_the_mean_embedding_are_refuted(release_audit: ModuleType, fault: str) -> None:
+    assert found(release_audit, EMBEDDING, fault, 500).refuted
+
+
+@pytest.mark.parametrize("family", [STEP, FAKES])
+def test_a_step_of_the_discriminator_is_not_refuted(release_audit: ModuleType, family: str) -> None:
+    assert not found(release_audit, family, "as it is", 400).refuted
+
+
+@pytest.mark.parametrize("fault", ["no noise", "no clipping", "divided by the realised batch"])
+def test_loud_faults_of_the_step_are_refuted_at_once(release_audit: ModuleType, fault: str) -> None:
+    assert found(release_audit, STEP, fault, 150).refuted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "fault"),
+    [
+        (STEP, "half the noise"),
+        (STEP, "real and fake clipped apart"),
+        (FAKES, "fake labels from the private histogram"),
+        (COINS, "all records taken"),
+        (EMBEDDING, "two releases for the price of one"),
+    ],
+)
+def test_quiet_faults_are_refuted_in_more_runs(release_audit: ModuleType, family: str, fault: str) -> None:
+    assert found(release_audit, family, fault, 4000).refuted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [STEP, COINS, FAKES, EMBEDDING])
+def test_the_true_mechanisms_pass_more_runs_and_the_audit_is_not_vacuous(
+    release_audit: ModuleType, family: str
+) -> None:
+    profile = found(release_audit, family, "as it is", 4000)
+    assert not profile.refuted
+    assert profile.power > (0.7 if family == FAKES else 0.85)
