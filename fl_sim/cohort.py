@@ -3,19 +3,28 @@
 Algorithms do not know which: both take a LocalPlan, and they agree to float32 rounding.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, local
 
 import numpy as np
 import torch
 from torch import nn
 
+from fl_sim import models
 from fl_sim.learning import train
 from fl_sim.native.kernel import Kernel, load_kernel
 from fl_sim.native.layers import Stack, describe
 from fl_sim.types import LocalPlan, LocalTask, Trained
+
+_PLAIN = {
+    nn.Sequential, nn.Identity, nn.Flatten, nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.ReLU,
+    nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
+    nn.AdaptiveMaxPool2d,
+}  # fmt: skip
+"""Layers that draw no random numbers."""
 
 
 @dataclass(frozen=True)
@@ -36,34 +45,49 @@ class Job:
 class Trainer:
     """Trains clients on ``model``, which lends its architecture; its weights may be overwritten.
 
-    May be called from several threads. The compiled trainer runs in all of them at once; PyTorch, which has one model
-    and one random generator for dropout, takes one client after another. ``kernel`` None: always PyTorch.
+    May be called from several threads. The compiled trainer runs in all of them at once, and so does PyTorch on models
+    that draw no random numbers, a copy of the model in each thread; with dropout, whose generator is the process's, it
+    takes one client after another. ``kernel`` None: always PyTorch.
     """
 
     def __init__(self, model: nn.Module, kernel: Kernel | None) -> None:
         self._model = model
         self._kernel = kernel
         self._stacks: dict[tuple[int, ...], Stack | None] = {}
+        self._draws_nothing = all(map(_draws_nothing, model.modules()))
         self._lock = Lock()
+        self._thread = local()
 
     def is_native(self, input_shape: tuple[int, ...]) -> bool:
         """Say whether the compiled trainer takes this model on records of ``input_shape`` under a plain plan."""
         return self._kernel is not None and self._stack(input_shape) is not None
 
+    def is_parallel(self, input_shape: tuple[int, ...]) -> bool:
+        """Say whether several threads train at once."""
+        return self._draws_nothing or self.is_native(input_shape)
+
     def train(self, job: Job) -> Trained:
         """Train one client."""
         stack = self._stack(tuple(job.inputs.shape[1:])) if _fits(job) else None
-        if stack is None or self._kernel is None:
-            with self._lock:
-                job.seed_torch()
-                return train(self._model, job.task, job.plan, job.inputs, job.labels, job.generator)
-        epochs = [job.generator.permutation(len(job.labels)) for _ in range(job.task.settings.epochs)]
-        return self._kernel.train(stack, job.task, job.plan, job.inputs, job.labels, np.stack(epochs))
+        if stack is not None and self._kernel is not None:
+            epochs = [job.generator.permutation(len(job.labels)) for _ in range(job.task.settings.epochs)]
+            return self._kernel.train(stack, job.task, job.plan, job.inputs, job.labels, np.stack(epochs))
+        if self._draws_nothing:
+            return train(self._own_model(), job.task, job.plan, job.inputs, job.labels, job.generator)
+        with self._lock:
+            job.seed_torch()
+            return train(self._model, job.task, job.plan, job.inputs, job.labels, job.generator)
 
     def _stack(self, input_shape: tuple[int, ...]) -> Stack | None:
         if input_shape not in self._stacks:
             self._stacks[input_shape] = describe(self._model, input_shape)
         return self._stacks[input_shape]
+
+    def _own_model(self) -> nn.Module:
+        if not hasattr(self._thread, "model"):
+            self._thread.model = copy.deepcopy(self._model)
+        model: nn.Module = self._thread.model
+        return model
 
 
 def train_cohort(model: nn.Module, jobs: Sequence[Job], threads: int) -> list[Trained]:
@@ -74,6 +98,12 @@ def train_cohort(model: nn.Module, jobs: Sequence[Job], threads: int) -> list[Tr
     trainer = Trainer(model, load_kernel()[0])
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(trainer.train, jobs))
+
+
+def _draws_nothing(module: nn.Module) -> bool:
+    """Say whether ``module`` is known to draw no random numbers: the user's own may do anything."""
+    kind = type(module)
+    return kind in _PLAIN or kind.__module__ == models.__name__
 
 
 def _fits(job: Job) -> bool:

@@ -1,5 +1,6 @@
 """Which engine runs an experiment: the one asked for, or the faster one by a timed step of the job itself."""
 
+import gc
 import importlib.util
 import os
 import time
@@ -60,8 +61,7 @@ def open_engine(
 ) -> Iterator[tuple[LocalGrid, Choice]]:
     """Start the experiment's engine and give it back afterwards."""
     engine, why = choose(experiment, data_root)
-    is_native = trains_natively(experiment, data_root)
-    workers = workers_of(engine, experiment) if is_native else 1
+    workers = workers_of(engine, experiment, data_root)
     why = f"{why}; {trainer_line(experiment, data_root, workers)}"
     grid: LocalGrid
     if isinstance(engine, Ray):
@@ -75,9 +75,11 @@ def open_engine(
         grid = RayGrid(client_app, experiment.num_clients, resources, on_reply)
     else:
         grid = InProcessGrid(client_app(), experiment.num_clients, on_reply, workers=workers)
+    gc.freeze()  # what is imported stays: Python need not look through it for garbage every few rounds
     try:
         yield grid, Choice(engine.kind, why)
     finally:
+        gc.unfreeze()
         grid.close()
 
 
@@ -112,10 +114,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def workers_of(engine: Engine, experiment: Experiment) -> int:
+def workers_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> int:
     """Return how many clients ``engine`` trains at a time in this process."""
-    asked = engine.workers if isinstance(engine, InProcess) else 1
-    return min(asked or cores(), experiment.num_clients)
+    if not isinstance(engine, InProcess) or device_of(experiment).type != "cpu":
+        return 1
+    dataset = load(experiment.data, data_root)
+    if not Trainer(build_model(experiment, dataset), load_kernel()[0]).is_parallel(dataset.input_shape):
+        return 1
+    return min(engine.workers or cores(), experiment.num_clients)
 
 
 def trains_natively(experiment: Experiment, data_root: Path | None) -> bool:
@@ -128,12 +134,13 @@ def trains_natively(experiment: Experiment, data_root: Path | None) -> bool:
 
 def trainer_line(experiment: Experiment, data_root: Path | None, workers: int) -> str:
     """Return which trainer is used, in words."""
+    threads = f"{workers} {'thread' if workers == 1 else 'threads'}"
     if trains_natively(experiment, data_root):
-        return f"native trainer, {workers} {'thread' if workers == 1 else 'threads'}"
+        return f"native trainer, {threads}"
     kernel, why_not = load_kernel()
     if kernel is None and device_of(experiment).type == "cpu":
-        return f"PyTorch trains: there is no native trainer here, {why_not}"
-    return "PyTorch trains"
+        return f"PyTorch trains, {threads}: there is no native trainer here, {why_not}"
+    return f"PyTorch trains, {threads}"
 
 
 def estimated_seconds(experiment: Experiment, data_root: Path | None) -> float:

@@ -100,9 +100,10 @@ class Auto(Settings):
 
 
 class InProcess(Settings):
-    """Every client in this process: ``workers`` at a time (0: one a core) where the native trainer takes the model.
+    """Every client in this process, ``workers`` at a time (0: one a core).
 
-    Models that PyTorch trains go one after another, in ``threads`` torch threads.
+    Models that draw random numbers while they train (dropout), and models of the user's own classes, go one client after
+    another. ``threads``: torch threads of each worker.
     """
 
     kind: Literal["inprocess"] = "inprocess"

@@ -44,15 +44,18 @@ extern "C" {
 const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }
 
 // Trains one client; the arguments are explained in kernel.py. Returns 0; 1 where the description does not fit
-// ``num_params``; 2 where memory ran out.
+// ``num_params``; 2 where memory ran out; 3 where a label is no class.
 int fl_sim_train(const int32_t* layers, int num_layers, const int32_t* input_shape, int64_t num_params, float* params,
-                 float* buffers, const float* anchor, const float* offset, const float* settings, const float* inputs,
-                 const int64_t* labels, const int64_t* order, int64_t num_examples, int64_t epochs, int64_t batch_size,
-                 double* mean_loss) try {
+                 float* buffers, const float* anchor, const float* offset, float learning_rate, float momentum,
+                 float weight_decay, float proximal_mu, const float* inputs, const int64_t* labels, const int64_t* order,
+                 int64_t num_examples, int64_t epochs, int64_t batch_size, double* mean_loss) try {
+    const int64_t classes = layers[(num_layers - 1) * FIELDS + 1];
+    for (int64_t i = 0; i < num_examples; i++)
+        if (labels[i] < 0 || labels[i] >= classes) return 3;
     batch_size = std::min(batch_size, num_examples);
     Network& network = network_for(layers, num_layers, input_shape, int(batch_size));
     if (network.num_params != num_params) return 1;
-    const Sgd sgd{settings[0], settings[1], settings[2], settings[3], params, buffers, anchor, offset};
+    const Sgd sgd{learning_rate, momentum, weight_decay, proximal_mu, params, buffers, anchor, offset};
     double total = 0;
     int64_t steps = 0;
     for (int64_t epoch = 0; epoch < epochs; epoch++, order += num_examples)

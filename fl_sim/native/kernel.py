@@ -16,7 +16,10 @@ from fl_sim.native.layers import Stack
 from fl_sim.types import LocalPlan, LocalTask, Params, Trained
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
-_ARGUMENTS: list[Any] = [_POINTER, ctypes.c_int, _POINTER, _LONG, *[_POINTER] * 8, *[_LONG] * 3, _POINTER]
+_ARGUMENTS: list[Any] = [
+    _POINTER, ctypes.c_int, _POINTER, _LONG, *[_POINTER] * 4, *[ctypes.c_float] * 4, *[_POINTER] * 3, *[_LONG] * 3,
+    _POINTER,
+]  # fmt: skip
 
 _SPARE = 16  # numbers behind the last parameter that the kernel reads and writes back: its vectors' width
 
@@ -42,23 +45,21 @@ class Kernel:
         permutation of every epoch. Raises IndexError for a label outside the model's classes.
         """
         settings = task.settings
-        classes = stack.shapes[-1][1][0]
-        if int(labels.min()) < 0 or int(labels.max()) >= classes:
-            raise IndexError(f"a label is outside of the model's {classes} classes")
         anchor = _flat(task.params, stack)
         params = anchor.clone()
         warm = plan.momentum_buffers
         buffers = _flat(warm, stack) if warm else torch.zeros_like(params)
         offset = _flat(plan.gradient_offset, stack) if plan.gradient_offset else None
-        rates = torch.tensor([settings.learning_rate, settings.momentum, settings.weight_decay, plan.proximal_mu])
         records, targets = inputs.contiguous(), labels.contiguous()  # held until the call is over
         loss = ctypes.c_double()
         failed = self.library.fl_sim_train(
-            stack.layers.ctypes, len(stack.layers), stack.input_shape.ctypes, len(params) - _SPARE, params.data_ptr(),
-            buffers.data_ptr(), anchor.data_ptr(), None if offset is None else offset.data_ptr(), rates.data_ptr(),
-            records.data_ptr(), targets.data_ptr(), order.ctypes, len(targets), settings.epochs, settings.batch_size,
-            ctypes.byref(loss),
+            stack.pointers[0], len(stack.layers), stack.pointers[1], len(params) - _SPARE, params.data_ptr(),
+            buffers.data_ptr(), anchor.data_ptr(), None if offset is None else offset.data_ptr(),
+            settings.learning_rate, settings.momentum, settings.weight_decay, plan.proximal_mu, records.data_ptr(),
+            targets.data_ptr(), order.ctypes, len(targets), settings.epochs, settings.batch_size, ctypes.byref(loss),
         )  # fmt: skip
+        if failed == 3:
+            raise IndexError(f"a label is outside of the model's {stack.shapes[-1][1][0]} classes")
         if failed:
             raise MemoryError("no memory for local training") if failed == 2 else AssertionError("shapes disagree")
         return Trained(

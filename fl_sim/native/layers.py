@@ -33,6 +33,11 @@ class Stack:
     shapes: tuple[tuple[str, torch.Size], ...]
 
     @cached_property
+    def pointers(self) -> tuple[int, int]:
+        """Return where ``layers`` and ``input_shape`` lie."""
+        return int(self.layers.ctypes.data), int(self.input_shape.ctypes.data)
+
+    @cached_property
     def sizes(self) -> list[int]:
         """Return how many numbers each parameter has."""
         return [shape.numel() for _, shape in self.shapes]

@@ -1,5 +1,8 @@
 """Many clients at once end where one after another in PyTorch does, for every algorithm, on unequal shards."""
 
+from dataclasses import replace
+from threading import Barrier
+
 import pytest
 import torch
 from torch import nn
@@ -90,6 +93,33 @@ def test_the_compiled_trainer_is_used_where_it_can_be(monkeypatch: pytest.Monkey
     asked.clear()
     train_cohort(model(), jobs(FedMix()), threads=1)
     assert asked == list(range(len(SIZES)))  # its loss is not cross-entropy alone
+
+
+def test_pytorch_trains_models_without_dropout_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Barrier(2)  # passed only if two clients train at the same time
+    seen = []
+
+    def meet(model: nn.Module, task: LocalTask, *_: object) -> None:
+        meeting.wait(20)
+        seen.append(id(model))
+
+    monkeypatch.setattr("fl_sim.cohort.train", meet)
+    resnet = MODELS["resnet"](SHAPE, 10)
+    train_cohort(resnet, jobs(FedProx())[:2], threads=2)
+    assert len(set(seen)) == 2  # each has its own
+    assert id(resnet) not in seen
+
+
+def test_the_bits_of_pytorch_do_not_depend_on_the_number_of_threads() -> None:
+    resnet = MODELS["resnet"](SHAPE, 10)
+    params = detached(resnet.named_parameters())
+
+    def made() -> list[Job]:
+        return [replace(job, task=replace(job.task, params=params), plan=LocalPlan()) for job in jobs(FedProx())[:4]]
+
+    alone, together = (train_cohort(resnet, made(), threads) for threads in (1, 3))
+    for left, right in zip(alone, together, strict=True):
+        assert all(torch.equal(left.params[name], right.params[name]) for name in params)
 
 
 def test_a_model_with_dropout_draws_from_its_own_seed_in_any_order() -> None:
