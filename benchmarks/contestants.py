@@ -1,6 +1,6 @@
-"""What benchmarks/speed.py measures, a process each: ``python benchmarks/contestants.py WHAT CLIENTS RECORDS``.
+"""What benchmarks/speed.py measures, a process each: ``python benchmarks/contestants.py WHAT WORK``.
 
-Every contestant trains the NIID-Bench CNN for one local epoch on every client (SGD, learning rate 0.01, momentum 0.9,
+Every contestant trains the work's model for one local epoch on every client (SGD, learning rate 0.01, momentum 0.9,
 batch 64, no evaluation). It prints ``ready`` after a first round, then does one round for every line on standard input
 and prints its seconds.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from speed_work import SHAPES, WORKS, Work
 from torch.nn import functional
 
 from fl_sim.data import load
@@ -29,30 +30,33 @@ from strategies.flower import run_round
 Round = Callable[[int], None]
 
 
-def experiment_of(num_clients: int, records: int, engine: str) -> Experiment:
-    """Return the job: ``num_clients`` equal shards of ``records`` MNIST images, or of noise of the same shape."""
-    wanted = num_clients * records
-    path = Path(tempfile.gettempdir()) / f"fl-sim-speed-{wanted}.npz"
+def experiment_of(work: Work, engine: str | dict[str, object]) -> Experiment:
+    """Return the job on real images, or on noise of the same shape."""
+    wanted = work.clients * work.records
+    path = Path(tempfile.gettempdir()) / f"fl-sim-speed-{work.data}-{wanted}.npz"
     if not path.exists():
-        inputs, labels = images(wanted)
+        inputs, labels = images(work.data, wanted)
         np.savez(path, x_train=inputs, y_train=labels, x_test=inputs[:64], y_test=labels[:64])
     settings = {
         "data": f"npz:{path}",
-        "clients": num_clients,
-        "partition": "iid",
-        "model": "niid-cnn",
+        "clients": work.clients,
+        "partition": work.partition,
+        "model": work.model,
         "engine": engine,
     }
     return experiment_from({**settings, "local": {"weight_decay": 0.0}})
 
 
-def images(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ``count`` MNIST images where there is a data root, else random bytes of the same shape."""
+def images(data: str, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``count`` images (NHWC) of ``data`` where there is a data root, else random bytes of the same shape."""
     if os.environ.get("FL_SIM_DATA"):
-        train = load("mnist").train
-        return np.array(train.inputs[:count, 0]), np.array(train.labels[:count])
+        train = load(data).train
+        return np.moveaxis(np.array(train.inputs[:count]), 1, -1), np.array(train.labels[:count])
     generator = np.random.default_rng(0)
-    return generator.integers(0, 256, (count, 28, 28), dtype=np.uint8), generator.integers(0, 10, count)
+    channels, height, width = SHAPES[data]
+    return generator.integers(0, 256, (count, height, width, channels), dtype=np.uint8), generator.integers(
+        0, 10, count
+    )
 
 
 def ours(experiment: Experiment) -> Iterator[Round]:
@@ -87,7 +91,7 @@ def plain(experiment: Experiment) -> Iterator[Round]:
 def train_plainly(model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> None:
     """Train one epoch, as every tutorial does."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    for batch in torch.split(torch.randperm(len(labels)), 64):
+    for batch in torch.split(torch.randperm(len(labels)), 64) if len(labels) else ():
         optimizer.zero_grad()
         functional.cross_entropy(model(inputs[batch]), labels[batch]).backward()
         optimizer.step()
@@ -176,14 +180,14 @@ def void(_: object) -> None:
 def main() -> None:
     """Be one contestant."""
     warnings.simplefilter("ignore")
-    what, num_clients, records = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    what, work = sys.argv[1], WORKS[sys.argv[2]]
     torch.set_num_threads(2 if what == "plain-2" else 1)
-    engine = {"inprocess": "inprocess", "ray": "ray:2"}.get(what, "auto")
-    experiment = experiment_of(num_clients, records, engine)
+    engines = {"inprocess": "inprocess", "inprocess-1": {"kind": "inprocess", "workers": 1}, "ray": "ray:2"}
+    experiment = experiment_of(work, engines.get(what, "auto"))
     if what == "flower":
         flower(experiment, serve)
         return
-    for one_round in ours(experiment) if what in {"inprocess", "ray"} else plain(experiment):
+    for one_round in ours(experiment) if what in engines else plain(experiment):
         serve(one_round)
 
 

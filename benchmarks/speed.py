@@ -4,11 +4,13 @@ Each contestant is paired with the plain one-thread loop: both run as processes 
 the other, and so on. Reported: medians, and the median of the ratios of neighbouring rounds. Wall is the clock around a
 round; CPU is what all processes of a contestant used for it. A busy machine blurs wall ratios first.
 
-    python benchmarks/speed.py            all rows (about 8 minutes on 2 cores)
-    python benchmarks/speed.py --quick    fewer rounds (under 2 minutes)
+    python benchmarks/speed.py            all rows (about 15 minutes on 2 cores)
+    python benchmarks/speed.py --quick    fewer rounds and works (under 2 minutes on two idle cores)
     python benchmarks/speed.py --json     one JSON object
 
-Real MNIST is read from $FL_SIM_DATA; without it the images are random bytes of the same shape, which costs the same.
+The floor of a work is its counted arithmetic over the measured rate of a large matrix product on one core; less than
+that is possible only where arithmetic is left out, as behind pooling. Real images are read from $FL_SIM_DATA; without
+it they are random bytes of the same shape, which costs the same.
 """
 
 import argparse
@@ -23,14 +25,18 @@ from pathlib import Path
 from typing import Self
 
 import psutil
+from speed_work import WORKS, Work, product_rate, training_operations
+
+EVERYONE_ON = 2
+"""On how many of the works every contestant runs; on the others only our engine in one process does."""
 
 HERE = Path(__file__).resolve().parent
 BASE = "plain-1"
-WORKS = {"10 clients x 600": (10, 600), "100 clients x 100": (100, 100)}
 WHAT = {
     "plain-1": "plain loop, 1 thread",
     "plain-2": "plain loop, 2 threads",
-    "inprocess": "fl-sim, engine inprocess",
+    "inprocess-1": "fl-sim, engine inprocess, 1 worker",
+    "inprocess": "fl-sim, engine inprocess, a worker a core",
     "ray": "fl-sim, engine ray, 2 actors",
     "flower": "minimal Flower app, flwr simulation",
 }
@@ -53,13 +59,13 @@ class Row:
 class Contestant:
     """A process that does a round when told to."""
 
-    def __init__(self, what: str, num_clients: int, records: int) -> None:
+    def __init__(self, what: str, work: str) -> None:
         environment = {
             **os.environ,
-            "PYTHONPATH": str(HERE.parent),
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
             "OMP_NUM_THREADS": "2" if what == "plain-2" else "1",
         }
-        command = [sys.executable, str(HERE / "contestants.py"), what, str(num_clients), str(records)]
+        command = [sys.executable, str(HERE / "contestants.py"), what, work]
         start = time.perf_counter()
         self._process = subprocess.Popen(
             command,
@@ -119,8 +125,7 @@ class Contestant:
 
 def measure(work: str, what: str, rounds: int) -> list[Row]:
     """Pair ``what`` with the plain one-thread loop and return both rows."""
-    size = WORKS[work]
-    with Contestant(BASE, *size) as base, Contestant(what, *size) as other:
+    with Contestant(BASE, work) as base, Contestant(what, work) as other:
         pairs = [(base.round(), other.round()) for _ in range(rounds + 1)][1:]
         starts = base.start_seconds, other.start_seconds
     rows = []
@@ -145,27 +150,60 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def floors(rate: float) -> dict[str, dict[str, float]]:
+    """Return each work's operations and the seconds they take one core at ``rate`` operations a second."""
+    return {
+        title: {"operations": training_operations(work), "seconds": training_operations(work) / rate}
+        for title, work in WORKS.items()
+    }
+
+
+def contestants_of(index: int, options: argparse.Namespace) -> list[str]:
+    """Return who is measured on the work at ``index``."""
+    everyone = [name for name in WHAT if name != BASE]
+    if index >= EVERYONE_ON or (options.quick and index):
+        everyone = ["inprocess-1", "inprocess"]
+    return [name for name in everyone if not options.only or name in options.only]
+
+
+def works_of(options: argparse.Namespace) -> list[Work]:
+    """Return the works to measure."""
+    works = [work for work in WORKS.values() if not options.work or work.title in options.work]
+    return works[:2] if options.quick else works
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="5 rounds a pair instead of 15, the first work alone")
+    parser.add_argument("--quick", action="store_true", help="3 rounds a pair instead of 15, the first two works alone")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--rounds", type=int, help="rounds a pair")
+    parser.add_argument("--work", choices=list(WORKS), action="append", help="only these works")
     parser.add_argument(
         "--only", choices=[name for name in WHAT if name != BASE], action="append", help="only these rows"
     )
     options = parser.parse_args()
-    rounds = 5 if options.quick else 15
+    rounds = options.rounds or (3 if options.quick else 15)
     rows: list[Row] = []
-    for work in list(WORKS)[: 1 if options.quick else None]:
-        for what in options.only or [name for name in WHAT if name != BASE]:
-            rows += measure(work, what, rounds)[1 if rows and rows[-1].work == work else 0 :]
-            print(f"measured {work}: {what}", file=sys.stderr)
-    images = "real MNIST" if os.environ.get("FL_SIM_DATA") else "synthetic stand-in data: random bytes of MNIST's shape"
+    for index, work in enumerate(works_of(options)):
+        for what in contestants_of(index, options):
+            rows += measure(work.title, what, rounds)[1 if rows and rows[-1].work == work.title else 0 :]
+            print(f"measured {work.title}: {what}", file=sys.stderr)
+    images = "real images" if os.environ.get("FL_SIM_DATA") else "synthetic stand-in data: random bytes"
+    rate = product_rate()
+    floor = {"operations_per_second": rate, "works": floors(rate)}
     if options.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows], "images": images, "load": os.getloadavg()}))
-    else:
-        print(table(rows))
-        print(f"\n{images}; load average {os.getloadavg()[0]:.1f} at the end, {os.cpu_count()} processors")
+        print(
+            json.dumps(
+                {"rows": [asdict(row) for row in rows], "floor": floor, "images": images, "load": os.getloadavg()}
+            )
+        )
+        return
+    print(table(rows))
+    print(f"\nFloor on one core at {rate / 1e9:.0f} GFLOP/s, the best matrix product:")
+    for title, needed in floors(rate).items():
+        print(f"  {title}: {needed['operations'] / 1e9:.1f} GFLOP, {needed['seconds']:.3f} s")
+    print(f"\n{images}; load average {os.getloadavg()[0]:.1f} at the end, {os.cpu_count()} processors")
 
 
 if __name__ == "__main__":
