@@ -77,4 +77,4 @@ def test_the_true_mechanisms_pass_more_runs_and_the_audit_is_not_vacuous(
 ) -> None:
     profile = found(release_audit, family, "as it is", 4000)
     assert not profile.refuted
-    assert profile.power > (0.7 if family == FAKES else 0.85)
+    assert profile.power > 0.75
