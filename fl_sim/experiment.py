@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy as np
 import torch
-from clients.labels import LabelPicker
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 from torch import nn
 
 from clients.dafl import AnyGenerator, DaFl, NoPreprocess
+from clients.labels import LabelPicker
 from fl_sim import models
 from fl_sim.config import Settings, expand, explain, short
 from fl_sim.data import load
