@@ -15,7 +15,8 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fl_sim.experiment import Experiment
+from fl_sim.engine_choice import cores
+from fl_sim.experiment import Experiment, InProcess
 from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord
 from fl_sim.simulation import run
@@ -88,7 +89,7 @@ def run_all(
             if (result := finished_result(out / name)) is not None:
                 yield Finished(name, result)
             else:
-                waiting.append((name, experiment))
+                waiting.append((name, _with_share_of_cores(experiment, jobs)))
         workers: list[_Worker] = []
         try:
             for _ in range(min(jobs, len(waiting))):
@@ -103,6 +104,15 @@ def run_all(
                     yield event
         finally:
             _stop(workers)
+
+
+def _with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
+    """Return ``experiment`` with as many clients at a time as leave the other jobs their cores."""
+    engine = experiment.engine
+    if not isinstance(engine, InProcess) or engine.workers:
+        return experiment
+    share = InProcess(threads=engine.threads, workers=max(1, cores() // jobs))
+    return Experiment.model_validate({**dict(experiment), "engine": share})
 
 
 class _Worker:
