@@ -102,8 +102,8 @@ class Auto(Settings):
 class InProcess(Settings):
     """Every client in this process, ``workers`` at a time (0: one a core).
 
-    Models that draw random numbers while they train (dropout), and models of the user's own classes, go one client after
-    another. ``threads``: torch threads of each worker.
+    Models that draw random numbers while they train (dropout), and models of the user's own classes, go one client
+    after another. ``threads``: torch threads of each worker.
     """
 
     kind: Literal["inprocess"] = "inprocess"
