@@ -3,9 +3,9 @@
 "DA-FL", Journal on Communications 44(1). What a client does with them is in clients/share.py.
 """
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from clients.dpcgan import DpCgan
 from clients.labels import ExponentialMechanism, LabelPicker
@@ -42,6 +42,18 @@ class DaFl(Settings):
     labels: Annotated[LabelPicker, Field(discriminator="kind"), short(LabelPicker, "labels")] = ExponentialMechanism()
     train_on: Literal["own-and-synthetic", "synthetic"] = "own-and-synthetic"
     noise: Literal["secret", "seeded"] = "secret"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_kinds(cls, table: Any) -> Any:
+        """Let ``preprocess.generator.batch_size=64`` speak of the default generator."""
+        if not isinstance(table, dict):
+            return table
+        filled = dict(table)
+        for group in ("generator", "labels"):
+            if isinstance(filled.get(group), dict):
+                filled[group] = {"kind": cls.model_fields[group].default.kind, **filled[group]}
+        return filled
 
     def gamma_of(self, client: int) -> float:
         """Return how many records ``client`` makes, as a share of those it holds."""

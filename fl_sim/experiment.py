@@ -284,8 +284,15 @@ def _enter(table: dict[str, Any], group: str) -> dict[str, Any]:
 
 
 def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:
-    """Return ``experiment`` with every default that depends on the data filled in."""
+    """Return ``experiment`` with every default that depends on the data filled in.
+
+    Raises UserError for settings that do not fit the data.
+    """
     dataset = load(experiment.data, data_root)
+    if isinstance(experiment.preprocess, DaFl):
+        experiment.preprocess.generator_epsilon(dataset.num_classes)
+        if len(dataset.input_shape) != 3:
+            raise UserError(f"preprocess da-fl makes images, but the records of {experiment.data} are feature vectors")
     model = experiment.model or models.default_model(dataset.input_shape)
     return experiment_from({**experiment.model_dump(), "model": model})
 

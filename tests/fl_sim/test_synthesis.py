@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -186,3 +187,23 @@ def test_settings_reach_into_the_generator_and_the_label_picker() -> None:
     assert again.preprocess.epsilon == math.inf
     with pytest.raises(UserError, match="valid: dp-cgan, mean-embedding"):
         _made("preprocess.generator=gan")
+
+
+def test_a_key_inside_the_default_generator_needs_no_kind() -> None:
+    table = {"preprocess": {"kind": "da-fl", "generator": {"batch_size": 64}, "labels": {"epsilon": 0.3}}}
+    made = experiment_from(table)
+    assert (made.preprocess.generator.kind, made.preprocess.generator.batch_size) == ("dp-cgan", 64)
+    assert (made.preprocess.labels.kind, made.preprocess.labels.epsilon) == ("exponential", 0.3)
+    with pytest.raises(UserError, match=r"unknown key 'preprocess.generator.batchsize' \(did you mean 'batch_size'"):
+        experiment_from({"preprocess": {"kind": "da-fl", "generator": {"batchsize": 64}}})
+
+
+def test_what_does_not_fit_the_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"preprocess.epsilon = 0.5 is used up by the labels \(1\)"):
+        run(_made("preprocess.epsilon=0.5", "preprocess.labels.composition=sequential"), tmp_path / "run")
+    features = np.random.default_rng(0).random((40, 5), dtype=np.float32)
+    labels = np.arange(40) % 2
+    np.savez(tmp_path / "f.npz", x_train=features, y_train=labels, x_test=features, y_test=labels)
+    with pytest.raises(UserError, match=r"da-fl makes images, but the records of npz:.* are feature vectors"):
+        run(_made(f"data=npz:{tmp_path / 'f.npz'}", "partition=iid", "model=mlp"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
