@@ -69,9 +69,8 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
         order = wire.read_order(message.content)
         site = site_of(order.experiment, order.data_root)
         client = _partition(context)
+        _set_threads(site.threads)
         with torch_kept():
-            if torch.get_num_threads() != site.threads:
-                torch.set_num_threads(site.threads)
             inputs, said = site.synthesize(client, Path(order.state_dir) / f"client-{client}")
         return Message(wire.synthetic_content(inputs, said), reply_to=message)
 
@@ -102,8 +101,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
             state=load_state(order.state_dir, client, order.server_round),
             pool=_read_pool(order.pool) if order.pool else {},
         )
-        if torch.get_num_threads() != site.threads:
-            torch.set_num_threads(site.threads)
+        _set_threads(site.threads)
         generator = rng(site.seed, "batches", client, order.server_round)
         seeded = partial(seed_torch, site.seed, "local", client, order.server_round)
         trained = trainer.train(Job(task, site.algorithm.plan(task), inputs, labels, generator, seeded))
@@ -125,6 +123,11 @@ class _Unpacker:
         if self._last is None or self._last[0] is not content:
             self._last = (content, (wire.read_order(content), *wire.read_task(content)))
         return self._last[1]
+
+
+def _set_threads(threads: int) -> None:
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 def _reuse_freed_memory() -> None:

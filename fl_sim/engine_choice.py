@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -118,8 +119,8 @@ def workers_of(engine: Engine, experiment: Experiment, data_root: Path | None) -
     """Return how many clients ``engine`` trains at a time in this process."""
     if not isinstance(engine, InProcess) or device_of(experiment).type != "cpu":
         return 1
-    dataset = load(experiment.data, data_root)
-    if not Trainer(build_model(experiment, dataset), load_kernel()[0]).is_parallel(dataset.input_shape):
+    trainer, input_shape = _trainer_of(experiment.data, experiment.model, data_root)
+    if not trainer.is_parallel(input_shape):
         return 1
     return min(engine.workers or cores(), experiment.num_clients)
 
@@ -128,8 +129,15 @@ def trains_natively(experiment: Experiment, data_root: Path | None) -> bool:
     """Say whether the native trainer takes this experiment's clients."""
     if isinstance(experiment.algorithm, Sharing) or device_of(experiment).type != "cpu":
         return False  # the loss of those that share is not cross-entropy alone
-    dataset = load(experiment.data, data_root)
-    return Trainer(build_model(experiment, dataset), load_kernel()[0]).is_native(dataset.input_shape)
+    trainer, input_shape = _trainer_of(experiment.data, experiment.model, data_root)
+    return trainer.is_native(input_shape)
+
+
+@lru_cache(maxsize=1)
+def _trainer_of(data: str, model: str, data_root: Path | None) -> tuple[Trainer, tuple[int, ...]]:
+    """Return what would train this model, to be asked what it can do, and the shape of a record."""
+    dataset = load(data, data_root)
+    return Trainer(build_model(Experiment(data=data, model=model), dataset), load_kernel()[0]), dataset.input_shape
 
 
 def trainer_line(experiment: Experiment, data_root: Path | None, workers: int) -> str:

@@ -1,14 +1,11 @@
 """Before the first round: the experiment's Strategy, and what clients share or release beforehand."""
 
-import hashlib
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from flwr.serverapp import Grid
-from safetensors.torch import save
 
 from clients.dafl import DaFl
 from fl_sim.data import load
@@ -16,6 +13,7 @@ from fl_sim.experiment import Experiment
 from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord
 from fl_sim.report.samples import write_samples
+from fl_sim.store import save_by_content
 from fl_sim.types import ServerState
 from fl_sim.wire import Order
 from strategies.algorithm import Sharing
@@ -78,7 +76,7 @@ def federated_strategy(
         _use_synthetic_records(experiment, strategy, grid, out, log, data_root)
     if isinstance(experiment.algorithm, Sharing):
         shared = share_before_training(strategy, grid, experiment.round_timeout)
-        strategy.order = replace(strategy.order, pool=str(_write_pool(out, shared)))
+        strategy.order = replace(strategy.order, pool=str(save_by_content(out.absolute(), "pool", shared)))
     log.preprocess_seconds = time.perf_counter() - start
     return strategy
 
@@ -93,10 +91,3 @@ def _use_synthetic_records(
     counts, note = [part.counts for part in log.pool.parts], load(experiment.data, data_root).note
     log.warnings += write_samples(out, log.pool.path, counts, experiment.model_dump(), note)
     strategy.order = replace(strategy.order, synthetic=str(log.pool.path))
-
-
-def _write_pool(out: Path, shared: dict[str, torch.Tensor]) -> Path:
-    content = save(shared)
-    path = out.absolute() / f"pool-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
-    path.write_bytes(content)
-    return path

@@ -1,9 +1,10 @@
 """What clients keep between rounds (SCAFFOLD's c_i), on disk, keyed by client and round."""
 
+import hashlib
 import os
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from fl_sim.types import Params, Payloads
 
@@ -26,6 +27,16 @@ def load_groups(path: Path) -> Payloads:
         _, group, name = key.split("/", 2)
         groups.setdefault(group, {})[name] = value
     return groups
+
+
+def save_by_content(folder: Path, stem: str, tensors: Params) -> Path:
+    """Write tensors to a safetensors file named by its content, so that a name never means two things; return it."""
+    content = save(tensors)
+    path = folder / f"{stem}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial.write_bytes(content)
+    partial.replace(path)
+    return path
 
 
 def save_state(state_dir: Path, client: int, server_round: int, state: Payloads) -> None:

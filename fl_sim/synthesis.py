@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.serverapp import Grid
-from safetensors.torch import save
 
 from clients.dafl import DaFl
 from fl_sim.data import load
 from fl_sim.experiment import Experiment
 from fl_sim.report.rundir import write_text
 from fl_sim.site import read_pool, to_bytes
+from fl_sim.store import save_by_content
 from fl_sim.types import RunError, UserError
 from strategies.flower import FederatedStrategy, synthesize_before_training
 
@@ -139,12 +139,8 @@ def _store(folder: Path, answers: list[tuple[torch.Tensor, str]], seconds: float
     )
     if len(inputs) != len(labels):
         raise RunError(f"clients sent {len(inputs)} synthetic records with {len(labels)} labels")
-    content = save({"inputs": inputs.contiguous(), "labels": labels})
-    name = f"synthetic-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
-    partial = folder / f".{name}.part"
-    partial.write_bytes(content)
-    partial.replace(folder / name)
-    write_text(folder / _FACTS, json.dumps({"pool": name, "seconds": seconds, "clients": said}))
+    path = save_by_content(folder, "synthetic", {"inputs": inputs.contiguous(), "labels": labels})
+    write_text(folder / _FACTS, json.dumps({"pool": path.name, "seconds": seconds, "clients": said}))
 
 
 def _load(folder: Path, *, reused: bool) -> Pool:

@@ -1,8 +1,11 @@
 """What several test files share: a model whose loss is written down by hand, and a federation without an engine."""
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +28,23 @@ hypothesis_settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis_settings.load_profile("repeatable")
 
 Shard = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(scope="session")
+def load_benchmark() -> Callable[[str], ModuleType]:
+    """Load a script of benchmarks/ from where it lies: other distributions have a package of that name."""
+
+    def load(name: str) -> ModuleType:
+        script = Path(__file__).resolve().parents[1] / "benchmarks" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(name, script)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,25 +1,14 @@
 """The one-run canary audit of Global DP: it leaves the real mechanism alone, and it catches missing noise."""
 
-import importlib.util
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "canary_audit.py"
-
 
 @pytest.fixture(scope="module")
-def canary_audit() -> ModuleType:
-    """The script, loaded from where it lies: other distributions have a package of the name benchmarks."""
-    spec = importlib.util.spec_from_file_location("canary_audit", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def canary_audit(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("canary_audit")
 
 
 @pytest.mark.slow

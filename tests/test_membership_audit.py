@@ -1,25 +1,14 @@
 """Membership inference on released records: the real generators pass, those without noise or labels by count do not."""
 
-import importlib.util
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "membership_audit.py"
-
 
 @pytest.fixture(scope="module")
-def membership_audit() -> ModuleType:
-    """The script, loaded from where it lies: other distributions have a package of the name benchmarks."""
-    spec = importlib.util.spec_from_file_location("membership_audit", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def membership_audit(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("membership_audit")
 
 
 def test_the_mean_embedding_keeps_its_canaries_and_without_noise_gives_them_away(membership_audit: ModuleType) -> None:

@@ -1,14 +1,10 @@
 """Single releases of the private generators: the real ones pass with power to spare, planted faults are refuted."""
 
-import importlib.util
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "release_audit.py"
 
 STEP, COINS, FAKES, EMBEDDING = (
     "D step, all records",
@@ -19,15 +15,8 @@ STEP, COINS, FAKES, EMBEDDING = (
 
 
 @pytest.fixture(scope="module")
-def release_audit() -> ModuleType:
-    """The script, loaded from where it lies: other distributions have a package of the name benchmarks."""
-    spec = importlib.util.spec_from_file_location("release_audit", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def release_audit(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return load_benchmark("release_audit")
 
 
 def found(script: ModuleType, family: str, name: str, num_runs: int, seed: int = 0) -> Any:

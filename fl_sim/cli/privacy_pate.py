@@ -12,6 +12,7 @@ from fl_sim.privacy import pate, pate_lnmax, pate_smooth
 from fl_sim.privacy.accounting import ORDERS, valid_delta
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.planning import delta_advice
+from fl_sim.report.picture import save_plot
 from fl_sim.types import UserError
 
 Name: TypeAlias = Literal["lnmax", "gnmax", "confident"]
@@ -180,12 +181,7 @@ def plot(bill: dict[str, Any], counts: pate.Counts, path: Path) -> None:
     )
     left.legend()
     figure.suptitle(f"{_mechanism_in_words(bill)}; {bill['teachers']} teachers")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot write the plot to {path}: {error}; give a writable path such as epsilon.png"
-        ) from error
+    save_plot(figure, path)
 
 
 def _as_published(question: Question, counts: pate.Counts, found: pate.Analysis) -> dict[str, Any]:

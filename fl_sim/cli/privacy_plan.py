@@ -20,6 +20,7 @@ from fl_sim.privacy.accounting import (
     valid_delta,
 )
 from fl_sim.privacy.planning import delta_advice, noise_multiplier, steps_that_fit
+from fl_sim.report.picture import save_plot
 from fl_sim.types import UserError
 
 _ACCOUNTANTS: Final[tuple[Accountant, ...]] = ("rdp", "pld")
@@ -133,12 +134,7 @@ def plot(question: Question, plan: dict[str, Any], path: Path) -> None:
         axes.axhline(question.target, color="black", linestyle=":", label="budget")
     axes.set(xlabel="steps", ylabel=f"epsilon at delta {question.delta:g}", ylim=(0, None), title=title)
     axes.legend()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot write the plot to {path}: {error}; give a writable path such as epsilon.png"
-        ) from error
+    save_plot(figure, path)
 
 
 def _check(question: Question) -> None:

@@ -4,7 +4,10 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from fl_sim.types import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,6 +27,16 @@ class Picture:
     caption: tuple[str, ...]
     png: bytes
     details: tuple[str, ...] = ()
+
+
+def save_plot(figure: "Figure", path: Path) -> None:
+    """Write ``figure`` where a user asked for it. Raises UserError where that is not possible."""
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot write the plot to {path}: {error}; give a writable path such as epsilon.png"
+        ) from error
 
 
 def file_names(titles: Sequence[str]) -> list[str]:

@@ -23,11 +23,6 @@ from fl_sim.types import RunError, UserError
 QUICK = ("model=logistic", "rounds=2", "engine=inprocess", "preprocess.generator=mean-embedding")
 
 
-@pytest.fixture(autouse=True)
-def _pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FL_SIM_POOLS", str(tmp_path / "pools"))
-
-
 def _made(*overrides: str) -> Experiment:
     return experiment_from(with_overrides({"preprocess": "da-fl"}, [*QUICK, *overrides]))
 
@@ -89,7 +84,7 @@ def test_a_pool_is_named_by_the_records_themselves() -> None:
 
 def test_a_damaged_pool_is_named_and_not_used(tmp_path: Path) -> None:
     run(_made(), tmp_path / "first")
-    (pool,) = (tmp_path / "pools").rglob("synthetic-*.safetensors")
+    (pool,) = (tmp_path / ".pools").rglob("synthetic-*.safetensors")
     content = bytearray(pool.read_bytes())
     content[-1] ^= 1
     pool.write_bytes(content)
