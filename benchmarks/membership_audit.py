@@ -165,7 +165,7 @@ class Pipeline:
         discriminator_steps=4, batch_size=21, ratio=2, discriminator_width=8, generator_width=8, latent_dim=2,
         generator_batch_size=16, snapshots=1,
     )  # fmt: skip
-    _LABELS = ExponentialMechanism(epsilon=0.5, false_positive=1)
+    _LABELS = ExponentialMechanism(epsilon=0.5, false_positive=1, least_share=0)
 
     def bill(self, target: float) -> Bill:
         """Return the generator's bill; whether so few records are worth a release is no matter of privacy."""

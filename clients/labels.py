@@ -44,13 +44,16 @@ class _Selection(Settings):
 
     ``epsilon``: epsilon_1, what the selection for one class costs at delta 0. ``composition``: which total is charged.
     ``false_positive``: how likely a class without records may get synthetic ones; smaller selections than that takes
-    are set to 0, and 1 keeps them all. ``largest``: R, the most synthetic records of one class (None: gamma times the
-    public bound on a class's records that ``largest_count`` is given).
+    are set to 0, and 1 keeps them all. ``least_share``: selections below this share of the client's largest one are set
+    to 0 as well, since a generator makes noise of a class it saw next to nothing of, under a label that says otherwise;
+    0 keeps them. Both look at selections alone and cost nothing. ``largest``: R, the most synthetic records of one
+    class (None: gamma times the public bound on a class's records that ``largest_count`` is given).
     """
 
     epsilon: float = Field(0.1, gt=0)
     composition: Literal["parallel", "sequential"] = "parallel"
     false_positive: float = Field(0.01, gt=0, le=1)
+    least_share: float = Field(0.05, ge=0, le=1)
     largest: int | None = Field(None, ge=0)
 
     def largest_count(self, gamma: float, public_records: int) -> int:
@@ -103,7 +106,8 @@ class _Selection(Settings):
         # Two words a coin: near 0 they resolve probabilities down to 2^-107, which no coin of 53 bits can.
         coins = first + second * 2.0**-53 + 2.0**-107
         drawn = self._draw(coins, held, gamma, largest)
-        return np.where(drawn < self.threshold(gamma, largest), 0, drawn)
+        least = max(self.threshold(gamma, largest), self.least_share * drawn.max(initial=0))
+        return np.where(drawn < least, 0, drawn)
 
     def pmf(self, num_records: int, gamma: float, largest: int) -> Floats:
         """Return the probabilities of selecting 0..R for a class of ``num_records``, (R + 1,), before the threshold."""

@@ -169,7 +169,9 @@ def test_classes_compose_in_parallel_and_a_changed_label_costs_twice(mechanism: 
 # Sampling.
 
 
-@pytest.mark.parametrize("mechanism", [ExponentialMechanism(false_positive=1), Geometric(false_positive=1)])
+@pytest.mark.parametrize(
+    "mechanism", [ExponentialMechanism(false_positive=1, least_share=0), Geometric(false_positive=1, least_share=0)]
+)
 @pytest.mark.parametrize(
     ("num_records", "gamma", "largest"),
     [(600, 0.05, 400), (3, 1.0, 20), (0, 1.0, 200), (10**6, 0.05, 50_010), (10**6, 0.05, 100), (7, 0.5, 0)],
@@ -290,18 +292,31 @@ def test_a_million_records_overflow_nothing(mechanism: type[LabelPicker], gamma:
 def test_a_class_without_records_yields_junk_as_seldom_as_promised(
     mechanism: type[LabelPicker], gamma: float, chance: float
 ) -> None:
-    picker = mechanism(false_positive=chance)
+    picker = mechanism(false_positive=chance, least_share=0)
     threshold, pmf = picker.threshold(gamma, 1000), picker.pmf(0, gamma, 1000)
     assert pmf[threshold:].sum() <= chance
     assert pmf[threshold - 1 :].sum() > chance
     absent = picker.select(np.zeros(20_000, dtype=np.int64), gamma, 1000, Noise.seeded(3))
     assert (absent > 0).mean() <= chance + 4 * math.sqrt(chance / 20_000)
-    keeping = mechanism(false_positive=1)
+    keeping = mechanism(false_positive=1, least_share=0)
     assert keeping.threshold(gamma, 1000) == 0
     kept = keeping.select(np.zeros(20_000, dtype=np.int64), gamma, 1000, Noise.seeded(3))
     assert (np.where(kept < threshold, 0, kept) == absent).all()
     if gamma >= 0.05:
         assert (kept > 0).mean() > 0.1  # what the threshold is there for
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_class_far_below_the_largest_is_left_out_and_even_classes_are_not(mechanism: type[LabelPicker]) -> None:
+    picker, noise = mechanism(epsilon=1.0, false_positive=1), Noise.seeded(5)
+    drawn = picker.select(np.array([6000, 200, 400, 0]), 0.05, 1000, noise)
+    everything = mechanism(epsilon=1.0, false_positive=1, least_share=0).select(
+        np.array([6000, 200, 400, 0]), 0.05, 1000, noise
+    )
+    assert everything[1] > 5
+    assert (drawn == np.where(everything < 0.05 * everything.max(), 0, everything)).all()
+    assert (drawn > 0).tolist() == [True, False, True, False]
+    assert (picker.select(np.full(100, 500), 0.05, 1000, noise) > 0).all()
 
 
 def test_sensitivity_one_would_fill_absent_classes_with_junk() -> None:
