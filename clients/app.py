@@ -1,14 +1,16 @@
 """The Flower ClientApp: reads a message, trains on the client's own records, answers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from threading import Lock
 
+import numpy as np
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import nn
 
@@ -18,7 +20,7 @@ from fl_sim.learning import LocalAlgorithm
 from fl_sim.native.kernel import load_kernel
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.store import load_state, save_state
-from fl_sim.types import LocalSettings, LocalTask, Params, Payloads
+from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Trained
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Site:
     client's part of it and, as JSON, what it says of it; ``folder`` keeps what must survive until then.
     ``share(inputs, labels, client)`` is what it shares for the algorithm before the first round.
     ``local_settings(learning_rate)`` fills in a round's settings. ``threads``: torch threads while training; their
-    number changes the last bits of every sum.
+    number changes the last bits of every sum. ``vote(trainer, client)`` trains a client as a teacher and returns its
+    class for each public record, where the experiment has such.
     """
 
     algorithm: LocalAlgorithm
@@ -42,11 +45,18 @@ class Site:
     num_clients: int
     seed: int
     threads: int = 1
+    vote: Callable[[Trainer, int], NDArray[np.int64]] | None = None
 
     @cached_property
     def trainer(self) -> Trainer:
         """Return what trains this experiment's model: the native trainer, or PyTorch."""
         return Trainer(self.model, load_kernel()[0])
+
+    def train_stacked(self, jobs: Sequence[Job]) -> list[Trained]:
+        """Train many clients as one computation."""
+        from fl_sim.stacked import train_stacked  # noqa: PLC0415 (torch.func loads slowly where it is first used)
+
+        return train_stacked(self.model, jobs)
 
 
 SiteFactory = Callable[[str, str], Site]
@@ -57,7 +67,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
     """Return the ClientApp that every engine runs, in this process, in Ray actors or on Flower's own runtime."""
     _reuse_freed_memory()
     app = ClientApp()
-    unpack = _Unpacker()
+    turns = _Turns(site_of)
     one_at_a_time = Lock()  # an engine may call from several threads
 
     @app.query()
@@ -82,13 +92,79 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
         inputs, labels = site.records(client, order.synthetic)
         return Message(wire.pool_content(site.share(inputs, labels, client)), reply_to=message)
 
-    @app.train()
-    def train_one_round(message: Message, context: Context) -> Message:
+    @app.train("vote")
+    def vote(message: Message, context: Context) -> Message:
+        order = wire.read_order(message.content)
         with one_at_a_time:
-            order, params, broadcast = unpack(message)
             site = site_of(order.experiment, order.data_root)
             trainer = site.trainer
-        client = _partition(context)
+        assert site.vote is not None
+        _set_threads(site.threads)
+        return Message(wire.votes_content(site.vote(trainer, _partition(context))), reply_to=message)
+
+    @app.train()
+    def train_one_round(message: Message, context: Context) -> Message:
+        turn = turns.turn(message, _partition(context))
+        return turn.reply(turn.site.trainer.train(turn.job))
+
+    return app
+
+
+def train_together(
+    site_of: SiteFactory, messages: Sequence[tuple[int, Message]], stack: int
+) -> Iterator[tuple[int, Message | Exception]]:
+    """Play many (client, message) of one round, ``stack`` clients as one computation at a time.
+
+    Yields (place in ``messages``, its reply or what the client raised), those with the most steps first, so that the
+    clients of a stack are alike.
+    """
+    turns, ready = _Turns(site_of), []
+    for place, (client, message) in enumerate(messages):
+        try:
+            ready.append((place, turns.turn(message, client)))
+        except Exception as error:  # noqa: BLE001 (whatever a user's data raises is this one client's failure)
+            yield place, error
+    ready.sort(key=lambda one: -one[1].num_steps)
+    for group in (ready[first : first + stack] for first in range(0, len(ready), stack)):
+        results = group[0][1].site.train_stacked([turn.job for _, turn in group])
+        for (place, turn), trained in zip(group, results, strict=True):
+            yield place, turn.reply(trained)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One client's part in one round."""
+
+    message: Message
+    order: wire.Order
+    site: Site
+    job: Job
+
+    @property
+    def num_steps(self) -> int:
+        return self.job.task.settings.num_steps(self.job.task.num_examples)
+
+    def reply(self, trained: Trained) -> Message:
+        """Keep the client's state for its next round, and answer."""
+        update = self.site.algorithm.finish(self.job.task, trained)
+        save_state(Path(self.order.state_dir), self.job.task.client, self.order.server_round, update.state)
+        content = wire.update_content(update.payloads, update.num_examples, update.loss)
+        return Message(content, reply_to=self.message)
+
+
+class _Turns:
+    """Reads the messages of a round; what all of them share is unpacked once."""
+
+    def __init__(self, site_of: SiteFactory) -> None:
+        self._site_of = site_of
+        self._last: tuple[object, tuple[wire.Order, Params, Payloads]] | None = None
+        self._one_at_a_time = Lock()  # an engine may call from several threads
+
+    def turn(self, message: Message, client: int) -> _Turn:
+        with self._one_at_a_time:
+            order, params, broadcast = self._unpacked(message)
+            site = self._site_of(order.experiment, order.data_root)
+            site.trainer  # noqa: B018 (made once)
         inputs, labels = site.records(client, order.synthetic)
         task = LocalTask(
             server_round=order.server_round,
@@ -104,21 +180,9 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
         _set_threads(site.threads)
         generator = rng(site.seed, "batches", client, order.server_round)
         seeded = partial(seed_torch, site.seed, "local", client, order.server_round)
-        trained = trainer.train(Job(task, site.algorithm.plan(task), inputs, labels, generator, seeded))
-        update = site.algorithm.finish(task, trained)
-        save_state(Path(order.state_dir), client, order.server_round, update.state)
-        return Message(wire.update_content(update.payloads, update.num_examples, update.loss), reply_to=message)
+        return _Turn(message, order, site, Job(task, site.algorithm.plan(task), inputs, labels, generator, seeded))
 
-    return app
-
-
-class _Unpacker:
-    """Unpacks a round's message once for all the clients of this process that share its content."""
-
-    def __init__(self) -> None:
-        self._last: tuple[object, tuple[wire.Order, Params, Payloads]] | None = None
-
-    def __call__(self, message: Message) -> tuple[wire.Order, Params, Payloads]:
+    def _unpacked(self, message: Message) -> tuple[wire.Order, Params, Payloads]:
         content = message.content
         if self._last is None or self._last[0] is not content:
             self._last = (content, (wire.read_order(content), *wire.read_task(content)))

@@ -66,6 +66,10 @@ class Trainer:
         """Say whether several threads train at once."""
         return self._draws_nothing or self.is_native(input_shape)
 
+    def is_stackable(self) -> bool:
+        """Say whether fl_sim.stacked takes this model: no random numbers, and no record looks at another."""
+        return self._draws_nothing
+
     def train(self, job: Job) -> Trained:
         """Train one client."""
         stack = self._stack(tuple(job.inputs.shape[1:])) if _fits(job) else None

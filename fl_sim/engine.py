@@ -3,7 +3,7 @@
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -22,6 +22,9 @@ CLIENT_RAISED, WORKER_DIED, TOO_LATE = 1, 2, 3
 
 Progress = Callable[[int], None]
 """Called with the number of replies of the current exchange so far."""
+
+Together = Callable[[Sequence[tuple[int, Message]]], Iterator[tuple[int, Message | Exception]]]
+"""Plays (client, message) of a round as few computations: yields (place, reply or what the client raised)."""
 
 _FIRST_NODE_ID = 1000  # 0 and 1 mean the server
 
@@ -85,13 +88,22 @@ class LocalGrid(Grid):
 class InProcessGrid(LocalGrid):
     """All clients in this process: no start-up, and a debugger sees everything.
 
-    ``workers`` threads train clients side by side, which pays where training lets go of Python's lock; whatever else is
-    asked of clients is answered one after another. A client that hangs cannot be interrupted from within its own
-    process; ``timeout`` is looked at between clients.
+    ``workers`` threads train clients side by side, which pays where training lets go of Python's lock; ``together``, if
+    given, trains all of a round's clients instead. Whatever else is asked of clients is answered one after another. A
+    client that hangs cannot be interrupted from within its own process; ``timeout`` is looked at between clients.
     """
 
-    def __init__(self, app: ClientApp, num_clients: int, on_reply: Progress | None = None, *, workers: int = 1) -> None:
+    def __init__(
+        self,
+        app: ClientApp,
+        num_clients: int,
+        on_reply: Progress | None = None,
+        *,
+        workers: int = 1,
+        together: Together | None = None,
+    ) -> None:
         super().__init__(num_clients, on_reply)
+        self._together = together
         self._app = app
         self._pool = ThreadPoolExecutor(workers, "client") if workers > 1 else None
 
@@ -108,13 +120,32 @@ class InProcessGrid(LocalGrid):
                 return failure(message, TOO_LATE, f"no answer within {timeout:g} s: its turn did not come")
             return answer(self._app, message, self.num_clients)
 
-        if self._pool is not None and all(message.metadata.message_type == wire.TRAIN for message in messages):
+        training = all(message.metadata.message_type == wire.TRAIN for message in messages)
+        if self._together is not None and training:
+            return self._as_one(self._together, messages, deadline, timeout)
+        voting = all(message.metadata.message_type == wire.VOTE for message in messages)
+        if self._pool is not None and (training or voting):
             return self._side_by_side(self._pool, answered, messages)
         replies = []
         for message in messages:
             replies.append(answered(message))
             self._on_reply(len(replies))
         return replies
+
+    def _as_one(
+        self, together: Together, messages: Sequence[Message], deadline: float, timeout: float | None
+    ) -> list[Message]:
+        replies = {}
+        for place, answered in together([(partition_of(message), message) for message in messages]):
+            replies[place] = answered if isinstance(answered, Message) else raised(messages[place], answered)
+            self._on_reply(len(replies))
+            if time.monotonic() >= deadline:
+                break
+        late = f"no answer within {timeout or 0:g} s: its turn did not come"
+        return [
+            replies[place] if place in replies else failure(message, TOO_LATE, late)
+            for place, message in enumerate(messages)
+        ]
 
     def _side_by_side(
         self, pool: ThreadPoolExecutor, answered: Callable[[Message], Message], messages: Sequence[Message]
@@ -134,7 +165,12 @@ def answer(app: ClientApp, message: Message, num_clients: int) -> Message:
     try:
         return app(message, node_context(message.metadata.dst_node_id, num_clients))
     except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever a user's model or data raises becomes a reply that names it)
-        return failure(message, CLIENT_RAISED, f"{type(error).__name__}: {error}")
+        return raised(message, error)
+
+
+def raised(message: Message, error: BaseException) -> Message:
+    """Return the reply of a client that raised ``error``."""
+    return failure(message, CLIENT_RAISED, f"{type(error).__name__}: {error}")
 
 
 def failure(message: Message, code: int, reason: str) -> Message:

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 from flwr.clientapp import ClientApp
 
-from clients.app import build_client_app
+from clients.app import build_client_app, train_together
 from fl_sim.cohort import Trainer
 from fl_sim.data import load
 from fl_sim.engine import InProcessGrid, LocalGrid, Progress
@@ -34,12 +34,16 @@ from fl_sim.seeding import rng
 from fl_sim.site import local_settings, site_of
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, UserError
 from strategies.algorithm import Sharing
+from strategies.pate_settings import Pate
 
 RAY_START_SECONDS = 10.0
 """What starting Ray and importing torch in its actors costs (6 to 12 s measured on two cores)."""
 
 PROBE_STEPS = 8
 """Minibatch steps that are timed to guess how long the job takes."""
+
+STACK_ON_GPU = 100
+"""Clients that are trained as one computation on a GPU unless the experiment says otherwise."""
 
 RAY_SHARE_PER_CORE = 0.9
 """How much of a further core Ray turns into speed."""
@@ -63,7 +67,8 @@ def open_engine(
     """Start the experiment's engine and give it back afterwards."""
     engine, why = choose(experiment, data_root)
     workers = workers_of(engine, experiment, data_root)
-    why = f"{why}; {trainer_line(experiment, data_root, workers)}"
+    stack = stack_of(engine, experiment, data_root)
+    why = f"{why}; {trainer_line(experiment, data_root, workers, stack)}"
     grid: LocalGrid
     if isinstance(engine, Ray):
         if importlib.util.find_spec("ray") is None:
@@ -75,7 +80,8 @@ def open_engine(
         resources = RayResources(engine.actors, engine.cpus, engine.gpus, engine.address, engine.threads)
         grid = RayGrid(client_app, experiment.num_clients, resources, on_reply)
     else:
-        grid = InProcessGrid(client_app(), experiment.num_clients, on_reply, workers=workers)
+        together = partial(train_together, site_of, stack=stack) if stack > 1 else None
+        grid = InProcessGrid(client_app(), experiment.num_clients, on_reply, workers=workers, together=together)
     gc.freeze()  # what is imported stays: Python need not look through it for garbage every few rounds
     try:
         yield grid, Choice(engine.kind, why)
@@ -125,6 +131,23 @@ def workers_of(engine: Engine, experiment: Experiment, data_root: Path | None) -
     return min(engine.workers or cores(), experiment.num_clients)
 
 
+def stack_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> int:
+    """Return how many clients ``engine`` trains as one computation; 1 means it does not stack them.
+
+    Raises UserError where more are asked for than the model allows.
+    """
+    if not isinstance(engine, InProcess) or engine.stack == 1:
+        return 1
+    asked = engine.stack or (STACK_ON_GPU if device_of(experiment).type == "cuda" else 1)
+    stackable = asked == 1 or _trainer_of(experiment.data, experiment.model, data_root)[0].is_stackable()
+    if not stackable and engine.stack:
+        raise UserError(
+            f"engine.stack={engine.stack}: this model cannot be trained on many clients at once, as it draws random "
+            "numbers, or is made of layers that are not known to treat every record by itself; leave engine.stack out"
+        )
+    return min(asked, experiment.num_clients) if stackable else 1
+
+
 def trains_natively(experiment: Experiment, data_root: Path | None) -> bool:
     """Say whether the native trainer takes this experiment's clients."""
     if isinstance(experiment.algorithm, Sharing) or device_of(experiment).type != "cpu":
@@ -140,8 +163,10 @@ def _trainer_of(data: str, model: str, data_root: Path | None) -> tuple[Trainer,
     return Trainer(build_model(Experiment(data=data, model=model), dataset), load_kernel()[0]), dataset.input_shape
 
 
-def trainer_line(experiment: Experiment, data_root: Path | None, workers: int) -> str:
+def trainer_line(experiment: Experiment, data_root: Path | None, workers: int, stack: int = 1) -> str:
     """Return which trainer is used, in words."""
+    if stack > 1:
+        return f"stacked trainer on {device_of(experiment).type}, {stack} clients as one computation"
     threads = f"{workers} {'thread' if workers == 1 else 'threads'}"
     if trains_natively(experiment, data_root):
         return f"native trainer, {threads}"
@@ -157,7 +182,7 @@ def estimated_seconds(experiment: Experiment, data_root: Path | None) -> float:
     settings = local_settings(experiment.local, experiment.local.learning_rate)
     sizes = [len(shard) for shard in client_shards(experiment, data_root)]
     cohort = experiment.sampler.expected_size(experiment.num_clients)
-    num_steps = experiment.rounds * cohort * sum(settings.num_steps(size) for size in sizes) / len(sizes)
+    num_steps = (1 if isinstance(experiment.algorithm, Pate) else experiment.rounds) * cohort * sum(settings.num_steps(size) for size in sizes) / len(sizes)
     sample = dataset.test.take(np.arange(min(len(dataset.test), PROBE_STEPS * settings.batch_size)))
     inputs, labels = to_tensors(sample, dataset)
     model = build_model(experiment, dataset)

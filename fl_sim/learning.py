@@ -1,6 +1,7 @@
 """The local loop: minibatch SGD on one client's records, the same for every algorithm."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -12,6 +13,12 @@ from fl_sim.types import ClientUpdate, Dataset, Examples, LocalPlan, LocalSettin
 
 EVALUATION_BATCH = 500
 """Records per forward pass of an evaluation: small enough for the cache, large enough for the operators."""
+
+
+LogitsOf: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""(n, *input shape) records -> (n, classes) logits."""
+
+Slope: TypeAlias = Callable[[LogitsOf, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class LocalAlgorithm(Protocol):
@@ -138,6 +145,18 @@ def _loss(
     return mixed_loss(model, inputs, labels, partner, partner_label, mix.weight, linearise=mix.linearise)
 
 
+def by_autograd(
+    logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logits, each record's cross-entropy, its gradient by the record), differentiable once more."""
+    records = inputs.requires_grad_()
+    logits = logits_of(records)
+    own = functional.cross_entropy(logits, labels, reduction="none")
+    # The gradient of the sum holds each record's own gradient; that of the batch mean would be B times too small.
+    (slope,) = torch.autograd.grad(own.sum(), records, create_graph=True)
+    return logits, own, slope
+
+
 def mixed_loss(
     model: nn.Module,
     inputs: torch.Tensor,
@@ -148,23 +167,33 @@ def mixed_loss(
     *,
     linearise: bool,
 ) -> torch.Tensor:
-    """Return the batch mean of FedMix's (``linearise``) or NaiveMix's loss (Yoon et al. 2021, eq. 3 and algorithm 2).
+    """Return the batch mean of ``mixed_losses``."""
+    return mixed_losses(model, inputs, labels, mean_input, mean_label, weight, linearise=linearise).mean()
+
+
+def mixed_losses(
+    logits_of: LogitsOf,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    mean_input: torch.Tensor,
+    mean_label: torch.Tensor,
+    weight: float,
+    *,
+    linearise: bool,
+    slope: Slope = by_autograd,
+) -> torch.Tensor:
+    """Return, per record, FedMix's (``linearise``) or NaiveMix's loss (Yoon et al. 2021, eq. 3 and algorithm 2), (n,).
 
     ``mean_input``: one averaged record, (*input shape); ``mean_label``: (classes,) proportions; ``weight``: lambda.
     """
     if not linearise:
-        logits = model((1 - weight) * inputs + weight * mean_input)
-        return (1 - weight) * functional.cross_entropy(logits, labels) + weight * _soft_cross_entropy(
-            logits, mean_label
-        )
-    shrunk = ((1 - weight) * inputs).requires_grad_()
-    logits = model(shrunk)
-    own = functional.cross_entropy(logits, labels, reduction="none")
-    # The gradient of the sum holds each record's own gradient; that of the batch mean would be B times too small.
-    (slope,) = torch.autograd.grad(own.sum(), shrunk, create_graph=True)
-    expansion = (slope * mean_input).flatten(1).sum(1).mean()
-    return (1 - weight) * own.mean() + weight * _soft_cross_entropy(logits, mean_label) + weight * expansion
+        logits = logits_of((1 - weight) * inputs + weight * mean_input)
+        own = functional.cross_entropy(logits, labels, reduction="none")
+        return (1 - weight) * own + weight * _soft_cross_entropy(logits, mean_label)
+    logits, own, gradient = slope(logits_of, (1 - weight) * inputs, labels)
+    expansion = (gradient * mean_input).flatten(1).sum(1)
+    return (1 - weight) * own + weight * _soft_cross_entropy(logits, mean_label) + weight * expansion
 
 
 def _soft_cross_entropy(logits: torch.Tensor, proportions: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits, proportions.expand_as(logits))
+    return functional.cross_entropy(logits, proportions.expand_as(logits), reduction="none")

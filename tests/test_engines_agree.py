@@ -10,9 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from fl_sim.experiment import Experiment, experiment_from
+from fl_sim.data import load
+from fl_sim.experiment import Experiment, build_model, experiment_from
+from fl_sim.params import detached
 from fl_sim.report.rundir import RoundRecord, read_rounds
 from fl_sim.simulation import Silent, run
+from fl_sim.types import UserError
 
 MODEL = """
 from torch import nn
@@ -138,6 +141,31 @@ def test_ray_and_one_process_train_with_the_same_trainer(one_ray: None, tmp_path
     for out, chosen in (("alone", {"kind": "inprocess"}), ("ray", {"kind": "ray", "actors": 2})):
         run(experiment_from({**base, "engine": chosen}), tmp_path / out)
     assert_same_bits(tmp_path / "alone", tmp_path / "ray")
+
+
+@pytest.mark.parametrize("stack", [2, 8])
+@pytest.mark.parametrize("algorithm", SAMPLERS)
+def test_clients_trained_as_one_stack_end_within_rounding(
+    algorithm: str, stack: int, folder: Path, tmp_path: Path
+) -> None:
+    base = settings(algorithm, "inprocess").model_dump() | {"model": "mlp"}
+    start = {"stacked": {"kind": "inprocess", "stack": stack}, "alone": {"kind": "inprocess"}}
+    results = {out: run(experiment_from({**base, "engine": engine}), tmp_path / out) for out, engine in start.items()}
+    initial = detached(build_model(experiment_from(base), load("digits")).named_parameters())
+    moved, apart = (
+        float(sum((one[name].double() - other[name].double()).pow(2).sum() for name in one)) ** 0.5
+        for one, other in (
+            (weights(tmp_path / "alone"), initial),
+            (weights(tmp_path / "stacked"), weights(tmp_path / "alone")),
+        )
+    )
+    assert apart <= 1e-3 * moved
+    assert results["stacked"]["final_accuracy"] == pytest.approx(results["alone"]["final_accuracy"], abs=0.02)
+
+
+def test_a_model_with_dropout_is_not_stacked(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(UserError, match=r"engine\.stack=4: this model .* draws random numbers"):
+        run(settings("fedavg", {"kind": "inprocess", "stack": 4}), tmp_path / "run")
 
 
 def test_the_experiments_differ_so_that_equal_bits_mean_something(alone: dict[str, Path]) -> None:

@@ -1,5 +1,6 @@
 """The ClientApp: from a message to an update, with what the client keeps."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from flwr.app import Message
 from safetensors.torch import save_file
 from torch import nn
 
-from clients.app import Site, build_client_app
+from clients.app import Site, build_client_app, train_together
 from fl_sim import wire
 from fl_sim.engine import InProcessGrid
 from fl_sim.learning import train
@@ -24,6 +25,11 @@ from strategies.scaffold import Scaffold
 def _model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def _without_dropout():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
 def _records(client, synthetic):
@@ -130,6 +136,42 @@ def test_the_broadcast_reaches_the_algorithm(tmp_path: Path):
     )
     plain, corrected = play.train(1, 0, broadcast=zeros)[0], Play(Scaffold(), tmp_path).train(1, 0, broadcast=ones)[0]
     assert (_flat(corrected.payloads["delta"]) < _flat(plain.payloads["delta"])).all()
+
+
+def test_a_client_that_cannot_train_takes_no_others_of_its_stack_along(tmp_path: Path):
+    play = Play(FedAvg(), tmp_path)
+
+    def records(client, synthetic):
+        if client == 1:
+            raise ValueError("a broken disk")
+        return _records(client, synthetic)
+
+    site = Site(FedAvg(), _without_dropout(), records, _synthesize, lambda *_: {}, _local, 4, 0)
+    together = partial(train_together, lambda *_: site, stack=2)
+    grid = InProcessGrid(build_client_app(lambda *_: site), 4, together=together)
+    content = wire.task_content(play.order(1), play.params, {})
+    replies = grid.send_and_receive([Message(content, 1000 + client, wire.TRAIN) for client in range(4)])
+    errors = [wire.error_of(reply) for reply in replies]
+    assert errors[0] is errors[2] is errors[3] is None
+    assert errors[1] is not None
+    assert "ValueError: a broken disk" in errors[1]
+    for client in (0, 2, 3):
+        update = wire.read_update(client, replies[client].content)
+        assert update.num_examples == len(_records(client, "")[1])
+        assert (update.loss is None) == (client == 3)
+
+
+def test_a_stack_looks_at_its_deadline(tmp_path: Path):
+    play = Play(FedAvg(), tmp_path)
+    site = Site(FedAvg(), _without_dropout(), _records, _synthesize, lambda *_: {}, _local, 4, 0)
+    grid = InProcessGrid(
+        build_client_app(lambda *_: site), 4, together=partial(train_together, lambda *_: site, stack=2)
+    )
+    content = wire.task_content(play.order(1), play.params, {})
+    replies = grid.send_and_receive([Message(content, 1000 + i, wire.TRAIN) for i in range(4)], timeout=1e-9)
+    errors = [wire.error_of(reply) for reply in replies]
+    assert errors.count(None) == 1
+    assert sum("its turn did not come" in (error or "") for error in errors) == 3
 
 
 def test_a_client_says_which_partition_it_plays(tmp_path: Path):
