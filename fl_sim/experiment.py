@@ -103,12 +103,14 @@ class InProcess(Settings):
     """Every client in this process, ``workers`` at a time (0: one a core).
 
     Models that draw random numbers while they train (dropout), and models of the user's own classes, go one client
-    after another. ``threads``: torch threads of each worker.
+    after another. ``threads``: torch threads of each worker. ``stack``: how many clients are trained as one computation
+    over stacked parameters (0: 100 on a GPU, 1 on a CPU, where it does not pay); the last bits depend on it.
     """
 
     kind: Literal["inprocess"] = "inprocess"
     threads: int = Field(1, ge=1)
     workers: int = Field(0, ge=0)
+    stack: int = Field(0, ge=0)
 
 
 class Ray(Settings):
