@@ -30,6 +30,8 @@ class DaFl(Settings):
     second and makes the better records to train on alone.
     ``client_gammas``: one gamma per client, in place of ``gamma``. ``train_on``: the main task's records,
     the client's own and the pool, or the pool alone, which makes the whole run private by post-processing.
+    ``server_epochs``: how long the server trains the first model on the pool, which it holds anyway, before the first
+    round; 0, as in the paper, starts from random weights.
     ``noise``: "secret" is the real thing and differs from run to run, "seeded" repeats and protects in simulation only.
     """
 
@@ -41,6 +43,7 @@ class DaFl(Settings):
     generator: Annotated[AnyGenerator, Field(discriminator="kind"), short(AnyGenerator, "generator")] = DpCgan()
     labels: Annotated[LabelPicker, Field(discriminator="kind"), short(LabelPicker, "labels")] = ExponentialMechanism()
     train_on: Literal["own-and-synthetic", "synthetic"] = "own-and-synthetic"
+    server_epochs: int = Field(0, ge=0)
     noise: Literal["secret", "seeded"] = "secret"
 
     @model_validator(mode="before")

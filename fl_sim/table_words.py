@@ -140,6 +140,9 @@ def _preprocessing(chosen: Sequence[DaFl]) -> list[str]:
         f"holds, made by {_values(one.generator.kind for one in chosen)} within a budget of epsilon = {epsilon} at "
         f"delta = {delta} for labels and generator together; clients train on {trained_on} records."
     )
+    if any(one.server_epochs for one in chosen):
+        epochs = _values(one.server_epochs for one in chosen)
+        line += f" Epochs the server trains the first model on the pool: {epochs}."
     return [line]
 
 

@@ -30,7 +30,8 @@ def run_command(
 
     Settings: data, partition, clients, model, algorithm, sampler, local.epochs, local.batch_size, local.learning_rate,
     local.momentum, local.weight_decay, local.schedule, rounds, evaluate_every, seed, engine, round_timeout, aggregator,
-    preprocess, preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on.
+    preprocess, preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on,
+    preprocess.server_epochs.
 
     For example:
 
