@@ -16,9 +16,11 @@ from torch import nn
 
 from clients.dafl import AnyGenerator, DaFl, NoPreprocess
 from clients.labels import LabelPicker
+from clients.teacher import AnyTeacher
 from fl_sim import models
 from fl_sim.config import Settings, expand, explain, short
 from fl_sim.data import load
+from fl_sim.public_split import PublicSplit, overlap, split_off
 from fl_sim.seeding import rng
 from fl_sim.types import Dataset, UserError
 from partitions import LabelK, Scheme
@@ -29,14 +31,20 @@ from strategies.fedmix import FedMix, NaiveMix
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
 from strategies.global_dp import GlobalDP
+from strategies.pate import Mechanism
+from strategies.pate_settings import AnyStudent, Pate, start_of
 from strategies.samplers import Everyone, Poisson, Sampler
 from strategies.scaffold import Scaffold
 from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
-AnyAlgorithm: TypeAlias = (
+Federated: TypeAlias = (
     FedAvg | FedProx | Scaffold | FedNova | FedMix | NaiveMix | FedAvgM | FedAdagrad | FedAdam | FedYogi | Centralized
 )
-
+"""Algorithms that train one model in rounds."""
+AnyAlgorithm: TypeAlias = (
+    FedAvg | FedProx | Scaffold | FedNova | FedMix | NaiveMix | FedAvgM | FedAdagrad | FedAdam | FedYogi | Centralized
+    | Pate
+)  # fmt: skip
 
 Aggregator: TypeAlias = WeightedMean | GlobalDP
 Preprocess: TypeAlias = NoPreprocess | DaFl
@@ -174,6 +182,9 @@ class Experiment(Settings):
         aggregator = table.get("aggregator", "")
         kind = aggregator.get("kind") if isinstance(aggregator, dict) else getattr(aggregator, "kind", aggregator)
         filled = {"sampler": {}, **table} if kind == GlobalDP().kind else dict(table)
+        for key, value in start_of(filled.get("algorithm")).items():
+            given = filled.get(key, {})
+            filled[key] = {**value, **given} if isinstance(value, dict) and isinstance(given, dict) else given or value
         for group in ("partition", "algorithm", "aggregator", "sampler", "preprocess", "engine"):
             default = cls.model_fields[group].default.kind
             if group == "sampler" and kind == GlobalDP().kind:
@@ -194,7 +205,17 @@ class Experiment(Settings):
             self._private()
         if isinstance(self.preprocess, DaFl):
             self._synthetic(self.preprocess)
+        if isinstance(self.algorithm, Pate):
+            self._voting()
         return self
+
+    def _voting(self) -> None:
+        for name, wanted in (("aggregator", WeightedMean()), ("sampler", Everyone()), ("preprocess", NoPreprocess())):
+            if (given := getattr(self, name)) != wanted:
+                raise ValueError(
+                    f"algorithm pate has teachers vote once, all of them, and adds the noise itself: {name} "
+                    f"{given.kind} has no place in it, leave it out"
+                )
 
     def _synthetic(self, settings: DaFl) -> None:
         if isinstance(self.algorithm, Centralized):
@@ -276,6 +297,9 @@ def _enter(table: dict[str, Any], group: str) -> dict[str, Any]:
         "preprocess": Preprocess,
         "generator": AnyGenerator,
         "labels": LabelPicker,
+        "mechanism": Mechanism,
+        "student": AnyStudent,
+        "teachers": AnyTeacher,
     }
     if isinstance(inner, str) and group in unions:
         inner = expand(inner, unions[group], group)
@@ -295,8 +319,11 @@ def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:
         experiment.preprocess.generator_epsilon(dataset.num_classes)
         if len(dataset.input_shape) != 3:
             raise UserError(f"preprocess da-fl makes images, but the records of {experiment.data} are feature vectors")
-    model = experiment.model or models.default_model(dataset.input_shape)
-    return experiment_from({**experiment.model_dump(), "model": model})
+    filled: dict[str, Any] = {"model": experiment.model or models.default_model(dataset.input_shape)}
+    if isinstance(experiment.algorithm, Pate):
+        experiment.algorithm.student.network(dataset.input_shape, dataset.num_classes)
+        filled |= {"rounds": min(experiment.rounds, experiment.algorithm.student.steps)}
+    return experiment_from({**experiment.model_dump(), **filled})
 
 
 @lru_cache(maxsize=8)
@@ -322,7 +349,49 @@ def client_shards(experiment: Experiment, data_root: Path | None) -> tuple[NDArr
     """Return what each simulated client of ``experiment`` holds; everything where training is centralized."""
     if isinstance(experiment.algorithm, Centralized):
         return (np.arange(len(load(experiment.data, data_root).train)),)
+    if isinstance(experiment.algorithm, Pate):
+        return _teacher_shards(
+            experiment.data, experiment.partition, experiment.clients, experiment.seed, data_root,
+            (experiment.algorithm.public, experiment.algorithm.public_records, experiment.algorithm.overlap),
+        )  # fmt: skip
     return shards_of(experiment.data, experiment.partition, experiment.clients, experiment.seed, data_root)
+
+
+def public_split(experiment: Experiment, data_root: Path | None) -> PublicSplit:
+    """Return the private records, the public pool and the records to evaluate on of an experiment with PATE."""
+    assert isinstance(experiment.algorithm, Pate)
+    chosen = experiment.algorithm
+    return split_off(load(experiment.data, data_root), chosen.public, chosen.public_records, experiment.seed)
+
+
+@lru_cache(maxsize=8)
+def _teacher_shards(
+    data: str, scheme: Scheme, num_clients: int, seed: int, data_root: Path | None, public: tuple[Any, ...]
+) -> tuple[NDArray[np.int64], ...]:
+    """Return each teacher's record indices into the training set; ``public``: (source, size of the pool, overlap)."""
+    source, size, if_both = public
+    dataset = load(data, data_root)
+    split = split_off(dataset, source, size, seed)
+    if num_clients > len(split.private):
+        raise UserError(f"{num_clients} teachers (clients) for {len(split.private)} private records: choose fewer")
+    try:
+        parts = scheme.split(np.asarray(dataset.train.labels[split.private]), num_clients, rng(seed, "partition"))
+    except ValueError as error:
+        raise UserError(f"partition {scheme.kind} of {data} over {num_clients} teachers: {error}") from error
+    both = overlap(dataset.train.take(split.private), split.pool)
+    if both.any() and if_both == "refuse":
+        raise UserError(
+            f"{int(both.sum())} of {len(both)} private records of {data} are in the public pool, too (the first is "
+            f"training record {int(split.private[both.argmax()])}): what is public cannot be kept private. Take a pool "
+            "without them, or algorithm.overlap=drop-private, which leaves them out of the teachers' shards"
+        )
+    shards = tuple(split.private[part[~both[part]]] for part in parts)
+    if empty := [teacher for teacher, shard in enumerate(shards) if not len(shard)]:
+        raise UserError(
+            f"{len(empty)} of {num_clients} teachers hold no record (the first is teacher {empty[0]}): take fewer "
+            "clients, or partition=iid"
+        )
+    return shards
 
 
 def build_model(experiment: Experiment, dataset: Dataset) -> nn.Module:

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import Grid
 
@@ -19,10 +19,19 @@ from fl_sim.wire import Order
 from strategies.algorithm import Sharing
 from strategies.flower import FederatedStrategy, share_before_training
 from strategies.global_dp import GlobalDP
+from strategies.pate_settings import Pate
 
 if TYPE_CHECKING:
     from fl_sim.synthesis import Pool
     from strategies.private import PrivateRounds
+
+
+@dataclass
+class PateLog:
+    """What ``result.json`` says of the vote and the labels: nothing in it is private."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    statements: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -36,21 +45,28 @@ class RunLog:
     stopped: str = ""
     privacy: "PrivateRounds | None" = None
     pool: "Pool | None" = None
+    pate: PateLog | None = None
     warnings: list[str] = field(default_factory=list)
     clipping_norm: float | None = None
 
 
-def federated_strategy(
-    experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None
-) -> FederatedStrategy:
-    """Return the experiment's Strategy, after whatever its clients share before the first round."""
-    order = Order(
+def order_of(experiment: Experiment, out: Path, data_root: Path | None) -> Order:
+    """Return what every message of a run says."""
+    return Order(
         experiment=experiment.model_dump_json(),
         server_round=0,
         learning_rate=0.0,
         data_root=str(data_root.absolute()) if data_root else "",
         state_dir=str(out.absolute() / rundir.STATE),
     )
+
+
+def federated_strategy(
+    experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None
+) -> FederatedStrategy:
+    """Return the experiment's Strategy, after whatever its clients share before the first round."""
+    assert not isinstance(experiment.algorithm, Pate)
+    order = order_of(experiment, out, data_root)
     strategy = FederatedStrategy(
         experiment.algorithm,
         experiment.aggregator,

@@ -22,9 +22,10 @@ from fl_sim.preparation import RunLog, federated_strategy
 from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord
 from fl_sim.seeding import torch_kept
-from fl_sim.types import BudgetExhausted, Dataset, RunError, UserError
+from fl_sim.types import BudgetExhausted, Dataset, RunError, ServerState, UserError
 from strategies.flower import run_round
 from strategies.global_dp import GlobalDP
+from strategies.pate_settings import Pate
 
 if TYPE_CHECKING:
     from strategies.private import PrivateRounds
@@ -98,7 +99,7 @@ def run(
             with own as (opened, engine):
                 log.engine = engine.kind
                 observer.started(experiment, "\n".join([engine.why, *log.warnings]), first_round)
-                main_loop(experiment, opened, out, log, data_root, observer)
+                _train(experiment, opened, out, log, data_root, observer)
             status = "finished"
         except RunError as failure:
             status, error = "failed", failure
@@ -109,13 +110,25 @@ def run(
     result = _result(experiment, dataset, log, status, time.perf_counter() - start)
     result |= {"error": str(error)} if isinstance(error, RunError) else {}
     with suppress(OSError) if error else nullcontext():
-        rundir.write_model(out, log.server.params)
+        if log.server.params:
+            rundir.write_model(out, log.server.params)
         rundir.write_result(out, result)
     if error is not None:
         raise error
     shutil.rmtree(out / rundir.STATE, ignore_errors=True)
     (out / rundir.CHECKPOINT).unlink(missing_ok=True)
     return result
+
+
+def _train(
+    experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None, observer: Observer
+) -> None:
+    if not isinstance(experiment.algorithm, Pate):
+        main_loop(experiment, grid, out, log, data_root, observer)
+        return
+    from fl_sim.pate_run import run_pate  # noqa: PLC0415 (the accountants load slowly)
+
+    run_pate(experiment, grid, out, log, data_root, say=observer.preparing, finished=observer.finished_round)
 
 
 def main_loop(
@@ -161,7 +174,8 @@ def _open(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog, 
     """Make or take up the run directory."""
     settings = experiment.model_dump(exclude={"engine", "round_timeout"})
     initial = detached(build_model(experiment, dataset).named_parameters())
-    log = RunLog(experiment.algorithm.init(initial))
+    algorithm = experiment.algorithm
+    log = RunLog(ServerState({}) if isinstance(algorithm, Pate) else algorithm.init(initial))
     before = out / rundir.CONFIG
     if before.exists():
         earlier = experiment_from(read_table(before)).model_dump(exclude={"engine", "round_timeout"})
@@ -208,6 +222,7 @@ def _result(experiment: Experiment, dataset: Dataset, log: RunLog, status: str, 
         "final_accuracy": accuracies[-1] if accuracies else None,
         "best_accuracy": max(accuracies, default=None),
         "preprocess": _preprocess(experiment, log),
+        **({"pate": log.pate.facts} if log.pate else {}),
         "privacy": _privacy(experiment, log),
         "stopped": log.stopped,
         "warnings": log.warnings,
@@ -230,6 +245,8 @@ def _preprocess(experiment: Experiment, log: RunLog) -> dict[str, object]:
 
 def _privacy(experiment: Experiment, log: RunLog) -> list[dict[str, object]]:
     """Return a statement for each unit that something was paid for."""
+    if log.pate is not None:
+        return log.pate.statements
     statements = [log.privacy.statement()] if log.privacy else []
     if log.pool is not None:
         from fl_sim.synthesis_bill import NOT_PER_CLIENT, statement  # noqa: PLC0415 (the accountants load slowly)

@@ -14,13 +14,19 @@ from safetensors.torch import load_file
 
 from clients.app import Site
 from clients.dafl import DaFl
+from clients.forest import RandomForest
+from clients.teacher import forest_votes, network_votes
+from fl_sim import models
+from fl_sim.cohort import Trainer
 from fl_sim.data import load
-from fl_sim.experiment import Experiment, Local, build_model, client_shards, device_of
+from fl_sim.experiment import Experiment, Local, build_model, client_shards, device_of, public_split
 from fl_sim.learning import to_tensors
 from fl_sim.seeding import rng
 from fl_sim.types import Dataset, Examples, LocalSettings
 from partitions import FeatureNoise
 from strategies.algorithm import Sharing
+from strategies.fedavg import FedAvg
+from strategies.pate_settings import Pate
 
 KEEP_BYTES = 256 * 2**20
 """Training sets whose float32 form is no larger stay in memory as such, one copy in each process."""
@@ -46,7 +52,7 @@ def site_of(experiment_json: str, data_root: str) -> Site:
         return inputs.to(device), labels.to(device)
 
     return Site(
-        algorithm=experiment.algorithm,
+        algorithm=FedAvg() if isinstance(experiment.algorithm, Pate) else experiment.algorithm,
         model=build_model(experiment, dataset).to(device),
         records=partial(_records, experiment, own, pool),
         synthesize=partial(_synthesize, experiment, dataset, own),
@@ -55,6 +61,7 @@ def site_of(experiment_json: str, data_root: str) -> Site:
         num_clients=experiment.num_clients,
         seed=experiment.seed,
         threads=experiment.engine.threads,
+        vote=partial(_vote, experiment, dataset, own, root) if isinstance(experiment.algorithm, Pate) else None,
     )
 
 
@@ -114,6 +121,30 @@ def _synthesize(
     )
     said = {"counts": share.counts.tolist(), "refused": share.refused, "facts": share.facts}
     return share.inputs, json.dumps(said)
+
+
+def _vote(
+    experiment: Experiment,
+    dataset: Dataset,
+    own: Callable[[int], Tensors],
+    data_root: Path | None,
+    trainer: Trainer,
+    client: int,
+) -> NDArray[np.int64]:
+    assert isinstance(experiment.algorithm, Pate)
+    pool = _public_pool(experiment, data_root)
+    teachers, seed = experiment.algorithm.teachers, experiment.seed
+    if isinstance(teachers, RandomForest):
+        return forest_votes(teachers, own(client), pool, client=client, seed=seed)
+    settings = local_settings(experiment.local, experiment.local.learning_rate)
+    build = partial(models.build, experiment.model, dataset.input_shape, dataset.num_classes)
+    return network_votes(trainer, build, settings, own(client), pool, client=client, seed=seed)
+
+
+@lru_cache(maxsize=1)
+def _public_pool(experiment: Experiment, data_root: Path | None) -> torch.Tensor:
+    inputs, _ = to_tensors(public_split(experiment, data_root).pool, load(experiment.data, data_root))
+    return inputs.to(device_of(experiment))
 
 
 def _share(

@@ -72,7 +72,7 @@ def prepare_pool(
     """
     folder = pools_root() / pool_key(experiment, data_root)
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone_in(folder):
+    with alone_in(folder):
         if not (folder / _FACTS).exists():
             start = time.perf_counter()
             order = replace(strategy.order, state_dir=str(folder / "clients"))
@@ -162,7 +162,7 @@ def _fingerprint(data: str, data_root: Path | None) -> str:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def alone_in(folder: Path) -> Iterator[None]:
     """Let the first run make the pool while others that want the same wait for it."""
     with (folder / ".lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

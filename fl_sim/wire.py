@@ -10,14 +10,15 @@ from io import BytesIO
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from numpy.typing import NDArray
 
 from fl_sim.types import Params, Payloads, Reply
 
-TRAIN, SHARE, SYNTHESIZE, WHO = "train", "train.share", "train.synthesize", "query"
+TRAIN, SHARE, SYNTHESIZE, VOTE, WHO = "train", "train.share", "train.synthesize", "train.vote", "query"
 """Message types: one round's local training; sharing before the first round; releasing synthetic records before that;
-which partition a node holds."""
+training a teacher and voting on the public pool; which partition a node holds."""
 
-_ORDER, _PARAMS, _REPORT, _POOL, _SAID = "order", "params", "report", "pool", "said"
+_ORDER, _PARAMS, _REPORT, _POOL, _SAID, _VOTES = "order", "params", "report", "pool", "said", "votes"
 _BROADCAST, _PAYLOAD = "broadcast/", "payload/"
 
 
@@ -48,7 +49,7 @@ def task_content(order: Order, params: Params, broadcast: Payloads) -> RecordDic
 
 
 def share_content(order: Order) -> RecordDict:
-    """Pack the message that asks clients to share, or to release synthetic records, before the first round."""
+    """Pack the message that asks clients to share, to release synthetic records, or to vote, before the first round."""
     return RecordDict({_ORDER: _config(order)})
 
 
@@ -117,6 +118,16 @@ def synthetic_content(inputs: torch.Tensor, said: str) -> RecordDict:
 def read_synthetic(content: RecordDict) -> tuple[torch.Tensor, str]:
     """Unpack (synthetic records, what the client says of them as JSON)."""
     return _unpack(content.array_records[_POOL])["inputs"], str(content.config_records[_SAID]["json"])
+
+
+def votes_content(votes: NDArray[np.int64]) -> RecordDict:
+    """Pack a teacher's votes, one class a public record."""
+    return RecordDict({_VOTES: ArrayRecord({_VOTES: Array(votes)})})
+
+
+def read_votes(content: RecordDict) -> NDArray[np.int64]:
+    """Unpack a teacher's votes, shape (public records,)."""
+    return np.asarray(content.array_records[_VOTES][_VOTES].numpy(), dtype=np.int64)
 
 
 def who_content(partition: int) -> RecordDict:

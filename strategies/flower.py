@@ -177,22 +177,41 @@ def synthesize_before_training(
     return [wire.read_synthetic(reply) for reply in _ask_everybody(strategy, grid, wire.SYNTHESIZE, order, timeout)]
 
 
+def ask_teachers(grid: Grid, num_clients: int, order: wire.Order, timeout: float) -> NDArray[np.int64]:
+    """Have every client train a teacher and vote; return the votes, shape (clients, public records).
+
+    Raises RunError that names the first client who does not answer, or with another number of votes than the others.
+    """
+    population = find_population(grid, num_clients, timeout)
+    votes = [wire.read_votes(answer) for answer in _answers(grid, population, wire.VOTE, order, timeout)]
+    for client, one in enumerate(votes):
+        if one.shape != votes[0].shape or one.ndim != 1:
+            raise RunError(f"teacher {client} sent votes of shape {one.shape}, teacher 0 of {votes[0].shape}")
+    return np.stack(votes)
+
+
 def _ask_everybody(
     strategy: FederatedStrategy, grid: Grid, message_type: str, order: wire.Order, timeout: float
 ) -> list[RecordDict]:
-    """Return every client's answer to ``order``, by client. Raises RunError that names the first who gives none."""
     strategy.population = find_population(grid, strategy.num_clients, timeout)
+    return _answers(grid, strategy.population, message_type, order, timeout)
+
+
+def _answers(
+    grid: Grid, population: Population, message_type: str, order: wire.Order, timeout: float
+) -> list[RecordDict]:
+    """Return every client's answer to ``order``, by client. Raises RunError that names the first who gives none."""
     content = wire.share_content(order)
-    messages = [Message(content, node, message_type) for node in strategy.population.nodes]
-    clients = strategy.population.clients()
+    messages = [Message(content, node, message_type) for node in population.nodes]
+    clients = population.clients()
     replies = {clients[reply.metadata.src_node_id]: reply for reply in grid.send_and_receive(messages, timeout=timeout)}
-    for client in range(strategy.num_clients):
+    for client in range(len(population.nodes)):
         what = message_type.rpartition(".")[2]
         if client not in replies:
             raise RunError(f"client {client} did not {what} in time")
         if reason := wire.error_of(replies[client]):
             raise RunError(f"client {client} failed to {what}: {reason}")
-    return [replies[client].content for client in range(strategy.num_clients)]
+    return [replies[client].content for client in range(len(population.nodes))]
 
 
 def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:

@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional
 
+from fl_sim import models
 from fl_sim.config import Settings
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.types import UserError
@@ -23,6 +24,13 @@ from strategies.augmentation import Augmentation
 
 _EVALUATION_BATCH = 500
 _Move: TypeAlias = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+Watch: TypeAlias = Callable[[int, float, nn.Module], None]
+"""Called after every step with the steps so far, its learning rate and the model as it would be returned now."""
+
+
+def nobody(step: int, learning_rate: float, model: nn.Module) -> None:
+    """Watch nothing."""
+    del step, learning_rate, model
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,11 @@ class StudentData:
 class Student(Protocol):
     """A way to train a student."""
 
-    def train(self, data: StudentData, model: nn.Module, seed: int) -> nn.Module:
+    def network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        """Return the student before training, with weights from torch's global generator."""
+        ...
+
+    def train(self, data: StudentData, model: nn.Module, seed: int, watch: Watch = nobody) -> nn.Module:
         """Return a trained copy of ``model``, in evaluation mode; it may keep running statistics of the public pool."""
         ...
 
@@ -65,7 +77,11 @@ class Supervised(Settings):
     weight_decay: float = Field(0.02, ge=0)
     augmentation: Augmentation = Augmentation()
 
-    def train(self, data: StudentData, model: nn.Module, seed: int) -> nn.Module:
+    def network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        """Return ``student_cnn`` for images, a perceptron for tables of numbers."""
+        return student_cnn(input_shape, num_classes) if len(input_shape) == 3 else models.mlp(input_shape, num_classes)
+
+    def train(self, data: StudentData, model: nn.Module, seed: int, watch: Watch = nobody) -> nn.Module:
         """Return a trained copy of ``model``, in evaluation mode."""
         with torch_kept():
             seed_torch(seed, "supervised student")
@@ -74,10 +90,11 @@ class Supervised(Settings):
             optimizer = torch.optim.AdamW(model.parameters(), self.learning_rate, weight_decay=self.weight_decay)
             labelled = batches(len(data.labels), self.batch_size, generator)
             for step in range(self.steps):
-                _set_rate(optimizer, self.learning_rate, step, self.steps)
+                rate = set_rate(optimizer, self.learning_rate * _rise_and_cosine(step, self.steps))
                 batch = next(labelled)
-                views = _view(self.augmentation.strong, data.labelled[batch], generator)
+                views = view(self.augmentation.strong, data.labelled[batch], generator)
                 descend(optimizer, functional.cross_entropy(model.train()(views), data.labels[batch]))
+                watch(step + 1, rate, model)
         return model.eval()
 
 
@@ -100,7 +117,11 @@ class FixMatch(Settings):
     doubt_after: float = Field(0.06, ge=0, le=1)
     augmentation: Augmentation = Augmentation()
 
-    def train(self, data: StudentData, model: nn.Module, seed: int) -> nn.Module:
+    def network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        """Return ``student_cnn``."""
+        return student_cnn(input_shape, num_classes)
+
+    def train(self, data: StudentData, model: nn.Module, seed: int, watch: Watch = nobody) -> nn.Module:
         """Return a trained copy of ``model``, in evaluation mode."""
         if len(data.unlabelled) == 0 or data.unlabelled.ndim != 4:
             raise UserError(
@@ -109,7 +130,8 @@ class FixMatch(Settings):
             )
         with torch_kept():
             seed_torch(seed, "fixmatch student")
-            return _FixMatchRun(self, data, copy.deepcopy(model), generator_for(seed, "fixmatch student")).result()
+            generator = generator_for(seed, "fixmatch student")
+            return _FixMatchRun(self, data, copy.deepcopy(model), generator).result(watch)
 
 
 class _FixMatchRun:
@@ -121,7 +143,7 @@ class _FixMatchRun:
         self.trusted = torch.ones(len(data.labels))
         self.predicted = torch.full((data.num_classes,), 1 / data.num_classes)
 
-    def result(self) -> nn.Module:
+    def result(self, watch: Watch) -> nn.Module:
         settings, data = self.settings, self.data
         optimizer = torch.optim.AdamW(
             self.model.parameters(), settings.learning_rate, betas=(0.9, 0.99), weight_decay=settings.weight_decay
@@ -132,9 +154,10 @@ class _FixMatchRun:
         for step in range(settings.steps):
             if step == doubt:
                 self.trusted = self._agreement()
-            _set_rate(optimizer, settings.learning_rate, step, settings.steps)
+            rate = set_rate(optimizer, settings.learning_rate * _rise_and_cosine(step, settings.steps))
             descend(optimizer, self._loss(next(labelled), next(unlabelled)))
             move_average(self.average, self.model, min(settings.averaging, (step + 1) / (step + 10)))
+            watch(step + 1, rate, self.average)
         return self.average
 
     def _loss(self, labelled: torch.Tensor, unlabelled: torch.Tensor) -> torch.Tensor:
@@ -142,9 +165,9 @@ class _FixMatchRun:
         public, labels = data.unlabelled[unlabelled], data.labels[labelled]
         self.model.train()
         with torch.no_grad():
-            guess = self._aligned(self.model(_view(moves.weak, public, self.generator)).softmax(dim=1))
+            guess = self._aligned(self.model(view(moves.weak, public, self.generator)).softmax(dim=1))
         sure, pseudo = guess.max(dim=1)
-        views = [_view(moves.strong, records, self.generator) for records in (data.labelled[labelled], public)]
+        views = [view(moves.strong, records, self.generator) for records in (data.labelled[labelled], public)]
         logits = self.model(torch.cat(views))
         ours, theirs = logits[: len(labelled)], logits[len(labelled) :]
         supervised = functional.cross_entropy(ours, labels, reduction="none") * self.trusted[labelled]
@@ -185,7 +208,7 @@ def predict(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return torch.cat([model(batch).argmax(dim=1) for batch in torch.split(inputs, _EVALUATION_BATCH)])
 
 
-def _view(move: _Move, records: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def view(move: _Move, records: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return moved images; records that are no images (tables of numbers) stay as they are."""
     return move(records, generator) if records.ndim == 4 else records
 
@@ -200,11 +223,16 @@ def batches(num_records: int, batch_size: int, generator: torch.Generator) -> It
         order = order[size:]
 
 
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float, step: int, steps: int) -> None:
-    """Set this step's learning rate: a short rise, then half a cosine."""
-    factor = min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / steps)) / 2
+def _rise_and_cosine(step: int, steps: int) -> float:
+    """Return what this step's learning rate is multiplied with: a short rise, then half a cosine."""
+    return min(1.0, (step + 1) / 20) * (1 + math.cos(math.pi * step / steps)) / 2
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> float:
+    """Set the learning rate, and return it."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * factor
+        group["lr"] = rate
+    return rate
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:

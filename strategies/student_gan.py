@@ -16,7 +16,7 @@ from torch.nn import functional
 from fl_sim.config import Settings
 from fl_sim.seeding import seed_torch, torch_kept
 from fl_sim.types import UserError
-from strategies.student import StudentData, batches, descend, generator_for, move_average
+from strategies.student import StudentData, Watch, batches, descend, generator_for, move_average, nobody, set_rate
 
 _NOISE: Final = 100
 
@@ -30,7 +30,12 @@ class FeatureMatchingGan(Settings):
     learning_rate: float = Field(1e-3, gt=0)
     averaging: float = Field(0.99, ge=0, lt=1)
 
-    def train(self, data: StudentData, model: nn.Module, seed: int) -> nn.Module:
+    def network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        """Return a convolutional classifier for colour images, the paper's for MNIST for all else."""
+        colour = len(input_shape) == 3 and input_shape[0] == 3 and min(input_shape[1:]) >= 8
+        return (conv_classifier if colour else gan_classifier)(input_shape, num_classes)
+
+    def train(self, data: StudentData, model: nn.Module, seed: int, watch: Watch = nobody) -> nn.Module:
         """Return a trained copy of ``model``, in evaluation mode; its last linear layer's input are the features."""
         if len(data.unlabelled) == 0:
             raise UserError("student pate-g learns from unlabelled records and there are none: take supervised")
@@ -43,12 +48,14 @@ class FeatureMatchingGan(Settings):
             labelled = batches(len(data.labels), self.batch_size, random)
             public = batches(len(data.unlabelled), self.batch_size, random)
             for step in range(self.steps):
-                for group in (*learner.param_groups, *forger.param_groups):
-                    group["lr"] = self.learning_rate * min(1.0, 2 * (1 - step / self.steps))
+                rate = self.learning_rate * min(1.0, 2 * (1 - step / self.steps))
+                for optimizer in (learner, forger):
+                    set_rate(optimizer, rate)
                 real, theirs = data.unlabelled[next(public)], next(labelled)
                 descend(learner, game.classifier_loss(data.labelled[theirs], data.labels[theirs], real))
                 descend(forger, game.forger_loss(real))
                 move_average(average, model, min(self.averaging, (step + 1) / (step + 10)))
+                watch(step + 1, rate, average)
         return average
 
 
@@ -59,6 +66,18 @@ def gan_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     for inputs, outputs in pairwise(widths):
         layers += [nn.utils.parametrizations.weight_norm(nn.Linear(inputs, outputs)), nn.ReLU(), GaussianNoise(0.5)]
     return nn.Sequential(*layers, nn.utils.parametrizations.weight_norm(nn.Linear(widths[-1], num_classes)))
+
+
+def conv_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Return a classifier for colour images after the paper's for CIFAR-10, with six convolutions instead of nine."""
+    normed = nn.utils.parametrizations.weight_norm
+    layers: list[nn.Module] = [nn.Dropout(0.2)]
+    inputs = input_shape[0]
+    for outputs, stride, drop in ((32, 1, 0.0), (32, 2, 0.5), (64, 1, 0.0), (64, 2, 0.5), (128, 1, 0.0), (128, 1, 0.0)):
+        layers += [normed(nn.Conv2d(inputs, outputs, 3, stride, 1)), nn.LeakyReLU(0.2)]
+        layers += [nn.Dropout(drop)] if drop else []
+        inputs = outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), normed(nn.Linear(inputs, num_classes)))
 
 
 class GaussianNoise(nn.Module):
@@ -73,6 +92,24 @@ class GaussianNoise(nn.Module):
         return inputs + self.std * torch.randn_like(inputs) if self.training else inputs
 
 
+def _forger(shape: torch.Size) -> nn.Module:
+    """Return a generator of records in 0 to 1: transposed convolutions for colour images, else three linear layers."""
+    if len(shape) == 3 and shape[0] == 3 and shape[1] % 8 == shape[2] % 8 == 0:
+        height, width = shape[1] // 8, shape[2] // 8
+        return nn.Sequential(
+            nn.Linear(_NOISE, 128 * height * width), nn.BatchNorm1d(128 * height * width), nn.ReLU(),
+            nn.Unflatten(1, (128, height, width)),
+            nn.ConvTranspose2d(128, 64, 4, 2, 1), nn.BatchNorm2d(64), nn.ReLU(),
+            nn.ConvTranspose2d(64, 32, 4, 2, 1), nn.BatchNorm2d(32), nn.ReLU(),
+            nn.ConvTranspose2d(32, 3, 4, 2, 1), nn.Sigmoid(),
+        )  # fmt: skip
+    return nn.Sequential(
+        nn.Linear(_NOISE, 500), nn.BatchNorm1d(500), nn.Softplus(),
+        nn.Linear(500, 500), nn.BatchNorm1d(500), nn.Softplus(),
+        nn.Linear(500, int(shape.numel())), nn.Sigmoid(),
+    )  # fmt: skip
+
+
 class _Game:
     """The classifier, the forger, and the losses of both."""
 
@@ -80,11 +117,7 @@ class _Game:
         shape = data.unlabelled.shape[1:]
         self.model, self.shape = model, shape
         self.low, self.high = data.unlabelled.amin(), data.unlabelled.amax()
-        self.forger = nn.Sequential(
-            nn.Linear(_NOISE, 500), nn.BatchNorm1d(500), nn.Softplus(),
-            nn.Linear(500, 500), nn.BatchNorm1d(500), nn.Softplus(),
-            nn.Linear(500, int(shape.numel())), nn.Sigmoid(),
-        )  # fmt: skip
+        self.forger = _forger(shape)
         self.features = torch.empty(0)
         last = [layer for layer in model.modules() if isinstance(layer, nn.Linear)][-1]
         last.register_forward_pre_hook(self._keep_features)

@@ -1,0 +1,36 @@
+"""Random forests (Breiman 2001, scikit-learn's) for tables of numbers: as PATE's teachers, and as its student."""
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from fl_sim.config import Settings
+
+if TYPE_CHECKING:
+    from sklearn.ensemble import RandomForestClassifier
+
+
+class RandomForest(Settings):
+    """``trees`` of any depth down to leaves of ``min_leaf`` records, each on a bootstrap sample."""
+
+    kind: Literal["random-forest"] = "random-forest"
+    trees: int = Field(100, ge=1)
+    min_leaf: int = Field(1, ge=1)
+
+    def fit(
+        self, inputs: NDArray[np.float32], labels: NDArray[np.int64], generator: np.random.Generator
+    ) -> "RandomForestClassifier":
+        """Return a forest grown on ``inputs`` (n, features) and ``labels`` (n,), n at least 1."""
+        from sklearn.ensemble import RandomForestClassifier  # noqa: PLC0415 (a second to import)
+
+        seed = int(generator.integers(2**31))
+        forest = RandomForestClassifier(self.trees, min_samples_leaf=self.min_leaf, random_state=seed, n_jobs=1)
+        forest.fit(inputs, labels)
+        return forest
+
+
+def as_table(inputs: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return records as rows of numbers, shape (n, features)."""
+    return inputs.reshape(len(inputs), -1)

@@ -1,0 +1,86 @@
+"""PATE's teachers: each client trains on its own shard and votes on every record of the public pool.
+
+Papernot et al. 2017, "Semi-supervised knowledge transfer for deep learning from private training data", section 2.1.
+A teacher never leaves its client; what leaves is one class per public record, for the aggregator alone.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from clients.forest import RandomForest, as_table
+from fl_sim.cohort import Job, Trainer
+from fl_sim.config import Settings
+from fl_sim.learning import EVALUATION_BATCH
+from fl_sim.params import detached
+from fl_sim.seeding import rng, seed_torch
+from fl_sim.types import LocalPlan, LocalSettings, LocalTask, RunError
+
+
+class Network(Settings):
+    """The experiment's ``model``, trained by its ``local`` settings from initial weights of the teacher's own."""
+
+    kind: Literal["network"] = "network"
+
+
+AnyTeacher: TypeAlias = Network | RandomForest
+
+Records: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""(normalised inputs, labels)."""
+
+
+def network_votes(
+    trainer: Trainer,
+    build: Callable[[int], nn.Module],
+    settings: LocalSettings,
+    records: Records,
+    pool: torch.Tensor,
+    *,
+    client: int,
+    seed: int,
+) -> NDArray[np.int64]:
+    """Return the votes, shape (pool,), of a network that is trained on ``records`` and then forgotten.
+
+    ``build(number)`` returns a network with the initial weights that ``number`` determines. May be called from several
+    threads. Raises RunError where the network's outputs are not finite.
+    """
+    inputs, labels = records
+    model = build(int(rng(seed, "teacher", client).integers(2**31)))
+    task = LocalTask(1, client, 1, len(labels), settings, detached(model.named_parameters()))
+    seeded = partial(seed_torch, seed, "teacher", client)
+    job = Job(task, LocalPlan(), inputs, labels, rng(seed, "teacher batches", client), seeded)
+    trained = trainer.train(job)
+    teacher = copy.deepcopy(model).to(pool.device).eval()
+    with torch.inference_mode():
+        for name, weight in teacher.named_parameters():
+            weight.copy_(trained.params[name])
+        logits = torch.cat([teacher(batch) for batch in torch.split(pool, EVALUATION_BATCH)])
+    return votes_of(logits, client)
+
+
+def votes_of(logits: torch.Tensor, client: int) -> NDArray[np.int64]:
+    """Return the class of the largest logit in each row. Raises RunError where one is not finite."""
+    if not bool(torch.isfinite(logits).all()):
+        row = int((~torch.isfinite(logits)).any(dim=1).nonzero()[0])
+        raise RunError(
+            f"teacher {client} has the outputs {[round(value, 3) for value in logits[row].tolist()[:10]]} on public "
+            f"record {row}, which are not finite: its training diverged, choose a smaller local.learning_rate"
+        )
+    votes: NDArray[np.int64] = logits.argmax(dim=1).to(torch.int64).numpy(force=True)
+    return votes
+
+
+def forest_votes(
+    settings: RandomForest, records: Records, pool: torch.Tensor, *, client: int, seed: int
+) -> NDArray[np.int64]:
+    """Return the votes, shape (pool,), of a random forest that is grown on ``records`` and then forgotten."""
+    inputs, labels = records
+    forest = settings.fit(as_table(inputs.numpy(force=True)), labels.numpy(force=True), rng(seed, "teacher", client))
+    votes: NDArray[np.int64] = forest.predict(as_table(pool.numpy(force=True))).astype(np.int64)
+    return votes

@@ -1,0 +1,192 @@
+"""PATE's votes and noisy labels, each made once for all runs that would make the same.
+
+They lie beside DA-FL's pools ($FL_SIM_POOLS, else the user's cache), in folders named by everything that determines
+them. The votes are PRIVATE: they are computed from the teachers' records, and nobody but their owner may read the files
+(mode 0600). The labels are a private release that was paid for; runs that differ in the student alone share it.
+"""
+
+import hashlib
+import io
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+
+from fl_sim.data import load
+from fl_sim.experiment import Experiment
+from fl_sim.privacy import pate_smooth
+from fl_sim.privacy.ledger import Ledger
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.pate import GNMaxCost, LNMaxCost
+from fl_sim.report.rundir import write_text
+from fl_sim.synthesis import alone_in, pools_root
+from fl_sim.types import RunError, UserError
+from fl_sim.wire import Order
+from strategies.flower import ask_teachers
+from strategies.pate_labels import Labelled, Labelling, count_votes, label
+from strategies.pate_settings import Pate
+
+LEDGER = "ledger.jsonl"
+_VOTES, _FACTS, _LABELS, _KEY, _PUBLISHED = "votes.npy", "votes.json", "labels.json", "key", "published.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Votes:
+    """PRIVATE. ``counts``: votes per public record and class, (pool, classes), each teacher's being one.
+
+    ``predictions``: (teachers, pool). ``folder``: where they are kept. ``seconds``: what they took when they were made.
+    """
+
+    predictions: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    folder: Path
+    seconds: float
+    reused: bool
+
+
+@dataclass(frozen=True)
+class Released:
+    """The noisy labels, and the ledger that their queries were charged to."""
+
+    labelled: Labelled
+    ledger: Ledger
+    ledger_path: Path
+    simulation_only: bool
+    reused: bool
+
+
+def prepare_votes(experiment: Experiment, grid: Grid, order: Order, data_root: Path | None) -> Votes:
+    """Return the votes of the experiment's teachers on its public pool, from an earlier run where there is one.
+
+    Raises RunError where a teacher fails, or votes for a class that does not exist.
+    """
+    folder = pools_root() / votes_key(experiment, data_root)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with alone_in(folder):
+        reused = (folder / _FACTS).exists()
+        if not reused:
+            start = time.perf_counter()
+            predictions = ask_teachers(grid, experiment.num_clients, order, experiment.round_timeout)
+            _counts(predictions, experiment, data_root)
+            seconds = time.perf_counter() - start
+            content = _as_npy(predictions.astype(np.min_scalar_type(int(predictions.max()))))
+            _write_private(folder / _VOTES, content)
+            facts = {"seconds": seconds, "sha256": hashlib.sha256(content).hexdigest()}
+            write_text(folder / _FACTS, json.dumps(facts))
+        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        content = (folder / _VOTES).read_bytes() if (folder / _VOTES).exists() else b""
+        if hashlib.sha256(content).hexdigest() != facts["sha256"]:
+            raise UserError(
+                f"the votes in {folder} are damaged: delete that folder, and the teachers are trained again"
+            )
+    votes = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False).astype(np.int64)
+    return Votes(votes, _counts(votes, experiment, data_root), folder, facts["seconds"], reused)
+
+
+def votes_key(experiment: Experiment, data_root: Path | None) -> str:
+    """Return the name of the votes: a digest of all that determines them, the students and the noise left out."""
+    settings = experiment.model_dump(mode="json", include={"partition", "clients", "seed", "model", "local"})
+    pate = experiment.algorithm.model_dump(mode="json", include={"teachers", "public", "public_records", "overlap"})
+    records = _fingerprint(experiment.data, data_root)
+    digest = hashlib.sha256(json.dumps([_FORMAT, settings, pate, records], sort_keys=True).encode())
+    return f"{experiment.data.partition(':')[0]}-votes-{digest.hexdigest()[:20]}"
+
+
+def release_labels(settings: Pate, votes: Votes, seed: int) -> Released:
+    """Return the noisy labels of the first ``settings.queries`` public records, made and paid for once.
+
+    A run that was killed in the middle goes on with the same noise, at no further cost.
+    """
+    labelling = settings.labelling
+    name = hashlib.sha256(f"{_FORMAT} {settings.queries} {labelling.model_dump_json()}".encode()).hexdigest()[:20]
+    folder = votes.folder / f"labels-{name}"
+    folder.mkdir(exist_ok=True, mode=0o700)
+    with alone_in(folder):
+        ledger = labelling.open_ledger(folder / LEDGER)
+        reused = (folder / _LABELS).exists()
+        if not reused:
+            noise = _noise(labelling, folder, f"{seed}/{votes.folder.name}")
+            labelled = label(votes.counts[: settings.queries], labelling, ledger=ledger, noise=noise)
+            made = {"labels": labelled.labels.tolist(), "num_asked": labelled.num_asked}
+            write_text(folder / _LABELS, json.dumps(made))
+            (folder / _KEY).unlink(missing_ok=True)
+        made = json.loads((folder / _LABELS).read_text(encoding="utf-8"))
+    labelled = Labelled(np.array(made["labels"], dtype=np.int64), made["num_asked"], ledger.epsilon)
+    return Released(labelled, ledger, folder / LEDGER, labelling.noise == "seeded", reused)
+
+
+def publish_cost(settings: Pate, votes: Votes, released: Released) -> dict[str, Any]:
+    """Return a noisy upper bound on the data-dependent epsilon, made once; it may be published."""
+    path = released.ledger_path.parent / _PUBLISHED
+    with alone_in(path.parent):
+        if not path.exists():
+            counts, cost = votes.counts[: released.labelled.num_asked], settings.labelling.mechanism.cost()
+            assert isinstance(cost, LNMaxCost | GNMaxCost)
+            delta = settings.labelling.delta
+            shape = {"queries": len(counts), "teachers": len(votes.predictions), "classes": counts.shape[1]}
+            terms = pate_smooth.planned(cost, delta, **shape)
+            published = pate_smooth.release(counts, cost, delta, terms, noise=Noise.secret())
+            write_text(path, json.dumps({**asdict(published), "own_cost": terms.divergence()}))
+        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return said
+
+
+def write_private_votes(out: Path, votes: Votes, num_queries: int) -> None:
+    """Write the raw counts of the queries into a run directory whose owner asked for them."""
+    _write_private(out / _VOTES, _as_npy(votes.counts[:num_queries]))
+
+
+def write_private_text(path: Path, text: str) -> None:
+    """Write a file that nobody but its owner may read."""
+    _write_private(path, text.encode())
+
+
+def _counts(predictions: NDArray[np.int64], experiment: Experiment, data_root: Path | None) -> NDArray[np.int64]:
+    try:
+        return count_votes(predictions, load(experiment.data, data_root).num_classes)
+    except UserError as error:
+        raise RunError(str(error)) from error
+
+
+def _noise(labelling: Labelling, folder: Path, purpose: str) -> Noise:
+    """Return the noise of a release: the same again where a run was killed before its labels were out."""
+    if labelling.noise == "seeded":
+        return Noise.seeded(int.from_bytes(hashlib.sha256(f"pate/{purpose}".encode()).digest()))
+    path = folder / _KEY
+    if not path.exists():
+        _write_private(path, os.urandom(32))
+    return Noise(path.read_bytes(), simulation_only=False)
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _as_npy(array: NDArray[np.generic]) -> bytes:
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, array, allow_pickle=False)
+    return buffer.getvalue()
+
+
+@lru_cache(maxsize=8)
+def _fingerprint(data: str, data_root: Path | None) -> str:
+    digest = hashlib.sha256()
+    dataset = load(data, data_root)
+    for part in (dataset.train, dataset.test):
+        digest.update(np.ascontiguousarray(part.inputs).data)
+        digest.update(np.ascontiguousarray(part.labels).data)
+    return digest.hexdigest()

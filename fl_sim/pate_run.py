@@ -1,0 +1,237 @@
+"""A run of PATE: teachers vote, the aggregator releases noisy labels, a student learns from them, epoch by epoch."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from flwr.serverapp import Grid
+from torch import nn
+from torch.nn import functional
+
+from fl_sim.data import load
+from fl_sim.ensemble import (
+    LEDGER,
+    Released,
+    Votes,
+    prepare_votes,
+    publish_cost,
+    release_labels,
+    write_private_text,
+    write_private_votes,
+)
+from fl_sim.experiment import Experiment, device_of, public_split
+from fl_sim.learning import EVALUATION_BATCH, to_tensors
+from fl_sim.preparation import PateLog, RunLog, order_of
+from fl_sim.privacy import pate
+from fl_sim.report import rundir
+from fl_sim.report.rundir import RoundRecord
+from fl_sim.seeding import seed_torch, torch_kept
+from fl_sim.types import Dataset, Examples, RunError, ServerState
+from strategies.pate import NoNoise
+from strategies.pate_labels import COVERS, DOES_NOT_COVER, UNANSWERED
+from strategies.pate_settings import Pate
+from strategies.student import StudentData
+
+LABELS, PRIVATE = "labels.npy", "private.json"
+
+OTHER_RELEASES: Final = (
+    " Other labellings of a pool by teachers of the same records, under other settings or another seed: each is a "
+    "release of its own, and their epsilons add up. (Runs that differ in the student alone share one labelling.)"
+)
+PUBLISHED_COVERS: Final = (
+    "The labels, all that is computed from them, and this figure itself: a noisy upper bound on their data-dependent "
+    "epsilon, for the votes at hand."
+)
+
+
+def run_pate(
+    experiment: Experiment,
+    grid: Grid,
+    out: Path,
+    log: RunLog,
+    data_root: Path | None,
+    *,
+    say: Callable[[str], None],
+    finished: Callable[[RoundRecord], None],
+) -> None:
+    """Run all of it; ``say`` hears what happens before the student trains, ``finished`` of its epochs.
+
+    Raises RunError where a teacher fails, no query is answered or the student diverges.
+    """
+    settings, start = experiment.algorithm, time.perf_counter()
+    assert isinstance(settings, Pate)
+    dataset, split = load(experiment.data, data_root), public_split(experiment, data_root)
+    log.pate = PateLog()
+    say(f"{experiment.clients} teachers train, and vote on {len(split.pool)} public records")
+    votes = prepare_votes(experiment, grid, order_of(experiment, out, data_root), data_root)
+    voted = time.perf_counter()
+    released = release_labels(settings, votes, experiment.seed)
+    _write_labels(out, settings, votes, released, split.pool)
+    say(_spent(settings, votes, released))
+    log.preprocess_seconds = time.perf_counter() - start
+    log.pate.facts = _facts(experiment, votes, released, split.pool, len(split.evaluation)) | {
+        "seconds": {"teachers": voted - start, "teachers_when_trained": votes.seconds,
+                    "labels": log.preprocess_seconds - (voted - start)},
+    }  # fmt: skip
+    log.pate.statements = _statements(settings, votes, released)
+    if not released.labelled.num_answered:
+        raise RunError(
+            f"none of {released.labelled.num_asked} queries was answered: give a larger algorithm.labelling.epsilon, "
+            "or a lower threshold"
+        )
+    student = _Training(experiment, dataset, split.evaluation, released.labelled.epsilon, log, out, finished)
+    model = student.train(split.pool, released)
+    log.server = ServerState({name: value.detach().cpu() for name, value in model.state_dict().items()})
+
+
+class _Training:
+    """The student's training: its steps make ``rounds`` epochs of equal length, each one line of the log."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        dataset: Dataset,
+        evaluation: Examples,
+        epsilon: float | None,
+        log: RunLog,
+        out: Path,
+        finished: Callable[[RoundRecord], None],
+    ) -> None:
+        assert isinstance(experiment.algorithm, Pate)
+        self.experiment, self.dataset, self.epsilon = experiment, dataset, epsilon
+        self.log, self.out, self.finished = log, out, finished
+        self.settings = experiment.algorithm.student
+        self.device = device_of(experiment)
+        self.inputs, self.labels = (tensor.to(self.device) for tensor in to_tensors(evaluation, dataset))
+        self.since = time.perf_counter()
+
+    def train(self, pool: Examples, released: Released) -> nn.Module:
+        seed, dataset = self.experiment.seed, self.dataset
+        inputs, _ = to_tensors(pool, dataset)
+        answered = np.flatnonzero(released.labelled.labels != UNANSWERED)
+        labels = torch.from_numpy(released.labelled.labels[answered])
+        inputs, labels = inputs.to(self.device), labels.to(self.device)
+        data = StudentData(inputs[torch.from_numpy(answered)], labels, inputs, dataset.num_classes)
+        with torch_kept():
+            seed_torch(seed, "student")
+            model = self.settings.network(dataset.input_shape, dataset.num_classes).to(self.device)
+        self.since = time.perf_counter()
+        return self.settings.train(data, model, seed, self._after_step)
+
+    def _after_step(self, step: int, learning_rate: float, model: nn.Module) -> None:
+        rounds, epoch = self.experiment.rounds, len(self.log.rounds) + 1
+        if step * rounds < epoch * self.settings.steps:
+            return
+        accuracy, loss = None, None
+        if epoch % self.experiment.evaluate_every == 0 or epoch == rounds:
+            accuracy, loss = evaluate(model, self.inputs, self.labels)
+            if not math.isfinite(loss):
+                raise RunError(f"the student's loss is {loss} after epoch {epoch}: choose a smaller learning rate")
+        seconds = time.perf_counter() - self.since
+        record = RoundRecord(epoch, accuracy, loss, None, self.epsilon, None, learning_rate, seconds)
+        self.log.rounds.append(record)
+        rundir.append_round(self.out, record)
+        self.finished(record)
+        self.since = time.perf_counter()
+
+
+def evaluate(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    """Return (accuracy in [0, 1], mean cross-entropy) of a model as it is; its mode is left as it was."""
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        logits = torch.cat([model(batch) for batch in torch.split(inputs, EVALUATION_BATCH)])
+    model.train(training)
+    return float((logits.argmax(1) == labels).float().mean()), float(functional.cross_entropy(logits, labels))
+
+
+def _write_labels(out: Path, settings: Pate, votes: Votes, released: Released, pool: Examples) -> None:
+    np.save(out / LABELS, released.labelled.labels)
+    (out / LEDGER).write_bytes(released.ledger_path.read_bytes())
+    if settings.keep_private:
+        write_private_votes(out, votes, settings.queries)
+        write_private_text(out / PRIVATE, json.dumps(_private(settings, votes, released, pool), indent=2) + "\n")
+
+
+def _private(settings: Pate, votes: Votes, released: Released, pool: Examples) -> dict[str, Any]:
+    correct = votes.predictions == pool.labels
+    asked = votes.counts[: settings.queries]
+    return {
+        "private": "computed from the votes, and as private as they are: do not publish",
+        "epsilon_data_dependent": _data_dependent(settings, votes, released),
+        "teacher_accuracy": correct.mean(axis=1).tolist(),
+        "ensemble_accuracy": float((asked.argmax(axis=1) == pool.labels[: len(asked)]).mean()),
+    }
+
+
+def _data_dependent(settings: Pate, votes: Votes, released: Released) -> float | None:
+    """Return the data-dependent epsilon of the labels, which is PRIVATE; None where there is no guarantee."""
+    labelled = released.labelled
+    if isinstance(settings.labelling.mechanism, NoNoise) or not labelled.num_asked:
+        return None
+    answered = labelled.labels[: labelled.num_asked] != UNANSWERED
+    counts = votes.counts[: labelled.num_asked]
+    cost, delta = settings.labelling.mechanism.cost(), settings.labelling.delta
+    return pate.analyse(counts, cost, delta, answered=answered).dependent.total
+
+
+def _spent(settings: Pate, votes: Votes, released: Released) -> str:
+    """Say what the labels cost, on the screen alone: the data-dependent part of it goes into no file."""
+    labelled, private = released.labelled, _data_dependent(settings, votes, released)
+    total = "none (no guarantee)" if labelled.epsilon is None else f"{labelled.epsilon:.4g}"
+    again = ", paid for by an earlier run with the same settings" if released.reused else ""
+    line = (
+        f"{labelled.num_asked} queries asked, {labelled.num_answered} answered{again}; epsilon {total} in total at "
+        f"delta {settings.labelling.delta:g}, whatever the votes"
+    )
+    if private is None:
+        return line
+    return f"{line}; data-dependent epsilon {private:.4g}: PRIVATE, as it is computed from the votes; do not publish it"
+
+
+def _facts(
+    experiment: Experiment, votes: Votes, released: Released, pool: Examples, num_evaluation: int
+) -> dict[str, Any]:
+    settings, labelled = experiment.algorithm, released.labelled
+    assert isinstance(settings, Pate)
+    answered = np.flatnonzero(labelled.labels != UNANSWERED)
+    right = labelled.labels[answered] == pool.labels[answered]
+    return {
+        "teachers": experiment.clients,
+        "teacher": settings.teachers.kind,
+        "mechanism": settings.labelling.mechanism.model_dump(),
+        "public_records": len(pool),
+        "evaluation_records": num_evaluation,
+        "queries_asked": labelled.num_asked,
+        "queries_answered": labelled.num_answered,
+        "label_accuracy": float(right.mean()) if len(right) else None,
+        "student": settings.student.kind,
+        "labels": LABELS,
+        "votes_reused": votes.reused,
+        "labels_reused": released.reused,
+        "private_kept": settings.keep_private,
+    }
+
+
+def _statements(settings: Pate, votes: Votes, released: Released) -> list[dict[str, Any]]:
+    limits = DOES_NOT_COVER + OTHER_RELEASES
+    if settings.keep_private:
+        limits += " This run directory: its votes and private.json are raw (keep_private was asked for)."
+    statements = []
+    if settings.publish_cost:
+        limits += " The published data-dependent epsilon: its own statement covers it and the labels together."
+        published = publish_cost(settings, votes, released)
+        statements.append({
+            "unit": "record", "epsilon": published["epsilon"], "delta": published["delta"],
+            "guarantee": f"({published['epsilon']:.4g}, {published['delta']:g})-differential privacy by the "
+            "data-dependent analysis, with noise scaled to its smooth sensitivity; too low with probability "
+            f"{published['failure']:g}",
+            "covers": PUBLISHED_COVERS, "does_not_cover": DOES_NOT_COVER + OTHER_RELEASES, "published": published,
+        })  # fmt: skip
+    first = released.ledger.statement(covers=COVERS, does_not_cover=limits, simulation_only=released.simulation_only)
+    return [first, *statements]

@@ -1,0 +1,82 @@
+"""PATE as an experiment's algorithm: teachers vote on a public pool, a student learns from noisy majorities.
+
+Papernot et al. 2017 and 2018. With student "resnet" and a public pool out of the training set it is Diff-RN.
+"""
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from clients.teacher import AnyTeacher, Network
+from fl_sim.config import Settings, short
+from strategies.pate import LNMax
+from strategies.pate_labels import Labelling
+from strategies.student import FixMatch, Supervised
+from strategies.student_forest import ForestStudent
+from strategies.student_gan import FeatureMatchingGan
+from strategies.student_resnet import ResidualStudent
+
+AnyStudent: TypeAlias = FixMatch | FeatureMatchingGan | Supervised | ResidualStudent | ForestStudent
+
+TEACHERS_START: dict[str, Any] = {
+    "partition": "iid",
+    "local": {"epochs": 50, "batch_size": 32, "learning_rate": 0.02, "weight_decay": 5e-4},
+}
+"""What an experiment starts from where this is its algorithm: small IID shards, gone through many times."""
+
+
+class Pate(Settings):
+    """Clients are the teachers; each trains once, on its shard, by the experiment's ``model`` and ``local`` settings.
+
+    ``queries``: how many records of the public pool are asked about, in its order, as far as the labelling's budget
+    goes. ``public``: the pool is the first ``public_records`` test records, and the rest is for evaluation; or it is
+    drawn from the training records before they are split. None: nine tenths of the test, a fifth of the training
+    records. ``overlap``: where the pool holds a private record as well, the run is refused, or that record, which is
+    public then, is left out of its teacher's shard. ``publish_cost``: release a noisy bound on the
+    data-dependent epsilon as well. ``keep_private``: write the votes and all that is computed from them into the run
+    directory, which then must not be published.
+    """
+
+    kind: Literal["pate"] = "pate"
+    queries: int = Field(1000, ge=1)
+    labelling: Labelling = Labelling()
+    student: Annotated[AnyStudent, Field(discriminator="kind"), short(AnyStudent, "student")] = FixMatch()
+    teachers: Annotated[AnyTeacher, Field(discriminator="kind"), short(AnyTeacher, "teachers")] = Network()
+    public: Literal["test", "train"] = "test"
+    public_records: int | None = Field(None, ge=1)
+    overlap: Literal["refuse", "drop-private"] = "refuse"
+    publish_cost: bool = False
+    keep_private: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_kinds(cls, table: Any) -> Any:
+        """Let ``algorithm.student.steps=500`` speak of the default student, ``labelling.mechanism.gamma`` of LNMax."""
+        if not isinstance(table, dict):
+            return table
+        filled = dict(table)
+        for group in ("student", "teachers"):
+            if isinstance(filled.get(group), dict):
+                filled[group] = {"kind": cls.model_fields[group].default.kind, **filled[group]}
+        labelling = filled.get("labelling")
+        if isinstance(labelling, dict) and isinstance(labelling.get("mechanism"), dict):
+            filled["labelling"] = {**labelling, "mechanism": {"kind": LNMax().kind, **labelling["mechanism"]}}
+        return filled
+
+    @model_validator(mode="after")
+    def _sensible(self) -> "Pate":
+        mechanism = self.labelling.mechanism.kind
+        if self.publish_cost and mechanism not in {"lnmax", "gnmax"}:
+            raise ValueError(f"publish_cost is offered for lnmax and gnmax, not yet for {mechanism}: leave it out")
+        if self.labelling.budget == "data-dependent" and not self.keep_private:
+            raise ValueError(
+                "a data-dependent budget makes where labelling stops as private as the votes: say keep_private=true "
+                "and do not publish the run, or take budget data-independent"
+            )
+        return self
+
+
+def start_of(algorithm: Any) -> dict[str, Any]:
+    """Return the settings that an experiment with this ``algorithm``, in any form, starts from."""
+    kind = algorithm.get("kind") if isinstance(algorithm, dict) else getattr(algorithm, "kind", algorithm)
+    return TEACHERS_START if str(kind).partition(":")[0] == "pate" else {}
