@@ -2,19 +2,26 @@
 
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import Grid
 
 from clients.dafl import DaFl
+from fl_sim.cohort import Job, Trainer
 from fl_sim.data import load
-from fl_sim.experiment import Experiment
+from fl_sim.experiment import Experiment, build_model, device_of
+from fl_sim.learning import to_tensors
+from fl_sim.native.kernel import load_kernel
+from fl_sim.params import is_finite
 from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord
 from fl_sim.report.samples import write_samples
+from fl_sim.seeding import rng, seed_torch, torch_kept
+from fl_sim.site import local_settings, read_pool
 from fl_sim.store import save_by_content
-from fl_sim.types import ServerState
+from fl_sim.types import LocalPlan, LocalTask, Params, RunError, ServerState
 from fl_sim.wire import Order
 from strategies.algorithm import Sharing
 from strategies.flower import FederatedStrategy, share_before_training
@@ -100,6 +107,7 @@ def federated_strategy(
 def _use_synthetic_records(
     experiment: Experiment, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog, data_root: Path | None
 ) -> None:
+    assert isinstance(experiment.preprocess, DaFl)
     from fl_sim.synthesis import prepare_pool, warnings_of  # noqa: PLC0415 (the accountants load slowly)
 
     log.pool = prepare_pool(experiment, strategy, grid, out, data_root)
@@ -107,3 +115,25 @@ def _use_synthetic_records(
     counts, note = [part.counts for part in log.pool.parts], load(experiment.data, data_root).note
     log.warnings += write_samples(out, log.pool.path, counts, experiment.model_dump(), note)
     strategy.order = replace(strategy.order, synthetic=str(log.pool.path))
+    if experiment.preprocess.server_epochs and not log.rounds:
+        params = _trained_on_pool(
+            experiment, log.pool.path, experiment.preprocess.server_epochs, log.server.params, data_root
+        )
+        log.server = strategy.server = strategy.algorithm.init(params)
+
+
+def _trained_on_pool(
+    experiment: Experiment, pool: Path, server_epochs: int, params: Params, data_root: Path | None
+) -> Params:
+    """Return the model after the server's own epochs on the pool: post-processing, so it costs no privacy."""
+    dataset, device = load(experiment.data, data_root), device_of(experiment)
+    inputs, labels = (tensor.to(device) for tensor in to_tensors(read_pool(pool), dataset))
+    settings = replace(local_settings(experiment.local, experiment.local.learning_rate), epochs=server_epochs)
+    task = LocalTask(0, 0, 1, len(labels), settings, params)
+    trainer = Trainer(build_model(experiment, dataset).to(device), load_kernel()[0])
+    seeded = partial(seed_torch, experiment.seed, "server epochs")
+    with torch_kept():
+        trained = trainer.train(Job(task, LocalPlan(), inputs, labels, rng(experiment.seed, "server epochs"), seeded))
+    if not is_finite({"params": trained.params}):
+        raise RunError("training diverged on the synthetic records; try a smaller local.learning_rate")
+    return trained.params

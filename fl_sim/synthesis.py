@@ -99,7 +99,8 @@ def pools_root() -> Path:
 def pool_key(experiment: Experiment, data_root: Path | None) -> str:
     """Return the name of the experiment's pool: a digest of all that determines it."""
     settings = experiment.model_dump(mode="json", include={"partition", "clients", "seed", "preprocess"})
-    del settings["preprocess"]["train_on"]
+    for afterwards in ("train_on", "server_epochs"):
+        del settings["preprocess"][afterwards]
     digest = hashlib.sha256(
         json.dumps([_FORMAT, settings, _fingerprint(experiment.data, data_root)], sort_keys=True).encode()
     )
@@ -114,6 +115,7 @@ def summary(pool: Pool, experiment: Experiment) -> dict[str, object]:
         "generator": settings.generator.kind,
         "gamma": settings.gamma,
         "train_on": settings.train_on,
+        "server_epochs": settings.server_epochs,
         "num_synthetic": pool.num_synthetic,
         "clients": [asdict(part) | {"facts": part.facts or None} for part in pool.parts],
         "pool": pool.path.name,

@@ -15,12 +15,19 @@ from fl_sim.data import load
 from fl_sim.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.events import from_json
-from fl_sim.report.rundir import RoundRecord
+from fl_sim.report.rundir import RoundRecord, read_rounds
 from fl_sim.simulation import Silent, run
 from fl_sim.synthesis import pool_key
 from fl_sim.types import RunError, UserError
 
 QUICK = ("model=logistic", "rounds=2", "engine=inprocess", "preprocess.generator=mean-embedding")
+
+SEEDED = ("preprocess.noise=seeded", "preprocess.labels.epsilon=0.5")
+
+
+class _Stop(Silent):
+    def finished_round(self, record: RoundRecord) -> None:
+        raise KeyboardInterrupt
 
 
 def _made(*overrides: str) -> Experiment:
@@ -57,7 +64,15 @@ def test_runs_that_differ_in_the_method_share_one_pool(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "change", ["algorithm=fedprox", "rounds=7", "local.epochs=3", "preprocess.train_on=synthetic", "model=mlp"]
+    "change",
+    [
+        "algorithm=fedprox",
+        "rounds=7",
+        "local.epochs=3",
+        "preprocess.train_on=synthetic",
+        "model=mlp",
+        "preprocess.server_epochs=4",
+    ],
 )
 def test_a_pool_does_not_depend_on_the_main_task(change: str) -> None:
     assert pool_key(_made(), None) == pool_key(_made(change), None)
@@ -99,6 +114,25 @@ def test_training_on_the_pool_alone_is_private_from_end_to_end(tmp_path: Path) -
     assert result["final_accuracy"] > 0.3
 
 
+def test_the_server_may_begin_with_the_pool_it_holds(tmp_path: Path) -> None:
+    plain = run(_made("preprocess.gamma=0.5", *SEEDED), tmp_path / "plain")
+    begun = run(_made("preprocess.gamma=0.5", *SEEDED, "preprocess.server_epochs=10"), tmp_path / "begun")
+    assert begun["preprocess"]["reused"]
+    assert begun["preprocess"]["server_epochs"] == 10
+    assert _statement(begun, "record") == _statement(plain, "record")  # post-processing
+    first = [read_rounds(tmp_path / out)[0].test_accuracy for out in ("plain", "begun")]
+    assert first[1] > first[0] + 0.1
+
+
+def test_a_run_that_goes_on_does_not_begin_with_the_pool_again(tmp_path: Path) -> None:
+    made = _made("preprocess.gamma=0.5", *SEEDED, "preprocess.server_epochs=3", "rounds=2")
+    with pytest.raises(KeyboardInterrupt):
+        run(made, tmp_path / "broken", observer=_Stop())
+    assert run(made, tmp_path / "broken")["final_accuracy"] == run(made, tmp_path / "whole")["final_accuracy"]
+    models = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("broken", "whole")]
+    assert models[0] == models[1]
+
+
 def test_global_dp_on_top_says_that_its_clients_are_not_hidden_in_the_pool(tmp_path: Path) -> None:
     result = run(_made("aggregator=global-dp", "aggregator.noise=seeded", "sampler=poisson:0.5"), tmp_path / "run")
     assert [statement["unit"] for statement in result["privacy"]] == ["client", "record"]
@@ -138,12 +172,8 @@ def test_clients_that_release_nothing_are_warned_about_and_the_run_goes_on(tmp_p
 
 
 def test_an_interrupted_run_goes_on_with_the_pool_it_had(tmp_path: Path) -> None:
-    class Stop(Silent):
-        def finished_round(self, record: RoundRecord) -> None:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(_made(), tmp_path / "run", observer=Stop())
+        run(_made(), tmp_path / "run", observer=_Stop())
     whole = run(_made(), tmp_path / "whole")
     resumed = run(_made(), tmp_path / "run")
     assert resumed["preprocess"]["reused"]
