@@ -89,7 +89,7 @@ def train(
     )
 
 
-def _on(params: Params, device: torch.device, *, copy: bool = False) -> Params:
+def _on(params: Params, device: torch.device, *, copy: bool = False) -> dict[str, torch.Tensor]:
     return {name: value.to(device, copy=copy) for name, value in params.items()}
 
 
@@ -105,7 +105,7 @@ def _corrected(
 
 
 def _sgd_step(
-    name: str, weight: torch.Tensor, gradient: torch.Tensor, buffers: Params, settings: LocalSettings
+    name: str, weight: torch.Tensor, gradient: torch.Tensor, buffers: dict[str, torch.Tensor], settings: LocalSettings
 ) -> None:
     """Take torch.optim.SGD's step, bit for bit; its own class costs over a second of imports at first use."""
     if settings.weight_decay:

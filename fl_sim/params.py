@@ -1,46 +1,124 @@
 """Arithmetic on named tensors: small, pure, always in the order of the first argument's names."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
 from fl_sim.types import Params, Payloads
 
+Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and shapes of tensors that lie one behind the other in a vector."""
+
+
+class FlatParams(Mapping[str, torch.Tensor]):
+    """Named tensors in one vector, ``flat``, so that arithmetic on all of them is one operation.
+
+    The tensors by name are views of the vector, made when they are first asked for. Like all values that flow through
+    the program they are not written to: whoever holds one may share it with others.
+    """
+
+    __slots__ = ("_views", "flat", "layout")
+
+    def __init__(self, flat: torch.Tensor, layout: Layout) -> None:
+        self.flat = flat
+        self.layout = layout
+        self._views: dict[str, torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a tensor by its name."""
+        return self._by_name()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Go through the names."""
+        return iter(self._by_name())
+
+    def __len__(self) -> int:
+        """Return how many tensors there are."""
+        return len(self.layout)
+
+    def items(self) -> ItemsView[str, torch.Tensor]:
+        """Return names and tensors."""
+        return self._by_name().items()
+
+    def values(self) -> ValuesView[torch.Tensor]:
+        """Return the tensors."""
+        return self._by_name().values()
+
+    def _by_name(self) -> dict[str, torch.Tensor]:
+        if self._views is None:
+            parts = self.flat.split_with_sizes(_sizes(self.layout))
+            self._views = {name: part.view(shape) for (name, shape), part in zip(self.layout, parts, strict=True)}
+        return self._views
+
+
+def flattened(params: Params) -> FlatParams:
+    """Return ``params`` as one vector outside of any graph: itself where it is one, a copy where it is not."""
+    if isinstance(params, FlatParams):
+        return params
+    return FlatParams(_joined(params.values()), layout_of(params))
+
+
+def vector_in(params: Params, layout: Layout) -> torch.Tensor:
+    """Return ``params``, which have the names and shapes of ``layout``, one behind the other in its order."""
+    if isinstance(params, FlatParams) and params.layout == layout:
+        return params.flat
+    return _joined(params[name] for name, _ in layout)
+
+
+def layout_of(params: Params) -> Layout:
+    """Return the names and shapes of ``params``."""
+    if isinstance(params, FlatParams):
+        return params.layout
+    return tuple((name, tuple(value.shape)) for name, value in params.items())
+
 
 def add(left: Params, right: Params, scale: float = 1.0) -> Params:
     """Return left + scale * right."""
+    if (pair := _vectors(left, right)) is not None:
+        return FlatParams(torch.add(*pair, alpha=scale), layout_of(left))
     return {name: torch.add(value, right[name], alpha=scale) for name, value in left.items()}
 
 
 def subtract(left: Params, right: Params) -> Params:
     """Return left - right."""
+    if (pair := _vectors(left, right)) is not None:
+        return FlatParams(torch.sub(*pair), layout_of(left))
     return {name: value - right[name] for name, value in left.items()}
 
 
 def scale(params: Params, factor: float) -> Params:
     """Return factor * params."""
+    if isinstance(params, FlatParams):
+        return FlatParams(params.flat * factor, params.layout)
     return {name: value * factor for name, value in params.items()}
 
 
 def zeros_like(params: Params) -> Params:
     """Return zeros of the same names and shapes."""
+    if isinstance(params, FlatParams):
+        return FlatParams(torch.zeros_like(params.flat), params.layout)
     return {name: torch.zeros_like(value) for name, value in params.items()}
 
 
 def weighted_mean(items: Sequence[Params], weights: Sequence[float]) -> Params:
-    """Return sum_i weights_i * items_i / sum_i weights_i, summed in the given order in float64.
+    """Return sum_i weights_i * items_i / sum_i weights_i.
 
-    Raises ValueError where the weights add up to nothing.
+    Exactly: a float64 sum in the given order, one fused multiply-add for each item, with the float64 factor
+    weights_i / sum(weights); rounded to the items' own type at the end. Raises ValueError where the weights add up to
+    nothing.
     """
     total = math.fsum(weights)
     if total <= 0:
         raise ValueError(f"a mean needs a positive total weight, got {total}")
-    sums = {name: torch.zeros_like(first, dtype=torch.float64) for name, first in items[0].items()}
-    for item, weight in zip(items, weights, strict=True):
-        for name, value in item.items():
-            sums[name].add_(value, alpha=weight / total)
-    return {name: value.to(items[0][name].dtype) for name, value in sums.items()}
+    factors = [weight / total for weight in weights]
+    layout = layout_of(items[0])
+    if all(isinstance(item, FlatParams) and item.layout == layout for item in items):
+        vectors = [item.flat for item in items if isinstance(item, FlatParams)]
+        return FlatParams(_weighted_sum(vectors, factors), layout)
+    return {name: _weighted_sum([item[name] for item in items], factors) for name in items[0]}
 
 
 def is_finite(payloads: Payloads) -> bool:
@@ -48,15 +126,49 @@ def is_finite(payloads: Payloads) -> bool:
 
     A float64 sum of float32 numbers cannot overflow and keeps any NaN or infinity: one pass; isfinite takes three.
     """
-    tensors = [value for params in payloads.values() for value in params.values()]
-    return all(math.isfinite(value.sum(dtype=torch.float64)) for value in tensors)
+    return all(
+        math.isfinite(value.sum(dtype=torch.float64))
+        for params in payloads.values()
+        for value in ([params.flat] if isinstance(params, FlatParams) else params.values())
+    )
 
 
 def num_parameters(params: Params) -> int:
     """Count the numbers in ``params``."""
-    return sum(value.numel() for value in params.values())
+    return num_in(layout_of(params))
+
+
+def num_in(layout: Layout) -> int:
+    """Count the numbers that tensors of this layout have."""
+    return sum(_sizes(layout))
 
 
 def detached(named: Iterable[tuple[str, torch.Tensor]]) -> Params:
     """Copy named tensors, such as ``model.named_parameters()``, out of any graph and to the CPU."""
     return {name: value.detach().to("cpu", copy=True) for name, value in named}
+
+
+def _weighted_sum(values: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
+    total = torch.zeros_like(values[0], dtype=torch.float64)
+    for value, factor in zip(values, factors, strict=True):
+        total.add_(value, alpha=factor)
+    return total.to(values[0].dtype)
+
+
+def _vectors(left: Params, right: Params) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return both as vectors of the same layout where at least one of them is a vector already."""
+    if not isinstance(left, FlatParams) and not isinstance(right, FlatParams):
+        return None
+    if layout_of(left) != layout_of(right):
+        return None
+    return flattened(left).flat, flattened(right).flat
+
+
+def _joined(values: Iterable[torch.Tensor]) -> torch.Tensor:
+    parts = [value.detach().reshape(-1) for value in values]
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+@lru_cache(maxsize=64)
+def _sizes(layout: Layout) -> list[int]:
+    return [math.prod(shape) for _, shape in layout]

@@ -220,7 +220,7 @@ def _shared_settings(jobs: list[Job]) -> LocalSettings:
     return settings
 
 
-def _stacked(parts: Sequence[Params | None], device: torch.device) -> Params:
+def _stacked(parts: Sequence[Params | None], device: torch.device) -> dict[str, torch.Tensor]:
     """Return the clients' tensors on top of one another; all have them, or none has."""
     first = parts[0]
     if not first:

@@ -1,12 +1,30 @@
-"""What clients keep between rounds (SCAFFOLD's c_i), on disk, keyed by client and round."""
+"""Tensors on disk: files of named groups, and what clients keep between rounds (SCAFFOLD's c_i)."""
 
 import hashlib
+import json
 import os
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from io import FileIO
 from pathlib import Path
+from threading import get_ident
+from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save, save_file
 
-from fl_sim.types import Params, Payloads
+from fl_sim.params import FlatParams, Layout, flattened, num_in
+from fl_sim.types import Params, Payloads, RunError
+
+STATES, LAYOUT = "states.bin", "layout.json"
+"""The file of all clients' states, and what a state consists of."""
+
+_PAGE = 4096
+_HEAD = struct.Struct("<qq")  # the round after which the client knew this, 0 for none; the numbers' checksum
 
 
 def save_groups(path: Path, groups: Payloads) -> None:
@@ -15,58 +33,149 @@ def save_groups(path: Path, groups: Payloads) -> None:
     # safetensors sorts by name; numbers first keep our order, on which last bits and the noise of privacy depend.
     flat = {f"{number:06}/{group}/{name}": value.contiguous() for number, (group, name, value) in enumerate(named)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial = _partial(path)
     save_file(flat, partial)
     partial.replace(path)
 
 
 def load_groups(path: Path) -> Payloads:
     """Read what ``save_groups`` wrote, in the order in which it was written."""
-    groups: dict[str, Params] = {}
+    groups: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in sorted(load_file(path).items()):
         _, group, name = key.split("/", 2)
         groups.setdefault(group, {})[name] = value
-    return groups
+    return dict(groups)
 
 
 def save_by_content(folder: Path, stem: str, tensors: Params) -> Path:
     """Write tensors to a safetensors file named by its content, so that a name never means two things; return it."""
-    content = save(tensors)
+    content = save(dict(tensors))
     path = folder / f"{stem}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial = _partial(path)
     partial.write_bytes(content)
     partial.replace(path)
     return path
 
 
-def save_state(state_dir: Path, client: int, server_round: int, state: Payloads) -> None:
-    """Keep ``state`` as what ``client`` knows after ``server_round``, and drop all but the state it started from.
+def save_state(state_dir: Path | str, client: int, server_round: int, state: Payloads) -> None:
+    """Keep ``state`` as what ``client`` knows after ``server_round``, in place of all but the state it started from.
 
-    Running a round again reads the same older state and writes the same file, so a retry or a resume changes nothing.
+    All clients of a run keep tensors of the same names, shapes and type; one file holds two states of each. Running a
+    round again reads the same older state and writes the same numbers, so a retry or a resume changes nothing, whenever
+    a process dies. Several may save at once, each its own clients.
     """
     if not state:
         return
-    path = _path(state_dir, client, server_round)
-    save_groups(path, state)
-    for stale in _rounds_before(path.parent, server_round)[:-1]:
-        (path.parent / f"{stale}.safetensors").unlink(missing_ok=True)
+    groups = {name: flattened(params) for name, params in state.items()}
+    vectors = [group.flat for group in groups.values()]
+    numbers = (vectors[0] if len(vectors) == 1 else torch.cat(vectors)).numpy(force=True)
+    layouts = tuple((name, group.layout) for name, group in groups.items())
+    slots = _make(Path(state_dir), _Slots(numbers.dtype.str, layouts))
+    with (Path(state_dir) / STATES).open("r+b", buffering=0) as file:
+        started_from = _latest(slots.heads(file, client), server_round)
+        place = slots.place(client, 1 if started_from == 0 else 0)
+        _write(file, place, bytes(_HEAD.size))  # until the numbers are whole, there are none
+        _write(file, place + _HEAD.size, numbers.data)
+        _write(file, place, _HEAD.pack(server_round, _checksum(numbers)))
 
 
 def load_state(state_dir: Path | str, client: int, server_round: int) -> Payloads:
-    """Return what ``client`` kept in its last round before ``server_round``; nothing if it has not taken part yet."""
+    """Return what ``client`` kept in its last round before ``server_round``; nothing if it has not taken part yet.
+
+    Raises RunError where the file is damaged.
+    """
     if not os.path.isdir(state_dir):  # noqa: PTH112 (most algorithms keep nothing, and this is asked for every client)
         return {}
-    folder = _path(Path(state_dir), client, server_round).parent
-    earlier = _rounds_before(folder, server_round)
-    return load_groups(folder / f"{earlier[-1]}.safetensors") if earlier else {}
+    path = Path(state_dir) / STATES
+    try:
+        slots = _read_layout(path.with_name(LAYOUT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    with path.open("rb", buffering=0) as file:
+        heads = slots.heads(file, client)
+        latest = _latest(heads, server_round)
+        if latest is None:
+            return {}
+        numbers = np.empty(slots.size, slots.dtype)
+        file.seek(slots.place(client, latest) + _HEAD.size)
+        file.readinto(numbers.data.cast("B"))
+    written_in, checksum = heads[latest]
+    if _checksum(numbers) != checksum:
+        raise RunError(f"{path} is damaged: it does not hold what client {client} kept in round {written_in}")
+    return slots.named(torch.from_numpy(numbers))
 
 
-def _rounds_before(folder: Path, server_round: int) -> list[int]:
-    if not folder.is_dir():
-        return []
-    rounds = sorted(int(path.stem) for path in folder.glob("*.safetensors") if path.stem.isdecimal())
-    return [done for done in rounds if done < server_round]
+@dataclass(frozen=True)
+class _Slots:
+    """What a state consists of, and where a client's two states lie in the file: each a head, then its numbers."""
+
+    dtype: str
+    groups: tuple[tuple[str, Layout], ...]
+
+    @cached_property
+    def size(self) -> int:
+        """Return how many numbers a state has."""
+        return sum(num_in(layout) for _, layout in self.groups)
+
+    def place(self, client: int, slot: int) -> int:
+        """Return the first byte of a slot; no two share a page."""
+        pages = -(-(_HEAD.size + np.dtype(self.dtype).itemsize * self.size) // _PAGE)
+        return (2 * client + slot) * pages * _PAGE
+
+    def heads(self, file: FileIO, client: int) -> list[tuple[int, int]]:
+        """Return (round, checksum) of both slots."""
+        heads = []
+        for slot in (0, 1):
+            file.seek(self.place(client, slot))
+            heads.append(_HEAD.unpack(file.read(_HEAD.size).ljust(_HEAD.size, b"\0")))
+        return heads
+
+    def named(self, numbers: torch.Tensor) -> Payloads:
+        """Return the groups that ``numbers`` holds one behind the other."""
+        parts = numbers.split_with_sizes([num_in(layout) for _, layout in self.groups])
+        return {name: FlatParams(part, layout) for (name, layout), part in zip(self.groups, parts, strict=True)}
 
 
-def _path(state_dir: Path, client: int, server_round: int) -> Path:
-    return state_dir / f"client-{client}" / f"{server_round}.safetensors"
+def _latest(heads: Sequence[tuple[int, int]], server_round: int) -> int | None:
+    """Return the slot of the last round before ``server_round``."""
+    earlier = [(written_in, slot) for slot, (written_in, _) in enumerate(heads) if 0 < written_in < server_round]
+    return max(earlier)[1] if earlier else None
+
+
+def _make(state_dir: Path, wanted: _Slots) -> _Slots:
+    """Make the file where nobody has; of several processes that do, all write the same."""
+    path = state_dir / LAYOUT
+    try:
+        slots = _read_layout(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        slots = wanted
+        state_dir.mkdir(parents=True, exist_ok=True)
+        (state_dir / STATES).touch()
+        partial = _partial(path)
+        partial.write_text(json.dumps(asdict(wanted)), encoding="utf-8")
+        partial.replace(path)
+    assert slots == wanted, "a run's clients all keep the same tensors"
+    return slots
+
+
+@lru_cache(maxsize=8)
+def _read_layout(text: str) -> _Slots:
+    read = json.loads(text)
+    groups = ((group, tuple((name, tuple(shape)) for name, shape in layout)) for group, layout in read["groups"])
+    return _Slots(read["dtype"], tuple(groups))
+
+
+def _checksum(numbers: NDArray[Any]) -> int:
+    """Return the sum of the numbers' bits: tells pages that never reached the disk, at the cost of reading once."""
+    return int(numbers.view(np.int32).sum(dtype=np.int64))
+
+
+def _write(file: FileIO, place: int, content: bytes | memoryview) -> None:
+    file.seek(place)
+    left = memoryview(content).cast("B")
+    while left:
+        left = left[file.write(left) :]
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}.part")

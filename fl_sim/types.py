@@ -9,8 +9,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Params: TypeAlias = dict[str, torch.Tensor]
-"""Named float32 tensors: a model's trainable parameters, or anything of their shape (an update, a control variate)."""
+Params: TypeAlias = Mapping[str, torch.Tensor]
+"""Named float32 tensors: a model's trainable parameters, or anything of their shape (an update, a control variate).
+
+Nobody writes to them, so that those in one process may be the same in many places; many lie in one vector
+(fl_sim.params.FlatParams).
+"""
 
 Payloads: TypeAlias = dict[str, Params]
 """Named groups of tensors, such as ``{"delta": ..., "control_delta": ...}``."""

@@ -1,17 +1,18 @@
 """Every record key and every conversion between our values and Flower's records: nobody else spells one."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
+from fl_sim.params import FlatParams, Layout, flattened
 from fl_sim.types import Params, Payloads, Reply
 
 TRAIN, SHARE, SYNTHESIZE, VOTE, WHO = "train", "train.share", "train.synthesize", "train.vote", "query"
@@ -69,12 +70,7 @@ def read_order(content: RecordDict) -> Order:
 
 def read_task(content: RecordDict) -> tuple[Params, Payloads]:
     """Unpack (global model, broadcast groups)."""
-    groups = {
-        name.removeprefix(_BROADCAST): _unpack(record)
-        for name, record in content.array_records.items()
-        if name.startswith(_BROADCAST)
-    }
-    return _unpack(content.array_records[_PARAMS]), groups
+    return _unpack(content[_PARAMS]), _groups(content, _BROADCAST)
 
 
 def update_content(payloads: Payloads, num_examples: int, loss: float | None) -> RecordDict:
@@ -90,14 +86,10 @@ def update_content(payloads: Payloads, num_examples: int, loss: float | None) ->
 
 def read_update(client: int, content: RecordDict) -> Reply:
     """Unpack a client's update."""
-    payloads = {
-        name.removeprefix(_PAYLOAD): _unpack(record)
-        for name, record in content.array_records.items()
-        if name.startswith(_PAYLOAD)
-    }
-    report = content.metric_records[_REPORT]
+    report = content[_REPORT]
     loss = report.get("loss")
-    return Reply(client, payloads, int(str(report["num-examples"])), None if loss is None else float(str(loss)))
+    count = int(str(report["num-examples"]))
+    return Reply(client, _groups(content, _PAYLOAD), count, None if loss is None else float(str(loss)))
 
 
 def pool_content(shared: Mapping[str, torch.Tensor]) -> RecordDict:
@@ -142,46 +134,79 @@ def read_who(content: RecordDict) -> int:
 
 def to_arrays(params: Params) -> ArrayRecord:
     """Return named tensors as the record that Flower's own strategies exchange: one array a tensor."""
-    return ArrayRecord({name: Array(value.numpy(force=True)) for name, value in params.items()})
+    return _record({name: value.detach() for name, value in params.items()})
+
+
+class TensorArray(Array):
+    """Flower's Array of a float32 tensor by reference: its bytes are made whenever somebody asks for them.
+
+    Inside one process nobody does. What leaves it, pickled for Ray or through Flower's own runtime, is a plain Array.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        assert tensor.dtype == torch.float32, "only float32 tensors travel"
+        values = {"dtype": "float32", "shape": tuple(tensor.shape), "stype": "numpy.ndarray", "tensor": tensor}
+        self.__dict__.update(values)
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]  # a plain attribute in Flower's class
+        """Return the tensor as numpy.save writes it."""
+        tensor: torch.Tensor = self.__dict__["tensor"]
+        return b"".join((_npy_header(self.shape), tensor.contiguous().numpy(force=True).data))
+
+    def deflate(self) -> bytes:
+        """Name the type that the other side knows: Flower's own runtime sends what this returns."""
+        return Array(self.dtype, self.shape, self.stype, self.data).deflate()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the Array that it stands for."""
+        return Array, (self.dtype, self.shape, self.stype, self.data)
 
 
 def _pack(params: Params) -> ArrayRecord:
-    # One array for a whole group, named by its layout, its few header bytes remembered: Array(values) for each tensor
-    # has numpy format and parse the same headers again for every client.
-    shapes = tuple((name, tuple(value.shape)) for name, value in params.items())
-    assert all(value.dtype == torch.float32 for value in params.values()), "only float32 tensors travel"
-    flat = torch.cat([value.detach().reshape(-1) for value in params.values()]) if params else torch.empty(0)
-    data = b"".join((_npy_header(len(flat)), flat.numpy(force=True).data))
-    return ArrayRecord({_write_layout(shapes): Array("float32", (len(flat),), "numpy.ndarray", data)})
+    # One array for a whole group, named by its layout.
+    group = flattened(params)
+    return _record({_write_layout(group.layout): group.flat})
 
 
-def _unpack(record: ArrayRecord) -> Params:
+def _record(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
+    record = ArrayRecord()  # ArrayRecord({...}) would ask every array for its bytes
+    for name, tensor in tensors.items():
+        record[name] = TensorArray(tensor)
+    return record
+
+
+def _groups(content: RecordDict, prefix: str) -> Payloads:
+    # Not by content.array_records, which sorts all records into three new dictionaries.
+    return {name.removeprefix(prefix): _unpack(record) for name, record in content.items() if name.startswith(prefix)}
+
+
+def _unpack(record: Any) -> Params:
     ((layout, array),) = record.items()
-    shapes = _read_layout(layout)
-    header = _npy_header(array.shape[0])
+    if isinstance(array, TensorArray):
+        return FlatParams(array.__dict__["tensor"], _read_layout(layout))
+    header = _npy_header(tuple(array.shape))
     values = (
         np.frombuffer(array.data, np.float32, offset=len(header)) if array.data.startswith(header) else array.numpy()
     )
-    flat = torch.from_numpy(values.astype(np.float32))  # a copy: what arrived is read-only
-    parts = torch.split(flat, [math.prod(shape) for _, shape in shapes])
-    return {name: part.reshape(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
+    return FlatParams(torch.from_numpy(values.astype(np.float32)), _read_layout(layout))  # a copy: bytes are read-only
 
 
 @lru_cache(maxsize=64)
-def _npy_header(size: int) -> bytes:
+def _npy_header(shape: tuple[int, ...]) -> bytes:
     buffer = BytesIO()
-    np.lib.format.write_array_header_1_0(buffer, {"descr": "<f4", "fortran_order": False, "shape": (size,)})
+    np.lib.format.write_array_header_1_0(buffer, {"descr": "<f4", "fortran_order": False, "shape": shape})
     return buffer.getvalue()
 
 
 @lru_cache(maxsize=64)
-def _write_layout(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> str:
-    return json.dumps(shapes)
+def _write_layout(layout: Layout) -> str:
+    return json.dumps(layout)
 
 
 @lru_cache(maxsize=64)
-def _read_layout(layout: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple((str(name), tuple(int(side) for side in shape)) for name, shape in json.loads(layout))
+def _read_layout(text: str) -> Layout:
+    return tuple((str(name), tuple(int(side) for side in shape)) for name, shape in json.loads(text))
 
 
 def error_of(message: Message) -> str | None:

@@ -1,5 +1,6 @@
 """How a round's updates become the one mean that the server half of an algorithm sees."""
 
+import math
 from typing import Literal
 
 from fl_sim.config import Settings
@@ -18,21 +19,27 @@ class WeightedMean(Settings):
 
         Raises RunError, naming client and round, where an update or a training loss is not finite.
         """
-        for reply in cohort.replies:
-            _check_finite(reply, cohort.server_round)
         trained = [reply for reply in cohort.replies if reply.num_examples > 0]
-        if not trained:
-            return None
         weights = [float(reply.num_examples) if weighting == "examples" else 1.0 for reply in trained]
-        payloads = {
-            name: weighted_mean([reply.payloads[name] for reply in trained], weights) for name in trained[0].payloads
-        }
-        return Aggregate(payloads, participation=len(trained) / cohort.num_clients)
+        payloads = (
+            {name: weighted_mean([reply.payloads[name] for reply in trained], weights) for name in trained[0].payloads}
+            if trained
+            else {}
+        )
+        # A sum of finite numbers is finite and one bad number spoils it: only then each update is looked at by itself.
+        apart = [reply for reply in cohort.replies if reply.num_examples == 0 or not _has_finite_loss(reply)]
+        for reply in apart if is_finite(payloads) else cohort.replies:
+            _check_finite(reply, cohort.server_round)
+        return Aggregate(payloads, participation=len(trained) / cohort.num_clients) if trained else None
+
+
+def _has_finite_loss(reply: Reply) -> bool:
+    return reply.loss is None or math.isfinite(reply.loss)
 
 
 def _check_finite(reply: Reply, server_round: int) -> None:
     where = f"client {reply.client} in round {server_round}"
-    if reply.loss is not None and not abs(reply.loss) < float("inf"):
+    if not _has_finite_loss(reply):
         raise RunError(
             f"{where} has a training loss of {reply.loss}: training diverged; try a smaller local.learning_rate"
         )

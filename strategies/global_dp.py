@@ -11,6 +11,7 @@ import torch
 from pydantic import BeforeValidator, Field, model_validator
 
 from fl_sim.config import Settings
+from fl_sim.params import FlatParams, layout_of, num_in, num_parameters, vector_in
 from fl_sim.privacy.mechanisms import (
     Noise,
     add_noise,
@@ -113,7 +114,7 @@ class GlobalDP(Settings):
         Raises RunError where a client answered twice or sent other names or shapes than the template's.
         """
         self._check(cohort, template)
-        size = sum(tensor.numel() for params in template.values() for tensor in params.values())
+        size = sum(num_parameters(params) for params in template.values())
         count_noise = self._count_noise(cohort.expected_size)
         noise_multiplier = self.noise_multiplier
         if self.adaptive_clipping is not None:
@@ -161,10 +162,9 @@ def _clipped_sum(
     """Return the float64 sum of the clipped updates, and how many were within the clipping norm and how many finite."""
     limit = clipping_norm_on_grid(clipping_norm, std, size)
     total = torch.zeros(size, dtype=torch.float64)
-    row = torch.empty(size, dtype=torch.float32)
     num_within = num_finite = 0
     for reply in replies:
-        _flatten_into(row, reply.payloads, template)
+        row = _row(reply.payloads, template)
         norm = float(torch.linalg.vector_norm(row, dtype=torch.float64))
         factor = clip_factor(norm, limit)
         if factor == 0.0:
@@ -175,21 +175,17 @@ def _clipped_sum(
     return total.numpy(), num_within, num_finite
 
 
-def _flatten_into(row: torch.Tensor, payloads: Payloads, template: Payloads) -> None:
-    torch.cat([payloads[group][name].reshape(-1) for group in template for name in template[group]], out=row)
+def _row(payloads: Payloads, template: Payloads) -> torch.Tensor:
+    """Return all that a client sends as one vector, in the template's order."""
+    rows = [vector_in(payloads[group], layout_of(params)) for group, params in template.items()]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _unflatten(flat: np.ndarray[Any, np.dtype[np.float64]], template: Payloads) -> Payloads:
-    values = torch.from_numpy(flat).float()
-    start = 0
-    payloads: Payloads = {}
-    for group, params in template.items():
-        payloads[group] = {}
-        for name, tensor in params.items():
-            payloads[group][name] = values[start : start + tensor.numel()].reshape(tensor.shape).clone()
-            start += tensor.numel()
-    return payloads
+    layouts = {group: layout_of(params) for group, params in template.items()}
+    parts = torch.from_numpy(flat).float().split_with_sizes([num_in(layout) for layout in layouts.values()])
+    return {group: FlatParams(part, layout) for (group, layout), part in zip(layouts.items(), parts, strict=True)}
 
 
 def _shapes(payloads: Payloads) -> dict[str, dict[str, tuple[int, ...]]]:
-    return {group: {name: tuple(value.shape) for name, value in params.items()} for group, params in payloads.items()}
+    return {group: dict(layout_of(params)) for group, params in payloads.items()}

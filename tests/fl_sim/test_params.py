@@ -1,5 +1,8 @@
 """Arithmetic on named tensors."""
 
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 from hypothesis import given
@@ -69,3 +72,71 @@ def test_detached_copies_leave_the_graph_and_the_original():
     copy += 1
     assert not copy.requires_grad
     assert weight.tolist() == [1.0, 1.0]
+
+
+NAMED = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(7.0), "none": torch.zeros(0, 2)}
+
+
+def test_a_vector_has_the_names_shapes_and_numbers_of_its_tensors():
+    flat = params.flattened(NAMED)
+    assert flat.flat.tolist() == [0, 1, 2, 3, 4, 5, 7]
+    assert list(flat) == list(NAMED) == [name for name, _ in flat.items()]
+    assert len(flat) == len(flat.values()) == 3
+    assert all(torch.equal(flat[name], value) for name, value in NAMED.items())
+    assert flat["a.weight"].data_ptr() == flat.flat.data_ptr()  # a view
+    assert params.flattened(flat) is flat
+    assert params.layout_of(flat) == params.layout_of(NAMED)
+    assert params.num_parameters(flat) == params.num_parameters(NAMED) == 7
+    assert len(params.flattened({})) == 0
+
+
+def test_flattening_leaves_the_graph_and_the_original():
+    weight = torch.ones(2, requires_grad=True)
+    flat = params.flattened({"w": weight})
+    flat.flat.add_(1)
+    assert not flat.flat.requires_grad
+    assert weight.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("flat", [(True, True), (True, False), (False, True)])
+def test_vectors_add_up_to_the_same_bits_as_tensors_do(flat):
+    generator = torch.Generator().manual_seed(0)
+    plain = [{"w": torch.randn(37, 3, generator=generator), "b": torch.randn(5, generator=generator)} for _ in range(2)]
+    left, right = (params.flattened(item) if chosen else item for item, chosen in zip(plain, flat, strict=True))
+    for operation in (params.add, params.subtract, lambda x, y: params.add(x, y, 0.3)):
+        got, expected = operation(left, right), operation(*plain)
+        assert isinstance(got, params.FlatParams)
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_other_orders_of_names_go_by_name():
+    left, right = params.flattened(LEFT), params.flattened(RIGHT)
+    assert (
+        _lists(params.subtract(left, right)) == _lists(params.subtract(left, RIGHT)) == {"a": [-9.0, -18.0], "b": 4.0}
+    )
+    assert params.vector_in(right, params.layout_of(LEFT)).tolist() == [10.0, 20.0, -1.0]
+    assert _lists(params.weighted_mean([left, right], [3, 1])) == {"a": [3.25, 6.5], "b": 2.0}
+
+
+def test_multiples_and_zeros_of_vectors_are_vectors():
+    flat = params.flattened(LEFT)
+    assert _lists(params.scale(flat, -2.0)) == {"a": [-2.0, -4.0], "b": -6.0}
+    assert _lists(params.zeros_like(flat)) == {"a": [0.0, 0.0], "b": 0.0}
+    assert not params.is_finite({"delta": params.flattened({"w": torch.tensor([1.0, float("nan")])})})
+    assert params.is_finite({"delta": flat})
+
+
+@pytest.mark.parametrize("make", [dict, params.flattened])
+def test_weighted_mean_is_one_fused_multiply_add_a_client_in_float64(make):
+    generator = torch.Generator().manual_seed(1)
+    items = [{"w": torch.randn(50, 3, generator=generator)} for _ in range(40)]
+    weights = [float(torch.randint(1, 600, (), generator=generator)) for _ in items]
+    sums = [Fraction(0)] * 150
+    for item, weight in zip(items, weights, strict=True):
+        factor = Fraction(weight / math.fsum(weights))
+        sums = [
+            Fraction(float(Fraction(total) + factor * Fraction(value)))  # exact, then rounded once
+            for total, value in zip(sums, item["w"].flatten().tolist(), strict=True)
+        ]
+    expected = torch.tensor([float(total) for total in sums], dtype=torch.float64).float().reshape(50, 3)
+    assert torch.equal(params.weighted_mean([make(item) for item in items], weights)["w"], expected)

@@ -1,5 +1,7 @@
 """Values through Flower's records and back, and the bytes themselves against Flower's own."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
 from fl_sim import wire
+from fl_sim.params import flattened
 
 FLOATS = hnp.arrays(np.float32, hnp.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=4))
 
@@ -26,13 +29,34 @@ def test_float32_tensors_of_every_shape_come_back_bit_for_bit(first, second):
         assert back[name].numpy().tobytes() == value.numpy().tobytes()
 
 
-def test_what_was_sent_and_what_arrived_share_no_memory():
+def test_inside_one_process_a_vector_travels_by_reference():
+    sent = flattened({"w": torch.ones(3), "b": torch.zeros(2)})
+    content = wire.update_content({"delta": sent}, 1, None)
+    first, second = (wire.read_update(0, content).payloads["delta"] for _ in range(2))
+    assert first.flat.data_ptr() == second.flat.data_ptr() == sent.flat.data_ptr()
+    assert first["b"].data_ptr() == sent["b"].data_ptr()
+    assert not any("data" in vars(array) for array in content["payload/delta"].values())  # no bytes were made
+
+
+def test_separate_tensors_are_copied_when_they_are_sent():
     sent = {"w": torch.ones(3)}
     content = wire.update_content({"delta": sent}, 1, None)
     sent["w"] += 1
-    first, second = (wire.read_update(0, content).payloads["delta"]["w"] for _ in range(2))
-    first += 5
-    assert second.tolist() == [1.0, 1.0, 1.0]
+    assert wire.read_update(0, content).payloads["delta"]["w"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_what_leaves_the_process_is_a_plain_array_of_flowers_own_bytes():
+    sent = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(())}
+    content = wire.update_content({"delta": sent}, 1, None)
+    arrived = pickle.loads(pickle.dumps(content))
+    for left, right in zip(content["payload/delta"].values(), arrived["payload/delta"].values(), strict=True):
+        assert type(right) is Array
+        assert right.data == left.data == Array(np.array([0, 1, 2, 3, 4, 5, 1], np.float32)).data
+        assert left.object_id == right.object_id  # what Flower's own runtime sends
+    first, second = (wire.read_update(0, arrived).payloads["delta"] for _ in range(2))
+    assert {name: value.tolist() for name, value in first.items()} == {"w": [[0, 1, 2], [3, 4, 5]], "b": 1.0}
+    first["w"].add_(5)  # no memory is shared with the bytes
+    assert second["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_a_group_without_tensors_comes_back_empty():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fl_sim.params import flattened
 from fl_sim.types import Cohort, Reply, RunError
 from strategies.aggregators import WeightedMean
 
@@ -50,7 +51,26 @@ def test_empty_shards_alone_have_no_mean_by_records():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_numbers_that_are_not_finite_name_client_and_round(bad):
     with pytest.raises(RunError, match="client 4 in round 3 sent numbers that are not finite"):
-        WeightedMean().mean(_cohort(_reply(0, [1.0], 1), _reply(4, [0.0, bad], 1)), "examples")
+        WeightedMean().mean(_cohort(_reply(0, [1.0, 1.0], 1), _reply(4, [0.0, bad], 1)), "examples")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite_are_found_in_vectors_and_in_updates_of_no_weight(bad):
+    def reply(client, value, num_examples):
+        return Reply(client, {"delta": flattened({"w": torch.tensor([1.0, value])})}, num_examples, 1.0)
+
+    with pytest.raises(RunError, match="client 4 in round 3 sent numbers"):
+        WeightedMean().mean(_cohort(reply(0, 1.0, 1), reply(4, bad, 1), reply(6, -bad, 1)), "examples")
+    with pytest.raises(RunError, match="client 4 in round 3 sent numbers"):
+        WeightedMean().mean(_cohort(reply(0, 1.0, 1), reply(4, bad, 0)), "examples")
+    with pytest.raises(RunError, match="client 4 in round 3 sent numbers"):
+        WeightedMean().mean(_cohort(reply(4, bad, 0)), "examples")
+
+
+def test_the_first_client_that_diverged_is_named_whatever_it_sent():
+    bad_loss, bad_numbers = _reply(4, [0.0], 1, float("nan")), _reply(2, [float("nan")], 1)
+    with pytest.raises(RunError, match="client 2 in round 3 sent numbers"):
+        WeightedMean().mean(_cohort(_reply(0, [1.0], 1), bad_numbers, bad_loss), "examples")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
