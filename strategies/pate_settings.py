@@ -20,7 +20,7 @@ AnyStudent: TypeAlias = FixMatch | FeatureMatchingGan | Supervised | ResidualStu
 
 TEACHERS_START: dict[str, Any] = {
     "partition": "iid",
-    "local": {"epochs": 50, "batch_size": 32, "learning_rate": 0.02, "weight_decay": 5e-4},
+    "local": {"epochs": 50, "batch_size": 32, "learning_rate": 0.03, "weight_decay": 5e-3},
 }
 """What an experiment starts from where this is its algorithm: small IID shards, gone through many times."""
 

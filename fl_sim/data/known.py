@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Layout: TypeAlias = Literal["embedded", "idx", "cifar", "mat", "npz", "folder"]
+Layout: TypeAlias = Literal["embedded", "idx", "cifar", "mat", "uci", "npz", "folder"]
 
 DIGITS = "digits"
 
@@ -13,7 +13,8 @@ class KnownSet:
     """What is public about a data set.
 
     ``files``: {path below the root: MD5 of the unpacked file, or None where torchvision holds the MD5}. ``mean`` and
-    ``std``: the published constants of the training images, one float per channel in units of 1.
+    ``std``: the published constants of the training images, one float per channel in units of 1. ``torchvision_class``
+    is empty where torchvision cannot fetch the set.
     """
 
     name: str
@@ -21,7 +22,7 @@ class KnownSet:
     layout: Layout
     files: dict[str, str | None]
     num_classes: int
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     num_train: int
     num_test: int
     mean: tuple[float, ...]
@@ -29,7 +30,9 @@ class KnownSet:
 
     @property
     def npz_names(self) -> tuple[str, ...]:
-        """Return the file names under which a root may hold the set as one npz."""
+        """Return the file names under which a root may hold the set as one npz; none for tables of numbers."""
+        if self.layout == "uci":
+            return ()
         return tuple(dict.fromkeys((f"{self.name}.npz", f"{self.name.replace('-', '_')}.npz")))
 
 
@@ -72,6 +75,15 @@ _ALL = (
         "svhn", "SVHN", "mat", {"train_32x32.mat": None, "test_32x32.mat": None},
         num_classes=10, shape=(3, 32, 32), num_train=73_257, num_test=26_032,
         mean=(0.4377, 0.4438, 0.4728), std=(0.1980, 0.2010, 0.1970),
+    ),
+    KnownSet(
+        "adult", "", "uci",
+        {"uci/adult.data": "5d7c39d7b8804f071cdd1f2a7c460872", "uci/adult.test": "35238206dfdf7f1fe215bbb874adecdc"},
+        num_classes=2, shape=(61,), num_train=32_561, num_test=16_281, mean=(0.0,), std=(1.0,),
+    ),
+    KnownSet(
+        "diabetes", "", "uci", {"uci/diabetic_data.csv": "502f0cc004e4cf71536ec2e61596e42f"},
+        num_classes=2, shape=(165,), num_train=81_275, num_test=20_491, mean=(0.0,), std=(1.0,),
     ),
 )  # fmt: skip
 

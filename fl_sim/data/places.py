@@ -79,7 +79,7 @@ def wanted_files(name: str) -> str:
     folder, slash, _ = next(iter(known.files)).rpartition("/")
     files = ", ".join(file.removeprefix(folder + slash) for file in known.files)
     listing = f"{folder}/{{{files}}}" if slash else files
-    return f"{listing}, or {known.npz_names[0]} (x_train, y_train, x_test, y_test)"
+    return f"{listing}, or {known.npz_names[0]} (x_train, y_train, x_test, y_test)" if known.npz_names else listing
 
 
 def _absolute(path: Path) -> Path:
@@ -105,6 +105,6 @@ def _lack(root: Path, known: KnownSet) -> str:
 
 
 def _unknown(name: str) -> str:
-    close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.6)
     guess = f" (did you mean {close[0]!r}?)" if close else ""
     return f"unknown data set {name!r}{guess}; valid: {', '.join(NAMES)}, npz:PATH, folder:PATH"

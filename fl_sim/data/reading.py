@@ -3,7 +3,7 @@
 from functools import lru_cache
 from pathlib import Path
 
-from fl_sim.data import digits, folder, idx, npz
+from fl_sim.data import digits, folder, idx, npz, uci
 from fl_sim.data.checked import known_dataset
 from fl_sim.data.known import KNOWN
 from fl_sim.data.places import Source, describe_missing, find
@@ -12,7 +12,7 @@ from fl_sim.types import Dataset, UserError
 
 
 def load(name: str, data_root: Path | None = None) -> Dataset:
-    """Return the data set ``name``: digits, mnist, fashion-mnist, cifar10, cifar100, svhn, npz:PATH or folder:PATH.
+    """Return the data set ``name``, one of ``NAMES``, npz:PATH or folder:PATH.
 
     Searched in ``data_root``, $FL_SIM_DATA and the user's cache, in this order; a known set that is in none of them is
     downloaded unless FL_SIM_OFFLINE is set. Read once per process; images stay uint8, memory-mapped where the files
@@ -34,6 +34,8 @@ def read(name: str, source: Source) -> Dataset:
     if name not in KNOWN:
         return npz.read_own(name, path) if source.layout == "npz" else folder.read(name, path)
     known = KNOWN[name]
+    if source.layout == "uci":
+        return uci.read(path, known)
     if source.layout == "npz":
         return npz.read_known(path, known)
     readers = {"idx": idx.read, "cifar": read_cifar, "mat": read_svhn}

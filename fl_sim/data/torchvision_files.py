@@ -50,6 +50,8 @@ def download(known: KnownSet, data_root: Path | None) -> Source:
     Raises UserError that names the files, the places and the embedded alternative.
     """
     missing = describe_missing(known.name, data_root)
+    if not known.torchvision_class:
+        raise UserError(f"{missing}; it comes from archive.ics.uci.edu and is not downloaded by itself")
     if os.environ.get("FL_SIM_OFFLINE", "") not in {"", "0"}:
         raise UserError(f"{missing}; it was not downloaded because FL_SIM_OFFLINE is set")
     root = next((root.path for root in roots(data_root) if _writable(root.path)), None)

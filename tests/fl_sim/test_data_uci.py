@@ -1,0 +1,75 @@
+"""UCI's tables, on made-up rows of the same layout: what is read, what is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fl_sim.data import load, verify
+from fl_sim.data.known import KNOWN
+from fl_sim.data.uci import _DIABETES, _DIABETES_NUMBERS
+from fl_sim.types import UserError
+
+ADULT = (
+    "45, Private, 1, Bachelors, 8, Divorced, Sales, Unmarried, White, Female, 0, 0, 99, United-States, <=50K{dot}\n"
+    "90, ?, 1, Bachelors, 16, Widowed, Sales, Husband, Black, Male, 99999, 0, 0, Mexico, >50K{dot}\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_other_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FL_SIM_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "uci").mkdir()
+
+
+def _diabetes(path: Path, **changes: str) -> None:
+    names = ["patient_nbr", "age", "diag_1", "diag_2", "diag_3", "readmitted", *_DIABETES_NUMBERS, *_DIABETES]
+    row = dict.fromkeys(names, "0") | {"age": "[90-100)", "diag_1": "250.83", "diag_2": "?", "diag_3": "V27"}
+    lines = [",".join(names)]
+    for patient in range(40):
+        again = "<30" if patient % 4 == 0 else ">30"
+        lines += [",".join((row | {"patient_nbr": str(patient), "readmitted": again} | changes).values())] * 2
+    path.write_text("\n".join(lines) + "\n")
+
+
+def test_adult_is_read_with_published_categories_and_divisors(tmp_path: Path) -> None:
+    (tmp_path / "uci" / "adult.data").write_text(ADULT.format(dot="") + "\n")
+    (tmp_path / "uci" / "adult.test").write_text("|1x3 Cross validator\n" + ADULT.format(dot=".") + "\n")
+    dataset = load("adult", tmp_path)
+    assert dataset.train.inputs.shape == (2, *KNOWN["adult"].shape)
+    assert dataset.train.labels.tolist() == dataset.test.labels.tolist() == [0, 1]
+    assert dataset.train.inputs[0, :5].tolist() == [0.5, 0.5, 1.0, 0.0, 0.0]
+    assert dataset.train.inputs[1, :5].tolist() == [1.0, 1.0, 0.0, 1.0, 0.0]
+    assert dataset.train.inputs[:, 5:].sum(axis=1).tolist() == [7.0, 6.0]  # one a category, none for "?"
+    assert np.array_equal(dataset.train.inputs, dataset.test.inputs)
+
+
+def test_diabetes_is_split_by_patient_and_diagnoses_are_grouped(tmp_path: Path) -> None:
+    _diabetes(tmp_path / "uci" / "diabetic_data.csv")
+    dataset = load("diabetes", tmp_path)
+    assert dataset.train.inputs.shape[1:] == KNOWN["diabetes"].shape
+    assert len(dataset.train) + len(dataset.test) == 80
+    assert len(dataset.train) % 2 == 0  # both stays of a patient on one side
+    assert 0 < len(dataset.test) < len(dataset.train)
+    assert dataset.train.labels.sum() + dataset.test.labels.sum() == 20
+    diagnoses = dataset.train.inputs[0, 9:36].reshape(3, 9)
+    assert diagnoses.sum(axis=1).tolist() == [1.0, 0.0, 1.0]
+    assert diagnoses[0, 3] == diagnoses[2, 8] == 1.0  # diabetes, other
+
+
+@pytest.mark.parametrize("changes", [{"readmitted": "perhaps"}, {"age": "old"}, {"num_procedures": "many"}])
+def test_a_table_that_is_not_as_described_is_refused(tmp_path: Path, changes: dict[str, str]) -> None:
+    _diabetes(tmp_path / "uci" / "diabetic_data.csv", **changes)
+    with pytest.raises(UserError, match=r"diabetic_data.csv is not UCI's table of diabetes .* fetch it again"):
+        load("diabetes", tmp_path)
+
+
+def test_a_table_that_is_missing_is_not_downloaded(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"put uci/\{adult.data, adult.test\}.*archive.ics.uci.edu"):
+        load("adult", tmp_path)
+
+
+def test_verify_compares_checksums(tmp_path: Path) -> None:
+    _diabetes(tmp_path / "uci" / "diabetic_data.csv")
+    assert "the official file's is" in verify("diabetes", tmp_path).problems[0]
