@@ -182,7 +182,8 @@ def estimated_seconds(experiment: Experiment, data_root: Path | None) -> float:
     settings = local_settings(experiment.local, experiment.local.learning_rate)
     sizes = [len(shard) for shard in client_shards(experiment, data_root)]
     cohort = experiment.sampler.expected_size(experiment.num_clients)
-    num_steps = (1 if isinstance(experiment.algorithm, Pate) else experiment.rounds) * cohort * sum(settings.num_steps(size) for size in sizes) / len(sizes)
+    rounds = 1 if isinstance(experiment.algorithm, Pate) else experiment.rounds
+    num_steps = rounds * cohort * sum(settings.num_steps(size) for size in sizes) / len(sizes)
     sample = dataset.test.take(np.arange(min(len(dataset.test), PROBE_STEPS * settings.batch_size)))
     inputs, labels = to_tensors(sample, dataset)
     model = build_model(experiment, dataset)

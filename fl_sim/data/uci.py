@@ -39,8 +39,8 @@ _ADULT: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _DRUGS = (
     "metformin", "repaglinide", "nateglinide", "chlorpropamide", "glimepiride", "acetohexamide", "glipizide",
-    "glyburide", "tolbutamide", "pioglitazone", "rosiglitazone", "acarbose", "miglitol", "troglitazone", "tolazamide", "insulin",
-    "glyburide-metformin",
+    "glyburide", "tolbutamide", "pioglitazone", "rosiglitazone", "acarbose", "miglitol", "troglitazone", "tolazamide",
+    "insulin", "glyburide-metformin",
 )  # fmt: skip
 _DIABETES: dict[str, tuple[str, ...]] = {
     "race": ("Caucasian", "AfricanAmerican", "Hispanic", "Asian", "Other"),
