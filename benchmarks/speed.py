@@ -7,6 +7,7 @@ round; CPU is what all processes of a contestant used for it. A busy machine blu
     python benchmarks/speed.py            all rows (about 15 minutes on 2 cores)
     python benchmarks/speed.py --quick    fewer rounds and works (under 2 minutes on two idle cores)
     python benchmarks/speed.py --json     one JSON object
+    python benchmarks/speed.py --peers DIR    peer frameworks too, installed by benchmarks/peers/install.py
 
 The floor of a work is its counted arithmetic over the measured rate of a large matrix product on one core; less than
 that is possible only where arithmetic is left out, as behind pooling. Real images are read from $FL_SIM_DATA; without
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Self
 
 import psutil
+from peers.entrants import Entrant, entrants, fits
+from peers.install import PEERS
 from speed_work import WORKS, Work, product_rate, training_operations
 
 EVERYONE_ON = 2
@@ -59,13 +62,7 @@ class Row:
 class Contestant:
     """A process that does a round when told to."""
 
-    def __init__(self, what: str, work: str) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
-            "OMP_NUM_THREADS": "2" if what == "plain-2" else "1",
-        }
-        command = [sys.executable, str(HERE / "contestants.py"), what, work]
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         start = time.perf_counter()
         self._process = subprocess.Popen(
             command,
@@ -123,16 +120,29 @@ class Contestant:
         return total
 
 
-def measure(work: str, what: str, rounds: int) -> list[Row]:
+def contestant(what: str, work: Work, peers: dict[str, Entrant]) -> Contestant:
+    """Start a contestant, ours or one of ``peers``."""
+    if what in peers:
+        return Contestant(peers[what].command(work), peers[what].environment())
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
+        "OMP_NUM_THREADS": "2" if what == "plain-2" else "1",
+    }
+    return Contestant([sys.executable, str(HERE / "contestants.py"), what, work.title], environment)
+
+
+def measure(work: Work, what: str, rounds: int, peers: dict[str, Entrant]) -> list[Row]:
     """Pair ``what`` with the plain one-thread loop and return both rows."""
-    with Contestant(BASE, work) as base, Contestant(what, work) as other:
+    with contestant(BASE, work, peers) as base, contestant(what, work, peers) as other:
         pairs = [(base.round(), other.round()) for _ in range(rounds + 1)][1:]
         starts = base.start_seconds, other.start_seconds
     rows = []
     for index, name in enumerate((BASE, what)):
         wall, cpu = (statistics.median(pair[index][unit] for pair in pairs) for unit in (0, 1))
         ratios = [statistics.median(pair[index][unit] / pair[0][unit] for pair in pairs) for unit in (0, 1)]
-        rows.append(Row(work, WHAT[name], wall, cpu, *ratios, starts[index], rounds))
+        label = peers[name].label if name in peers else WHAT[name]
+        rows.append(Row(work.title, label, wall, cpu, *ratios, starts[index], rounds))
     return rows
 
 
@@ -158,9 +168,9 @@ def floors(rate: float) -> dict[str, dict[str, float]]:
     }
 
 
-def contestants_of(index: int, options: argparse.Namespace) -> list[str]:
+def contestants_of(index: int, options: argparse.Namespace, peers: dict[str, Entrant]) -> list[str]:
     """Return who is measured on the work at ``index``."""
-    everyone = [name for name in WHAT if name != BASE]
+    everyone = [name for name in [*WHAT, *peers] if name != BASE]
     if index >= EVERYONE_ON or (options.quick and index):
         everyone = ["inprocess-1", "inprocess"]
     return [name for name in everyone if not options.only or name in options.only]
@@ -180,14 +190,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="rounds a pair")
     parser.add_argument("--work", choices=list(WORKS), action="append", help="only these works")
     parser.add_argument(
-        "--only", choices=[name for name in WHAT if name != BASE], action="append", help="only these rows"
+        "--only", choices=[name for name in [*WHAT, *PEERS] if name != BASE], action="append", help="only these rows"
     )
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="where benchmarks/peers/install.py put them")
     options = parser.parse_args()
+    peers = entrants(options.peers, [name for name in PEERS if name in (options.only or [])])
     rounds = options.rounds or (3 if options.quick else 15)
     rows: list[Row] = []
     for index, work in enumerate(works_of(options)):
-        for what in contestants_of(index, options):
-            rows += measure(work.title, what, rounds)[1 if rows and rows[-1].work == work.title else 0 :]
+        for what in contestants_of(index, options, peers if fits(work) else {}):
+            rows += measure(work, what, rounds, peers)[1 if rows and rows[-1].work == work.title else 0 :]
             print(f"measured {work.title}: {what}", file=sys.stderr)
     images = "real images" if os.environ.get("FL_SIM_DATA") else "synthetic stand-in data: random bytes"
     rate = product_rate()
