@@ -15,7 +15,7 @@ from torch import nn
 
 from fl_sim import models
 from fl_sim.learning import train
-from fl_sim.native.kernel import Kernel, load_kernel
+from fl_sim.native.kernel import Draws, Kernel, load_kernel
 from fl_sim.native.layers import Stack, describe
 from fl_sim.types import LocalPlan, LocalTask, Trained
 
@@ -72,10 +72,10 @@ class Trainer:
 
     def train(self, job: Job) -> Trained:
         """Train one client."""
-        stack = self._stack(tuple(job.inputs.shape[1:])) if _fits(job) else None
-        if stack is not None and self._kernel is not None:
-            epochs = [job.generator.permutation(len(job.labels)) for _ in range(job.task.settings.epochs)]
-            return self._kernel.train(stack, job.task, job.plan, job.inputs, job.labels, np.stack(epochs))
+        stack = self._stack(tuple(job.inputs.shape[1:]))
+        if stack is not None and self._kernel is not None and _fits(job, stack):
+            draws = Draws.of(job.task, job.plan, len(job.labels), job.generator)
+            return self._kernel.train(stack, job.task, job.plan, job.inputs, job.labels, draws)
         if self._draws_nothing:
             return train(self._own_model(), job.task, job.plan, job.inputs, job.labels, job.generator)
         with self._lock:
@@ -110,13 +110,17 @@ def _draws_nothing(module: nn.Module) -> bool:
     return kind in _PLAIN or kind.__module__ == models.__name__
 
 
-def _fits(job: Job) -> bool:
-    """Say whether the compiled trainer takes this job, whatever the model."""
-    warm = job.plan.momentum_buffers
+def _fits(job: Job, stack: Stack) -> bool:
+    """Say whether the compiled trainer takes this job on a model that it knows."""
+    warm, mix = job.plan.momentum_buffers, job.plan.mix
     return (
-        job.plan.mix is None
-        and len(job.labels) > 0
-        and job.inputs.device.type == "cpu"
-        and job.inputs.dtype == torch.float32
+        len(job.labels) > 0
+        and _is_plain(job.inputs)
         and (not warm or warm.keys() == job.task.params.keys())
+        and (mix is None or (_is_plain(mix.inputs) and _is_plain(mix.labels)))
+        and (mix is None or not mix.linearise or stack.is_piecewise_linear)
     )
+
+
+def _is_plain(values: torch.Tensor) -> bool:
+    return values.device.type == "cpu" and values.dtype == torch.float32

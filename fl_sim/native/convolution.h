@@ -1,7 +1,5 @@
-// Convolutions, with the ReLU and the 2 x 2 pooling behind them in the same pass; pooling and ReLU on their own.
+// Convolutions, with the ReLU and the 2 x 2 pooling behind them in the same pass.
 #pragma once
-
-#include <cstring>
 
 #include "layer.h"
 
@@ -16,7 +14,8 @@ struct Pass {  // a convolution over one group: forward, or back to the input wi
     bvec* chosen;  // null: no pooling
     const float *weights, *bias;
     bool relu;
-    int first_row, end_row;  // rows of ``in``, its border counted, outside of which all is zero
+    int first_row, end_row;  // rows of ``in`` outside of which all is zero
+    const vec* passed;       // null; or a derivative's origin: take what it took (``chosen`` too), let through what it let
     long per_output() const { return long(in_shape.channels) * kernel_y * kernel_x; }
 };
 
@@ -47,6 +46,11 @@ INLINE void add_window(const Pass& pass, int row_at, int column_at, int output, 
     }
 }
 
+INLINE vec let_through(const Pass& pass, long at, vec value) {
+    if (!pass.relu) return value;
+    return !pass.passed ? rectified(value) : pass.passed[at] > 0.0f ? value : vec{};
+}
+
 template <int OUTPUTS, int K>
 void pooled_row(const Pass& pass, int output, int y) {
     const Image& shape = pass.out_shape;
@@ -59,13 +63,20 @@ void pooled_row(const Pass& pass, int output, int y) {
         add_window<OUTPUTS, 2, 2, K>(pass, 2 * y * pass.stride_y, 2 * x * pass.stride_x, output, sums);
         UNROLL for (int o = 0; o < OUTPUTS; o++) {
             const auto& from = sums[o];
+            const long at = (output + o) * shape.plane() + shape.start() + y * shape.row() + x;
+            bvec* chosen = pass.chosen + (long(output + o) * shape.height + y) * shape.width + x;
+            if (pass.passed) {
+                const ivec taken = __builtin_convertvector(*chosen, ivec);
+                const vec left = taken == 0 ? from[0][0] : from[1][0], right = taken == 1 ? from[0][1] : from[1][1];
+                pass.out[at] = let_through(pass, at, (taken & 1) == 0 ? left : right);
+                continue;
+            }
             const vec best = larger(larger(from[0][0], from[0][1]), larger(from[1][0], from[1][1]));
             ivec which = from[1][0] == best ? ivec{} + 2 : ivec{} + 3;
             which = from[0][1] == best ? ivec{} + 1 : which;
             which = from[0][0] == best ? ivec{} : which;
-            pass.out[(output + o) * shape.plane() + shape.start() + y * shape.row() + x] =
-                pass.relu ? rectified(best) : best;
-            pass.chosen[(long(output + o) * shape.height + y) * shape.width + x] = __builtin_convertvector(which, bvec);
+            pass.out[at] = pass.relu ? rectified(best) : best;
+            *chosen = __builtin_convertvector(which, bvec);
         }
     }
 }
@@ -78,8 +89,8 @@ INLINE void plain_part(const Pass& pass, int output, int y, int x) {
         UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][0][c] = spread(pass.bias ? pass.bias[output + o] : 0.0f);
     add_window<OUTPUTS, 1, COLUMNS, K>(pass, y * pass.stride_y, x * pass.stride_x, output, sums);
     UNROLL for (int o = 0; o < OUTPUTS; o++) {
-        vec* to = pass.out + (output + o) * shape.plane() + shape.start() + y * shape.row() + x;
-        UNROLL for (int c = 0; c < COLUMNS; c++) to[c] = pass.relu ? rectified(sums[o][0][c]) : sums[o][0][c];
+        const long at = (output + o) * shape.plane() + shape.start() + y * shape.row() + x;
+        UNROLL for (int c = 0; c < COLUMNS; c++) pass.out[at + c] = let_through(pass, at + c, sums[o][0][c]);
     }
 }
 
@@ -115,11 +126,12 @@ void convolve(const Pass& pass) {
     convolve<0>(pass);
 }
 
-void conv_forward(Layer& layer, int group, vec* out, const float* params) {
-    bvec* chosen = layer.pooled ? layer.chosen.data() + group * layer.out.features() : nullptr;
-    convolve({layer.kernel_y, layer.kernel_x, layer.stride_y, layer.stride_x, layer.group_input(group), layer.in, out,
-              layer.out, chosen, params + layer.weight, layer.has_bias ? params + layer.bias : nullptr, layer.relu,
-              layer.in.border_y, layer.in.border_y + layer.in.height});
+void conv_forward(Layer& layer, const Flow& flow, const float* params) {
+    bvec* chosen = layer.pooled ? layer.chosen.data() + flow.origin * layer.out.features() : nullptr;
+    const bool is_biased = layer.has_bias && !flow.is_derivative;
+    convolve({layer.kernel_y, layer.kernel_x, layer.stride_y, layer.stride_x, flow.in + layer.corner(), layer.in, flow.out,
+              layer.out, chosen, params + layer.weight, is_biased ? params + layer.bias : nullptr, layer.relu,
+              layer.padding_y, layer.padding_y + layer.in.height, flow.is_derivative ? flow.passed : nullptr});
 }
 
 // The way back ---------------------------------------------------------------------------------------------------------
@@ -176,15 +188,15 @@ void weight_gradients(const Layer& layer, const vec* in, float* gradient) {
             }
 }
 
-// Writes the gradient before pooling and ReLU into ``layer.slopes`` and adds the bias gradient.
-void before_pooling(Layer& layer, int group, const vec* gradient, const vec* out, float* bias_gradient) {
+// Writes the gradient before pooling and ReLU into ``layer.slopes`` and adds the bias gradient, where that is asked for.
+void before_pooling(Layer& layer, const Flow& flow, const vec* gradient, float* bias_gradient) {
     const Image &to = layer.slope, &shape = layer.out;
-    const bvec* chosen = layer.chosen.data() + group * shape.features();
+    const bvec* chosen = layer.chosen.data() + flow.origin * shape.features();
     const long step_y = layer.stride_y * to.row(), step_x = layer.stride_x;
     for (int channel = 0; channel < shape.channels; channel++) {
         vec total{};
         for (int y = 0; y < shape.height; y++) {
-            const vec* value = out + channel * shape.plane() + y * shape.row() + shape.start();
+            const vec* value = flow.passed + channel * shape.plane() + y * shape.row() + shape.start();
             vec* slope = layer.slopes.data() + channel * to.plane() + to.start() + (layer.pooled ? 2 * y : y) * step_y;
             for (int x = 0; x < shape.width; x++, gradient++) {
                 const vec incoming = !layer.relu ? *gradient : value[x] > 0.0f ? *gradient : vec{};
@@ -198,7 +210,7 @@ void before_pooling(Layer& layer, int group, const vec* gradient, const vec* out
                     slope[(place / 2) * step_y + (2 * x + place % 2) * step_x] = which == place ? incoming : vec{};
             }
         }
-        if (layer.has_bias) bias_gradient[channel] += sum(total);
+        if (bias_gradient) bias_gradient[channel] += sum(total);
     }
 }
 
@@ -213,9 +225,9 @@ void flip(Layer& layer, const float* weights) {
 }
 
 // ``gradient``: of the output, without border; ``back``: of the input, likewise, or null where nobody asks.
-void conv_backward(Layer& layer, int group, const vec* gradient, const vec* out, vec* back, float* gradients) {
-    before_pooling(layer, group, gradient, out, gradients + layer.bias);
-    const vec* in = layer.group_input(group);
+void conv_backward(Layer& layer, const Flow& flow, const vec* gradient, vec* back, float* gradients) {
+    before_pooling(layer, flow, gradient, layer.has_bias && !flow.is_derivative ? gradients + layer.bias : nullptr);
+    const vec* in = flow.in + layer.corner();
     const bool is_square = layer.kernel_y == layer.kernel_x;
     if (is_square && layer.kernel_y == 3) weight_gradients<2, 3, 3>(layer, in, gradients + layer.weight);
     else if (is_square && layer.kernel_y == 5) weight_gradients<4, 1, 5>(layer, in, gradients + layer.weight);
@@ -226,59 +238,7 @@ void conv_backward(Layer& layer, int group, const vec* gradient, const vec* out,
     // A convolution of stride 1 over the spread and bordered gradient.
     convolve({layer.kernel_y, layer.kernel_x, 1, 1, layer.slopes.data(), layer.slope, back, bare, nullptr,
               layer.flipped.data(), nullptr, false, layer.slope.border_y,
-              layer.slope.border_y + (layer.before_height - 1) * layer.stride_y + 1});
-}
-
-// Pooling and ReLU on their own ---------------------------------------------------------------------------------------
-
-void pool_forward(Layer& layer, int group, vec* out) {
-    const Image &from = layer.in, &to = layer.out;
-    const vec* in = layer.group_input(group);
-    int32_t* place = layer.place.data() + group * to.features() * LANES;
-    for (int channel = 0; channel < to.channels; channel++)
-        for (int y = 0; y < to.height; y++)
-            for (int x = 0; x < to.width; x++, place += LANES) {
-                vec best{};
-                ivec which = ivec{} - 1;
-                for (int ky = 0; ky < layer.kernel_y; ky++)
-                    for (int kx = 0; kx < layer.kernel_x; kx++) {
-                        const int row = y * layer.stride_y + ky - layer.padding_y;
-                        const int column = x * layer.stride_x + kx - layer.padding_x;
-                        if (row < 0 || row >= from.height || column < 0 || column >= from.width) continue;
-                        const int at = (channel * from.height + row) * from.width + column;
-                        const vec other = in[at];
-                        const ivec better = (other > best) | (other != other) | (which < 0);
-                        best = better ? other : best;
-                        which = better ? ivec{} + at : which;
-                    }
-                out[channel * to.plane() + to.start() + y * to.row() + x] = layer.relu ? rectified(best) : best;
-                std::memcpy(place, &which, sizeof which);
-            }
-}
-
-void pool_backward(Layer& layer, int group, const vec* gradient, const vec* out, vec* back) {
-    const Image& shape = layer.out;
-    std::fill(back, back + layer.in.features(), vec{});
-    const int32_t* place = layer.place.data() + group * shape.features() * LANES;
-    for (int channel = 0; channel < shape.channels; channel++)
-        for (int y = 0; y < shape.height; y++)
-            for (int x = 0; x < shape.width; x++, gradient++, place += LANES) {
-                const vec value = out[channel * shape.plane() + shape.start() + y * shape.row() + x];
-                const vec incoming = !layer.relu ? *gradient : value > 0.0f ? *gradient : vec{};
-                for (int lane = 0; lane < LANES; lane++) back[place[lane]][lane] += incoming[lane];
-            }
-}
-
-// A ReLU that stands first. ``gradient`` null: forward; else ``to`` is the gradient of the input.
-void relu_alone(Layer& layer, int group, const vec* gradient, vec* to) {
-    const vec* in = layer.group_input(group);
-    const Image &shape = layer.in, &target = layer.out;
-    for (int channel = 0; channel < shape.channels; channel++)
-        for (int y = 0; y < shape.height; y++)
-            for (int x = 0; x < shape.width; x++, in++) {
-                if (gradient) *to++ = *in > 0.0f ? gradient[0] : vec{}, gradient++;
-                else to[channel * target.plane() + target.start() + y * target.row() + x] = rectified(*in);
-            }
+              layer.slope.border_y + (layer.before_height - 1) * layer.stride_y + 1, nullptr});
 }
 
 }  // namespace

@@ -1,13 +1,18 @@
-// One client's local training in one call: minibatch SGD on a stack of Conv2d, MaxPool2d, ReLU and Linear layers.
+// One client's local training in one call: minibatch SGD on convolutions, pooling, GroupNorm, residual blocks, ReLU and
+// linear layers.
 //
 // Layout. An activation is [group][channel][row][column][LANES]: a group is LANES records of the minibatch, and the
 // innermost index runs over records, so every step of every layer is the same instruction on LANES numbers, whatever
-// the channel count. Convolutions go through one group at a time (a group's activations fit the L2 cache), linear layers
-// through all groups at once (their weights are read once a minibatch). Records that are missing in a smaller minibatch
-// are zeros, and the gradient of their loss is set to zero.
+// the channel count. Layers of planes go through one group at a time (a group's activations fit the L2 cache), linear
+// layers through all groups at once (their weights are read once a minibatch). Records that are missing in a smaller
+// minibatch are zeros, and the gradient of their loss is set to zero.
 //
 // Fusion. A convolution with the ReLU and the 2 x 2 pooling behind it is one layer: what is written is the pooled output
 // and, a byte each, which of the four numbers it was. A linear layer's weights are stepped where their gradient is made.
+//
+// Second derivatives. FedMix's loss holds the derivative of cross-entropy along a record. Where every layer is linear but
+// for ReLU and pooling, that derivative goes forward and back through the same layers as further groups, with the ReLUs
+// and the maxima of the groups they belong to (``Flow``).
 //
 // Order of sums. One client is one thread and all loops are sequential: the bits depend on the arguments (and the
 // compiler) alone.
@@ -19,21 +24,39 @@
 
 namespace {
 
+// kernel.py fills it in, field by field.
+struct Request {
+    const int32_t* layers;
+    int64_t num_layers;
+    const int32_t* input_shape;  // channels, height, width
+    int64_t num_params;
+    float *params, *buffers;
+    const float *anchor, *offset;  // offset: null where there is none
+    const float* inputs;
+    const int64_t *labels, *order;                 // order: [epoch][record]
+    const float *partner_inputs, *partner_labels;  // null: the loss is plain
+    const int64_t* partners;                       // [step]
+    int64_t num_examples, epochs, batch_size, linearise;
+    float learning_rate, momentum, weight_decay, proximal_mu, own_weight, partner_weight;
+};
+
 // A thread's last network again, where it has the same shape: its memory costs more to take than some clients to train.
-// Nothing of a client stays but numbers that the next one overwrites before it reads them.
-Network& network_for(const int32_t* layers, int num_layers, const int32_t* input_shape, int batch_size) {
-    thread_local std::vector<int32_t> shape;
+// Nothing of a client stays but numbers that the next one overwrites before it reads them. Null where layers do not fit.
+Network* network_for(const Request& request, int64_t batch_size) {
+    thread_local std::vector<int64_t> shape;
     thread_local std::unique_ptr<Network> network;
-    std::vector<int32_t> wanted(layers, layers + num_layers * FIELDS);
-    wanted.insert(wanted.end(), input_shape, input_shape + 3);
-    wanted.push_back((batch_size + LANES - 1) / LANES);
+    std::vector<int64_t> wanted(request.layers, request.layers + request.num_layers * FIELDS);
+    wanted.insert(wanted.end(), request.input_shape, request.input_shape + 3);
+    wanted.insert(wanted.end(), {(batch_size + LANES - 1) / LANES, request.linearise, request.num_params});
     if (!network || shape != wanted) {
         shape.clear(), network.reset();
-        const Image input{input_shape[0], input_shape[1], input_shape[2]};
-        network = std::make_unique<Network>(layers, num_layers, input, batch_size);
+        const Graph graph(request.layers, int(request.num_layers),
+                          {request.input_shape[0], request.input_shape[1], request.input_shape[2]});
+        if (graph.num_params != request.num_params) return nullptr;
+        network = std::make_unique<Network>(graph, int(batch_size), request.linearise);
         shape = wanted;
     }
-    return *network;
+    return network.get();
 }
 
 }  // namespace
@@ -43,25 +66,31 @@ extern "C" {
 // Which processor features this file was compiled for; nothing else may be called where one is missing.
 const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }
 
-// Trains one client; the arguments are explained in kernel.py. Returns 0; 1 where the description does not fit
-// ``num_params``; 2 where memory ran out; 3 where a label is no class.
-int fl_sim_train(const int32_t* layers, int num_layers, const int32_t* input_shape, int64_t num_params, float* params,
-                 float* buffers, const float* anchor, const float* offset, float learning_rate, float momentum,
-                 float weight_decay, float proximal_mu, const float* inputs, const int64_t* labels, const int64_t* order,
-                 int64_t num_examples, int64_t epochs, int64_t batch_size, double* mean_loss) try {
-    const int64_t classes = layers[(num_layers - 1) * FIELDS + 1];
-    for (int64_t i = 0; i < num_examples; i++)
-        if (labels[i] < 0 || labels[i] >= classes) return 3;
-    batch_size = std::min(batch_size, num_examples);
-    Network& network = network_for(layers, num_layers, input_shape, int(batch_size));
-    if (network.num_params != num_params) return 1;
-    const Sgd sgd{learning_rate, momentum, weight_decay, proximal_mu, params, buffers, anchor, offset};
+// Tells apart versions of this interface: kernel.py works it out for its own.
+int fl_sim_layout() { return int(1000 * sizeof(Request) + FIELDS); }
+
+// Trains one client. Returns 0; 1 where the description does not fit ``num_params``; 2 where memory ran out; 3 where a
+// label is no class.
+int fl_sim_train(const Request* asked, double* mean_loss) try {
+    const Request& request = *asked;
+    const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
+    const int classes = request.layers[(request.num_layers - 1) * FIELDS + 1];
+    for (int64_t i = 0; i < count; i++)
+        if (request.labels[i] < 0 || request.labels[i] >= classes) return 3;
+    Network* network = network_for(request, batch_size);
+    if (!network) return 1;
+    const Sgd sgd{request.learning_rate, request.momentum, request.weight_decay, request.proximal_mu,
+                  request.params, request.buffers, request.anchor, request.offset};
+    const Mix mix{request.partner_inputs, request.partner_labels, request.own_weight, request.partner_weight,
+                  request.linearise != 0};
     double total = 0;
     int64_t steps = 0;
-    for (int64_t epoch = 0; epoch < epochs; epoch++, order += num_examples)
-        for (int64_t first = 0; first < num_examples; first += batch_size, steps++) {
-            const int count = int(std::min(batch_size, num_examples - first));
-            total += network.step(inputs, labels, order + first, count, sgd);
+    for (int64_t epoch = 0; epoch < request.epochs; epoch++)
+        for (int64_t first = 0; first < count; first += batch_size, steps++) {
+            const int here = int(std::min(batch_size, count - first));
+            const Batch batch{request.labels, request.order + epoch * count + first, here, (here + LANES - 1) / LANES,
+                              classes, request.partners ? &mix : nullptr, request.partners ? request.partners[steps] : 0};
+            total += network->step(request.inputs, batch, sgd);
         }
     *mean_loss = total / double(steps);
     return 0;

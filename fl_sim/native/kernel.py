@@ -5,23 +5,60 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fl_sim.native.compiling import LIBRARY, processor
-from fl_sim.native.layers import Stack
-from fl_sim.types import LocalPlan, LocalTask, Params, Trained
+from fl_sim.native.layers import FIELDS, Stack
+from fl_sim.types import LocalPlan, LocalTask, Mix, Params, Trained
 
-_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
-_ARGUMENTS: list[Any] = [
-    _POINTER, ctypes.c_int, _POINTER, _LONG, *[_POINTER] * 4, *[ctypes.c_float] * 4, *[_POINTER] * 3, *[_LONG] * 3,
-    _POINTER,
-]  # fmt: skip
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 _SPARE = 16  # numbers behind the last parameter that the kernel reads and writes back: its vectors' width
+
+
+class _Request(ctypes.Structure):
+    """``Request`` of kernel.cpp."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("layers", _POINTER), ("num_layers", _LONG), ("input_shape", _POINTER), ("num_params", _LONG),
+        ("params", _POINTER), ("buffers", _POINTER), ("anchor", _POINTER), ("offset", _POINTER),
+        ("inputs", _POINTER), ("labels", _POINTER), ("order", _POINTER),
+        ("partner_inputs", _POINTER), ("partner_labels", _POINTER), ("partners", _POINTER),
+        ("num_examples", _LONG), ("epochs", _LONG), ("batch_size", _LONG), ("linearise", _LONG),
+        ("learning_rate", _FLOAT), ("momentum", _FLOAT), ("weight_decay", _FLOAT), ("proximal_mu", _FLOAT),
+        ("own_weight", _FLOAT), ("partner_weight", _FLOAT),
+    ]  # fmt: skip
+
+
+_LAYOUT = 1000 * ctypes.sizeof(_Request) + len(FIELDS)  # what a library of the same version calls fl_sim_layout
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What chance decides in one client's training.
+
+    ``order``: (epochs, n), the permutation of every epoch; ``partners``: (steps,), records of the mixing pool, empty
+    where the plan does not mix.
+    """
+
+    order: NDArray[np.int64]
+    partners: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, task: LocalTask, plan: LocalPlan, count: int, generator: np.random.Generator) -> Self:
+        """Draw from ``generator`` as ``fl_sim.learning.train`` does for ``count`` records."""
+        settings = task.settings
+        batches = -(-count // settings.batch_size) if plan.mix is not None else 0
+        order, partners = np.empty((settings.epochs, count), np.int64), np.empty((settings.epochs, batches), np.int64)
+        for epoch in range(settings.epochs):
+            order[epoch] = generator.permutation(count)
+            for batch in range(batches):
+                partners[epoch, batch] = generator.integers(len(plan.mix.labels)) if plan.mix is not None else 0
+        return cls(order, partners.reshape(-1))
 
 
 @dataclass(frozen=True)
@@ -37,12 +74,12 @@ class Kernel:
         plan: LocalPlan,
         inputs: torch.Tensor,
         labels: torch.Tensor,
-        order: NDArray[np.int64],
+        draws: Draws,
     ) -> Trained:
         """Train one client as ``fl_sim.learning.train`` does, but for float32 rounding; other threads run meanwhile.
 
-        ``inputs``: float32, (n, *input shape), n at least 1; ``labels``: int64, (n,). ``order``: (epochs, n), the
-        permutation of every epoch. Raises IndexError for a label outside the model's classes.
+        ``inputs``: float32, (n, *input shape), n at least 1; ``labels``: int64, (n,). Raises IndexError for a label
+        outside the model's classes.
         """
         settings = task.settings
         anchor = _flat(task.params, stack)
@@ -51,13 +88,18 @@ class Kernel:
         buffers = _flat(warm, stack) if warm else torch.zeros_like(params)
         offset = _flat(plan.gradient_offset, stack) if plan.gradient_offset else None
         records, targets = inputs.contiguous(), labels.contiguous()  # held until the call is over
-        loss = ctypes.c_double()
-        failed = self.library.fl_sim_train(
-            stack.pointers[0], len(stack.layers), stack.pointers[1], len(params) - _SPARE, params.data_ptr(),
-            buffers.data_ptr(), anchor.data_ptr(), None if offset is None else offset.data_ptr(),
-            settings.learning_rate, settings.momentum, settings.weight_decay, plan.proximal_mu, records.data_ptr(),
-            targets.data_ptr(), order.ctypes, len(targets), settings.epochs, settings.batch_size, ctypes.byref(loss),
+        request = _Request(
+            layers=stack.pointers[0], num_layers=len(stack.layers), input_shape=stack.pointers[1],
+            num_params=len(params) - _SPARE, params=params.data_ptr(), buffers=buffers.data_ptr(),
+            anchor=anchor.data_ptr(), offset=None if offset is None else offset.data_ptr(), inputs=records.data_ptr(),
+            labels=targets.data_ptr(), order=draws.order.ctypes.data, num_examples=len(targets),
+            epochs=settings.epochs, batch_size=settings.batch_size, learning_rate=settings.learning_rate,
+            momentum=settings.momentum, weight_decay=settings.weight_decay, proximal_mu=plan.proximal_mu,
         )  # fmt: skip
+        pool = _mix_into(request, plan.mix, draws)
+        loss = ctypes.c_double()
+        failed = self.library.fl_sim_train(ctypes.byref(request), ctypes.byref(loss))
+        del pool
         if failed == 3:
             raise IndexError(f"a label is outside of the model's {stack.shapes[-1][1][0]} classes")
         if failed:
@@ -83,8 +125,21 @@ def load_kernel(path: Path = LIBRARY) -> tuple[Kernel | None, str]:
         return None, f"{path} cannot be loaded: {error}"
     if missing := set(needed) - set(processor().split()):
         return None, f"{path} was compiled for another processor, with {', '.join(sorted(missing))}"
-    library.fl_sim_train.argtypes = _ARGUMENTS
+    if not hasattr(library, "fl_sim_layout") or library.fl_sim_layout() != _LAYOUT:
+        return None, f"{path} is of another version of fl-sim (python -m fl_sim.native compiles this one's)"
     return Kernel(library), ""
+
+
+def _mix_into(request: _Request, mix: Mix | None, draws: Draws) -> list[torch.Tensor]:
+    """Tell the kernel how to mix; return what must live until it is done."""
+    if mix is None:
+        return []
+    inputs, proportions = mix.inputs.contiguous(), mix.labels.contiguous()
+    request.partner_inputs, request.partner_labels = inputs.data_ptr(), proportions.data_ptr()
+    request.partners = draws.partners.ctypes.data
+    request.linearise = int(mix.linearise)
+    request.own_weight, request.partner_weight = 1 - mix.weight, mix.weight
+    return [inputs, proportions]
 
 
 def _flat(params: Mapping[str, torch.Tensor], stack: Stack) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Which models the kernel can train: a torch module as the list of numbers that kernel.cpp reads."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -10,12 +9,17 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-_CONV, _POOL, _RELU, _LINEAR = 0, 1, 2, 3
-_KINDS: dict[type[nn.Module], int] = {nn.Conv2d: _CONV, nn.MaxPool2d: _POOL, nn.ReLU: _RELU, nn.Linear: _LINEAR}
+from fl_sim.models import ResidualBlock
+
+_CONV, _POOL, _RELU, _LINEAR, _NORM, _ADD, _AVERAGE = range(7)
+_KINDS: dict[type[nn.Module], int] = {
+    nn.Conv2d: _CONV, nn.MaxPool2d: _POOL, nn.ReLU: _RELU, nn.Linear: _LINEAR, nn.GroupNorm: _NORM,
+    nn.AdaptiveAvgPool2d: _AVERAGE,
+}  # fmt: skip
 _HALVING = {"kernel_y": 2, "kernel_x": 2, "stride_y": 2, "stride_x": 2, "padding_y": 0, "padding_x": 0}
-_FIELDS = (
+FIELDS = (
     "kind", "outputs", "kernel_y", "kernel_x", "stride_y", "stride_x", "padding_y", "padding_x", "bias", "relu",
-    "pooled", "unused",
+    "pooled", "source", "other", "parts", "epsilon",
 )  # fmt: skip
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -24,7 +28,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class Stack:
     """A model as the kernel sees it.
 
-    ``layers``: int32, (layers, 12), in the order of ``_FIELDS``; ``input_shape``: int32, (3,): channels, height, width,
+    ``layers``: int32, (layers, 15), in the order of ``FIELDS``; ``input_shape``: int32, (3,): channels, height, width,
     or (features, 1, 1). ``shapes``: the parameters' names and shapes, in the order in which they lie one after another.
     """
 
@@ -42,67 +46,120 @@ class Stack:
         """Return how many numbers each parameter has."""
         return [shape.numel() for _, shape in self.shapes]
 
+    @cached_property
+    def is_piecewise_linear(self) -> bool:
+        """Say whether all layers are linear but for ReLU and pooling: the kernel then knows second derivatives."""
+        return not bool((self.layers[:, 0] == _NORM).any())
+
 
 def describe(model: nn.Module, input_shape: tuple[int, ...]) -> Stack | None:
-    """Return ``model`` for the kernel; None where it is more than a stack of the layers that the kernel knows.
+    """Return ``model`` for the kernel; None where it holds more than the layers that the kernel knows.
 
-    Those are Conv2d, MaxPool2d, ReLU, Flatten and Linear in (nested) Sequential, ending in Linear, nothing frozen,
-    nothing shared, no hooks. ``input_shape``: of one record, (channels, height, width) or (features,).
+    Those are Conv2d, GroupNorm, MaxPool2d, AdaptiveAvgPool2d(1), ReLU, Flatten, Linear and our ResidualBlock in
+    (nested) Sequential, ending in Linear, nothing frozen, nothing shared, no hooks. ``input_shape``: of one record,
+    (channels, height, width) or (features,).
     """
-    modules = list(_leaves(model))
-    rows = _rows(modules, is_flat=len(input_shape) == 1)
-    is_whole = rows is not None and rows[-1]["kind"] == _LINEAR and not rows[-1].get("relu")
-    if not is_whole or len(set(map(id, modules))) < len(modules) or not _plain_parameters(model):
+    rows = _Rows(is_flat=len(input_shape) == 1)
+    is_known = _add(rows, model) and bool(rows.rows)
+    ends_linear = is_known and rows.rows[-1]["kind"] == _LINEAR and not rows.rows[-1].get("relu")
+    if not ends_linear or len(set(rows.seen)) < len(rows.seen) or not _plain_parameters(model):
         return None
-    assert rows is not None
     return Stack(
-        np.array([[row.get(field, 0) for field in _FIELDS] for row in rows], dtype=np.int32),
+        np.array([[row.get(field, 0) for field in FIELDS] for row in rows.rows], dtype=np.int32),
         np.array((*input_shape, 1, 1)[:3], dtype=np.int32),
         tuple((name, weight.shape) for name, weight in model.named_parameters()),
     )
 
 
-def _rows(modules: list[nn.Module | None], *, is_flat: bool) -> list[dict[str, int]] | None:
-    """Return the layers' descriptions, fused; None where one does not fit. ``is_flat``: the input has no planes."""
-    rows: list[dict[str, int]] = []
-    for module in modules:
-        if isinstance(module, nn.Flatten):
-            if (module.start_dim, module.end_dim) != (1, -1):
-                return None
-            is_flat = True
-            continue
-        wants_flat = {nn.Linear: True, nn.ReLU: is_flat}.get(type(module), False)
-        row = _row(module) if module is not None and wants_flat == is_flat else None
-        if row is None:
-            return None
-        _append(rows, row)
-    return rows or None
+@dataclass
+class _Rows:
+    """The layers described so far, fused. A row's ``source`` is what it reads: 0 the input, i + 1 what row i wrote.
+
+    ``is_flat``: what the next layer reads has no planes; ``node``: which that is. ``is_fork``: others read it too, so
+    that nothing may be fused with the row that wrote it. ``seen``: ids of the modules.
+    """
+
+    is_flat: bool
+    rows: list[dict[str, int]] = field(default_factory=list)
+    seen: list[int] = field(default_factory=list)
+    node: int = 0
+    is_fork: bool = True
+
+    def append(self, row: dict[str, int]) -> None:
+        """Add a layer, or fuse it with the one before: a ReLU with any, 2 x 2 pooling with a convolution.
+
+        ReLU and pooling may change places: the largest of rectified numbers is the rectified largest.
+        """
+        last = {"kind": _RELU} if self.is_fork else self.rows[-1]
+        halves = row["kind"] == _POOL and row.items() >= _HALVING.items()
+        if row["kind"] == _RELU and not self.is_fork and last["kind"] != _AVERAGE:
+            last["relu"] = 1
+        elif halves and last["kind"] == _CONV and not last.get("pooled"):
+            last["pooled"] = 1
+        else:
+            self.rows.append({"source": self.node} | row)
+            self.node, self.is_fork = len(self.rows), False
+
+    def fork(self, node: int) -> None:
+        """Let the next layer read ``node``, which another layer reads too."""
+        self.node, self.is_fork = node, True
 
 
-def _leaves(module: nn.Module) -> Iterator[nn.Module | None]:
-    """Yield the layers in order; None in place of one that is not known."""
+def _add(rows: _Rows, module: nn.Module) -> bool:
+    """Add what ``module`` consists of; return whether all of it is known."""
     if any(getattr(module, hooks) for hooks in _HOOKS):
-        yield None
-    elif type(module) is nn.Sequential:
-        for child in module:
-            yield from _leaves(child)
-    elif type(module) in {*_KINDS, nn.Flatten}:
-        yield module
-    else:
-        yield None
+        return False
+    if type(module) is nn.Sequential:
+        return all(_add(rows, child) for child in module)
+    if type(module) is ResidualBlock:
+        return _add_block(rows, module)
+    rows.seen.append(id(module))
+    if isinstance(module, nn.Flatten):
+        rows.is_flat = True
+        return (module.start_dim, module.end_dim) == (1, -1)
+    wants_flat = {nn.Linear: True, nn.ReLU: rows.is_flat}.get(type(module), False)
+    row = _row(module) if wants_flat == rows.is_flat else None
+    if row is None:
+        return False
+    rows.append(row)
+    return True
+
+
+def _add_block(rows: _Rows, block: ResidualBlock) -> bool:
+    start = rows.node
+    rows.fork(start)
+    known = not rows.is_flat and _add(rows, block.body)
+    end = rows.node
+    rows.fork(start)
+    known = known and (type(block.shortcut) is nn.Identity or _add(rows, block.shortcut))
+    rows.append({"kind": _ADD, "source": end, "other": rows.node, "relu": 1})
+    return known and not rows.is_flat
 
 
 def _row(module: nn.Module) -> dict[str, int] | None:
-    row = {"kind": _KINDS[type(module)]}
+    """Return a layer's description; None where the kernel does not know it, or not with these settings."""
+    kind = _KINDS.get(type(module))
+    if kind is None:
+        return None
+    row = {"kind": kind}
     if isinstance(module, nn.Linear):
         return row | {"outputs": module.out_features, "bias": module.bias is not None}
+    if isinstance(module, nn.AdaptiveAvgPool2d):
+        return row if module.output_size in (1, (1, 1)) else None
+    if isinstance(module, nn.GroupNorm):
+        epsilon = int(np.float32(module.eps).view(np.int32))  # the bits: all fields are integers
+        return row | {"parts": module.num_groups, "epsilon": epsilon, "bias": 1} if module.affine else None
+    return row if isinstance(module, nn.ReLU) else _window(row, module)
+
+
+def _window(row: dict[str, int], module: nn.Module) -> dict[str, int] | None:
     if isinstance(module, nn.Conv2d):
         if module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str):
             return None
         row |= {"outputs": module.out_channels, "bias": module.bias is not None}
     if isinstance(module, nn.MaxPool2d) and (module.ceil_mode or module.return_indices):
         return None
-    return row if isinstance(module, nn.ReLU) else _sized(row, module)
+    return _sized(row, module)
 
 
 def _sized(row: dict[str, int], window: Any) -> dict[str, int] | None:
@@ -115,21 +172,6 @@ def _sized(row: dict[str, int], window: Any) -> dict[str, int] | None:
     is_dilated = (row["dilation_y"], row["dilation_x"]) != (1, 1)
     fits = row["padding_y"] < row["kernel_y"] and row["padding_x"] < row["kernel_x"]
     return row if fits and not is_dilated else None
-
-
-def _append(rows: list[dict[str, int]], row: dict[str, int]) -> None:
-    """Add a layer, or fuse it with the one before: a ReLU with any, 2 x 2 pooling with a convolution.
-
-    ReLU and pooling may change places: the largest of rectified numbers is the rectified largest.
-    """
-    last = rows[-1] if rows else {"kind": _RELU}
-    halves = row["kind"] == _POOL and row.items() >= _HALVING.items()
-    if row["kind"] == _RELU and rows:
-        last["relu"] = 1
-    elif halves and last["kind"] == _CONV and not last.get("pooled"):
-        last["pooled"] = 1
-    else:
-        rows.append(row)
 
 
 def _plain_parameters(model: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "layer.h"
+#include "sgd.h"
 
 namespace {
 

@@ -20,6 +20,7 @@ INLINE long run_vectors(const Layer& layer) { return (long(layer.kernel_x) * lay
 inline bool is_routed(const Layer& layer) {
     if (layer.kind != CONV || !layer.pooled || layer.stride_y != 1 || layer.stride_x != 1) return false;
     if (layer.kernel_y != 3 && layer.kernel_y != 5) return false;
+    if (layer.corner() != 0) return false;
     const long vectors = run_vectors(layer) * layer.kernel_y;
     if (vectors > MOST_VECTORS || run_vectors(layer) > 8) return false;
     return vectors * 4 / 3 + 7 < 4 * layer.in.channels * layer.taps() / LANES;
@@ -113,16 +114,16 @@ NOINLINE void from_records(const float* records, long record, const Image& image
             }
 }
 
-// Writes a group's slopes and where they belong, record by record, and adds the bias gradient.
-NOINLINE void route(Routes& routes, const Layer& layer, int group, const vec* gradient, const vec* out, float* bias_gradient) {
+// Writes a group's slopes and where they belong, record by record, and adds the bias gradient, where that is asked for.
+NOINLINE void route(Routes& routes, const Layer& layer, const Flow& flow, const vec* gradient, float* bias_gradient) {
     const Image& image = layer.out;
     const RouteShape shape(layer);
     const long places = long(image.height) * image.width, outputs = image.channels;
-    const bvec* chosen = layer.chosen.data() + group * image.features();
+    const bvec* chosen = layer.chosen.data() + flow.origin * image.features();
     const int32_t pixel = layer.in.channels, row = int32_t(shape.row);
     for (long channel = 0; channel < outputs; channel++) {
         vec total{};
-        const vec* values = out + channel * image.plane() + image.start();
+        const vec* values = flow.passed + channel * image.plane() + image.start();
         for (long first = 0; first < shape.padded; first += LANES) {
             vec slopes[LANES], starts[LANES];
             for (int i = 0; i < LANES; i++) {
@@ -143,7 +144,7 @@ NOINLINE void route(Routes& routes, const Layer& layer, int group, const vec* gr
                 store(reinterpret_cast<float*>(routes.places.data() + at), starts[lane]);
             }
         }
-        if (layer.has_bias) bias_gradient[channel] += sum(total);
+        if (bias_gradient) bias_gradient[channel] += sum(total);
     }
 }
 
@@ -219,12 +220,12 @@ void follow(Routes& routes, const RouteShape& shape, long outputs, int lane, boo
 }
 
 // As conv_backward, for ``count`` records; the weights' gradient stays in ``routes`` until the minibatch is through.
-void routed_backward(Routes& routes, Layer& layer, int group, int count, const vec* gradient, const vec* out, vec* back,
+void routed_backward(Routes& routes, const Layer& layer, const Flow& flow, int count, const vec* gradient, vec* back,
                      float* gradients) {
     const RouteShape shape(layer);
-    to_records(layer.group_input(group), layer.in, routes.in.data(), shape.record);
+    to_records(flow.in, layer.in, routes.in.data(), shape.record);
     if (back) std::fill(routes.back.begin(), routes.back.end(), 0.0f);
-    route(routes, layer, group, gradient, out, gradients + layer.bias);
+    route(routes, layer, flow, gradient, layer.has_bias && !flow.is_derivative ? gradients + layer.bias : nullptr);
     const long outputs = layer.out.channels;
     for (int lane = 0; lane < count; lane++) {
         list_slopes(routes, shape, outputs, lane);

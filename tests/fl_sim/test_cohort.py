@@ -21,17 +21,37 @@ from strategies.fedprox import FedProx
 from strategies.scaffold import Scaffold
 
 SHAPE = (1, 16, 16)
-SIZES = (1, 40, 0, 7, 64, 23)
+SIZES = (1, 20, 0, 7, 35, 18)
 SETTINGS = LocalSettings(0.02, 0.9, 1e-4, batch_size=16, epochs=2)
 ALGORITHMS = [FedAvg(), FedProx(mu=0.1), Scaffold(), FedNova(), FedMix(), NaiveMix()]
+
+ROUNDING = 2e-5
+"""How far clients may end apart, as a share of how far training moved the model; 2e-7 to 3e-6 is seen."""
+ONE_BIT = 0.1
+"""How far a single one may, whose ReLU or pooling window was decided by the last bit of a number.
+
+PyTorch in float32 ends as far from PyTorch in float64 then; up to 0.03 is seen.
+"""
 
 needs_kernel = pytest.mark.skipif(load_kernel()[0] is None, reason=f"no native trainer: {load_kernel()[1]}")
 
 
-def model() -> nn.Module:
+def model(name: str = "niid-cnn") -> nn.Module:
     with torch_kept():
         torch.manual_seed(6)
-        return MODELS["niid-cnn"](SHAPE, 10)
+        return MODELS[name](shape_for(name), 10)
+
+
+def shape_for(name: str) -> tuple[int, ...]:
+    """Return small images for the model with the most ReLUs, any of which a last bit may decide."""
+    return (1, 8, 8) if name == "resnet" else SHAPE
+
+
+def unknown() -> nn.Module:
+    """Return a model that the compiled trainer does not take, and that draws no random numbers."""
+    with torch_kept():
+        torch.manual_seed(6)
+        return nn.Sequential(nn.Flatten(), nn.Linear(256, 9), nn.GELU(), nn.Linear(9, 10))
 
 
 def noise(params: Params, seed: int) -> Params:
@@ -39,17 +59,17 @@ def noise(params: Params, seed: int) -> Params:
     return {name: 0.01 * torch.randn(value.shape, generator=generator) for name, value in params.items()}
 
 
-def jobs(algorithm: LocalAlgorithm) -> list[Job]:
-    params = detached(model().named_parameters())
+def jobs(algorithm: LocalAlgorithm, name: str = "niid-cnn") -> list[Job]:
+    params = detached(model(name).named_parameters())
     made = []
     for client, size in enumerate(SIZES):
-        generator = torch.Generator().manual_seed(client)
-        pool = {"inputs": torch.randn(3, *SHAPE, generator=generator), "labels": torch.full((3, 10), 0.1)}
+        generator = torch.Generator().manual_seed(10 + client)
+        pool = {"inputs": torch.randn(3, *shape_for(name), generator=generator), "labels": torch.full((3, 10), 0.1)}
         task = LocalTask(
             1, client, len(SIZES), size, SETTINGS, params, {"control": noise(params, 1)},
             {"control": noise(params, 2 + client)} if client % 2 else {}, pool,
         )  # fmt: skip
-        inputs = torch.randn(size, *SHAPE, generator=generator)
+        inputs = torch.randn(size, *shape_for(name), generator=generator)
         labels = torch.randint(0, 10, (size,), generator=generator)
         made.append(Job(task, algorithm.plan(task), inputs, labels, rng(0, "batches", client)))
     return made
@@ -59,20 +79,33 @@ def flat(params: Params) -> torch.Tensor:
     return torch.cat([value.double().reshape(-1) for value in params.values()])
 
 
+def far(found: Params, expected: Params, start: Params) -> float:
+    """Return how far ``found`` lies from ``expected``, as a share of how far that lies from ``start``."""
+    return float((flat(found) - flat(expected)).norm() / (flat(expected) - flat(start)).norm())
+
+
+@pytest.mark.parametrize("model_name", MODELS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.kind)
-def test_a_cohort_ends_where_the_one_by_one_loop_does(algorithm: LocalAlgorithm) -> None:
-    found = train_cohort(model(), jobs(algorithm), threads=2)
-    for job, trained in zip(jobs(algorithm), found, strict=True):
-        expected = train(model(), job.task, job.plan, job.inputs, job.labels, job.generator)
+def test_a_cohort_ends_where_the_one_by_one_loop_does(algorithm: LocalAlgorithm, model_name: str) -> None:
+    found = train_cohort(model(model_name), jobs(algorithm, model_name), threads=2)
+    worst = []
+    for job, trained in zip(jobs(algorithm, model_name), found, strict=True):
+        expected = train(model(model_name), job.task, job.plan, job.inputs, job.labels, job.generator)
         assert trained.num_steps == expected.num_steps
         assert list(trained.params) == list(expected.params)
         assert trained.momentum_buffers.keys() == expected.momentum_buffers.keys()
-        assert trained.loss == (None if expected.loss is None else pytest.approx(expected.loss, rel=1e-5))
-        apart = float((flat(trained.params) - flat(expected.params)).norm())
-        assert apart <= 2e-5 * float((flat(expected.params) - flat(job.task.params)).norm())
+        assert (trained.loss is None) == (expected.loss is None) == (len(job.labels) == 0)
+        if expected.loss is None:
+            assert all(torch.equal(trained.params[part], value) for part, value in job.task.params.items())
+            continue
+        errors = [far(trained.params, expected.params, job.task.params), abs(trained.loss / expected.loss - 1)]
         update = algorithm.finish(job.task, trained)  # what algorithms make of it is as near
-        for name, params in algorithm.finish(job.task, expected).payloads.items():
-            assert float((flat(update.payloads[name]) - flat(params)).norm()) <= 2e-5 * float(flat(params).norm())
+        for part, params in algorithm.finish(job.task, expected).payloads.items():
+            errors.append(far(update.payloads[part], params, zeros_like(params)))
+        worst.append(max(errors))
+    assert len(worst) == 5
+    assert sorted(worst)[-2] <= ROUNDING
+    assert max(worst) <= ONE_BIT
 
 
 @needs_kernel
@@ -92,7 +125,10 @@ def test_the_compiled_trainer_is_used_where_it_can_be(monkeypatch: pytest.Monkey
     assert asked == [2]  # an empty shard: nothing to train
     asked.clear()
     train_cohort(model(), jobs(FedMix()), threads=1)
-    assert asked == list(range(len(SIZES)))  # its loss is not cross-entropy alone
+    assert asked == [2]
+    asked.clear()
+    train_cohort(model("resnet"), jobs(FedMix(), "resnet"), threads=1)
+    assert asked == list(range(len(SIZES)))  # its second derivatives do not go through GroupNorm
 
 
 def test_pytorch_trains_models_without_dropout_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,20 +140,20 @@ def test_pytorch_trains_models_without_dropout_side_by_side(monkeypatch: pytest.
         seen.append(id(model))
 
     monkeypatch.setattr("fl_sim.cohort.train", meet)
-    resnet = MODELS["resnet"](SHAPE, 10)
-    train_cohort(resnet, jobs(FedProx())[:2], threads=2)
+    lent = unknown()
+    train_cohort(lent, jobs(FedProx())[:2], threads=2)
     assert len(set(seen)) == 2  # each has its own
-    assert id(resnet) not in seen
+    assert id(lent) not in seen
 
 
 def test_the_bits_of_pytorch_do_not_depend_on_the_number_of_threads() -> None:
-    resnet = MODELS["resnet"](SHAPE, 10)
-    params = detached(resnet.named_parameters())
+    lent = unknown()
+    params = detached(lent.named_parameters())
 
     def made() -> list[Job]:
         return [replace(job, task=replace(job.task, params=params), plan=LocalPlan()) for job in jobs(FedProx())[:4]]
 
-    alone, together = (train_cohort(resnet, made(), threads) for threads in (1, 3))
+    alone, together = (train_cohort(lent, made(), threads) for threads in (1, 3))
     for left, right in zip(alone, together, strict=True):
         assert all(torch.equal(left.params[name], right.params[name]) for name in params)
 

@@ -37,6 +37,20 @@ def test_a_missing_library_and_one_that_is_none_give_the_reason(tmp_path: Path) 
     assert "cannot be loaded" in why_not
 
 
+@pytest.mark.parametrize("layout", ["", 'extern "C" int fl_sim_layout() { return 7; }'], ids=["none", "other"])
+def test_a_library_of_another_version_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    source = tmp_path / "older.cpp"
+    source.write_text('extern "C" const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }\n' + layout)
+    monkeypatch.setattr(compiling, "SOURCE", source)
+    try:
+        compiling.compile_kernel(tmp_path / "older.so")
+    except compiling.NoCompiler as reason:
+        pytest.skip(str(reason))
+    kernel, why_not = load_kernel.__wrapped__(tmp_path / "older.so")
+    assert kernel is None
+    assert "of another version" in why_not
+
+
 def test_a_library_for_another_processor_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "other.cpp"
     source.write_text('extern "C" const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }\n')

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from fl_sim.models import MODELS
-from fl_sim.native.layers import describe
+from fl_sim.models import MODELS, ResidualBlock
+from fl_sim.native.layers import FIELDS, describe
 
 
 def rows(model: nn.Module, shape: tuple[int, ...]) -> list[list[int]]:
@@ -18,7 +18,7 @@ def test_relu_and_pooling_are_fused_in_either_order() -> None:
     def model(*between: nn.Module) -> nn.Module:
         return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *between, nn.Flatten(), nn.Linear(64, 10))
 
-    fused = [0, 4, 3, 3, 1, 1, 1, 1, 1, 1, 1, 0]
+    fused = [0, 4, 3, 3, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0]
     assert rows(model(nn.ReLU(), nn.MaxPool2d(2)), (1, 8, 8))[0] == fused
     assert rows(model(nn.MaxPool2d(2), nn.ReLU()), (1, 8, 8))[0] == fused
     assert len(rows(model(nn.MaxPool2d(3, 2, 1)), (1, 8, 8))) == 3  # another window stays a layer
@@ -51,7 +51,7 @@ _TIED[1].weight = _TIED[0].weight
     [
         nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)),
         nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
-        nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.Linear(4, 4)),
+        nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.Linear(4, 4)),  # of features, not of planes
         nn.Sequential(_FROZEN, nn.Linear(4, 4)),
         nn.Sequential(_HOOKED, nn.Linear(4, 4)),
         nn.Sequential(_SHARED, nn.ReLU(), _SHARED),
@@ -74,6 +74,8 @@ def test_what_is_more_than_a_plain_stack_is_left_to_pytorch(model: nn.Module) ->
         nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"),
         nn.MaxPool2d(2, ceil_mode=True),
         nn.AvgPool2d(2),
+        nn.AdaptiveAvgPool2d(2),
+        nn.GroupNorm(2, 2, affine=False),
         nn.Conv2d(2, 4, 1, padding=1),
     ],
 )
@@ -89,4 +91,27 @@ def test_a_linear_layer_on_images_is_left_to_pytorch() -> None:
 
 def test_our_models() -> None:
     taken = {name for name, made in MODELS.items() if describe(made((3, 16, 16), 10), (3, 16, 16)) is not None}
-    assert taken == {"niid-cnn", "dafl-cnn", "mlp", "logistic"}
+    assert taken == set(MODELS)
+
+
+def test_a_block_reads_its_input_twice() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 8, 1), ResidualBlock(8, 16, 2), ResidualBlock(16, 16, 1))
+    layers = rows(nn.Sequential(model, nn.AdaptiveAvgPool2d(1), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)), (2, 4, 4))
+    kind, source, other, relu = (
+        FIELDS.index("kind"),
+        FIELDS.index("source"),
+        FIELDS.index("other"),
+        FIELDS.index("relu"),
+    )
+    assert [(row[kind], row[source], row[other]) for row in layers[1:7]] == [
+        (0, 1, 0), (4, 2, 0), (0, 3, 0), (4, 4, 0), (0, 1, 0), (5, 5, 6),
+    ]  # fmt: skip
+    assert [row[relu] for row in layers] == [0, 0, 1, 0, 0, 0, 1, 0, 1, 0, 0, 1, 0, 0, 0]
+    assert layers[11][source : other + 1] == [11, 7]  # an identity: what the block read
+
+
+def test_nothing_is_fused_with_what_a_shortcut_reads() -> None:
+    block = ResidualBlock(8, 8, 1)
+    block.body = nn.Sequential(nn.ReLU(), nn.MaxPool2d(3, 1, 1))
+    model = nn.Sequential(nn.Conv2d(2, 8, 1), block, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 2))
+    assert [row[0] for row in rows(model, (2, 4, 4))] == [0, 2, 1, 5, 1, 3]

@@ -1,0 +1,88 @@
+// Which layer reads what another wrote, and where gradients lie on the way back.
+#pragma once
+
+#include "layer.h"
+
+namespace {
+
+// What a layer wrote, or (the first) the network's input.
+struct Node {
+    Image image;
+    std::vector<vec> values;  // [group][image]
+    int slot = -1;            // which buffer holds a group's gradient of it, while that is needed
+    bool is_known = false;    // whether one of its readers has written that gradient
+    vec* at(int group) { return values.data() + group * image.vectors(); }
+};
+
+struct Graph {
+    std::vector<Layer> layers;
+    std::vector<Node> nodes;              // layer i writes nodes[i + 1]
+    int first_linear = 0;                 // layers before it work on planes, those from it on are linear
+    long num_params = -1;                 // stays so where the layers do not fit together
+    std::vector<std::vector<vec>> slots;  // a group's gradients, without borders
+    std::vector<vec> spare;               // another, for a layer whose result is added to a slot or not asked for
+
+    Graph(const int32_t* described, int num_layers, const Image& input) {
+        nodes.push_back({input, {}});
+        long at = 0;
+        for (int index = 0; index < num_layers; index++) {
+            const int32_t* field = described + index * FIELDS;
+            if (field[11] > index || field[12] > index) return;
+            Layer layer = read_layer(field, nodes[field[11]].image);
+            if (!fits(layer, index)) return;
+            layer.weight = at;
+            layer.bias = at += layer.num_weights();
+            at += layer.num_biases();
+            nodes.push_back({layer.out, {}});
+            layers.push_back(layer);
+        }
+        while (first_linear < num_layers && layers[first_linear].kind != LINEAR) first_linear++;
+        for (int index = first_linear; index < num_layers; index++)
+            if (layers[index].kind != LINEAR || layers[index].source != index) return;
+        if (first_linear < num_layers) num_params = at;
+    }
+
+    // Takes the memory for minibatches of ``groups`` groups, ``origins`` of which are no derivatives.
+    void reserve(int groups, int origins) {
+        for (const Layer& layer : layers) {  // who writes keeps the border of who reads
+            Image& read = nodes[layer.source].image;
+            read.border_y = std::max(read.border_y, layer.kind == CONV ? layer.padding_y : 0);
+            read.border_x = std::max(read.border_x, layer.kind == CONV ? layer.padding_x : 0);
+        }
+        for (size_t index = 0; index < layers.size(); index++) {
+            layers[index].in = nodes[layers[index].source].image, layers[index].out = nodes[index + 1].image;
+            ::reserve(layers[index], origins);
+        }
+        for (Node& node : nodes) node.values.resize(groups * node.image.vectors());
+        long largest = 0;
+        for (int index = 0; index < first_linear; index++) largest = std::max(largest, layers[index].in.features());
+        share_slots();
+        for (auto& slot : slots) slot.resize(largest);
+        spare.resize(largest);
+    }
+
+  private:
+    bool fits(const Layer& layer, int index) const {
+        if (layer.source < 0 || layer.other < 0 || layer.source > index) return false;
+        if (layer.kind == ADD && !layer.in.same_size(nodes[layer.other].image)) return false;
+        if (layer.kind == NORM && (layer.parts < 1 || layer.in.channels % layer.parts || !layer.has_bias)) return false;
+        return layer.out.height > 0 && layer.out.width > 0 && layer.out.channels > 0;
+    }
+
+    // A node's gradient is needed from its last reader back to its writer; then another takes its buffer.
+    void share_slots() {
+        std::vector<int> unused;
+        for (int index = first_linear - 1; index >= 0; index--) {
+            const Layer& layer = layers[index];
+            for (int node : {layer.source, layer.kind == ADD ? layer.other : 0}) {
+                if (node == 0 || nodes[node].slot >= 0) continue;
+                if (unused.empty()) unused.push_back(int(slots.size())), slots.emplace_back();
+                nodes[node].slot = unused.back();
+                unused.pop_back();
+            }
+            if (nodes[index + 1].slot >= 0) unused.push_back(nodes[index + 1].slot);
+        }
+    }
+};
+
+}  // namespace

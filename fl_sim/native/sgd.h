@@ -1,0 +1,35 @@
+// The step of SGD.
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+// torch.optim.SGD's step. All arrays are LANES longer than they have parameters.
+struct Sgd {
+    float learning_rate, momentum, weight_decay, proximal_mu;
+    float *params, *buffers;       // buffers are not touched without momentum
+    const float *anchor, *offset;  // offset: null where there is none
+
+    // Steps ``count`` parameters, at most LANES; those behind them are written as they were.
+    inline __attribute__((always_inline)) void step(long at, vec gradient, long count) const {
+        const ivec is_mine = LANE < int32_t(std::min<long>(count, LANES));
+        const vec weight = load(params + at);
+        if (offset) gradient += load(offset + at);
+        if (proximal_mu != 0) gradient += proximal_mu * (weight - load(anchor + at));
+        if (weight_decay != 0) gradient += weight_decay * weight;
+        if (momentum != 0) {
+            const vec buffer = load(buffers + at);
+            gradient += momentum * buffer;
+            store(buffers + at, is_mine ? gradient : buffer);
+        }
+        store(params + at, is_mine ? weight - learning_rate * gradient : weight);
+    }
+
+    // Steps ``count`` parameters from ``at`` on; ``gradients``: of all parameters.
+    void step_range(const float* gradients, long at, long count) const {
+        for (long done = 0; done < count; done += LANES) step(at + done, load(gradients + at + done), count - done);
+    }
+};
+
+}  // namespace
