@@ -11,6 +11,7 @@ from fl_sim.data import load
 from fl_sim.experiment import Experiment
 from fl_sim.simulation import short_form
 from partitions import Dirichlet, LabelK, Scheme
+from strategies.pate_settings import Pate
 
 _DATA = {
     "mnist": "MNIST",
@@ -19,7 +20,7 @@ _DATA = {
     "cifar100": "CIFAR-100",
     "svhn": "SVHN",
 }
-_NAMES = {"Scaffold": "SCAFFOLD", "DaFl": "DA-FL"}
+_NAMES = {"Scaffold": "SCAFFOLD", "DaFl": "DA-FL", "Pate": "PATE"}
 
 
 def data_label(name: str) -> str:
@@ -107,6 +108,7 @@ def caption(experiments: Sequence[Experiment], data_root: Path | None, *, has_bo
         f"Test accuracy in percent, {spread}. {measures}.",
         f"{_values(data_label(e.data) for e in experiments)}; {_federation(experiments)}; {_training(experiments)}.",
         *_preprocessing([e.preprocess for e in experiments if isinstance(e.preprocess, DaFl)]),
+        *_voting([e.algorithm for e in experiments if isinstance(e.algorithm, Pate)]),
         *(f"{data_label(name)} here: {note}." for name, note in notes.items() if note),
         *([bound] if has_bound else []),
     )
@@ -143,6 +145,18 @@ def _preprocessing(chosen: Sequence[DaFl]) -> list[str]:
     if any(one.server_epochs for one in chosen):
         epochs = _values(one.server_epochs for one in chosen)
         line += f" Epochs the server trains the first model on the pool: {epochs}."
+    return [line]
+
+
+def _voting(chosen: Sequence[Pate]) -> list[str]:
+    if not chosen:
+        return []
+    pool = "the first test records" if all(one.public == "test" for one in chosen) else "a part of the records"
+    line = (
+        f"PATE: clients are teachers that train once, for the local epochs given, and vote on a public pool, {pool}; "
+        "rounds are epochs of the student, and accuracy is measured on the test records outside the pool, so it is not "
+        "measured on the same records as that of other methods."
+    )
     return [line]
 
 

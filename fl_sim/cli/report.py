@@ -11,6 +11,7 @@ from fl_sim.report.curves import draw_all
 from fl_sim.report.groups import Panel, group, panels
 from fl_sim.report.page import page
 from fl_sim.report.page_words import groups_of, percent, runs_of, summary, title_of
+from fl_sim.report.pate_figures import pate_pictures
 from fl_sim.report.picture import Picture
 from fl_sim.report.rundir import write_text
 from fl_sim.report.runs import Found, find
@@ -36,8 +37,9 @@ def report(
     Runs that differ in the seed alone are averaged; all other differences are named in the legend. Writes report.html
     (one file, to open or to send), accuracy.png and loss.png, or figures by data set and split where there are more
     than four of these. Runs with synthetic records add their samples by class and epsilon (samples-*.png), and where
-    they differ in epsilon or gamma alone the final accuracy over it (sweep-*.png). Damaged and unfinished runs are
-    reported; the rest is shown.
+    they differ in epsilon or gamma alone the final accuracy over it (sweep-*.png). Runs of PATE add noisy labels over
+    1/gamma, students over queries and epsilon, and the teachers' agreement where votes were kept (pate-*.png). Damaged
+    and unfinished runs are reported; the rest is shown.
 
     For example:
 
@@ -50,8 +52,9 @@ def report(
     found.problems += doubles
     shown = panels(groups)
     samples, damaged = sample_pictures(groups)
-    found.problems += damaged
-    pictures = [*draw_all(shown), *draw_sweeps(sweeps(groups)), *samples]
+    votes, unreadable = pate_pictures(groups)
+    found.problems += damaged + unreadable
+    pictures = [*draw_all(shown), *draw_sweeps(sweeps(groups)), *samples, *votes]
     out = out or (directories[0] / "report" if len(directories) == 1 else Path("results/report"))
     out.mkdir(parents=True, exist_ok=True)
     for picture in pictures:

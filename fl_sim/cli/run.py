@@ -43,6 +43,8 @@ def run_command(
 
       fl-sim run data=mnist preprocess=da-fl preprocess.epsilon=10 preprocess.gamma=0.05
 
+      fl-sim run data=mnist clients=250 algorithm=pate algorithm.queries=100 algorithm.student=fixmatch
+
       fl-sim run experiment.toml algorithm=fedprox algorithm.mu=0.1 sampler=fixed-size:10 engine=ray:4
     """
     experiment = parse_experiment(arguments or [])
@@ -102,6 +104,8 @@ def _print(result: dict[str, Any], out: Path) -> None:
         typer.echo(result["stopped"])
     if result["preprocess"]["kind"] != "none":
         typer.echo(_in_words(result["preprocess"], result["seconds"]["preprocess"]))
+    if "pate" in result:
+        typer.echo(_votes_in_words(result["pate"]))
     if not result["privacy"]:
         typer.echo("privacy: none - updates leave the clients without noise")
     for promise in result["privacy"]:
@@ -116,6 +120,14 @@ def _in_words(made: dict[str, Any], seconds: float) -> str:
     return (
         f"{made['kind']}: {made['num_synthetic']} synthetic records by {made['generator']} (gamma {made['gamma']:g}, "
         f"trained on: {made['train_on']}), {took}; look at them in samples.png"
+    )
+
+
+def _votes_in_words(facts: dict[str, Any]) -> str:
+    return (
+        f"{facts['teachers']} teachers answered {facts['queries_answered']} of {facts['queries_asked']} queries about "
+        f"{facts['public_records']} public records; noisy labels right: {_percent(facts['label_accuracy'])}; student "
+        f"{facts['student']}, evaluated on {facts['evaluation_records']} other records"
     )
 
 

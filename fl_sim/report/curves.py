@@ -146,7 +146,7 @@ def _draw_panel(axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[st
             axes.fill_between(
                 drawn.rounds, drawn.low, drawn.high, color=color, alpha=0.13 if len(curves) < 6 else 0.07, linewidth=0
             )
-    axes.set(xlabel="communication round", ylabel=_WHAT[measure])
+    axes.set(xlabel=_x_label(panel), ylabel=_WHAT[measure])
     axes.grid(color="0.92", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -155,6 +155,13 @@ def _draw_panel(axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[st
     if nothing:
         text = textwrap.fill(f"no finite value in a round of all seeds: {'; '.join(nothing)}", 70)
         axes.text(0.02, 0.98, text, transform=axes.transAxes, ha="left", va="top", fontsize=8, color="0.35")
+
+
+def _x_label(panel: Panel) -> str:
+    voted = [one.runs[0].config.algorithm.kind == "pate" for _, one in panel.lines]
+    if all(voted):
+        return "epoch of the student"
+    return "communication round (PATE: epoch of the student)" if any(voted) else "communication round"
 
 
 def _scale(axes: "Axes", measure: Measure, values: Sequence[float]) -> None:

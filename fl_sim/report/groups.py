@@ -11,7 +11,7 @@ CENTRALIZED, CENTRALIZED_NAME = "centralized", "Centralized"
 _NAMES = {
     "fedavg": "FedAvg", "fedprox": "FedProx", "scaffold": "SCAFFOLD", "fednova": "FedNova", "fedmix": "FedMix",
     "naivemix": "NaiveMix", "fedavgm": "FedAvgM", "fedadagrad": "FedAdagrad", "fedadam": "FedAdam",
-    "fedyogi": "FedYogi", CENTRALIZED: CENTRALIZED_NAME,
+    "fedyogi": "FedYogi", "pate": "PATE", CENTRALIZED: CENTRALIZED_NAME,
 }  # fmt: skip
 _NOT_COMPARED = {"seed", "engine", "round_timeout"}  # engines agree bit for bit
 _NOT_OF_CENTRALIZED = {"clients", "sampler", "aggregator", "partition", "preprocess"}

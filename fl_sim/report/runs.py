@@ -50,6 +50,28 @@ class Made(Kind):
     clients: list[Shared] = []
 
 
+class MechanismFacts(Kind):
+    """The noise on a vote, in votes; each mechanism has some of these."""
+
+    gamma: float | None = None
+    sigma: float | None = None
+    threshold: float | None = None
+    sigma_threshold: float | None = None
+
+
+class PateFacts(BaseModel):
+    """What a run with PATE says of its vote and its labels; ``label_accuracy`` in [0, 1]."""
+
+    teachers: int
+    mechanism: MechanismFacts
+    evaluation_records: int
+    queries_asked: int
+    queries_answered: int
+    label_accuracy: float | None
+    student: str
+    private_kept: bool
+
+
 class Seconds(BaseModel):
     """Wall-clock seconds of a run."""
 
@@ -73,6 +95,7 @@ class Outcome(BaseModel):
     versions: dict[str, str]
     error: str = ""
     preprocess: Made = Made(kind="none")
+    pate: PateFacts | None = None
 
 
 class CellFile(BaseModel):
