@@ -147,7 +147,7 @@ class _Turn:
     def reply(self, trained: Trained) -> Message:
         """Keep the client's state for its next round, and answer."""
         update = self.site.algorithm.finish(self.job.task, trained)
-        save_state(Path(self.order.state_dir), self.job.task.client, self.order.server_round, update.state)
+        save_state(self.order.state_dir, self.job.task.client, self.order.server_round, update.state)
         content = wire.update_content(update.payloads, update.num_examples, update.loss)
         return Message(content, reply_to=self.message)
 

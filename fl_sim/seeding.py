@@ -3,9 +3,12 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.bit_generator import ISeedSequence
+from numpy.typing import NDArray
 
 
 def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
@@ -17,8 +20,8 @@ def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     >>> rng(0, "batches", 3, 1).integers(100) == rng(0, "batches", 3, 1).integers(100)
     np.True_
     """
-    # Philox takes its key as it is; numpy's SeedSequence would hash ours again, at ten times the cost of the hash here.
-    return np.random.Generator(np.random.Philox(key=_key(seed, purpose, keys) >> 128))
+    key = _Key(_key(seed, purpose, keys) >> 128)
+    return np.random.Generator(np.random.Philox(key))  # type: ignore[arg-type]  # numpy's stubs know one ISeedSequence
 
 
 def seed_torch(seed: int, purpose: str, *keys: int) -> None:
@@ -32,6 +35,21 @@ def seed_torch(seed: int, purpose: str, *keys: int) -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:
             generator.manual_seed(number)
+
+
+class _Key(ISeedSequence):
+    """Philox's key as it is: numpy's SeedSequence would hash it again.
+
+    The same stream as ``Philox(key=key)``, which asks the operating system for a seed first, only to drop it.
+    """
+
+    def __init__(self, key: int) -> None:
+        self._words = np.array([key & (2**64 - 1), key >> 64], np.uint64)
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[np.uint64]:
+        """Return the two words that Philox asks for."""
+        assert (n_words, dtype) == (2, np.uint64), "a key is for Philox alone"
+        return self._words
 
 
 def _key(seed: int, purpose: str, keys: tuple[int, ...]) -> int:

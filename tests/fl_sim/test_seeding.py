@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_sim.seeding import rng, seed_torch, torch_kept
+from fl_sim.seeding import _Key, rng, seed_torch, torch_kept
 
 
 def _start(*arguments):
@@ -111,3 +111,10 @@ def test_every_gpu_in_use_is_seeded_with_the_same_number_as_the_cpu(monkeypatch)
     monkeypatch.setattr(torch.cuda, "default_generators", (Generator(), Generator()))
     seed_torch(0, "model")
     assert Generator.seeds == [torch.initial_seed()] * 2
+
+
+@given(st.integers(0, 2**128 - 1))
+def test_a_key_is_philoxs_own_key_as_it_is(key):
+    ours, numpys = np.random.Philox(_Key(key)), np.random.Philox(key=key)
+    assert ours.state["state"]["key"].tolist() == numpys.state["state"]["key"].tolist()
+    assert ours.random_raw(5).tolist() == numpys.random_raw(5).tolist()
