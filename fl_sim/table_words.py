@@ -55,7 +55,7 @@ def label(settings: Any, also: Collection[str] = ()) -> str:
         name = _NAMES.get(type(settings).__name__, type(settings).__name__)
     else:
         name = _split_name(settings)
-        changed.pop(next(name for name in field_defaults(type(settings)) if name != "kind"), None)
+        changed.pop(next((name for name in field_defaults(type(settings)) if name != "kind"), ""), None)
     return name + _in_brackets(changed)
 
 

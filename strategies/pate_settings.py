@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from clients.teacher import AnyTeacher, Network
 from fl_sim.config import Settings, short
-from strategies.pate import LNMax
+from strategies.pate import LNMax, NoNoise
 from strategies.pate_labels import Labelling
 from strategies.student import FixMatch, Supervised
 from strategies.student_forest import ForestStudent
@@ -23,6 +23,9 @@ TEACHERS_START: dict[str, Any] = {
     "local": {"epochs": 50, "batch_size": 32, "learning_rate": 0.03, "weight_decay": 5e-3},
 }
 """What an experiment starts from where this is its algorithm: small IID shards, gone through many times."""
+
+
+_VOTES_PER_NOISE = 3
 
 
 class Pate(Settings):
@@ -74,6 +77,19 @@ class Pate(Settings):
                 "and do not publish the run, or take budget data-independent"
             )
         return self
+
+    def advice(self, num_teachers: int) -> str:
+        """Return a warning where the noise is about as large as all votes together, else nothing."""
+        mechanism = self.labelling.mechanism
+        if isinstance(mechanism, NoNoise):
+            return ""
+        scale = 1 / mechanism.gamma if isinstance(mechanism, LNMax) else mechanism.sigma
+        if num_teachers >= _VOTES_PER_NOISE * scale:
+            return ""
+        return (
+            f"noise of {scale:g} votes on the votes of {num_teachers} teachers: labels will be little better than "
+            f"chance; take {_VOTES_PER_NOISE * scale:.0f} clients or more, or less noise for a larger epsilon"
+        )
 
 
 def start_of(algorithm: Any) -> dict[str, Any]:

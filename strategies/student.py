@@ -118,7 +118,12 @@ class FixMatch(Settings):
     augmentation: Augmentation = Augmentation()
 
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Return ``student_cnn``."""
+        """Return ``student_cnn``. Raises UserError for records that are no images."""
+        if len(input_shape) != 3:
+            raise UserError(
+                f"student fixmatch learns from moved views of images, and these records have shape {input_shape}: take "
+                "student supervised or random-forest"
+            )
         return student_cnn(input_shape, num_classes)
 
     def train(self, data: StudentData, model: nn.Module, seed: int, watch: Watch = nobody) -> nn.Module:

@@ -19,6 +19,7 @@ from fl_sim.pate_run import evaluate
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.report.rundir import RoundRecord, read_rounds
 from fl_sim.simulation import Silent, run
+from fl_sim.table_words import caption, label
 from fl_sim.types import RunError, UserError
 
 QUICK = (
@@ -271,6 +272,27 @@ def test_settings_that_cannot_be_run_are_refused_before_anything_is_written(tmp_
     with pytest.raises(UserError, match="say keep_private=true"):
         pate("algorithm.labelling.budget=data-dependent", "algorithm.labelling.epsilon=3")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_student_that_does_not_fit_the_records_is_refused_before_a_label_is_paid(tmp_path: Path) -> None:
+    features = np.random.default_rng(0).random((60, 5), dtype=np.float32)
+    labels = np.arange(60) % 2
+    np.savez(tmp_path / "table.npz", x_train=features, y_train=labels, x_test=features + 1, y_test=labels)
+    with pytest.raises(UserError, match="student fixmatch learns from moved views of images"):
+        run(pate(f"data=npz:{tmp_path / 'table.npz'}", "algorithm.student=fixmatch"), tmp_path / "run")
+    assert not (tmp_path / ".pools").exists()
+
+
+def test_noise_that_drowns_the_votes_is_warned_about(tmp_path: Path) -> None:
+    result = run(pate("algorithm.labelling.mechanism=lnmax"), tmp_path / "run")
+    assert "noise of 20 votes on the votes of 6 teachers" in result["warnings"][0]
+    assert run(pate("algorithm.labelling.mechanism=lnmax:2"), tmp_path / "clear")["warnings"] == []
+
+
+def test_a_table_names_splits_without_parameters_and_says_what_rounds_are() -> None:
+    assert label(pate().partition) == "iid"
+    words = " ".join(caption([pate()], None, has_bound=False))
+    assert "rounds are epochs of the student" in words
 
 
 def _own_data(path: Path, shared: int) -> str:
