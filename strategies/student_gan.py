@@ -43,8 +43,8 @@ class FeatureMatchingGan(Settings):
             seed_torch(seed, "pate-g student")
             random, model = generator_for(seed, "pate-g student"), copy.deepcopy(model).train()
             average, game = copy.deepcopy(model).eval(), _Game(model, data)
-            learner = torch.optim.Adam(model.parameters(), self.learning_rate, betas=(0.5, 0.999))
-            forger = torch.optim.Adam(game.forger.parameters(), self.learning_rate, betas=(0.5, 0.999))
+            learner = torch.optim.Adam(model.parameters(), self.learning_rate, betas=(0.5, 0.999), fused=True)
+            forger = torch.optim.Adam(game.forger.parameters(), self.learning_rate, betas=(0.5, 0.999), fused=True)
             labelled = batches(len(data.labels), self.batch_size, random)
             public = batches(len(data.unlabelled), self.batch_size, random)
             for step in range(self.steps):
@@ -125,7 +125,9 @@ class _Game:
     def classifier_loss(self, labelled: torch.Tensor, labels: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             fake = self._forged(len(real))
-        ours, logits_real, logits_fake = (self.model(records) for records in (labelled, real, fake))
+        # At once: weights are normalised again in every pass.
+        logits = self.model(torch.cat([labelled, real, fake]))
+        ours, logits_real, logits_fake = torch.split(logits, [len(labelled), len(real), len(fake)])
         mass_real, mass_fake = logits_real.logsumexp(dim=1), logits_fake.logsumexp(dim=1)
         # -log D(real) = softplus(-mass), -log(1 - D(fake)) = softplus(mass)
         is_real = functional.softplus(-mass_real).mean() + functional.softplus(mass_fake).mean()
@@ -135,7 +137,9 @@ class _Game:
         with torch.no_grad():
             self.model(real)
             target = self.features.mean(dim=0)
+        self.model.requires_grad_(requires_grad=False)  # the forger's step is not the classifier's
         self.model(self._forged(len(real)))
+        self.model.requires_grad_(requires_grad=True)
         return (self.features.mean(dim=0) - target).square().mean()
 
     def _forged(self, count: int) -> torch.Tensor:
