@@ -197,8 +197,8 @@ def _open(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog, 
 
 
 def _warnings(experiment: Experiment) -> list[str]:
-    if isinstance(experiment.algorithm, Pate) and (advice := experiment.algorithm.advice(experiment.clients)):
-        return [advice]
+    if isinstance(experiment.algorithm, Pate):
+        return list(filter(None, [experiment.algorithm.advice(experiment.clients)]))
     if not isinstance(experiment.aggregator, GlobalDP):
         return []
     from fl_sim.privacy.planning import delta_advice  # noqa: PLC0415 (the accountants load slowly)
