@@ -42,9 +42,10 @@ def site_of(experiment_json: str, data_root: str) -> Site:
     root = Path(data_root) if data_root else None
     dataset = load(experiment.data, root)
     device = device_of(experiment)
-    own: Callable[[int], Tensors] = partial(_own_records, experiment, dataset, client_shards(experiment, root), device)
+    shards = client_shards(experiment, root)
+    own: Callable[[int], Tensors] = partial(_own_records, experiment, dataset, shards, device)
     if 4 * dataset.train.inputs.size <= KEEP_BYTES:
-        own = lru_cache(maxsize=None)(own)
+        own = _in_memory(experiment, dataset, shards, device)
 
     @lru_cache(maxsize=1)
     def pool(path: str) -> Tensors:
@@ -91,9 +92,21 @@ def _own_records(
     experiment: Experiment, dataset: Dataset, shards: Sequence[NDArray[np.int64]], device: torch.device, client: int
 ) -> Tensors:
     inputs, labels = to_tensors(dataset.train.take(shards[client]), dataset)
-    if isinstance(experiment.partition, FeatureNoise) and experiment.num_clients > 1:
-        inputs = _with_noise(inputs, dataset, experiment, client)
-    return inputs.to(device), labels.to(device)
+    return _as_seen_by(client, inputs, dataset, experiment).to(device), labels.to(device)
+
+
+def _in_memory(
+    experiment: Experiment, dataset: Dataset, shards: Sequence[NDArray[np.int64]], device: torch.device
+) -> Callable[[int], Tensors]:
+    """Return ``_own_records`` out of one array with everybody's records, client by client."""
+    ends = np.cumsum([len(shard) for shard in shards]).tolist()
+    parts = [slice(end - len(shard), end) for shard, end in zip(shards, ends, strict=True)]
+    inputs, labels = to_tensors(dataset.train.take(np.concatenate(shards)), dataset)
+    if isinstance(experiment.partition, FeatureNoise):
+        for client, part in enumerate(parts):
+            inputs[part] = _as_seen_by(client, inputs[part], dataset, experiment)
+    inputs, labels = inputs.to(device), labels.to(device)
+    return lambda client: (inputs[parts[client]], labels[parts[client]])
 
 
 def _records(
@@ -159,8 +172,9 @@ def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]
     return torch.tensor(dataset.mean).reshape(shape), torch.tensor(dataset.std).reshape(shape)
 
 
-def _with_noise(inputs: torch.Tensor, dataset: Dataset, experiment: Experiment, client: int) -> torch.Tensor:
-    assert isinstance(experiment.partition, FeatureNoise)
+def _as_seen_by(client: int, inputs: torch.Tensor, dataset: Dataset, experiment: Experiment) -> torch.Tensor:
+    if not isinstance(experiment.partition, FeatureNoise) or experiment.num_clients == 1:
+        return inputs
     variance = experiment.partition.noise_variance(client, experiment.clients)
     noise = rng(experiment.seed, "feature-noise", client).standard_normal(inputs.shape, dtype=np.float32)
     _, std = _constants(dataset, inputs.ndim)

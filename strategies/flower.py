@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +35,7 @@ class Population:
 
     nodes: tuple[int, ...]
 
+    @cached_property
     def clients(self) -> dict[int, int]:
         """Return {node id: client}."""
         return {node: client for client, node in enumerate(self.nodes)}
@@ -118,7 +120,7 @@ class FederatedStrategy(Strategy):
         return self.aggregator.mean(cohort, self.algorithm.weighting)
 
     def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:
-        clients = self.population.clients()
+        clients = self.population.clients
         answered = {clients[reply.metadata.src_node_id]: reply for reply in replies}
         if self.privacy is not None:
             whole = {client: reply for client, reply in answered.items() if not reply.has_error()}
@@ -203,7 +205,7 @@ def _answers(
     """Return every client's answer to ``order``, by client. Raises RunError that names the first who gives none."""
     content = wire.share_content(order)
     messages = [Message(content, node, message_type) for node in population.nodes]
-    clients = population.clients()
+    clients = population.clients
     replies = {clients[reply.metadata.src_node_id]: reply for reply in grid.send_and_receive(messages, timeout=timeout)}
     for client in range(len(population.nodes)):
         what = message_type.rpartition(".")[2]
