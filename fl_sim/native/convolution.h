@@ -11,19 +11,20 @@ struct Pass {  // a convolution over one group: forward, or back to the input wi
     Image in_shape;
     vec* out;
     Image out_shape;
+    int rows, columns, step_y, step_x;  // how many places of ``out`` to write, and how far they are from each other
     bvec* chosen;  // null: no pooling
-    const float *weights, *bias;
+    const float *weights, *bias;  // bias: null where there is none
     bool relu;
     int first_row, end_row;  // rows of ``in`` outside of which all is zero
     const vec* passed;       // null; or a derivative's origin: take what it took (``chosen`` too), let through what it let
     long per_output() const { return long(in_shape.channels) * kernel_y * kernel_x; }
 };
 
-// sums[o][y][x] += weights of OUTPUTS channels * the window at ROWS x COLUMNS places. K: a K x K kernel of stride 1; 0: any.
-template <int OUTPUTS, int ROWS, int COLUMNS, int K>
+// sums[o][y][x] += weights of OUTPUTS channels * the window at ROWS x COLUMNS places. K: a K x K kernel; S: of stride S; 0: any.
+template <int OUTPUTS, int ROWS, int COLUMNS, int K, int S>
 INLINE void add_window(const Pass& pass, int row_at, int column_at, int output, vec (&sums)[OUTPUTS][ROWS][COLUMNS]) {
     const int kernel_y = K ? K : pass.kernel_y, kernel_x = K ? K : pass.kernel_x;
-    const int stride_y = K ? 1 : pass.stride_y, stride_x = K ? 1 : pass.stride_x;
+    const int stride_y = S ? S : pass.stride_y, stride_x = S ? S : pass.stride_x;
     const long row = pass.in_shape.row(), plane = pass.in_shape.plane(), per_output = pass.per_output();
     const int begin = std::max(0, pass.first_row - row_at - (ROWS - 1) * stride_y);
     const int end = std::min(kernel_y, pass.end_row - row_at);
@@ -51,87 +52,94 @@ INLINE vec let_through(const Pass& pass, long at, vec value) {
     return !pass.passed ? rectified(value) : pass.passed[at] > 0.0f ? value : vec{};
 }
 
-template <int OUTPUTS, int K>
-void pooled_row(const Pass& pass, int output, int y) {
+// Writes the largest of four numbers and which it was; of a derivative, the one that its origin took.
+INLINE void write_pooled(const Pass& pass, int output, int y, int x, const vec (&from)[2][2]) {
     const Image& shape = pass.out_shape;
-    for (int x = 0; x < shape.width; x++) {
+    const long at = shape.line(output, y) + x;
+    bvec* chosen = pass.chosen + (long(output) * shape.height + y) * shape.width + x;
+    if (pass.passed) {
+        const ivec taken = __builtin_convertvector(*chosen, ivec);
+        const vec left = taken == 0 ? from[0][0] : from[1][0], right = taken == 1 ? from[0][1] : from[1][1];
+        pass.out[at] = let_through(pass, at, (taken & 1) == 0 ? left : right);
+        return;
+    }
+    const vec best = larger(larger(from[0][0], from[0][1]), larger(from[1][0], from[1][1]));
+    ivec which = from[1][0] == best ? ivec{} + 2 : ivec{} + 3;
+    which = from[0][1] == best ? ivec{} + 1 : which;
+    which = from[0][0] == best ? ivec{} : which;
+    pass.out[at] = pass.relu ? rectified(best) : best;
+    *chosen = __builtin_convertvector(which, bvec);
+}
+
+template <int OUTPUTS, int K, int S>
+void pooled_row(const Pass& pass, int output, int y) {
+    for (int x = 0; x < pass.columns; x++) {
         vec sums[OUTPUTS][2][2];
         UNROLL for (int o = 0; o < OUTPUTS; o++) {
             const vec start = spread(pass.bias ? pass.bias[output + o] : 0.0f);
             sums[o][0][0] = sums[o][0][1] = sums[o][1][0] = sums[o][1][1] = start;
         }
-        add_window<OUTPUTS, 2, 2, K>(pass, 2 * y * pass.stride_y, 2 * x * pass.stride_x, output, sums);
-        UNROLL for (int o = 0; o < OUTPUTS; o++) {
-            const auto& from = sums[o];
-            const long at = (output + o) * shape.plane() + shape.start() + y * shape.row() + x;
-            bvec* chosen = pass.chosen + (long(output + o) * shape.height + y) * shape.width + x;
-            if (pass.passed) {
-                const ivec taken = __builtin_convertvector(*chosen, ivec);
-                const vec left = taken == 0 ? from[0][0] : from[1][0], right = taken == 1 ? from[0][1] : from[1][1];
-                pass.out[at] = let_through(pass, at, (taken & 1) == 0 ? left : right);
-                continue;
-            }
-            const vec best = larger(larger(from[0][0], from[0][1]), larger(from[1][0], from[1][1]));
-            ivec which = from[1][0] == best ? ivec{} + 2 : ivec{} + 3;
-            which = from[0][1] == best ? ivec{} + 1 : which;
-            which = from[0][0] == best ? ivec{} : which;
-            pass.out[at] = pass.relu ? rectified(best) : best;
-            *chosen = __builtin_convertvector(which, bvec);
-        }
+        add_window<OUTPUTS, 2, 2, K, S>(pass, 2 * y * pass.stride_y, 2 * x * pass.stride_x, output, sums);
+        UNROLL for (int o = 0; o < OUTPUTS; o++) write_pooled(pass, output + o, y, x, sums[o]);
     }
 }
 
-template <int OUTPUTS, int COLUMNS, int K>
+template <int OUTPUTS, int COLUMNS, int K, int S>
 INLINE void plain_part(const Pass& pass, int output, int y, int x) {
     const Image& shape = pass.out_shape;
     vec sums[OUTPUTS][1][COLUMNS];
     UNROLL for (int o = 0; o < OUTPUTS; o++)
         UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][0][c] = spread(pass.bias ? pass.bias[output + o] : 0.0f);
-    add_window<OUTPUTS, 1, COLUMNS, K>(pass, y * pass.stride_y, x * pass.stride_x, output, sums);
+    add_window<OUTPUTS, 1, COLUMNS, K, S>(pass, y * pass.stride_y, x * pass.stride_x, output, sums);
     UNROLL for (int o = 0; o < OUTPUTS; o++) {
-        const long at = (output + o) * shape.plane() + shape.start() + y * shape.row() + x;
-        UNROLL for (int c = 0; c < COLUMNS; c++) pass.out[at + c] = let_through(pass, at + c, sums[o][0][c]);
+        UNROLL for (int c = 0; c < COLUMNS; c++) {
+            const long at = shape.line(output + o, y * pass.step_y) + (x + c) * pass.step_x;
+            pass.out[at] = let_through(pass, at, sums[o][0][c]);
+        }
     }
 }
 
-template <int OUTPUTS, int K>
+template <int OUTPUTS, int K, int S>
 void plain_row(const Pass& pass, int output, int y) {
     int x = 0;
-    for (; x + 4 <= pass.out_shape.width; x += 4) plain_part<OUTPUTS, 4, K>(pass, output, y, x);
-    for (; x < pass.out_shape.width; x++) plain_part<OUTPUTS, 1, K>(pass, output, y, x);
+    for (; x + 4 <= pass.columns; x += 4) plain_part<OUTPUTS, 4, K, S>(pass, output, y, x);
+    for (; x < pass.columns; x++) plain_part<OUTPUTS, 1, K, S>(pass, output, y, x);
 }
 
-template <int OUTPUTS, int K>
+template <int OUTPUTS, int K, int S>
 INLINE void row(const Pass& pass, int output, int y) {
-    if (pass.chosen) pooled_row<OUTPUTS, K>(pass, output, y);
-    else plain_row<OUTPUTS, K>(pass, output, y);
+    if (pass.chosen) pooled_row<OUTPUTS, K, S>(pass, output, y);
+    else plain_row<OUTPUTS, K, S>(pass, output, y);
 }
 
-template <int K>
+template <int K, int S>
 void convolve(const Pass& pass) {
-    for (int y = 0; y < pass.out_shape.height; y++) {
+    for (int y = 0; y < pass.rows; y++) {
         int output = 0;
         const int outputs = pass.out_shape.channels;
-        for (; output + 6 <= outputs; output += 6) row<6, K>(pass, output, y);
-        if (output + 4 <= outputs) row<4, K>(pass, output, y), output += 4;
-        if (output + 2 <= outputs) row<2, K>(pass, output, y), output += 2;
-        if (output < outputs) row<1, K>(pass, output, y);
+        for (; output + 6 <= outputs; output += 6) row<6, K, S>(pass, output, y);
+        if (output + 4 <= outputs) row<4, K, S>(pass, output, y), output += 4;
+        if (output + 2 <= outputs) row<2, K, S>(pass, output, y), output += 2;
+        if (output < outputs) row<1, K, S>(pass, output, y);
     }
 }
 
 void convolve(const Pass& pass) {
-    const bool is_plain = pass.kernel_y == pass.kernel_x && pass.stride_y == 1 && pass.stride_x == 1;
-    if (is_plain && pass.kernel_y == 3) return convolve<3>(pass);
-    if (is_plain && pass.kernel_y == 5) return convolve<5>(pass);
-    convolve<0>(pass);
+    const int kernel = pass.kernel_y == pass.kernel_x ? pass.kernel_y : 0;
+    const int stride = pass.stride_y == pass.stride_x ? pass.stride_y : 0;
+    if (kernel == 3 && stride == 1) return convolve<3, 1>(pass);
+    if (kernel == 5 && stride == 1) return convolve<5, 1>(pass);
+    if (kernel == 3 && stride == 2) return convolve<3, 2>(pass);
+    if (kernel == 1) return convolve<1, 0>(pass);
+    convolve<0, 0>(pass);
 }
 
-void conv_forward(Layer& layer, const Flow& flow, const float* params) {
+Pass forward_pass(Layer& layer, const Flow& flow, const float* params) {
     bvec* chosen = layer.pooled ? layer.chosen.data() + flow.origin * layer.out.features() : nullptr;
     const bool is_biased = layer.has_bias && !flow.is_derivative;
-    convolve({layer.kernel_y, layer.kernel_x, layer.stride_y, layer.stride_x, flow.in + layer.corner(), layer.in, flow.out,
-              layer.out, chosen, params + layer.weight, is_biased ? params + layer.bias : nullptr, layer.relu,
-              layer.padding_y, layer.padding_y + layer.in.height, flow.is_derivative ? flow.passed : nullptr});
+    return {layer.kernel_y, layer.kernel_x, layer.stride_y, layer.stride_x, flow.in + layer.corner(), layer.in, flow.out,
+            layer.out, layer.out.height, layer.out.width, 1, 1, chosen, params + layer.weight, is_biased ? params + layer.bias : nullptr, layer.relu,
+            layer.padding_y, layer.padding_y + layer.in.height, flow.is_derivative ? flow.passed : nullptr};
 }
 
 // The way back ---------------------------------------------------------------------------------------------------------
@@ -141,16 +149,14 @@ template <int OUTPUTS, int ROWS, int COLUMNS>
 NOINLINE void weight_gradient(const Layer& layer, const vec* in, int output, int channel, int ky,
                                                int kx, float* gradient) {
     const long in_row = layer.in.row(), plane = layer.slope.plane();
-    const long stride_x = layer.stride_x;
     vec sums[OUTPUTS][ROWS][COLUMNS];
     UNROLL for (int o = 0; o < OUTPUTS; o++)
         UNROLL for (int r = 0; r < ROWS; r++)
             UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][r][c] = vec{};
     for (int y = 0; y < layer.before_height; y++) {
-        const vec* left =
-            layer.slopes.data() + output * plane + layer.slope.start() + y * layer.stride_y * layer.slope.row();
+        const vec* left = layer.slopes.data() + layer.slope.line(output, y);
         const vec* right = in + channel * layer.in.plane() + (y * layer.stride_y + ky) * in_row + kx;
-        for (int x = 0; x < layer.before_width; x++, left += stride_x, right += stride_x) {
+        for (int x = 0; x < layer.before_width; x++, left++, right += layer.stride_x) {
             vec values[OUTPUTS];
             UNROLL for (int o = 0; o < OUTPUTS; o++) values[o] = left[o * plane];
             UNROLL for (int r = 0; r < ROWS; r++)
@@ -192,36 +198,78 @@ void weight_gradients(const Layer& layer, const vec* in, float* gradient) {
 void before_pooling(Layer& layer, const Flow& flow, const vec* gradient, float* bias_gradient) {
     const Image &to = layer.slope, &shape = layer.out;
     const bvec* chosen = layer.chosen.data() + flow.origin * shape.features();
-    const long step_y = layer.stride_y * to.row(), step_x = layer.stride_x;
     for (int channel = 0; channel < shape.channels; channel++) {
         vec total{};
         for (int y = 0; y < shape.height; y++) {
             const vec* value = flow.passed + channel * shape.plane() + y * shape.row() + shape.start();
-            vec* slope = layer.slopes.data() + channel * to.plane() + to.start() + (layer.pooled ? 2 * y : y) * step_y;
+            vec* slope = layer.slopes.data() + to.line(channel, layer.pooled ? 2 * y : y);
             for (int x = 0; x < shape.width; x++, gradient++) {
                 const vec incoming = !layer.relu ? *gradient : value[x] > 0.0f ? *gradient : vec{};
                 total += incoming;
                 if (!layer.pooled) {
-                    slope[x * step_x] = incoming;
+                    slope[x] = incoming;
                     continue;
                 }
                 const ivec which = __builtin_convertvector(*chosen++, ivec);
                 UNROLL for (int place = 0; place < 4; place++)
-                    slope[(place / 2) * step_y + (2 * x + place % 2) * step_x] = which == place ? incoming : vec{};
+                    slope[(place / 2) * to.row() + 2 * x + place % 2] = which == place ? incoming : vec{};
             }
         }
         if (bias_gradient) bias_gradient[channel] += sum(total);
     }
 }
 
+// The way back to the input goes by phases. An input pixel at (pixel + padding) % stride == phase meets every stride-th tap
+// of the kernel alone, from ``phase`` on, and for each next such pixel the slopes it meets are the next ones: a phase is a
+// convolution of stride 1 over the slopes with these taps turned round.
+struct Phase {
+    int taps, first, count, start;  // taps; the first pixel and how many; which slope the first pixel's window starts at
+    Phase(int phase, int kernel, int stride, int padding, int size) {
+        taps = (kernel - phase + stride - 1) / stride;
+        first = ((phase - padding) % stride + stride) % stride;
+        count = (size - first + stride - 1) / stride;
+        start = (first + padding - phase) / stride - (taps - 1);
+    }
+};
+
+// Calls ``each(phase_y, phase_x, y, x)`` for all that have taps.
+template <class Each>
+INLINE void each_phase(const Layer& layer, const Each& each) {
+    for (int phase_y = 0; phase_y < std::min(layer.stride_y, layer.kernel_y); phase_y++)
+        for (int phase_x = 0; phase_x < std::min(layer.stride_x, layer.kernel_x); phase_x++)
+            each(phase_y, phase_x, Phase(phase_y, layer.kernel_y, layer.stride_y, layer.padding_y, layer.in.height),
+                 Phase(phase_x, layer.kernel_x, layer.stride_x, layer.padding_x, layer.in.width));
+}
+
+// Lays the weights out for the way back: [phase][in channel][out channel][taps turned round].
 void flip(Layer& layer, const float* weights) {
-    const long taps = layer.taps();
-    for (int output = 0; output < layer.out.channels; output++)
-        for (int channel = 0; channel < layer.in.channels; channel++) {
-            const float* from = weights + (long(output) * layer.in.channels + channel) * taps;
-            float* to = layer.flipped.data() + (long(channel) * layer.out.channels + output) * taps;
-            for (long tap = 0; tap < taps; tap++) to[tap] = from[taps - 1 - tap];
-        }
+    float* to = layer.flipped.data();
+    const int inputs = layer.in.channels, outputs = layer.out.channels;
+    each_phase(layer, [&](int phase_y, int phase_x, const Phase& y, const Phase& x) {
+        for (int channel = 0; channel < inputs; channel++)
+            for (int output = 0; output < outputs; output++) {
+                const float* kernel = weights + (long(output) * inputs + channel) * layer.taps();
+                for (int i = y.taps - 1; i >= 0; i--)
+                    for (int j = x.taps - 1; j >= 0; j--)
+                        *to++ = kernel[(phase_y + i * layer.stride_y) * layer.kernel_x + phase_x + j * layer.stride_x];
+            }
+    });
+}
+
+void slopes_to_input(const Layer& layer, vec* back) {
+    Image bare = layer.in;
+    bare.border_y = bare.border_x = 0;
+    const Image& slope = layer.slope;
+    const float* weights = layer.flipped.data();
+    if (layer.stride_y > layer.kernel_y || layer.stride_x > layer.kernel_x)  // some pixels are not met at all
+        std::fill(back, back + bare.features(), vec{});
+    each_phase(layer, [&](int, int, const Phase& y, const Phase& x) {
+        const vec* in = layer.slopes.data() + slope.start() + y.start * slope.row() + x.start;
+        convolve({y.taps, x.taps, 1, 1, in, slope, back + y.first * bare.row() + x.first, bare, y.count, x.count,
+                  layer.stride_y, layer.stride_x, nullptr, weights, nullptr, false, -y.start,
+                  layer.before_height - y.start, nullptr});
+        weights += long(layer.in.channels) * layer.out.channels * y.taps * x.taps;
+    });
 }
 
 // ``gradient``: of the output, without border; ``back``: of the input, likewise, or null where nobody asks.
@@ -232,13 +280,7 @@ void conv_backward(Layer& layer, const Flow& flow, const vec* gradient, vec* bac
     if (is_square && layer.kernel_y == 3) weight_gradients<2, 3, 3>(layer, in, gradients + layer.weight);
     else if (is_square && layer.kernel_y == 5) weight_gradients<4, 1, 5>(layer, in, gradients + layer.weight);
     else weight_gradients<4, 1, 1>(layer, in, gradients + layer.weight);
-    if (!back) return;
-    Image bare = layer.in;
-    bare.border_y = bare.border_x = 0;
-    // A convolution of stride 1 over the spread and bordered gradient.
-    convolve({layer.kernel_y, layer.kernel_x, 1, 1, layer.slopes.data(), layer.slope, back, bare, nullptr,
-              layer.flipped.data(), nullptr, false, layer.slope.border_y,
-              layer.slope.border_y + (layer.before_height - 1) * layer.stride_y + 1, nullptr});
+    if (back) slopes_to_input(layer, back);
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ struct Layer {
     std::vector<bvec> chosen;         // which number of its window a pooled convolution took: [group][out]
     std::vector<int32_t> place;       // where a pooling layer found its maximum: [group][out][lane]
     std::vector<vec> moments;         // NORM: means and reciprocal deviations, [group][2 * parts]
-    Image slope;                      // gradient before pooling: spread by the stride, bordered for the way back
+    Image slope;                      // gradient before pooling, bordered for the way back
     std::vector<vec> slopes;          // one group's
     std::vector<float> flipped;       // a convolution's weights, [in channel][out channel] and each kernel turned round
 
@@ -83,10 +83,13 @@ inline void reserve(Layer& layer, int groups) {
     if (layer.kind == NORM) layer.moments.resize(groups * 2 * layer.parts);
     if (layer.kind != CONV) return;
     if (layer.pooled) layer.chosen.resize(groups * layer.out.features());
-    // With its border as tall as the input and a kernel less one: the way back reads a whole kernel around every pixel.
-    const int border_y = layer.kernel_y - 1 - layer.padding_y, border_x = layer.kernel_x - 1 - layer.padding_x;
-    layer.slope = {layer.out.channels, layer.in.height + layer.kernel_y - 1 - 2 * border_y,
-                   layer.in.width + layer.kernel_x - 1 - 2 * border_x, border_y, border_x};
+    // The way back reads a window around every pixel of the input: of every stride-th tap, and of slopes that are zero.
+    const int border_y = layer.stride_y == 1 ? layer.kernel_y - 1 - layer.padding_y : (layer.kernel_y - 1) / layer.stride_y;
+    const int border_x = layer.stride_x == 1 ? layer.kernel_x - 1 - layer.padding_x : (layer.kernel_x - 1) / layer.stride_x;
+    const int height = (layer.in.height - 1 + layer.padding_y) / layer.stride_y + 1 - border_y;
+    const int width = (layer.in.width - 1 + layer.padding_x) / layer.stride_x + 1 - border_x;
+    layer.slope = {layer.out.channels, std::max(layer.before_height, height), std::max(layer.before_width, width), border_y,
+                   border_x};
     layer.slopes.resize(layer.slope.vectors());
     layer.flipped.resize(layer.num_weights());
 }

@@ -1,8 +1,6 @@
 // Linear layers: over all groups of a minibatch at once, with the step of SGD taken as soon as a gradient is known.
 #pragma once
 
-#include <type_traits>
-
 #include "sgd.h"
 
 namespace {
@@ -68,7 +66,7 @@ NOINLINE void to_rows(const vec* in, long features, int groups, vec* rows) {
         }
 }
 
-struct Slopes {  // what the step of a linear layer needs to know
+struct Slopes {  // what the gradient of a linear layer's weights needs to know
     long at, inputs, outputs;
     const float* slopes;  // [group][output][lane]
     const vec* rows;      // see to_rows
@@ -76,9 +74,10 @@ struct Slopes {  // what the step of a linear layer needs to know
     int records;
 };
 
-// Steps OUTPUTS rows and COLUMNS * LANES columns of the weights.
-template <int OUTPUTS, int COLUMNS>
-NOINLINE void linear_step(const Sgd& sgd, const Slopes& given, long output, long first) {
+// Sums slope * input over records, for OUTPUTS rows and COLUMNS * LANES columns of the weights; hands them to ``take``:
+// where the first of LANES numbers stands, the numbers, and how many of them count.
+template <int OUTPUTS, int COLUMNS, class Take>
+NOINLINE void product_part(const Slopes& given, long output, long first, const Take& take) {
     vec sums[OUTPUTS][COLUMNS];
     UNROLL for (int o = 0; o < OUTPUTS; o++)
         UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][c] = vec{};
@@ -95,21 +94,36 @@ NOINLINE void linear_step(const Sgd& sgd, const Slopes& given, long output, long
     UNROLL for (int o = 0; o < OUTPUTS; o++)
         UNROLL for (int c = 0; c < COLUMNS; c++) {
             const long column = first + c * LANES;
-            sgd.step(given.at + (output + o) * given.inputs + column, sums[o][c], given.inputs - column);
+            take(given.at + (output + o) * given.inputs + column, sums[o][c], given.inputs - column);
         }
 }
 
-template <int OUTPUTS>
-void linear_rows(const Sgd& sgd, const Slopes& given, long output) {
-    long first = 0;
-    for (; first + 4 * LANES <= given.inputs; first += 4 * LANES) linear_step<OUTPUTS, 4>(sgd, given, output, first);
-    for (; first < given.inputs; first += LANES) linear_step<OUTPUTS, 1>(sgd, given, output, first);
+template <int COLUMNS, int MOST, class Take>
+void product_columns(const Slopes& given, long first, const Take& take) {
+    long output = 0;
+    for (; output + MOST <= given.outputs; output += MOST) product_part<MOST, COLUMNS>(given, output, first, take);
+    for (; output < given.outputs; output++) product_part<1, COLUMNS>(given, output, first, take);
 }
 
+template <class Take>
+void products(const Slopes& given, const Take& take) {
+    long first = 0;
+    for (; first + 4 * LANES <= given.inputs; first += 4 * LANES) product_columns<4, 4>(given, first, take);
+    for (; first + 2 * LANES <= given.inputs; first += 2 * LANES) product_columns<2, 8>(given, first, take);
+    for (; first < given.inputs; first += LANES) product_columns<1, 8>(given, first, take);
+}
+
+// Steps a linear layer's weights.
 void linear_steps(const Sgd& sgd, const Slopes& given) {
-    long output = 0;
-    for (; output + 4 <= given.outputs; output += 4) linear_rows<4>(sgd, given, output);
-    for (; output < given.outputs; output++) linear_rows<1>(sgd, given, output);
+    products(given, [&](long at, vec gradient, long count) { sgd.step(at, gradient, count); });
+}
+
+// Adds to a gradient, which is LANES longer than it has numbers: the later of two rows that overlap there comes last.
+void add_products(float* gradient, const Slopes& given) {
+    products(given, [&](long at, vec sums, long count) {
+        const vec before = load(gradient + at);
+        store(gradient + at, LANE < int32_t(std::min<long>(count, LANES)) ? before + sums : before);
+    });
 }
 
 }  // namespace

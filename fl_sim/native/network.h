@@ -8,6 +8,7 @@
 #include "norm.h"
 #include "planes.h"
 #include "routed.h"
+#include "winograd.h"
 
 namespace {
 
@@ -18,8 +19,9 @@ class Network {
         graph_.reserve(groups, origins);
         long widest = graph_.layers.back().out.channels;
         for (const Layer& layer : graph_.layers) {
-            routes_.emplace_back();
+            routes_.emplace_back(), winograds_.emplace_back();
             if (is_routed(layer)) reserve(routes_.back(), layer);
+            if (is_winograd(layer)) reserve(winograds_.back(), tiles_, layer);
             if (layer.kind == LINEAR) widest = std::max(widest, layer.in.features());
         }
         logits_.resize(groups * widest), other_.resize(groups * widest);
@@ -32,6 +34,7 @@ class Network {
     double step(const float* inputs, const Batch& batch, const Sgd& sgd) {
         origins_ = batch.groups;
         groups_ = batch.mix && batch.mix->linearise ? 2 * origins_ : origins_;
+        for (int index = 0; index < graph_.first_linear; index++) start(index, sgd.params);
         for (int group = 0; group < groups_; group++) {
             gather(inputs, batch, group);
             for (int index = 0; index < graph_.first_linear; index++) forward(index, group, sgd.params);
@@ -87,10 +90,20 @@ class Network {
                 out.at(group), out.at(group % origins_), group % origins_, group >= origins_};
     }
 
+    // Lays a layer's weights out as the minibatch will need them.
+    void start(int index, const float* params) {
+        Layer& layer = graph_.layers[index];
+        const float* weights = params + layer.weight;
+        if (is_winograd(layer)) start_winograd(winograds_[index], layer, weights);
+        if (is_routed(layer)) start_routes(routes_[index], layer, weights);
+        else if (layer.kind == CONV && layer.source && !is_winograd(layer)) flip(layer, weights);
+    }
+
     void forward(int index, int group, const float* params) {
         Layer& layer = graph_.layers[index];
         const Flow flow = flow_of(index, group);
-        if (layer.kind == CONV) conv_forward(layer, flow, params);
+        if (is_winograd(layer)) winograd_forward(winograds_[index], tiles_, layer, flow, params);
+        else if (layer.kind == CONV) convolve(forward_pass(layer, flow, params));
         else if (layer.kind == POOL) pool_forward(layer, flow);
         else if (layer.kind == NORM) norm_forward(layer, flow, params);
         else if (layer.kind == AVERAGE) average_forward(layer, flow);
@@ -142,11 +155,6 @@ class Network {
     }
 
     void spatial_backward(int count, const vec* boundary, const Sgd& sgd) {
-        for (int index = 0; index < graph_.first_linear; index++) {
-            Layer& layer = graph_.layers[index];
-            if (is_routed(layer)) start_routes(routes_[index], layer, sgd.params + layer.weight);
-            else if (layer.kind == CONV && layer.source) flip(layer, sgd.params + layer.weight);
-        }
         for (int group = 0; group < groups_; group++) {
             for (Node& node : graph_.nodes) node.is_known = false;
             const int here = std::min(LANES, count - group % origins_ * LANES);
@@ -161,6 +169,7 @@ class Network {
         for (int index = 0; index < graph_.first_linear; index++) {
             Layer& layer = graph_.layers[index];
             if (is_routed(layer)) finish_routes(routes_[index], layer, gradients_.data() + layer.weight);
+            else if (is_winograd(layer)) finish_winograd(winograds_[index], layer, gradients_.data() + layer.weight);
             sgd.step_range(gradients_.data(), layer.weight, layer.num_weights() + layer.num_biases());
         }
     }
@@ -173,6 +182,8 @@ class Network {
         pass_back(layer, layer.source, [&](vec* back) {
             vec* asked = layer.source ? back : nullptr;
             if (is_routed(layer)) routed_backward(routes_[index], layer, flow, count, gradient, asked, gradients_.data());
+            else if (is_winograd(layer))
+                winograd_backward(winograds_[index], tiles_, layer, flow, gradient, asked, gradients_.data());
             else if (layer.kind == CONV) conv_backward(layer, flow, gradient, asked, gradients_.data());
             else if (layer.kind == POOL) pool_backward(layer, flow, gradient, back);
             else if (layer.kind == NORM) norm_backward(layer, flow, gradient, back, params, gradients_.data());
@@ -194,6 +205,8 @@ class Network {
 
     Graph graph_;
     std::vector<Routes> routes_;       // of every layer; empty where it is not routed
+    std::vector<Winograd> winograds_;  // likewise
+    Tiles tiles_;
     std::vector<vec> logits_, other_;  // gradients between linear layers, [group][feature]
     std::vector<vec> flat_;            // a group's inputs before they get a border
     std::vector<vec> rows_;            // a linear layer's inputs with the feature innermost
