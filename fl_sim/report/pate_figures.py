@@ -4,6 +4,7 @@ An epsilon axis says whether it is that of one query or of all. The agreement is
 only where its owner asked for it: that figure is as private as they are, and says so.
 """
 
+import re
 import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VOTES = "votes.npy"
-_BINS, _MOST_TICKS = 40, 8
+_MOST_TICKS = 8
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _picture(plot: Plot, name: str, where: str, shots: Sequence[Shot]) -> Pictur
         if x is not None and x > 0 and y is not None:
             values = lines.setdefault(plot.line(shot), {}).setdefault(x, [])
             values.append(y)
-    lines = {label: dict(sorted(points.items())) for label, points in sorted(lines.items())}
+    lines = {label: dict(sorted(lines[label].items())) for label in sorted(lines, key=_by_numbers)}
     if len({x for points in lines.values() for x in points}) < 2:
         return None
     deltas = ", ".join(dict.fromkeys(f"{shot.delta:g}" for shot in shots if shot.delta))
@@ -157,6 +158,11 @@ def _picture(plot: Plot, name: str, where: str, shots: Sequence[Shot]) -> Pictur
     )
     caption = (f"{plot.heading}: {where}. Points: mean over seeds; bars: smallest to largest seed.", terms)
     return Picture(f"pate-{plot.stem}-{name}.png", plot.heading, caption, png(draw(plot, where, lines)))
+
+
+def _by_numbers(label: str) -> list[tuple[int, str]]:
+    """Return what sorts labels such that 50 comes before 100."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", label)]
 
 
 def _agreement(name: str, where: str, shots: Sequence[Shot]) -> tuple[list[Picture], list[Problem]]:
@@ -178,13 +184,13 @@ def _agreement(name: str, where: str, shots: Sequence[Shot]) -> tuple[list[Pictu
         return [], problems
     heading = "Agreement of the teachers (PRIVATE)"
     figure, axes = _axes(len(gaps), f"{where}\nPRIVATE: computed from the votes, do not publish")
-    for (label, gap), (color, dashes, _) in zip(gaps.items(), styled(list(gaps)), strict=True):
-        shares, edges = np.histogram(gap, bins=_BINS, range=(0, 1))
+    for label, (color, dashes, _) in zip(sorted(gaps, key=_by_numbers), styled(list(gaps)), strict=True):
+        gap = gaps[label]
         shown = f"{label}, {len(gap)} queries, mean {100 * gap.mean():.0f} %"
-        axes.stairs(100 * shares / len(gap), 100 * edges, color=color, linestyle="--" if dashes else "-", label=shown)
+        axes.ecdf(100 * gap, color=color, linewidth=1.6, dashes=dashes or (1, 0), label=shown)
     axes.set(
-        xlabel="votes that the first class is ahead of the second (% of the teachers)", ylabel="queries (%)",
-        xlim=(0, 100), ylim=(0, None),
+        xlabel="votes that the first class is ahead of the second (% of the teachers)",
+        ylabel="share of the queries with at most that", xlim=(0, 100), ylim=(0, 1),
     )  # fmt: skip
     caption = (
         f"{heading}: {where}. Queries on which teachers agree cost little by the data-dependent analysis.",
@@ -211,9 +217,10 @@ def _draw_line(axes: "Axes", label: str, points: Points, style: Style) -> None:
     below = [mean - min(values) for mean, values in zip(means, points.values(), strict=True)]
     above = [max(values) - mean for mean, values in zip(means, points.values(), strict=True)]
     axes.plot(list(points), means, color=color, linewidth=1.6, dashes=dashes or (1, 0))
+    several = any(len(values) > 1 for values in points.values())
     axes.errorbar(
-        list(points), means, yerr=[below, above], color=color, fmt=marker, markersize=6, capsize=4, linewidth=1.2,
-        label=plain(label),
+        list(points), means, yerr=[below, above] if several else None, color=color, fmt=marker, markersize=6, capsize=4,
+        linewidth=1.2, label=plain(label),
     )  # fmt: skip
 
 
