@@ -58,7 +58,7 @@ def installed(environments: Path) -> dict[str, str]:
 
 def install(environments: Path, name: str) -> bool:
     """Make one environment; say how it went."""
-    venv.create(environments / name, with_pip=True)
+    venv.create(environments / name, symlinks=sys.platform != "win32", with_pip=True)
     command = [str(python_of(environments, name)), "-m", "pip", "install", "--quiet", PEERS[name].requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

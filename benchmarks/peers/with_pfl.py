@@ -2,9 +2,9 @@
 
 As in pfl's tutorials: FederatedAveraging.run over a SimulatedBackend, PyTorchModel, users as in-memory tensor data
 sets, a sampler that goes round all users, in one process (several would be worker processes of torch.distributed).
-Momentum and a fresh optimizer per user are pfl's own (``local_optimizer_create``). Two things differ from the plain
-loop, both in pfl's favour: an in-memory data set is cut into minibatches once and never shuffled again. And one
-against it: pfl measures every user before and after training in its first round, which is not timed here.
+Momentum and a fresh optimizer per user are pfl's own (``local_optimizer_create``). One thing differs from the plain
+loop, in pfl's favour: an in-memory data set is cut into minibatches once, and never shuffled again. Its first round,
+which is not timed, also measures every user before and after training.
 """
 
 # mypy: disable-error-code="import-not-found", allow-subclassing-any
