@@ -32,13 +32,13 @@ struct Slope {
 };
 
 struct Routes {
-    std::vector<float> in, back;      // of a group: [record][row][column][channel], borders counted
-    std::vector<float> weights;       // [output][kernel row][run]
-    std::vector<float> gradient;      // likewise, summed over the minibatch
-    std::vector<float> values;        // [record][output][place]: slopes
-    std::vector<int32_t> places;      // likewise: where their windows start
-    std::vector<Slope> slopes;        // of a record: [output][place], those that are not zero
-    std::vector<int> counts;          // of a record: [band][output]
+    Floats in, back;              // of a group: [record][row][column][channel], borders counted
+    Floats weights;               // [output][kernel row][run]
+    Floats gradient;              // likewise, summed over the minibatch
+    Floats values;                // [record][output][place]: slopes
+    std::vector<int32_t> places;  // likewise: where their windows start
+    std::vector<Slope> slopes;    // of a record: [output][place], those that are not zero
+    std::vector<int> counts;      // of a record: [band][output]
 };
 
 constexpr int BAND_ROWS = 4;  // of pooled output: what they read fits the L1 cache
@@ -48,6 +48,7 @@ struct RouteShape {
     explicit RouteShape(const Layer& layer) {
         row = layer.in.row() * layer.in.channels;
         record = row * (layer.in.height + 2 * layer.in.border_y) + 2 * LANES;
+        record = (record + LANES - 1) / LANES * LANES;
         run = run_vectors(layer) * LANES;
         bands = (layer.out.height + BAND_ROWS - 1) / BAND_ROWS;
         band_places = BAND_ROWS * long(layer.out.width);
@@ -67,12 +68,12 @@ inline void reserve(Routes& routes, const Layer& layer) {
 // Before a minibatch: lays the weights out by runs, and clears their gradient.
 inline void start_routes(Routes& routes, const Layer& layer, const float* weights) {
     const RouteShape shape(layer);
-    std::fill(routes.gradient.begin(), routes.gradient.end(), 0.0f);
+    routes.gradient.clear_values();
     for (long output = 0; output < layer.out.channels; output++)
         for (long channel = 0; channel < layer.in.channels; channel++)
             for (long y = 0; y < layer.kernel_y; y++)
                 for (long x = 0; x < layer.kernel_x; x++)
-                    routes.weights[(output * layer.kernel_y + y) * shape.run + x * layer.in.channels + channel] = *weights++;
+                    routes.weights.data()[(output * layer.kernel_y + y) * shape.run + x * layer.in.channels + channel] = *weights++;
 }
 
 // After a minibatch: hands the weights' gradient over in their own order.
@@ -82,7 +83,7 @@ inline void finish_routes(const Routes& routes, const Layer& layer, float* gradi
         for (long channel = 0; channel < layer.in.channels; channel++)
             for (long y = 0; y < layer.kernel_y; y++)
                 for (long x = 0; x < layer.kernel_x; x++)
-                    *gradient++ = routes.gradient[(output * layer.kernel_y + y) * shape.run + x * layer.in.channels + channel];
+                    *gradient++ = routes.gradient.data()[(output * layer.kernel_y + y) * shape.run + x * layer.in.channels + channel];
 }
 
 // Lays a group's planes out record by record. Reads and writes up to LANES numbers too many: what follows is written later.
@@ -224,7 +225,7 @@ void routed_backward(Routes& routes, const Layer& layer, const Flow& flow, int c
                      float* gradients) {
     const RouteShape shape(layer);
     to_records(flow.in, layer.in, routes.in.data(), shape.record);
-    if (back) std::fill(routes.back.begin(), routes.back.end(), 0.0f);
+    if (back) routes.back.clear_values();
     route(routes, layer, flow, gradient, layer.has_bias && !flow.is_derivative ? gradients + layer.bias : nullptr);
     const long outputs = layer.out.channels;
     for (int lane = 0; lane < count; lane++) {

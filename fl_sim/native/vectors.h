@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE __attribute__((noinline))
@@ -22,6 +23,18 @@ constexpr ivec LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 INLINE vec load(const float* from) { return *reinterpret_cast<const loose*>(from); }
 INLINE void store(float* to, vec value) { *reinterpret_cast<loose*>(to) = value; }
 INLINE vec spread(float value) { return vec{} + value; }
+
+// Numbers that start where a vector may: a load across two cache lines costs twice as much.
+class Floats {
+  public:
+    void resize(long count) { vectors_.resize((count + LANES - 1) / LANES); }
+    void clear_values() { std::fill(vectors_.begin(), vectors_.end(), vec{}); }
+    float* data() { return reinterpret_cast<float*>(vectors_.data()); }
+    const float* data() const { return reinterpret_cast<const float*>(vectors_.data()); }
+
+  private:
+    std::vector<vec> vectors_;
+};
 
 // At most ``count`` numbers, zeros behind them.
 INLINE vec load(const float* from, long count) {

@@ -15,7 +15,7 @@ namespace {
 constexpr int POSITIONS = 16;
 
 struct Winograd {
-    std::vector<float> weights, gradient;  // of a layer: [position][output][channel]; LANES longer
+    Floats weights, gradient;  // of a layer: [position][output][channel]; LANES longer
 };
 
 struct Tiles {  // some tiles of a group, the same memory for all layers
@@ -94,13 +94,13 @@ INLINE void transform(const T (&in)[FROM][FROM], T (&out)[TO][TO]) {
 
 // Before a minibatch: transforms the weights, and clears their gradient.
 NOINLINE void start_winograd(Winograd& winograd, const Layer& layer, const float* weights) {
-    std::fill(winograd.gradient.begin(), winograd.gradient.end(), 0.0f);
+    winograd.gradient.clear_values();
     const long pairs = long(layer.out.channels) * layer.in.channels;
     for (long pair = 0; pair < pairs; pair++, weights += 9) {
         float kernel[3][3], positions[4][4];
         for (int tap = 0; tap < 9; tap++) kernel[tap / 3][tap % 3] = weights[tap];
         transform<ToKernel>(kernel, positions);
-        for (int at = 0; at < POSITIONS; at++) winograd.weights[at * pairs + pair] = positions[at / 4][at % 4];
+        for (int at = 0; at < POSITIONS; at++) winograd.weights.data()[at * pairs + pair] = positions[at / 4][at % 4];
     }
 }
 
@@ -109,7 +109,7 @@ NOINLINE void finish_winograd(const Winograd& winograd, const Layer& layer, floa
     const long pairs = long(layer.out.channels) * layer.in.channels;
     for (long pair = 0; pair < pairs; pair++, gradient += 9) {
         float kernel[3][3], positions[4][4];
-        for (int at = 0; at < POSITIONS; at++) positions[at / 4][at % 4] = winograd.gradient[at * pairs + pair];
+        for (int at = 0; at < POSITIONS; at++) positions[at / 4][at % 4] = winograd.gradient.data()[at * pairs + pair];
         transform<FromKernel>(positions, kernel);
         for (int tap = 0; tap < 9; tap++) gradient[tap] = kernel[tap / 3][tap % 3];
     }
