@@ -123,12 +123,17 @@ def cores() -> int:
 
 def workers_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> int:
     """Return how many clients ``engine`` trains at a time in this process."""
-    if not isinstance(engine, InProcess) or device_of(experiment).type != "cpu":
+    if not isinstance(engine, InProcess):
         return 1
+    return min(threads_of(engine, experiment, data_root), experiment.num_clients)
+
+
+def threads_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> int:
+    """Return how many threads of this process may run the experiment's model at once."""
     trainer, input_shape = _trainer_of(experiment.data, experiment.model, data_root)
-    if not trainer.is_parallel(input_shape):
+    if device_of(experiment).type != "cpu" or not trainer.is_parallel(input_shape):
         return 1
-    return min(engine.workers or cores(), experiment.num_clients)
+    return (engine.workers if isinstance(engine, InProcess) else 0) or cores()
 
 
 def stack_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> int:

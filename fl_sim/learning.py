@@ -1,6 +1,7 @@
 """The local loop: minibatch SGD on one client's records, the same for every algorithm."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -119,20 +120,31 @@ def _sgd_step(
     weight.add_(gradient, alpha=-settings.learning_rate)
 
 
-def evaluate(model: nn.Module, params: Params, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
-    """Return (accuracy in [0, 1], mean cross-entropy) of ``params`` on (n, *input shape) inputs and (n,) labels."""
+def evaluate(
+    model: nn.Module, params: Params, inputs: torch.Tensor, labels: torch.Tensor, *, workers: int = 1
+) -> tuple[float, float]:
+    """Return (accuracy in [0, 1], mean cross-entropy) of ``params`` on (n, *input shape) inputs and (n,) labels.
+
+    ``workers`` threads share out the batches; the numbers are the same for any number of them.
+    """
     with torch.inference_mode():
         for name, weight in model.named_parameters():
             weight.copy_(params[name])
-        model.eval()
-        correct, loss = 0, 0.0
-        for batch, targets in zip(
-            torch.split(inputs, EVALUATION_BATCH), torch.split(labels, EVALUATION_BATCH), strict=True
-        ):
+    model.eval()
+    threads = torch.get_num_threads()
+
+    def score(batch: torch.Tensor, targets: torch.Tensor) -> tuple[int, float]:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)  # holds for the thread that calls it
+        with torch.inference_mode():
             logits = model(batch)
-            correct += int((logits.argmax(1) == targets).sum())
-            loss += float(functional.cross_entropy(logits, targets, reduction="sum"))
-    return correct / len(labels), loss / len(labels)
+            correct = (logits.argmax(1) == targets).sum()
+            return int(correct), float(functional.cross_entropy(logits, targets, reduction="sum"))
+
+    batches = torch.split(inputs, EVALUATION_BATCH), torch.split(labels, EVALUATION_BATCH)
+    with ThreadPoolExecutor(workers) as pool:
+        scores = list(pool.map(score, *batches) if workers > 1 else map(score, *batches))
+    return sum(correct for correct, _ in scores) / len(labels), sum(loss for _, loss in scores) / len(labels)
 
 
 def _loss(

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from clients.dafl import DaFl
 from fl_sim.config import field_defaults
 from fl_sim.data import load
-from fl_sim.engine_choice import FLOWER, open_engine
+from fl_sim.engine_choice import FLOWER, open_engine, threads_of
 from fl_sim.experiment import Experiment, build_model, client_shards, device_of, experiment_from, read_table, resolved
 from fl_sim.learning import evaluate, to_tensors
 from fl_sim.params import detached, num_parameters
@@ -142,6 +142,7 @@ def main_loop(
     device = device_of(experiment)
     inputs, labels = (tensor.to(device) for tensor in to_tensors(dataset.test, dataset))
     model = build_model(experiment, dataset).to(device)
+    workers = threads_of(experiment.engine, experiment, data_root)
     for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
         start = time.perf_counter()
         factor = experiment.local.schedule.factor(server_round, experiment.rounds)
@@ -153,7 +154,7 @@ def main_loop(
             break
         accuracy, loss = None, None
         if server_round % experiment.evaluate_every == 0 or _is_last(experiment, server_round, log.privacy):
-            accuracy, loss = evaluate(model, strategy.server.params, inputs, labels)
+            accuracy, loss = evaluate(model, strategy.server.params, inputs, labels, workers=workers)
         epsilon = strategy.privacy.ledger.epsilon if strategy.privacy else None
         record = RoundRecord(
             server_round, accuracy, loss, done.train_loss, epsilon, done.cohort_size, rate, time.perf_counter() - start

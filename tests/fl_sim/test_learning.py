@@ -1,5 +1,7 @@
 """The local loop against torch.optim.SGD, and evaluation against a plain computation."""
 
+from threading import get_ident
+
 import numpy as np
 import pytest
 import torch
@@ -205,6 +207,20 @@ def test_evaluation_is_the_plain_accuracy_and_mean_loss_without_dropout():
     plain = -sum(float(row[label]) for row, label in zip(log_probabilities, labels, strict=True)) / 1203
     assert accuracy == right / 1203
     assert loss == pytest.approx(plain, rel=1e-6)
+
+
+def test_any_number_of_threads_evaluates_to_the_same_bits():
+    model = _cnn()
+    params = detached(model.named_parameters())
+    inputs, labels = _data(2203)
+    seen = set()
+    model.register_forward_hook(lambda *_: seen.add((get_ident(), torch.get_num_threads())))
+    alone = evaluate(model, params, inputs, labels)
+    assert seen == {(get_ident(), 1)}
+    for workers in (2, 5):
+        assert evaluate(model, params, inputs, labels, workers=workers) == alone
+    assert len(seen) > 1
+    assert {threads for _, threads in seen} == {1}
 
 
 def test_a_model_is_trained_with_dropout_after_it_was_evaluated():
