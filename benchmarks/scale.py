@@ -1,0 +1,232 @@
+"""Start-up, seconds a round and memory as the population and the cohort grow: MNIST's 60,000 records, one process.
+
+Every row is a run of its own in a process of its own: `fl-sim run`'s own path, with the sampler fixed-size:COHORT, the
+NIID-Bench CNN, batch 64, one local epoch, checkpoints after every round and no evaluation in the rounds that count.
+``start`` is from the beginning of the process to its first round, imports included; ``memory`` is the largest resident
+set; ``states`` is what clients keep on disk at the end (SCAFFOLD).
+
+    python benchmarks/scale.py [--json] [--plot scale.png] [--quick]
+
+Real images are read from $FL_SIM_DATA; without it they are random bytes of the same shape, which costs the same.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+RECORDS = 60_000
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run. ``rounds`` are those that count; one more comes before them and one, with evaluation, after them."""
+
+    population: int
+    cohort: int
+    algorithm: str = "fedavg"
+    partition: str = "iid"
+    rounds: int = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a run cost; seconds a round are medians."""
+
+    setting: Setting
+    start_seconds: float
+    start_cpu_seconds: float
+    round_seconds: float
+    round_cpu_seconds: float
+    slowest_round_seconds: float
+    memory_mb: float
+    memory_at_start_mb: float
+    states_mb: float
+
+
+SETTINGS = [
+    *(Setting(population, cohort) for population in (100, 1_000, 10_000) for cohort in (10, 100, 1_000)
+      if cohort <= population),
+    Setting(10_000, 100, partition="dirichlet:0.5"),
+    Setting(10_000, 1_000, partition="dirichlet:0.5"),
+    Setting(10_000, 100, algorithm="scaffold"),
+    Setting(10_000, 1_000, algorithm="scaffold", rounds=20),
+]  # fmt: skip
+
+QUICK = [Setting(100, 10, rounds=3), Setting(10_000, 100, rounds=3), Setting(10_000, 100, "scaffold", rounds=3)]
+
+
+def data_of(folder: Path, records: int = RECORDS) -> str:
+    """Return the name of the data: MNIST where it is, else random bytes of its shape in ``folder``."""
+    if os.environ.get("FL_SIM_DATA"):
+        return "mnist"
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    path = folder / f"random-{records}.npz"
+    if not path.exists():
+        inputs, labels = (generator.integers(0, top, shape, dtype=kind) for top, shape, kind in (
+            (256, (records, 28, 28, 1), np.uint8), (10, records, np.int64)
+        ))  # fmt: skip
+        np.savez(path, x_train=inputs, y_train=labels, x_test=inputs[:10_000], y_test=labels[:10_000])
+    return f"npz:{path}"
+
+
+def run_one(setting: Setting, data: str, folder: Path, start: float) -> Row:
+    """Do a run in this process, which began at ``start`` (time.time)."""
+    import torch
+
+    from fl_sim.experiment import experiment_from
+    from fl_sim.report import rundir
+    from fl_sim.report.rundir import RoundRecord
+    from fl_sim.simulation import Silent, run
+
+    torch.set_num_threads(1)
+
+    class Watch(Silent):
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+            self.cpu: list[float] = []  # at the start, and after each round
+            self.states = 0.0
+
+        def started(self, *_: object) -> None:
+            self.started_at, self.at_start = time.time(), memory_mb()
+            self.cpu.append(cpu_seconds())
+
+        def finished_round(self, record: RoundRecord) -> None:
+            self.seconds.append(record.seconds)
+            self.cpu.append(cpu_seconds())
+            self.states = space_mb(folder / "run" / rundir.STATE)
+
+    table = {
+        "data": data, "partition": setting.partition, "clients": setting.population, "model": "niid-cnn",
+        "algorithm": setting.algorithm, "sampler": f"fixed-size:{setting.cohort}", "rounds": setting.rounds + 2,
+        "evaluate_every": setting.rounds + 2, "engine": "inprocess",
+    }  # fmt: skip
+    watch = Watch()
+    run(experiment_from(table), folder / "run", None, watch)
+    seconds = watch.seconds[1:-1]
+    cpu = [after - before for before, after in pairwise(watch.cpu)][1:-1]
+    return Row(
+        setting, watch.started_at - start, watch.cpu[0], statistics.median(seconds), statistics.median(cpu),
+        max(seconds), memory_mb(), watch.at_start, watch.states,
+    )  # fmt: skip
+
+
+def memory_mb() -> float:
+    """Return the largest resident set of this process so far."""
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process so far, all threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def space_mb(folder: Path) -> float:
+    """Return what the files below ``folder`` take on disk; those with holes take less than their size."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file()) / 1e6
+
+
+def measured(setting: Setting, data: str) -> Row:
+    """Do a run in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(HERE / "scale.py"), "--one", json.dumps(asdict(setting)), data, folder]
+        command.append(repr(time.time()))
+        done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{setting} failed:\n{done.stderr[-2000:]}")
+    return read_row(json.loads(done.stdout.splitlines()[-1]))
+
+
+def read_row(values: dict[str, Any]) -> Row:
+    """Return a row from its JSON."""
+    return Row(Setting(**values.pop("setting")), **values)
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return the rows as Markdown."""
+    titles = (
+        "population, cohort, algorithm, split, start s, CPU, s a round, slowest, CPU, memory MB, at start, states MB"
+    )
+    lines = [f"| {titles.replace(', ', ' | ')} |", "|---" * 12 + "|"]
+    for row in rows:
+        one = row.setting
+        cells = [f"{one.population:,}", f"{one.cohort:,}", one.algorithm, one.partition]
+        cells += [f"{seconds:.1f}" for seconds in (row.start_seconds, row.start_cpu_seconds)]
+        cells += [f"{x:.3f}" for x in (row.round_seconds, row.slowest_round_seconds, row.round_cpu_seconds)]
+        cells += [f"{megabytes:.0f}" for megabytes in (row.memory_mb, row.memory_at_start_mb, row.states_mb)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Draw seconds a round over the cohort, a line a population, and over the population, a line a cohort."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    plain = [row for row in rows if (row.setting.algorithm, row.setting.partition) == ("fedavg", "iid")]
+    for axes, along, each in ((left, "cohort", "population"), (right, "population", "cohort")):
+        for value in sorted({getattr(row.setting, each) for row in plain}):
+            points = sorted(
+                (getattr(row.setting, along), row.round_seconds) for row in plain if getattr(row.setting, each) == value
+            )
+            axes.plot(*zip(*points, strict=True), marker="o", label=f"{each} {value:,}")
+        axes.set(xscale="log", yscale="log", xlabel=f"clients in the {along}", ylabel="seconds a round")
+        axes.grid(which="major", alpha=0.3)
+    for algorithm, partition, marker in (("fedavg", "dirichlet:0.5", "s"), ("scaffold", "iid", "^")):
+        chosen = [row for row in rows if (row.setting.algorithm, row.setting.partition) == (algorithm, partition)]
+        if chosen:
+            points = sorted((row.setting.cohort, row.round_seconds) for row in chosen)
+            what = f"{algorithm}, {partition}, population {chosen[0].setting.population:,}"
+            left.plot(*zip(*points, strict=True), marker=marker, linestyle="--", label=what)
+    for axes in (left, right):
+        axes.legend(fontsize=8)
+    figure.suptitle(f"Seconds a round: {RECORDS:,} records over the population, one local epoch, niid-cnn", fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three small runs")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--plot", type=Path, help="write the plot to this PNG")
+    parser.add_argument("--one", nargs=4, metavar=("SETTING", "DATA", "FOLDER", "START"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        setting, data, folder, start = options.one
+        print(json.dumps(asdict(run_one(Setting(**json.loads(setting)), data, Path(folder), float(start)))))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        data = data_of(Path(folder))
+        for setting in QUICK if options.quick else SETTINGS:
+            rows.append(measured(setting, data))
+            print(f"measured {setting}", file=sys.stderr)
+    if options.plot:
+        plot(rows, options.plot)
+    if options.json:
+        print(json.dumps({"rows": [asdict(row) for row in rows], "data": data, "load": os.getloadavg()}))
+        return
+    print(table(rows))
+    print(f"\ndata {data}; load average {os.getloadavg()[0]:.1f} at the end, {os.cpu_count()} processors")
+
+
+if __name__ == "__main__":
+    main()
