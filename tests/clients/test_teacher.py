@@ -1,0 +1,52 @@
+"""Teachers by themselves: they learn their shard, differ from each other, and admit when they have diverged."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from clients.forest import RandomForest
+from clients.teacher import forest_votes, network_votes, votes_of
+from fl_sim import models
+from fl_sim.cohort import Trainer
+from fl_sim.data import load
+from fl_sim.learning import to_tensors
+from fl_sim.types import LocalSettings, RunError
+
+BUILD = partial(models.build, "logistic", (1, 8, 8), 10)
+SETTINGS = LocalSettings(0.03, 0.9, 5e-3, 32, 10)
+
+
+def _records() -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, np.ndarray]:
+    dataset = load("digits")
+    inputs, labels = to_tensors(dataset.train, dataset)
+    pool, true = to_tensors(dataset.test, dataset)
+    return (inputs[:300], labels[:300]), pool, true.numpy()
+
+
+def test_a_teacher_learns_its_shard_and_its_votes_repeat() -> None:
+    records, pool, true = _records()
+    trainer = Trainer(BUILD(0), None)
+    votes = network_votes(trainer, BUILD, SETTINGS, records, pool, client=3, seed=0)
+    assert votes.dtype == np.int64
+    assert (votes == true).mean() > 0.85
+    assert np.array_equal(votes, network_votes(trainer, BUILD, SETTINGS, records, pool, client=3, seed=0))
+    other = network_votes(trainer, BUILD, SETTINGS, records, pool, client=4, seed=0)
+    assert 0 < (votes != other).mean() < 0.2  # the same shard, other initial weights
+
+
+def test_a_forest_votes_too() -> None:
+    records, pool, true = _records()
+    votes = forest_votes(RandomForest(trees=30), records, pool, client=0, seed=0)
+    assert (votes == true).mean() > 0.8
+    assert np.array_equal(votes, forest_votes(RandomForest(trees=30), records, pool, client=0, seed=0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_outputs_that_are_not_finite_are_no_vote(value: float) -> None:
+    logits = torch.zeros(5, 3)
+    logits[2, 1] = value
+    with pytest.raises(RunError, match=r"teacher 7 has the outputs \[0.0, (nan|inf), 0.0\] on public record 2"):
+        votes_of(logits, 7)
+    assert votes_of(torch.eye(3), 7).tolist() == [0, 1, 2]
