@@ -175,30 +175,43 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw seconds a round over the cohort, a line a population, and over the population, a line a cohort."""
+    """Draw seconds a round over the cohort and over the population: the clock's above, the processors' below.
+
+    Those of the clock mean little where other programs run at the same time.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    panels = figure.subplots(2, 2, sharex="col", sharey="row")
+    measures = (("round_seconds", "seconds a round"), ("round_cpu_seconds", "CPU seconds a round, all threads"))
+    for (left, right), (measure, title) in zip(panels, measures, strict=True):
+        _lines(left, rows, measure, along="cohort", each="population")
+        _lines(right, rows, measure, along="population", each="cohort")
+        _others(left, rows, measure)
+        left.set_ylabel(title)
+    for axes in panels[1]:
+        axes.legend(fontsize=8)
+    figure.suptitle(f"{RECORDS:,} records over the population, one local epoch, niid-cnn", fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+def _lines(axes: Any, rows: list[Row], measure: str, *, along: str, each: str) -> None:
     plain = [row for row in rows if (row.setting.algorithm, row.setting.partition) == ("fedavg", "iid")]
-    for axes, along, each in ((left, "cohort", "population"), (right, "population", "cohort")):
-        for value in sorted({getattr(row.setting, each) for row in plain}):
-            points = sorted(
-                (getattr(row.setting, along), row.round_seconds) for row in plain if getattr(row.setting, each) == value
-            )
-            axes.plot(*zip(*points, strict=True), marker="o", label=f"{each} {value:,}")
-        axes.set(xscale="log", yscale="log", xlabel=f"clients in the {along}", ylabel="seconds a round")
-        axes.grid(which="major", alpha=0.3)
+    for value in sorted({getattr(row.setting, each) for row in plain}):
+        chosen = [row for row in plain if getattr(row.setting, each) == value]
+        points = sorted((getattr(row.setting, along), getattr(row, measure)) for row in chosen)
+        axes.plot(*zip(*points, strict=True), marker="o", label=f"{each} {value:,}")
+    axes.set(xscale="log", yscale="log", xlabel=f"clients in the {along}")
+    axes.grid(which="major", alpha=0.3)
+
+
+def _others(axes: Any, rows: list[Row], measure: str) -> None:
     for algorithm, partition, marker in (("fedavg", "dirichlet:0.5", "s"), ("scaffold", "iid", "^")):
         chosen = [row for row in rows if (row.setting.algorithm, row.setting.partition) == (algorithm, partition)]
         if chosen:
-            points = sorted((row.setting.cohort, row.round_seconds) for row in chosen)
+            points = sorted((row.setting.cohort, getattr(row, measure)) for row in chosen)
             what = f"{algorithm}, {partition}, population {chosen[0].setting.population:,}"
-            left.plot(*zip(*points, strict=True), marker=marker, linestyle="--", label=what)
-    for axes in (left, right):
-        axes.legend(fontsize=8)
-    figure.suptitle(f"Seconds a round: {RECORDS:,} records over the population, one local epoch, niid-cnn", fontsize=11)
-    figure.savefig(path, dpi=150)
+            axes.plot(*zip(*points, strict=True), marker=marker, linestyle="--", label=what)
 
 
 def main() -> None:
