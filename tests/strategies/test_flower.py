@@ -1,6 +1,7 @@
 """The Flower Strategy: who is asked what, what is made of the replies, and the round around it."""
 
 import math
+import pickle
 import random
 from types import SimpleNamespace
 
@@ -93,6 +94,30 @@ def test_a_round_moves_the_model_and_reports_the_mean_loss_by_records(strategy_o
     assert arrays["w"].numpy().tolist() == [2.5, 0.5]  # 1 + 3/4 * 2, 2 - 3/4 * 2
     assert strategy.server.params["w"].tolist() == [2.5, 0.5]
     assert dict(metrics) == {"cohort": 3, "train_loss": 4.0}
+
+
+@pytest.mark.parametrize("way", [lambda reply: reply, lambda reply: pickle.loads(pickle.dumps(reply))])
+def test_replies_in_any_order_by_reference_or_as_bytes_give_the_same_bits(strategy_of, reply_of, way):
+    generator = torch.Generator().manual_seed(0)
+    start = {"w": torch.randn(40, 3, generator=generator), "b": torch.randn(3, generator=generator)}
+    sent = [
+        {name: torch.randn(value.shape, generator=generator) * 10.0**client for name, value in start.items()}
+        for client in range(6)
+    ]
+    exact = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in start.items()}
+    for client, update in enumerate(sent):
+        for name, value in update.items():
+            exact[name].add_(value, alpha=(client + 1) / 21)
+    for shuffle in range(3):
+        strategy = strategy_of(FedAvg(), start, 6)
+        replies = [
+            way(reply_of(client, wire.update_content({"delta": update}, client + 1, 0.5)))
+            for client, update in enumerate(sent)
+        ]
+        random.Random(shuffle).shuffle(replies)
+        strategy.aggregate_train(1, replies)
+        for name, value in start.items():
+            assert torch.equal(strategy.server.params[name], value + exact[name].float())
 
 
 def test_a_round_without_records_changes_nothing_and_has_no_loss(strategy_of, reply_of):
