@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_sim.native.compiling import LIBRARY, processor
+from fl_sim.native.compiling import LIBRARY, NEEDED, processor
 from fl_sim.native.layers import FIELDS, Stack
 from fl_sim.types import LocalPlan, LocalTask, Mix, Params, Trained
 
@@ -127,6 +127,8 @@ def load_kernel(path: Path = LIBRARY) -> tuple[Kernel | None, str]:
         return None, f"{path} was compiled for another processor, with {', '.join(sorted(missing))}"
     if not hasattr(library, "fl_sim_layout") or library.fl_sim_layout() != _LAYOUT:
         return None, f"{path} is of another version of fl-sim (python -m fl_sim.native compiles this one's)"
+    if NEEDED not in needed:
+        return None, f"{path} was compiled without 512-bit vectors ({NEEDED}), and would be slower than PyTorch"
     return Kernel(library), ""
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fl_sim.native import compiling
-from fl_sim.native.kernel import load_kernel
+from fl_sim.native.kernel import _LAYOUT, load_kernel
 
 
 def test_no_compiler_and_a_failing_one_are_reasons_not_crashes(
@@ -35,6 +35,31 @@ def test_a_missing_library_and_one_that_is_none_give_the_reason(tmp_path: Path) 
     kernel, why_not = load(tmp_path / "text.so")
     assert kernel is None
     assert "cannot be loaded" in why_not
+
+
+def test_without_wide_vectors_nothing_is_compiled_and_nothing_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(compiling, "processor", lambda: "x86_64 avx avx2 fma")
+    monkeypatch.setattr(compiling, "compile_kernel", never)
+    assert compiling.main() == 1
+    assert "no 512-bit vectors (avx512f); PyTorch will train instead" in capsys.readouterr().err
+    source = tmp_path / "narrow.cpp"
+    layout = f'extern "C" int fl_sim_layout() {{ return {_LAYOUT}; }}'
+    source.write_text('extern "C" const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }\n' + layout)
+    monkeypatch.undo()
+    monkeypatch.setattr(compiling, "SOURCE", source)
+    monkeypatch.setattr(compiling, "processor", lambda: "")
+    try:
+        compiling.compile_kernel(tmp_path / "narrow.so")
+    except compiling.NoCompiler as reason:
+        pytest.skip(str(reason))
+    kernel, why_not = load_kernel.__wrapped__(tmp_path / "narrow.so")
+    assert kernel is None
+    assert "slower than PyTorch" in why_not
 
 
 @pytest.mark.parametrize("layout", ["", 'extern "C" int fl_sim_layout() { return 7; }'], ids=["none", "other"])
