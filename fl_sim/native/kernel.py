@@ -1,7 +1,6 @@
 """Call the compiled trainer, where there is one for this processor."""
 
 import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from fl_sim.native.compiling import LIBRARY, NEEDED, processor
 from fl_sim.native.layers import FIELDS, Stack
+from fl_sim.params import FlatParams, vector_in
 from fl_sim.types import LocalPlan, LocalTask, Mix, Params, Trained
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -101,7 +101,7 @@ class Kernel:
         failed = self.library.fl_sim_train(ctypes.byref(request), ctypes.byref(loss))
         del pool
         if failed == 3:
-            raise IndexError(f"a label is outside of the model's {stack.shapes[-1][1][0]} classes")
+            raise IndexError(f"a label is outside of the model's {stack.layout[-1][1][0]} classes")
         if failed:
             raise MemoryError("no memory for local training") if failed == 2 else AssertionError("shapes disagree")
         return Trained(
@@ -144,10 +144,9 @@ def _mix_into(request: _Request, mix: Mix | None, draws: Draws) -> list[torch.Te
     return [inputs, proportions]
 
 
-def _flat(params: Mapping[str, torch.Tensor], stack: Stack) -> torch.Tensor:
-    return torch.cat([*(params[name].detach().reshape(-1) for name, _ in stack.shapes), torch.zeros(_SPARE)])
+def _flat(params: Params, stack: Stack) -> torch.Tensor:
+    return torch.cat([vector_in(params, stack.layout), torch.zeros(_SPARE)])
 
 
 def _named(flat: torch.Tensor, stack: Stack) -> Params:
-    parts = torch.split(flat[:-_SPARE], stack.sizes)
-    return {name: part.view(shape) for (name, shape), part in zip(stack.shapes, parts, strict=True)}
+    return FlatParams(flat[:-_SPARE], stack.layout)

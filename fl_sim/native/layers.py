@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fl_sim.models import ResidualBlock
+from fl_sim.params import Layout, layout_of
 
 _CONV, _POOL, _RELU, _LINEAR, _NORM, _ADD, _AVERAGE = range(7)
 _KINDS: dict[type[nn.Module], int] = {
@@ -29,22 +30,17 @@ class Stack:
     """A model as the kernel sees it.
 
     ``layers``: int32, (layers, 15), in the order of ``FIELDS``; ``input_shape``: int32, (3,): channels, height, width,
-    or (features, 1, 1). ``shapes``: the parameters' names and shapes, in the order in which they lie one after another.
+    or (features, 1, 1). ``layout``: the parameters' names and shapes, in the order in which they lie one after another.
     """
 
     layers: NDArray[np.int32]
     input_shape: NDArray[np.int32]
-    shapes: tuple[tuple[str, torch.Size], ...]
+    layout: Layout
 
     @cached_property
     def pointers(self) -> tuple[int, int]:
         """Return where ``layers`` and ``input_shape`` lie."""
         return int(self.layers.ctypes.data), int(self.input_shape.ctypes.data)
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Return how many numbers each parameter has."""
-        return [shape.numel() for _, shape in self.shapes]
 
     @cached_property
     def is_piecewise_linear(self) -> bool:
@@ -67,7 +63,7 @@ def describe(model: nn.Module, input_shape: tuple[int, ...]) -> Stack | None:
     return Stack(
         np.array([[row.get(field, 0) for field in FIELDS] for row in rows.rows], dtype=np.int32),
         np.array((*input_shape, 1, 1)[:3], dtype=np.int32),
-        tuple((name, weight.shape) for name, weight in model.named_parameters()),
+        layout_of(dict(model.named_parameters())),
     )
 
 

@@ -28,7 +28,7 @@ def test_nested_sequentials_and_the_order_of_parameters() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(6, 5, bias=False), nn.ReLU()), nn.Linear(5, 3))
     stack = describe(model, (1, 2, 3))
     assert stack is not None
-    assert [name for name, _ in stack.shapes] == ["1.0.weight", "2.weight", "2.bias"]
+    assert [name for name, _ in stack.layout] == ["1.0.weight", "2.weight", "2.bias"]
     assert [row[1] for row in stack.layers.tolist()] == [5, 3]
 
 
