@@ -4,8 +4,7 @@ Algorithms do not know which: both take a LocalPlan, and they agree to float32 r
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock, local
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from fl_sim import models
 from fl_sim.learning import train
-from fl_sim.native.kernel import Draws, Kernel, load_kernel
+from fl_sim.native.kernel import Draws, Kernel
 from fl_sim.native.layers import Stack, describe
 from fl_sim.types import LocalPlan, LocalTask, Trained
 
@@ -58,9 +57,13 @@ class Trainer:
         self._lock = Lock()
         self._thread = local()
 
-    def is_native(self, input_shape: tuple[int, ...]) -> bool:
-        """Say whether the compiled trainer takes this model on records of ``input_shape`` under a plain plan."""
-        return self._kernel is not None and self._stack(input_shape) is not None
+    def is_native(self, input_shape: tuple[int, ...], *, linearised: bool = False) -> bool:
+        """Say whether the compiled trainer takes this model on records of ``input_shape``.
+
+        ``linearised``: under FedMix's loss, which needs second derivatives.
+        """
+        stack = self._stack(input_shape) if self._kernel is not None else None
+        return stack is not None and (not linearised or stack.is_piecewise_linear)
 
     def is_parallel(self, input_shape: tuple[int, ...]) -> bool:
         """Say whether several threads train at once."""
@@ -92,16 +95,6 @@ class Trainer:
             self._thread.model = copy.deepcopy(self._model)
         model: nn.Module = self._thread.model
         return model
-
-
-def train_cohort(model: nn.Module, jobs: Sequence[Job], threads: int) -> list[Trained]:
-    """Train many clients, or any small models of one architecture, each from its own ``task.params``.
-
-    One client is one thread, so the bits do not depend on how many ``threads`` there are.
-    """
-    trainer = Trainer(model, load_kernel()[0])
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(trainer.train, jobs))
 
 
 def _draws_nothing(module: nn.Module) -> bool:

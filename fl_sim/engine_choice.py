@@ -33,7 +33,7 @@ from fl_sim.params import detached
 from fl_sim.seeding import rng
 from fl_sim.site import local_settings, site_of
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, UserError
-from strategies.algorithm import Sharing
+from strategies.fedmix import FedMix
 from strategies.pate_settings import Pate
 
 RAY_START_SECONDS = 10.0
@@ -155,10 +155,10 @@ def stack_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> 
 
 def trains_natively(experiment: Experiment, data_root: Path | None) -> bool:
     """Say whether the native trainer takes this experiment's clients."""
-    if isinstance(experiment.algorithm, Sharing) or device_of(experiment).type != "cpu":
-        return False  # the loss of those that share is not cross-entropy alone
+    if device_of(experiment).type != "cpu":
+        return False
     trainer, input_shape = _trainer_of(experiment.data, experiment.model, data_root)
-    return trainer.is_native(input_shape)
+    return trainer.is_native(input_shape, linearised=isinstance(experiment.algorithm, FedMix))
 
 
 @lru_cache(maxsize=1)

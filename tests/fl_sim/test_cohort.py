@@ -1,5 +1,7 @@
 """Many clients at once end where one after another in PyTorch does, for every algorithm, on unequal shards."""
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier
 
@@ -7,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from fl_sim.cohort import Job, Trainer, train_cohort
+from fl_sim.cohort import Job, Trainer
 from fl_sim.learning import LocalAlgorithm, train
 from fl_sim.models import MODELS
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, zeros_like
 from fl_sim.seeding import rng, seed_torch, torch_kept
-from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Params
+from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Params, Trained
 from strategies.fedavg import FedAvg
 from strategies.fedmix import FedMix, NaiveMix
 from strategies.fednova import FedNova
@@ -73,6 +75,12 @@ def jobs(algorithm: LocalAlgorithm, name: str = "niid-cnn") -> list[Job]:
         labels = torch.randint(0, 10, (size,), generator=generator)
         made.append(Job(task, algorithm.plan(task), inputs, labels, rng(0, "batches", client)))
     return made
+
+
+def train_cohort(model: nn.Module, jobs: Sequence[Job], threads: int) -> list[Trained]:
+    trainer = Trainer(model, load_kernel()[0])
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(trainer.train, jobs))
 
 
 def flat(params: Params) -> torch.Tensor:
