@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from clients.dpcgan import DpCgan
 from clients.labels import ExponentialMechanism, LabelPicker
 from clients.mean_embedding import MeanEmbedding
-from fl_sim.config import Settings, short
+from fl_sim.config import Settings, short, with_default_kinds
 from fl_sim.types import UserError
 
 AnyGenerator: TypeAlias = DpCgan | MeanEmbedding
@@ -52,11 +52,7 @@ class DaFl(Settings):
         """Let ``preprocess.generator.batch_size=64`` speak of the default generator."""
         if not isinstance(table, dict):
             return table
-        filled = dict(table)
-        for group in ("generator", "labels"):
-            if isinstance(filled.get(group), dict):
-                filled[group] = {"kind": cls.model_fields[group].default.kind, **filled[group]}
-        return filled
+        return with_default_kinds(cls, table, ("generator", "labels"))
 
     def gamma_of(self, client: int) -> float:
         """Return how many records ``client`` makes, as a share of those it holds."""

@@ -52,6 +52,15 @@ def expand(text: str, union: Any, what: str) -> Json:
     return {"kind": name, fields[0]: value}
 
 
+def with_default_kinds(settings: type[BaseModel], table: Json, groups: Iterable[str]) -> Json:
+    """Return ``table`` in which a group without a kind, as ``group.key=value`` makes it, has the default's kind."""
+    filled = dict(table)
+    for group in groups:
+        if isinstance(filled.get(group), dict):
+            filled[group] = {"kind": settings.model_fields[group].default.kind, **filled[group]}
+    return filled
+
+
 def short(union: Any, what: str) -> BeforeValidator:
     """Return the validator that lets a field of ``union`` take a short form."""
     return BeforeValidator(lambda value: expand(value, union, what) if isinstance(value, str) else value)

@@ -18,7 +18,7 @@ from clients.dafl import AnyGenerator, DaFl, NoPreprocess
 from clients.labels import LabelPicker
 from clients.teacher import AnyTeacher
 from fl_sim import models
-from fl_sim.config import Settings, expand, explain, short
+from fl_sim.config import Settings, expand, explain, short, with_default_kinds
 from fl_sim.data import load
 from fl_sim.public_split import PublicSplit, overlap, split_off
 from fl_sim.seeding import rng
@@ -185,13 +185,10 @@ class Experiment(Settings):
         for key, value in start_of(filled.get("algorithm")).items():
             given = filled.get(key, {})
             filled[key] = {**value, **given} if isinstance(value, dict) and isinstance(given, dict) else given or value
-        for group in ("partition", "algorithm", "aggregator", "sampler", "preprocess", "engine"):
-            default = cls.model_fields[group].default.kind
-            if group == "sampler" and kind == GlobalDP().kind:
-                default = Poisson().kind
-            if isinstance(filled.get(group), dict):
-                filled[group] = {"kind": default, **filled[group]}
-        return filled
+        if kind == GlobalDP().kind and isinstance(filled["sampler"], dict):
+            filled["sampler"] = {"kind": Poisson().kind, **filled["sampler"]}
+        groups = ("partition", "algorithm", "aggregator", "sampler", "preprocess", "engine")
+        return with_default_kinds(cls, filled, groups)
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from clients.teacher import AnyTeacher, Network
-from fl_sim.config import Settings, short
+from fl_sim.config import Settings, short, with_default_kinds
 from strategies.pate import LNMax, NoNoise
 from strategies.pate_labels import Labelling
 from strategies.student import FixMatch, Supervised
@@ -57,10 +57,7 @@ class Pate(Settings):
         """Let ``algorithm.student.steps=500`` speak of the default student, ``labelling.mechanism.gamma`` of LNMax."""
         if not isinstance(table, dict):
             return table
-        filled = dict(table)
-        for group in ("student", "teachers"):
-            if isinstance(filled.get(group), dict):
-                filled[group] = {"kind": cls.model_fields[group].default.kind, **filled[group]}
+        filled = with_default_kinds(cls, table, ("student", "teachers"))
         labelling = filled.get("labelling")
         if isinstance(labelling, dict) and isinstance(labelling.get("mechanism"), dict):
             filled["labelling"] = {**labelling, "mechanism": {"kind": LNMax().kind, **labelling["mechanism"]}}
