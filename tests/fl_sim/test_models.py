@@ -1,5 +1,8 @@
 """The networks: sizes, shapes, seeds, and what is refused."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -65,6 +68,22 @@ def test_weights_depend_on_the_seed_alone_and_global_generators_stay(name):
     again, other = models.build(name, MNIST, 10, seed=0), models.build(name, MNIST, 10, seed=1)
     assert all(torch.equal(*pair) for pair in zip(first.parameters(), again.parameters(), strict=True))
     assert not torch.equal(next(first.parameters()), next(other.parameters()))
+
+
+def test_threads_that_build_at_once_get_the_weights_of_their_own_seeds(monkeypatch):
+    def slow(input_shape, num_classes):
+        first = nn.Linear(input_shape[0], 5)
+        time.sleep(0.01)  # another thread has time to draw
+        return nn.Sequential(first, nn.Linear(5, num_classes))
+
+    monkeypatch.setitem(models.MODELS, "slow", slow)
+
+    def weights(seed):
+        return [weight.tolist() for weight in models.build("slow", (4,), 3, seed).parameters()]
+
+    alone = [weights(seed) for seed in range(8)]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(weights, range(8))) == alone
 
 
 def test_images_are_scored_one_by_one():
