@@ -68,7 +68,6 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
     _reuse_freed_memory()
     app = ClientApp()
     turns = _Turns(site_of)
-    one_at_a_time = Lock()  # an engine may call from several threads
 
     @app.query()
     def who(message: Message, context: Context) -> Message:
@@ -94,13 +93,10 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
 
     @app.train("vote")
     def vote(message: Message, context: Context) -> Message:
-        order = wire.read_order(message.content)
-        with one_at_a_time:
-            site = site_of(order.experiment, order.data_root)
-            trainer = site.trainer
+        site = turns.site(wire.read_order(message.content))
         assert site.vote is not None
         _set_threads(site.threads)
-        return Message(wire.votes_content(site.vote(trainer, _partition(context))), reply_to=message)
+        return Message(wire.votes_content(site.vote(site.trainer, _partition(context))), reply_to=message)
 
     @app.train()
     def train_one_round(message: Message, context: Context) -> Message:
@@ -160,11 +156,16 @@ class _Turns:
         self._last: tuple[object, tuple[wire.Order, Params, Payloads]] | None = None
         self._one_at_a_time = Lock()  # an engine may call from several threads
 
+    def site(self, order: wire.Order) -> Site:
+        with self._one_at_a_time:
+            site = self._site_of(order.experiment, order.data_root)
+            site.trainer  # noqa: B018 (made once)
+        return site
+
     def turn(self, message: Message, client: int) -> _Turn:
         with self._one_at_a_time:
             order, params, broadcast = self._unpacked(message)
-            site = self._site_of(order.experiment, order.data_root)
-            site.trainer  # noqa: B018 (made once)
+        site = self.site(order)
         inputs, labels = site.records(client, order.synthetic)
         task = LocalTask(
             server_round=order.server_round,

@@ -28,6 +28,7 @@ from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.ledger import Ledger, Terms
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.seeding import rng
+from fl_sim.store import write_private
 
 _KEY, _LEDGER, _SHARE = "key", "ledger.jsonl", "share.safetensors"
 
@@ -116,13 +117,7 @@ def _noise(settings: DaFl, folder: Path, seed: int, client: int) -> Noise:
         return Noise.seeded(int.from_bytes(hashlib.sha256(f"{seed}/da-fl/{client}".encode()).digest()))
     path = folder / _KEY
     if not path.exists():
-        partial = path.with_suffix(".part")
-        partial.touch(mode=0o600)
-        with partial.open("wb") as file:
-            file.write(os.urandom(32))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        write_private(path, os.urandom(32))
     return Noise(path.read_bytes(), simulation_only=False)
 
 

@@ -4,7 +4,6 @@ Papernot et al. 2017, "Semi-supervised knowledge transfer for deep learning from
 A teacher never leaves its client; what leaves is one class per public record, for the aggregator alone.
 """
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, TypeAlias
@@ -56,7 +55,7 @@ def network_votes(
     seeded = partial(seed_torch, seed, "teacher", client)
     job = Job(task, LocalPlan(), inputs, labels, rng(seed, "teacher batches", client), seeded)
     trained = trainer.train(job)
-    teacher = copy.deepcopy(model).to(pool.device).eval()
+    teacher = model.to(pool.device).eval()
     with torch.inference_mode():
         for name, weight in teacher.named_parameters():
             weight.copy_(trained.params[name])

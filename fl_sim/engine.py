@@ -117,7 +117,7 @@ class InProcessGrid(LocalGrid):
 
         def answered(message: Message) -> Message:
             if time.monotonic() >= deadline:
-                return failure(message, TOO_LATE, f"no answer within {timeout:g} s: its turn did not come")
+                return _out_of_time(message, timeout)
             return answer(self._app, message, self.num_clients)
 
         training = all(message.metadata.message_type == wire.TRAIN for message in messages)
@@ -141,9 +141,8 @@ class InProcessGrid(LocalGrid):
             self._on_reply(len(replies))
             if time.monotonic() >= deadline:
                 break
-        late = f"no answer within {timeout or 0:g} s: its turn did not come"
         return [
-            replies[place] if place in replies else failure(message, TOO_LATE, late)
+            replies[place] if place in replies else _out_of_time(message, timeout)
             for place, message in enumerate(messages)
         ]
 
@@ -171,6 +170,10 @@ def answer(app: ClientApp, message: Message, num_clients: int) -> Message:
 def raised(message: Message, error: BaseException) -> Message:
     """Return the reply of a client that raised ``error``."""
     return failure(message, CLIENT_RAISED, f"{type(error).__name__}: {error}")
+
+
+def _out_of_time(message: Message, timeout: float | None) -> Message:
+    return failure(message, TOO_LATE, f"no answer within {timeout or 0:g} s: its turn did not come")
 
 
 def failure(message: Message, code: int, reason: str) -> Message:

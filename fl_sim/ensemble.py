@@ -26,6 +26,7 @@ from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import GNMaxCost, LNMaxCost
 from fl_sim.report.rundir import write_text
+from fl_sim.store import write_private
 from fl_sim.synthesis import alone_in, pools_root
 from fl_sim.types import RunError, UserError
 from fl_sim.wire import Order
@@ -78,7 +79,7 @@ def prepare_votes(experiment: Experiment, grid: Grid, order: Order, data_root: P
             _counts(predictions, experiment, data_root)
             seconds = time.perf_counter() - start
             content = _as_npy(predictions.astype(np.min_scalar_type(int(predictions.max()))))
-            _write_private(folder / _VOTES, content)
+            write_private(folder / _VOTES, content)
             facts = {"seconds": seconds, "sha256": hashlib.sha256(content).hexdigest()}
             write_text(folder / _FACTS, json.dumps(facts))
         facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
@@ -141,12 +142,12 @@ def publish_cost(settings: Pate, votes: Votes, released: Released) -> dict[str, 
 
 def write_private_votes(out: Path, votes: Votes, num_queries: int) -> None:
     """Write the raw counts of the queries into a run directory whose owner asked for them."""
-    _write_private(out / _VOTES, _as_npy(votes.counts[:num_queries]))
+    write_private(out / _VOTES, _as_npy(votes.counts[:num_queries]))
 
 
 def write_private_text(path: Path, text: str) -> None:
     """Write a file that nobody but its owner may read."""
-    _write_private(path, text.encode())
+    write_private(path, text.encode())
 
 
 def _counts(predictions: NDArray[np.int64], experiment: Experiment, data_root: Path | None) -> NDArray[np.int64]:
@@ -162,18 +163,8 @@ def _noise(labelling: Labelling, folder: Path, purpose: str) -> Noise:
         return Noise.seeded(int.from_bytes(hashlib.sha256(f"pate/{purpose}".encode()).digest()))
     path = folder / _KEY
     if not path.exists():
-        _write_private(path, os.urandom(32))
+        write_private(path, os.urandom(32))
     return Noise(path.read_bytes(), simulation_only=False)
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _as_npy(array: NDArray[np.generic]) -> bytes:

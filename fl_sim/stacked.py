@@ -11,13 +11,13 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional
 
 from fl_sim.cohort import Job
 from fl_sim.learning import LogitsOf, mixed_losses
+from fl_sim.native.kernel import Draws
 from fl_sim.types import LocalSettings, Params, Trained
 
 Precision: TypeAlias = Literal["float32", "bfloat16"]
@@ -186,22 +186,15 @@ def _schedule(jobs: list[Job], steps: list[int], device: torch.device) -> _Sched
     partners = np.zeros(rows.shape[:2], dtype=np.int64)
     before = 0
     for place, job in enumerate(jobs):
-        for step, (batch, partner) in enumerate(_batches(job)):
+        count = len(job.labels)
+        draws = Draws.of(job.task, job.plan, count, job.generator)
+        batches = [order[first : first + size] for order in draws.order for first in range(0, count, size)]
+        for step, batch in enumerate(batches):
             rows[place, step, : len(batch)] = before + batch
             weights[place, step, : len(batch)] = 1 / len(batch)
-            partners[place, step] = partner
-        before += len(job.labels)
+        partners[place, : len(draws.partners)] = draws.partners
+        before += count
     return _Schedule(*(torch.from_numpy(array).to(device) for array in (rows, weights, partners)))
-
-
-def _batches(job: Job) -> list[tuple[NDArray[np.int64], int]]:
-    found = []
-    for _ in range(job.task.settings.epochs if len(job.labels) else 0):
-        order = job.generator.permutation(len(job.labels))
-        for first in range(0, len(order), job.task.settings.batch_size):
-            partner = 0 if job.plan.mix is None else int(job.generator.integers(len(job.plan.mix.labels)))
-            found.append((order[first : first + job.task.settings.batch_size], partner))
-    return found
 
 
 def _trainable(model: nn.Module, inputs: torch.Tensor) -> list[str]:

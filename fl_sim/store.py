@@ -57,6 +57,17 @@ def save_by_content(folder: Path, stem: str, tensors: Params) -> Path:
     return path
 
 
+def write_private(path: Path, content: bytes) -> None:
+    """Write, whole or not at all, a file that nobody but its owner may read."""
+    partial = _partial(path)
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
 def save_state(state_dir: Path | str, client: int, server_round: int, state: Payloads) -> None:
     """Keep ``state`` as what ``client`` knows after ``server_round``, in place of all but the state it started from.
 
