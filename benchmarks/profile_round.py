@@ -81,7 +81,6 @@ def watched(clock: Clock) -> Iterator[None]:
     """Time the functions that make up a round."""
     import clients.app
     import fl_sim.cohort
-    import fl_sim.simulation
     import fl_sim.site
     from fl_sim import wire
     from fl_sim.native.kernel import load_kernel
@@ -102,7 +101,7 @@ def watched(clock: Clock) -> Iterator[None]:
         *(("packing", wire, name) for name in ("task_content", "read_task", "update_content", "read_update")),
         ("sampling", FixedSize, "sample"),
         ("aggregation", WeightedMean, "mean"),
-        ("evaluation", fl_sim.simulation, "evaluate"),
+        ("evaluation", fl_sim.cohort.Trainer, "evaluate"),
         ("checkpoint and log", rundir, "write_checkpoint"),
         ("checkpoint and log", rundir, "append_round"),
         *(("algorithm", kind, name) for kind in (Averaging, Scaffold) for name in ("plan", "finish", "merge")),

@@ -16,7 +16,6 @@ from torch import nn
 from clients.forest import RandomForest, as_table
 from fl_sim.cohort import Job, Trainer
 from fl_sim.config import Settings
-from fl_sim.learning import EVALUATION_BATCH
 from fl_sim.params import detached
 from fl_sim.seeding import rng, seed_torch
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, RunError
@@ -55,12 +54,7 @@ def network_votes(
     seeded = partial(seed_torch, seed, "teacher", client)
     job = Job(task, LocalPlan(), inputs, labels, rng(seed, "teacher batches", client), seeded)
     trained = trainer.train(job)
-    teacher = model.to(pool.device).eval()
-    with torch.inference_mode():
-        for name, weight in teacher.named_parameters():
-            weight.copy_(trained.params[name])
-        logits = torch.cat([teacher(batch) for batch in torch.split(pool, EVALUATION_BATCH)])
-    return votes_of(logits, client)
+    return votes_of(trainer.logits(model.to(pool.device), trained.params, pool), client)
 
 
 def votes_of(logits: torch.Tensor, client: int) -> NDArray[np.int64]:

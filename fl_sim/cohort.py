@@ -1,9 +1,10 @@
-"""Local training of one client or many, by the compiled trainer where the model allows it, else by PyTorch.
+"""Local training of one client or many, and evaluation, by compiled code where the model allows it, else by PyTorch.
 
 Algorithms do not know which: both take a LocalPlan, and they agree to float32 rounding.
 """
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock, local
@@ -13,10 +14,11 @@ import torch
 from torch import nn
 
 from fl_sim import models
-from fl_sim.learning import train
+from fl_sim.learning import EVALUATION_BATCH, LogitsOf, evaluate, ready, score, train
 from fl_sim.native.kernel import Draws, Kernel
 from fl_sim.native.layers import Stack, describe
-from fl_sim.types import LocalPlan, LocalTask, Trained
+from fl_sim.params import is_finite, vector_in
+from fl_sim.types import LocalPlan, LocalTask, Params, Trained
 
 _PLAIN = {
     nn.Sequential, nn.Identity, nn.Flatten, nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.ReLU,
@@ -42,7 +44,7 @@ class Job:
 
 
 class Trainer:
-    """Trains clients on ``model``, which lends its architecture; its weights may be overwritten.
+    """Trains and evaluates; ``model`` lends its architecture, and its weights may be overwritten.
 
     May be called from several threads. The compiled trainer runs in all of them at once, and so does PyTorch on models
     that draw no random numbers, a copy of the model in each thread; with dropout, whose generator is the process's, it
@@ -84,6 +86,38 @@ class Trainer:
         with self._lock:
             job.seed_torch()
             return train(self._model, job.task, job.plan, job.inputs, job.labels, job.generator)
+
+    def evaluate(
+        self, params: Params, inputs: torch.Tensor, labels: torch.Tensor, *, workers: int = 1
+    ) -> tuple[float, float]:
+        """Return (accuracy in [0, 1], mean cross-entropy) as ``fl_sim.learning.evaluate`` does.
+
+        To float32 rounding, and the same for any number of ``workers``; where one is not finite it is PyTorch's.
+        """
+        if (logits_of := self._compiled(params, inputs)) is not None:
+            accuracy, loss = score(logits_of, inputs, labels, workers=workers)
+            if math.isfinite(loss):
+                return accuracy, loss
+        with self._lock:
+            return evaluate(self._model, params, inputs, labels, workers=workers)
+
+    def logits(self, model: nn.Module, params: Params, inputs: torch.Tensor) -> torch.Tensor:
+        """Return what ``params`` make of (n, *input shape) records, (n, classes).
+
+        ``model``, of this trainer's architecture, is the caller's own: PyTorch runs on it, and overwrites its weights,
+        where the compiled trainer does not take the records.
+        """
+        logits_of = self._compiled(params, inputs) or ready(model, params)
+        with torch.inference_mode():
+            return torch.cat([logits_of(batch) for batch in torch.split(inputs, EVALUATION_BATCH)])
+
+    def _compiled(self, params: Params, inputs: torch.Tensor) -> LogitsOf | None:
+        """Return the compiled model; None where there is none, or where PyTorch is to say what comes of a NaN."""
+        stack, kernel = self._stack(tuple(inputs.shape[1:])), self._kernel
+        if stack is None or kernel is None or not _is_plain(inputs) or not is_finite({"params": params}):
+            return None
+        weights = vector_in(params, stack.layout)
+        return (lambda records: kernel.infer(stack, weights, records)) if _is_plain(weights) else None
 
     def _stack(self, input_shape: tuple[int, ...]) -> Stack | None:
         if input_shape not in self._stacks:

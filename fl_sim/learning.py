@@ -127,23 +127,32 @@ def evaluate(
 
     ``workers`` threads share out the batches; the numbers are the same for any number of them.
     """
+    return score(ready(model, params), inputs, labels, workers=workers)
+
+
+def ready(model: nn.Module, params: Params) -> nn.Module:
+    """Return ``model`` with the weights ``params``, in evaluation mode."""
     with torch.inference_mode():
         for name, weight in model.named_parameters():
             weight.copy_(params[name])
-    model.eval()
+    return model.eval()
+
+
+def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, workers: int = 1) -> tuple[float, float]:
+    """Return (accuracy in [0, 1], mean cross-entropy) of what ``logits_of`` makes of the inputs: see ``evaluate``."""
     threads = torch.get_num_threads()
 
-    def score(batch: torch.Tensor, targets: torch.Tensor) -> tuple[int, float]:
+    def scored(batch: torch.Tensor, targets: torch.Tensor) -> tuple[int, float]:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)  # holds for the thread that calls it
         with torch.inference_mode():
-            logits = model(batch)
+            logits = logits_of(batch)
             correct = (logits.argmax(1) == targets).sum()
             return int(correct), float(functional.cross_entropy(logits, targets, reduction="sum"))
 
     batches = torch.split(inputs, EVALUATION_BATCH), torch.split(labels, EVALUATION_BATCH)
     with ThreadPoolExecutor(workers) as pool:
-        scores = list(pool.map(score, *batches) if workers > 1 else map(score, *batches))
+        scores = list(pool.map(scored, *batches) if workers > 1 else map(scored, *batches))
     return sum(correct for correct, _ in scores) / len(labels), sum(loss for _, loss in scores) / len(labels)
 
 

@@ -1,5 +1,5 @@
-// One client's local training in one call: minibatch SGD on convolutions, pooling, GroupNorm, residual blocks, ReLU and
-// linear layers.
+// One client's local training in one call, or what a model makes of records: minibatch SGD on convolutions, pooling,
+// GroupNorm, residual blocks, ReLU and linear layers.
 //
 // Layout. An activation is [group][channel][row][column][LANES]: a group is LANES records of the minibatch, and the
 // innermost index runs over records, so every step of every layer is the same instruction on LANES numbers, whatever
@@ -19,10 +19,13 @@
 
 #include <memory>
 #include <new>
+#include <numeric>
 
 #include "network.h"
 
 namespace {
+
+constexpr int VERSION = 2;  // of the functions below; sizes and fields speak for themselves
 
 // kernel.py fills it in, field by field.
 struct Request {
@@ -67,7 +70,7 @@ extern "C" {
 const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }
 
 // Tells apart versions of this interface: kernel.py works it out for its own.
-int fl_sim_layout() { return int(1000 * sizeof(Request) + FIELDS); }
+int fl_sim_layout() { return int(VERSION * 1000000 + 1000 * sizeof(Request) + FIELDS); }
 
 // Trains one client. Returns 0; 1 where the description does not fit ``num_params``; 2 where memory ran out; 3 where a
 // label is no class.
@@ -93,6 +96,27 @@ int fl_sim_train(const Request* asked, double* mean_loss) try {
             total += network->step(request.inputs, batch, sgd);
         }
     *mean_loss = total / double(steps);
+    return 0;
+} catch (const std::bad_alloc&) {
+    return 2;
+}
+
+// Writes the logits of every record, [record][class]; a record's do not depend on the others. Reads what describes the
+// network, ``params``, ``inputs``, ``num_examples`` and ``batch_size`` (how many go through together). Returns as above.
+int fl_sim_infer(const Request* asked, float* logits) try {
+    const Request& request = *asked;
+    const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
+    const int classes = request.layers[(request.num_layers - 1) * FIELDS + 1];
+    Network* network = network_for(request, batch_size);
+    if (!network) return 1;
+    std::vector<int64_t> order(count);
+    std::iota(order.begin(), order.end(), 0);
+    network->start(request.params);
+    for (int64_t first = 0; first < count; first += batch_size) {
+        const int here = int(std::min(batch_size, count - first));
+        const Batch batch{nullptr, order.data() + first, here, (here + LANES - 1) / LANES, classes, nullptr, 0};
+        network->infer(request.inputs, batch, request.params, logits + first * classes);
+    }
     return 0;
 } catch (const std::bad_alloc&) {
     return 2;

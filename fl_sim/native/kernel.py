@@ -17,6 +17,8 @@ from fl_sim.types import LocalPlan, LocalTask, Mix, Params, Trained
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
+_TOGETHER = 64  # records that go through the network together where nothing is trained: they share the weights' way
+
 _SPARE = 16  # numbers behind the last parameter that the kernel reads and writes back: its vectors' width
 
 
@@ -34,7 +36,9 @@ class _Request(ctypes.Structure):
     ]  # fmt: skip
 
 
-_LAYOUT = 1000 * ctypes.sizeof(_Request) + len(FIELDS)  # what a library of the same version calls fl_sim_layout
+_VERSION = 2  # of the library's functions
+_LAYOUT = _VERSION * 1_000_000 + 1000 * ctypes.sizeof(_Request) + len(FIELDS)
+"""What a library of the same version calls fl_sim_layout."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class Kernel:
         failed = self.library.fl_sim_train(ctypes.byref(request), ctypes.byref(loss))
         del pool
         if failed == 3:
-            raise IndexError(f"a label is outside of the model's {stack.layout[-1][1][0]} classes")
+            raise IndexError(f"a label is outside of the model's {stack.num_classes} classes")
         if failed:
             raise MemoryError("no memory for local training") if failed == 2 else AssertionError("shapes disagree")
         return Trained(
@@ -110,6 +114,24 @@ class Kernel:
             num_steps=settings.num_steps(len(targets)),
             loss=loss.value,
         )
+
+    def infer(self, stack: Stack, params: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the logits, (n, classes), as the model does but for float32 rounding; other threads run meanwhile.
+
+        ``params``: float32, as one vector in the stack's layout; ``inputs``: float32, (n, *input shape). A record's
+        logits have the same bits whatever records it is in company with.
+        """
+        weights, records = params.contiguous(), inputs.contiguous()  # held until the call is over
+        logits = torch.empty(len(records), stack.num_classes)
+        request = _Request(
+            layers=stack.pointers[0], num_layers=len(stack.layers), input_shape=stack.pointers[1],
+            num_params=len(weights), params=weights.data_ptr(), inputs=records.data_ptr(), num_examples=len(records),
+            batch_size=_TOGETHER,
+        )  # fmt: skip
+        failed = self.library.fl_sim_infer(ctypes.byref(request), _POINTER(logits.data_ptr()))
+        if failed:
+            raise MemoryError("no memory for evaluation") if failed == 2 else AssertionError("shapes disagree")
+        return logits
 
 
 @lru_cache(maxsize=1)

@@ -42,6 +42,11 @@ class Stack:
         """Return where ``layers`` and ``input_shape`` lie."""
         return int(self.layers.ctypes.data), int(self.input_shape.ctypes.data)
 
+    @property
+    def num_classes(self) -> int:
+        """Return how many logits a record has."""
+        return int(self.layers[-1, FIELDS.index("outputs")])
+
     @cached_property
     def is_piecewise_linear(self) -> bool:
         """Say whether all layers are linear but for ReLU and pooling: the kernel then knows second derivatives."""

@@ -32,14 +32,8 @@ class Network {
 
     // One step on ``batch``; returns its mean loss.
     double step(const float* inputs, const Batch& batch, const Sgd& sgd) {
-        origins_ = batch.groups;
-        groups_ = batch.mix && batch.mix->linearise ? 2 * origins_ : origins_;
-        for (int index = 0; index < graph_.first_linear; index++) start(index, sgd.params);
-        for (int group = 0; group < groups_; group++) {
-            gather(inputs, batch, group);
-            for (int index = 0; index < graph_.first_linear; index++) forward(index, group, sgd.params);
-        }
-        for (int index = graph_.first_linear; index < num_layers(); index++) linear_forward(index, sgd.params);
+        start(sgd.params);
+        forward(inputs, batch, sgd.params);
         double loss = 0;
         for (int group = 0; group < origins_; group++)
             loss += group_loss(batch, group, logits_.data() + group * batch.classes,
@@ -50,8 +44,31 @@ class Network {
         return loss / batch.count;
     }
 
+    // Lays the weights out as minibatches will need them.
+    void start(const float* params) {
+        for (int index = 0; index < graph_.first_linear; index++) start(index, params);
+    }
+
+    // Writes a batch's logits, [record][class]; the weights are those of the last ``start``.
+    void infer(const float* inputs, const Batch& batch, const float* params, float* logits) {
+        forward(inputs, batch, params);
+        for (int record = 0; record < batch.count; record++)
+            for (int k = 0; k < batch.classes; k++)
+                *logits++ = logits_[record / LANES * batch.classes + k][record % LANES];
+    }
+
   private:
     int num_layers() const { return int(graph_.layers.size()); }
+
+    void forward(const float* inputs, const Batch& batch, const float* params) {
+        origins_ = batch.groups;
+        groups_ = batch.mix && batch.mix->linearise ? 2 * origins_ : origins_;
+        for (int group = 0; group < groups_; group++) {
+            gather(inputs, batch, group);
+            for (int index = 0; index < graph_.first_linear; index++) forward(index, group, params);
+        }
+        for (int index = graph_.first_linear; index < num_layers(); index++) linear_forward(index, params);
+    }
 
     // Lays up to LANES records out with the record innermost; records that are missing are zeros. A derivative is taken
     // along the partner record.
@@ -90,7 +107,6 @@ class Network {
                 out.at(group), out.at(group % origins_), group % origins_, group >= origins_};
     }
 
-    // Lays a layer's weights out as the minibatch will need them.
     void start(int index, const float* params) {
         Layer& layer = graph_.layers[index];
         const float* weights = params + layer.weight;

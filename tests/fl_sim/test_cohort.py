@@ -1,5 +1,6 @@
 """Many clients at once end where one after another in PyTorch does, for every algorithm, on unequal shards."""
 
+import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from fl_sim.cohort import Job, Trainer
-from fl_sim.learning import LocalAlgorithm, train
+from fl_sim.learning import EVALUATION_BATCH, LocalAlgorithm, evaluate, train
 from fl_sim.models import MODELS
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, zeros_like
@@ -187,6 +188,49 @@ def test_a_model_with_dropout_draws_from_its_own_seed_in_any_order() -> None:
     for left, right in zip(forth, back, strict=True):
         assert all(torch.equal(left.params[name], right.params[name]) for name in params)
     assert not torch.equal(forth[0].params["1.weight"], forth[1].params["1.weight"])
+
+
+def exam(name: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, *shape_for(name), generator=generator), torch.arange(count) % 10
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", MODELS)
+def test_the_compiled_evaluation_is_that_of_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = detached(model(name).named_parameters())
+    inputs, labels = exam(name, 2 * EVALUATION_BATCH + 203)
+    expected = evaluate(model(name), params, inputs, labels)
+    monkeypatch.setattr("fl_sim.cohort.evaluate", None)  # PyTorch is not asked
+    trainer = Trainer(model(name), load_kernel()[0])
+    found = [trainer.evaluate(params, inputs, labels, workers=workers) for workers in (1, 2, 5)]
+    assert found[1:] == found[:1] * 2
+    assert found[0][0] == expected[0]
+    assert found[0][1] == pytest.approx(expected[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
+@pytest.mark.parametrize("part", ["0.weight", "11.bias"])
+def test_what_is_not_finite_is_evaluated_by_pytorch(value: float, part: str) -> None:
+    params = detached(model().named_parameters())
+    params[part].view(-1)[1] = value
+    inputs, labels = exam("niid-cnn", 23)
+    found = Trainer(model(), load_kernel()[0]).evaluate(params, inputs, labels, workers=2)
+    assert found == pytest.approx(evaluate(model(), params, inputs, labels), rel=1e-6, nan_ok=True)
+
+
+def test_logits_come_from_the_compiled_model_or_from_the_callers() -> None:
+    inputs, _ = exam("niid-cnn", EVALUATION_BATCH + 3)
+    for lent in (model(), unknown()):
+        params = noise(detached(lent.named_parameters()), 8)
+        own = copy.deepcopy(lent)
+        with torch.no_grad():
+            for name, weight in own.named_parameters():
+                weight.copy_(params[name])
+            expected = own(inputs)
+        found = Trainer(lent, load_kernel()[0]).logits(own, params, inputs)
+        assert found.shape == (EVALUATION_BATCH + 3, 10)
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_without_a_kernel_pytorch_trains_the_very_same_bits() -> None:

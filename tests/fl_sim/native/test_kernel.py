@@ -13,7 +13,7 @@ from fl_sim.models import MODELS, ResidualBlock
 from fl_sim.native.compiling import FOLDER, LIBRARY, NEEDED, NoCompiler, compile_kernel, processor
 from fl_sim.native.kernel import Draws, Kernel, load_kernel
 from fl_sim.native.layers import describe
-from fl_sim.params import detached
+from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Mix, Params, Trained
 
@@ -217,6 +217,27 @@ def test_the_same_bits_every_time_and_in_every_thread(kernel: Kernel) -> None:
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(trained, range(6)))
     assert all(torch.equal(result[name], results[0][name]) for result in results for name in result)
+
+
+@pytest.mark.parametrize("count", [1, 41, 150])
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [*((MODELS[name]((3, 16, 16), 10), (3, 16, 16)) for name in MODELS),
+     (PADDED, (2, 13, 15)), (STRIDED, (2, 13, 15)), (ROUTED, (2, 13, 15)), (RESIDUAL, (2, 13, 15))],
+    ids=[*MODELS, "padded", "strided", "routed", "residual"],
+)  # fmt: skip
+def test_logits_are_those_of_pytorch(kernel: Kernel, model: nn.Module, shape: tuple[int, ...], count: int) -> None:
+    inputs, _ = records(count, shape)
+    stack = describe(model, shape)
+    assert stack is not None
+    params = flattened(detached(model.named_parameters())).flat
+    with torch.no_grad():
+        expected = model(inputs)
+    found = kernel.infer(stack, params, inputs)
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) <= 4e-6 * float(expected.abs().max())
+    # A record's logits are the same bits in any company.
+    assert torch.equal(torch.cat([kernel.infer(stack, params, part) for part in torch.split(inputs, 17)]), found)
 
 
 @pytest.mark.parametrize("count", [1, 20])
