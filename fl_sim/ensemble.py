@@ -10,7 +10,7 @@ import io
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,20 @@ _FORMAT = 1
 class Votes:
     """PRIVATE. ``counts``: votes per public record and class, (pool, classes), each teacher's being one.
 
-    ``predictions``: (teachers, pool). ``folder``: where they are kept. ``seconds``: what they took when they were made.
+    ``predictions``: (teachers, pool). ``rows``: which record of the public pool each is about. ``folder``: where they
+    are kept. ``seconds``: what they took when they were made.
     """
 
     predictions: NDArray[np.int64]
     counts: NDArray[np.int64]
+    rows: NDArray[np.int64]
     folder: Path
     seconds: float
     reused: bool
+
+    def about(self, rows: NDArray[np.int64]) -> "Votes":
+        """Return the votes on these records of the public pool, in this order."""
+        return replace(self, predictions=self.predictions[:, rows], counts=self.counts[rows], rows=self.rows[rows])
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,8 @@ def prepare_votes(experiment: Experiment, grid: Grid, order: Order, data_root: P
                 f"the votes in {folder} are damaged: delete that folder, and the teachers are trained again"
             )
     votes = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False).astype(np.int64)
-    return Votes(votes, _counts(votes, experiment, data_root), folder, facts["seconds"], reused)
+    counts, rows = _counts(votes, experiment, data_root), np.arange(votes.shape[1], dtype=np.int64)
+    return Votes(votes, counts, rows, folder, facts["seconds"], reused)
 
 
 def votes_key(experiment: Experiment, data_root: Path | None) -> str:
@@ -102,13 +109,14 @@ def votes_key(experiment: Experiment, data_root: Path | None) -> str:
 
 
 def release_labels(settings: Pate, votes: Votes, seed: int) -> Released:
-    """Return the noisy labels of the first ``settings.queries`` public records, made and paid for once.
+    """Return the noisy labels of the first ``settings.queries`` records that ``votes`` are about, paid for once.
 
     A run that was killed in the middle goes on with the same noise, at no further cost.
     """
     labelling = settings.labelling
-    name = hashlib.sha256(f"{_FORMAT} {settings.queries} {labelling.model_dump_json()}".encode()).hexdigest()[:20]
-    folder = votes.folder / f"labels-{name}"
+    asked = votes.rows[: settings.queries]
+    digest = hashlib.sha256(f"{_FORMAT} {labelling.model_dump_json()} ".encode() + asked.tobytes())
+    folder = votes.folder / f"labels-{digest.hexdigest()[:20]}"
     folder.mkdir(exist_ok=True, mode=0o700)
     with alone_in(folder):
         ledger = labelling.open_ledger(folder / LEDGER)

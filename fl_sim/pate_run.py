@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from flwr.serverapp import Grid
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
@@ -32,12 +33,13 @@ from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord
 from fl_sim.seeding import seed_torch, torch_kept
 from fl_sim.types import Dataset, Examples, RunError, ServerState
+from strategies.neighbours import representatives
 from strategies.pate import NoNoise
 from strategies.pate_labels import COVERS, DOES_NOT_COVER, UNANSWERED
 from strategies.pate_settings import Pate
 from strategies.student import StudentData
 
-LABELS, PRIVATE = "labels.npy", "private.json"
+LABELS, QUERIES, PRIVATE = "labels.npy", "queries.npy", "private.json"
 
 OTHER_RELEASES: Final = (
     " Other labellings of a pool by teachers of the same records, under other settings or another seed: each is a "
@@ -70,11 +72,13 @@ def run_pate(
     say(f"{experiment.clients} teachers train, and vote on {len(split.pool)} public records")
     votes = prepare_votes(experiment, grid, order_of(experiment, out, data_root), data_root)
     voted = time.perf_counter()
+    rows = _asked(settings, split.pool, dataset)
+    votes, pool = votes.about(rows), split.pool.take(rows)
     released = release_labels(settings, votes, experiment.seed)
-    _write_labels(out, settings, votes, released, split.pool)
+    _write_labels(out, settings, votes, released, pool)
     say(_spent(settings, votes, released))
     log.preprocess_seconds = time.perf_counter() - start
-    log.pate.facts = _facts(experiment, votes, released, split.pool, len(split.evaluation)) | {
+    log.pate.facts = _facts(experiment, votes, released, pool, len(split.evaluation)) | {
         "seconds": {"teachers": voted - start, "teachers_when_trained": votes.seconds,
                     "labels": log.preprocess_seconds - (voted - start)},
     }  # fmt: skip
@@ -85,8 +89,15 @@ def run_pate(
             "or a lower threshold"
         )
     student = _Training(experiment, dataset, split.evaluation, released.labelled.epsilon, log, out, finished)
-    model = student.train(split.pool, released)
+    model = student.train(pool, released)
     log.server = ServerState({name: value.detach().cpu() for name, value in model.state_dict().items()})
+
+
+def _asked(settings: Pate, pool: Examples, dataset: Dataset) -> NDArray[np.int64]:
+    """Return the rows of the pool in the order in which teachers are asked about them, then all others."""
+    if settings.asking == "in-order":
+        return np.arange(len(pool), dtype=np.int64)
+    return representatives(to_tensors(pool, dataset)[0], len(pool))
 
 
 class _Training:
@@ -152,6 +163,7 @@ def evaluate(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> tu
 
 def _write_labels(out: Path, settings: Pate, votes: Votes, released: Released, pool: Examples) -> None:
     np.save(out / LABELS, released.labelled.labels)
+    np.save(out / QUERIES, votes.rows[: settings.queries])
     (out / LEDGER).write_bytes(released.ledger_path.read_bytes())
     if settings.keep_private:
         write_private_votes(out, votes, settings.queries)
@@ -212,6 +224,7 @@ def _facts(
         "label_accuracy": float(right.mean()) if len(right) else None,
         "student": settings.student.kind,
         "labels": LABELS,
+        "asking": settings.asking,
         "votes_reused": votes.reused,
         "labels_reused": released.reused,
         "private_kept": settings.keep_private,

@@ -1,8 +1,9 @@
 """PATE's students: a model trained on a public pool, a few records of which have noisy labels, and nothing else.
 
 ``Supervised`` uses the labelled records alone. ``FixMatch`` (Sohn et al. 2020, algorithm 1) also learns, from strongly
-moved views of all records, what it is sure of on weakly moved ones; here it also doubts its labels once: a network that
-has not learnt them by heart yet disagrees with the wrong ones. All is post-processing of the labels: no epsilon.
+moved views of all records, what it is sure of on weakly moved ones; here it also doubts its labels once (a network that
+has not learnt them by heart yet disagrees with the wrong ones), and believes neighbours that agree more than itself.
+All is post-processing of the labels: no epsilon.
 """
 
 import copy
@@ -21,6 +22,7 @@ from fl_sim.config import Settings
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.types import UserError
 from strategies.augmentation import Augmentation
+from strategies.neighbours import spread
 
 _EVALUATION_BATCH = 500
 _Move: TypeAlias = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
@@ -101,21 +103,23 @@ class Supervised(Settings):
 class FixMatch(Settings):
     """Pseudo-labels of weak views, where one has at least ``threshold`` probability, teach the strong views.
 
-    ``unlabelled_ratio``: unlabelled records per labelled one in a batch. ``doubt_after``: the share of the steps after
-    which labels that the network disagrees with are left out, once; 1 trusts all. ``averaging``: of the weights, for
-    the model that is returned.
+    ``unlabelled_ratio``: unlabelled records per labelled one in a batch. ``neighbours``: labels spread over a graph of
+    records that are alike first, and where they are sure of a record, that is its pseudo-label throughout.
+    ``doubt_after``: the share of the steps after which labels that the network disagrees with are left out, once; 1
+    trusts all. ``averaging``: of the weights, for the model that is returned.
     """
 
     kind: Literal["fixmatch"] = "fixmatch"
-    steps: int = Field(1200, ge=1)
+    steps: int = Field(900, ge=1)
     batch_size: int = Field(50, ge=1)
     unlabelled_ratio: int = Field(4, ge=1)
     threshold: float = Field(0.9, gt=0, lt=1)
     learning_rate: float = Field(4e-3, gt=0)
     weight_decay: float = Field(0.02, ge=0)
     averaging: float = Field(0.99, ge=0, lt=1)
+    neighbours: bool = True
     doubt_after: float = Field(0.06, ge=0, le=1)
-    augmentation: Augmentation = Augmentation()
+    augmentation: Augmentation = Augmentation(rotation=15, scale=0.12, shear=0.2, shift=0.1, elastic=0.05, erase=0.2)
 
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
         """Return ``student_cnn``. Raises UserError for records that are no images."""
@@ -136,22 +140,32 @@ class FixMatch(Settings):
         with torch_kept():
             seed_torch(seed, "fixmatch student")
             generator = generator_for(seed, "fixmatch student")
-            return _FixMatchRun(self, data, copy.deepcopy(model), generator).result(watch)
+            fast = copy.deepcopy(model).to(memory_format=torch.channels_last)  # a third less time on a CPU
+            return _FixMatchRun(self, data, fast, generator).result(watch).to(memory_format=torch.contiguous_format)
 
 
 class _FixMatchRun:
-    """One training: the network, the average of its weights, and how often it predicts each class."""
+    """One training: the network, the average of its weights, how often it predicts each class, what neighbours say."""
 
     def __init__(self, settings: FixMatch, data: StudentData, model: nn.Module, generator: torch.Generator) -> None:
         self.settings, self.data, self.model, self.generator = settings, data, model, generator
         self.average = copy.deepcopy(model).eval()
         self.trusted = torch.ones(len(data.labels))
         self.predicted = torch.full((data.num_classes,), 1 / data.num_classes)
+        self.spread = torch.zeros(len(data.unlabelled), data.num_classes, device=data.unlabelled.device)
+        if settings.neighbours:
+            shares = spread(torch.cat([data.labelled, data.unlabelled]), data.labels, data.num_classes)
+            shares = shares[len(data.labels) :].square()  # the shares themselves are too modest
+            self.spread = shares / shares.sum(dim=1, keepdim=True)
 
     def result(self, watch: Watch) -> nn.Module:
         settings, data = self.settings, self.data
         optimizer = torch.optim.AdamW(
-            self.model.parameters(), settings.learning_rate, betas=(0.9, 0.99), weight_decay=settings.weight_decay
+            self.model.parameters(),
+            settings.learning_rate,
+            betas=(0.9, 0.99),
+            weight_decay=settings.weight_decay,
+            fused=True,
         )
         labelled = batches(len(data.labels), settings.batch_size, self.generator)
         unlabelled = batches(len(data.unlabelled), settings.batch_size * settings.unlabelled_ratio, self.generator)
@@ -171,6 +185,8 @@ class _FixMatchRun:
         self.model.train()
         with torch.no_grad():
             guess = self._aligned(self.model(view(moves.weak, public, self.generator)).softmax(dim=1))
+            given = self.spread[unlabelled]
+            guess = torch.where(given.amax(dim=1, keepdim=True) >= settings.threshold, given, guess)
         sure, pseudo = guess.max(dim=1)
         views = [view(moves.strong, records, self.generator) for records in (data.labelled[labelled], public)]
         logits = self.model(torch.cat(views))

@@ -2,6 +2,7 @@
 
 A classifier's L logits also say whether a record is real: D(x) = Z / (Z + 1), Z the sum of their exponentials, which is
 an extra class "fake" whose logit is 0. The generator matches the mean of the classifier's features on real records.
+Without the start from data (Salimans and Kingma 2016, section 3) the noise between the layers drowns what they say.
 """
 
 import copy
@@ -19,15 +20,19 @@ from fl_sim.types import UserError
 from strategies.student import StudentData, Watch, batches, descend, generator_for, move_average, nobody, set_rate
 
 _NOISE: Final = 100
+_START: Final = 500
 
 
 class FeatureMatchingGan(Settings):
-    """Adam on both networks, one step each in turn, as in the paper; ``averaging`` of the weights that are returned."""
+    """Adam on both networks, one step each in turn, as in the paper; ``averaging`` of the weights that are returned.
+
+    The learning rate falls to 0 over the second half of the ``steps``.
+    """
 
     kind: Literal["pate-g"] = "pate-g"
     steps: int = Field(2000, ge=1)
     batch_size: int = Field(100, ge=1)
-    learning_rate: float = Field(1e-3, gt=0)
+    learning_rate: float = Field(3e-3, gt=0)
     averaging: float = Field(0.99, ge=0, lt=1)
 
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
@@ -42,8 +47,10 @@ class FeatureMatchingGan(Settings):
         with torch_kept():
             seed_torch(seed, "pate-g student")
             random, model = generator_for(seed, "pate-g student"), copy.deepcopy(model).train()
+            start_from(model, data.unlabelled[:_START])
             average, game = copy.deepcopy(model).eval(), _Game(model, data)
-            learner = torch.optim.Adam(model.parameters(), self.learning_rate, betas=(0.5, 0.999), fused=True)
+            trained = [weight for weight in model.parameters() if weight.requires_grad]
+            learner = torch.optim.Adam(trained, self.learning_rate, betas=(0.5, 0.999), fused=True)
             forger = torch.optim.Adam(game.forger.parameters(), self.learning_rate, betas=(0.5, 0.999), fused=True)
             labelled = batches(len(data.labels), self.batch_size, random)
             public = batches(len(data.unlabelled), self.batch_size, random)
@@ -60,24 +67,33 @@ class FeatureMatchingGan(Settings):
 
 
 def gan_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Return the paper's classifier for MNIST: six linear layers, Gaussian noise before each, weight normalisation."""
+    """Return the paper's classifier for MNIST: six linear layers, Gaussian noise before each, weight normalisation.
+
+    The paper's noise of 0.3 on pixels in 0 to 1 is about 1 on normalised ones.
+    """
     widths = [int(torch.Size(input_shape).numel()), 1000, 500, 250, 250, 250]
-    layers: list[nn.Module] = [nn.Flatten(), GaussianNoise(0.3)]
+    layers: list[nn.Module] = [nn.Flatten(), GaussianNoise(1.0)]
     for inputs, outputs in pairwise(widths):
-        layers += [nn.utils.parametrizations.weight_norm(nn.Linear(inputs, outputs)), nn.ReLU(), GaussianNoise(0.5)]
-    return nn.Sequential(*layers, nn.utils.parametrizations.weight_norm(nn.Linear(widths[-1], num_classes)))
+        layers += [_normalised(nn.Linear(inputs, outputs)), nn.ReLU(), GaussianNoise(0.5)]
+    return nn.Sequential(*layers, _normalised(nn.Linear(widths[-1], num_classes)))
 
 
 def conv_classifier(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """Return a classifier for colour images after the paper's for CIFAR-10, with six convolutions instead of nine."""
-    normed = nn.utils.parametrizations.weight_norm
     layers: list[nn.Module] = [nn.Dropout(0.2)]
     inputs = input_shape[0]
     for outputs, stride, drop in ((32, 1, 0.0), (32, 2, 0.5), (64, 1, 0.0), (64, 2, 0.5), (128, 1, 0.0), (128, 1, 0.0)):
-        layers += [normed(nn.Conv2d(inputs, outputs, 3, stride, 1)), nn.LeakyReLU(0.2)]
+        layers += [_normalised(nn.Conv2d(inputs, outputs, 3, stride, 1)), nn.LeakyReLU(0.2)]
         layers += [nn.Dropout(drop)] if drop else []
         inputs = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), normed(nn.Linear(inputs, num_classes)))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), _normalised(nn.Linear(inputs, num_classes)))
+
+
+def _normalised(layer: nn.Linear | nn.Conv2d) -> nn.Module:
+    """Return the layer with normalised weights, of the directions that the paper's program begins with."""
+    nn.init.normal_(layer.weight, std=0.05)  # how long a direction is decides how far a step of Adam turns it
+    normalised: nn.Module = nn.utils.parametrizations.weight_norm(layer)
+    return normalised
 
 
 class GaussianNoise(nn.Module):
@@ -90,6 +106,26 @@ class GaussianNoise(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return ``inputs`` with noise, or as they are in evaluation mode."""
         return inputs + self.std * torch.randn_like(inputs) if self.training else inputs
+
+
+def start_from(model: nn.Module, records: torch.Tensor) -> None:
+    """Give every weight-normalised layer of a ``Sequential`` outputs of mean 0 and deviation 1 on ``records``, in order.
+
+    The lengths of the weights stay as they are from then on but for the last layer's, as in the paper's program.
+    """
+    layers = [layer for layer in model.children() if nn.utils.parametrize.is_parametrized(layer)]
+    with torch.no_grad():
+        for layer in model.children():
+            if layer in layers:
+                assert isinstance(layer, nn.Linear | nn.Conv2d)
+                assert layer.bias is not None
+                outputs = layer(records)
+                over = [axis for axis in range(outputs.ndim) if axis != 1]
+                spread = outputs.std(dim=over).clamp(min=1e-6)
+                layer.bias.copy_((layer.bias - outputs.mean(dim=over)) / spread)
+                length = layer.parametrizations.weight.original0
+                length.div_(spread.view(-1, *[1] * (length.ndim - 1))).requires_grad_(layer is layers[-1])
+            records = layer(records)
 
 
 def _forger(shape: torch.Size) -> nn.Module:
@@ -111,22 +147,21 @@ def _forger(shape: torch.Size) -> nn.Module:
 
 
 class _Game:
-    """The classifier, the forger, and the losses of both."""
+    """The classifier, in two parts between which its features lie, the forger, and the losses of both."""
 
     def __init__(self, model: nn.Module, data: StudentData) -> None:
-        shape = data.unlabelled.shape[1:]
-        self.model, self.shape = model, shape
+        layers = list(model.children())
+        last = -2 if isinstance(layers[-2], GaussianNoise) else -1
+        self.body, self.head = nn.Sequential(*layers[:last]), nn.Sequential(*layers[last:])
+        self.shape = data.unlabelled.shape[1:]
+        self.forger = _forger(self.shape).to(data.unlabelled.device)
         self.low, self.high = data.unlabelled.amin(), data.unlabelled.amax()
-        self.forger = _forger(shape)
-        self.features = torch.empty(0)
-        last = [layer for layer in model.modules() if isinstance(layer, nn.Linear)][-1]
-        last.register_forward_pre_hook(self._keep_features)
 
     def classifier_loss(self, labelled: torch.Tensor, labels: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             fake = self._forged(len(real))
         # At once: weights are normalised again in every pass.
-        logits = self.model(torch.cat([labelled, real, fake]))
+        logits = self.head(self.body(torch.cat([labelled, real, fake])))
         ours, logits_real, logits_fake = torch.split(logits, [len(labelled), len(real), len(fake)])
         mass_real, mass_fake = logits_real.logsumexp(dim=1), logits_fake.logsumexp(dim=1)
         # -log D(real) = softplus(-mass), -log(1 - D(fake)) = softplus(mass)
@@ -135,18 +170,16 @@ class _Game:
 
     def forger_loss(self, real: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            self.model(real)
-            target = self.features.mean(dim=0)
-        self.model.requires_grad_(requires_grad=False)  # the forger's step is not the classifier's
-        self.model(self._forged(len(real)))
-        self.model.requires_grad_(requires_grad=True)
-        return (self.features.mean(dim=0) - target).square().mean()
+            target = self.body(real).mean(dim=0)
+        trained = [weight for weight in self.body.parameters() if weight.requires_grad]
+        for weight in trained:
+            weight.requires_grad_(requires_grad=False)  # the forger's step is not the classifier's
+        features = self.body(self._forged(len(real))).mean(dim=0)
+        for weight in trained:
+            weight.requires_grad_(requires_grad=True)
+        return (features - target).square().mean()
 
     def _forged(self, count: int) -> torch.Tensor:
         forged = self.forger(torch.rand(count, _NOISE, device=self.low.device))
         images: torch.Tensor = self.low + (self.high - self.low) * forged
         return images.reshape(count, *self.shape)
-
-    def _keep_features(self, layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        del layer
-        self.features = inputs[0]

@@ -21,6 +21,7 @@ from fl_sim.report.rundir import RoundRecord, read_rounds
 from fl_sim.simulation import Silent, run
 from fl_sim.table_words import caption, label
 from fl_sim.types import RunError, UserError
+from strategies.neighbours import representatives
 
 QUICK = (
     "clients=6", "model=logistic", "local.epochs=15", "engine=inprocess", "rounds=3", "algorithm.public_records=200",
@@ -52,6 +53,26 @@ def test_a_student_learns_from_noisy_votes_and_the_bill_is_the_ledgers(tmp_path:
     assert rounds[-1].test_loss < rounds[0].test_loss
 
 
+def test_representatives_are_asked_about_unless_the_pools_order_is_asked_for(tmp_path: Path) -> None:
+    pool, dataset = public_split(pate(), None).pool, load("digits")
+    votes, rows = {}, {}
+    for asking in ("representative", "in-order"):
+        change = f"algorithm.asking={asking}", "algorithm.labelling.mechanism=none", "algorithm.keep_private=true"
+        result = run(pate(*change), tmp_path / asking)
+        rows[asking], votes[asking] = (np.load(tmp_path / asking / f"{name}.npy") for name in ("queries", "votes"))
+        labels = np.load(tmp_path / asking / "labels.npy")
+        assert np.array_equal(labels, votes[asking].argmax(axis=1))
+        assert result["pate"]["label_accuracy"] == float((labels == pool.labels[rows[asking]]).mean())
+        assert (result["pate"]["asking"], result["pate"]["labels_reused"]) == (asking, False)
+    assert np.array_equal(rows["in-order"], np.arange(60))
+    assert np.array_equal(rows["representative"], representatives(to_tensors(pool, dataset)[0], 60))
+    both = np.intersect1d(*rows.values())
+    assert 0 < len(both) < 60
+    for row in both:
+        first, second = (votes[asking][rows[asking] == row] for asking in votes)
+        assert np.array_equal(first, second)
+
+
 def test_the_released_model_is_the_student(tmp_path: Path) -> None:
     experiment = pate()
     result = run(experiment, tmp_path / "run")
@@ -65,7 +86,8 @@ def test_the_released_model_is_the_student(tmp_path: Path) -> None:
 def test_a_run_directory_holds_no_teacher_and_no_vote_unless_it_is_asked_to(tmp_path: Path) -> None:
     run(pate(), tmp_path / "run")
     kept = {path.name for path in (tmp_path / "run").iterdir()}
-    assert kept == {"config.toml", "rounds.jsonl", "model.safetensors", "result.json", "labels.npy", "ledger.jsonl"}
+    files = {"config.toml", "rounds.jsonl", "model.safetensors", "result.json", "ledger.jsonl"}
+    assert kept == {*files, "labels.npy", "queries.npy"}
     assert "dependent" not in (tmp_path / "run" / "result.json").read_text().replace("Data-dependent figures", "")
     result = run(pate("algorithm.keep_private=true"), tmp_path / "private")
     private = json.loads((tmp_path / "private" / "private.json").read_text())
