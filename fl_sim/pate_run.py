@@ -117,12 +117,14 @@ class _Training:
         self.experiment, self.dataset, self.epsilon = experiment, dataset, epsilon
         self.log, self.out, self.finished = log, out, finished
         self.settings = experiment.algorithm.student
+        own = experiment.algorithm.student_seed
+        self.seed = experiment.seed if own is None else own
         self.device = device_of(experiment)
         self.inputs, self.labels = (tensor.to(self.device) for tensor in to_tensors(evaluation, dataset))
         self.since = time.perf_counter()
 
     def train(self, pool: Examples, released: Released) -> nn.Module:
-        seed, dataset = self.experiment.seed, self.dataset
+        seed, dataset = self.seed, self.dataset
         inputs, _ = to_tensors(pool, dataset)
         answered = np.flatnonzero(released.labelled.labels != UNANSWERED)
         labels = torch.from_numpy(released.labelled.labels[answered])

@@ -37,7 +37,8 @@ class Pate(Settings):
     pool is the first ``public_records`` test records, and the rest is for evaluation; or it is drawn from the training
     records before they are split. None: nine tenths of the test, a fifth of the training records. ``overlap``: where
     the pool holds a private record as well, the run is refused, or that record, which is public then, is left out of
-    its teacher's shard. ``publish_cost``: release a noisy bound on the data-dependent epsilon as well.
+    its teacher's shard. ``student_seed``: of the student alone, which then learns anew from the same labels; None: the
+    run's seed. ``publish_cost``: release a noisy bound on the data-dependent epsilon as well.
     ``keep_private``: write the votes and all that is computed from them into the run directory, which then must not be
     published.
     """
@@ -51,6 +52,7 @@ class Pate(Settings):
     public: Literal["test", "train"] = "test"
     public_records: int | None = Field(None, ge=1)
     overlap: Literal["refuse", "drop-private"] = "refuse"
+    student_seed: int | None = Field(None, ge=0)
     publish_cost: bool = False
     keep_private: bool = False
 

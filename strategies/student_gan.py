@@ -109,7 +109,7 @@ class GaussianNoise(nn.Module):
 
 
 def start_from(model: nn.Module, records: torch.Tensor) -> None:
-    """Give every weight-normalised layer of a ``Sequential`` outputs of mean 0 and deviation 1 on ``records``, in order.
+    """Give every weight-normalised layer of a ``Sequential`` outputs of mean 0 and deviation 1 on ``records``.
 
     The lengths of the weights stay as they are from then on but for the last layer's, as in the paper's program.
     """

@@ -138,6 +138,16 @@ def test_students_share_one_labelling_and_other_labellings_share_the_teachers(
     assert np.array_equal(labels[0], labels[1])
 
 
+def test_a_students_own_seed_leaves_teachers_and_labels_alone(tmp_path: Path) -> None:
+    results, losses = {}, {}
+    seeds = {"first": (), "same": ("algorithm.student_seed=0",), "other": ("algorithm.student_seed=1",)}
+    for name, change in seeds.items():
+        results[name] = run(pate(*change), tmp_path / name)["pate"]
+        losses[name] = read_rounds(tmp_path / name)[-1].test_loss
+    assert (results["other"]["votes_reused"], results["other"]["labels_reused"]) == (True, True)
+    assert losses["same"] == losses["first"] != losses["other"]
+
+
 @pytest.mark.parametrize("change", ["algorithm.queries=7", "algorithm.student=fixmatch", "rounds=9",
                                     "algorithm.labelling.mechanism=lnmax"])  # fmt: skip
 def test_votes_do_not_depend_on_what_is_done_with_them(change: str) -> None:
