@@ -100,7 +100,7 @@ def _gradients(images: torch.Tensor) -> torch.Tensor:
     votes = strength * functional.relu(torch.cos(angle - directions)) ** 4
     cell = max(2, min(images.shape[2:]) // 9)
     cells = functional.avg_pool2d(functional.avg_pool2d(votes, 3, 1, 1), cell + 2, cell).flatten(2)
-    even = cells / (cells.norm(dim=1, keepdim=True) + 0.5)
+    even: torch.Tensor = cells / (cells.norm(dim=1, keepdim=True) + 0.5)
     return even.flatten(1).sqrt()
 
 

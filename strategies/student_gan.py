@@ -113,19 +113,20 @@ def start_from(model: nn.Module, records: torch.Tensor) -> None:
 
     The lengths of the weights stay as they are from then on but for the last layer's, as in the paper's program.
     """
-    layers = [layer for layer in model.children() if nn.utils.parametrize.is_parametrized(layer)]
+    length = None
     with torch.no_grad():
         for layer in model.children():
-            if layer in layers:
-                assert isinstance(layer, nn.Linear | nn.Conv2d)
-                assert layer.bias is not None
-                outputs = layer(records)
+            if nn.utils.parametrize.is_parametrized(layer):
+                weights, outputs = dict(layer.named_parameters()), layer(records)
                 over = [axis for axis in range(outputs.ndim) if axis != 1]
                 spread = outputs.std(dim=over).clamp(min=1e-6)
-                layer.bias.copy_((layer.bias - outputs.mean(dim=over)) / spread)
-                length = layer.parametrizations.weight.original0
-                length.div_(spread.view(-1, *[1] * (length.ndim - 1))).requires_grad_(layer is layers[-1])
+                weights["bias"].sub_(outputs.mean(dim=over)).div_(spread)
+                length = weights["parametrizations.weight.original0"]
+                length.div_(spread.view(-1, *[1] * (length.ndim - 1)))
+                length.requires_grad = False
             records = layer(records)
+    if length is not None:
+        length.requires_grad = True
 
 
 def _forger(shape: torch.Size) -> nn.Module:
@@ -173,11 +174,12 @@ class _Game:
             target = self.body(real).mean(dim=0)
         trained = [weight for weight in self.body.parameters() if weight.requires_grad]
         for weight in trained:
-            weight.requires_grad_(requires_grad=False)  # the forger's step is not the classifier's
+            weight.requires_grad = False  # the forger's step is not the classifier's
         features = self.body(self._forged(len(real))).mean(dim=0)
         for weight in trained:
-            weight.requires_grad_(requires_grad=True)
-        return (features - target).square().mean()
+            weight.requires_grad = True
+        loss: torch.Tensor = (features - target).square().mean()
+        return loss
 
     def _forged(self, count: int) -> torch.Tensor:
         forged = self.forger(torch.rand(count, _NOISE, device=self.low.device))

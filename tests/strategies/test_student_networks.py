@@ -11,7 +11,7 @@ from fl_sim.seeding import rng
 from fl_sim.types import UserError
 from strategies.student import StudentData, predict
 from strategies.student_forest import Forest, ForestStudent, forest_of
-from strategies.student_gan import FeatureMatchingGan, conv_classifier
+from strategies.student_gan import FeatureMatchingGan, conv_classifier, gan_classifier, start_from
 from strategies.student_resnet import ResidualStudent, _Block
 
 
@@ -94,3 +94,20 @@ def test_pate_g_plays_with_convolutions_on_colour_images() -> None:
     assert any(isinstance(module, torch.nn.Conv2d) for module in model.modules())
     assert np.isfinite(model(images).detach().numpy()).all()
     assert conv_classifier((3, 32, 32), 7)(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 16, 16)])
+def test_pate_gs_layers_start_with_outputs_of_mean_0_and_deviation_1(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = (gan_classifier if shape[0] == 1 else conv_classifier)(shape, 4).eval()  # without noise: it is repeatable
+    records = 3 + 5 * torch.rand(300, *shape)
+    start_from(model, records)
+    trained = []
+    for layer in model.children():
+        records = layer(records).detach()
+        if torch.nn.utils.parametrize.is_parametrized(layer):
+            over = [axis for axis in range(records.ndim) if axis != 1]
+            assert torch.allclose(records.mean(dim=over), torch.zeros(records.shape[1]), atol=1e-3)
+            assert torch.allclose(records.std(dim=over), torch.ones(records.shape[1]), atol=1e-3)
+            trained.append(layer.parametrizations.weight.original0.requires_grad)
+    assert trained == [False] * (len(trained) - 1) + [True]
