@@ -73,13 +73,18 @@ def _label_accuracy(shot: Shot) -> float | None:
 
 
 def _student(shot: Shot) -> str:
-    return f"{shot.facts.student}, {shot.facts.teachers} teachers"
+    return f"{shot.facts.student}, {_teachers(shot)}"
+
+
+def _teachers(shot: Shot) -> str:
+    asked = ", asked about representatives" if shot.facts.asking == "representative" else ""
+    return f"{shot.facts.teachers} teachers{asked}"
 
 
 _PLOTS = (
     Plot("labels-by-noise", "Noisy labels over 1/gamma", "1/gamma, scale of the Laplace noise in votes (log scale)",
          lambda shot: 1 / shot.gamma if shot.gamma else None, "noisy labels that are right (%)", _label_accuracy,
-         lambda shot: f"{shot.facts.teachers} teachers, {shot.facts.queries_asked} queries"),
+         lambda shot: f"{_teachers(shot)}, {shot.facts.queries_asked} queries"),
     Plot("student-by-queries", "Student accuracy over queries", "queries answered (log scale)",
          lambda shot: float(shot.facts.queries_answered), "student's test accuracy (%)", lambda shot: shot.accuracy,
          lambda shot: f"{_student(shot)}, {_noise(shot)}"),
@@ -123,7 +128,7 @@ def draw(plot: Plot, title: str, lines: Mapping[str, Points]) -> "Figure":
     axes.set_xscale("log")
     ticks = sorted({x for points in lines.values() for x in points})
     if len(ticks) <= _MOST_TICKS:
-        axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+        axes.set_xticks(ticks, [f"{tick:,.0f}" if tick >= 1000 else f"{tick:.3g}" for tick in ticks])
         axes.set_xticks([], minor=True)
     axes.set(xlabel=textwrap.fill(plot.x_label, 80), ylabel=plot.y_label)
     axes.margins(x=0.06)
@@ -171,7 +176,7 @@ def _agreement(name: str, where: str, shots: Sequence[Shot]) -> tuple[list[Pictu
     problems = []
     for shot in shots:
         path = shot.run.path / VOTES
-        label = f"{shot.facts.teachers} teachers"
+        label = _teachers(shot)
         if not shot.facts.private_kept or label in gaps or not path.exists():
             continue
         try:

@@ -70,6 +70,7 @@ class PateFacts(BaseModel):
     label_accuracy: float | None
     student: str
     private_kept: bool
+    asking: str = "in-order"
 
 
 class Seconds(BaseModel):

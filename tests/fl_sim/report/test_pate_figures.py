@@ -20,14 +20,15 @@ clients = 10
 rounds = 1
 model = "mlp"
 partition = {{ kind = "iid" }}
-algorithm = {{ kind = "pate", queries = {queries}, student = {{ kind = "{student}" }}, gamma = {gamma} }}
+algorithm = {{ kind = "pate", queries = {queries}, student = {{ kind = "{student}" }}, gamma = {gamma}{asked} }}
 """
 
 
 def write_run(path: Path, *, student: str = "fixmatch", queries: int = 100, gamma: float = 0.1, seed: int = 0,
-              kept: bool = False, accuracy: float = 0.9) -> None:  # fmt: skip
+              kept: bool = False, accuracy: float = 0.9, asking: str | None = None) -> None:  # fmt: skip
     path.mkdir()
     settings = {"student": student, "queries": queries, "gamma": gamma, "seed": seed}
+    settings["asked"] = f', asking = "{asking}"' if asking else ""
     (path / "config.toml").write_text(CONFIG.format(**settings))
     line = {"round": 1, "test_accuracy": accuracy, "test_loss": 0.3, "train_loss": None, "epsilon": 2.0,
             "cohort": None, "learning_rate": 0.1, "seconds": 1.0}  # fmt: skip
@@ -35,7 +36,7 @@ def write_run(path: Path, *, student: str = "fixmatch", queries: int = 100, gamm
     facts = {
         "teachers": 10, "mechanism": {"kind": "lnmax", "gamma": gamma}, "evaluation_records": 60,
         "queries_asked": queries, "queries_answered": queries, "label_accuracy": 0.8, "student": student,
-        "private_kept": kept,
+        "private_kept": kept, **({"asking": asking} if asking else {}),
     }  # fmt: skip
     result: dict[str, Any] = {
         "status": "finished", "data_note": "", "partition": "iid", "engine": "inprocess", "rounds": 1,
@@ -99,3 +100,27 @@ def test_axes_name_the_epsilon(axis: str, tmp_path: Path, monkeypatch: pytest.Mo
         write_run(tmp_path / f"run{number}", gamma=gamma)
     pictures(tmp_path)
     assert any(axis in " ".join(label.split()) for label in seen)
+
+
+def test_runs_that_asked_about_other_records_are_other_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+    monkeypatch.setattr(pate_figures, "draw", lambda plot, title, lines: seen.update({plot.stem: set(lines)}))
+    monkeypatch.setattr(pate_figures, "png", lambda figure: b"")
+    for number, asking in enumerate((None, "in-order", "representative")):
+        for queries in (100, 2000):
+            write_run(tmp_path / f"run{number}-{queries}", queries=queries, asking=asking)
+    pictures(tmp_path)
+    named = "fixmatch, 10 teachers, lnmax 1/gamma 10"
+    other = named.replace("teachers", "teachers, asked about representatives")
+    assert seen["student-by-queries"] == {named, other}
+
+
+def test_ticks_are_numbers_as_people_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        pate_figures, "png", lambda figure: seen.append([one.get_text() for one in figure.axes[0].get_xticklabels()])
+    )
+    for queries in (100, 2000):
+        write_run(tmp_path / f"run{queries}", queries=queries)
+    pictures(tmp_path)
+    assert ["100", "2,000"] in seen
