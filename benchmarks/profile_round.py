@@ -93,7 +93,7 @@ def watched(clock: Clock) -> Iterator[None]:
     kernel, _ = load_kernel()
     places: list[tuple[str, Any, str]] = [
         ("training kernel", fl_sim.cohort, "train"),  # PyTorch, where there is no kernel
-        ("around the kernel", fl_sim.cohort.Trainer, "train"),
+        ("around the kernel", fl_sim.cohort.Trainer, "train_all"),
         ("records", fl_sim.site, "_records"),
         ("client states", clients.app, "load_state"),
         ("client states", clients.app, "save_state"),

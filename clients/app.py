@@ -1,6 +1,6 @@
 """The Flower ClientApp: reads a message, trains on the client's own records, answers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import nn
 
 from fl_sim import wire
 from fl_sim.cohort import Job, Trainer
+from fl_sim.engine import Play, partition_of, raised
 from fl_sim.learning import LocalAlgorithm
 from fl_sim.native.kernel import load_kernel
 from fl_sim.seeding import rng, seed_torch, torch_kept
@@ -106,25 +107,29 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
     return app
 
 
-def train_together(
-    site_of: SiteFactory, messages: Sequence[tuple[int, Message]], stack: int
-) -> Iterator[tuple[int, Message | Exception]]:
-    """Play many (client, message) of one round, ``stack`` clients as one computation at a time.
+def train_together(site_of: SiteFactory, *, stacked: bool = False) -> Play:
+    """Return what trains the clients of several messages in one call of the compiled trainer, or as one computation.
 
-    Yields (place in ``messages``, its reply or what the client raised), those with the most steps first, so that the
-    clients of a stack are alike.
+    Where something fails, the clients are played again, each by itself, so that the one to blame is known and the
+    others are answered.
     """
-    turns, ready = _Turns(site_of), []
-    for place, (client, message) in enumerate(messages):
+    turns = _Turns(site_of)
+
+    def trained(messages: Sequence[Message]) -> list[Message]:
+        group = [turns.turn(message, partition_of(message)) for message in messages]
+        site, jobs = group[0].site, [turn.job for turn in group]
+        results = site.train_stacked(jobs) if stacked else site.trainer.train_all(jobs)
+        return [turn.reply(result) for turn, result in zip(group, results, strict=True)]
+
+    def play(messages: Sequence[Message]) -> list[Message]:
         try:
-            ready.append((place, turns.turn(message, client)))
-        except Exception as error:  # noqa: BLE001 (whatever a user's data raises is this one client's failure)
-            yield place, error
-    ready.sort(key=lambda one: -one[1].num_steps)
-    for group in (ready[first : first + stack] for first in range(0, len(ready), stack)):
-        results = group[0][1].site.train_stacked([turn.job for _, turn in group])
-        for (place, turn), trained in zip(group, results, strict=True):
-            yield place, turn.reply(trained)
+            return trained(messages)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (as in fl_sim.engine.answer)
+            if len(messages) == 1:
+                return [raised(messages[0], error)]
+            return [reply for message in messages for reply in play([message])]
+
+    return play
 
 
 @dataclass(frozen=True)
@@ -135,10 +140,6 @@ class _Turn:
     order: wire.Order
     site: Site
     job: Job
-
-    @property
-    def num_steps(self) -> int:
-        return self.job.task.settings.num_steps(self.job.task.num_examples)
 
     def reply(self, trained: Trained) -> Message:
         """Keep the client's state for its next round, and answer."""

@@ -5,7 +5,7 @@ Algorithms do not know which: both take a LocalPlan, and they agree to float32 r
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock, local
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from fl_sim import models
 from fl_sim.learning import EVALUATION_BATCH, LogitsOf, evaluate, ready, score, train
-from fl_sim.native.kernel import Draws, Kernel
+from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import Stack, describe
 from fl_sim.params import is_finite, vector_in
 from fl_sim.types import LocalPlan, LocalTask, Params, Trained
@@ -75,12 +75,21 @@ class Trainer:
         """Say whether fl_sim.stacked takes this model: no random numbers, and no record looks at another."""
         return self._draws_nothing
 
+    def train_all(self, jobs: Sequence[Job]) -> list[Trained]:
+        """Train clients, one after another, in as few calls of the compiled trainer as may be."""
+        stack = self._native(jobs[0])
+        if stack is None or self._kernel is None or any(self._native(job) is not stack for job in jobs):
+            return [self.train(job) for job in jobs]
+        draws = [Draws.of(job.task, job.plan, len(job.labels), job.generator) for job in jobs]
+        lessons = [
+            Lesson(job.task, job.plan, job.inputs, job.labels, own) for job, own in zip(jobs, draws, strict=True)
+        ]
+        return self._kernel.train(stack, lessons)
+
     def train(self, job: Job) -> Trained:
         """Train one client."""
-        stack = self._stack(tuple(job.inputs.shape[1:]))
-        if stack is not None and self._kernel is not None and _fits(job, stack):
-            draws = Draws.of(job.task, job.plan, len(job.labels), job.generator)
-            return self._kernel.train(stack, job.task, job.plan, job.inputs, job.labels, draws)
+        if self._native(job) is not None:
+            return self.train_all([job])[0]
         if self._draws_nothing:
             return train(self._own_model(), job.task, job.plan, job.inputs, job.labels, job.generator)
         with self._lock:
@@ -118,6 +127,11 @@ class Trainer:
             return None
         weights = vector_in(params, stack.layout)
         return (lambda records: kernel.infer(stack, weights, records)) if _is_plain(weights) else None
+
+    def _native(self, job: Job) -> Stack | None:
+        """Return the form in which the compiled trainer takes the model, where it takes ``job``."""
+        stack = self._stack(tuple(job.inputs.shape[1:])) if self._kernel is not None else None
+        return stack if stack is not None and _fits(job, stack) else None
 
     def _stack(self, input_shape: tuple[int, ...]) -> Stack | None:
         if input_shape not in self._stacks:

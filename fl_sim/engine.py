@@ -3,8 +3,12 @@
 import math
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from queue import SimpleQueue
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -23,10 +27,46 @@ CLIENT_RAISED, WORKER_DIED, TOO_LATE = 1, 2, 3
 Progress = Callable[[int], None]
 """Called with the number of replies of the current exchange so far."""
 
-Together = Callable[[Sequence[tuple[int, Message]]], Iterator[tuple[int, Message | Exception]]]
-"""Plays (client, message) of a round as few computations: yields (place, reply or what the client raised)."""
+Play = Callable[[Sequence[Message]], list[Message]]
+"""Answers messages as one piece of work: a reply for each, an error reply where a client fails; never raises."""
+
+STEPS_AT_A_TIME = 16
+"""Minibatch steps in a piece of work: far more than handing it over costs, far less than a round."""
 
 _FIRST_NODE_ID = 1000  # 0 and 1 mean the server
+
+
+@dataclass(frozen=True)
+class Together:
+    """How a round's clients are trained several at a time.
+
+    ``player`` is called once in every process. ``steps``: every partition's minibatch steps in a round. ``stack``: how
+    many clients make a piece of work; with 1 it is as many as have ``STEPS_AT_A_TIME`` steps.
+    """
+
+    player: Callable[[], Play]
+    steps: Sequence[int]
+    stack: int = 1
+
+    def pieces(self, messages: Sequence[Message], workers: int) -> list[list[Message]]:
+        """Cut a round into pieces of work; how depends on the arguments alone.
+
+        Clients with the most steps come first, so that those of a piece are alike; towards the end pieces shrink, so
+        that no worker is left with a long last one.
+        """
+        ordered = sorted(messages, key=lambda message: -self.steps[partition_of(message)])
+        if self.stack > 1:
+            return [ordered[first : first + self.stack] for first in range(0, len(ordered), self.stack)]
+        pieces: list[list[Message]] = []
+        left, room = sum(self.steps[partition_of(message)] for message in ordered), 0.0
+        for message in ordered:
+            steps = self.steps[partition_of(message)]
+            if steps > room or not pieces:
+                pieces.append([])
+                room = min(STEPS_AT_A_TIME, left / (2 * workers)) if workers > 1 else STEPS_AT_A_TIME
+            pieces[-1].append(message)
+            room, left = room - steps, left - steps
+        return pieces
 
 
 class LocalGrid(Grid):
@@ -88,9 +128,10 @@ class LocalGrid(Grid):
 class InProcessGrid(LocalGrid):
     """All clients in this process: no start-up, and a debugger sees everything.
 
-    ``workers`` threads train clients side by side, which pays where training lets go of Python's lock; ``together``, if
-    given, trains all of a round's clients instead. Whatever else is asked of clients is answered one after another. A
-    client that hangs cannot be interrupted from within its own process; ``timeout`` is looked at between clients.
+    ``workers`` threads train clients side by side, which pays where training lets go of Python's lock; whatever else is
+    asked of clients is answered one after another. ``together``, if given, trains several clients at a time; stacks one
+    after another. A client that hangs cannot be interrupted from within its own process; ``timeout`` is looked at
+    between pieces of work.
     """
 
     def __init__(
@@ -103,8 +144,10 @@ class InProcessGrid(LocalGrid):
         together: Together | None = None,
     ) -> None:
         super().__init__(num_clients, on_reply)
-        self._together = together
         self._app = app
+        self._together = together
+        self._play = together.player() if together else None
+        self._workers = workers
         self._pool = ThreadPoolExecutor(workers, "client") if workers > 1 else None
 
     def close(self) -> None:
@@ -114,49 +157,64 @@ class InProcessGrid(LocalGrid):
 
     def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-
-        def answered(message: Message) -> Message:
-            if time.monotonic() >= deadline:
-                return _out_of_time(message, timeout)
-            return answer(self._app, message, self.num_clients)
-
-        training = all(message.metadata.message_type == wire.TRAIN for message in messages)
-        if self._together is not None and training:
-            return self._as_one(self._together, messages, deadline, timeout)
-        voting = all(message.metadata.message_type == wire.VOTE for message in messages)
-        if self._pool is not None and (training or voting):
-            return self._side_by_side(self._pool, answered, messages)
-        replies = []
-        for message in messages:
-            replies.append(answered(message))
-            self._on_reply(len(replies))
-        return replies
-
-    def _as_one(
-        self, together: Together, messages: Sequence[Message], deadline: float, timeout: float | None
-    ) -> list[Message]:
-        replies = {}
-        for place, answered in together([(partition_of(message), message) for message in messages]):
-            replies[place] = answered if isinstance(answered, Message) else raised(messages[place], answered)
-            self._on_reply(len(replies))
-            if time.monotonic() >= deadline:
-                break
-        return [
-            replies[place] if place in replies else _out_of_time(message, timeout)
-            for place, message in enumerate(messages)
-        ]
-
-    def _side_by_side(
-        self, pool: ThreadPoolExecutor, answered: Callable[[Message], Message], messages: Sequence[Message]
-    ) -> list[Message]:
-        running = [pool.submit(answered, message) for message in messages]
+        kinds = {message.metadata.message_type for message in messages}
+        play: Play = self._one_by_one
+        pieces = [[message] for message in messages]
+        pool = self._pool if kinds in ({wire.TRAIN}, {wire.VOTE}) else None
+        if self._together is not None and self._play is not None and kinds == {wire.TRAIN}:
+            pieces, play = self._together.pieces(messages, self._workers), self._play
+            pool = self._pool if self._together.stack == 1 else None  # a stack has the model for itself
+        waiting = _Waiting(pieces, deadline)
+        played = _side_by_side(pool, self._workers, play, waiting) if pool else map(play, waiting)
+        replies: dict[str, Message] = {}
         try:
-            for count, _ in enumerate(as_completed(running), start=1):
-                self._on_reply(count)
+            for reply in chain.from_iterable(played):
+                replies[reply.metadata.reply_to_message_id] = reply
+                self._on_reply(len(replies))
         finally:
-            for left in running:  # by Ctrl-C: those that have begun finish, the others do not begin
-                left.cancel()
-        return [done.result() for done in running]
+            waiting.clear()  # by Ctrl-C: threads finish what they have begun, and begin no more
+        return [replies.get(sent.metadata.message_id) or _out_of_time(sent, timeout) for sent in messages]
+
+    def _one_by_one(self, messages: Sequence[Message]) -> list[Message]:
+        return [answer(self._app, message, self.num_clients) for message in messages]
+
+
+class _Waiting(Iterator[list[Message]]):
+    """The pieces of work that nobody has taken yet; any number of threads may take. None is left when time is up."""
+
+    def __init__(self, pieces: Iterable[list[Message]], deadline: float) -> None:
+        self._pieces = deque(pieces)
+        self._deadline = deadline
+
+    def __next__(self) -> list[Message]:
+        if time.monotonic() >= self._deadline:
+            raise StopIteration
+        try:
+            return self._pieces.popleft()
+        except IndexError:
+            raise StopIteration from None
+
+    def clear(self) -> None:
+        """Hand out no more."""
+        self._pieces.clear()
+
+
+def _side_by_side(pool: ThreadPoolExecutor, workers: int, play: Play, waiting: _Waiting) -> Iterator[list[Message]]:
+    """Have threads play until nothing waits; yields replies as they come."""
+    done: SimpleQueue[list[Message] | None] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            for piece in waiting:
+                done.put(play(piece))
+        finally:
+            done.put(None)
+
+    running = [pool.submit(work) for _ in range(workers)]
+    for _ in running:
+        yield from iter(done.get, None)
+    for thread in running:
+        thread.result()
 
 
 def answer(app: ClientApp, message: Message, num_clients: int) -> Message:

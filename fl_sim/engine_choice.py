@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 from clients.app import build_client_app, train_together
 from fl_sim.cohort import Trainer
 from fl_sim.data import load
-from fl_sim.engine import InProcessGrid, LocalGrid, Progress
+from fl_sim.engine import InProcessGrid, LocalGrid, Progress, Together
 from fl_sim.experiment import (
     Auto,
     Engine,
@@ -80,7 +80,7 @@ def open_engine(
         resources = RayResources(engine.actors, engine.cpus, engine.gpus, engine.address, engine.threads)
         grid = RayGrid(client_app, experiment.num_clients, resources, on_reply)
     else:
-        together = partial(train_together, site_of, stack=stack) if stack > 1 else None
+        together = together_of(experiment, data_root, stack)
         grid = InProcessGrid(client_app(), experiment.num_clients, on_reply, workers=workers, together=together)
     gc.freeze()  # what is imported stays: Python need not look through it for garbage every few rounds
     try:
@@ -93,6 +93,15 @@ def open_engine(
 def client_app() -> ClientApp:
     """Return the ClientApp of this program; Ray actors call it too."""
     return build_client_app(site_of)
+
+
+def together_of(experiment: Experiment, data_root: Path | None, stack: int) -> Together | None:
+    """Return how several clients are trained at a time; None where that does not pay."""
+    if stack == 1 and not trains_natively(experiment, data_root):
+        return None
+    settings = local_settings(experiment.local, experiment.local.learning_rate)
+    steps = [settings.num_steps(len(shard)) for shard in client_shards(experiment, data_root)]
+    return Together(partial(train_together, site_of, stacked=stack > 1), steps, stack)
 
 
 def choose(experiment: Experiment, data_root: Path | None) -> tuple[Engine, str]:

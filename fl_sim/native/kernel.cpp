@@ -1,5 +1,5 @@
-// One client's local training in one call, or what a model makes of records: minibatch SGD on convolutions, pooling,
-// GroupNorm, residual blocks, ReLU and linear layers.
+// Clients' local training, one after another in one call, or what a model makes of records: minibatch SGD on
+// convolutions, pooling, GroupNorm, residual blocks, ReLU and linear layers.
 //
 // Layout. An activation is [group][channel][row][column][LANES]: a group is LANES records of the minibatch, and the
 // innermost index runs over records, so every step of every layer is the same instruction on LANES numbers, whatever
@@ -25,7 +25,7 @@
 
 namespace {
 
-constexpr int VERSION = 2;  // of the functions below; sizes and fields speak for themselves
+constexpr int VERSION = 3;  // of the functions below; sizes and fields speak for themselves
 
 // kernel.py fills it in, field by field.
 struct Request {
@@ -33,8 +33,8 @@ struct Request {
     int64_t num_layers;
     const int32_t* input_shape;  // channels, height, width
     int64_t num_params;
-    float *params, *buffers;
-    const float *anchor, *offset;  // offset: null where there is none
+    float *params, *buffers;               // where the results go; buffers: null without momentum
+    const float *anchor, *warm, *offset;   // where params and buffers start; warm, offset: null where there is none
     const float* inputs;
     const int64_t *labels, *order;                 // order: [epoch][record]
     const float *partner_inputs, *partner_labels;  // null: the loss is plain
@@ -62,26 +62,16 @@ Network* network_for(const Request& request, int64_t batch_size) {
     return network.get();
 }
 
-}  // namespace
-
-extern "C" {
-
-// Which processor features this file was compiled for; nothing else may be called where one is missing.
-const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }
-
-// Tells apart versions of this interface: kernel.py works it out for its own.
-int fl_sim_layout() { return int(VERSION * 1000000 + 1000 * sizeof(Request) + FIELDS); }
-
-// Trains one client. Returns 0; 1 where the description does not fit ``num_params``; 2 where memory ran out; 3 where a
-// label is no class.
-int fl_sim_train(const Request* asked, double* mean_loss) try {
-    const Request& request = *asked;
+int train(const Request& request, double* mean_loss) {
     const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
     const int classes = request.layers[(request.num_layers - 1) * FIELDS + 1];
     for (int64_t i = 0; i < count; i++)
         if (request.labels[i] < 0 || request.labels[i] >= classes) return 3;
     Network* network = network_for(request, batch_size);
     if (!network) return 1;
+    std::copy(request.anchor, request.anchor + request.num_params + LANES, request.params);
+    if (request.warm) std::copy(request.warm, request.warm + request.num_params + LANES, request.buffers);
+    else if (request.buffers) std::fill(request.buffers, request.buffers + request.num_params + LANES, 0.0f);
     const Sgd sgd{request.learning_rate, request.momentum, request.weight_decay, request.proximal_mu,
                   request.params, request.buffers, request.anchor, request.offset};
     const Mix mix{request.partner_inputs, request.partner_labels, request.own_weight, request.partner_weight,
@@ -96,6 +86,24 @@ int fl_sim_train(const Request* asked, double* mean_loss) try {
             total += network->step(request.inputs, batch, sgd);
         }
     *mean_loss = total / double(steps);
+    return 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Which processor features this file was compiled for; nothing else may be called where one is missing.
+const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }
+
+// Tells apart versions of this interface: kernel.py works it out for its own.
+int fl_sim_layout() { return int(VERSION * 1000000 + 1000 * sizeof(Request) + FIELDS); }
+
+// Trains ``count`` clients, one after another, up to the first that fails. Returns 0; 1 where the description does not
+// fit ``num_params``; 2 where memory ran out; 3 where a label is no class.
+int fl_sim_train(const Request* requests, int64_t count, double* mean_losses) try {
+    for (int64_t client = 0; client < count; client++)
+        if (const int failed = train(requests[client], mean_losses + client)) return failed;
     return 0;
 } catch (const std::bad_alloc&) {
     return 2;

@@ -1,10 +1,11 @@
 """Call the compiled trainer, where there is one for this processor."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -12,8 +13,8 @@ from numpy.typing import NDArray
 
 from fl_sim.native.compiling import LIBRARY, NEEDED, processor
 from fl_sim.native.layers import FIELDS, Stack
-from fl_sim.params import FlatParams, vector_in
-from fl_sim.types import LocalPlan, LocalTask, Mix, Params, Trained
+from fl_sim.params import FlatParams, num_in, vector_in
+from fl_sim.types import LocalPlan, LocalTask, Params, Trained
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -27,7 +28,7 @@ class _Request(ctypes.Structure):
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("layers", _POINTER), ("num_layers", _LONG), ("input_shape", _POINTER), ("num_params", _LONG),
-        ("params", _POINTER), ("buffers", _POINTER), ("anchor", _POINTER), ("offset", _POINTER),
+        ("params", _POINTER), ("buffers", _POINTER), ("anchor", _POINTER), ("warm", _POINTER), ("offset", _POINTER),
         ("inputs", _POINTER), ("labels", _POINTER), ("order", _POINTER),
         ("partner_inputs", _POINTER), ("partner_labels", _POINTER), ("partners", _POINTER),
         ("num_examples", _LONG), ("epochs", _LONG), ("batch_size", _LONG), ("linearise", _LONG),
@@ -36,7 +37,7 @@ class _Request(ctypes.Structure):
     ]  # fmt: skip
 
 
-_VERSION = 2  # of the library's functions
+_VERSION = 3  # of the library's functions
 _LAYOUT = _VERSION * 1_000_000 + 1000 * ctypes.sizeof(_Request) + len(FIELDS)
 """What a library of the same version calls fl_sim_layout."""
 
@@ -65,55 +66,50 @@ class Draws:
         return cls(order, partners.reshape(-1))
 
 
+class Lesson(NamedTuple):
+    """One client's training: what ``fl_sim.learning.train`` takes, with what chance decides already decided.
+
+    ``inputs``: float32, (n, *input shape), n at least 1; ``labels``: int64, (n,).
+    """
+
+    task: LocalTask
+    plan: LocalPlan
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    draws: Draws
+
+
 @dataclass(frozen=True)
 class Kernel:
     """The loaded library."""
 
     library: ctypes.CDLL
 
-    def train(
-        self,
-        stack: Stack,
-        task: LocalTask,
-        plan: LocalPlan,
-        inputs: torch.Tensor,
-        labels: torch.Tensor,
-        draws: Draws,
-    ) -> Trained:
-        """Train one client as ``fl_sim.learning.train`` does, but for float32 rounding; other threads run meanwhile.
+    def train(self, stack: Stack, lessons: Sequence[Lesson]) -> list[Trained]:
+        """Train clients, one after another, each as ``fl_sim.learning.train`` does but for float32 rounding.
 
-        ``inputs``: float32, (n, *input shape), n at least 1; ``labels``: int64, (n,). Raises IndexError for a label
-        outside the model's classes.
+        Other threads run meanwhile. Raises IndexError for a label outside the model's classes.
         """
-        settings = task.settings
-        anchor = _flat(task.params, stack)
-        params = anchor.clone()
-        warm = plan.momentum_buffers
-        buffers = _flat(warm, stack) if warm else torch.zeros_like(params)
-        offset = _flat(plan.gradient_offset, stack) if plan.gradient_offset else None
-        records, targets = inputs.contiguous(), labels.contiguous()  # held until the call is over
-        request = _Request(
-            layers=stack.pointers[0], num_layers=len(stack.layers), input_shape=stack.pointers[1],
-            num_params=len(params) - _SPARE, params=params.data_ptr(), buffers=buffers.data_ptr(),
-            anchor=anchor.data_ptr(), offset=None if offset is None else offset.data_ptr(), inputs=records.data_ptr(),
-            labels=targets.data_ptr(), order=draws.order.ctypes.data, num_examples=len(targets),
-            epochs=settings.epochs, batch_size=settings.batch_size, learning_rate=settings.learning_rate,
-            momentum=settings.momentum, weight_decay=settings.weight_decay, proximal_mu=plan.proximal_mu,
-        )  # fmt: skip
-        pool = _mix_into(request, plan.mix, draws)
-        loss = ctypes.c_double()
-        failed = self.library.fl_sim_train(ctypes.byref(request), ctypes.byref(loss))
-        del pool
+        size = num_in(stack.layout)
+        params, buffers = (torch.empty(len(lessons), _padded(size)) for _ in range(2))
+        results = list(zip(lessons, params.unbind(), buffers.unbind(), strict=True))
+        held = _Held(stack)
+        requests = (_Request * len(lessons))(*(held.request(*result) for result in results))
+        losses = (ctypes.c_double * len(lessons))()
+        failed = self.library.fl_sim_train(requests, _LONG(len(lessons)), losses)
         if failed == 3:
             raise IndexError(f"a label is outside of the model's {stack.num_classes} classes")
         if failed:
             raise MemoryError("no memory for local training") if failed == 2 else AssertionError("shapes disagree")
-        return Trained(
-            params=_named(params, stack),
-            momentum_buffers=_named(buffers, stack) if settings.momentum or warm else {},
-            num_steps=settings.num_steps(len(targets)),
-            loss=loss.value,
-        )
+        return [
+            Trained(
+                params=FlatParams(own_params[:size], stack.layout),
+                momentum_buffers=FlatParams(own_buffers[:size], stack.layout) if _has_momentum(lesson) else {},
+                num_steps=lesson.task.settings.num_steps(len(lesson.labels)),
+                loss=loss,
+            )
+            for (lesson, own_params, own_buffers), loss in zip(results, losses, strict=True)
+        ]
 
     def infer(self, stack: Stack, params: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, (n, classes), as the model does but for float32 rounding; other threads run meanwhile.
@@ -154,21 +150,52 @@ def load_kernel(path: Path = LIBRARY) -> tuple[Kernel | None, str]:
     return Kernel(library), ""
 
 
-def _mix_into(request: _Request, mix: Mix | None, draws: Draws) -> list[torch.Tensor]:
-    """Tell the kernel how to mix; return what must live until it is done."""
-    if mix is None:
-        return []
-    inputs, proportions = mix.inputs.contiguous(), mix.labels.contiguous()
-    request.partner_inputs, request.partner_labels = inputs.data_ptr(), proportions.data_ptr()
-    request.partners = draws.partners.ctypes.data
-    request.linearise = int(mix.linearise)
-    request.own_weight, request.partner_weight = 1 - mix.weight, mix.weight
-    return [inputs, proportions]
+class _Held:
+    """Holds what the kernel reads until the call is over; what clients share, such as the model, is there once."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._padded: dict[int, torch.Tensor] = {}
+        self._tensors: list[torch.Tensor] = []
+
+    def request(self, lesson: Lesson, params: torch.Tensor, buffers: torch.Tensor) -> _Request:
+        """Ask for one client's training, whose results go to ``params`` and, with momentum, ``buffers``."""
+        task, plan, inputs, labels, draws = lesson
+        settings, stack = task.settings, self._stack
+        records, targets = self._whole(inputs), self._whole(labels)
+        request = _Request(
+            layers=stack.pointers[0], num_layers=len(stack.layers), input_shape=stack.pointers[1],
+            num_params=num_in(stack.layout), params=params.data_ptr(),
+            buffers=buffers.data_ptr() if _has_momentum(lesson) else None, anchor=self._vector(task.params),
+            warm=self._vector(plan.momentum_buffers), offset=self._vector(plan.gradient_offset),
+            inputs=records, labels=targets, order=draws.order.ctypes.data, num_examples=len(labels),
+            epochs=settings.epochs, batch_size=settings.batch_size, learning_rate=settings.learning_rate,
+            momentum=settings.momentum, weight_decay=settings.weight_decay, proximal_mu=plan.proximal_mu,
+        )  # fmt: skip
+        if (mix := plan.mix) is not None:
+            request.partner_inputs, request.partner_labels = self._whole(mix.inputs), self._whole(mix.labels)
+            request.partners = draws.partners.ctypes.data
+            request.linearise = int(mix.linearise)
+            request.own_weight, request.partner_weight = 1 - mix.weight, mix.weight
+        return request
+
+    def _whole(self, values: torch.Tensor) -> int:
+        self._tensors.append(values.contiguous())
+        return self._tensors[-1].data_ptr()
+
+    def _vector(self, params: Params | None) -> int | None:
+        if not params:
+            return None
+        if id(params) not in self._padded:
+            vector = vector_in(params, self._stack.layout)
+            self._padded[id(params)] = torch.cat([vector, torch.zeros(_padded(len(vector)) - len(vector))])
+        return self._padded[id(params)].data_ptr()
 
 
-def _flat(params: Params, stack: Stack) -> torch.Tensor:
-    return torch.cat([vector_in(params, stack.layout), torch.zeros(_SPARE)])
+def _has_momentum(lesson: Lesson) -> bool:
+    return bool(lesson.task.settings.momentum or lesson.plan.momentum_buffers)
 
 
-def _named(flat: torch.Tensor, stack: Stack) -> Params:
-    return FlatParams(flat[:-_SPARE], stack.layout)
+def _padded(size: int) -> int:
+    """Return how many numbers a vector of ``size`` takes: the next one begins where the kernel's vectors do."""
+    return -(-size // _SPARE) * _SPARE + _SPARE

@@ -1,5 +1,6 @@
 """The ClientApp: from a message to an update, with what the client keeps."""
 
+import time
 from functools import partial
 from pathlib import Path
 
@@ -11,12 +12,13 @@ from torch import nn
 
 from clients.app import Site, build_client_app, train_together
 from fl_sim import wire
-from fl_sim.engine import InProcessGrid
+from fl_sim.cohort import Job
+from fl_sim.engine import InProcessGrid, Together
 from fl_sim.learning import train
 from fl_sim.params import detached
 from fl_sim.seeding import rng, seed_torch
 from fl_sim.store import load_state
-from fl_sim.types import LocalSettings, LocalTask
+from fl_sim.types import LocalPlan, LocalSettings, LocalTask
 from strategies.fedavg import FedAvg
 from strategies.fedmix import FedMix
 from strategies.scaffold import Scaffold
@@ -138,40 +140,62 @@ def test_the_broadcast_reaches_the_algorithm(tmp_path: Path):
     assert (_flat(corrected.payloads["delta"]) < _flat(plain.payloads["delta"])).all()
 
 
-def test_a_client_that_cannot_train_takes_no_others_of_its_stack_along(tmp_path: Path):
-    play = Play(FedAvg(), tmp_path)
+def _records_of_which_one_is_broken(client, synthetic):
+    inputs, labels = _records(client, synthetic)
+    if client == 1:
+        raise ValueError("a broken disk")
+    if client == 2:
+        labels[-1] = 7
+    return inputs, labels
 
-    def records(client, synthetic):
-        if client == 1:
-            raise ValueError("a broken disk")
-        return _records(client, synthetic)
 
+def _train_together(play, records, *, stacked, timeout=None):
+    """Have four clients, three of them with records, trained two at a time."""
     site = Site(FedAvg(), _without_dropout(), records, _synthesize, lambda *_: {}, _local, 4, 0)
-    together = partial(train_together, lambda *_: site, stack=2)
+    together = Together(partial(train_together, lambda *_: site, stacked=stacked), [4, 4, 4, 0], stack=2)
     grid = InProcessGrid(build_client_app(lambda *_: site), 4, together=together)
     content = wire.task_content(play.order(1), play.params, {})
-    replies = grid.send_and_receive([Message(content, 1000 + client, wire.TRAIN) for client in range(4)])
-    errors = [wire.error_of(reply) for reply in replies]
-    assert errors[0] is errors[2] is errors[3] is None
-    assert errors[1] is not None
-    assert "ValueError: a broken disk" in errors[1]
-    for client in (0, 2, 3):
-        update = wire.read_update(client, replies[client].content)
-        assert update.num_examples == len(_records(client, "")[1])
-        assert (update.loss is None) == (client == 3)
+    sent = [Message(content, 1000 + client, wire.TRAIN) for client in range(4)]
+    return grid.send_and_receive(sent, timeout=timeout)
 
 
-def test_a_stack_looks_at_its_deadline(tmp_path: Path):
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_client_that_cannot_train_takes_no_others_of_its_piece_along(tmp_path: Path, stacked):
     play = Play(FedAvg(), tmp_path)
-    site = Site(FedAvg(), _without_dropout(), _records, _synthesize, lambda *_: {}, _local, 4, 0)
-    grid = InProcessGrid(
-        build_client_app(lambda *_: site), 4, together=partial(train_together, lambda *_: site, stack=2)
-    )
-    content = wire.task_content(play.order(1), play.params, {})
-    replies = grid.send_and_receive([Message(content, 1000 + i, wire.TRAIN) for i in range(4)], timeout=1e-9)
+    errors = [wire.error_of(one) for one in _train_together(play, _records_of_which_one_is_broken, stacked=stacked)]
+    assert errors[0] is errors[3] is None
+    assert "ValueError: a broken disk" in errors[1]
+    assert ("index 7 is out of bounds" if stacked else "IndexError") in errors[2]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_clients_trained_together_answer_as_they_do_alone(tmp_path: Path, stacked):
+    play = Play(FedAvg(), tmp_path)
+    together = _train_together(play, _records, stacked=stacked)
+    play.model = _without_dropout()
+    trainer = Site(FedAvg(), play.model, _records, _synthesize, lambda *_: {}, _local, 4, 0).trainer
+    for client, reply in enumerate(together):
+        inputs, labels = _records(client, "")
+        task = LocalTask(1, client, 4, len(labels), _local(0.1), play.params)
+        trained = trainer.train(Job(task, LocalPlan(), inputs, labels, rng(0, "batches", client, 1)))
+        update = wire.read_update(client, reply.content)
+        assert update.num_examples == len(labels)
+        assert (update.loss is None) == (trained.loss is None) == (client == 3)
+        for name, value in trained.params.items():
+            torch.testing.assert_close(
+                update.payloads["delta"][name], value - play.params[name], rtol=0, atol=1e-6 if stacked else 0
+            )
+
+
+def test_what_is_trained_together_looks_at_its_deadline(tmp_path: Path):
+    def slow(client, synthetic):
+        time.sleep(0.1)
+        return _records(client, synthetic)
+
+    replies = _train_together(Play(FedAvg(), tmp_path), slow, stacked=False, timeout=0.1)
     errors = [wire.error_of(reply) for reply in replies]
-    assert errors.count(None) == 1
-    assert sum("its turn did not come" in (error or "") for error in errors) == 3
+    assert errors[:2] == [None, None]
+    assert all("its turn did not come" in error for error in errors[2:])
 
 
 def test_a_client_says_which_partition_it_plays(tmp_path: Path):

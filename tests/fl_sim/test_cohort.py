@@ -84,6 +84,20 @@ def train_cohort(model: nn.Module, jobs: Sequence[Job], threads: int) -> list[Tr
         return list(pool.map(trainer.train, jobs))
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.kind)
+def test_clients_trained_in_one_call_end_in_the_bits_of_a_call_each(algorithm: LocalAlgorithm) -> None:
+    trainer = Trainer(model("niid-cnn"), load_kernel()[0])
+    full = slice(0, len(SIZES) - 1) if SIZES[-1] == 0 else slice(None)
+    for part in (full, slice(None)):  # without and with the client that has no records
+        together = trainer.train_all(jobs(algorithm)[part])
+        alone = [trainer.train(job) for job in jobs(algorithm)[part]]
+        for one, other in zip(together, alone, strict=True):
+            assert (one.loss, one.num_steps) == (other.loss, other.num_steps)
+            assert torch.equal(flat(one.params), flat(other.params))
+            assert one.momentum_buffers.keys() == other.momentum_buffers.keys()
+            assert not one.momentum_buffers or torch.equal(flat(one.momentum_buffers), flat(other.momentum_buffers))
+
+
 def flat(params: Params) -> torch.Tensor:
     return torch.cat([value.double().reshape(-1) for value in params.values()])
 

@@ -7,8 +7,10 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore.run import Run
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fl_sim.engine import CLIENT_RAISED, TOO_LATE, InProcessGrid, partition_of
+from fl_sim.engine import CLIENT_RAISED, STEPS_AT_A_TIME, TOO_LATE, InProcessGrid, Play, Together, partition_of
 
 
 def app() -> ClientApp:
@@ -95,11 +97,96 @@ def test_workers_answer_side_by_side_and_in_the_order_of_messages() -> None:
 
 def test_workers_keep_the_deadline() -> None:
     grid = InProcessGrid(app(), 8, workers=2)
-    made = messages(grid, "sleep")
-    replies = grid.send_and_receive([made[1]] * 6, timeout=0.1)
+    replies = grid.send_and_receive([messages(grid, "sleep")[1] for _ in range(6)], timeout=0.1)
     grid.close()
     assert [reply.has_error() for reply in replies] == [False, False, True, True, True, True]
     assert {reply.error.code for reply in replies[2:]} == {TOO_LATE}
+
+
+def together(play: Play, steps: list[int], stack: int = 1) -> Together:
+    return Together(lambda: play, steps, stack)
+
+
+def unanswered(pieces: list[Message]) -> list[Message]:
+    raise AssertionError(pieces)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 9))
+def test_pieces_of_work_hold_every_client_once_and_the_longest_come_first(
+    steps: list[int], workers: int, stack: int
+) -> None:
+    sent = messages(InProcessGrid(app(), len(steps)))
+    pieces = together(unanswered, steps, stack).pieces(sent, workers)
+    order = [partition_of(message) for piece in pieces for message in piece]
+    assert sorted(order) == list(range(len(steps)))
+    assert [steps[client] for client in order] == sorted(steps, reverse=True)
+    for piece in pieces:
+        assert 1 <= len(piece) <= stack or stack == 1
+        most = STEPS_AT_A_TIME if workers == 1 else min(STEPS_AT_A_TIME, sum(steps) / (2 * workers))
+        assert stack > 1 or len(piece) == 1 or sum(steps[partition_of(message)] for message in piece) <= most
+    assert stack == 1 or {len(piece) for piece in pieces[:-1]} <= {stack}
+
+
+def test_pieces_shrink_so_that_no_worker_waits_long_for_the_last_one() -> None:
+    sent = messages(InProcessGrid(app(), 40))
+    sizes = [[len(piece) for piece in together(unanswered, [2] * 40).pieces(sent, workers)] for workers in (1, 2)]
+    assert sizes == [[8] * 5, [8, 8, 6, 4, 3, 2, 2, 1, 1, 1, 1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(("workers", "stack"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_clients_trained_together_are_answered_in_the_order_of_messages(workers: int, stack: int) -> None:
+    heard: list[int] = []
+
+    def play(piece: list[Message]) -> list[Message]:
+        reports = [MetricRecord({"client": partition_of(message), "of": len(piece)}) for message in piece]
+        return [Message(RecordDict({"report": made}), reply_to=to) for made, to in zip(reports, piece, strict=True)]
+
+    grid = InProcessGrid(app(), 5, heard.append, workers=workers, together=together(play, [3, 9, 9, 1, 1], stack))
+    replies = grid.send_and_receive(messages(grid))
+    grid.close()
+    assert clients_of(replies) == [0, 1, 2, 3, 4]
+    sizes = {(1, 1): [4, 1, 4, 4, 4], (2, 1): [1] * 5, (1, 2): [2, 2, 2, 2, 1], (2, 2): [2, 2, 2, 2, 1]}
+    assert [reply.content.metric_records["report"]["of"] for reply in replies] == sizes[workers, stack]
+    assert heard == [1, 2, 3, 4, 5]
+
+
+def test_stacks_are_trained_one_after_another() -> None:
+    busy = Lock()
+
+    def play(piece: list[Message]) -> list[Message]:
+        assert busy.acquire(blocking=False)
+        time.sleep(0.01)
+        busy.release()
+        return [Message(RecordDict(), reply_to=message) for message in piece]
+
+    grid = InProcessGrid(app(), 8, workers=4, together=together(play, [1] * 8, stack=2))
+    assert len(grid.send_and_receive(messages(grid))) == 8
+    grid.close()
+
+
+def test_a_thread_that_fails_is_heard_of() -> None:
+    grid = InProcessGrid(app(), 4, workers=2, together=together(unanswered, [1] * 4))
+    with pytest.raises(AssertionError):
+        grid.send_and_receive(messages(grid))
+    grid.close()
+
+
+def test_after_ctrl_c_threads_finish_what_they_have_begun_and_begin_no_more() -> None:
+    begun: list[int] = []
+
+    def play(piece: list[Message]) -> list[Message]:
+        begun.append(len(piece))
+        time.sleep(0.05)
+        return [Message(RecordDict(), reply_to=message) for message in piece]
+
+    def interrupt(count: int) -> None:
+        raise KeyboardInterrupt
+
+    grid = InProcessGrid(app(), 40, interrupt, workers=2, together=together(play, [STEPS_AT_A_TIME] * 40))
+    with pytest.raises(KeyboardInterrupt):
+        grid.send_and_receive(messages(grid))
+    grid.close()
+    assert 1 <= len(begun) <= 4
 
 
 def test_what_is_not_training_is_asked_one_client_after_another() -> None:

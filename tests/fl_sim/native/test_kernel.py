@@ -11,7 +11,7 @@ from torch.nn import functional
 from fl_sim.learning import train
 from fl_sim.models import MODELS, ResidualBlock
 from fl_sim.native.compiling import FOLDER, LIBRARY, NEEDED, NoCompiler, compile_kernel, processor
-from fl_sim.native.kernel import Draws, Kernel, load_kernel
+from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
 from fl_sim.native.layers import describe
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng
@@ -82,7 +82,7 @@ def both(
     stack = describe(model, shape)
     assert stack is not None
     draws = Draws.of(task, plan, count, rng(0, "test"))
-    return task, expected, kernel.train(stack, task, plan, inputs, labels, draws)
+    return task, expected, kernel.train(stack, [Lesson(task, plan, inputs, labels, draws)])[0]
 
 
 def agree(
@@ -257,8 +257,6 @@ def test_a_label_outside_the_classes_is_refused(kernel: Kernel) -> None:
     assert stack is not None
     task = LocalTask(1, 0, 1, 2, LocalSettings(0.1, 0.0, 0.0, 2, 1), detached(model.named_parameters()))
     for wrong in (3, -1):
+        draws = Draws.of(task, LocalPlan(), 2, rng(0, "test"))
         with pytest.raises(IndexError, match="outside of the model's 3 classes"):
-            kernel.train(
-                stack, task, LocalPlan(), torch.zeros(2, 4), torch.tensor([0, wrong]),
-                Draws.of(task, LocalPlan(), 2, rng(0, "test")),
-            )  # fmt: skip
+            kernel.train(stack, [Lesson(task, LocalPlan(), torch.zeros(2, 4), torch.tensor([0, wrong]), draws)])
