@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from speed_work import SHAPES, WORKS, Work
+from speed_work import GPU_WORK, SHAPES, WORKS, Work
 from torch.nn import functional
 
 from fl_sim.data import load
 from fl_sim.engine_choice import open_engine
-from fl_sim.experiment import Experiment, build_model, client_shards, experiment_from
+from fl_sim.experiment import Experiment, build_model, client_shards, device_of, experiment_from
 from fl_sim.learning import to_tensors
 from fl_sim.params import detached
 from fl_sim.preparation import RunLog, federated_strategy
@@ -30,8 +30,19 @@ from strategies.flower import run_round
 Round = Callable[[int], None]
 
 
-def experiment_of(work: Work, engine: str | dict[str, object]) -> Experiment:
-    """Return the job on real images, or on noise of the same shape."""
+ENGINES: dict[str, str | dict[str, object]] = {
+    "inprocess": "inprocess",
+    "inprocess-1": {"kind": "inprocess", "workers": 1},
+    "ray": "ray:2",
+    "gpu": "inprocess",
+    "gpu-launches": {"kind": "inprocess", "graphs": False},
+    "gpu-tf32": "inprocess",
+    "gpu-bfloat16": "inprocess",
+}
+
+
+def experiment_of(work: Work, what: str) -> Experiment:
+    """Return the job on real images, or on noise of the same shape, as ``what`` does it."""
     wanted = work.clients * work.records
     path = Path(tempfile.gettempdir()) / f"fl-sim-speed-{work.data}-{wanted}.npz"
     if not path.exists():
@@ -42,9 +53,11 @@ def experiment_of(work: Work, engine: str | dict[str, object]) -> Experiment:
         "clients": work.clients,
         "partition": work.partition,
         "model": work.model,
-        "engine": engine,
+        "engine": ENGINES.get(what, "auto"),
+        "device": "cuda" if work == GPU_WORK else "cpu",
     }
-    return experiment_from({**settings, "local": {"weight_decay": 0.0}})
+    precision = what.removeprefix("gpu-") if what in ("gpu-tf32", "gpu-bfloat16") else "float32"
+    return experiment_from({**settings, "local": {"weight_decay": 0.0, "precision": precision}})
 
 
 def images(data: str, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -70,11 +83,14 @@ def ours(experiment: Experiment) -> Iterator[Round]:
 
 def plain(experiment: Experiment) -> Iterator[Round]:
     """Yield a round of the plain loop: load the global weights, torch.optim.SGD, add up the weighted models."""
-    dataset = load(experiment.data)
+    dataset, device = load(experiment.data), device_of(experiment)
     inputs, labels = to_tensors(dataset.train, dataset)
-    shards = [(inputs[shard], labels[shard]) for shard in map(torch.from_numpy, client_shards(experiment, None))]
-    model = build_model(experiment, dataset)
-    state = {"weights": detached(model.named_parameters())}
+    shards = [
+        (inputs[shard].to(device), labels[shard].to(device))
+        for shard in map(torch.from_numpy, client_shards(experiment, None))
+    ]
+    model = build_model(experiment, dataset).to(device)
+    state = {"weights": {name: weight.detach().clone() for name, weight in model.named_parameters()}}
 
     def one_round(_: int) -> None:
         mean = {name: torch.zeros_like(value) for name, value in state["weights"].items()}
@@ -84,6 +100,8 @@ def plain(experiment: Experiment) -> Iterator[Round]:
             for name, value in model.state_dict().items():
                 mean[name] += value * (len(own_labels) / len(labels))
         state["weights"] = mean
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
     yield one_round
 
@@ -91,7 +109,7 @@ def plain(experiment: Experiment) -> Iterator[Round]:
 def train_plainly(model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> None:
     """Train one epoch, as every tutorial does."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    for batch in torch.split(torch.randperm(len(labels)), 64) if len(labels) else ():
+    for batch in torch.split(torch.randperm(len(labels), device=labels.device), 64) if len(labels) else ():
         optimizer.zero_grad()
         functional.cross_entropy(model(inputs[batch]), labels[batch]).backward()
         optimizer.step()
@@ -180,14 +198,14 @@ def void(_: object) -> None:
 def main() -> None:
     """Be one contestant."""
     warnings.simplefilter("ignore")
-    what, work = sys.argv[1], WORKS[sys.argv[2]]
+    warnings.filterwarnings("error", "no CUDA graph")  # a row of the table says that there are some
+    what, work = sys.argv[1], {**WORKS, GPU_WORK.title: GPU_WORK}[sys.argv[2]]
     torch.set_num_threads(2 if what == "plain-2" else 1)
-    engines = {"inprocess": "inprocess", "inprocess-1": {"kind": "inprocess", "workers": 1}, "ray": "ray:2"}
-    experiment = experiment_of(work, engines.get(what, "auto"))
+    experiment = experiment_of(work, what)
     if what == "flower":
         flower(experiment, serve)
         return
-    for one_round in ours(experiment) if what in engines else plain(experiment):
+    for one_round in ours(experiment) if what in ENGINES else plain(experiment):
         serve(one_round)
 
 

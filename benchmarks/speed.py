@@ -9,6 +9,9 @@ round; CPU is what all processes of a contestant used for it. A busy machine blu
     python benchmarks/speed.py --json     one JSON object
     python benchmarks/speed.py --peers DIR    peer frameworks too, installed by benchmarks/peers/install.py
 
+Where there is a GPU, one more work is done on it, beside the plain loop on the same GPU; where there is none, the table
+says that this was skipped.
+
 The floor of a work is its counted arithmetic over the measured rate of a large matrix product on one core; less than
 that is possible only where arithmetic is left out, as behind pooling. Real images are read from $FL_SIM_DATA; without
 it they are random bytes of the same shape, which costs the same.
@@ -28,7 +31,7 @@ from typing import Self
 import psutil
 from peers.entrants import Entrant, entrants, fits
 from peers.install import PEERS
-from speed_work import WORKS, Work, product_rate, training_operations
+from speed_work import GPU_WORK, WORKS, Work, product_rate, training_operations
 
 EVERYONE_ON = 2
 """On how many of the works every contestant runs; on the others only our engine in one process does."""
@@ -42,6 +45,14 @@ WHAT = {
     "inprocess": "fl-sim, engine inprocess, a worker a core",
     "ray": "fl-sim, engine ray, 2 actors",
     "flower": "minimal Flower app, flwr simulation",
+}
+GPU_BASE = "plain-gpu"
+ON_GPU = {
+    "plain-gpu": "plain loop on the GPU, client after client",
+    "gpu": "fl-sim on the GPU, 100 clients as one computation",
+    "gpu-launches": "the same, without CUDA graphs",
+    "gpu-tf32": "the same, with them, in tf32",
+    "gpu-bfloat16": "the same, with them, in bfloat16",
 }
 
 
@@ -133,15 +144,16 @@ def contestant(what: str, work: Work, peers: dict[str, Entrant]) -> Contestant:
 
 
 def measure(work: Work, what: str, rounds: int, peers: dict[str, Entrant]) -> list[Row]:
-    """Pair ``what`` with the plain one-thread loop and return both rows."""
-    with contestant(BASE, work, peers) as base, contestant(what, work, peers) as other:
+    """Pair ``what`` with the plain one-thread loop, or with the GPU's, and return both rows."""
+    base_name = GPU_BASE if work == GPU_WORK else BASE
+    with contestant(base_name, work, peers) as base, contestant(what, work, peers) as other:
         pairs = [(base.round(), other.round()) for _ in range(rounds + 1)][1:]
         starts = base.start_seconds, other.start_seconds
     rows = []
-    for index, name in enumerate((BASE, what)):
+    for index, name in enumerate((base_name, what)):
         wall, cpu = (statistics.median(pair[index][unit] for pair in pairs) for unit in (0, 1))
         ratios = [statistics.median(pair[index][unit] / pair[0][unit] for pair in pairs) for unit in (0, 1)]
-        label = peers[name].label if name in peers else WHAT[name]
+        label = peers[name].label if name in peers else {**WHAT, **ON_GPU}[name]
         rows.append(Row(work.title, label, wall, cpu, *ratios, starts[index], rounds))
     return rows
 
@@ -182,16 +194,29 @@ def works_of(options: argparse.Namespace) -> list[Work]:
     return works[:2] if options.quick else works
 
 
+def gpu_contestants(options: argparse.Namespace) -> list[str]:
+    """Return who is asked for on the GPU."""
+    if options.work and GPU_WORK.title not in options.work:
+        return []
+    return [name for name in ON_GPU if name != GPU_BASE and (not options.only or name in options.only)]
+
+
+def has_gpu() -> bool:
+    """Say whether there is a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="3 rounds a pair instead of 15, the first two works alone")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--rounds", type=int, help="rounds a pair")
-    parser.add_argument("--work", choices=list(WORKS), action="append", help="only these works")
-    parser.add_argument(
-        "--only", choices=[name for name in [*WHAT, *PEERS] if name != BASE], action="append", help="only these rows"
-    )
+    parser.add_argument("--work", choices=[*WORKS, GPU_WORK.title], action="append", help="only these works")
+    names = [name for name in [*WHAT, *ON_GPU, *PEERS] if name not in (BASE, GPU_BASE)]
+    parser.add_argument("--only", choices=names, action="append", help="only these rows")
     parser.add_argument("--peers", type=Path, metavar="DIR", help="where benchmarks/peers/install.py put them")
     options = parser.parse_args()
     peers = entrants(options.peers, [name for name in PEERS if name in (options.only or [])])
@@ -201,17 +226,29 @@ def main() -> None:
         for what in contestants_of(index, options, peers if fits(work) else {}):
             rows += measure(work, what, rounds, peers)[1 if rows and rows[-1].work == work.title else 0 :]
             print(f"measured {work.title}: {what}", file=sys.stderr)
+    asked, skipped = gpu_contestants(options), []
+    if asked and not has_gpu():
+        asked, skipped = [], [f"{GPU_WORK.title}: {ON_GPU[name]}: no CUDA device" for name in asked]
+    for what in asked:
+        rows += measure(GPU_WORK, what, rounds, {})[1 if rows and rows[-1].work == GPU_WORK.title else 0 :]
+        print(f"measured {GPU_WORK.title}: {what}", file=sys.stderr)
     images = "real images" if os.environ.get("FL_SIM_DATA") else "synthetic stand-in data: random bytes"
     rate = product_rate()
     floor = {"operations_per_second": rate, "works": floors(rate)}
     if options.json:
         print(
             json.dumps(
-                {"rows": [asdict(row) for row in rows], "floor": floor, "images": images, "load": os.getloadavg()}
+                {
+                    "rows": [asdict(row) for row in rows],
+                    "skipped": skipped,
+                    "floor": floor,
+                    "images": images,
+                    "load": os.getloadavg(),
+                }
             )
         )
         return
-    print(table(rows))
+    print("\n".join([table(rows), *(f"skipped: {row}" for row in skipped)]))
     print(f"\nFloor on one core at {rate / 1e9:.0f} GFLOP/s, the best matrix product:")
     for title, needed in floors(rate).items():
         print(f"  {title}: {needed['operations'] / 1e9:.1f} GFLOP, {needed['seconds']:.3f} s")

@@ -27,6 +27,8 @@ WORKS = {
     )
 }
 
+GPU_WORK = Work("100 clients x 600, on a GPU", "niid-cnn", "mnist", 100, 600)
+
 SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,45 +20,54 @@ from fl_sim.cohort import Job, Trainer
 from fl_sim.engine import Play, partition_of, raised
 from fl_sim.learning import LocalAlgorithm
 from fl_sim.native.kernel import load_kernel
+from fl_sim.precision import Precision
+from fl_sim.records import Records
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.store import load_state, save_state
 from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Trained
+
+if TYPE_CHECKING:
+    from fl_sim.stacked import StackedTrainer
 
 
 @dataclass(frozen=True)
 class Site:
     """What a worker needs to play any client of an experiment: made once per process and experiment.
 
-    ``records(client, synthetic)`` returns what that client trains on, (normalised inputs, labels); ``synthetic`` is the
-    path of the pool of synthetic records, empty where there is none. ``synthesize(client, folder)`` returns the
-    client's part of it and, as JSON, what it says of it; ``folder`` keeps what must survive until then.
-    ``share(inputs, labels, client)`` is what it shares for the algorithm before the first round.
-    ``local_settings(learning_rate)`` fills in a round's settings. ``threads``: torch threads while training; their
-    number changes the last bits of every sum. ``vote(trainer, client)`` trains a client as a teacher and returns its
-    class for each public record, where the experiment has such.
+    ``records(client, synthetic)`` returns what that client trains on; ``synthetic`` is the path of the pool of
+    synthetic records, empty where there is none. ``synthesize(client, folder)`` returns the client's part of it and, as
+    JSON, what it says of it; ``folder`` keeps what must survive until then. ``share(inputs, labels, client)`` is what
+    it shares for the algorithm before the first round. ``local_settings(learning_rate)`` fills in a round's settings.
+    ``threads``: torch threads while training; their number changes the last bits of every sum. ``precision``: how
+    exactly PyTorch trains. ``graphs``: whether a GPU may be given a step of a stack as one launch.
+    ``vote(trainer, client)`` trains a client as a teacher and returns its class for each public record, where the
+    experiment has such.
     """
 
     algorithm: LocalAlgorithm
     model: nn.Module
-    records: Callable[[int, str], tuple[torch.Tensor, torch.Tensor]]
+    records: Callable[[int, str], Records]
     synthesize: Callable[[int, Path], tuple[torch.Tensor, str]]
     share: Callable[[torch.Tensor, torch.Tensor, int], dict[str, torch.Tensor]]
     local_settings: Callable[[float], LocalSettings]
     num_clients: int
     seed: int
     threads: int = 1
+    precision: Precision = "float32"
+    graphs: bool = True
     vote: Callable[[Trainer, int], NDArray[np.int64]] | None = None
 
     @cached_property
     def trainer(self) -> Trainer:
         """Return what trains this experiment's model: the native trainer, or PyTorch."""
-        return Trainer(self.model, load_kernel()[0])
+        return Trainer(self.model, load_kernel()[0], self.precision)
 
-    def train_stacked(self, jobs: Sequence[Job]) -> list[Trained]:
-        """Train many clients as one computation."""
-        from fl_sim.stacked import train_stacked  # noqa: PLC0415 (torch.func loads slowly where it is first used)
+    @cached_property
+    def stacked(self) -> "StackedTrainer":
+        """Return what trains many clients of this experiment as one computation."""
+        from fl_sim.stacked import StackedTrainer  # noqa: PLC0415 (torch.func loads slowly where it is first used)
 
-        return train_stacked(self.model, jobs)
+        return StackedTrainer(self.model, self.precision, graphs=self.graphs)
 
 
 SiteFactory = Callable[[str, str], Site]
@@ -89,7 +99,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
         order = wire.read_order(message.content)
         site = site_of(order.experiment, order.data_root)
         client = _partition(context)
-        inputs, labels = site.records(client, order.synthetic)
+        inputs, labels = site.records(client, order.synthetic).tensors()
         return Message(wire.pool_content(site.share(inputs, labels, client)), reply_to=message)
 
     @app.train("vote")
@@ -118,7 +128,7 @@ def train_together(site_of: SiteFactory, *, stacked: bool = False) -> Play:
     def trained(messages: Sequence[Message]) -> list[Message]:
         group = [turns.turn(message, partition_of(message)) for message in messages]
         site, jobs = group[0].site, [turn.job for turn in group]
-        results = site.train_stacked(jobs) if stacked else site.trainer.train_all(jobs)
+        results = site.stacked.train(jobs) if stacked else site.trainer.train_all(jobs)
         return [turn.reply(result) for turn, result in zip(group, results, strict=True)]
 
     def play(messages: Sequence[Message]) -> list[Message]:
@@ -167,12 +177,12 @@ class _Turns:
         with self._one_at_a_time:
             order, params, broadcast = self._unpacked(message)
         site = self.site(order)
-        inputs, labels = site.records(client, order.synthetic)
+        records = site.records(client, order.synthetic)
         task = LocalTask(
             server_round=order.server_round,
             client=client,
             num_clients=site.num_clients,
-            num_examples=len(labels),
+            num_examples=len(records),
             settings=site.local_settings(order.learning_rate),
             params=params,
             broadcast=broadcast,
@@ -182,7 +192,7 @@ class _Turns:
         _set_threads(site.threads)
         generator = rng(site.seed, "batches", client, order.server_round)
         seeded = partial(seed_torch, site.seed, "local", client, order.server_round)
-        return _Turn(message, order, site, Job(task, site.algorithm.plan(task), inputs, labels, generator, seeded))
+        return _Turn(message, order, site, Job(task, site.algorithm.plan(task), records, generator, seeded))
 
     def _unpacked(self, message: Message) -> tuple[wire.Order, Params, Payloads]:
         content = message.content

@@ -17,6 +17,7 @@ from clients.forest import RandomForest, as_table
 from fl_sim.cohort import Job, Trainer
 from fl_sim.config import Settings
 from fl_sim.params import detached
+from fl_sim.records import Records
 from fl_sim.seeding import rng, seed_torch
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, RunError
 
@@ -28,9 +29,6 @@ class Network(Settings):
 
 
 AnyTeacher: TypeAlias = Network | RandomForest
-
-Records: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""(normalised inputs, labels)."""
 
 
 def network_votes(
@@ -48,11 +46,10 @@ def network_votes(
     ``build(number)`` returns a network with the initial weights that ``number`` determines. May be called from several
     threads. Raises RunError where the network's outputs are not finite.
     """
-    inputs, labels = records
     model = build(int(rng(seed, "teacher", client).integers(2**31)))
-    task = LocalTask(1, client, 1, len(labels), settings, detached(model.named_parameters()))
+    task = LocalTask(1, client, 1, len(records), settings, detached(model.named_parameters()))
     seeded = partial(seed_torch, seed, "teacher", client)
-    job = Job(task, LocalPlan(), inputs, labels, rng(seed, "teacher batches", client), seeded)
+    job = Job(task, LocalPlan(), records, rng(seed, "teacher batches", client), seeded)
     trained = trainer.train(job)
     return votes_of(trainer.logits(model.to(pool.device), trained.params, pool), client)
 
@@ -73,7 +70,7 @@ def forest_votes(
     settings: RandomForest, records: Records, pool: torch.Tensor, *, client: int, seed: int
 ) -> NDArray[np.int64]:
     """Return the votes, shape (pool,), of a random forest that is grown on ``records`` and then forgotten."""
-    inputs, labels = records
+    inputs, labels = records.tensors()
     forest = settings.fit(as_table(inputs.numpy(force=True)), labels.numpy(force=True), rng(seed, "teacher", client))
     votes: NDArray[np.int64] = forest.predict(as_table(pool.numpy(force=True))).astype(np.int64)
     return votes

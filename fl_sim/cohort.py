@@ -18,6 +18,8 @@ from fl_sim.learning import EVALUATION_BATCH, LogitsOf, evaluate, ready, score, 
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import Stack, describe
 from fl_sim.params import is_finite, vector_in
+from fl_sim.precision import Precision, arithmetic
+from fl_sim.records import Records, Scale
 from fl_sim.types import LocalPlan, LocalTask, Params, Trained
 
 _PLAIN = {
@@ -37,8 +39,7 @@ class Job:
 
     task: LocalTask
     plan: LocalPlan
-    inputs: torch.Tensor
-    labels: torch.Tensor
+    records: Records
     generator: np.random.Generator
     seed_torch: Callable[[], None] = lambda: None
 
@@ -48,12 +49,13 @@ class Trainer:
 
     May be called from several threads. The compiled trainer runs in all of them at once, and so does PyTorch on models
     that draw no random numbers, a copy of the model in each thread; with dropout, whose generator is the process's, it
-    takes one client after another. ``kernel`` None: always PyTorch.
+    takes one client after another. ``kernel`` None: always PyTorch. ``precision`` is PyTorch's on a GPU.
     """
 
-    def __init__(self, model: nn.Module, kernel: Kernel | None) -> None:
+    def __init__(self, model: nn.Module, kernel: Kernel | None, precision: Precision = "float32") -> None:
         self._model = model
         self._kernel = kernel
+        self._precision = precision
         self._stacks: dict[tuple[int, ...], Stack | None] = {}
         self._draws_nothing = all(map(_draws_nothing, model.modules()))
         self._lock = Lock()
@@ -80,9 +82,9 @@ class Trainer:
         stack = self._native(jobs[0])
         if stack is None or self._kernel is None or any(self._native(job) is not stack for job in jobs):
             return [self.train(job) for job in jobs]
-        draws = [Draws.of(job.task, job.plan, len(job.labels), job.generator) for job in jobs]
+        draws = [Draws.of(job.task, job.plan, len(job.records), job.generator) for job in jobs]
         lessons = [
-            Lesson(job.task, job.plan, job.inputs, job.labels, own) for job, own in zip(jobs, draws, strict=True)
+            Lesson(job.task, job.plan, *job.records.tensors(), own) for job, own in zip(jobs, draws, strict=True)
         ]
         return self._kernel.train(stack, lessons)
 
@@ -90,14 +92,22 @@ class Trainer:
         """Train one client."""
         if self._native(job) is not None:
             return self.train_all([job])[0]
+        inputs, labels = job.records.tensors()
         if self._draws_nothing:
-            return train(self._own_model(), job.task, job.plan, job.inputs, job.labels, job.generator)
-        with self._lock:
+            with arithmetic(inputs.device, self._precision):
+                return train(self._own_model(), job.task, job.plan, inputs, labels, job.generator)
+        with self._lock, arithmetic(inputs.device, self._precision):
             job.seed_torch()
-            return train(self._model, job.task, job.plan, job.inputs, job.labels, job.generator)
+            return train(self._model, job.task, job.plan, inputs, labels, job.generator)
 
     def evaluate(
-        self, params: Params, inputs: torch.Tensor, labels: torch.Tensor, *, workers: int = 1
+        self,
+        params: Params,
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        scale: Scale | None = None,
+        workers: int = 1,
     ) -> tuple[float, float]:
         """Return (accuracy in [0, 1], mean cross-entropy) as ``fl_sim.learning.evaluate`` does.
 
@@ -108,7 +118,7 @@ class Trainer:
             if math.isfinite(loss):
                 return accuracy, loss
         with self._lock:
-            return evaluate(self._model, params, inputs, labels, workers=workers)
+            return evaluate(self._model, params, inputs, labels, scale=scale, workers=workers)
 
     def logits(self, model: nn.Module, params: Params, inputs: torch.Tensor) -> torch.Tensor:
         """Return what ``params`` make of (n, *input shape) records, (n, classes).
@@ -117,7 +127,7 @@ class Trainer:
         where the compiled trainer does not take the records.
         """
         logits_of = self._compiled(params, inputs) or ready(model, params)
-        with torch.inference_mode():
+        with torch.inference_mode(), arithmetic(inputs.device):
             return torch.cat([logits_of(batch) for batch in torch.split(inputs, EVALUATION_BATCH)])
 
     def _compiled(self, params: Params, inputs: torch.Tensor) -> LogitsOf | None:
@@ -130,7 +140,7 @@ class Trainer:
 
     def _native(self, job: Job) -> Stack | None:
         """Return the form in which the compiled trainer takes the model, where it takes ``job``."""
-        stack = self._stack(tuple(job.inputs.shape[1:])) if self._kernel is not None else None
+        stack = self._stack(job.records.input_shape) if self._kernel is not None else None
         return stack if stack is not None and _fits(job, stack) else None
 
     def _stack(self, input_shape: tuple[int, ...]) -> Stack | None:
@@ -155,8 +165,8 @@ def _fits(job: Job, stack: Stack) -> bool:
     """Say whether the compiled trainer takes this job on a model that it knows."""
     warm, mix = job.plan.momentum_buffers, job.plan.mix
     return (
-        len(job.labels) > 0
-        and _is_plain(job.inputs)
+        len(job.records) > 0
+        and all(_is_plain(source.inputs) for source, _ in job.records.parts)
         and (not warm or warm.keys() == job.task.params.keys())
         and (mix is None or (_is_plain(mix.inputs) and _is_plain(mix.labels)))
         and (mix is None or not mix.linearise or stack.is_piecewise_linear)

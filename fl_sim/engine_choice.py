@@ -26,6 +26,7 @@ from fl_sim.experiment import (
     build_model,
     client_shards,
     device_of,
+    precision_of,
 )
 from fl_sim.learning import to_tensors, train
 from fl_sim.native.kernel import load_kernel
@@ -68,6 +69,8 @@ def open_engine(
     engine, why = choose(experiment, data_root)
     workers = workers_of(engine, experiment, data_root)
     stack = stack_of(engine, experiment, data_root)
+    if not (isinstance(engine, Ray) and engine.gpus):  # whose actors see GPUs that this process may not
+        precision_of(experiment, device_of(experiment))
     why = f"{why}; {trainer_line(experiment, data_root, workers, stack)}"
     grid: LocalGrid
     if isinstance(engine, Ray):
@@ -111,18 +114,25 @@ def choose(experiment: Experiment, data_root: Path | None) -> tuple[Engine, str]
         return engine, f"engine {engine.kind}, as asked for"
     workers = min(cores(), max(1, round(experiment.sampler.expected_size(experiment.num_clients))))
     alone = InProcess(threads=engine.threads)
-    if workers < 2:
-        return alone, "engine inprocess: with one client at a time, or one core, there is nothing to share out"
-    if trains_natively(experiment, data_root):
-        return alone, "engine inprocess: the native trainer keeps all cores busy in one process"
-    if importlib.util.find_spec("ray") is None:
-        return alone, "engine inprocess: Ray is not installed"
+    if why := _why_alone(experiment, data_root, workers):
+        return alone, f"engine inprocess: {why}"
     seconds = estimated_seconds(experiment, data_root)
     parallel = RAY_START_SECONDS + seconds / (1 + (workers - 1) * RAY_SHARE_PER_CORE)
     times = f"about {seconds:.0f} s of training in process, {parallel:.0f} s with {workers} Ray actors and their start"
     if parallel < seconds:
         return Ray(actors=workers, threads=engine.threads), f"engine ray: {times}"
     return alone, f"engine inprocess: {times}"
+
+
+def _why_alone(experiment: Experiment, data_root: Path | None, workers: int) -> str:
+    """Return why ``workers`` actors of Ray would be of no use, empty where they might."""
+    if device_of(experiment).type == "cuda":
+        return "there is a GPU, which one process keeps busy"
+    if workers < 2:
+        return "with one client at a time, or one core, there is nothing to share out"
+    if trains_natively(experiment, data_root):
+        return "the native trainer keeps all cores busy in one process"
+    return "Ray is not installed" if importlib.util.find_spec("ray") is None else ""
 
 
 def cores() -> int:
@@ -178,16 +188,17 @@ def _trainer_of(data: str, model: str, data_root: Path | None) -> tuple[Trainer,
 
 
 def trainer_line(experiment: Experiment, data_root: Path | None, workers: int, stack: int = 1) -> str:
-    """Return which trainer is used, in words."""
+    """Return which trainer is used, and at which precision if not float32, in words."""
+    precision = "" if experiment.local.precision == "float32" else f", {experiment.local.precision}"
     if stack > 1:
-        return f"stacked trainer on {device_of(experiment).type}, {stack} clients as one computation"
+        return f"stacked trainer on {device_of(experiment).type}, {stack} clients as one computation{precision}"
     threads = f"{workers} {'thread' if workers == 1 else 'threads'}"
     if trains_natively(experiment, data_root):
         return f"native trainer, {threads}"
     kernel, why_not = load_kernel()
     if kernel is None and device_of(experiment).type == "cpu":
         return f"PyTorch trains, {threads}: there is no native trainer here, {why_not}"
-    return f"PyTorch trains, {threads}"
+    return f"PyTorch trains, {threads}{precision}"
 
 
 def estimated_seconds(experiment: Experiment, data_root: Path | None) -> float:

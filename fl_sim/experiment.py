@@ -20,6 +20,7 @@ from clients.teacher import AnyTeacher
 from fl_sim import models
 from fl_sim.config import Settings, expand, explain, short, with_default_kinds
 from fl_sim.data import load
+from fl_sim.precision import Precision
 from fl_sim.public_split import PublicSplit, overlap, split_off
 from fl_sim.seeding import rng
 from fl_sim.types import Dataset, UserError
@@ -113,12 +114,14 @@ class InProcess(Settings):
     Models that draw random numbers while they train (dropout), and models of the user's own classes, go one client
     after another. ``threads``: torch threads of each worker. ``stack``: how many clients are trained as one computation
     over stacked parameters (0: 100 on a GPU, 1 on a CPU, where it does not pay); the last bits depend on it.
+    ``graphs``: whether a GPU is given each step of a stack as one CUDA graph, from the second stack on.
     """
 
     kind: Literal["inprocess"] = "inprocess"
     threads: int = Field(1, ge=1)
     workers: int = Field(0, ge=0)
     stack: int = Field(0, ge=0)
+    graphs: bool = True
 
 
 class Ray(Settings):
@@ -140,7 +143,11 @@ Engine: TypeAlias = Auto | InProcess | Ray
 
 
 class Local(Settings):
-    """How clients train in a round (NIID-Bench's protocol but for one epoch instead of ten)."""
+    """How clients train in a round (NIID-Bench's protocol but for one epoch instead of ten).
+
+    ``precision`` is for GPUs: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8 (weights, their steps
+    and evaluation stay float32); on a CPU only ``engine.stack`` above 1 takes "bfloat16", and it does not pay.
+    """
 
     epochs: int = Field(1, ge=1)
     batch_size: int = Field(64, ge=1)
@@ -148,6 +155,7 @@ class Local(Settings):
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(1e-5, ge=0)
     schedule: Annotated[Schedule, Field(discriminator="kind"), short(Schedule, "local.schedule")] = Constant()
+    precision: Precision = "float32"
 
 
 class Experiment(Settings):
@@ -340,6 +348,18 @@ def device_of(experiment: Experiment) -> torch.device:
     if experiment.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but there is no CUDA device here; take device=cpu, or engine=ray engine.gpus=1")
     return torch.device("cuda" if experiment.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def precision_of(experiment: Experiment, device: torch.device) -> Precision:
+    """Return how exactly clients train on ``device``. Raises UserError for a precision that changes nothing there."""
+    precision, engine = experiment.local.precision, experiment.engine
+    stacked = isinstance(engine, InProcess) and engine.stack > 1
+    if precision == "float32" or (precision == "bfloat16" and stacked):
+        return precision
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return precision
+    where = "a CPU" if device.type == "cpu" else "a GPU older than NVIDIA's Ampere"
+    raise UserError(f"local.precision={precision} changes nothing on {where}: leave it out, or train on a newer GPU")
 
 
 def client_shards(experiment: Experiment, data_root: Path | None) -> tuple[NDArray[np.int64], ...]:

@@ -10,10 +10,15 @@ from torch import nn
 from torch.nn import functional
 
 from fl_sim.params import detached
+from fl_sim.precision import arithmetic
+from fl_sim.records import Scale, Source
 from fl_sim.types import ClientUpdate, Dataset, Examples, LocalPlan, LocalSettings, LocalTask, Mix, Params, Trained
 
 EVALUATION_BATCH = 500
 """Records per forward pass of an evaluation: small enough for the cache, large enough for the operators."""
+
+EVALUATION_BATCH_ON_GPU = 2_000
+"""The same where launches cost more than arithmetic does."""
 
 
 LogitsOf: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -41,12 +46,23 @@ def to_tensors(examples: Examples, dataset: Dataset) -> tuple[torch.Tensor, torc
     less mean over std.
     """
     inputs = torch.from_numpy(np.array(examples.inputs, order="C")).to(torch.float32)
-    unit = 255.0 if examples.inputs.dtype == np.uint8 else 1.0
-    shape = (1, -1) + (1,) * (inputs.ndim - 2)
-    mean = torch.tensor(dataset.mean, dtype=torch.float32).reshape(shape)
-    std = torch.tensor(dataset.std, dtype=torch.float32).reshape(shape)
-    inputs.sub_(mean * unit).div_(std * unit)
-    return inputs, torch.from_numpy(np.array(examples.labels))
+    scale = Scale.of(dataset, examples.inputs.dtype, inputs.ndim)
+    return scale.normalise_(inputs), torch.from_numpy(np.array(examples.labels))
+
+
+def resident(examples: Examples, dataset: Dataset, device: torch.device) -> Source:
+    """Return ``examples`` on ``device``, where they are to stay: as bytes on a GPU, if bytes they are."""
+    if not stays_bytes(examples, device):
+        inputs, labels = to_tensors(examples, dataset)
+        return Source(inputs.to(device), labels.to(device))
+    scale = Scale.of(dataset, examples.inputs.dtype, examples.inputs.ndim).to(device)
+    inputs, labels = (torch.from_numpy(np.array(part, order="C")) for part in (examples.inputs, examples.labels))
+    return Source(inputs.to(device), labels.to(device), scale)
+
+
+def stays_bytes(examples: Examples, device: torch.device) -> bool:
+    """Say whether ``resident`` keeps bytes: on a GPU alone, as the compiled trainer wants float32 in main memory."""
+    return device.type != "cpu" and examples.inputs.dtype == np.uint8
 
 
 def train(
@@ -121,13 +137,21 @@ def _sgd_step(
 
 
 def evaluate(
-    model: nn.Module, params: Params, inputs: torch.Tensor, labels: torch.Tensor, *, workers: int = 1
+    model: nn.Module,
+    params: Params,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    scale: Scale | None = None,
+    workers: int = 1,
 ) -> tuple[float, float]:
     """Return (accuracy in [0, 1], mean cross-entropy) of ``params`` on (n, *input shape) inputs and (n,) labels.
 
-    ``workers`` threads share out the batches; the numbers are the same for any number of them.
+    ``scale`` normalises inputs that are bytes. ``workers`` threads share out the batches; the numbers are the same for
+    any number of them. Products are float32 on a GPU, too, whatever the training's are.
     """
-    return score(ready(model, params), inputs, labels, workers=workers)
+    network, source = ready(model, params), Source(inputs, labels, scale)
+    return score(lambda batch: network(source.normalised(batch)), inputs, labels, workers=workers)
 
 
 def ready(model: nn.Module, params: Params) -> nn.Module:
@@ -142,18 +166,20 @@ def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, wo
     """Return (accuracy in [0, 1], mean cross-entropy) of what ``logits_of`` makes of the inputs: see ``evaluate``."""
     threads = torch.get_num_threads()
 
-    def scored(batch: torch.Tensor, targets: torch.Tensor) -> tuple[int, float]:
+    def scored(batch: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)  # holds for the thread that calls it
         with torch.inference_mode():
             logits = logits_of(batch)
-            correct = (logits.argmax(1) == targets).sum()
-            return int(correct), float(functional.cross_entropy(logits, targets, reduction="sum"))
+            correct = (logits.argmax(1) == targets).sum(dtype=torch.float64)
+            return torch.stack([correct, functional.cross_entropy(logits, targets, reduction="sum").double()])
 
-    batches = torch.split(inputs, EVALUATION_BATCH), torch.split(labels, EVALUATION_BATCH)
-    with ThreadPoolExecutor(workers) as pool:
+    size = EVALUATION_BATCH if inputs.device.type == "cpu" else EVALUATION_BATCH_ON_GPU
+    batches = torch.split(inputs, size), torch.split(labels, size)
+    with ThreadPoolExecutor(workers) as pool, arithmetic(inputs.device):
         scores = list(pool.map(scored, *batches) if workers > 1 else map(scored, *batches))
-    return sum(correct for correct, _ in scores) / len(labels), sum(loss for _, loss in scores) / len(labels)
+    correct, loss = (sum(parts) for parts in zip(*torch.stack(scores).tolist(), strict=True))  # the GPU is waited for
+    return correct / len(labels), loss / len(labels)
 
 
 def _loss(

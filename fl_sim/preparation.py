@@ -12,7 +12,7 @@ from clients.dafl import DaFl
 from fl_sim.cohort import Job, Trainer
 from fl_sim.data import load
 from fl_sim.experiment import Experiment, build_model, device_of
-from fl_sim.learning import to_tensors
+from fl_sim.learning import resident
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import is_finite
 from fl_sim.report import rundir
@@ -127,13 +127,13 @@ def _trained_on_pool(
 ) -> Params:
     """Return the model after the server's own epochs on the pool: post-processing, so it costs no privacy."""
     dataset, device = load(experiment.data, data_root), device_of(experiment)
-    inputs, labels = (tensor.to(device) for tensor in to_tensors(read_pool(pool), dataset))
+    records = resident(read_pool(pool), dataset, device)
     settings = replace(local_settings(experiment.local, experiment.local.learning_rate), epochs=server_epochs)
-    task = LocalTask(0, 0, 1, len(labels), settings, params)
+    task = LocalTask(0, 0, 1, len(records), settings, params)
     trainer = Trainer(build_model(experiment, dataset).to(device), load_kernel()[0])
     seeded = partial(seed_torch, experiment.seed, "server epochs")
     with torch_kept():
-        trained = trainer.train(Job(task, LocalPlan(), inputs, labels, rng(experiment.seed, "server epochs"), seeded))
+        trained = trainer.train(Job(task, LocalPlan(), records.whole(), rng(experiment.seed, "server epochs"), seeded))
     if not is_finite({"params": trained.params}):
         raise RunError("training diverged on the synthetic records; try a smaller local.learning_rate")
     return trained.params

@@ -17,7 +17,7 @@ from fl_sim.config import field_defaults
 from fl_sim.data import load
 from fl_sim.engine_choice import FLOWER, open_engine, threads_of
 from fl_sim.experiment import Experiment, build_model, client_shards, device_of, experiment_from, read_table, resolved
-from fl_sim.learning import to_tensors
+from fl_sim.learning import resident
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, num_parameters
 from fl_sim.preparation import RunLog, federated_strategy
@@ -142,7 +142,7 @@ def main_loop(
     strategy = federated_strategy(experiment, grid, out, log, data_root)
     dataset = load(experiment.data, data_root)
     device = device_of(experiment)
-    inputs, labels = (tensor.to(device) for tensor in to_tensors(dataset.test, dataset))
+    test = resident(dataset.test, dataset, device)
     evaluator = Trainer(build_model(experiment, dataset).to(device), load_kernel()[0])
     workers = threads_of(experiment.engine, experiment, data_root)
     for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
@@ -156,7 +156,9 @@ def main_loop(
             break
         accuracy, loss = None, None
         if server_round % experiment.evaluate_every == 0 or _is_last(experiment, server_round, log.privacy):
-            accuracy, loss = evaluator.evaluate(strategy.server.params, inputs, labels, workers=workers)
+            accuracy, loss = evaluator.evaluate(
+                strategy.server.params, test.inputs, test.labels, scale=test.scale, workers=workers
+            )
         epsilon = strategy.privacy.ledger.epsilon if strategy.privacy else None
         record = RoundRecord(
             server_round, accuracy, loss, done.train_loss, epsilon, done.cohort_size, rate, time.perf_counter() - start
@@ -223,6 +225,7 @@ def _result(experiment: Experiment, dataset: Dataset, log: RunLog, status: str, 
         "num_parameters": num_parameters(log.server.params),
         "seed": experiment.seed,
         "engine": log.engine,
+        "precision": experiment.local.precision,
         "rounds": len(log.rounds),
         "final_accuracy": accuracies[-1] if accuracies else None,
         "best_accuracy": max(accuracies, default=None),

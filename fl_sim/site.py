@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,8 +18,18 @@ from clients.teacher import forest_votes, network_votes
 from fl_sim import models
 from fl_sim.cohort import Trainer
 from fl_sim.data import load
-from fl_sim.experiment import Experiment, Local, build_model, client_shards, device_of, public_split
-from fl_sim.learning import to_tensors
+from fl_sim.experiment import (
+    Experiment,
+    InProcess,
+    Local,
+    build_model,
+    client_shards,
+    device_of,
+    precision_of,
+    public_split,
+)
+from fl_sim.learning import resident, stays_bytes, to_tensors
+from fl_sim.records import Records, Source
 from fl_sim.seeding import rng
 from fl_sim.types import Dataset, Examples, LocalSettings
 from partitions import FeatureNoise
@@ -31,8 +40,8 @@ from strategies.pate_settings import Pate
 KEEP_BYTES = 256 * 2**20
 """Training sets whose float32 form is no larger stay in memory as such, one copy in each process."""
 
-
-Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+KEEP_ON_GPU = 0.25
+"""Training sets that take up no larger a part of a GPU's memory stay there, as bytes if they are images."""
 
 
 @lru_cache(maxsize=2)
@@ -43,14 +52,17 @@ def site_of(experiment_json: str, data_root: str) -> Site:
     dataset = load(experiment.data, root)
     device = device_of(experiment)
     shards = client_shards(experiment, root)
-    own: Callable[[int], Tensors] = partial(_own_records, experiment, dataset, shards, device)
-    if 4 * dataset.train.inputs.size <= KEEP_BYTES:
+    own: Callable[[int], Records] = partial(_own_records, experiment, dataset, shards, device)
+    if _num_bytes(experiment, dataset, device) <= _room(device):
         own = _in_memory(experiment, dataset, shards, device)
 
     @lru_cache(maxsize=1)
-    def pool(path: str) -> Tensors:
-        inputs, labels = to_tensors(read_pool(Path(path)), dataset)
-        return inputs.to(device), labels.to(device)
+    def pool(path: str) -> Records:
+        images = read_pool(Path(path))
+        if _is_noisy(experiment):  # the clients' own are no bytes, and one stack holds both
+            inputs, labels = to_tensors(images, dataset)
+            return Records.of(inputs.to(device), labels.to(device))
+        return resident(images, dataset, device).whole()
 
     return Site(
         algorithm=FedAvg() if isinstance(experiment.algorithm, Pate) else experiment.algorithm,
@@ -62,6 +74,8 @@ def site_of(experiment_json: str, data_root: str) -> Site:
         num_clients=experiment.num_clients,
         seed=experiment.seed,
         threads=experiment.engine.threads,
+        precision=precision_of(experiment, device),
+        graphs=not isinstance(experiment.engine, InProcess) or experiment.engine.graphs,
         vote=partial(_vote, experiment, dataset, own, root) if isinstance(experiment.algorithm, Pate) else None,
     )
 
@@ -90,44 +104,63 @@ def to_bytes(images: torch.Tensor) -> torch.Tensor:
 
 def _own_records(
     experiment: Experiment, dataset: Dataset, shards: Sequence[NDArray[np.int64]], device: torch.device, client: int
-) -> Tensors:
-    inputs, labels = to_tensors(dataset.train.take(shards[client]), dataset)
-    return _as_seen_by(client, inputs, dataset, experiment).to(device), labels.to(device)
+) -> Records:
+    examples = dataset.train.take(shards[client])
+    if not _is_noisy(experiment):
+        return resident(examples, dataset, device).whole()
+    inputs, labels = to_tensors(examples, dataset)
+    return Records.of(_as_seen_by(client, inputs, dataset, experiment).to(device), labels.to(device))
 
 
 def _in_memory(
     experiment: Experiment, dataset: Dataset, shards: Sequence[NDArray[np.int64]], device: torch.device
-) -> Callable[[int], Tensors]:
+) -> Callable[[int], Records]:
     """Return ``_own_records`` out of one array with everybody's records, client by client."""
     ends = np.cumsum([len(shard) for shard in shards]).tolist()
-    parts = [slice(end - len(shard), end) for shard, end in zip(shards, ends, strict=True)]
-    inputs, labels = to_tensors(dataset.train.take(np.concatenate(shards)), dataset)
-    if isinstance(experiment.partition, FeatureNoise):
+    parts = [range(end - len(shard), end) for shard, end in zip(shards, ends, strict=True)]
+    everybody = dataset.train.take(np.concatenate(shards))
+    if _is_noisy(experiment):
+        inputs, labels = to_tensors(everybody, dataset)
         for client, part in enumerate(parts):
-            inputs[part] = _as_seen_by(client, inputs[part], dataset, experiment)
-    inputs, labels = inputs.to(device), labels.to(device)
-    return lambda client: (inputs[parts[client]], labels[parts[client]])
+            own = inputs[part.start : part.stop]
+            own.copy_(_as_seen_by(client, own, dataset, experiment))
+        source = Source(inputs.to(device), labels.to(device))
+    else:
+        source = resident(everybody, dataset, device)
+    return lambda client: Records(((source, parts[client]),))
+
+
+def _num_bytes(experiment: Experiment, dataset: Dataset, device: torch.device) -> int:
+    """Return how much memory the training set takes in the form in which it would stay there."""
+    as_bytes = stays_bytes(dataset.train, device) and not _is_noisy(experiment)
+    return (1 if as_bytes else 4) * dataset.train.inputs.size
+
+
+def _room(device: torch.device) -> float:
+    """Return how much memory the training set may take, in bytes."""
+    if device.type == "cpu":
+        return KEEP_BYTES
+    return KEEP_ON_GPU * torch.cuda.get_device_properties(device).total_memory
 
 
 def _records(
-    experiment: Experiment, own: Callable[[int], Tensors], pool: Callable[[str], Tensors], client: int, synthetic: str
-) -> Tensors:
+    experiment: Experiment, own: Callable[[int], Records], pool: Callable[[str], Records], client: int, synthetic: str
+) -> Records:
     if not synthetic:
         return own(client)
     if isinstance(experiment.preprocess, DaFl) and experiment.preprocess.train_on == "synthetic":
         return pool(synthetic)
-    (inputs, labels), (more_inputs, more_labels) = own(client), pool(synthetic)
-    return torch.cat([inputs, more_inputs]), torch.cat([labels, more_labels])
+    return own(client) + pool(synthetic)
 
 
 def _synthesize(
-    experiment: Experiment, dataset: Dataset, own: Callable[[int], Tensors], client: int, folder: Path
+    experiment: Experiment, dataset: Dataset, own: Callable[[int], Records], client: int, folder: Path
 ) -> tuple[torch.Tensor, str]:
     from clients.generation import PrivateRecords  # noqa: PLC0415 (the accountants load slowly)
     from clients.share import make_share  # noqa: PLC0415
 
     assert isinstance(experiment.preprocess, DaFl)
-    inputs, labels = (tensor.cpu() for tensor in own(client))
+    inputs, labels = (tensor.cpu() for tensor in own(client).tensors())
     private = PrivateRecords(to_generator(inputs, dataset), labels, dataset.num_classes)
     share = make_share(
         experiment.preprocess, private, client, folder, seed=experiment.seed, public_records=len(dataset.train)
@@ -139,7 +172,7 @@ def _synthesize(
 def _vote(
     experiment: Experiment,
     dataset: Dataset,
-    own: Callable[[int], Tensors],
+    own: Callable[[int], Records],
     data_root: Path | None,
     trainer: Trainer,
     client: int,
@@ -164,7 +197,7 @@ def _share(
     experiment: Experiment, num_classes: int, inputs: torch.Tensor, labels: torch.Tensor, client: int
 ) -> dict[str, torch.Tensor]:
     assert isinstance(experiment.algorithm, Sharing)
-    return experiment.algorithm.share(inputs, labels, num_classes, rng(experiment.seed, "share", client))
+    return experiment.algorithm.share(inputs.cpu(), labels.cpu(), num_classes, rng(experiment.seed, "share", client))
 
 
 def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,9 +205,15 @@ def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]
     return torch.tensor(dataset.mean).reshape(shape), torch.tensor(dataset.std).reshape(shape)
 
 
+def _is_noisy(experiment: Experiment) -> bool:
+    """Say whether clients see their records with noise on them, which are bytes no more."""
+    return isinstance(experiment.partition, FeatureNoise) and experiment.num_clients > 1
+
+
 def _as_seen_by(client: int, inputs: torch.Tensor, dataset: Dataset, experiment: Experiment) -> torch.Tensor:
-    if not isinstance(experiment.partition, FeatureNoise) or experiment.num_clients == 1:
+    if not _is_noisy(experiment):
         return inputs
+    assert isinstance(experiment.partition, FeatureNoise)
     variance = experiment.partition.noise_variance(client, experiment.clients)
     noise = rng(experiment.seed, "feature-noise", client).standard_normal(inputs.shape, dtype=np.float32)
     _, std = _constants(dataset, inputs.ndim)

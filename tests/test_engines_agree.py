@@ -15,7 +15,7 @@ from fl_sim.experiment import Experiment, build_model, experiment_from
 from fl_sim.params import detached
 from fl_sim.report.rundir import RoundRecord, read_rounds
 from fl_sim.simulation import Silent, run
-from fl_sim.types import UserError
+from fl_sim.types import Params, UserError
 
 MODEL = """
 from torch import nn
@@ -72,6 +72,20 @@ def one_ray() -> Iterator[None]:
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
+
+
+def distance(left: Params, right: Params) -> float:
+    return float(sum((left[name].double() - right[name].double()).pow(2).sum() for name in left)) ** 0.5
+
+
+class Engines(Silent):
+    """Hears which engines are taken."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
+        self.said.append(engine)
 
 
 def assert_same_bits(left: Path, right: Path) -> None:
@@ -152,15 +166,41 @@ def test_clients_trained_as_one_stack_end_within_rounding(
     start = {"stacked": {"kind": "inprocess", "stack": stack}, "alone": {"kind": "inprocess"}}
     results = {out: run(experiment_from({**base, "engine": engine}), tmp_path / out) for out, engine in start.items()}
     initial = detached(build_model(experiment_from(base), load("digits")).named_parameters())
-    moved, apart = (
-        float(sum((one[name].double() - other[name].double()).pow(2).sum() for name in one)) ** 0.5
-        for one, other in (
-            (weights(tmp_path / "alone"), initial),
-            (weights(tmp_path / "stacked"), weights(tmp_path / "alone")),
-        )
-    )
-    assert apart <= 1e-3 * moved
+    moved = distance(weights(tmp_path / "alone"), initial)
+    assert distance(weights(tmp_path / "stacked"), weights(tmp_path / "alone")) <= 1e-3 * moved
     assert results["stacked"]["final_accuracy"] == pytest.approx(results["alone"]["final_accuracy"], abs=0.02)
+
+
+def test_precision_is_said_and_changes_the_numbers_a_little(tmp_path: Path) -> None:
+    results, engines = {}, Engines()
+    for precision in ("float32", "bfloat16"):
+        base = settings("fedavg", "inprocess").model_dump() | {"model": "mlp", "device": "cpu"}
+        base |= {"engine": {"kind": "inprocess", "stack": 8}, "local": base["local"] | {"precision": precision}}
+        results[precision] = run(experiment_from(base), tmp_path / precision, None, engines)
+        assert results[precision]["precision"] == precision
+    first, second = engines.said
+    assert "as one computation" in first
+    assert second.endswith("as one computation, bfloat16")
+    assert distance(weights(tmp_path / "float32"), weights(tmp_path / "bfloat16")) > 0
+    assert results["bfloat16"]["final_accuracy"] == pytest.approx(results["float32"]["final_accuracy"], abs=0.1)
+    with pytest.raises(UserError, match="precision=bfloat16 changes nothing on a CPU"):
+        run(experiment_from(base | {"engine": {"kind": "inprocess"}}), tmp_path / "alone")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("algorithm", SAMPLERS)
+def test_a_gpu_ends_where_a_cpu_does_stacked_and_one_by_one(algorithm: str, tmp_path: Path) -> None:
+    base = settings(algorithm, "inprocess").model_dump() | {"model": "mlp"}
+    ends = {}
+    for out, device, stack in (("cpu", "cpu", 1), ("alone", "cuda", 1), ("stacked", "cuda", 8)):
+        engine = {"kind": "inprocess", "stack": stack}
+        ends[out] = run(experiment_from({**base, "device": device, "engine": engine}), tmp_path / out)
+    initial = detached(build_model(experiment_from(base), load("digits")).named_parameters())
+    moved = distance(weights(tmp_path / "cpu"), initial)
+    for out in ("alone", "stacked"):
+        assert distance(weights(tmp_path / out), weights(tmp_path / "cpu")) <= 1e-3 * moved
+        assert ends[out]["final_accuracy"] == pytest.approx(ends["cpu"]["final_accuracy"], abs=0.02)
 
 
 def test_a_model_with_dropout_is_not_stacked(tmp_path: Path, folder: Path) -> None:

@@ -16,6 +16,7 @@ from fl_sim.cohort import Job
 from fl_sim.engine import InProcessGrid, Together
 from fl_sim.learning import train
 from fl_sim.params import detached
+from fl_sim.records import Records
 from fl_sim.seeding import rng, seed_torch
 from fl_sim.store import load_state
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask
@@ -37,7 +38,7 @@ def _without_dropout():
 def _records(client, synthetic):
     generator = torch.Generator().manual_seed(client)
     size = 0 if client == 3 else 5 + client
-    return torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator)
+    return Records.of(torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator))
 
 
 def _synthesize(client, folder):
@@ -81,7 +82,7 @@ def _flat(payload):
 def test_a_message_trains_on_the_clients_own_records_with_its_own_seeds(tmp_path: Path):
     play = Play(FedAvg(), tmp_path)
     (update,) = play.train(7, 2)
-    inputs, labels = _records(2, "")
+    inputs, labels = _records(2, "").tensors()
     task = LocalTask(7, 2, 4, len(labels), _local(0.1), play.params)
     model = _model()
     seed_torch(0, "local", 2, 7)
@@ -141,12 +142,12 @@ def test_the_broadcast_reaches_the_algorithm(tmp_path: Path):
 
 
 def _records_of_which_one_is_broken(client, synthetic):
-    inputs, labels = _records(client, synthetic)
+    records = _records(client, synthetic)
     if client == 1:
         raise ValueError("a broken disk")
     if client == 2:
-        labels[-1] = 7
-    return inputs, labels
+        records.tensors()[1][-1] = 7
+    return records
 
 
 def _train_together(play, records, *, stacked, timeout=None):
@@ -175,11 +176,11 @@ def test_clients_trained_together_answer_as_they_do_alone(tmp_path: Path, stacke
     play.model = _without_dropout()
     trainer = Site(FedAvg(), play.model, _records, _synthesize, lambda *_: {}, _local, 4, 0).trainer
     for client, reply in enumerate(together):
-        inputs, labels = _records(client, "")
-        task = LocalTask(1, client, 4, len(labels), _local(0.1), play.params)
-        trained = trainer.train(Job(task, LocalPlan(), inputs, labels, rng(0, "batches", client, 1)))
+        records = _records(client, "")
+        task = LocalTask(1, client, 4, len(records), _local(0.1), play.params)
+        trained = trainer.train(Job(task, LocalPlan(), records, rng(0, "batches", client, 1)))
         update = wire.read_update(client, reply.content)
-        assert update.num_examples == len(labels)
+        assert update.num_examples == len(records)
         assert (update.loss is None) == (trained.loss is None) == (client == 3)
         for name, value in trained.params.items():
             torch.testing.assert_close(
@@ -210,7 +211,7 @@ def test_sharing_hands_over_what_the_site_makes_of_the_clients_records(tmp_path:
     play = Play(FedMix(), tmp_path, share=share)
     message = Message(wire.share_content(play.order(0)), 1002, wire.SHARE)
     (reply,) = play.grid.send_and_receive([message])
-    inputs, labels = _records(2, "")
+    inputs, labels = _records(2, "").tensors()
     shared = wire.read_pool(reply.content)
     assert torch.equal(shared["rows"], inputs + 2)
     assert torch.equal(shared["labels"], labels.float())

@@ -12,17 +12,18 @@ from fl_sim import models
 from fl_sim.cohort import Trainer
 from fl_sim.data import load
 from fl_sim.learning import to_tensors
+from fl_sim.records import Records
 from fl_sim.types import LocalSettings, RunError
 
 BUILD = partial(models.build, "logistic", (1, 8, 8), 10)
 SETTINGS = LocalSettings(0.03, 0.9, 5e-3, 32, 10)
 
 
-def _records() -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, np.ndarray]:
+def _records() -> tuple[Records, torch.Tensor, np.ndarray]:
     dataset = load("digits")
     inputs, labels = to_tensors(dataset.train, dataset)
     pool, true = to_tensors(dataset.test, dataset)
-    return (inputs[:300], labels[:300]), pool, true.numpy()
+    return Records.of(inputs[:300], labels[:300]), pool, true.numpy()
 
 
 def test_a_teacher_learns_its_shard_and_its_votes_repeat() -> None:

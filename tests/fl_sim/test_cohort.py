@@ -15,6 +15,7 @@ from fl_sim.learning import EVALUATION_BATCH, LocalAlgorithm, evaluate, train
 from fl_sim.models import MODELS
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, zeros_like
+from fl_sim.records import Records
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Params, Trained
 from strategies.fedavg import FedAvg
@@ -74,7 +75,7 @@ def jobs(algorithm: LocalAlgorithm, name: str = "niid-cnn") -> list[Job]:
         )  # fmt: skip
         inputs = torch.randn(size, *shape_for(name), generator=generator)
         labels = torch.randint(0, 10, (size,), generator=generator)
-        made.append(Job(task, algorithm.plan(task), inputs, labels, rng(0, "batches", client)))
+        made.append(Job(task, algorithm.plan(task), Records.of(inputs, labels), rng(0, "batches", client)))
     return made
 
 
@@ -113,11 +114,11 @@ def test_a_cohort_ends_where_the_one_by_one_loop_does(algorithm: LocalAlgorithm,
     found = train_cohort(model(model_name), jobs(algorithm, model_name), threads=2)
     worst = []
     for job, trained in zip(jobs(algorithm, model_name), found, strict=True):
-        expected = train(model(model_name), job.task, job.plan, job.inputs, job.labels, job.generator)
+        expected = train(model(model_name), job.task, job.plan, *job.records.tensors(), job.generator)
         assert trained.num_steps == expected.num_steps
         assert list(trained.params) == list(expected.params)
         assert trained.momentum_buffers.keys() == expected.momentum_buffers.keys()
-        assert (trained.loss is None) == (expected.loss is None) == (len(job.labels) == 0)
+        assert (trained.loss is None) == (expected.loss is None) == (len(job.records) == 0)
         if expected.loss is None:
             assert all(torch.equal(trained.params[part], value) for part, value in job.task.params.items())
             continue
@@ -190,8 +191,9 @@ def test_a_model_with_dropout_draws_from_its_own_seed_in_any_order() -> None:
     def made() -> list[Job]:
         return [
             Job(
-                LocalTask(1, client, 4, 20, SETTINGS, params), LocalPlan(), torch.ones(20, *SHAPE),
-                torch.arange(20) % 10, rng(0, "batches", client), lambda client=client: seed_torch(0, "local", client),
+                LocalTask(1, client, 4, 20, SETTINGS, params), LocalPlan(),
+                Records.of(torch.ones(20, *SHAPE), torch.arange(20) % 10), rng(0, "batches", client),
+                lambda client=client: seed_torch(0, "local", client),
             )
             for client in range(4)
         ]  # fmt: skip
@@ -250,6 +252,6 @@ def test_logits_come_from_the_compiled_model_or_from_the_callers() -> None:
 def test_without_a_kernel_pytorch_trains_the_very_same_bits() -> None:
     job, again = jobs(FedProx())[1], jobs(FedProx())[1]
     found = Trainer(model(), kernel=None).train(job)
-    expected = train(model(), again.task, again.plan, again.inputs, again.labels, again.generator)
+    expected = train(model(), again.task, again.plan, *again.records.tensors(), again.generator)
     assert all(torch.equal(found.params[name], expected.params[name]) for name in found.params)
     assert zeros_like(found.params).keys() == found.momentum_buffers.keys()

@@ -205,3 +205,20 @@ def test_the_device_is_the_one_asked_for(monkeypatch):
 def test_a_cohort_is_drawn_from_the_population_of_the_experiment():
     made = _made("sampler=fixed-size:3", "clients=5")
     assert len(made.sampler.sample(made.num_clients, rng(0, "sampler", 1))) == 3
+
+
+def test_a_precision_is_refused_where_it_would_change_nothing(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    stacked = ("engine=inprocess", "engine.stack=4")
+    assert wiring.precision_of(_made(), cpu) == "float32"
+    assert wiring.precision_of(_made("local.precision=bfloat16", *stacked), cpu) == "bfloat16"
+    for overrides in (["local.precision=bfloat16"], ["local.precision=tf32"], ["local.precision=tf32", *stacked]):
+        with pytest.raises(UserError, match="changes nothing on a CPU"):
+            wiring.precision_of(_made(*overrides), cpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert wiring.precision_of(_made("local.precision=tf32"), gpu) == "tf32"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(UserError, match=r"local\.precision=tf32 changes nothing on a GPU older than"):
+        wiring.precision_of(_made("local.precision=tf32"), gpu)
+    with pytest.raises(UserError, match="bfloat16"):
+        _made("local.precision=float16")

@@ -10,8 +10,11 @@ from torch.nn import functional
 
 from fl_sim.learning import evaluate, to_tensors, train
 from fl_sim.params import detached
+from fl_sim.records import Scale
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.types import Dataset, Examples, LocalPlan, LocalSettings, LocalTask
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 def _cnn():
@@ -207,6 +210,22 @@ def test_evaluation_is_the_plain_accuracy_and_mean_loss_without_dropout():
     plain = -sum(float(row[label]) for row, label in zip(log_probabilities, labels, strict=True)) / 1203
     assert accuracy == right / 1203
     assert loss == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+def test_bytes_are_normalised_batch_by_batch_as_they_are_evaluated(device):
+    images = np.random.default_rng(0).integers(0, 256, (1203, 1, 8, 8), dtype=np.uint8)
+    examples = Examples(images, np.arange(1203) % 3)
+    data = Dataset("d", examples, examples, 3, (0.13,), (0.31,))
+    params = detached(_cnn().named_parameters())
+    expected = evaluate(_cnn(), params, *to_tensors(examples, data))
+    scale = Scale.of(data, images.dtype, 4).to(torch.device(device))
+    inputs, labels = torch.from_numpy(images).to(device), torch.from_numpy(examples.labels).to(device)
+    accuracy, loss = evaluate(_cnn().to(device), params, inputs, labels, scale=scale)
+    if device == "cpu":
+        assert (accuracy, loss) == expected
+    assert accuracy == pytest.approx(expected[0], abs=1.5 / 1203)
+    assert loss == pytest.approx(expected[1], rel=1e-5)
 
 
 def test_any_number_of_threads_evaluates_to_the_same_bits():

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from fl_sim import learning
 from fl_sim import site as wiring
 from fl_sim.data import load
 from fl_sim.experiment import client_shards, experiment_from, with_overrides
@@ -27,7 +28,7 @@ def test_a_site_holds_each_clients_own_records():
     assert site is site_of(made.model_dump_json(), "")
     dataset, shards = load("digits", None), client_shards(made, None)
     for client in (0, 9):
-        inputs, labels = site.records(client, "")
+        inputs, labels = site.records(client, "").tensors()
         expected, _ = to_tensors(dataset.train.take(shards[client]), dataset)
         assert torch.equal(inputs.cpu(), expected)
         assert set(labels.tolist()) == {client}
@@ -38,7 +39,7 @@ def test_a_site_holds_each_clients_own_records():
 def test_what_a_site_shares_is_seeded_by_client():
     made = _made("algorithm=fedmix", "partition=iid")
     site = site_of(made.model_dump_json(), "")
-    inputs, labels = site.records(0, "")
+    inputs, labels = site.records(0, "").tensors()
     one, again, other = (site.share(inputs, labels, client)["inputs"] for client in (0, 0, 1))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
@@ -50,7 +51,7 @@ def test_feature_noise_has_the_variance_of_the_client_in_units_of_raw_inputs():
     dataset, shards = load("digits", None), client_shards(_made("partition=feature-noise:0.1"), None)
     for client in range(10):
         clean, _ = to_tensors(dataset.train.take(shards[client]), dataset)
-        inputs, _ = noisy.records(client, "")
+        inputs, _ = noisy.records(client, "").tensors()
         noise = ((inputs.cpu() - clean) * torch.tensor(dataset.std).reshape(1, -1, 1, 1)).double().flatten()
         variance = 0.1 * (client + 1) / 10  # sigma i / K, i = 1..K
         assert float(noise.var()) == pytest.approx(variance, rel=4.5 * math.sqrt(2 / len(noise)))
@@ -65,13 +66,14 @@ def test_records_are_the_same_whether_they_stay_in_memory_or_not(partition, monk
     made_anew = site_of.__wrapped__(settings, "")
     for client in (0, 3):
         assert all(
-            torch.equal(*pair) for pair in zip(kept.records(client, ""), made_anew.records(client, ""), strict=True)
+            torch.equal(*pair)
+            for pair in zip(kept.records(client, "").tensors(), made_anew.records(client, "").tensors(), strict=True)
         )
-    once, again = (kept.records(3, "")[0].data_ptr() for _ in range(2))
+    once, again = (kept.records(3, "").tensors()[0].data_ptr() for _ in range(2))
     assert once == again
-    everybody = {kept.records(client, "")[0].untyped_storage().data_ptr() for client in range(10)}
+    everybody = {kept.records(client, "").tensors()[0].untyped_storage().data_ptr() for client in range(10)}
     assert len(everybody) == 1  # one array, whatever the number of clients
-    first, second = (made_anew.records(3, "")[0] for _ in range(2))
+    first, second = (made_anew.records(3, "").tensors()[0] for _ in range(2))
     assert first.data_ptr() != second.data_ptr()
 
 
@@ -82,11 +84,40 @@ def _pool(folder: Path) -> str:
     return str(path)
 
 
+def test_bytes_that_stay_on_a_device_are_the_same_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = _made("partition=label-1", "preprocess=da-fl").model_dump_json()
+    floats, which = site_of.__wrapped__(settings, ""), [(2, ""), (7, ""), (2, _pool(tmp_path)), (7, _pool(tmp_path))]
+    as_floats = [floats.records(client, pool) for client, pool in which]
+    monkeypatch.setattr(learning, "stays_bytes", lambda *_: True)  # as on a GPU
+    in_bytes = site_of.__wrapped__(settings, "")
+    for (client, pool), expected in zip(which, as_floats, strict=True):
+        found = in_bytes.records(client, pool)
+        assert all(torch.equal(*pair) for pair in zip(found.tensors(), expected.tensors(), strict=True))
+        assert {source.inputs.dtype for source, _ in found.parts} == {torch.uint8}
+        assert {source.inputs.dtype for source, _ in expected.parts} == {torch.float32}
+    assert in_bytes.records(2, "").parts[0][0] is in_bytes.records(7, "").parts[0][0]  # one source for everybody
+    noisy = _made("partition=feature-noise:0.1", "preprocess=da-fl").model_dump_json()
+    found = site_of.__wrapped__(noisy, "").records(3, _pool(tmp_path))
+    assert {source.inputs.dtype for source, _ in found.parts} == {torch.float32}  # noise is no byte
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_everybodys_records_are_one_source_of_bytes() -> None:
+    on_gpu, on_cpu = (
+        site_of(_made("partition=iid", f"device={device}").model_dump_json(), "") for device in ("cuda", "cpu")
+    )
+    found, expected = on_gpu.records(4, ""), on_cpu.records(4, "")
+    assert all(torch.equal(one.cpu(), two) for one, two in zip(found.tensors(), expected.tensors(), strict=True))
+    assert found.parts[0][0] is on_gpu.records(5, "").parts[0][0]
+    assert (found.parts[0][0].inputs.dtype, found.device.type) == (torch.uint8, "cuda")
+
+
 def test_clients_train_on_their_own_records_and_the_pool(tmp_path: Path) -> None:
     made = _made("partition=label-1", "preprocess=da-fl")
     site = site_of(made.model_dump_json(), "")
-    own, own_labels = site.records(2, "")
-    inputs, labels = site.records(2, _pool(tmp_path))
+    own, own_labels = site.records(2, "").tensors()
+    inputs, labels = site.records(2, _pool(tmp_path)).tensors()
     assert torch.equal(inputs[: len(own)], own)
     assert labels.tolist() == [*own_labels.tolist(), 1, 1, 4]
     assert inputs.shape == (len(own) + 3, 1, 8, 8)
@@ -95,7 +126,7 @@ def test_clients_train_on_their_own_records_and_the_pool(tmp_path: Path) -> None
 def test_training_on_the_pool_alone_touches_no_record_of_the_client(tmp_path: Path) -> None:
     made = _made("partition=label-1", "preprocess=da-fl", "preprocess.train_on=synthetic")
     site = site_of(made.model_dump_json(), "")
-    first, second = (site.records(client, _pool(tmp_path)) for client in (0, 7))
+    first, second = (site.records(client, _pool(tmp_path)).tensors() for client in (0, 7))
     assert first[1].tolist() == second[1].tolist() == [1, 1, 4]
     assert torch.equal(first[0], second[0])
 

@@ -1,0 +1,108 @@
+"""Records where they lie on a device, and clients' shares of them as ranges: nothing is copied to name a shard."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_sim.types import Dataset
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """The public constants that normalise inputs x, (x - ``offset``) / ``divisor``: tensors of (1, channels, 1, 1)."""
+
+    offset: torch.Tensor
+    divisor: torch.Tensor
+
+    @classmethod
+    def of(cls, dataset: Dataset, dtype: np.dtype[np.generic], ndim: int) -> Self:
+        """Return the data set's for arrays of ``dtype`` with ``ndim`` axes: bytes count in 255ths, floats in units."""
+        unit, shape = (255.0 if dtype == np.uint8 else 1.0), (1, -1) + (1,) * (ndim - 2)
+        mean, std = (torch.tensor(part, dtype=torch.float32).reshape(shape) for part in (dataset.mean, dataset.std))
+        return cls(mean * unit, std * unit)
+
+    def to(self, device: torch.device) -> "Scale":
+        """Return the same on ``device``; there, too, as tensors: PyTorch multiplies by a number's reciprocal."""
+        return Scale(self.offset.to(device), self.divisor.to(device))
+
+    def normalise_(self, values: torch.Tensor) -> torch.Tensor:
+        """Normalise float32 ``values``, (..., channels, height, width), where they are."""
+        return values.sub_(self.offset).div_(self.divisor)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Records on a device, of one client or of all, to which nobody writes.
+
+    ``inputs``: (n, *input shape), normalised float32; or bytes, a quarter of the memory, with the ``scale`` that
+    normalises them to the same bits. ``labels``: (n,) int64.
+    """
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    scale: Scale | None = None
+
+    def normalised(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return some of ``self.inputs``, in any arrangement of the records, as networks take them."""
+        return inputs if self.scale is None else self.scale.normalise_(inputs.to(torch.float32))
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self.labels)
+
+    def whole(self) -> "Records":
+        """Return all of it."""
+        return Records(((self, range(len(self))),))
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """What one client trains on: ranges of one source or of several."""
+
+    parts: tuple[tuple[Source, range], ...]
+
+    @classmethod
+    def of(cls, inputs: torch.Tensor, labels: torch.Tensor) -> "Records":
+        """Return normalised ``inputs`` (n, *input shape) and ``labels`` (n,) as they are."""
+        return Source(inputs, labels).whole()
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return sum(len(rows) for _, rows in self.parts)
+
+    def __add__(self, other: "Records") -> "Records":
+        """Return these records and then ``other``."""
+        return Records(self.parts + other.parts)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Return the shape of one record."""
+        return tuple(self.parts[0][0].inputs.shape[1:])
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the records lie."""
+        return self.parts[0][0].inputs.device
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (normalised float32 inputs, labels): without a copy where one source holds them so."""
+        inputs = [source.normalised(source.inputs[rows.start : rows.stop]) for source, rows in self.parts]
+        labels = [source.labels[rows.start : rows.stop] for source, rows in self.parts]
+        return (inputs[0], labels[0]) if len(self.parts) == 1 else (torch.cat(inputs), torch.cat(labels))
+
+    def rows(self, first_of: dict[Source, int]) -> NDArray[np.int64]:
+        """Return these records' places in the sources laid end to end, the first row of each in ``first_of``."""
+        return np.concatenate([first_of[source] + np.arange(rows.start, rows.stop) for source, rows in self.parts])
+
+
+def merged(sources: list[Source]) -> Source:
+    """Return ``sources``, all bytes or all normalised, laid end to end; a single one is not copied."""
+    first = sources[0]
+    if len(sources) == 1:
+        return first
+    assert len({source.scale is None for source in sources}) == 1
+    inputs, labels = (torch.cat([getattr(source, name) for source in sources]) for name in ("inputs", "labels"))
+    return Source(inputs, labels, first.scale)
