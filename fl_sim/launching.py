@@ -15,6 +15,9 @@ Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 SAME_STEP = 0.01
 """How far a graph may end from the step that it stands for, as a share of how far that moves the clients."""
 
+ROUNDING = 2.0**-22
+"""What is rounding, as a share of the numbers themselves: four times what one float32 operation rounds by."""
+
 WARM_UP_STEPS = 3
 """Steps before a capture, in which libraries set themselves up, as PyTorch's documentation has it."""
 
@@ -101,7 +104,12 @@ def capture_on_cuda(step: Callable[[], None]) -> Callable[[], None]:
 
 
 def _same(before: list[torch.Tensor], by_step: list[torch.Tensor], by_graph: list[torch.Tensor]) -> bool:
-    """Say whether both end in the same place, but for rounding; False where numbers are not finite."""
-    moved = sum(float((end - start).double().square().sum()) for start, end in zip(before, by_step, strict=True))
-    apart = sum(float((end - other).double().square().sum()) for other, end in zip(by_graph, by_step, strict=True))
-    return apart <= SAME_STEP**2 * moved
+    """Say whether each tensor ends in the same place, but for rounding; False where numbers are not finite."""
+    return all(
+        _norm(end - other) <= SAME_STEP * _norm(end - start) + ROUNDING * _norm(end)
+        for start, end, other in zip(before, by_step, by_graph, strict=True)
+    )
+
+
+def _norm(values: torch.Tensor) -> float:
+    return float(values.double().norm())

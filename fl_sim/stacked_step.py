@@ -106,7 +106,7 @@ class StackedStep:
         gradients, losses = self._gradients(width, records)
         for name, gradient in gradients.items():
             self._move(name, gradient.float(), live)
-        self.losses[:width] += losses if live is None else torch.where(live, losses, 0.0)
+        self.losses[:width] += losses if live is None else torch.where(live, losses, torch.zeros_like(losses))
 
     def state(self) -> list[torch.Tensor]:
         """Return all that a step changes."""

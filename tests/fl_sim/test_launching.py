@@ -105,3 +105,11 @@ def test_a_launch_that_does_something_else_is_not_used(wrong: Callable[[Counting
 
 def void(value: object) -> None:
     """Drop a value."""
+
+
+def test_a_launch_is_wrong_however_little_what_is_wrong_weighs() -> None:
+    step = Counting()
+    step.weights.fill_(1e4)  # whose rounding is more than all that happens to the buffers
+    launch = Launcher(step, lambda call: lambda: void(step.weights[:10].add_(1)))  # type: ignore[arg-type]
+    with pytest.warns(RuntimeWarning, match="it does not do what the step does"):
+        launch(10)
