@@ -1,12 +1,14 @@
 """What privacy costs one discriminator step of the DP conditional GAN: processor time, alternating, medians.
 
     PYTHONPATH=. python benchmarks/dpcgan_step.py [--json] [--pairs 256] [--repeats 40] [--networks small paper]
+        [--clients 10]
 
 Four ways to take the same step on the same (real, fake) pairs: without privacy (one backward pass); without privacy by
 this project's own code (nothing clipped, nothing added); with joint clipping and noise by this project's own code; and
 with the per-record gradients of Opacus' hooks, real and fake added before they are clipped. The noise is the same
 cryptographic one in both private steps, and counted in both. ``--plain-noise`` takes torch's generator instead, which
-is what Opacus does unless told otherwise.
+is what Opacus does unless told otherwise. The small networks also as a stack of ``--clients`` clients with a
+discriminator, records and noise each, with privacy and without: the seconds are those of one client's share.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +25,9 @@ from opacus.grad_sample import GradSampleModule
 from torch import nn
 from torch.nn import functional
 
-from clients.dpcgan import _Adam
-from clients.dpcgan_clipping import clipped_sum
-from clients.dpcgan_nets import Networks, paper, small
+from clients.dpcgan_clipping import Pairs, clipped_sum, clipped_sums
+from clients.dpcgan_nets import Networks, paper, scored, small
+from clients.dpcgan_weights import Adam, Weights
 from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid
 
 Step = Callable[[int], None]
@@ -56,62 +58,87 @@ class Batch:
     source: Noise
     plain_noise: bool
 
-    def fresh(self) -> tuple[nn.Sequential, _Adam]:
-        """Return a discriminator and its optimiser."""
-        net = networks(self.name).discriminator
-        return net, _Adam(list(net.parameters()), 1e-3)
+    def fresh(self, clients: int = 1) -> tuple[list[nn.Sequential], Adam]:
+        """Return every client's discriminator and the optimiser of all."""
+        nets = [networks(self.name).discriminator for _ in range(clients)]
+        return nets, Adam(Weights(nets), 1e-3)
 
-    def noised(self, total: torch.Tensor, step: int) -> torch.Tensor:
-        """Return ``total`` with noise, as float64."""
+    def noised(self, total: torch.Tensor, step: int, client: int = 0) -> torch.Tensor:
+        """Return ``total`` with noise of the client's own, as float64."""
         if self.plain_noise:
             return total + torch.randn_like(total) * NOISE_MULTIPLIER
-        normal = self.source.standard_normal(len(total), purpose="benchmark", server_round=step)
+        normal = self.source.standard_normal(len(total), purpose=f"benchmark {client}", server_round=step)
         return torch.from_numpy(add_noise(total.double().numpy(), NOISE_MULTIPLIER, normal))
 
-    def update(self, adam: _Adam, total: torch.Tensor) -> None:
-        """Take the step that ``total`` stands for."""
-        gradient = (total / len(self.real)).float()
-        adam.step(torch.split(gradient, [weight.numel() for weight in adam.weights]))
+    def update(self, adam: Adam, totals: Sequence[torch.Tensor]) -> None:
+        """Take the step that every client's total stands for."""
+        adam.step([[(total / len(self.real)).float()] for total in totals])
 
 
 def without_privacy(batch: Batch) -> Step:
     """Return the step of one loss and one backward pass."""
-    net, adam = batch.fresh()
-    pairs = len(batch.real)
+    [net], adam = batch.fresh()
+    pairs, weights = len(batch.real), list(net.parameters())
 
     def step(_: int) -> None:
         loss = loss_of(net(torch.cat([batch.real, batch.fake])), pairs) / pairs
-        adam.step(torch.autograd.grad(loss, adam.weights))
+        adam.step([torch.autograd.grad(loss, weights)])
+
+    return step
+
+
+def stack_without_privacy(batch: Batch, clients: int) -> Step:
+    """Return the same for many clients as one computation."""
+    nets, adam = batch.fresh(clients)
+    pairs, weights = len(batch.real), [list(net.parameters()) for net in nets]
+
+    def step(_: int) -> None:
+        rows = [torch.cat([batch.real, batch.fake]) for _ in nets]
+        losses = [loss_of(scores, pairs) / pairs for scores in scored(nets, rows)]
+        gradients = iter(torch.autograd.grad(losses, [weight for one in weights for weight in one]))
+        adam.step([[next(gradients) for _ in one] for one in weights])
 
     return step
 
 
 def own_without_privacy(batch: Batch) -> Step:
     """Return the step by this project's code at epsilon inf."""
-    net, adam = batch.fresh()
-    return lambda _: batch.update(adam, clipped_sum(net, batch.real, batch.fake, math.inf))
+    [net], adam = batch.fresh()
+    return lambda _: batch.update(adam, [clipped_sum(net, batch.real, batch.fake, math.inf)])
+
+
+def own_stack(batch: Batch, clients: int) -> Step:
+    """Return the private step of many clients as this project takes it."""
+    nets, adam = batch.fresh(clients)
+    bound = clipping_norm_on_grid(1.0, NOISE_MULTIPLIER, sum(weight.numel() for weight in nets[0].parameters()))
+    pairs = [Pairs(net, batch.real, batch.fake, bound) for net in nets]
+
+    def step(number: int) -> None:
+        totals = clipped_sums(pairs)
+        batch.update(adam, [batch.noised(total, number, client) for client, total in enumerate(totals)])
+
+    return step
 
 
 def own(batch: Batch) -> Step:
-    """Return the private step as this project takes it."""
-    net, adam = batch.fresh()
-    bound = clipping_norm_on_grid(1.0, NOISE_MULTIPLIER, sum(weight.numel() for weight in adam.weights))
-    return lambda step: batch.update(adam, batch.noised(clipped_sum(net, batch.real, batch.fake, bound), step))
+    """Return the private step of one client: a stack of one."""
+    return own_stack(batch, 1)
 
 
 def opacus(batch: Batch) -> Step:
     """Return the private step from the gradients that Opacus' hooks leave for every record."""
-    net, adam = batch.fresh()
+    [net], adam = batch.fresh()
     hooked, pairs = GradSampleModule(net, loss_reduction="sum"), len(batch.real)
+    weights = list(net.parameters())
 
     def step(number: int) -> None:
         loss_of(hooked(torch.cat([batch.real, batch.fake])), pairs).backward()
-        samples = [weight.grad_sample[:pairs] + weight.grad_sample[pairs:] for weight in adam.weights]
+        samples = [weight.grad_sample[:pairs] + weight.grad_sample[pairs:] for weight in weights]
         norms = torch.stack([sample.flatten(1).norm(dim=1) for sample in samples]).norm(dim=0)
         factors = (1.0 / (norms + 1e-6)).clamp(max=1)
         total = torch.cat([torch.einsum("p,p...->...", factors, sample).flatten() for sample in samples])
-        batch.update(adam, batch.noised(total, number))
-        for weight in adam.weights:
+        batch.update(adam, [batch.noised(total, number)])
+        for weight in weights:
             weight.grad, weight.grad_sample = None, None
 
     return step
@@ -123,19 +150,30 @@ WAYS: dict[str, Callable[[Batch], Step]] = {
 }  # fmt: skip
 
 
-def measure(name: str, pairs: int, repeats: int, *, plain_noise: bool) -> dict[str, float]:
-    """Return {step: median processor seconds}, with the steps taking turns so that a busy machine disturbs all."""
+def ways_of(batch: Batch, clients: int) -> dict[str, tuple[Step, int]]:
+    """Return {way: (step, clients who take it)}."""
+    ways = {way: (step_of(batch), 1) for way, step_of in WAYS.items()}
+    if batch.name == "paper":  # its clients train one after another
+        return ways
+    return ways | {
+        "stack without privacy": (stack_without_privacy(batch, clients), clients),
+        "stack, own joint clipping": (own_stack(batch, clients), clients),
+    }
+
+
+def measure(name: str, pairs: int, repeats: int, clients: int, *, plain_noise: bool) -> dict[str, float]:
+    """Return {step: median processor seconds of a client}; steps take turns, so that a busy machine disturbs all."""
     nets = networks(name)
     rows = nets.join(nets.view(torch.rand(2 * pairs, *SHAPE) * 2 - 1), torch.empty(2 * pairs, 0))
     batch = Batch(name, rows[:pairs], rows[pairs:], Noise.seeded(0), plain_noise)
-    ways = {way: step_of(batch) for way, step_of in WAYS.items()}
+    ways = ways_of(batch, clients)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for repeat in range(repeats + 3):
-        for way, step in ways.items():
+        for way, (step, number) in ways.items():
             start = time.process_time()
             step(repeat)
             if repeat >= 3:
-                seconds[way].append(time.process_time() - start)
+                seconds[way].append((time.process_time() - start) / number)
     return {way: statistics.median(taken) for way, taken in seconds.items()}
 
 
@@ -146,12 +184,14 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--networks", nargs="+", choices=["small", "paper"], default=["small", "paper"])
+    parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--plain-noise", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)  # glibc keeps freed memory from here on, as in runs
     warnings.filterwarnings("ignore", "Full backward hook is firing")
     found = {
-        name: measure(name, arguments.pairs, arguments.repeats, plain_noise=arguments.plain_noise)
+        name: measure(name, arguments.pairs, arguments.repeats, arguments.clients, plain_noise=arguments.plain_noise)
         for name in arguments.networks
     }
     if arguments.json:
@@ -160,7 +200,7 @@ def main() -> None:
     for name, taken in found.items():
         print(f"{name} networks, {arguments.pairs} pairs, one thread")
         for way, median in taken.items():
-            ratio = median / taken["without privacy"]
+            ratio = median / taken["stack without privacy" if way.startswith("stack") else "without privacy"]
             print(f"  {way:36} {1e3 * median:8.2f} ms {ratio:6.2f} x {arguments.pairs / median:10.0f} pairs/s")
 
 

@@ -26,9 +26,11 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from clients import dpcgan, mean_embedding
+from clients import dpcgan_training, mean_embedding
 from clients.dpcgan import DpCgan
-from clients.generation import Bill, PrivateRecords
+from clients.dpcgan_clipping import Pairs
+from clients.dpcgan_training import Client, Training
+from clients.generation import Bill, PrivateRecords, Request
 from clients.mean_embedding import MeanEmbedding
 from fl_sim.privacy.accounting import amplify_poisson, delta_profile
 from fl_sim.privacy.audit import EPSILONS, ProfileAudit, World, audit_profile, run_mechanism
@@ -79,15 +81,16 @@ class DiscriminatorStep:
     def __call__(self, world: World, run: int) -> Array:
         """Take the first step of a training on some bystanders of class 0 and the audited record of class 1."""
         training, released = _prepared(self, world), _Released()
-        training.noise = _key(run)
+        training.clients[0].noise = _key(run)
         training.discriminator_adam = released  # type: ignore[assignment]
-        with mock.patch.object(dpcgan, "clipped_sum", _clipped_apart if self.apart else dpcgan.clipped_sum):
+        sums = _clipped_apart if self.apart else dpcgan_training.clipped_sums
+        with mock.patch.object(dpcgan_training, "clipped_sums", sums):
             training.discriminator_step(0)
         number = self._BYSTANDERS + 1
         total = released.gradient * self.sampling_rate * number
         return total * number / (self._BYSTANDERS + world) if self.realised else total
 
-    def training(self, world: World) -> dpcgan._Training:
+    def training(self, world: World) -> Training:
         """Return a training that has not begun."""
         others = self._BYSTANDERS
         inputs = torch.full((others + 1, 1), -1.0)
@@ -99,31 +102,48 @@ class DiscriminatorStep:
         )  # fmt: skip
         noise_multiplier = self.noise_multiplier * _CLIPPING / self.clipping_norm
         bill = Bill(dp_event.GaussianDpEvent(noise_multiplier), 1, noise_multiplier, self.sampling_rate)
-        torch.manual_seed(self.networks)
-        records = PrivateRecords(inputs, labels, 3)
-        training = dpcgan._Training(settings, records, np.array([1, 1, 0]), bill, _key(0))  # noqa: SLF001
+        first_weights = mock.create_autospec(np.random.Generator, instance=True)
+        first_weights.integers.return_value = self.networks
+        request = Request(PrivateRecords(inputs, labels, 3), np.array([1, 1, 0]), bill, _key(0), first_weights)
+        training = Training(settings, [Client(settings, request), *self.neighbours(settings)])
         if self.histogram:
-            training.counts = np.array([others, world])
+            training.clients[0].counts = np.array([others, world])
         return training
+
+    def neighbours(self, settings: DpCgan) -> list[Client]:
+        """Return two more clients of the stack, of other sizes: they tell the audited one nothing."""
+        return [
+            Client(settings, Request(
+                PrivateRecords(torch.full((number, 1), 1.0), torch.zeros(number, dtype=torch.int64), 3),
+                np.array([2, 0, 0]), Bill(dp_event.GaussianDpEvent(1.0), 1, 1.0, 0.5), _key(number),
+                np.random.default_rng(number),
+            ))
+            for number in (1, 40)
+        ]  # fmt: skip
 
 
 @lru_cache(maxsize=2)
-def _prepared(step: DiscriminatorStep, world: World) -> dpcgan._Training:
+def _prepared(step: DiscriminatorStep, world: World) -> Training:
     """Return the same for every run: Adam stands aside, so no step changes it."""
     return step.training(world)
 
 
 @dataclass
 class _Released:
-    """Stands where Adam stands, and keeps the gradient that reaches it."""
+    """Stands where Adam stands, and keeps the gradient of the audited client, the first."""
 
     gradient: Array = field(default_factory=lambda: np.zeros(0))
 
-    def step(self, gradients: Sequence[torch.Tensor]) -> None:
-        self.gradient = torch.cat([part.flatten() for part in gradients]).double().numpy()
+    def step(self, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
+        [gradient] = gradients[0]
+        self.gradient = gradient.double().numpy()
 
 
-def _clipped_apart(net: nn.Sequential, real: torch.Tensor, fake: torch.Tensor, bound: float) -> torch.Tensor:
+def _clipped_apart(clients: Sequence[Pairs]) -> list[torch.Tensor]:
+    return [_one_clipped_apart(one.discriminator, one.real, one.fake, one.clipping_norm) for one in clients]
+
+
+def _one_clipped_apart(net: nn.Sequential, real: torch.Tensor, fake: torch.Tensor, bound: float) -> torch.Tensor:
     total = torch.zeros(sum(weight.numel() for weight in net.parameters()), dtype=torch.float64)
     for row, sign in [*((row, -1) for row in real), *((row, 1) for row in fake)]:
         gradients = torch.autograd.grad(functional.softplus(sign * net(row[None])).sum(), list(net.parameters()))

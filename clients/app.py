@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -17,17 +17,20 @@ from torch import nn
 
 from fl_sim import wire
 from fl_sim.cohort import Job, Trainer
-from fl_sim.engine import Play, partition_of, raised
+from fl_sim.engine import Play, Release, partition_of, raised
 from fl_sim.learning import LocalAlgorithm
 from fl_sim.native.kernel import load_kernel
 from fl_sim.precision import Precision
 from fl_sim.records import Records
-from fl_sim.seeding import rng, seed_torch, torch_kept
+from fl_sim.seeding import rng, seed_torch
 from fl_sim.store import load_state, save_state
 from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Trained
 
 if TYPE_CHECKING:
     from fl_sim.stacked import StackedTrainer
+
+Synthetic: TypeAlias = tuple[torch.Tensor, str]
+"""One client's synthetic records, and what it says of them."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,9 @@ class Site:
     """What a worker needs to play any client of an experiment: made once per process and experiment.
 
     ``records(client, synthetic)`` returns what that client trains on; ``synthetic`` is the path of the pool of
-    synthetic records, empty where there is none. ``synthesize(client, folder)`` returns the client's part of it and, as
-    JSON, what it says of it; ``folder`` keeps what must survive until then. ``share(inputs, labels, client)`` is what
+    synthetic records, empty where there is none. ``synthesize([(client, folder), ...], check)`` returns, for
+    each client, its part of it and, as JSON, what it says of it, or what it raised; ``folder`` keeps what must survive
+    until then, and what ``check`` raises now and then ends all. ``share(inputs, labels, client)`` is what
     it shares for the algorithm before the first round. ``local_settings(learning_rate)`` fills in a round's settings.
     ``threads``: torch threads while training; their number changes the last bits of every sum. ``precision``: how
     exactly PyTorch trains. ``graphs``: whether a GPU may be given a step of a stack as one launch.
@@ -47,7 +51,7 @@ class Site:
     algorithm: LocalAlgorithm
     model: nn.Module
     records: Callable[[int, str], Records]
-    synthesize: Callable[[int, Path], tuple[torch.Tensor, str]]
+    synthesize: Callable[[Sequence[tuple[int, Path]], Callable[[], None]], list[Synthetic | Exception]]
     share: Callable[[torch.Tensor, torch.Tensor, int], dict[str, torch.Tensor]]
     local_settings: Callable[[float], LocalSettings]
     num_clients: int
@@ -86,13 +90,10 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
 
     @app.train("synthesize")
     def synthesize(message: Message, context: Context) -> Message:
-        order = wire.read_order(message.content)
-        site = site_of(order.experiment, order.data_root)
-        client = _partition(context)
-        _set_threads(site.threads)
-        with torch_kept():
-            inputs, said = site.synthesize(client, Path(order.state_dir) / f"client-{client}")
-        return Message(wire.synthetic_content(inputs, said), reply_to=message)
+        [reply] = _synthesized(turns, [message], [_partition(context)], lambda: None)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     @app.train("share")
     def share(message: Message, context: Context) -> Message:
@@ -140,6 +141,37 @@ def train_together(site_of: SiteFactory, *, stacked: bool = False) -> Play:
             return [reply for message in messages for reply in play([message])]
 
     return play
+
+
+def synthesize_together(site_of: SiteFactory) -> Release:
+    """Return what has the clients of several messages release synthetic records, their generators trained together."""
+    turns = _Turns(site_of)
+
+    def release(messages: Sequence[Message], check: Callable[[], None]) -> list[Message]:
+        replies: Sequence[Message | BaseException]
+        try:
+            replies = _synthesized(turns, messages, [partition_of(message) for message in messages], check)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (as in fl_sim.engine.answer)
+            replies = [error] * len(messages)
+        return [
+            reply if isinstance(reply, Message) else raised(message, reply)
+            for message, reply in zip(messages, replies, strict=True)
+        ]
+
+    return release
+
+
+def _synthesized(
+    turns: "_Turns", messages: Sequence[Message], clients: Sequence[int], check: Callable[[], None]
+) -> list[Message | Exception]:
+    order = wire.read_order(messages[0].content)  # all messages of the exchange say the same
+    site = turns.site(order)
+    _set_threads(site.threads)
+    made = site.synthesize([(client, Path(order.state_dir) / f"client-{client}") for client in clients], check)
+    return [
+        one if isinstance(one, Exception) else Message(wire.synthetic_content(*one), reply_to=message)
+        for one, message in zip(made, messages, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

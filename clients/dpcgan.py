@@ -7,31 +7,27 @@ number of steps are fixed from the budget before the first record is looked at.
 
 Coins, and what the fakes of a D step are made of, come from the secret source: were a fake's latent vector known, and
 dealt out by position in the batch, one record more would change the fakes of all that follow it.
+
+Many clients train as one stack (``clients.dpcgan_nets``), each with its own records, coins, noise, bill and generator
+of random numbers. The stack shares nothing but the time that it takes to start an operation: a client by itself is a
+stack of one, and gets the same bits.
 """
 
 import math
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
-from torch.nn import functional
 
-from clients.dpcgan_clipping import clipped_sum
-from clients.dpcgan_nets import Networks, paper, small
-from clients.generation import Bill, PrivateRecords
+from clients.dpcgan_training import Client, Training
+from clients.generation import Bill, Made, PrivateRecords, Request, nothing
 from fl_sim.config import Settings
-from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid
-from fl_sim.seeding import torch_kept
-from fl_sim.types import RunError
-
-_BETAS: Final = (0.5, 0.999)
-_WARM_UP: Final = 0.2
-_ROUNDING: Final = 1e-9
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.types import RunError, UserError
 
 
 class DpCgan(Settings):
@@ -102,139 +98,42 @@ class DpCgan(Settings):
         generator: np.random.Generator,
     ) -> torch.Tensor:
         """Train within ``bill`` and return (sum of counts, *input shape): see ``Generator``."""
-        assert not bill.refused
-        if counts.sum() == 0:
-            return torch.empty(0, *records.inputs.shape[1:])
-        with torch_kept():
-            torch.manual_seed(int(generator.integers(2**63)))
-            training = _Training(self, records, counts, bill, noise)
-            for step in range(bill.steps):
-                training.discriminator_step(step)
-                if (step + 1) % self.ratio == 0:
-                    training.generator_step()
-                training.draw_samples((step + 1) / bill.steps)
-            return training.samples()
+        [made] = self.generate_stacked([Request(records, counts, bill, noise, generator)])
+        if isinstance(made, Exception):
+            raise made
+        return made
 
+    def generate_stacked(self, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
+        """Train all clients as one stack: see ``Generator``. The paper's networks, whose steps are long, one by one."""
+        made: list[Made] = [torch.empty(0, *request.records.inputs.shape[1:]) for request in requests]
+        clients: dict[int, Client] = {}
+        for place, request in enumerate(requests):
+            assert not request.bill.refused
+            try:
+                if request.counts.sum():
+                    clients[place] = Client(self, request)
+            except UserError as error:
+                made[place] = error
+        for stack in self._stacks(list(clients.values())):
+            training = Training(self, stack)
+            for step in range(stack[0].bill.steps):
+                check()
+                training.step(step)
+        for place, client in clients.items():
+            try:
+                made[place] = client.samples()
+            except RunError as error:
+                made[place] = error
+        return made
 
-class _Training:
-    """The state of one client's training. ``shown`` and ``known`` alone are private; all else is released."""
+    def shortened(self, steps: int) -> "tuple[DpCgan, float]":
+        """Return the same of ``steps`` D steps at most."""
+        fewer = min(steps, self.discriminator_steps)
+        return self.model_copy(update={"discriminator_steps": fewer}), fewer / self.discriminator_steps
 
-    def __init__(
-        self, settings: DpCgan, records: PrivateRecords, counts: NDArray[np.int64], bill: Bill, noise: Noise
-    ) -> None:
-        self.settings, self.bill, self.noise = settings, bill, noise
-        present = np.flatnonzero(counts)
-        self.counts = counts[present]
-        self.num_planes = len(present) if len(present) > 1 else 0
-        self.nets = self._networks(tuple(records.inputs.shape[1:]))
-        self.sizes = [weight.numel() for weight in self.nets.discriminator.parameters()]
-        self.average = deepcopy(self.nets.generator).requires_grad_(requires_grad=False)
-        self.generator_steps = 0
-        # Which records are drawn when, at random: each class has its share of early and of late ones.
-        self.classes = self._one_hot(np.repeat(np.arange(len(present)), self.counts))
-        self.due = list(torch.randperm(len(self.classes)).tensor_split(min(settings.snapshots, len(self.classes))))
-        self.made: list[torch.Tensor] = []
-        rates = settings.discriminator_learning_rate, settings.generator_learning_rate
-        self.discriminator_adam, self.generator_adam = (
-            _Adam(list(net.parameters()), rate)
-            for net, rate in zip((self.nets.discriminator, self.nets.generator), rates, strict=True)
-        )
-        # A record of a class that was not released takes part, and its gradient is taken for zero.
-        places = np.full(records.num_classes, -1)
-        places[present] = np.arange(len(present))
-        labels = places[records.labels.numpy()]
-        self.known = labels >= 0
-        self.shown = self.nets.join(self.nets.view(records.inputs), self._one_hot(np.maximum(labels, 0)))
-
-    def _networks(self, shape: tuple[int, ...]) -> Networks:
-        settings = self.settings
-        if settings.networks == "paper":
-            return paper(shape, self.num_planes, settings.latent_dim)
-        widths = settings.discriminator_width, settings.generator_width
-        return small(shape, self.num_planes, settings.latent_dim, settings.resolution, widths)
-
-    def _one_hot(self, places: NDArray[np.int64]) -> torch.Tensor:
-        return torch.eye(len(self.counts))[torch.from_numpy(places)][:, : self.num_planes]
-
-    def discriminator_step(self, step: int) -> None:
-        """Release one noised sum of clipped gradients, and let Adam take it from there."""
-        settings, discriminator = self.settings, self.nets.discriminator
-        coins = self.noise.uniform(len(self.shown), purpose="records of a step", server_round=step)
-        batch = torch.from_numpy(np.flatnonzero((coins < self.bill.sampling_rate) & self.known))
-        real = self.shown[batch]
-        fake = self._fakes_of_records(len(batch), step) if len(batch) else real
-        std = self.bill.noise_multiplier * settings.clipping_norm
-        dimension = sum(self.sizes)
-        bound = clipping_norm_on_grid(settings.clipping_norm, std, dimension) if std else math.inf
-        total = clipped_sum(discriminator, real, fake, bound).numpy()
-        if std:
-            normal = self.noise.standard_normal(dimension, purpose="discriminator gradient", server_round=step)
-            total = add_noise(total, std, normal)
-        gradient = torch.from_numpy(total / (self.bill.sampling_rate * len(self.shown))).float()
-        self.discriminator_adam.step(torch.split(gradient, self.sizes))
-
-    @torch.no_grad()
-    def _fakes_of_records(self, count: int, step: int) -> torch.Tensor:
-        """Return D's input for ``count`` fakes: labels by the released counts, nothing from another record."""
-        latent_dim = self.settings.latent_dim
-        latent = self.noise.standard_normal(count * latent_dim, purpose="latent vectors", server_round=step)
-        coins = self.noise.uniform(count, purpose="classes of fakes", server_round=step)
-        shares = np.cumsum(self.counts) / self.counts.sum()
-        classes = self._one_hot(np.searchsorted(shares[:-1], coins, side="right"))
-        made = self.nets.generator(self.nets.join(torch.from_numpy(latent).float().view(count, latent_dim), classes))
-        return self.nets.join(made, classes)
-
-    def generator_step(self) -> None:
-        """Let G's fakes pass better with D (non-saturating loss). Touches nothing private."""
-        nets = self.nets
-        made, classes = self._fakes(self.settings.generator_batch_size)
-        scores = nets.discriminator(nets.join(made, classes))
-        weights = list(nets.generator.parameters())
-        self.generator_adam.step(torch.autograd.grad(functional.softplus(-scores).mean(), weights))
-        self.generator_steps += 1
-        # Early on a short average, else the first weights would linger in it.
-        decay = min(self.settings.averaging, self.generator_steps / (self.generator_steps + 10))
-        with torch.no_grad():
-            for mean, weight in zip(self.average.parameters(), weights, strict=True):
-                mean.lerp_(weight, 1 - decay)
-
-    def _fakes(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shares = torch.from_numpy(self.counts / self.counts.sum())
-        classes = self._one_hot(torch.multinomial(shares, count, replacement=True).numpy())
-        return self.nets.generator(self.nets.join(torch.randn(count, self.settings.latent_dim), classes)), classes
-
-    def draw_samples(self, done: float) -> None:
-        """Draw what is due when a share ``done`` of training is over: equal parts, evenly spaced after the warm-up."""
-        while done >= _WARM_UP + (1 - _WARM_UP) * (len(self.made) + 1) / len(self.due) - _ROUNDING:
-            classes = self.classes[self.due[len(self.made)]]
-            latent = torch.randn(len(classes), self.settings.latent_dim)
-            with torch.no_grad():
-                self.made.append(self.average(self.nets.join(latent, classes)))
-
-    def samples(self) -> torch.Tensor:
-        """Return as many records of each class as its count says, in order of class."""
-        views = torch.cat(self.made)[torch.cat(self.due).argsort()]
-        for network, name in (self.nets.discriminator, "discriminator"), (self.nets.generator, "generator"):
-            if not all(bool(weight.isfinite().all()) for weight in network.parameters()):
-                raise RunError(f"the {name} of the DP conditional GAN is not finite: use a lower learning rate")
-        return self.nets.render(views)
-
-
-class _Adam:
-    """Adam (Kingma and Ba 2015); torch.optim's costs over a second of imports at first use."""
-
-    def __init__(self, weights: list[torch.Tensor], learning_rate: float) -> None:
-        self.weights, self.learning_rate, self.steps = weights, learning_rate, 0
-        self.means = [torch.zeros_like(weight) for weight in weights]
-        self.squares = [torch.zeros_like(weight) for weight in weights]
-
-    @torch.no_grad()
-    def step(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Move the weights; each gradient has as many elements as its weight."""
-        self.steps += 1
-        first, second = (1 - beta**self.steps for beta in _BETAS)
-        for weight, gradient, mean, square in zip(self.weights, gradients, self.means, self.squares, strict=True):
-            shaped = gradient.view_as(weight)
-            mean.lerp_(shaped, 1 - _BETAS[0])
-            square.mul_(_BETAS[1]).addcmul_(shaped, shaped, value=1 - _BETAS[1])
-            weight.addcdiv_(mean, (square / second).sqrt_().add_(1e-8), value=-self.learning_rate / first)
+    def _stacks(self, clients: Sequence[Client]) -> list[list[Client]]:
+        """Return who trains together: all whose steps are as many, unless a step is long enough to stand alone."""
+        if self.networks == "paper":
+            return [[client] for client in clients]
+        steps = sorted({client.bill.steps for client in clients})
+        return [[client for client in clients if client.bill.steps == number] for number in steps]

@@ -1,9 +1,13 @@
 """The networks of the DP conditional GAN: small perceptrons, or the paper's four convolutions each (Tang et al. 2023).
 
 None keeps statistics of a batch, so every record is scored by itself: clipping record by record needs that.
+
+The networks of several clients work as a stack: one below the other lie the rows of all, and what has no weights is
+done to them at once. Every client's rows are filled up to a multiple of 32, because vectorised kernels do what is left
+over in another way, that rounds otherwise: so a client gets the same bits whoever else is in the stack.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -17,6 +21,8 @@ from fl_sim.types import UserError
 Map: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 _SIDE: Final = 32
+_BLOCK: Final = 32
+_WITH_WEIGHTS: Final = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d, nn.InstanceNorm2d)
 _SPREAD: Final = 1.0
 """Standard deviation of a fresh generator's logits over latent vectors."""
 
@@ -37,6 +43,68 @@ class Networks:
     discriminator: nn.Sequential
     generator: nn.Module
     render: Map
+
+
+@dataclass(frozen=True)
+class Layers:
+    """One layer of every client's network, what entered each, (rows, ...), and what left all, one below the other."""
+
+    layers: tuple[nn.Module, ...]
+    entered: tuple[torch.Tensor, ...]
+    left: torch.Tensor
+
+
+def filled_up(num_rows: int) -> int:
+    """Return the next number of rows that suits a stack."""
+    return -(-num_rows // _BLOCK) * _BLOCK
+
+
+def stacked(
+    nets: Sequence[nn.Sequential], parts: Sequence[torch.Tensor], seen: Callable[[Layers], None] | None = None
+) -> torch.Tensor:
+    """Return what each of ``nets``, alike but for their weights and inputs, makes of its own rows, one below the other.
+
+    ``parts``: every net's input, with a number of rows that suits a stack. ``seen`` hears of every layer with weights.
+    """
+    sizes = [len(part) for part in parts]
+    rows: torch.Tensor | None = None  # until a layer with weights, whose inputs may be of unequal width
+    for layers in zip(*nets, strict=True):
+        if not isinstance(layers[0], _WITH_WEIGHTS):
+            if rows is None:
+                parts = [layers[0](part) for part in parts]
+            else:
+                rows = layers[0](rows)
+            continue
+        entered = tuple(parts) if rows is None else torch.split(rows, sizes)
+        made = [layer(part) for layer, part in zip(layers, entered, strict=True)]
+        rows = torch.cat(made) if len(made) > 1 else made[0]
+        if seen:
+            seen(Layers(layers, entered, rows))
+    assert rows is not None
+    return rows
+
+
+def scored(discriminators: Sequence[nn.Sequential], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return each discriminator's scores of its own joined views, (rows, 1)."""
+    return _emptied(stacked(discriminators, [_filled(part) for part in parts]), parts)
+
+
+def generated(generators: Sequence[nn.Module], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the views that each generator makes of its own joined latent vectors."""
+    filled = [_filled(part) for part in parts]
+    small_ones = [net for net in generators if isinstance(net, SmallGenerator)]
+    others = [net for net in generators if isinstance(net, nn.Sequential)]
+    return _emptied(SmallGenerator.stacked(small_ones, filled) if small_ones else stacked(others, filled), parts)
+
+
+def _filled(rows: torch.Tensor) -> torch.Tensor:
+    missing = -len(rows) % _BLOCK
+    return functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
+
+
+def _emptied(rows: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    made = torch.split(rows, [filled_up(len(part)) for part in parts])
+    return [rows[: len(part)] for rows, part in zip(made, parts, strict=True)]
 
 
 def gated(values: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
@@ -84,7 +152,7 @@ def small(shape: Shape, num_classes: int, latent_dim: int, resolution: int, widt
         nn.Linear(wide, wide), nn.LeakyReLU(0.2),
         nn.Linear(wide, 1),
     )  # fmt: skip
-    return Networks(view, gated, discriminator, _SmallGenerator(latent_dim, num_classes, wide_g, size), render)
+    return Networks(view, gated, discriminator, SmallGenerator(latent_dim, num_classes, wide_g, size), render)
 
 
 def _first_layer(num_inputs: int, num_classes: int, width: int, *, bias: bool = True) -> nn.Linear:
@@ -94,7 +162,7 @@ def _first_layer(num_inputs: int, num_classes: int, width: int, *, bias: bool = 
     return layer
 
 
-class _SmallGenerator(nn.Module):
+class SmallGenerator(nn.Module):
     """A perceptron and, beside it, a linear map straight from latent vector to logits.
 
     Without the linear map all fakes start, and stay, about the same: this network would have to learn to spread.
@@ -107,12 +175,15 @@ class _SmallGenerator(nn.Module):
             nn.Linear(width, width), nn.ReLU(),
             nn.Linear(width, size),
         )  # fmt: skip
-        self.straight = _first_layer(latent_dim, num_classes, size, bias=False)
-        nn.init.normal_(self.straight.weight, std=_SPREAD / latent_dim**0.5)
+        straight = _first_layer(latent_dim, num_classes, size, bias=False)
+        nn.init.normal_(straight.weight, std=_SPREAD / latent_dim**0.5)
+        self.straight = nn.Sequential(straight)
 
-    def forward(self, latent: torch.Tensor) -> torch.Tensor:
-        """Map gated latent vectors to views in (0, 1)."""
-        return torch.sigmoid(2 * (self.curved(latent) + self.straight(latent)))
+    @staticmethod
+    def stacked(nets: Sequence["SmallGenerator"], latents: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Map every client's gated latent vectors to views in (0, 1)."""
+        curved = stacked([net.curved for net in nets], latents)
+        return torch.sigmoid(2 * (curved + stacked([net.straight for net in nets], latents)))
 
 
 def paper(shape: Shape, num_classes: int, latent_dim: int) -> Networks:

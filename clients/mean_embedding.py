@@ -7,6 +7,7 @@ images have in common, and images are drawn from the normal distribution with th
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from clients.generation import Bill, PrivateRecords
+from clients.generation import Bill, Made, PrivateRecords, Request, nothing
 from fl_sim.config import Settings
 from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_norm_on_grid
 
@@ -90,6 +91,18 @@ class MeanEmbedding(Settings):
             drawn = generator.standard_normal((counts[label], len(order))) @ root.T
             made.append(images_of(means[label] + drawn * units[label], order, shape))
         return torch.from_numpy(np.concatenate(made))
+
+    def generate_stacked(self, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
+        """Take one client after another: a second each, and nothing in it that many could share."""
+        made: list[Made] = []
+        for one in requests:
+            check()
+            made.append(self.generate(one.records, one.counts, one.bill, one.noise, one.generator))
+        return made
+
+    def shortened(self, steps: int) -> "tuple[MeanEmbedding, float]":  # noqa: ARG002 (the slot's)
+        """Return itself: there is nothing to shorten."""
+        return self, 1.0
 
 
 @dataclass(frozen=True)

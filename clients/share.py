@@ -10,9 +10,10 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -22,13 +23,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from clients.dafl import DaFl
-from clients.generation import Bill, PrivateRecords
+from clients.generation import Bill, Made, PrivateRecords, Request, nothing
 from fl_sim.privacy import events
 from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.ledger import Ledger, Terms
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.seeding import rng
 from fl_sim.store import write_private
+
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 
 _KEY, _LEDGER, _SHARE = "key", "ledger.jsonl", "share.safetensors"
 
@@ -47,13 +51,59 @@ class Share:
     facts: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Client:
+    """One client: its number, its records, and the folder in which it keeps what its share takes."""
+
+    number: int
+    records: PrivateRecords
+    folder: Path
+
+
 def make_share(
     settings: DaFl, records: PrivateRecords, client: int, folder: Path, *, seed: int, public_records: int
 ) -> Share:
-    """Return the share of ``client``, made once: a second call with the same ``folder`` hands out the first one's.
+    """Return the share of one ``client`` by itself: see ``make_shares``."""
+    [share] = make_shares(settings, [Client(client, records, folder)], seed=seed, public_records=public_records)
+    if isinstance(share, Exception):
+        raise share
+    return share
 
-    ``public_records`` bounds what any client may hold of a class, and is known without looking at this one.
+
+def make_shares(
+    settings: DaFl,
+    clients: Sequence[Client],
+    *,
+    seed: int,
+    public_records: int,
+    check: Callable[[], None] = nothing,
+) -> list[Share | Exception]:
+    """Return every client's share, or what it raised; their generators are trained together.
+
+    A share is made once: a second call with the same folder hands out the first one's. ``public_records`` bounds what
+    any client may hold of a class, and is known without looking at it. What ``check`` raises ends all that is not done.
     """
+    begun = [_caught(_begin, settings, client, seed, public_records) for client in clients]
+    requests = [one for one in begun if isinstance(one, Request)]
+    made = iter(settings.generator.generate_stacked(requests, check))
+    return [
+        _caught(_finish, settings, client, one, next(made)) if isinstance(one, Request) else one
+        for client, one in zip(clients, begun, strict=True)
+    ]
+
+
+def _caught(
+    what: Callable[Arguments, Returned], *arguments: Arguments.args, **named: Arguments.kwargs
+) -> Returned | Exception:
+    try:
+        return what(*arguments, **named)
+    except Exception as error:  # noqa: BLE001 (whatever a client's data raises is this one client's failure)
+        return error
+
+
+def _begin(settings: DaFl, client: Client, seed: int, public_records: int) -> Share | Request:
+    """Pay for the share, and pick its labels; or return it, where there is one already, or none can be."""
+    folder, records = client.folder, client.records
     if (folder / _SHARE).exists():
         return _read(folder / _SHARE)
     bill = settings.generator.bill(
@@ -62,20 +112,25 @@ def make_share(
     if bill.refused:
         return _empty(records, bill.refused)
     folder.mkdir(parents=True, exist_ok=True)
-    noise = _noise(settings, folder, seed, client)
+    noise = _noise(settings, folder, seed, client.number)
     _pay(settings, bill, records.num_classes, folder, noise)
-    gamma = settings.gamma_of(client)
-    counts = pick_labels(settings, records, gamma, public_records, noise)
+    counts = pick_labels(settings, records, settings.gamma_of(client.number), public_records, noise)
+    return Request(records, counts, bill, noise, rng(seed, "generator", client.number))
+
+
+def _finish(settings: DaFl, client: Client, request: Request, made: Made) -> Share:
+    """Keep what the generator made, which is the release, and let the key go."""
+    if isinstance(made, Exception):
+        raise made
+    gamma, held = settings.gamma_of(client.number), len(client.records.labels)
     share = Share(
-        inputs=settings.generator.generate(records, counts, bill, noise, rng(seed, "generator", client)),
-        counts=counts,
-        refused=""
-        if counts.sum()
-        else f"no label was picked: gamma {gamma:g} of {len(records.labels)} records is too few",
-        facts=facts_of(settings, bill, records.num_classes),
+        inputs=made,
+        counts=request.counts,
+        refused="" if request.counts.sum() else f"no label was picked: gamma {gamma:g} of {held} records is too few",
+        facts=facts_of(settings, request.bill, client.records.num_classes),
     )
-    _write(folder / _SHARE, share)
-    (folder / _KEY).unlink(missing_ok=True)
+    _write(client.folder / _SHARE, share)
+    (client.folder / _KEY).unlink(missing_ok=True)
     return share
 
 

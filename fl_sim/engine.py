@@ -7,8 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from queue import SimpleQueue
+from threading import Event
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -29,6 +31,10 @@ Progress = Callable[[int], None]
 
 Play = Callable[[Sequence[Message]], list[Message]]
 """Answers messages as one piece of work: a reply for each, an error reply where a client fails; never raises."""
+
+Release = Callable[[Sequence[Message], Callable[[], None]], list[Message]]
+"""The same for clients that release synthetic records, which takes long: calls its second argument at every step, and
+raises nothing but what that raises."""
 
 STEPS_AT_A_TIME = 16
 """Minibatch steps in a piece of work: far more than handing it over costs, far less than a round."""
@@ -67,6 +73,21 @@ class Together:
             pieces[-1].append(message)
             room, left = room - steps, left - steps
         return pieces
+
+
+@dataclass(frozen=True)
+class Generators:
+    """How clients' generators are trained: by ``threads`` threads, each several clients' as one computation."""
+
+    release: Release
+    threads: int
+
+    _LEAST, _MOST = 3, 10  # a third of a lone client's step is Python, for which threads wait; ten share all there is
+
+    def pieces(self, messages: Sequence[Message]) -> list[list[Message]]:
+        """Cut an exchange into one piece of work for every thread, or more."""
+        size = min(max(-(-len(messages) // self.threads), self._LEAST), self._MOST)
+        return [list(messages[first : first + size]) for first in range(0, len(messages), size)]
 
 
 class LocalGrid(Grid):
@@ -130,8 +151,8 @@ class InProcessGrid(LocalGrid):
 
     ``workers`` threads train clients side by side, which pays where training lets go of Python's lock; whatever else is
     asked of clients is answered one after another. ``together``, if given, trains several clients at a time; stacks one
-    after another. A client that hangs cannot be interrupted from within its own process; ``timeout`` is looked at
-    between pieces of work.
+    after another. ``generators``, if given, has threads of its own release synthetic records. A client that hangs
+    cannot be interrupted from within its own process; ``timeout`` is looked at between pieces of work.
     """
 
     def __init__(
@@ -142,6 +163,7 @@ class InProcessGrid(LocalGrid):
         *,
         workers: int = 1,
         together: Together | None = None,
+        generators: Generators | None = None,
     ) -> None:
         super().__init__(num_clients, on_reply)
         self._app = app
@@ -149,11 +171,14 @@ class InProcessGrid(LocalGrid):
         self._play = together.player() if together else None
         self._workers = workers
         self._pool = ThreadPoolExecutor(workers, "client") if workers > 1 else None
+        self._generators = generators
+        self._generator_pool = ThreadPoolExecutor(generators.threads, "generators") if generators else None
 
     def close(self) -> None:
         """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        for pool in (self._pool, self._generator_pool):
+            if pool is not None:
+                pool.shutdown()
 
     def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -164,8 +189,12 @@ class InProcessGrid(LocalGrid):
         if self._together is not None and self._play is not None and kinds == {wire.TRAIN}:
             pieces, play = self._together.pieces(messages, self._workers), self._play
             pool = self._pool if self._together.stack == 1 else None  # a stack has the model for itself
+        workers, stopped = self._workers, Event()
+        if self._generators is not None and kinds == {wire.SYNTHESIZE}:
+            pieces, play = self._generators.pieces(messages), partial(_stoppable, self._generators.release, stopped)
+            workers, pool = self._generators.threads, self._generator_pool
         waiting = _Waiting(pieces, deadline)
-        played = _side_by_side(pool, self._workers, play, waiting) if pool else map(play, waiting)
+        played = _side_by_side(pool, workers, play, waiting) if pool else map(play, waiting)
         replies: dict[str, Message] = {}
         try:
             for reply in chain.from_iterable(played):
@@ -173,6 +202,7 @@ class InProcessGrid(LocalGrid):
                 self._on_reply(len(replies))
         finally:
             waiting.clear()  # by Ctrl-C: threads finish what they have begun, and begin no more
+            stopped.set()
         return [replies.get(sent.metadata.message_id) or _out_of_time(sent, timeout) for sent in messages]
 
     def _one_by_one(self, messages: Sequence[Message]) -> list[Message]:
@@ -215,6 +245,14 @@ def _side_by_side(pool: ThreadPoolExecutor, workers: int, play: Play, waiting: _
         yield from iter(done.get, None)
     for thread in running:
         thread.result()
+
+
+def _stoppable(release: Release, stopped: Event, messages: Sequence[Message]) -> list[Message]:
+    def check() -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+
+    return release(messages, check)
 
 
 def answer(app: ClientApp, message: Message, num_clients: int) -> Message:

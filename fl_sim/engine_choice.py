@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -11,12 +12,14 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from flwr.clientapp import ClientApp
 
-from clients.app import build_client_app, train_together
+from clients.app import build_client_app, synthesize_together, train_together
+from clients.dafl import DaFl
 from fl_sim.cohort import Trainer
 from fl_sim.data import load
-from fl_sim.engine import InProcessGrid, LocalGrid, Progress, Together
+from fl_sim.engine import Generators, InProcessGrid, LocalGrid, Progress, Together
 from fl_sim.experiment import (
     Auto,
     Engine,
@@ -32,7 +35,7 @@ from fl_sim.learning import to_tensors, train
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached
 from fl_sim.seeding import rng
-from fl_sim.site import local_settings, site_of
+from fl_sim.site import local_settings, site_of, to_generator
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, UserError
 from strategies.fedmix import FedMix
 from strategies.pate_settings import Pate
@@ -84,7 +87,10 @@ def open_engine(
         grid = RayGrid(client_app, experiment.num_clients, resources, on_reply)
     else:
         together = together_of(experiment, data_root, stack)
-        grid = InProcessGrid(client_app(), experiment.num_clients, on_reply, workers=workers, together=together)
+        generators = Generators(synthesize_together(site_of), generator_threads(engine))
+        grid = InProcessGrid(
+            client_app(), experiment.num_clients, on_reply, workers=workers, together=together, generators=generators
+        )
     gc.freeze()  # what is imported stays: Python need not look through it for garbage every few rounds
     try:
         yield grid, Choice(engine.kind, why)
@@ -116,8 +122,10 @@ def choose(experiment: Experiment, data_root: Path | None) -> tuple[Engine, str]
     alone = InProcess(threads=engine.threads)
     if why := _why_alone(experiment, data_root, workers):
         return alone, f"engine inprocess: {why}"
+    generators = synthesis_seconds(experiment, data_root) / (1 + (workers - 1) * RAY_SHARE_PER_CORE)
     seconds = estimated_seconds(experiment, data_root)
-    parallel = RAY_START_SECONDS + seconds / (1 + (workers - 1) * RAY_SHARE_PER_CORE)
+    parallel = RAY_START_SECONDS + seconds / (1 + (workers - 1) * RAY_SHARE_PER_CORE) + generators
+    seconds += generators  # threads share them out in process, too
     times = f"about {seconds:.0f} s of training in process, {parallel:.0f} s with {workers} Ray actors and their start"
     if parallel < seconds:
         return Ray(actors=workers, threads=engine.threads), f"engine ray: {times}"
@@ -138,6 +146,11 @@ def _why_alone(experiment: Experiment, data_root: Path | None, workers: int) -> 
 def cores() -> int:
     """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def generator_threads(engine: Engine) -> int:
+    """Return how many threads of this process train clients' generators: they are trained on the CPU, by PyTorch."""
+    return (engine.workers if isinstance(engine, InProcess) else 0) or cores()
 
 
 def workers_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> int:
@@ -217,3 +230,25 @@ def estimated_seconds(experiment: Experiment, data_root: Path | None) -> float:
     start = time.perf_counter()
     trained = train(model, task, LocalPlan(), inputs, labels, rng(experiment.seed, "probe"))
     return num_steps * (time.perf_counter() - start) / trained.num_steps
+
+
+def synthesis_seconds(experiment: Experiment, data_root: Path | None) -> float:
+    """Return about how long generators take one client after another, from a short run on public test records.
+
+    0 where there are none. As if no earlier run had left a pool, and of clients of one class: of more they take longer.
+    """
+    if not isinstance(experiment.preprocess, DaFl):
+        return 0.0
+    from clients.generation import PrivateRecords  # noqa: PLC0415 (the accountants load slowly)
+    from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
+
+    dataset, settings = load(experiment.data, data_root), experiment.preprocess
+    num_records = sum(len(shard) for shard in client_shards(experiment, data_root)) // experiment.num_clients
+    inputs, _ = to_tensors(dataset.test.take(np.arange(min(len(dataset.test), num_records))), dataset)
+    records = PrivateRecords(to_generator(inputs, dataset), torch.zeros(len(inputs), dtype=torch.int64), 1)
+    counts = np.array([max(1, round(settings.gamma * len(inputs)))])
+    generator, share = settings.generator.shortened(PROBE_STEPS)
+    bill = generator.bill(len(inputs), 1, math.inf, settings.delta)
+    start = time.perf_counter()
+    generator.generate(records, counts, bill, Noise.seeded(0), rng(experiment.seed, "probe"))
+    return experiment.num_clients * (time.perf_counter() - start) / share

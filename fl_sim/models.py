@@ -3,20 +3,16 @@
 import importlib
 from collections.abc import Callable
 from itertools import pairwise
-from threading import Lock
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from fl_sim.seeding import seed_torch, torch_kept
+from fl_sim.seeding import seed_torch, torch_alone
 from fl_sim.types import UserError
 
 Shape: TypeAlias = tuple[int, ...]
 Factory: TypeAlias = Callable[[Shape, int], nn.Module]
-
-_ONE_AT_A_TIME = Lock()
-"""Initial weights come from PyTorch's generator, which all threads of the process share."""
 
 
 def niid_cnn(input_shape: Shape, num_classes: int) -> nn.Module:
@@ -109,7 +105,7 @@ def build(name: str, input_shape: Shape, num_classes: int, seed: int) -> nn.Modu
         raise UserError(
             f"unknown model {name!r}; choose one of {', '.join(MODELS)}, or give your own as package.module:factory"
         )
-    with _ONE_AT_A_TIME, torch_kept():
+    with torch_alone():
         seed_torch(seed, "model")
         model = factory(input_shape, num_classes)
     if not isinstance(model, nn.Module):

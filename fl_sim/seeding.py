@@ -3,12 +3,15 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
+
+_ONE_AT_A_TIME = Lock()
 
 
 def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
@@ -61,4 +64,14 @@ def torch_kept() -> Iterator[None]:
     """Put torch's global generators back as they were when the block ends."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
+        yield
+
+
+@contextmanager
+def torch_alone() -> Iterator[None]:
+    """Have torch's global generators for oneself, to build a model with, while other threads that do so wait.
+
+    They are put back as they were, as by ``torch_kept``.
+    """
+    with _ONE_AT_A_TIME, torch_kept():
         yield

@@ -5,13 +5,14 @@ import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from clients.app import Site
+from clients.app import Site, Synthetic
 from clients.dafl import DaFl
 from clients.forest import RandomForest
 from clients.teacher import forest_votes, network_votes
@@ -36,6 +37,9 @@ from partitions import FeatureNoise
 from strategies.algorithm import Sharing
 from strategies.fedavg import FedAvg
 from strategies.pate_settings import Pate
+
+if TYPE_CHECKING:
+    from clients.share import Share
 
 KEEP_BYTES = 256 * 2**20
 """Training sets whose float32 form is no larger stay in memory as such, one copy in each process."""
@@ -154,17 +158,28 @@ def _records(
 
 
 def _synthesize(
-    experiment: Experiment, dataset: Dataset, own: Callable[[int], Records], client: int, folder: Path
-) -> tuple[torch.Tensor, str]:
+    experiment: Experiment,
+    dataset: Dataset,
+    own: Callable[[int], Records],
+    clients: Sequence[tuple[int, Path]],
+    check: Callable[[], None],
+) -> list[Synthetic | Exception]:
     from clients.generation import PrivateRecords  # noqa: PLC0415 (the accountants load slowly)
-    from clients.share import make_share  # noqa: PLC0415
+    from clients.share import Client, make_shares  # noqa: PLC0415
 
     assert isinstance(experiment.preprocess, DaFl)
-    inputs, labels = (tensor.cpu() for tensor in own(client).tensors())
-    private = PrivateRecords(to_generator(inputs, dataset), labels, dataset.num_classes)
-    share = make_share(
-        experiment.preprocess, private, client, folder, seed=experiment.seed, public_records=len(dataset.train)
+    releasing = []
+    for client, folder in clients:
+        inputs, labels = (tensor.cpu() for tensor in own(client).tensors())
+        private = PrivateRecords(to_generator(inputs, dataset), labels, dataset.num_classes)
+        releasing.append(Client(client, private, folder))
+    shares = make_shares(
+        experiment.preprocess, releasing, seed=experiment.seed, public_records=len(dataset.train), check=check
     )
+    return [share if isinstance(share, Exception) else _said(share) for share in shares]
+
+
+def _said(share: "Share") -> Synthetic:
     said = {"counts": share.counts.tolist(), "refused": share.refused, "facts": share.facts}
     return share.inputs, json.dumps(said)
 

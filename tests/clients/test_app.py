@@ -10,10 +10,10 @@ from flwr.app import Message
 from safetensors.torch import save_file
 from torch import nn
 
-from clients.app import Site, build_client_app, train_together
+from clients.app import Site, build_client_app, synthesize_together, train_together
 from fl_sim import wire
 from fl_sim.cohort import Job
-from fl_sim.engine import InProcessGrid, Together
+from fl_sim.engine import Generators, InProcessGrid, Together
 from fl_sim.learning import train
 from fl_sim.params import detached
 from fl_sim.records import Records
@@ -41,8 +41,14 @@ def _records(client, synthetic):
     return Records.of(torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator))
 
 
-def _synthesize(client, folder):
-    return torch.full((client, 4), 0.5), f'{{"client": {client}, "folder": "{folder.name}"}}'
+def _synthesize(clients, check):
+    check()
+    return [
+        ValueError("bad record")
+        if client == 3
+        else (torch.full((client, 4), 0.5), f'{{"client": {client}, "folder": "{folder.name}"}}')
+        for client, folder in clients
+    ]
 
 
 def _local(learning_rate):
@@ -63,7 +69,8 @@ class Play:
             self.asked.append((experiment, data_root))
             return site
 
-        self.grid = InProcessGrid(build_client_app(site_of), 4)
+        self.site_of, self.app = site_of, build_client_app(site_of)
+        self.grid = InProcessGrid(self.app, 4)
 
     def order(self, server_round):
         return wire.Order("experiment", server_round, 0.1, "root", str(self.state_dir), self.pool)
@@ -259,3 +266,16 @@ def test_a_client_that_raises_is_an_error_reply(tmp_path: Path):
     content = wire.task_content(play.order(1), {"wrong": torch.zeros(1)}, {})
     (reply,) = play.grid.send_and_receive([Message(content, 1000, wire.TRAIN)])
     assert "KeyError" in wire.error_of(reply)
+
+
+def test_clients_release_records_together_and_one_that_fails_is_named(tmp_path: Path):
+    play = Play(FedAvg(), tmp_path)
+    messages = [Message(wire.share_content(play.order(0)), 1000 + client, wire.SYNTHESIZE) for client in range(4)]
+    alone = play.grid.send_and_receive(messages)
+    grid = InProcessGrid(play.app, 4, generators=Generators(synthesize_together(play.site_of), 2))
+    together = grid.send_and_receive(messages)
+    grid.close()
+    for replies in (alone, together):
+        assert [reply.has_error() for reply in replies] == [False, False, False, True]
+        assert replies[3].error.reason == "ValueError: bad record"
+        assert [wire.read_synthetic(reply.content)[0].shape[0] for reply in replies[:3]] == [0, 1, 2]

@@ -11,9 +11,12 @@ from dp_accounting import dp_event
 from dp_accounting.rdp import RdpAccountant
 from numpy.typing import NDArray
 
-from clients import dpcgan
+from clients import dpcgan_training
 from clients.dpcgan import DpCgan
-from clients.generation import Bill, PrivateRecords
+from clients.dpcgan_clipping import Pairs
+from clients.dpcgan_training import Client, Training
+from clients.dpcgan_weights import Adam
+from clients.generation import Bill, PrivateRecords, Request
 from fl_sim.privacy.accounting import ORDERS, delta_profile
 from fl_sim.privacy.audit import EPSILONS, audit_profile, noise_calibration, run_mechanism
 from fl_sim.privacy.mechanisms import Noise
@@ -80,21 +83,35 @@ class Step:
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     """Every D step taken from here on."""
     taken: list[Step] = []
-    clipped_sum, adam_step = dpcgan.clipped_sum, dpcgan._Adam.step
+    clipped_sums, adam_step = dpcgan_training.clipped_sums, Adam.step
 
-    def summed(net: Any, real: torch.Tensor, fake: torch.Tensor, bound: float) -> torch.Tensor:
-        total = clipped_sum(net, real, fake, bound)
-        taken.append(Step(real.clone(), fake.clone(), bound, total.clone()))
-        return total
+    def summed(clients: list[Pairs]) -> list[torch.Tensor]:
+        totals = clipped_sums(clients)
+        for one, total in zip(clients, totals, strict=True):
+            taken.append(Step(one.real.clone(), one.fake.clone(), one.clipping_norm, total.clone()))
+        return totals
 
     def step(adam: Any, gradients: Any) -> None:
-        if taken and taken[-1].gradient is None:
-            taken[-1].gradient = torch.cat([gradient.flatten() for gradient in gradients])
+        kept = [torch.cat([part.flatten() for part in one]) for one in gradients]
+        for one, gradient in zip(taken[-len(kept) :], kept, strict=False):
+            one.gradient = gradient if one.gradient is None else one.gradient
         adam_step(adam, gradients)
 
-    monkeypatch.setattr(dpcgan, "clipped_sum", summed)
-    monkeypatch.setattr(dpcgan._Adam, "step", step)
+    monkeypatch.setattr(dpcgan_training, "clipped_sums", summed)
+    monkeypatch.setattr(Adam, "step", step)
     return taken
+
+
+def begun(
+    settings: DpCgan = TINY,
+    records: PrivateRecords = RECORDS,
+    counts: NDArray[np.int64] = COUNTS,
+    bill: Bill = BILL,
+    noise: Noise | None = None,
+) -> Training:
+    """Return the training of one client before its first step."""
+    request = Request(records, counts, bill, noise or Noise.seeded(0), np.random.default_rng(0))
+    return Training(settings, [Client(settings, request)])
 
 
 def test_the_release_has_as_many_records_of_each_class_as_were_counted() -> None:
@@ -209,19 +226,19 @@ def test_fake_classes_follow_the_released_counts(steps: list[Step]) -> None:
 
 def test_a_generator_step_touches_no_private_tensor() -> None:
     def run(*, poison: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
-        torch.manual_seed(0)
         inputs = RECORDS.inputs.clone()
         labels = RECORDS.labels.clone()
-        training = dpcgan._Training(TINY, PrivateRecords(inputs, labels, 3), COUNTS, BILL, Noise.seeded(0))
+        training = begun(records=PrivateRecords(inputs, labels, 3))
+        [client] = training.clients
         training.discriminator_step(0)
         if poison:
             inputs.fill_(math.nan)
             labels.fill_(-1)
-            training.shown.fill_(math.nan)
-            training.known.fill(False)  # noqa: FBT003 (numpy's)
+            client.shown.fill_(math.nan)
+            client.known.fill(False)  # noqa: FBT003 (numpy's)
         training.generator_step()
-        training.draw_samples(1.0)
-        return [weight.detach() for weight in training.nets.generator.parameters()], training.samples()
+        client.draw_samples(1.0)
+        return [weight.detach() for weight in client.nets.generator.parameters()], client.samples()
 
     (clean, made), (poisoned, made_poisoned) = run(poison=False), run(poison=True)
     assert all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
@@ -229,11 +246,12 @@ def test_a_generator_step_touches_no_private_tensor() -> None:
 
 
 def test_a_generator_step_leaves_the_discriminator_alone() -> None:
-    training = dpcgan._Training(TINY, RECORDS, COUNTS, BILL, Noise.seeded(0))
-    before = [weight.detach().clone() for weight in training.nets.discriminator.parameters()]
+    training = begun()
+    [net] = training.discriminators
+    before = [weight.detach().clone() for weight in net.parameters()]
     training.generator_step()
-    assert all(torch.equal(a, b) for a, b in zip(before, training.nets.discriminator.parameters(), strict=True))
-    assert all(weight.grad is None for weight in training.nets.discriminator.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    assert all(weight.grad is None for weight in net.parameters())
 
 
 def test_without_privacy_there_is_no_noise_and_no_clipping(steps: list[Step]) -> None:
@@ -300,45 +318,43 @@ def test_a_client_without_records_is_refused() -> None:
 
 
 def test_samples_are_drawn_throughout_training_and_each_is_of_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = dpcgan._Training(
-        TINY.model_copy(update={"snapshots": 4}), RECORDS, counts_of(30, 20, 50), BILL, Noise.seeded(0)
-    )
+    [client] = begun(TINY.model_copy(update={"snapshots": 4}), counts=counts_of(30, 20, 50)).clients
     drawn_at: list[float] = []
     now = 0.0
 
-    def made(latent_and_class: torch.Tensor) -> torch.Tensor:
-        drawn_at.extend([now] * len(latent_and_class))
-        return latent_and_class.view(-1, 3, 11)[:, :, -1].argmax(1, keepdim=True) / 2 * torch.ones(64)
+    def made(nets: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        assert nets == [client.average]
+        drawn_at.extend([now] * len(parts[0]))
+        return [parts[0].view(-1, 3, 11)[:, :, -1].argmax(1, keepdim=True) / 2 * torch.ones(64)]
 
-    monkeypatch.setattr(training, "average", made)
+    monkeypatch.setattr(dpcgan_training, "generated", made)
     for percent in range(1, 101):
         now = percent / 100
-        training.draw_samples(now)
+        client.draw_samples(now)
     assert Counter(drawn_at) == {0.4: 25, 0.6: 25, 0.8: 25, 1.0: 25}
-    brightness = training.samples().mean((1, 2, 3))
+    brightness = client.samples().mean((1, 2, 3))
     assert brightness.tolist() == [-1.0] * 30 + [0.0] * 20 + [1.0] * 50
 
 
 def test_fewer_samples_than_snapshots_are_spread_over_all_of_training() -> None:
-    training = dpcgan._Training(TINY, RECORDS, counts_of(0, 5, 0), BILL, Noise.seeded(0))
-    assert [len(due) for due in training.due] == [1] * 5
-    training.draw_samples(0.35)
-    assert not training.made
-    training.draw_samples(1.0)
-    assert len(training.samples()) == 5
+    [client] = begun(counts=counts_of(0, 5, 0)).clients
+    assert [len(due) for due in client.due] == [1] * 5
+    client.draw_samples(0.35)
+    assert not client.made
+    client.draw_samples(1.0)
+    assert len(client.samples()) == 5
 
 
 def audited_step(world: int, run: int, *, noise_share: float) -> NDArray[np.float64]:
     """Return a D step's noised sum, in clipping norms: without a record (it counts as zero), and with it."""
-    torch.manual_seed(0)
     settings = DpCgan(discriminator_width=2, generator_width=2, latent_dim=2)
     record = PrivateRecords(torch.full((1, 3), OUTLIER if world else math.nan), torch.zeros(1, dtype=torch.int64), 1)
     bill = Bill(AUDITED, 1, noise_share, 1.0)
-    training = dpcgan._Training(settings, record, counts_of(1), bill, Noise.seeded(run))
-    released: list[torch.Tensor] = []
-    training.discriminator_adam.step = released.extend  # type: ignore[method-assign]
+    training = begun(settings, record, counts_of(1), bill, Noise.seeded(run))
+    released: list[list[torch.Tensor]] = []
+    training.discriminator_adam.step = released.extend  # type: ignore[method-assign,assignment]
     training.discriminator_step(0)
-    vector: NDArray[np.float64] = torch.cat([part.flatten() for part in released]).double().numpy()
+    vector: NDArray[np.float64] = released[0][0].double().numpy()
     return vector
 
 

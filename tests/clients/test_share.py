@@ -12,7 +12,7 @@ import torch
 from clients.dafl import DaFl
 from clients.generation import PrivateRecords
 from clients.mean_embedding import MeanEmbedding
-from clients.share import Share, make_share
+from clients.share import Client, Share, make_share, make_shares
 from fl_sim.data import load
 from fl_sim.types import UserError
 
@@ -127,3 +127,47 @@ def test_labels_that_use_up_the_budget_are_the_users_mistake(tmp_path: Path) -> 
         make_share(
             _settings(epsilon=0.1, labels="exponential:0.1"), _records(), 0, tmp_path / "0", seed=0, public_records=1437
         )
+
+
+def test_clients_whose_generators_train_together_release_what_each_would_alone(tmp_path: Path) -> None:
+    settings = _settings(noise="seeded", gamma=0.1, generator={"kind": "dp-cgan", "discriminator_steps": 5})
+    few = PrivateRecords(_records().inputs[:0], _records().labels[:0], 10)
+    clients = [Client(0, _records(3), tmp_path / "0"), Client(1, few, tmp_path / "1")]
+    clients += [Client(7, _records(8), tmp_path / "7")]
+    together = make_shares(settings, clients, seed=0, public_records=1437)
+    assert [bool(share.refused) for share in together if isinstance(share, Share)] == [False, True, False]
+    assert [charge["release"] for charge in _charges(tmp_path / "7")] == ["labels", "generator"]
+    for client, found in zip(clients, together, strict=True):
+        assert isinstance(found, Share)
+        folder = tmp_path / "alone" / str(client.number)
+        assert _same(found, make_share(settings, client.records, client.number, folder, seed=0, public_records=1437))
+
+
+def test_clients_that_were_killed_together_make_the_same_releases_again_whoever_is_left(tmp_path: Path) -> None:
+    settings = _settings(gamma=0.1, generator={"kind": "dp-cgan", "discriminator_steps": 5})
+    clients = [Client(number, _records(number), tmp_path / str(number)) for number in (0, 1)]
+
+    def killed() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_shares(settings, clients, seed=0, public_records=1437, check=killed)
+    paid = [_charges(client.folder) for client in clients]
+    keys = [(client.folder / "key").read_bytes() for client in clients]
+    first = make_share(settings, clients[0].records, 0, clients[0].folder, seed=0, public_records=1437)
+    for client, key in zip(clients, keys, strict=True):  # killed once more, between its release and its answer
+        (client.folder / "share.safetensors").unlink(missing_ok=True)
+        (client.folder / "key").write_bytes(key)
+    again, _ = make_shares(settings, clients, seed=0, public_records=1437)
+    assert isinstance(again, Share)
+    assert _same(first, again)
+    assert [_charges(client.folder) for client in clients] == paid
+
+
+def test_what_one_client_raises_is_not_the_others(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "share.safetensors").write_bytes(b"not a share")
+    clients = [Client(number, _records(number), tmp_path / str(number)) for number in (0, 1)]
+    broken, whole = make_shares(_settings(), clients, seed=0, public_records=1437)
+    assert isinstance(broken, Exception)
+    assert isinstance(whole, Share)

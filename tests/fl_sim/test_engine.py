@@ -1,6 +1,7 @@
 """The Grid that runs every client in this process."""
 
 import time
+from collections.abc import Callable, Sequence
 from threading import Barrier, Lock
 
 import pytest
@@ -10,7 +11,17 @@ from flwr.supercore.run import Run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_sim.engine import CLIENT_RAISED, STEPS_AT_A_TIME, TOO_LATE, InProcessGrid, Play, Together, partition_of
+from fl_sim import wire
+from fl_sim.engine import (
+    CLIENT_RAISED,
+    STEPS_AT_A_TIME,
+    TOO_LATE,
+    Generators,
+    InProcessGrid,
+    Play,
+    Together,
+    partition_of,
+)
 
 
 def app() -> ClientApp:
@@ -187,6 +198,75 @@ def test_after_ctrl_c_threads_finish_what_they_have_begun_and_begin_no_more() ->
         grid.send_and_receive(messages(grid))
     grid.close()
     assert 1 <= len(begun) <= 4
+
+
+def asked(grid: InProcessGrid) -> list[Message]:
+    return [Message(RecordDict(), node, wire.SYNTHESIZE) for node in grid.get_node_ids()]
+
+
+def reports(piece: Sequence[Message]) -> list[Message]:
+    made = [MetricRecord({"client": partition_of(message), "of": len(piece)}) for message in piece]
+    return [Message(RecordDict({"report": one}), reply_to=to) for one, to in zip(made, piece, strict=True)]
+
+
+@pytest.mark.parametrize(("clients", "threads", "sizes"), [(10, 2, [5] * 10), (10, 8, [3] * 9 + [1]), (2, 1, [2] * 2)])
+def test_clients_that_release_records_are_played_several_at_a_time(
+    clients: int, threads: int, sizes: list[int]
+) -> None:
+    heard: list[int] = []
+    generators = Generators(lambda piece, _: reports(piece), threads)
+    grid = InProcessGrid(app(), clients, heard.append, generators=generators)
+    replies = grid.send_and_receive(asked(grid))
+    grid.close()
+    assert clients_of(replies) == list(range(clients))
+    assert [reply.content.metric_records["report"]["of"] for reply in replies] == sizes
+    assert heard == list(range(1, clients + 1))
+
+
+def test_generators_train_side_by_side() -> None:
+    meeting = Barrier(2)  # passed only if two threads play at the same time
+
+    def release(piece: Sequence[Message], check: Callable[[], None]) -> list[Message]:
+        meeting.wait(20)
+        return reports(piece)
+
+    grid = InProcessGrid(app(), 6, generators=Generators(release, 2))
+    assert clients_of(grid.send_and_receive(asked(grid))) == list(range(6))
+    grid.close()
+
+
+def test_generators_stop_at_their_next_step_after_ctrl_c() -> None:
+    ended: list[int] = []
+
+    def release(piece: Sequence[Message], check: Callable[[], None]) -> list[Message]:
+        if partition_of(piece[0]):
+            try:
+                while True:
+                    time.sleep(0.01)
+                    check()
+            finally:
+                ended.append(partition_of(piece[0]))
+        return reports(piece)
+
+    def interrupt(count: int) -> None:
+        raise KeyboardInterrupt
+
+    grid = InProcessGrid(app(), 30, interrupt, generators=Generators(release, 2))
+    with pytest.raises(KeyboardInterrupt):
+        grid.send_and_receive(asked(grid))
+    grid.close()
+    assert len(ended) <= 2
+
+
+def test_generators_keep_the_deadline() -> None:
+    def release(piece: Sequence[Message], check: Callable[[], None]) -> list[Message]:
+        time.sleep(0.2)
+        return reports(piece)
+
+    grid = InProcessGrid(app(), 20, generators=Generators(release, 1))
+    replies = grid.send_and_receive(asked(grid), timeout=0.1)
+    grid.close()
+    assert [reply.has_error() for reply in replies] == [False] * 10 + [True] * 10
 
 
 def test_what_is_not_training_is_asked_one_client_after_another() -> None:
