@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -16,25 +17,28 @@ SOURCE = FOLDER / "kernel.cpp"
 COMPILE_SECONDS = 300.0
 """How long a compiler may take (9 s measured)."""
 
-NEEDED = "avx512f"
-"""The kernel's vectors are 512 bits wide; made of narrower ones (AVX2) it took 12 times as long, more than PyTorch."""
+NEEDED = frozenset({"avx2", "fma"})
+"""The kernel's vectors are 512 bits wide with AVX-512, else 256: see vectors.h.
+
+Wider ones than the processor has are slow: 512 bits made of twice 256 took 12 times as long, more than PyTorch.
+"""
 
 
 class NoCompiler(Exception):  # noqa: N818 (the reason why there is no kernel, not a fault)
     """There is no compiler, or it failed; the message says which."""
 
 
-def compile_kernel(library: Path = LIBRARY) -> None:
+def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = ()) -> None:
     """Compile the kernel into ``library``, at once or not at all. Raises NoCompiler.
 
-    ``$CXX`` names the compiler, with options if need be; else g++, c++ or clang++.
+    ``$CXX`` names the compiler, with options if need be; else g++, c++ or clang++. ``options``: more of them.
     """
     partial = library.with_name(f".{library.name}.{os.getpid()}.part")
     flags = processor()
     tuned = ["-march=native"] if flags else []
     command = [
-        *_compiler(), "-O3", *tuned, "-std=c++17", "-fPIC", "-shared", f'-DFL_SIM_PROCESSOR="{flags}"', str(SOURCE),
-        "-o", str(partial),
+        *_compiler(), "-O3", *tuned, *options, "-std=c++17", "-fPIC", "-shared", f'-DFL_SIM_PROCESSOR="{flags}"',
+        str(SOURCE), "-o", str(partial),
     ]  # fmt: skip
     try:
         done = subprocess.run(  # noqa: S603 (the user's own compiler)
@@ -82,8 +86,8 @@ def _error_in(text: str) -> str:
 def main() -> int:
     """Compile the kernel where it lies, unless it would not be used."""
     try:
-        if NEEDED not in processor().split():
-            raise NoCompiler(f"this processor has no 512-bit vectors ({NEEDED})")  # noqa: TRY301 (as a compiler's failure)
+        if missing := NEEDED - set(processor().split()):
+            raise NoCompiler(f"this processor has no {', '.join(sorted(missing))}")  # noqa: TRY301 (as a compiler's failure)
         compile_kernel()
     except NoCompiler as reason:
         sys.stderr.write(f"fl-sim: the native trainer was not built: {reason}; PyTorch will train instead\n")

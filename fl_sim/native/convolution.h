@@ -112,12 +112,15 @@ INLINE void row(const Pass& pass, int output, int y) {
     else plain_row<OUTPUTS, K, S>(pass, output, y);
 }
 
+constexpr int OUTPUTS_AT_ONCE = REGISTERS == 32 ? 6 : 3;  // their sums of four places each stay in registers
+
 template <int K, int S>
 void convolve(const Pass& pass) {
     for (int y = 0; y < pass.rows; y++) {
         int output = 0;
         const int outputs = pass.out_shape.channels;
-        for (; output + 6 <= outputs; output += 6) row<6, K, S>(pass, output, y);
+        for (; output + OUTPUTS_AT_ONCE <= outputs; output += OUTPUTS_AT_ONCE)
+            row<OUTPUTS_AT_ONCE, K, S>(pass, output, y);
         if (output + 4 <= outputs) row<4, K, S>(pass, output, y), output += 4;
         if (output + 2 <= outputs) row<2, K, S>(pass, output, y), output += 2;
         if (output < outputs) row<1, K, S>(pass, output, y);
@@ -277,9 +280,11 @@ void conv_backward(Layer& layer, const Flow& flow, const vec* gradient, vec* bac
     before_pooling(layer, flow, gradient, layer.has_bias && !flow.is_derivative ? gradients + layer.bias : nullptr);
     const vec* in = flow.in + layer.corner();
     const bool is_square = layer.kernel_y == layer.kernel_x;
-    if (is_square && layer.kernel_y == 3) weight_gradients<2, 3, 3>(layer, in, gradients + layer.weight);
-    else if (is_square && layer.kernel_y == 5) weight_gradients<4, 1, 5>(layer, in, gradients + layer.weight);
-    else weight_gradients<4, 1, 1>(layer, in, gradients + layer.weight);
+    float* to = gradients + layer.weight;
+    constexpr bool HAS_MANY = REGISTERS == 32;
+    if (is_square && layer.kernel_y == 3) weight_gradients<HAS_MANY ? 2 : 3, HAS_MANY ? 3 : 1, 3>(layer, in, to);
+    else if (is_square && layer.kernel_y == 5) weight_gradients<HAS_MANY ? 4 : 2, 1, 5>(layer, in, to);
+    else weight_gradients<4, 1, 1>(layer, in, to);
     if (back) slopes_to_input(layer, back);
 }
 

@@ -96,6 +96,9 @@ extern "C" {
 // Which processor features this file was compiled for; nothing else may be called where one is missing.
 const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }
 
+// How many records a vector holds.
+int fl_sim_lanes() { return LANES; }
+
 // Tells apart versions of this interface: kernel.py works it out for its own.
 int fl_sim_layout() { return int(VERSION * 1000000 + 1000 * sizeof(Request) + FIELDS); }
 
@@ -109,8 +112,8 @@ int fl_sim_train(const Request* requests, int64_t count, double* mean_losses) tr
     return 2;
 }
 
-// Writes the logits of every record, [record][class]; a record's do not depend on the others. Reads what describes the
-// network, ``params``, ``inputs``, ``num_examples`` and ``batch_size`` (how many go through together). Returns as above.
+// Writes the logits of every record, [record][class]. Reads what describes the network, ``params``, ``inputs``,
+// ``num_examples`` and ``batch_size`` (how many go through together: last bits depend on it). Returns as above.
 int fl_sim_infer(const Request* asked, float* logits) try {
     const Request& request = *asked;
     const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);

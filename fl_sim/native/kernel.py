@@ -20,7 +20,7 @@ _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 _TOGETHER = 64  # records that go through the network together where nothing is trained: they share the weights' way
 
-_SPARE = 16  # numbers behind the last parameter that the kernel reads and writes back: its vectors' width
+_SPARE = 16  # numbers behind the last parameter that the kernel reads and writes back: its widest vectors
 
 
 class _Request(ctypes.Structure):
@@ -114,8 +114,8 @@ class Kernel:
     def infer(self, stack: Stack, params: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, (n, classes), as the model does but for float32 rounding; other threads run meanwhile.
 
-        ``params``: float32, as one vector in the stack's layout; ``inputs``: float32, (n, *input shape). A record's
-        logits have the same bits whatever records it is in company with.
+        ``params``: float32, as one vector in the stack's layout; ``inputs``: float32, (n, *input shape). The same bits
+        for the same records in the same order; last bits of a record's logits depend on who it goes through with.
         """
         weights, records = params.contiguous(), inputs.contiguous()  # held until the call is over
         logits = torch.empty(len(records), stack.num_classes)
@@ -145,8 +145,8 @@ def load_kernel(path: Path = LIBRARY) -> tuple[Kernel | None, str]:
         return None, f"{path} was compiled for another processor, with {', '.join(sorted(missing))}"
     if not hasattr(library, "fl_sim_layout") or library.fl_sim_layout() != _LAYOUT:
         return None, f"{path} is of another version of fl-sim (python -m fl_sim.native compiles this one's)"
-    if NEEDED not in needed:
-        return None, f"{path} was compiled without 512-bit vectors ({NEEDED}), and would be slower than PyTorch"
+    if not NEEDED.issubset(needed):
+        return None, f"{path} was compiled without {', '.join(sorted(NEEDED))}, and would be slower than PyTorch"
     return Kernel(library), ""
 
 

@@ -37,12 +37,15 @@ INLINE void multiply_part(const Product& product, long output) {
             product.out[g * product.outputs + output + o] = product.relu ? rectified(sums[o][g]) : sums[o][g];
 }
 
+constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 6 : 3;  // of weights: their sums for four groups stay in registers
+
 template <int GROUPS>
 void multiply(Product product, int group) {
     product.in += group * product.inputs;
     product.out += group * product.outputs;
     long output = 0;
-    for (; output + 6 <= product.outputs; output += 6) multiply_part<6, GROUPS>(product, output);
+    for (; output + ROWS_AT_ONCE <= product.outputs; output += ROWS_AT_ONCE)
+        multiply_part<ROWS_AT_ONCE, GROUPS>(product, output);
     for (; output + 4 <= product.outputs; output += 4) multiply_part<4, GROUPS>(product, output);
     for (; output < product.outputs; output++) multiply_part<1, GROUPS>(product, output);
 }
@@ -108,8 +111,8 @@ void product_columns(const Slopes& given, long first, const Take& take) {
 template <class Take>
 void products(const Slopes& given, const Take& take) {
     long first = 0;
-    for (; first + 4 * LANES <= given.inputs; first += 4 * LANES) product_columns<4, 4>(given, first, take);
-    for (; first + 2 * LANES <= given.inputs; first += 2 * LANES) product_columns<2, 8>(given, first, take);
+    for (; first + 4 * LANES <= given.inputs; first += 4 * LANES) product_columns<4, REGISTERS / 8>(given, first, take);
+    for (; first + 2 * LANES <= given.inputs; first += 2 * LANES) product_columns<2, REGISTERS / 4>(given, first, take);
     for (; first < given.inputs; first += LANES) product_columns<1, 8>(given, first, take);
 }
 

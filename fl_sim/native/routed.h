@@ -11,7 +11,8 @@
 
 namespace {
 
-constexpr int MOST_VECTORS = 24;  // of a kernel, so that its gradient stays in registers
+constexpr int AT_ONCE = REGISTERS == 32 ? 24 : 14;  // vectors of a kernel's gradient that stay in registers
+constexpr int MOST_RUN = REGISTERS == 32 ? 8 : 14;  // vectors in a row of a kernel
 
 INLINE long run_vectors(const Layer& layer) { return (long(layer.kernel_x) * layer.in.channels + LANES - 1) / LANES; }
 
@@ -22,7 +23,7 @@ inline bool is_routed(const Layer& layer) {
     if (layer.kernel_y != 3 && layer.kernel_y != 5) return false;
     if (layer.corner() != 0) return false;
     const long vectors = run_vectors(layer) * layer.kernel_y;
-    if (vectors > MOST_VECTORS || run_vectors(layer) > 8) return false;
+    if (run_vectors(layer) > MOST_RUN) return false;
     return vectors * 4 / 3 + 7 < 4 * layer.in.channels * layer.taps() / LANES;
 }
 
@@ -166,9 +167,9 @@ NOINLINE void list_slopes(Routes& routes, const RouteShape& shape, long outputs,
         }
 }
 
-// gradient += slope * window, for one output channel
+// gradient += slope * window, for one output channel and ROWS rows of its kernel
 template <int ROWS, int VECTORS>
-INLINE void add_windows(const Slope* slopes, int count, const float* in, long row, float* gradient) {
+INLINE void add_rows(const Slope* slopes, int count, const float* in, long row, float* gradient) {
     vec sums[ROWS][VECTORS];
     UNROLL for (int r = 0; r < ROWS; r++)
         UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = load(gradient + (r * VECTORS + v) * LANES);
@@ -180,6 +181,15 @@ INLINE void add_windows(const Slope* slopes, int count, const float* in, long ro
     }
     UNROLL for (int r = 0; r < ROWS; r++)
         UNROLL for (int v = 0; v < VECTORS; v++) store(gradient + (r * VECTORS + v) * LANES, sums[r][v]);
+}
+
+template <int ROWS, int VECTORS>
+INLINE void add_windows(const Slope* slopes, int count, const float* in, long row, float* gradient) {
+    constexpr int PART = std::min(ROWS, AT_ONCE / VECTORS), REST = ROWS % PART;
+    int r = 0;
+    for (; r + PART <= ROWS; r += PART)
+        add_rows<PART, VECTORS>(slopes, count, in + r * row, row, gradient + r * VECTORS * LANES);
+    if constexpr (REST > 0) add_rows<REST, VECTORS>(slopes, count, in + r * row, row, gradient + r * VECTORS * LANES);
 }
 
 // window's gradient += slope * weights, for one output channel
@@ -216,7 +226,7 @@ NOINLINE void follow(Routes& routes, const RouteShape& shape, long outputs, int 
 template <int ROWS, int VECTORS = 1>
 void follow(Routes& routes, const RouteShape& shape, long outputs, int lane, bool wants_back, long vectors) {
     if (vectors == VECTORS) follow<ROWS, VECTORS>(routes, shape, outputs, lane, wants_back);
-    else if constexpr ((VECTORS + 1) * ROWS <= MOST_VECTORS && VECTORS < 8)
+    else if constexpr (VECTORS < MOST_RUN)
         follow<ROWS, VECTORS + 1>(routes, shape, outputs, lane, wants_back, vectors);
 }
 

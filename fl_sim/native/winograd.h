@@ -24,7 +24,7 @@ struct Tiles {  // some tiles of a group, the same memory for all layers
 };
 
 // How many tiles go together: their numbers fit the L2 cache.
-INLINE int tiles_at_once(const Layer& layer) { return std::max(4, 256 / std::max(layer.in.channels, layer.out.channels)); }
+INLINE int tiles_at_once(const Layer& layer) { return std::max(4, 4096 / LANES / std::max(layer.in.channels, layer.out.channels)); }
 
 // From one position to the next: no power of two, or all positions would meet in a few lines of the L1 cache.
 INLINE long apart(int count, int channels) { return long(count) * channels + 1; }
