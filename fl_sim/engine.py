@@ -54,19 +54,26 @@ class Together:
     steps: Sequence[int]
     stack: int = 1
 
+    def ordered(self, messages: Sequence[Message]) -> list[Message]:
+        """Put clients with the most steps first: neighbours are alike, and no worker is left with a long last one."""
+        return sorted(messages, key=lambda message: -self.steps_of(message))
+
+    def steps_of(self, message: Message) -> int:
+        """Return the minibatch steps that a message asks for."""
+        return self.steps[partition_of(message)]
+
     def pieces(self, messages: Sequence[Message], workers: int) -> list[list[Message]]:
         """Cut a round into pieces of work; how depends on the arguments alone.
 
-        Clients with the most steps come first, so that those of a piece are alike; towards the end pieces shrink, so
-        that no worker is left with a long last one.
+        Towards the end pieces shrink, so that no worker is left with a long last one.
         """
-        ordered = sorted(messages, key=lambda message: -self.steps[partition_of(message)])
+        ordered = self.ordered(messages)
         if self.stack > 1:
             return [ordered[first : first + self.stack] for first in range(0, len(ordered), self.stack)]
         pieces: list[list[Message]] = []
-        left, room = sum(self.steps[partition_of(message)] for message in ordered), 0.0
+        left, room = sum(map(self.steps_of, ordered)), 0.0
         for message in ordered:
-            steps = self.steps[partition_of(message)]
+            steps = self.steps_of(message)
             if steps > room or not pieces:
                 pieces.append([])
                 room = min(STEPS_AT_A_TIME, left / (2 * workers)) if workers > 1 else STEPS_AT_A_TIME
@@ -88,6 +95,32 @@ class Generators:
         """Cut an exchange into one piece of work for every thread, or more."""
         size = min(max(-(-len(messages) // self.threads), self._LEAST), self._MOST)
         return [list(messages[first : first + size]) for first in range(0, len(messages), size)]
+
+
+class Clients:
+    """Plays the clients of one process: training several at a time where ``together`` is given, else one by one."""
+
+    def __init__(self, app: ClientApp, num_clients: int, together: Together | None) -> None:
+        self._app = app
+        self._num_clients = num_clients
+        self._together = together
+        self._play = together.player() if together else None
+
+    def pieces(self, messages: Sequence[Message], workers: int) -> list[list[Message]]:
+        """Cut ``messages`` into what ``play`` takes."""
+        if self._together is None or not all(map(_trains, messages)):
+            return [[message] for message in messages]
+        return self._together.pieces(messages, workers)
+
+    def play(self, piece: Sequence[Message]) -> list[Message]:
+        """Answer a piece of work, with an error reply for a client that fails."""
+        if self._play is not None and all(map(_trains, piece)):
+            return self._play(piece)
+        return [answer(self._app, message, self._num_clients) for message in piece]
+
+
+def _trains(message: Message) -> bool:
+    return message.metadata.message_type == wire.TRAIN
 
 
 class LocalGrid(Grid):
@@ -166,9 +199,8 @@ class InProcessGrid(LocalGrid):
         generators: Generators | None = None,
     ) -> None:
         super().__init__(num_clients, on_reply)
-        self._app = app
-        self._together = together
-        self._play = together.player() if together else None
+        self._clients = Clients(app, num_clients, together)
+        self._is_stacked = together is not None and together.stack > 1
         self._workers = workers
         self._pool = ThreadPoolExecutor(workers, "client") if workers > 1 else None
         self._generators = generators
@@ -183,12 +215,9 @@ class InProcessGrid(LocalGrid):
     def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         kinds = {message.metadata.message_type for message in messages}
-        play: Play = self._one_by_one
-        pieces = [[message] for message in messages]
-        pool = self._pool if kinds in ({wire.TRAIN}, {wire.VOTE}) else None
-        if self._together is not None and self._play is not None and kinds == {wire.TRAIN}:
-            pieces, play = self._together.pieces(messages, self._workers), self._play
-            pool = self._pool if self._together.stack == 1 else None  # a stack has the model for itself
+        parallel = kinds == {wire.VOTE} or (kinds == {wire.TRAIN} and not self._is_stacked)  # a stack takes the model
+        play: Play = self._clients.play
+        pieces, pool = self._clients.pieces(messages, self._workers), self._pool if parallel else None
         workers, stopped = self._workers, Event()
         if self._generators is not None and kinds == {wire.SYNTHESIZE}:
             pieces, play = self._generators.pieces(messages), partial(_stoppable, self._generators.release, stopped)
@@ -204,9 +233,6 @@ class InProcessGrid(LocalGrid):
             waiting.clear()  # by Ctrl-C: threads finish what they have begun, and begin no more
             stopped.set()
         return [replies.get(sent.metadata.message_id) or _out_of_time(sent, timeout) for sent in messages]
-
-    def _one_by_one(self, messages: Sequence[Message]) -> list[Message]:
-        return [answer(self._app, message, self.num_clients) for message in messages]
 
 
 class _Waiting(Iterator[list[Message]]):

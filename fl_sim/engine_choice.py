@@ -75,6 +75,7 @@ def open_engine(
     if not (isinstance(engine, Ray) and engine.gpus):  # whose actors see GPUs that this process may not
         precision_of(experiment, device_of(experiment))
     why = f"{why}; {trainer_line(experiment, data_root, workers, stack)}"
+    together = together_of(experiment, data_root, stack)
     grid: LocalGrid
     if isinstance(engine, Ray):
         if importlib.util.find_spec("ray") is None:
@@ -84,9 +85,8 @@ def open_engine(
         from fl_sim.engine_ray_start import RayResources  # noqa: PLC0415
 
         resources = RayResources(engine.actors, engine.cpus, engine.gpus, engine.address, engine.threads)
-        grid = RayGrid(client_app, experiment.num_clients, resources, on_reply)
+        grid = RayGrid(client_app, experiment.num_clients, resources, on_reply, together)
     else:
-        together = together_of(experiment, data_root, stack)
         generators = Generators(synthesize_together(site_of), generator_threads(engine))
         grid = InProcessGrid(
             client_app(), experiment.num_clients, on_reply, workers=workers, together=together, generators=generators
@@ -173,9 +173,9 @@ def stack_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> 
 
     Raises UserError where more are asked for than the model allows.
     """
-    if not isinstance(engine, InProcess) or engine.stack == 1:
+    if isinstance(engine, Auto) or engine.stack == 1:
         return 1
-    asked = engine.stack or (STACK_ON_GPU if device_of(experiment).type == "cuda" else 1)
+    asked = engine.stack or _stack_on_gpu(engine, experiment)
     stackable = asked == 1 or _trainer_of(experiment.data, experiment.model, data_root)[0].is_stackable()
     if not stackable and engine.stack:
         raise UserError(
@@ -183,6 +183,13 @@ def stack_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> 
             "numbers, or is made of layers that are not known to treat every record by itself; leave engine.stack out"
         )
     return min(asked, experiment.num_clients) if stackable else 1
+
+
+def _stack_on_gpu(engine: InProcess | Ray, experiment: Experiment) -> int:
+    if isinstance(engine, InProcess):
+        return STACK_ON_GPU if device_of(experiment).type == "cuda" else 1
+    share = math.ceil(experiment.sampler.expected_size(experiment.num_clients) / max(1, engine.actors))
+    return min(STACK_ON_GPU, share) if engine.gpus else 1
 
 
 def trains_natively(experiment: Experiment, data_root: Path | None) -> bool:

@@ -11,7 +11,8 @@ import torch
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fl_sim.engine import LocalGrid, Progress, answer
+from fl_sim import wire
+from fl_sim.engine import Clients, LocalGrid, Progress, Together
 from fl_sim.engine_ray_start import ENVIRONMENT, RayResources, import_path, last_line, start_or_join, stop_or_leave
 from fl_sim.engine_work import Work
 
@@ -27,8 +28,9 @@ class RayGrid(LocalGrid):
     """Actors that take a batch of messages per call; a free actor takes the next batch.
 
     Nothing of a client lives in an actor: any of them plays any client, twice if need be. An actor that dies is
-    replaced and its messages are sent again; one that is busy past the deadline is killed. ``app_factory`` is called
-    once in every actor and must be importable there. Raises UserError where Ray cannot be joined or has no room.
+    replaced and its messages are sent again, one by one; one that is busy past the deadline is killed. ``app_factory``
+    is called once in every actor and must be importable there. ``together``, if given, trains several of an actor's
+    clients at a time, and says which. Raises UserError where Ray cannot be joined or has no room.
     """
 
     def __init__(
@@ -37,14 +39,16 @@ class RayGrid(LocalGrid):
         num_clients: int,
         resources: RayResources,
         on_reply: Progress | None = None,
+        together: Together | None = None,
     ) -> None:
         super().__init__(num_clients, on_reply)
         self._resources = resources
+        self._together = together
         self._is_ours = not ray.is_initialized()
         self._joined = bool(resources.address) or not self._is_ours
-        self._actor_arguments = (app_factory, num_clients, resources.threads)
+        self._actor_arguments = (app_factory, num_clients, resources.threads, together)
         self._idle: list[Any] = []
-        self._message_seconds = math.inf
+        self._step_seconds = math.inf
         try:
             self._num_actors = start_or_join(resources, num_clients)
         except BaseException:
@@ -61,7 +65,7 @@ class RayGrid(LocalGrid):
 
     def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
-        work: Work[Any] = Work(deque(messages))
+        work = self._work(messages)
         busy: dict[Any, Any] = {}  # call -> actor
         post = _Post()
         while len(self._idle) < min(self._num_actors, len(messages)):
@@ -70,7 +74,7 @@ class RayGrid(LocalGrid):
             while work.waiting or work.running:
                 while self._idle and work.waiting:
                     actor = self._idle.pop()  # the one that was busy last: it is warm
-                    batch = work.take(self._num_actors, self._message_seconds)
+                    batch = work.take(self._num_actors, self._step_seconds)
                     call = actor.answer.remote([post.letter(message) for message in batch])
                     work.running[call], busy[call] = batch, actor
                 left = deadline - time.monotonic()
@@ -84,8 +88,16 @@ class RayGrid(LocalGrid):
                 _kill(actor)
         return [work.replies[message.metadata.message_id] for message in messages]
 
+    def _work(self, messages: Sequence[Message]) -> Work[Any]:
+        together = self._together
+        if together is None or any(message.metadata.message_type != wire.TRAIN for message in messages):
+            return Work(deque(messages))
+        return Work(
+            deque(together.ordered(messages)), lambda message: max(1, together.steps_of(message)), together.stack
+        )
+
     def _collect(self, work: Work[Any], call: Any, actor: Any) -> None:
-        batch_size = len(work.running[call])
+        steps = sum(map(work.steps, work.running[call]))
         try:
             replies, seconds = ray.get(call)
         except RayError as error:
@@ -100,7 +112,7 @@ class RayGrid(LocalGrid):
         else:
             work.answered(call, replies)
             self._idle.append(actor)
-            self._message_seconds = seconds / batch_size
+            self._step_seconds = seconds / steps
             self._on_reply(len(work.replies))
 
     def _new_actor(self) -> Any:
@@ -116,9 +128,10 @@ class RayGrid(LocalGrid):
 class _Actor:
     """Lives in a process of its own: answers messages, and keeps the experiment's data for the next ones."""
 
-    def __init__(self, app_factory: Callable[[], ClientApp], num_clients: int, threads: int) -> None:
-        self._app = app_factory()
-        self._num_clients = num_clients
+    def __init__(
+        self, app_factory: Callable[[], ClientApp], num_clients: int, threads: int, together: Together | None
+    ) -> None:
+        self._clients = Clients(app_factory(), num_clients, together)
         self._threads = threads
         self._replies: list[Message] = []
         self._content: tuple[Any, RecordDict] | None = None
@@ -129,9 +142,9 @@ class _Actor:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)  # holds for the thread that calls it
         self._replies = []
-        for metadata, content in letters:
-            message = Message(self._fetched(content), metadata=metadata)  # type: ignore[call-overload]
-            self._replies.append(answer(self._app, message, self._num_clients))
+        messages = [Message(self._fetched(content), metadata=about) for about, content in letters]  # type: ignore[call-overload]
+        for piece in self._clients.pieces(messages, workers=1):
+            self._replies += self._clients.play(piece)
         return self._replies, time.perf_counter() - start
 
     @ray.method(concurrency_group="progress")

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -23,11 +23,16 @@ Call = TypeVar("Call")
 class Work(Generic[Call]):
     """The messages of one exchange. ``running`` holds the batch of every call under way, ``replies`` what is answered.
 
+    ``steps``: how much work a message is, at least 1. ``stack`` above 1: batches are so many messages, in their order,
+    whoever takes them when: what is trained together decides the last bits.
+
     A worker that dies takes all of its batch with it. Those messages are tried once more, each alone, so that the one
     that kills its worker is known; clients may be run twice, since all they keep is keyed by round.
     """
 
     fresh: deque[Message]
+    steps: Callable[[Message], int] = lambda _: 1
+    stack: int = 1
     running: dict[Call, list[Message]] = field(default_factory=dict)
     replies: dict[str, Message] = field(default_factory=dict)
     _suspects: deque[Message] = field(default_factory=deque)
@@ -39,16 +44,24 @@ class Work(Generic[Call]):
         """Return how many messages no worker has."""
         return len(self.fresh) + len(self._suspects)
 
-    def take(self, num_workers: int, message_seconds: float) -> list[Message]:
+    def take(self, num_workers: int, step_seconds: float) -> list[Message]:
         """Take the next batch: ever smaller ones towards the end, so that no worker is left with a long last one.
 
-        ``message_seconds``: about how long a message takes, infinite where nothing is known yet.
+        ``step_seconds``: about how long a step takes, infinite where nothing is known yet.
         """
         if self._suspects:
             return [self._suspects.popleft()]
-        guided, fair = (math.ceil(len(self.fresh) / (share * num_workers)) for share in (2, 1))
-        least, most = (max(1, int(bound / max(message_seconds, 1e-6))) for bound in (LEAST_SECONDS, MOST_SECONDS))
-        return [self.fresh.popleft() for _ in range(min(max(least, guided), fair, most))]
+        if self.stack > 1:
+            return [self.fresh.popleft() for _ in range(min(self.stack, len(self.fresh)))]
+        left = sum(map(self.steps, self.fresh))
+        guided, fair = (math.ceil(left / (share * num_workers)) for share in (2, 1))
+        least, most = (max(1, int(bound / max(step_seconds, 1e-6))) for bound in (LEAST_SECONDS, MOST_SECONDS))
+        batch = [self.fresh.popleft()]
+        room = min(max(least, guided), fair, most) - self.steps(batch[0])
+        while self.fresh and self.steps(self.fresh[0]) <= room:
+            batch.append(self.fresh.popleft())
+            room -= self.steps(batch[-1])
+        return batch
 
     def answered(self, call: Call, replies: Sequence[Message]) -> None:
         """Keep the replies of a call that came back."""

@@ -128,7 +128,9 @@ class Ray(Settings):
     """Ray actors, each with ``cpus`` processors and ``gpus`` GPUs (fractions share one).
 
     ``actors`` 0 means as many as the cluster has room for. ``address`` joins a running cluster; every machine must see
-    the output directory and the data root under the same paths. ``threads``: torch threads in each actor.
+    the output directory and the data root under the same paths. ``threads``: torch threads in each actor. ``stack``:
+    how many clients an actor trains as one computation over stacked parameters (0: with a GPU its share of a round, at
+    most 100, else 1); the last bits depend on it.
     """
 
     kind: Literal["ray"] = "ray"
@@ -137,6 +139,7 @@ class Ray(Settings):
     gpus: float = Field(0.0, ge=0)
     address: str = ""
     threads: int = Field(1, ge=1)
+    stack: int = Field(0, ge=0)
 
 
 Engine: TypeAlias = Auto | InProcess | Ray
@@ -353,7 +356,7 @@ def device_of(experiment: Experiment) -> torch.device:
 def precision_of(experiment: Experiment, device: torch.device) -> Precision:
     """Return how exactly clients train on ``device``. Raises UserError for a precision that changes nothing there."""
     precision, engine = experiment.local.precision, experiment.engine
-    stacked = isinstance(engine, InProcess) and engine.stack > 1
+    stacked = not isinstance(engine, Auto) and engine.stack > 1
     if precision == "float32" or (precision == "bfloat16" and stacked):
         return precision
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):

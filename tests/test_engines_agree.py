@@ -203,6 +203,14 @@ def test_a_gpu_ends_where_a_cpu_does_stacked_and_one_by_one(algorithm: str, tmp_
         assert ends[out]["final_accuracy"] == pytest.approx(ends["cpu"]["final_accuracy"], abs=0.02)
 
 
+@pytest.mark.ray
+def test_stacks_are_the_same_in_ray_actors_and_in_one_process(one_ray: None, tmp_path: Path) -> None:
+    base = settings("scaffold", "inprocess").model_dump() | {"model": "mlp"}
+    for out, chosen in (("alone", {"kind": "inprocess"}), ("ray", {"kind": "ray", "actors": 2})):
+        run(experiment_from({**base, "engine": {**chosen, "stack": 2}}), tmp_path / out)
+    assert_same_bits(tmp_path / "alone", tmp_path / "ray")
+
+
 def test_a_model_with_dropout_is_not_stacked(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(UserError, match=r"engine\.stack=4: this model .* draws random numbers"):
         run(settings("fedavg", {"kind": "inprocess", "stack": 4}), tmp_path / "run")

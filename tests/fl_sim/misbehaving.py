@@ -12,6 +12,8 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
+from fl_sim.engine import Play, answer
+
 FLAG = Path(__file__).with_name("flag.json")
 
 
@@ -51,6 +53,12 @@ def client_app() -> ClientApp:
         return Message(RecordDict({"report": MetricRecord(report)}), reply_to=message)
 
     return app
+
+
+def player() -> Play:
+    """Return what answers several messages at a time."""
+    app = client_app()
+    return lambda messages: [answer(app, message, 8) for message in messages]
 
 
 def broken_app() -> ClientApp:

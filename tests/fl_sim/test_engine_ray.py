@@ -18,7 +18,7 @@ from flwr.app import Message
 from safetensors.torch import load_file
 
 from fl_sim.data import load
-from fl_sim.engine import CLIENT_RAISED, TOO_LATE, WORKER_DIED
+from fl_sim.engine import CLIENT_RAISED, TOO_LATE, WORKER_DIED, Together
 from fl_sim.experiment import client_shards, experiment_from
 from fl_sim.learning import to_tensors
 from fl_sim.report.rundir import RoundRecord, read_rounds
@@ -93,6 +93,15 @@ def test_a_client_that_kills_its_actor_is_named_and_the_others_are_answered(
     assert failed == {3: (WORKER_DIED, "the worker died (out of memory?) while client 3 trained")}
     assert failures(send(grid, misbehaving.order("", 0))) == {}
     assert capfd.readouterr().out == ""  # Ray would print a paragraph there
+
+
+def test_of_clients_trained_together_only_the_one_that_kills_its_actor_fails(misbehaving: ModuleType) -> None:
+    together = Together(misbehaving.player, [1, 2, 3, 4, 5, 6, 7, 8], stack=4)
+    stacks = RayGrid(misbehaving.client_app, 8, RayResources(actors=1), together=together)
+    replies = send(stacks, misbehaving.order("kill", 3), timeout=200)  # three actors start, one after another
+    stacks.close()
+    assert failures(replies) == {3: (WORKER_DIED, "the worker died (out of memory?) while client 3 trained")}
+    assert reports([*replies[:3], *replies[4:]], "client") == [0, 1, 2, 4, 5, 6, 7]
 
 
 def test_an_actor_that_dies_once_is_replaced_within_the_exchange(

@@ -56,6 +56,21 @@ def test_batches_shrink_towards_the_end_so_that_no_worker_is_left_with_a_long_on
     assert sizes == [5, 4, 3, 2, 2, 1, 1, 1, 1]
 
 
+def test_batches_hold_about_the_same_steps_not_the_same_clients() -> None:
+    steps = [40, 20, 10, *[1] * 10]
+    work: Work[str] = Work(deque(messages(13)), lambda message: steps[message.metadata.dst_node_id - 1000])
+    batches = []
+    while work.waiting:
+        batches.append([steps[int(str(client))] for client in clients(work.take(2, 0.01))])
+    assert batches == [[40], [20], [10], [1, 1, 1], [1, 1], [1, 1], [1, 1], [1]]
+
+
+def test_stacks_are_the_same_whoever_takes_them_when() -> None:
+    for workers, seconds in ((1, math.inf), (5, 1e-9)):
+        work: Work[str] = Work(deque(messages(7)), stack=3)
+        assert [clients(work.take(workers, seconds)) for _ in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
 def test_the_message_that_kills_its_second_worker_is_named_and_the_others_are_sent_again() -> None:
     sent = messages(4)
     work: Work[str] = Work(deque(sent))
