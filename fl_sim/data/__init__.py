@@ -1,8 +1,20 @@
 """Classification data sets by name, read once per process and kept as bytes."""
 
 from fl_sim.data.integrity import Check, verify
-from fl_sim.data.known import NAMES
+from fl_sim.data.known import NAMES, tuned_on
 from fl_sim.data.places import Root, Source, describe_missing, find, roots, wanted_files
 from fl_sim.data.reading import load
 
-__all__ = ["NAMES", "Check", "Root", "Source", "describe_missing", "find", "load", "roots", "verify", "wanted_files"]
+__all__ = [
+    "NAMES",
+    "Check",
+    "Root",
+    "Source",
+    "describe_missing",
+    "find",
+    "load",
+    "roots",
+    "tuned_on",
+    "verify",
+    "wanted_files",
+]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fl_sim.data import NAMES, Source, find, load, roots, verify
+from fl_sim.data import NAMES, Source, find, load, roots, tuned_on, verify
 from fl_sim.data.reading import read
 from fl_sim.types import UserError
 
@@ -175,3 +175,11 @@ def test_every_name_is_documented_in_the_message_for_unknown_ones():
     with pytest.raises(UserError) as caught:
         load("nonsense")
     assert all(name in str(caught.value) for name in NAMES)
+
+
+def test_choices_made_on_training_records_are_named():
+    for name in ("mnist", "digits"):
+        assert tuned_on(name).startswith(" Choices made beforehand on these training records")
+    assert "generators" in tuned_on("mnist")
+    assert "PATE" in tuned_on("mnist")
+    assert tuned_on("npz:mnist.npz") == tuned_on("cifar10") == ""
