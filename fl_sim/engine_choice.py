@@ -38,6 +38,7 @@ from fl_sim.seeding import rng
 from fl_sim.site import local_settings, site_of, to_generator
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, UserError
 from strategies.fedmix import FedMix
+from strategies.global_dp import GlobalDP
 from strategies.pate_settings import Pate
 
 RAY_START_SECONDS = 10.0
@@ -171,9 +172,10 @@ def threads_of(engine: Engine, experiment: Experiment, data_root: Path | None) -
 def stack_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> int:
     """Return how many clients ``engine`` trains as one computation; 1 means it does not stack them.
 
-    Raises UserError where more are asked for than the model allows.
+    Always 1 under Global DP: the last bits of a client in a stack depend on the others, by which one client would move
+    every update. Raises UserError where more are asked for than the model allows.
     """
-    if isinstance(engine, Auto) or engine.stack == 1:
+    if isinstance(engine, Auto) or engine.stack == 1 or isinstance(experiment.aggregator, GlobalDP):
         return 1
     asked = engine.stack or _stack_on_gpu(engine, experiment)
     stackable = asked == 1 or _trainer_of(experiment.data, experiment.model, data_root)[0].is_stackable()

@@ -248,6 +248,12 @@ class Experiment(Settings):
                 "algorithm fednova under aggregator global-dp needs a public algorithm.tau_eff, such as the usual "
                 "number of local steps: otherwise clients send their a_i, which drowns the update in the joint clip"
             )
+        if not isinstance(self.engine, Auto) and self.engine.stack > 1:
+            raise ValueError(
+                f"engine.stack={self.engine.stack} has no place under aggregator global-dp: in a stack the last bits "
+                "of a client's update depend on who else is in it, and no noise hides that; leave engine.stack out, "
+                "clients then train one by one"
+            )
 
     @property
     def num_clients(self) -> int:

@@ -111,7 +111,7 @@ def _with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
     engine = experiment.engine
     if not isinstance(engine, InProcess) or engine.workers:
         return experiment
-    share = InProcess(threads=engine.threads, workers=max(1, cores() // jobs))
+    share = InProcess.model_validate({**dict(engine), "workers": max(1, cores() // jobs)})
     return Experiment.model_validate({**dict(experiment), "engine": share})
 
 

@@ -12,8 +12,9 @@ def test_a_cell_trains_as_many_clients_at_a_time_as_leave_the_others_their_cores
     monkeypatch: pytest.MonkeyPatch, jobs: int, workers: int
 ) -> None:
     monkeypatch.setattr(table_workers, "cores", lambda: 8)
-    shared = _with_share_of_cores(Experiment(engine=InProcess(threads=3), rounds=7), jobs)
-    assert shared == Experiment(engine=InProcess(threads=3, workers=workers), rounds=7)
+    asked = InProcess(threads=3, stack=5, graphs=False)
+    shared = _with_share_of_cores(Experiment(engine=asked, rounds=7), jobs)
+    assert shared == Experiment(engine=InProcess(threads=3, workers=workers, stack=5, graphs=False), rounds=7)
 
 
 @pytest.mark.parametrize("engine", [InProcess(workers=5), Ray(actors=3), Auto()])
