@@ -58,6 +58,20 @@ def test_feature_noise_has_the_variance_of_the_client_in_units_of_raw_inputs():
         assert abs(float(noise.mean())) < 4.5 * math.sqrt(variance / len(noise))
 
 
+def test_feature_noise_of_two_clients_is_independent_and_differs_from_seed_to_seed():
+    noises = {}
+    for seed in (0, 1):
+        made = _made("partition=feature-noise:0.1", f"seed={seed}")
+        site, dataset, shards = site_of(made.model_dump_json(), ""), load("digits", None), client_shards(made, None)
+        for client in (0, 1):
+            clean, _ = to_tensors(dataset.train.take(shards[client]), dataset)
+            noise = site.records(client, "").tensors()[0].cpu() - clean
+            noises[seed, client] = noise[:100].flatten()
+    (first, *others), size = noises.values(), 100 * 64
+    for other in others:
+        assert abs(float(torch.corrcoef(torch.stack([first, other]))[0, 1])) < 4.5 / math.sqrt(size)
+
+
 @pytest.mark.parametrize("partition", ["label-1", "feature-noise:0.1"])
 def test_records_are_the_same_whether_they_stay_in_memory_or_not(partition, monkeypatch):
     settings = _made(f"partition={partition}").model_dump_json()

@@ -38,6 +38,14 @@ def test_one_label_with_twice_as_many_clients_halves_each_class():
     np.testing.assert_array_equal(counts_of(1, [0, 0, 0, 0, 1, 1, 1], 4), [[2, 0], [0, 2], [2, 0], [0, 1]])
 
 
+def test_holders_of_a_class_get_random_records_of_it():
+    labels = np.zeros(1000, dtype=np.int64)
+    first, second = LabelK(k=1).split(labels, 2, np.random.default_rng(0))
+    # Of records that are dealt in their order, all of one client's would stand before all of the other's.
+    assert abs(np.median(first) - np.median(second)) < 100
+    assert not np.array_equal(first, LabelK(k=1).split(labels, 2, np.random.default_rng(1))[0])
+
+
 def test_the_further_classes_are_drawn_uniformly():
     held = counts_of(2, np.arange(40_000) % 4, 4000, seed=3) > 0
     others = held[::4, 1:].sum(axis=0)  # clients 0, 4, 8, ... hold class 0 and one of 1, 2, 3

@@ -1,10 +1,14 @@
-"""How far steps of SGD with momentum reach (Wang et al. 2020, section 4.1), and which algorithms share."""
+"""How far steps of SGD with momentum reach (Wang et al. 2020, section 4.1), who shares, and published defaults."""
 
 import pytest
 
 from strategies.algorithm import Sharing, accumulated_momentum
 from strategies.fedavg import FedAvg
 from strategies.fedmix import FedMix, NaiveMix
+from strategies.fednova import FedNova
+from strategies.fedprox import FedProx
+from strategies.scaffold import Scaffold
+from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 
 @pytest.mark.parametrize(
@@ -29,3 +33,22 @@ def test_reach_is_the_distance_of_steps_along_a_constant_gradient(momentum):
 
 def test_only_the_mixing_algorithms_share_before_the_first_round():
     assert [isinstance(algorithm, Sharing) for algorithm in (FedMix(), NaiveMix(), FedAvg())] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "published"),
+    [
+        (FedProx(), {"mu": 0.01}),  # Li et al. 2020 try 0.001 to 1; NIID-Bench reports 0.01
+        (Scaffold(), {"server_learning_rate": 1.0}),
+        (FedNova(), {"tau_eff": None}),
+        (FedMix(), {"mixing_weight": 0.1, "records_per_average": 5}),
+        (NaiveMix(), {"mixing_weight": 0.1, "records_per_average": 5}),
+        (FedAvgM(), {"server_learning_rate": 1.0, "server_momentum": 0.9}),
+        (FedAdagrad(), {"server_learning_rate": 0.1, "beta_1": 0.0, "tau": 1e-3}),
+        (FedAdam(), {"server_learning_rate": 0.01, "beta_1": 0.9, "beta_2": 0.99, "tau": 1e-3}),
+        (FedYogi(), {"server_learning_rate": 0.01, "beta_1": 0.9, "beta_2": 0.99, "tau": 1e-3}),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_defaults_are_the_published_ones(algorithm, published):
+    assert algorithm.model_dump(exclude={"kind"}) == published
