@@ -14,7 +14,7 @@ from clients.dpcgan_clipping import Pairs, clipped_sums
 from clients.dpcgan_nets import Networks, generated, paper, scored, small
 from clients.dpcgan_weights import Adam, Weights
 from clients.generation import Request
-from fl_sim.privacy.mechanisms import add_noise, clipping_norm_on_grid
+from fl_sim.privacy.mechanisms import add_noise, clipping_norm_on_grid, takes_part
 from fl_sim.seeding import torch_alone
 from fl_sim.types import RunError
 
@@ -69,7 +69,7 @@ class Client:
     def batch(self, step: int) -> torch.Tensor:
         """Return D's input for the records of a step: each by a coin of its own. SENSITIVE."""
         coins = self.noise.uniform(len(self.shown), purpose="records of a step", server_round=step)
-        return self.shown[torch.from_numpy(np.flatnonzero((coins < self.bill.sampling_rate) & self.known))]
+        return self.shown[torch.from_numpy(np.flatnonzero(takes_part(coins, self.bill.sampling_rate) & self.known))]
 
     def for_fakes_of_records(self, count: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return latent vectors and classes of ``count`` fakes: by the released counts, nothing from another record."""

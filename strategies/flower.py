@@ -67,7 +67,9 @@ class FederatedStrategy(Strategy):
         del arrays
         if not self.population.nodes:
             self.population = find_population(grid, self.num_clients, timeout=60.0)
-        self.cohort = self.sampler.sample(self.num_clients, rng(self.seed, "sampler", server_round))
+        # Under privacy the seed is published: cohorts drawn from it would hide nobody.
+        coins = self.privacy.coins(server_round) if self.privacy else rng(self.seed, "sampler", server_round).random
+        self.cohort = self.sampler.sample(self.num_clients, coins)
         rate = float(str(config["learning-rate"]))
         order = replace(self.order, server_round=server_round, learning_rate=rate)
         content = wire.task_content(order, self.server.params, self.server.broadcast)

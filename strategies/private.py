@@ -1,5 +1,6 @@
-"""Rounds under Global DP: pay first, then release; nothing else about a round's clients leaves it."""
+"""Rounds under Global DP: pay first, draw a secret cohort, then release; nothing else about its clients leaves it."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from fl_sim.privacy.mechanisms import Noise
 from fl_sim.types import Aggregate, Cohort, LocalSettings, LocalTask, Payloads, ServerState, Trained
 from strategies.algorithm import Algorithm
 from strategies.global_dp import COVERS, DOES_NOT_COVER, GlobalDP
-from strategies.samplers import FixedSize, Sampler
+from strategies.samplers import Coins, FixedSize, Sampler
 
 UNIT = "client"
 
@@ -32,6 +33,11 @@ class PrivateRounds:
         """
         event = self.sampler.amplify(self.aggregator.event(), self.num_clients)
         return self.ledger.charge(event, release=f"round {server_round}", noise=self.noise.identity)
+
+    def coins(self, server_round: int) -> Coins:
+        """Return what the round's cohort is drawn with: as secret as the noise, and the same only where that is."""
+        draws = itertools.count()
+        return lambda count: self.noise.uniform(count, purpose=f"cohort {next(draws)}", server_round=server_round)
 
     def affords_another(self) -> bool:
         """Say whether the budget is good for one more round."""
@@ -57,7 +63,8 @@ def open_private_rounds(
 ) -> PrivateRounds:
     """Start, or go on with, the rounds of the run in ``out``; its charges are in ``ledger.jsonl`` there.
 
-    A run that goes on with secret noise has a new key: a round that was charged but not finished is charged again.
+    A run that goes on with secret noise has a new key: a round that was charged but not finished is charged again, and
+    has another cohort.
     """
     adjacency = Adjacency.REPLACE_ONE if isinstance(sampler, FixedSize) else Adjacency.ADD_OR_REMOVE_ONE
     terms = Terms(UNIT, adjacency, aggregator.delta, aggregator.epsilon, aggregator.accountant)

@@ -1,16 +1,25 @@
-"""Which clients take part in a round: all of them, a fixed number, or each by its own coin flip; always seeded."""
+"""Which clients take part in a round: all of them, a fixed number, or each by its own coin flip.
 
+The coins come from outside: from the experiment's seed where cohorts are public, from the noise's secret key under
+privacy, where amplification by sampling holds only against somebody who cannot draw the cohorts again.
+"""
+
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fl_sim.config import Settings
+from fl_sim.privacy.mechanisms import takes_part
 from fl_sim.types import UserError
 
 if TYPE_CHECKING:
     from dp_accounting.dp_event import DpEvent
+
+Coins: TypeAlias = Callable[[int], NDArray[np.float64]]
+"""(count) -> that many independent multiples of 2^-53 in [0, 1), others at every call."""
 
 
 class Everyone(Settings):
@@ -18,9 +27,9 @@ class Everyone(Settings):
 
     kind: Literal["full"] = "full"
 
-    def sample(self, num_clients: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    def sample(self, num_clients: int, coins: Coins) -> NDArray[np.int64]:
         """Return the round's clients, ascending."""
-        del generator
+        del coins
         return np.arange(num_clients)
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
@@ -39,13 +48,19 @@ class FixedSize(Settings):
     kind: Literal["fixed-size"] = "fixed-size"
     cohort_size: int = Field(10, ge=1)
 
-    def sample(self, num_clients: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        """Return the round's clients, ascending. Raises UserError where there are fewer than ``cohort_size``."""
+    def sample(self, num_clients: int, coins: Coins) -> NDArray[np.int64]:
+        """Return the round's clients, ascending: those with the smallest coins.
+
+        Raises UserError where there are fewer than ``cohort_size``.
+        """
         if self.cohort_size > num_clients:
             raise UserError(
                 f"sampler fixed-size:{self.cohort_size} wants more clients than the {num_clients} there are"
             )
-        return np.sort(generator.choice(num_clients, self.cohort_size, replace=False))
+        drawn = coins(num_clients)
+        while len(np.unique(drawn)) < num_clients:  # equal coins have no order, and any rule would favour somebody
+            drawn = coins(num_clients)
+        return np.sort(np.argsort(drawn)[: self.cohort_size])
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
         """Return what ``event`` costs when clients are sampled like this, under replacing one client by another."""
@@ -65,9 +80,18 @@ class Poisson(Settings):
     kind: Literal["poisson"] = "poisson"
     sampling_rate: float = Field(0.1, gt=0, le=1)
 
-    def sample(self, num_clients: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    @field_validator("sampling_rate")
+    @classmethod
+    def _somebody_takes_part(cls, sampling_rate: float) -> float:
+        if sampling_rate < 2.0**-53:
+            raise ValueError(
+                "coins have 53 bits, so at a rate below 1.2e-16 nobody ever takes part: choose a larger one"
+            )
+        return sampling_rate
+
+    def sample(self, num_clients: int, coins: Coins) -> NDArray[np.int64]:
         """Return the round's clients, ascending, possibly none."""
-        return np.flatnonzero(generator.random(num_clients) < self.sampling_rate)
+        return np.flatnonzero(takes_part(coins(num_clients), self.sampling_rate))
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
         """Return what ``event`` costs when clients are sampled like this, under adding or removing one client."""

@@ -170,7 +170,7 @@ def strategy_of() -> Callable[..., FederatedStrategy]:
             wire.Order("", 0, 0.0, "", "", ""), num_clients, seed,
             population=Population(tuple(grid.get_node_ids())),
         )  # fmt: skip
-        strategy.cohort = strategy.sampler.sample(num_clients, rng(seed, "sampler", 1))
+        strategy.cohort = strategy.sampler.sample(num_clients, rng(seed, "sampler", 1).random)
         return strategy
 
     return make

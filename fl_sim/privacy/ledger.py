@@ -139,8 +139,9 @@ class Ledger:
         only = kinds[0] if len(kinds) == 1 else None
         if simulation_only:
             does_not_cover += (
-                " The noise comes from the experiment's seed: whoever knows the seed can take it off again, so the "
-                "guarantee describes the method (a simulation), not this particular release."
+                " The noise, and whatever else is drawn at random for privacy (who takes part in a round), comes from "
+                "the experiment's seed: whoever knows the seed can take it off again, so the guarantee describes the "
+                "method (a simulation), not this particular release."
             )
         return {
             "unit": terms.unit,

@@ -87,6 +87,15 @@ class Noise:
         return np.frombuffer(encryptor.update(bytes(8 * count)), dtype="<u8")
 
 
+def takes_part(coins: NDArray[np.float64], sampling_rate: float) -> NDArray[np.bool_]:
+    """Return who is sampled by Poisson sampling, given a ``uniform`` number each: never more often than at the rate.
+
+    The numbers are multiples of 2^-53, so the rate is rounded down to one: a rate between two of them would be rounded
+    up, and a unit would take part more often than its accountant was told.
+    """
+    return coins < math.floor(math.ldexp(sampling_rate, 53)) * 2.0**-53
+
+
 def clip_factor(norm: float, clipping_norm: float) -> float:
     """Return the factor that brings a vector of ``norm`` down to ``clipping_norm``.
 

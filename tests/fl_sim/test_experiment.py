@@ -204,7 +204,7 @@ def test_the_device_is_the_one_asked_for(monkeypatch):
 
 def test_a_cohort_is_drawn_from_the_population_of_the_experiment():
     made = _made("sampler=fixed-size:3", "clients=5")
-    assert len(made.sampler.sample(made.num_clients, rng(0, "sampler", 1))) == 3
+    assert len(made.sampler.sample(made.num_clients, rng(0, "sampler", 1).random)) == 3
 
 
 def test_a_precision_is_refused_where_it_would_change_nothing(monkeypatch):

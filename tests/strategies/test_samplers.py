@@ -1,5 +1,6 @@
 """Who takes part in a round. Statistical tests have fixed seeds and tolerances of more than 4 sigma."""
 
+from fractions import Fraction
 from itertools import combinations
 from math import sqrt
 
@@ -18,18 +19,18 @@ def _draws(sampler, num_clients, rounds=ROUNDS):
     generator = rng(0, "test")
     present = np.zeros((rounds, num_clients), dtype=bool)
     for row in present:
-        row[sampler.sample(num_clients, generator)] = True
+        row[sampler.sample(num_clients, generator.random)] = True
     return present
 
 
 def test_everyone_is_everyone_every_round():
-    assert Everyone().sample(5, rng(0, "sampler", 1)).tolist() == [0, 1, 2, 3, 4]
+    assert Everyone().sample(5, rng(0, "sampler", 1).random).tolist() == [0, 1, 2, 3, 4]
     assert Everyone().expected_size(5) == 5.0
 
 
 def test_fixed_size_draws_that_many_distinct_clients_in_order():
     for server_round in range(200):
-        clients = FixedSize(cohort_size=7).sample(20, rng(0, "sampler", server_round))
+        clients = FixedSize(cohort_size=7).sample(20, rng(0, "sampler", server_round).random)
         assert len(set(clients.tolist())) == 7
         assert clients.tolist() == sorted(clients.tolist())
         assert set(clients.tolist()) <= set(range(20))
@@ -44,13 +45,13 @@ def test_fixed_size_is_uniform_over_all_subsets():
 
 
 def test_fixed_size_of_all_is_everyone():
-    assert FixedSize(cohort_size=6).sample(6, rng(0, "sampler", 1)).tolist() == [0, 1, 2, 3, 4, 5]
+    assert FixedSize(cohort_size=6).sample(6, rng(0, "sampler", 1).random).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_fixed_size_expects_its_size_and_refuses_more_clients_than_there_are():
     assert FixedSize(cohort_size=3).expected_size(10) == 3.0
     with pytest.raises(UserError, match="fixed-size:11 wants more clients than the 10 there are"):
-        FixedSize(cohort_size=11).sample(10, rng(0, "sampler", 1))
+        FixedSize(cohort_size=11).sample(10, rng(0, "sampler", 1).random)
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.9])
@@ -73,20 +74,40 @@ def test_poisson_takes_every_client_at_the_rate_and_independently(rate):
 
 
 def test_poisson_may_draw_nobody_and_expects_a_fraction():
-    assert any(len(Poisson(sampling_rate=0.1).sample(3, rng(0, "sampler", r))) == 0 for r in range(20))
+    assert any(len(Poisson(sampling_rate=0.1).sample(3, rng(0, "sampler", r).random)) == 0 for r in range(20))
     assert Poisson(sampling_rate=0.1).expected_size(25) == 2.5
 
 
 def test_poisson_at_rate_one_is_everyone():
-    assert all(len(Poisson(sampling_rate=1.0).sample(50, rng(0, "sampler", r))) == 50 for r in range(50))
+    assert all(len(Poisson(sampling_rate=1.0).sample(50, rng(0, "sampler", r).random)) == 50 for r in range(50))
 
 
 @pytest.mark.parametrize("sampler", [FixedSize(cohort_size=10), Poisson(sampling_rate=0.2)])
 def test_samples_are_seeded_and_differ_from_round_to_round(sampler):
     def cohorts(seed):
-        return [tuple(sampler.sample(50, rng(seed, "sampler", server_round))) for server_round in range(1, 21)]
+        return [tuple(sampler.sample(50, rng(seed, "sampler", server_round).random)) for server_round in range(1, 21)]
 
     assert cohorts(0) == cohorts(0)
     assert len(set(cohorts(0))) == 20
     assert set(cohorts(0)).isdisjoint(cohorts(1))
     assert all(list(cohort) == sorted(cohort) for cohort in cohorts(0))
+
+
+def test_equal_coins_are_drawn_again():
+    draws = iter([[0.25, 0.5, 0.25, 0.75], [0.5, 0.75, 0.25, 0.0]])
+    assert FixedSize(cohort_size=2).sample(4, lambda _: np.array(next(draws))).tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3, 1.0, 2.0**-53, 1.5 * 2.0**-53, 2.0**-53 + 2.0**-80, 1e-9])
+def test_nobody_takes_part_more_often_than_at_the_rate(rate):
+    # a coin is k / 2^53: count the k around the rate for which it says yes
+    around = int(rate * 2**53) + np.arange(-3, 4)
+    coins = around[(around >= 0) & (around < 2**53)] * 2.0**-53
+    yes = coins[Poisson(sampling_rate=rate).sample(len(coins), lambda _: coins)]
+    chance = Fraction(float(yes.max())) + Fraction(1, 2**53)  # all coins up to that one
+    assert chance <= Fraction(rate) < chance + Fraction(1, 2**53)
+
+
+def test_a_rate_that_coins_cannot_express_is_refused():
+    with pytest.raises(ValueError, match="nobody ever takes part"):
+        Poisson(sampling_rate=1e-320)
