@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 
 from fl_sim.data import load
 from fl_sim.experiment import Experiment
+from fl_sim.locks import alone_in
 from fl_sim.privacy import pate_smooth
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import GNMaxCost, LNMaxCost
 from fl_sim.report.rundir import write_text
 from fl_sim.store import write_private
-from fl_sim.synthesis import alone_in, pools_root
+from fl_sim.synthesis import pools_root
 from fl_sim.types import RunError, UserError
 from fl_sim.wire import Order
 from strategies.flower import ask_teachers

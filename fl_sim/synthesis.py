@@ -4,13 +4,10 @@ Where a pool lies: $FL_SIM_POOLS, else the user's cache. A folder is named by ev
 runs that differ in the algorithm or the rounds share one - and one release of every client.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +20,7 @@ from flwr.serverapp import Grid
 from clients.dafl import DaFl
 from fl_sim.data import load
 from fl_sim.experiment import Experiment
+from fl_sim.locks import alone_in
 from fl_sim.report.rundir import write_text
 from fl_sim.site import read_pool, to_bytes
 from fl_sim.store import save_by_content
@@ -161,11 +159,3 @@ def _fingerprint(data: str, data_root: Path | None) -> str:
     digest = hashlib.sha256(np.ascontiguousarray(train.inputs).data)
     digest.update(np.ascontiguousarray(train.labels).data)
     return digest.hexdigest()
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Let the first run make the pool while others that want the same wait for it."""
-    with (folder / ".lock").open("w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

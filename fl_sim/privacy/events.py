@@ -1,5 +1,6 @@
 """Privacy events as JSON and as words: what a charge log stores and what a reader is told."""
 
+import sys
 from typing import Any, Final
 
 from dp_accounting import dp_event
@@ -39,16 +40,27 @@ def to_json(event: dp_event.DpEvent) -> dict[str, Any]:
 def from_json(value: dict[str, Any]) -> dp_event.DpEvent:
     """Return the event that ``to_json`` wrote. Raises RunError for anything else."""
     match value:
-        case {"kind": "poisson", "sampling_rate": rate, "event": inner}:
+        case {"kind": "poisson", "sampling_rate": rate, "event": {"kind": "gaussian"} as inner} if (
+            len(value) == 3 and is_number(rate) and rate <= 1
+        ):
             return dp_event.PoissonSampledDpEvent(rate, from_json(inner))
-        case {"kind": "repeated", "times": times, "event": inner}:
+        case {"kind": "repeated", "times": times, "event": dict(inner)} if len(value) == 3 and _is_count(times):
             return dp_event.SelfComposedDpEvent(from_json(inner), times)
-        case {"kind": "fixed-size", "cohort": cohort, "population": population, "noise_multiplier": noise}:
+        case {"kind": "fixed-size", "cohort": cohort, "population": population, "noise_multiplier": noise} if (
+            len(value) == 4 and is_number(noise) and _is_count(cohort) and _is_count(population)
+            and 0 < cohort <= population
+        ):  # fmt: skip
             return dp_event.TruncatedSubsampledGaussianDpEvent(population, 1.0, cohort, noise)
         case {"kind": str(kind), **fields} if kind in _PLAIN and set(fields) == set(_PLAIN[kind][1]):
-            made, names = _PLAIN[kind]
-            return made(**{names[key]: field for key, field in fields.items()})
-    raise RunError(f"the charge log holds an event that this version does not know: {value}")
+            if all(is_number(field) for field in fields.values()):
+                made, names = _PLAIN[kind]
+                return made(**{names[key]: field for key, field in fields.items()})
+    raise RunError(f"the charge log holds an event that this version does not know: {repr(value)[:200]}")
+
+
+def is_number(value: object) -> bool:
+    """Return whether ``value``, read from JSON, is a finite number from 0 up."""
+    return type(value) in {int, float} and 0 <= value <= sys.float_info.max  # type: ignore[operator]
 
 
 def noise_multiplier(event: dp_event.DpEvent) -> float | None:
@@ -86,3 +98,7 @@ def sampling_in_words(event: dp_event.DpEvent, unit: str) -> str:
             return "any: a release without protection is not helped by sampling"
         case _:
             return f"full: every {unit} takes part in every step"
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and is_number(value)

@@ -1,15 +1,17 @@
 """The ledger of one privacy unit: every release is charged before it happens, and one too many is refused.
 
 Epsilon comes from the sum of the Renyi curves of all charges (or from their PLD), against a budget fixed beforehand.
-The charge log is a file of JSON lines, appended and forced to disk before ``charge`` returns: a crash can lose a
-release that was charged, never a charge whose release was seen.
+The charge log is locked and read again before every charge, appended and forced to disk before ``charge`` returns: a
+crash can lose a release that was charged, never a charge whose release was seen, and all processes that use one log
+share one budget.
 """
 
 import json
 import math
-import os
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +27,7 @@ from fl_sim.privacy.accounting import (
     supports_pld,
     valid_delta,
 )
+from fl_sim.privacy.charge_log import Charge, ChargeLog, Receipt
 from fl_sim.types import BudgetExhausted, RunError, UserError
 
 _ADJACENCY_IN_WORDS: Final = {
@@ -53,33 +56,39 @@ class Terms:
             raise UserError(f"privacy budget epsilon {self.budget} is not a positive number: choose one such as 8")
 
 
-@dataclass(frozen=True)
-class Charge:
-    """One release that was paid for, or several at once where ``event`` is a repeated one.
-
-    ``noise`` identifies the noise key, so that a repetition is recognised.
-    """
-
-    release: str
-    noise: str
-    event: dp_event.DpEvent
-    epsilon: float | None
-
-
 class Ledger:
     """Adds up the releases about one privacy unit.
 
-    ``path``: the charge log, created or, where it exists, read back; None keeps the ledger in memory. Raises UserError
-    where the log was opened under other terms, RunError where it is damaged.
+    ``path``: the charge log, created or, where it exists, read back; None keeps the ledger in memory. ``receipt``: the
+    charges that the log must begin with, since ``holder`` ("the checkpoint of round 7") was paid for with them.
+    Raises UserError where the log was opened under other terms, RunError where it is missing, cut, edited or damaged.
     """
 
-    def __init__(self, terms: Terms, path: Path | None = None) -> None:
+    def __init__(
+        self, terms: Terms, path: Path | None = None, *, receipt: Receipt | None = None, holder: str = "this run"
+    ) -> None:
         self.terms = terms
-        self._path = path
         self._charges: dict[tuple[str, str], Charge] = {}
         self._counts: Counter[dp_event.DpEvent] = Counter()
+        self._spent: float | None = 0.0
+        assert path is not None or receipt is None, "a ledger in memory has no earlier charges"
+        self._log = None
         if path is not None:
-            self._open(path)
+            said = json.loads(json.dumps(asdict(terms)))
+            self._log = ChargeLog(path, said, receipt, holder)
+            with self._up_to_date():
+                pass
+
+    @property
+    def identity(self) -> str:
+        """Return the random id of the charge log; "" for a ledger in memory."""
+        return self._log.id if self._log else ""
+
+    @property
+    def receipt(self) -> Receipt:
+        """Return what is kept with a release as the proof of its payment: all charges so far. Not for one in memory."""
+        assert self._log is not None
+        return self._log.receipt
 
     @property
     def charges(self) -> tuple[Charge, ...]:
@@ -89,38 +98,42 @@ class Ledger:
     @property
     def epsilon(self) -> float | None:
         """Return what is spent: 0 before the first charge, None once there is no guarantee."""
-        return self.charges[-1].epsilon if self._charges else 0.0
+        return self._spent
 
     def affords(self, event: dp_event.DpEvent) -> bool:
         """Return whether ``event`` could be charged once more."""
-        return self.terms.budget is None or _finite_at_most(self._epsilon_after(event), self.terms.budget)
+        with self._up_to_date():
+            return self.terms.budget is None or _finite_at_most(self._epsilon_after(event), self.terms.budget)
 
     def charge(self, event: dp_event.DpEvent, *, release: str, noise: str) -> float | None:
-        """Pay for one release BEFORE it is made and return the epsilon spent after it (None: no guarantee).
+        """Pay for one release BEFORE it is made and return the epsilon spent so far (None: no guarantee).
 
         ``release`` names it ("round 7"). Charging the same release with the same ``noise`` identity again is free: the
         same bits come out. With other noise it is a second release and costs again. Raises BudgetExhausted, with
         nothing charged, where it would exceed the budget; UserError where its adjacency is not the ledger's.
         """
         self._check_adjacency(event)
-        if earlier := self._charges.get((release, noise)):
-            if earlier.event != event:
-                raise RunError(f"{release} was charged as {earlier.event}, now it is {event}: one noise, two releases")
-            return earlier.epsilon
-        after = self._epsilon_after(event)
-        if self.terms.budget is not None and not _finite_at_most(after, self.terms.budget):
-            raise BudgetExhausted(
-                num_releases=len(self._charges),
-                spent=math.inf if self.epsilon is None else self.epsilon,
-                would_be=after,
-                budget=self.terms.budget,
-                delta=self.terms.delta,
-            )
-        charge = Charge(release, noise, event, _none_if_infinite(after))
-        if self._path is not None:
-            _append(self._path, _charge_to_json(charge))
-        self._take(charge)
-        return charge.epsilon
+        with self._up_to_date() as append:
+            if earlier := self._charges.get((release, noise)):
+                if earlier.event != event:
+                    raise RunError(
+                        f"{release} was charged as {earlier.event}, now it is {event}: one noise, two releases"
+                    )
+                return self._spent
+            after = self._epsilon_after(event)
+            if self.terms.budget is not None and not _finite_at_most(after, self.terms.budget):
+                raise BudgetExhausted(
+                    num_releases=len(self._charges),
+                    spent=math.inf if self._spent is None else self._spent,
+                    would_be=after,
+                    budget=self.terms.budget,
+                    delta=self.terms.delta,
+                )
+            charge = Charge(release, noise, event, _none_if_infinite(after))
+            append(charge)
+            self._take(charge)
+            self._spent = charge.epsilon
+            return self._spent
 
     def statement(self, *, covers: str, does_not_cover: str, simulation_only: bool) -> dict[str, Any]:
         """Return the guarantee as JSON values, for results and reports.
@@ -144,6 +157,7 @@ class Ledger:
                 "method (a simulation), not this particular release."
             )
         return {
+            "ledger": self.identity,
             "unit": terms.unit,
             "epsilon": by_rdp if terms.accountant == "rdp" else by_pld,
             "delta": terms.delta,
@@ -191,59 +205,24 @@ class Ledger:
         self._charges[charge.release, charge.noise] = charge
         self._counts += single_steps({charge.event: 1})
 
-    def _open(self, path: Path) -> None:
-        header = {"ledger": 1, **asdict(self.terms)}
-        lines = _complete_lines(path)
-        if not lines:
-            _append(path, header)
+    @contextmanager
+    def _up_to_date(self) -> Iterator[Callable[[Charge], None]]:
+        """Keep other processes from charging, take what they have charged, and give what writes a charge down."""
+        if self._log is None:
+            yield _write_nothing
             return
-        if lines[0] != json.loads(json.dumps(header)):
-            raise UserError(f"{path} was opened under {lines[0]}, not {header}: use a fresh output directory")
-        for line in lines[1:]:
-            event = events.from_json(line["event"])
-            self._check_adjacency(event)
-            self._take(Charge(line["release"], line["noise"], event, line["epsilon"]))
-        if self._charges:
-            # The log is believed about what was released, not about what that cost.
-            again = epsilon_of_counts(self._counts, self.terms.delta, accountant=self.terms.accountant)
-            last = self.charges[-1]
-            self._charges[last.release, last.noise] = replace(last, epsilon=_none_if_infinite(again))
+        with self._log.held() as (news, append):
+            for charge in news:
+                self._check_adjacency(charge.event)
+                self._take(charge)
+            if news:  # the log is believed about what was released, not about what that cost
+                spent = epsilon_of_counts(self._counts, self.terms.delta, accountant=self.terms.accountant)
+                self._spent = _none_if_infinite(spent)
+            yield append
 
 
-def _charge_to_json(charge: Charge) -> dict[str, Any]:
-    return {
-        "release": charge.release,
-        "noise": charge.noise,
-        "event": events.to_json(charge.event),
-        "epsilon": charge.epsilon,
-    }
-
-
-def _append(path: Path, value: dict[str, Any]) -> None:
-    """Append one line and wait until it is on the disk."""
-    with path.open("ab") as file:
-        file.write(json.dumps(value, allow_nan=False).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def _complete_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the log; cut off a last line that a crash left unfinished: its charge never returned, so no release."""
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    kept = content[: content.rfind(b"\n") + 1]
-    if kept != content:
-        os.truncate(path, len(kept))
-    try:
-        return [json.loads(line) for line in kept.splitlines()]
-    except json.JSONDecodeError as error:
-        raise RunError(f"{path} is damaged: the privacy spent so far is unknown; do not continue this run") from error
+def _write_nothing(charge: Charge) -> None:
+    """Keep a charge in memory alone."""
 
 
 def _finite_at_most(epsilon: float, budget: float) -> bool:
