@@ -49,7 +49,8 @@ class Watching(Silent):
 
 
 def charges(out: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()[1:]]
+    lines = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()[1:]]
+    return [{key: value for key, value in line.items() if key != "chain"} for line in lines]  # every log has its own id
 
 
 def test_poisson_is_the_default_of_a_private_run_and_nobody_else() -> None:
