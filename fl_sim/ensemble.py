@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
 
 from fl_sim.data import load
-from fl_sim.experiment import Experiment
+from fl_sim.experiment import Experiment, public_split
 from fl_sim.locks import alone_in
 from fl_sim.privacy import pate_smooth
 from fl_sim.privacy.ledger import Ledger
@@ -32,12 +33,13 @@ from fl_sim.synthesis import pools_root
 from fl_sim.types import RunError, UserError
 from fl_sim.wire import Order
 from strategies.flower import ask_teachers
+from strategies.pate import NoNoise
 from strategies.pate_labels import Labelled, Labelling, count_votes, label
 from strategies.pate_settings import Pate
 
 LEDGER = "ledger.jsonl"
 _VOTES, _FACTS, _LABELS, _KEY, _PUBLISHED = "votes.npy", "votes.json", "labels.json", "key", "published.json"
-_FORMAT = 1
+_FORMAT, _MOST_FACTS = 1, 2**20
 
 
 @dataclass(frozen=True)
@@ -74,30 +76,35 @@ class Released:
 def prepare_votes(experiment: Experiment, grid: Grid, order: Order, data_root: Path | None) -> Votes:
     """Return the votes of the experiment's teachers on its public pool, from an earlier run where there is one.
 
-    Raises RunError where a teacher fails, or votes for a class that does not exist.
+    A teacher that fails votes for class 0 throughout, where labels are to be private: see ``ask_teachers``. Raises
+    RunError where labels are not, UserError where what is kept is damaged.
     """
-    folder = pools_root() / votes_key(experiment, data_root)
+    folder, booth = pools_root() / votes_key(experiment, data_root), _booth(experiment, data_root)
+    settings = experiment.algorithm
+    assert isinstance(settings, Pate)
+    private = not isinstance(settings.labelling.mechanism, NoNoise)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with alone_in(folder):
         reused = (folder / _FACTS).exists()
         if not reused:
             start = time.perf_counter()
-            predictions = ask_teachers(grid, experiment.num_clients, order, experiment.round_timeout)
-            _counts(predictions, experiment, data_root)
-            seconds = time.perf_counter() - start
-            content = _as_npy(predictions.astype(np.min_scalar_type(int(predictions.max()))))
+            predictions, silent = ask_teachers(grid, order, experiment.round_timeout, **asdict(booth), private=private)
+            content = _as_npy(predictions.astype(booth.dtype))
             write_private(folder / _VOTES, content)
-            facts = {"seconds": seconds, "sha256": hashlib.sha256(content).hexdigest()}
-            write_text(folder / _FACTS, json.dumps(facts))
-        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
-        content = (folder / _VOTES).read_bytes() if (folder / _VOTES).exists() else b""
-        if hashlib.sha256(content).hexdigest() != facts["sha256"]:
-            raise UserError(
-                f"the votes in {folder} are damaged: delete that folder, and the teachers are trained again"
-            )
-    votes = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False).astype(np.int64)
-    counts, rows = _counts(votes, experiment, data_root), np.arange(votes.shape[1], dtype=np.int64)
-    return Votes(votes, counts, rows, folder, facts["seconds"], reused)
+            facts = {
+                "seconds": time.perf_counter() - start,
+                "silent": silent,
+                "sha256": _digest(content),
+            }
+            write_private(folder / _FACTS, json.dumps(facts).encode())
+        votes, kept = _read_votes(folder, booth)
+    if kept.silent and not private:
+        raise RunError(
+            f"teachers {', '.join(map(str, kept.silent))} failed when the votes in {folder} were made: delete {_VOTES} "
+            f"and {_FACTS} there, and the teachers are trained again"
+        )
+    counts, rows = count_votes(votes, booth.classes), np.arange(booth.records, dtype=np.int64)
+    return Votes(votes, counts, rows, folder, kept.seconds, reused)
 
 
 def votes_key(experiment: Experiment, data_root: Path | None) -> str:
@@ -159,11 +166,71 @@ def write_private_text(path: Path, text: str) -> None:
     write_private(path, text.encode())
 
 
-def _counts(predictions: NDArray[np.int64], experiment: Experiment, data_root: Path | None) -> NDArray[np.int64]:
+@dataclass(frozen=True)
+class _Booth:
+    """How many teachers vote on how many public records, for one of how many classes."""
+
+    teachers: int
+    records: int
+    classes: int
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
+        """Return the smallest type that holds every class."""
+        return np.min_scalar_type(self.classes - 1)
+
+
+class _Facts(BaseModel):
+    """What is kept beside the votes; ``silent``: the teachers that gave none. PRIVATE."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    seconds: float = Field(ge=0, allow_inf_nan=False)
+    silent: list[int] = []
+    sha256: str
+
+
+def _booth(experiment: Experiment, data_root: Path | None) -> _Booth:
+    pool, dataset = public_split(experiment, data_root).pool, load(experiment.data, data_root)
+    return _Booth(experiment.clients, len(pool), dataset.num_classes)
+
+
+def _read_votes(folder: Path, booth: _Booth) -> tuple[NDArray[np.int64], _Facts]:
+    """Return the votes, shape (teachers, records), and the facts. Raises UserError where they are not as written."""
+    head, size = _head_of(booth), booth.teachers * booth.records * booth.dtype.itemsize
     try:
-        return count_votes(predictions, load(experiment.data, data_root).num_classes)
-    except UserError as error:
-        raise RunError(str(error)) from error
+        facts = _Facts.model_validate_json(_content(folder / _FACTS, _MOST_FACTS))
+        content = _content(folder / _VOTES, len(head) + size)
+    except (OSError, ValueError):
+        content = b""
+    if len(content) == len(head) + size and content.startswith(head) and _digest(content) == facts.sha256:
+        votes = np.frombuffer(content, booth.dtype, offset=len(head)).reshape(booth.teachers, booth.records)
+        if votes.max() < booth.classes:
+            return votes.astype(np.int64), facts
+    raise UserError(
+        f"the votes in {folder} are damaged: delete {_VOTES} and {_FACTS} there, and the teachers are trained again; "
+        "leave the labels beside them, which are paid for"
+    )
+
+
+def _content(path: Path, most: int) -> bytes:
+    """Return a file's content. Raises OSError where it cannot be read, ValueError where it is longer than ``most``."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        content = file.read(most + 1)
+    if content is None or len(content) > most:
+        raise ValueError(f"{path} is no file of at most {most} bytes")
+    return content
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _head_of(booth: _Booth) -> bytes:
+    """Return how ``numpy.save`` begins a file with these votes."""
+    buffer = io.BytesIO()
+    shape = (booth.teachers, booth.records)
+    np.lib.format.write_array_header_1_0(buffer, {"descr": booth.dtype.str, "fortran_order": False, "shape": shape})
+    return buffer.getvalue()
 
 
 def _noise(labelling: Labelling, folder: Path, purpose: str) -> Noise:

@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from numpy.typing import NDArray
 
 from fl_sim.params import FlatParams, Layout, flattened
-from fl_sim.types import Params, Payloads, Reply
+from fl_sim.types import Params, Payloads, Reply, RunError
 
 TRAIN, SHARE, SYNTHESIZE, VOTE, WHO = "train", "train.share", "train.synthesize", "train.vote", "query"
 """Message types: one round's local training; sharing before the first round; releasing synthetic records before that;
@@ -117,9 +117,18 @@ def votes_content(votes: NDArray[np.int64]) -> RecordDict:
     return RecordDict({_VOTES: ArrayRecord({_VOTES: Array(votes)})})
 
 
-def read_votes(content: RecordDict) -> NDArray[np.int64]:
-    """Unpack a teacher's votes, shape (public records,)."""
-    return np.asarray(content.array_records[_VOTES][_VOTES].numpy(), dtype=np.int64)
+def read_votes(content: RecordDict, num_records: int, num_classes: int) -> NDArray[np.int64]:
+    """Unpack a teacher's votes, shape (records,). Raises RunError for anything but one class for each record."""
+    records = content.array_records
+    if set(content) != {_VOTES} or set(records) != {_VOTES} or set(records[_VOTES]) != {_VOTES}:
+        raise RunError(f"the reply to {VOTE} holds no votes, or more than them")
+    data, header = records[_VOTES][_VOTES].data, _npy_header((num_records,), "<i8")
+    if not data.startswith(header) or len(data) != len(header) + 8 * num_records:
+        raise RunError(f"the votes are not {num_records} whole numbers of 64 bits, one for each public record")
+    votes = np.frombuffer(data, "<i8", offset=len(header)).astype(np.int64)
+    if ((votes < 0) | (votes >= num_classes)).any():
+        raise RunError(f"a vote is for a class that does not exist: classes are 0 to {num_classes - 1}")
+    return votes
 
 
 def who_content(partition: int) -> RecordDict:
@@ -193,9 +202,9 @@ def _unpack(record: Any) -> Params:
 
 
 @lru_cache(maxsize=64)
-def _npy_header(shape: tuple[int, ...]) -> bytes:
+def _npy_header(shape: tuple[int, ...], kind: str = "<f4") -> bytes:
     buffer = BytesIO()
-    np.lib.format.write_array_header_1_0(buffer, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(buffer, {"descr": kind, "fortran_order": False, "shape": shape})
     return buffer.getvalue()
 
 

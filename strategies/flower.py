@@ -181,17 +181,31 @@ def synthesize_before_training(
     return [wire.read_synthetic(reply) for reply in _ask_everybody(strategy, grid, wire.SYNTHESIZE, order, timeout)]
 
 
-def ask_teachers(grid: Grid, num_clients: int, order: wire.Order, timeout: float) -> NDArray[np.int64]:
-    """Have every client train a teacher and vote; return the votes, shape (clients, public records).
+def ask_teachers(
+    grid: Grid, order: wire.Order, timeout: float, *, teachers: int, records: int, classes: int, private: bool
+) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+    """Have every client train a teacher and vote; return the votes, shape (teachers, records), and who gave none.
 
-    Raises RunError that names the first client who does not answer, or with another number of votes than the others.
+    Raises RunError that names the first teacher whose votes are missing or malformed. Under ``private`` such a teacher
+    votes for class 0 throughout, one vote a query as ever, because a run that stops for one teacher tells about its
+    records; where all of them fail, the set-up is at fault, and the reason given comes from no client.
     """
-    population = find_population(grid, num_clients, timeout)
-    votes = [wire.read_votes(answer) for answer in _answers(grid, population, wire.VOTE, order, timeout)]
-    for client, one in enumerate(votes):
-        if one.shape != votes[0].shape or one.ndim != 1:
-            raise RunError(f"teacher {client} sent votes of shape {one.shape}, teacher 0 of {votes[0].shape}")
-    return np.stack(votes)
+    population = find_population(grid, teachers, timeout)
+    replies = _replies(grid, population, wire.VOTE, order, timeout)
+    votes, silent = np.zeros((teachers, records), dtype=np.int64), []
+    for teacher in range(teachers):
+        try:
+            votes[teacher] = wire.read_votes(_answer(replies, teacher, wire.VOTE), records, classes)
+        except RunError as error:
+            if not private:
+                raise RunError(f"teacher {teacher}: {error}") from error
+            silent.append(teacher)
+    if len(silent) == teachers:
+        raise RunError(
+            f"none of {teachers} teachers voted: local.learning_rate may be too large, or the model not fit the "
+            "records. Why is theirs alone; algorithm.labelling.mechanism=none, which protects nothing, tells"
+        )
+    return votes, tuple(silent)
 
 
 def _ask_everybody(
@@ -205,17 +219,27 @@ def _answers(
     grid: Grid, population: Population, message_type: str, order: wire.Order, timeout: float
 ) -> list[RecordDict]:
     """Return every client's answer to ``order``, by client. Raises RunError that names the first who gives none."""
+    replies = _replies(grid, population, message_type, order, timeout)
+    return [_answer(replies, client, message_type) for client in range(len(population.nodes))]
+
+
+def _replies(
+    grid: Grid, population: Population, message_type: str, order: wire.Order, timeout: float
+) -> dict[int, Message]:
+    """Send ``order`` to every client; return {client: what came back, an error too}."""
     content = wire.share_content(order)
     messages = [Message(content, node, message_type) for node in population.nodes]
     clients = population.clients
-    replies = {clients[reply.metadata.src_node_id]: reply for reply in grid.send_and_receive(messages, timeout=timeout)}
-    for client in range(len(population.nodes)):
-        what = message_type.rpartition(".")[2]
-        if client not in replies:
-            raise RunError(f"client {client} did not {what} in time")
-        if reason := wire.error_of(replies[client]):
-            raise RunError(f"client {client} failed to {what}: {reason}")
-    return [replies[client].content for client in range(len(population.nodes))]
+    return {clients[reply.metadata.src_node_id]: reply for reply in grid.send_and_receive(messages, timeout=timeout)}
+
+
+def _answer(replies: dict[int, Message], client: int, message_type: str) -> RecordDict:
+    what = message_type.rpartition(".")[2]
+    if client not in replies:
+        raise RunError(f"client {client} did not {what} in time")
+    if reason := wire.error_of(replies[client]):
+        raise RunError(f"client {client} failed to {what}: {reason}")
+    return replies[client].content
 
 
 def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:

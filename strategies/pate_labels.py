@@ -122,15 +122,10 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
 def count_votes(predictions: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
     """Return the counts, shape (queries, classes), of ``predictions`` of shape (teachers, queries).
 
-    Raises UserError where a vote is no class.
+    Raises UserError, which does not say whose it is, where a vote is no class.
     """
-    outside = (predictions < 0) | (predictions >= num_classes)
-    if outside.any():
-        teacher, query = (int(place[0]) for place in np.nonzero(outside))
-        raise UserError(
-            f"teacher {teacher} votes for class {predictions[teacher, query]} on query {query}: classes are 0 to "
-            f"{num_classes - 1}"
-        )
+    if ((predictions < 0) | (predictions >= num_classes)).any():
+        raise UserError(f"a vote is for a class that does not exist: classes are 0 to {num_classes - 1}")
     return np.stack([(predictions == label).sum(axis=0) for label in range(num_classes)], axis=1).astype(np.int64)
 
 

@@ -22,6 +22,7 @@ from fl_sim.report.rundir import RoundRecord, read_rounds
 from fl_sim.simulation import Silent, run
 from fl_sim.table_words import caption, label
 from fl_sim.types import RunError, UserError
+from strategies.flower import ask_teachers
 from strategies.neighbours import representatives
 
 QUICK = (
@@ -134,7 +135,7 @@ def test_students_share_one_labelling_and_other_labellings_share_the_teachers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = run(pate(), tmp_path / "first")
-    monkeypatch.setattr(ensemble, "ask_teachers", lambda *_: pytest.fail("the teachers were trained again"))
+    monkeypatch.setattr(ensemble, "ask_teachers", lambda *_, **__: pytest.fail("the teachers were trained again"))
     second = run(pate("algorithm.student=pate-g", "algorithm.student.steps=5"), tmp_path / "second")
     third = run(pate("algorithm.labelling.mechanism=gnmax:9"), tmp_path / "third")
     assert [one["pate"]["votes_reused"] for one in (first, second, third)] == [False, True, True]
@@ -174,7 +175,7 @@ def test_damaged_votes_are_refused(tmp_path: Path) -> None:
     content = bytearray(votes.read_bytes())
     content[-1] ^= 1
     votes.write_bytes(content)
-    with pytest.raises(UserError, match=r"the votes in .* are damaged: delete that folder"):
+    with pytest.raises(UserError, match=r"the votes in .* are damaged: delete votes.npy and votes.json there"):
         run(pate(), tmp_path / "second")
 
 
@@ -278,18 +279,29 @@ def test_engines_agree_on_the_votes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert np.array_equal(*seen)
 
 
-def test_a_vote_for_no_class_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    votes = np.zeros((6, 200), dtype=np.int64)
-    votes[4, 17] = 10
-    monkeypatch.setattr(ensemble, "ask_teachers", lambda *_: votes)
-    with pytest.raises(RunError, match="teacher 4 votes for class 10 on query 17: classes are 0 to 9"):
-        run(pate(), tmp_path / "run")
-    assert not list((tmp_path / ".pools").glob("digits-votes-*/votes.*"))
+def test_a_teacher_that_fails_stops_no_private_run_but_one_without_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_a_failure(*args: Any, private: bool, **shape: Any) -> Any:
+        votes, silent = ask_teachers(*args, private=private, **shape)
+        assert silent == ()
+        votes[4] = 0
+        return votes, (4,)
+
+    monkeypatch.setattr(ensemble, "ask_teachers", with_a_failure)
+    result = run(pate("algorithm.keep_private=true"), tmp_path / "run")
+    assert result["status"] == "finished"
+    assert np.load(tmp_path / "run" / "votes.npy").sum(axis=1).tolist() == [6] * 60
+    with pytest.raises(RunError, match=r"teachers 4 failed when the votes in .* were made: delete votes.npy"):
+        run(pate("algorithm.labelling.mechanism=none"), tmp_path / "plain")
 
 
-def test_a_teacher_whose_outputs_are_not_finite_stops_the_run(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"client 0 failed to vote: .*teacher 0 has the outputs .* not finite"):
+def test_where_every_teacher_fails_the_reason_comes_from_none(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"none of 6 teachers voted: local.learning_rate may be too large"):
         run(pate("local.learning_rate=1e30"), tmp_path / "run")
+    with pytest.raises(RunError, match=r"teacher 0: client 0 failed to vote: .*not finite"):
+        run(pate("local.learning_rate=1e30", "algorithm.labelling.mechanism=none"), tmp_path / "plain")
+    assert not list((tmp_path / ".pools").glob("digits-votes-*/votes.*"))
 
 
 def test_settings_that_cannot_be_run_are_refused_before_anything_is_written(tmp_path: Path) -> None:
