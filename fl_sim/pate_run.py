@@ -248,5 +248,10 @@ def _statements(settings: Pate, votes: Votes, released: Released) -> list[dict[s
             f"{published['failure']:g}",
             "covers": PUBLISHED_COVERS, "does_not_cover": DOES_NOT_COVER + OTHER_RELEASES, "published": published,
         })  # fmt: skip
-    first = released.ledger.statement(covers=COVERS, does_not_cover=limits, simulation_only=released.simulation_only)
+    first = released.ledger.statement(
+        covers=COVERS,
+        does_not_cover=limits,
+        simulation_only=released.simulation_only,
+        planned=settings.labelling.planned(len(released.labelled.labels)),
+    )
     return [first, *statements]

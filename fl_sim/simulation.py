@@ -255,7 +255,7 @@ def _privacy(experiment: Experiment, log: RunLog) -> list[dict[str, object]]:
     """Return a statement for each unit that something was paid for."""
     if log.pate is not None:
         return log.pate.statements
-    statements = [log.privacy.statement()] if log.privacy else []
+    statements = [log.privacy.statement(experiment.rounds)] if log.privacy else []
     if log.pool is not None:
         from fl_sim.synthesis_bill import NOT_PER_CLIENT, statement  # noqa: PLC0415 (the accountants load slowly)
 

@@ -40,6 +40,7 @@ def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
         covers=_covers(settings),
         does_not_cover=_does_not_cover(experiment, settings),
         simulation_only=settings.noise == "seeded",
+        planned=Counter(worst.events.values()),
     )
     generator = worst.events.get("generator")
     inner = generator.event if isinstance(generator, dp_event.SelfComposedDpEvent) else None

@@ -1,5 +1,6 @@
 """Labelling a public pool by PATE: each query is charged before its noise is drawn, and the budget stops in time."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -68,6 +69,11 @@ class Labelling(Settings):
 
         budget = self.epsilon if self.budget == "data-independent" else None
         return Ledger(Terms("record", Adjacency.ADD_OR_REMOVE_ONE, self.delta, budget, self.accountant), path)
+
+    def planned(self, queries: int) -> "dict[dp_event.DpEvent, int]":
+        """Return all that labelling may be charged for, fixed before the votes are known: every query is answered."""
+        each = Counter(event for event in self.mechanism.charges() if event is not None)
+        return {event: times * queries for event, times in each.items()}  # a test may cost what an answer costs
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,13 @@ class PrivateRounds:
         )
         return aggregate
 
-    def statement(self) -> dict[str, object]:
-        """Return what ``result.json`` says about the clients' privacy."""
+    def statement(self, rounds: int) -> dict[str, object]:
+        """Return what ``result.json`` says about the clients' privacy in a run that was to have ``rounds`` rounds."""
         return self.ledger.statement(
-            covers=COVERS, does_not_cover=DOES_NOT_COVER, simulation_only=self.noise.simulation_only
+            covers=COVERS,
+            does_not_cover=DOES_NOT_COVER,
+            simulation_only=self.noise.simulation_only,
+            planned={self.sampler.amplify(self.aggregator.event(), self.num_clients): rounds},
         )
 
 

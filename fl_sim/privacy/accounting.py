@@ -21,6 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from typing import Final, Literal, TypeAlias
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 from scipy.special import logsumexp
 
 from fl_sim.privacy.pure import BoundedRangeDpEvent, bounded_loss_curve, pure_epsilon, with_the_same_loss
+from fl_sim.privacy.rounding import rounded_up
 from fl_sim.types import UserError
 
 Accountant: TypeAlias = Literal["rdp", "pld"]
@@ -188,10 +190,50 @@ def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, a
     by_rdp = min(by_rdp, plain_sum)
     if accountant == "rdp" or not counts or math.isinf(by_rdp):
         return by_rdp
-    by_pld = _pld(counts, relation, by_rdp, delta).get_epsilon(delta)
-    if plain := _without_amplification(counts):
-        by_pld = min(by_pld, _pld(plain, relation, by_rdp, delta).get_epsilon(delta))
-    return float(min(by_pld, plain_sum))
+    return min(_epsilon_by_pld(tuple(counts.items()), relation, by_rdp, delta), plain_sum)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Epsilon of the same releases by both accountants. Both are upper bounds, so the smaller one holds.
+
+    ``pld`` is None where the PLD accountant does not know all of the releases.
+    """
+
+    rdp: float
+    pld: float | None
+
+    @property
+    def least(self) -> float:
+        """Return the smaller one; ``inf`` for no guarantee."""
+        return self.rdp if self.pld is None else min(self.rdp, self.pld)
+
+    @property
+    def accountant(self) -> Accountant:
+        """Return whose bound is the smaller one."""
+        return "rdp" if self.least == self.rdp else "pld"
+
+    def in_words(self) -> str:
+        """Say where the figure comes from."""
+        if self.pld is None:
+            return "This is the bound of the RDP accountant; the PLD accountant does not know all of these releases"
+        return (
+            f"This is the smaller of two sound bounds: {rounded_up(self.rdp)} by the RDP accountant, "
+            f"{rounded_up(self.pld)} by the PLD accountant"
+        )
+
+
+def bounds(counts: Mapping[dp_event.DpEvent, int], delta: float) -> Bounds:
+    """Return the epsilon of a multiset of events by both accountants. Takes seconds: the PLD is computed here."""
+    by_rdp = epsilon_of_counts(counts, delta)
+    known = all(supports_pld(event) for event in counts)
+    return Bounds(by_rdp, epsilon_of_counts(counts, delta, accountant="pld") if known else None)
+
+
+def none_if_infinite(epsilon: float) -> float | None:
+    """Return ``epsilon`` as results and logs hold it: None stands for no guarantee."""
+    assert not math.isnan(epsilon)
+    return None if math.isinf(epsilon) else epsilon
 
 
 def supports_pld(event: dp_event.DpEvent) -> bool:
@@ -261,6 +303,17 @@ def _mixture_divergence(order: float, rate: float, shift: float) -> float:
     step = points[1] - points[0]
     log_integral = logsumexp(order * towards - (order - 1) * away) + math.log(step / math.sqrt(2 * math.pi))
     return float(log_integral / (order - 1))
+
+
+@lru_cache(maxsize=256)
+def _epsilon_by_pld(
+    steps: tuple[tuple[dp_event.DpEvent, int], ...], relation: Adjacency, by_rdp: float, delta: float
+) -> float:
+    counts = dict(steps)
+    by_pld = _pld(counts, relation, by_rdp, delta).get_epsilon(delta)
+    if plain := _without_amplification(counts):
+        by_pld = min(by_pld, _pld(plain, relation, by_rdp, delta).get_epsilon(delta))
+    return float(by_pld)
 
 
 def _pld(counts: Mapping[dp_event.DpEvent, int], relation: Adjacency, by_rdp: float, delta: float) -> PLDAccountant:

@@ -9,51 +9,21 @@ share one budget.
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from dp_accounting import dp_event
 
-from fl_sim.privacy import events
-from fl_sim.privacy.accounting import (
-    Accountant,
-    Adjacency,
-    adjacency,
-    epsilon_of_counts,
-    single_steps,
-    supports_pld,
-    valid_delta,
-)
+from fl_sim.privacy.accounting import adjacency, epsilon_of_counts, none_if_infinite, single_steps, supports_pld
 from fl_sim.privacy.charge_log import Charge, ChargeLog, Receipt
+from fl_sim.privacy.statement import Words, statement
+from fl_sim.privacy.terms import Terms
 from fl_sim.types import BudgetExhausted, RunError, UserError
 
-_ADJACENCY_IN_WORDS: Final = {
-    Adjacency.ADD_OR_REMOVE_ONE: "adding or removing one {unit}",
-    Adjacency.REPLACE_ONE: "replacing one {unit} by any other",
-}
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a ledger promises, fixed before its first charge.
-
-    ``unit``: what is protected, such as "client" or "record"; units are never added together. ``budget``: the largest
-    epsilon at ``delta``, None for no limit. ``accountant`` decides: its epsilon is the guarantee.
-    """
-
-    unit: str
-    adjacency: Adjacency
-    delta: float
-    budget: float | None = None
-    accountant: Accountant = "rdp"
-
-    def __post_init__(self) -> None:
-        valid_delta(self.delta)
-        if self.budget is not None and not 0 < self.budget < math.inf:
-            raise UserError(f"privacy budget epsilon {self.budget} is not a positive number: choose one such as 8")
+__all__ = ["Charge", "Ledger", "Terms"]
 
 
 class Ledger:
@@ -129,63 +99,30 @@ class Ledger:
                     budget=self.terms.budget,
                     delta=self.terms.delta,
                 )
-            charge = Charge(release, noise, event, _none_if_infinite(after))
+            charge = Charge(release, noise, event, none_if_infinite(after))
             append(charge)
             self._take(charge)
             self._spent = charge.epsilon
             return self._spent
 
-    def statement(self, *, covers: str, does_not_cover: str, simulation_only: bool) -> dict[str, Any]:
+    def statement(
+        self,
+        *,
+        covers: str,
+        does_not_cover: str,
+        simulation_only: bool,
+        planned: Mapping[dp_event.DpEvent, int] | None = None,
+    ) -> dict[str, Any]:
         """Return the guarantee as JSON values, for results and reports.
 
-        ``covers`` and ``does_not_cover`` say in plain words what a reader may and may not conclude.
-        ``simulation_only``: whoever knows the seed can draw the noise again. Takes seconds: the PLD is computed here.
+        ``epsilon`` is the guarantee, ``epsilon_realised`` what was charged so far. ``planned``: all releases that were
+        fixed beforehand, event -> number; None where nothing but the budget limits them. ``covers`` and
+        ``does_not_cover`` say in plain words what a reader may and may not conclude. ``simulation_only``: whoever knows
+        the seed can draw the noise again. Takes seconds: the PLD is computed here.
         """
-        terms = self.terms
-        by_pld = None
-        if all(supports_pld(event) for event in self._counts):
-            by_pld = _none_if_infinite(epsilon_of_counts(self._counts, terms.delta, accountant="pld"))
-        elif terms.accountant == "pld":
-            raise AssertionError("a PLD ledger took an event without a PLD")
-        by_rdp = _none_if_infinite(epsilon_of_counts(self._counts, terms.delta))
-        kinds = list(self._counts)
-        only = kinds[0] if len(kinds) == 1 else None
-        if simulation_only:
-            does_not_cover += (
-                " The noise, and whatever else is drawn at random for privacy (who takes part in a round), comes from "
-                "the experiment's seed: whoever knows the seed can take it off again, so the guarantee describes the "
-                "method (a simulation), not this particular release."
-            )
-        return {
-            "ledger": self.identity,
-            "unit": terms.unit,
-            "epsilon": by_rdp if terms.accountant == "rdp" else by_pld,
-            "delta": terms.delta,
-            "adjacency": str(terms.adjacency),
-            "sampling": "; ".join(events.sampling_in_words(event, terms.unit) for event in kinds) or "none yet",
-            "noise_multiplier": None if only is None else events.noise_multiplier(only),
-            "sampling_rate": None if only is None else events.sampling_rate(only),
-            "steps": self._counts.total(),
-            "accountant": terms.accountant,
-            "epsilon_rdp": by_rdp,
-            "epsilon_pld": by_pld,
-            "budget": terms.budget,
-            "guarantee": self._in_words(by_rdp if terms.accountant == "rdp" else by_pld),
-            "simulation_only": simulation_only,
-            "covers": covers,
-            "does_not_cover": does_not_cover,
-        }
-
-    def _in_words(self, epsilon: float | None) -> str:
-        terms = self.terms
-        change = _ADJACENCY_IN_WORDS[terms.adjacency].format(unit=terms.unit)
-        if epsilon is None:
-            return f"none: something was released without noise, so {change} may show plainly"
-        return (
-            f"({epsilon:.4g}, {terms.delta:g})-differential privacy under {change}: except with probability about "
-            f"{terms.delta:g}, it makes no released result more than e^{epsilon:.4g} times as likely. This is the "
-            f"value of the {terms.accountant.upper()} accountant, the one the budget was held against"
-        )
+        charges = [(charge.release, charge.event) for charge in self.charges]
+        said = statement(self.terms, charges, planned, Words(covers, does_not_cover, simulation_only))
+        return {"ledger": self.identity, **said}
 
     def _epsilon_after(self, event: dp_event.DpEvent) -> float:
         counts = self._counts + single_steps({event: 1})
@@ -217,7 +154,7 @@ class Ledger:
                 self._take(charge)
             if news:  # the log is believed about what was released, not about what that cost
                 spent = epsilon_of_counts(self._counts, self.terms.delta, accountant=self.terms.accountant)
-                self._spent = _none_if_infinite(spent)
+                self._spent = none_if_infinite(spent)
             yield append
 
 
@@ -227,8 +164,3 @@ def _write_nothing(charge: Charge) -> None:
 
 def _finite_at_most(epsilon: float, budget: float) -> bool:
     return math.isfinite(epsilon) and epsilon <= budget
-
-
-def _none_if_infinite(epsilon: float) -> float | None:
-    assert not math.isnan(epsilon)
-    return None if math.isinf(epsilon) else epsilon

@@ -78,10 +78,10 @@ def test_one_repeated_charge_costs_what_its_steps_cost_one_by_one(event: dp_even
     spent = at_once.charge(repeated(repeated(event, 3), 4), release="training", noise="key")
     assert spent == at_once.epsilon == one_by_one.epsilon > 0
     assert (tmp_path / "ledger.jsonl").read_text().count("\n") == 2
-    said = at_once.statement(**WORDS)
-    assert said == one_by_one.statement(**WORDS) | {"ledger": at_once.identity}
+    said = at_once.statement(**WORDS, planned={repeated(event, 12): 1})
+    assert said == one_by_one.statement(**WORDS, planned={event: 12}) | {"ledger": at_once.identity}
     assert said["steps"] == 12
-    assert Ledger(terms, tmp_path / "ledger.jsonl").statement(**WORDS) == said
+    assert Ledger(terms, tmp_path / "ledger.jsonl").statement(**WORDS, planned={event: 12}) == said
 
 
 def test_a_repeated_charge_is_read_through_and_added_to_others() -> None:
@@ -143,8 +143,8 @@ def test_no_guarantee_is_none_and_never_fits_a_budget() -> None:
     free = Ledger(TERMS)
     assert free.charge(dp_event.NonPrivateDpEvent(), release="round 1", noise="key") is None
     assert free.charge(POISSON, release="round 2", noise="key") is None
-    said = free.statement(**WORDS)
-    assert said["epsilon"] is said["epsilon_rdp"] is said["epsilon_pld"] is None
+    said = free.statement(**WORDS, planned={POISSON: 2})
+    assert said["epsilon"] is said["epsilon_realised"] is said["epsilon_rdp"] is said["epsilon_pld"] is None
     assert said["guarantee"].startswith("none")
     bounded = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, 1e-5, budget=1e6))
     with pytest.raises(BudgetExhausted, match="none"):
@@ -192,14 +192,15 @@ def test_a_log_under_other_terms_is_refused(tmp_path: Path) -> None:
 def test_the_statement_says_what_was_done_in_words_and_numbers() -> None:
     book = Ledger(TERMS)
     charge_rounds(book, 5)
-    said = book.statement(**WORDS)
+    said = book.statement(**WORDS, planned={POISSON: 5})
     json.dumps(said, allow_nan=False)
-    assert (said["unit"], said["delta"], said["steps"], said["accountant"]) == ("client", 1e-5, 5, "rdp")
+    assert (said["unit"], said["delta"], said["steps"], said["accountant"]) == ("client", 1e-5, 5, "pld")
     assert (said["noise_multiplier"], said["sampling_rate"], said["adjacency"]) == (1.0, 0.1, "add-or-remove-one")
-    assert said["epsilon"] == said["epsilon_rdp"] == book.epsilon
-    assert said["epsilon_pld"] < said["epsilon_rdp"]
+    assert said["epsilon"] == said["epsilon_realised"] == said["epsilon_pld"] < said["epsilon_rdp"] == book.epsilon
     assert "every client takes part in a step with probability 0.1" in said["sampling"]
-    assert "RDP" in said["guarantee"]
+    assert "by the RDP accountant" in said["guarantee"]
+    assert "the numbers of clients and of records stay public" in said["guarantee"]
+    assert said["events"] == said["planned_events"] == [{"event": events.to_json(POISSON), "times": 5}]
     assert (said["covers"], said["does_not_cover"]) == ("this", "that.")
     seeded = book.statement(**{**WORDS, "simulation_only": True})
     assert "simulation" in seeded["does_not_cover"]
@@ -208,7 +209,7 @@ def test_the_statement_says_what_was_done_in_words_and_numbers() -> None:
 def test_the_statement_of_a_fixed_size_run_says_replace_one() -> None:
     book = Ledger(Terms("client", Adjacency.REPLACE_ONE, 1e-5, accountant="pld"))
     charge_rounds(book, 2, FIXED)
-    said = book.statement(**WORDS)
+    said = book.statement(**WORDS, planned={FIXED: 2})
     assert (said["sampling_rate"], said["noise_multiplier"]) == (0.03, 4.0)
     assert said["epsilon"] == said["epsilon_pld"] < said["epsilon_rdp"]
     assert "replacing one client" in said["guarantee"]

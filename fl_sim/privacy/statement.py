@@ -1,0 +1,188 @@
+"""What is guaranteed about one privacy unit, and what was spent: two figures that are never mixed up.
+
+A guarantee is a number fixed before the data are looked at. What a run happens to spend is none: where it stops may
+depend on what it showed (a budget not used up, queries left unanswered, a reader's Ctrl-C), and what was charged up to
+such a moment bounds nothing. The cost of ALL planned releases does, for a run that stops earlier shows a part of what
+the whole plan would have shown (post-processing); so does a budget, which is a privacy filter (Feldman, Zrnic 2021).
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from dp_accounting import dp_event
+
+from fl_sim.privacy import events
+from fl_sim.privacy.accounting import Adjacency, Bounds, bounds, epsilon_of_counts, none_if_infinite, single_steps
+from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.terms import Terms
+
+_Counts: TypeAlias = Counter[dp_event.DpEvent]
+
+_NEIGHBOURS: Final = {
+    Adjacency.ADD_OR_REMOVE_ONE: (
+        "zero-out adjacency, that is replacing all data of one {unit} by nothing while the numbers of clients and of "
+        "records stay public"
+    ),
+    Adjacency.REPLACE_ONE: "replacing one {unit} by any other",
+}
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a reader may and may not conclude, in plain words.
+
+    ``simulation_only``: whoever knows the seed can draw the noise again.
+    """
+
+    covers: str
+    does_not_cover: str
+    simulation_only: bool
+
+
+def statement(
+    terms: Terms,
+    charges: Sequence[tuple[str, dp_event.DpEvent]],
+    planned: Mapping[dp_event.DpEvent, int] | None,
+    words: Words,
+) -> dict[str, Any]:
+    """Return the guarantee as JSON values; ``charges`` are (release, event). See ``Ledger.statement``."""
+    account = _account(terms, charges, planned)
+    guarantee = _guarantee(terms, account)
+    shown = account.bounds or account.realised
+    kinds = list(account.promised or account.spent)
+    only = kinds[0] if len(kinds) == 1 else None
+    return {
+        "unit": terms.unit,
+        "epsilon": guarantee.epsilon,
+        "epsilon_realised": none_if_infinite(account.realised.least),
+        "delta": terms.delta,
+        "adjacency": str(terms.adjacency),
+        "sampling": "; ".join(events.sampling_in_words(event, terms.unit) for event in kinds) or "none yet",
+        "noise_multiplier": None if only is None else events.noise_multiplier(only),
+        "sampling_rate": None if only is None else events.sampling_rate(only),
+        "steps": account.spent.total(),
+        "steps_planned": None if account.promised is None else account.promised.total(),
+        "accountant": guarantee.accountant,
+        "epsilon_rdp": none_if_infinite(shown.rdp),
+        "epsilon_pld": None if shown.pld is None else none_if_infinite(shown.pld),
+        "budget": terms.budget,
+        "budget_accountant": None if terms.budget is None else terms.accountant,
+        "events": _listed(account.spent),
+        "planned_events": None if account.promised is None else _listed(account.promised),
+        "guarantee": _in_words(terms, account, guarantee),
+        "simulation_only": words.simulation_only,
+        "covers": words.covers,
+        "does_not_cover": _limits(words),
+    }
+
+
+@dataclass(frozen=True)
+class _Account:
+    """``spent``: all charges so far. ``promised``: all releases fixed beforehand, None where nothing but a budget is.
+
+    ``realised`` and ``bounds`` are what these two cost. ``again``: how many releases were paid for more than once.
+    """
+
+    spent: _Counts
+    promised: _Counts | None
+    realised: Bounds
+    bounds: Bounds | None
+    again: int
+
+
+@dataclass(frozen=True)
+class _Guarantee:
+    epsilon: float | None
+    accountant: str
+    source: str
+
+
+def _account(
+    terms: Terms, charges: Sequence[tuple[str, dp_event.DpEvent]], planned: Mapping[dp_event.DpEvent, int] | None
+) -> _Account:
+    """Count what was spent and what was promised: a release that was paid for again is on top of the plan."""
+    spent = single_steps(Counter(event for _, event in charges))
+    again = spent - single_steps(Counter(dict(charges).values()))
+    promised = None if planned is None else (single_steps(planned) | (spent - again)) + again
+    if promised != spent and _used_up(terms, spent, promised):
+        promised = spent
+    realised = bounds(spent, terms.delta)
+    whole = realised if promised == spent else None if promised is None else bounds(promised, terms.delta)
+    return _Account(spent, promised, realised, whole, again.total())
+
+
+def _used_up(terms: Terms, spent: _Counts, promised: _Counts | None) -> bool:
+    """Return whether no further release fits the budget, where all are of one kind.
+
+    How many of them it is good for was then known before the first one.
+    """
+    if terms.budget is None or len(spent | (promised or Counter())) != 1:
+        return False
+    after = spent + Counter(list(spent))
+    return epsilon_of_counts(after, terms.delta, accountant=terms.accountant) > terms.budget
+
+
+def _guarantee(terms: Terms, account: _Account) -> _Guarantee:
+    """Return the smallest epsilon that was certain beforehand."""
+    budget, whole = terms.budget, account.bounds
+    if budget is not None and epsilon_of_counts(account.spent, terms.delta, accountant=terms.accountant) > budget:
+        budget = None  # an earlier version let a charge pass that costs more: the budget did not hold
+    if budget is not None and (whole is None or budget < whole.least):
+        source = f"This is the budget, held against the {terms.accountant.upper()} accountant before every release"
+        return _Guarantee(budget, terms.accountant, source)
+    if whole is None:
+        return _Guarantee(None, terms.accountant, "")
+    return _Guarantee(none_if_infinite(whole.least), whole.accountant, whole.in_words())
+
+
+def _in_words(terms: Terms, account: _Account, guarantee: _Guarantee) -> str:
+    change = _NEIGHBOURS[terms.adjacency].format(unit=terms.unit)
+    if guarantee.epsilon is None and account.promised is not None:
+        return f"none: something is released without noise, so {change} may show plainly"
+    if guarantee.epsilon is None:
+        return (
+            "none that holds wherever the run stops: neither a number of releases nor a budget was fixed beforehand. "
+            f"{_so_far(account)}"
+        )
+    if not (account.spent or account.promised):
+        return "complete: nothing is released"
+    epsilon = rounded_up(guarantee.epsilon)
+    said = (
+        f"({epsilon}, {terms.delta:g})-differential privacy under {change}: except with probability about "
+        f"{terms.delta:g}, it makes no released result more than e^{epsilon} times as likely. {guarantee.source}"
+    )
+    if account.again:
+        said += (
+            f". {account.again} of the releases were paid for again after an interruption, taken not to depend "
+            "on the data"
+        )
+    if account.promised == account.spent:
+        return said
+    return f"{said}. It was fixed beforehand and holds wherever the run stops. {_so_far(account)}"
+
+
+def _so_far(account: _Account) -> str:
+    if not account.spent:
+        return "Nothing has been released yet"
+    realised = none_if_infinite(account.realised.least)
+    cost = "have no epsilon" if realised is None else f"cost epsilon {rounded_up(realised)}"
+    return (
+        f"The {account.spent.total()} releases so far {cost}, which is what was spent and no guarantee: where a run "
+        "stops may depend on what it showed"
+    )
+
+
+def _limits(words: Words) -> str:
+    if not words.simulation_only:
+        return words.does_not_cover
+    return (
+        f"{words.does_not_cover} The noise, and whatever else is drawn at random for privacy (who takes part in a "
+        "round), comes from the experiment's seed: whoever knows the seed can take it off again, so the guarantee "
+        "describes the method (a simulation), not this particular release."
+    )
+
+
+def _listed(counts: _Counts) -> list[dict[str, Any]]:
+    return [{"event": events.to_json(event), "times": times} for event, times in counts.items()]

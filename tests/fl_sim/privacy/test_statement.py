@@ -1,0 +1,128 @@
+"""A guarantee is a number fixed beforehand; what was spent is shown as what it is."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from dp_accounting import dp_event
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_sim.privacy.accounting import Adjacency, amplify_poisson, bounds, epsilon, single_steps
+from fl_sim.privacy.ledger import Ledger, Terms
+from fl_sim.types import BudgetExhausted
+
+ROUND = amplify_poisson(dp_event.GaussianDpEvent(6.0), 0.1)
+TEST, ANSWER = dp_event.GaussianDpEvent(60.0), dp_event.GaussianDpEvent(20.0)
+FREE = dp_event.GaussianDpEvent(1e9)
+WORDS = {"covers": "this", "does_not_cover": "that.", "simulation_only": False}
+
+
+def book(budget: float | None = None, accountant: str = "rdp") -> Ledger:
+    return Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, 1e-5, budget=budget, accountant=accountant))
+
+
+def charge(ledger: Ledger, event: dp_event.DpEvent, count: int, noise: str = "key") -> Ledger:
+    for number in range(count):
+        ledger.charge(event, release=f"{event} {number}", noise=noise)
+    return ledger
+
+
+def told(ledger: Ledger, planned: Mapping[dp_event.DpEvent, int] | None) -> dict[str, Any]:
+    said = ledger.statement(**WORDS, planned=planned)
+    json.dumps(said, allow_nan=False)
+    return said
+
+
+def least(counts: Mapping[dp_event.DpEvent, int]) -> float:
+    return bounds(counts, 1e-5).least
+
+
+def test_a_run_that_stops_early_is_promised_the_whole_plan() -> None:
+    said = told(charge(book(), ROUND, 3), {ROUND: 10})
+    assert said["epsilon"] == least({ROUND: 10}) > said["epsilon_realised"] == least({ROUND: 3})
+    assert (said["steps"], said["steps_planned"]) == (3, 10)
+    assert "holds wherever the run stops" in said["guarantee"]
+    assert "3 releases so far" in said["guarantee"]
+    assert "no guarantee" in said["guarantee"]
+    assert "budget" not in said["guarantee"]
+    assert [row["times"] for row in (*said["events"], *said["planned_events"])] == [3, 10]
+
+
+def test_unanswered_queries_are_in_the_guarantee() -> None:
+    # Which queries are answered depends on the votes: the realised cost is no guarantee.
+    ledger = charge(charge(book(), TEST, 50), ANSWER, 2)
+    said = told(ledger, {TEST: 50, ANSWER: 50})
+    assert said["epsilon"] == least({TEST: 50, ANSWER: 50}) > 2 * said["epsilon_realised"]
+
+
+def test_a_budget_that_is_not_used_up_is_the_guarantee() -> None:
+    said = told(charge(charge(book(budget=0.8), TEST, 50), ANSWER, 2), {TEST: 500, ANSWER: 500})
+    assert said["epsilon"] == 0.8 == said["budget"] > said["epsilon_realised"]
+    assert "This is the budget, held against the RDP accountant" in said["guarantee"]
+    small = told(charge(charge(book(budget=30.0), TEST, 5), ANSWER, 2), {TEST: 5, ANSWER: 5})
+    assert small["epsilon"] == least({TEST: 5, ANSWER: 5}) < 30
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_equal_rounds_that_use_up_a_budget_cost_what_they_cost(accountant: str) -> None:
+    budget = epsilon([ROUND] * 4, 1e-5, accountant=accountant) * 1.01
+    ledger = charge(book(budget, accountant), ROUND, 4)
+    with pytest.raises(BudgetExhausted):
+        ledger.charge(ROUND, release="one more", noise="key")
+    said = told(ledger, {ROUND: 50})
+    assert said["epsilon"] == said["epsilon_realised"] == least({ROUND: 4}) <= budget
+    assert said["budget_accountant"] == accountant
+    fewer = told(charge(book(budget, accountant), ROUND, 2), {ROUND: 50})
+    assert fewer["epsilon"] == budget
+
+
+def test_rounds_that_were_paid_for_again_come_on_top_of_the_plan() -> None:
+    ledger = charge(charge(book(), ROUND, 3), ROUND, 1, noise="new key")
+    for planned, promised in ((10, 11), (3, 4), (2, 4)):
+        said = told(ledger, {ROUND: planned})
+        assert said["epsilon"] == least({ROUND: promised})
+        assert said["steps_planned"] == promised
+        assert "1 of the releases were paid for again" in said["guarantee"]
+
+
+def test_without_a_plan_or_a_budget_nothing_holds_for_a_run_that_may_stop_anywhere() -> None:
+    said = told(charge(book(), ROUND, 3), None)
+    assert said["epsilon"] is None
+    assert said["epsilon_realised"] == least({ROUND: 3})
+    assert said["guarantee"].startswith("none that holds wherever the run stops")
+    assert said["planned_events"] is None
+    assert told(charge(book(budget=8.0), ROUND, 3), None)["epsilon"] == 8.0
+
+
+def test_nothing_released_and_released_for_nothing_are_told_apart() -> None:
+    nothing = told(book(), {})
+    assert (nothing["epsilon"], nothing["steps"], nothing["guarantee"]) == (0.0, 0, "complete: nothing is released")
+    free = told(charge(book(), FREE, 2), {FREE: 2})
+    assert free["epsilon"] == 0.0
+    assert free["guarantee"].startswith("(0, 1e-05)-differential privacy")
+    waiting = told(book(), {ROUND: 5})
+    assert waiting["epsilon"] == least({ROUND: 5})
+    assert "Nothing has been released yet" in waiting["guarantee"]
+
+
+@given(
+    st.lists(st.sampled_from([TEST, ANSWER]), max_size=4),
+    st.dictionaries(st.sampled_from([TEST, ANSWER]), st.integers(0, 3)),
+    st.sampled_from([None, 0.2, 20.0]),
+)
+@settings(deadline=None, max_examples=8)
+def test_the_guarantee_is_never_below_the_cost_of_what_was_released(
+    released: list[dp_event.DpEvent], planned: dict[dp_event.DpEvent, int], budget: float | None
+) -> None:
+    ledger = book(budget)
+    for number, event in enumerate(released):
+        if ledger.affords(event):
+            ledger.charge(event, release=f"release {number}", noise="key")
+    said = told(ledger, planned)
+    assert said["epsilon"] >= said["epsilon_realised"]
+    if budget is None:
+        assert said["epsilon"] >= least(single_steps(planned))
+    else:
+        assert said["epsilon"] <= budget or said["epsilon"] == said["epsilon_realised"]
