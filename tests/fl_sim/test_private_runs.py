@@ -65,14 +65,26 @@ def test_every_round_is_charged_what_its_mechanism_costs(tmp_path: Path) -> None
     event = amplify_poisson(dp_event.GaussianDpEvent(1.0), 0.4)
     wanted = [epsilon([event] * rounds, 1e-3) for rounds in (1, 2, 3, 4)]
     assert [record.epsilon for record in read_rounds(tmp_path / "run")] == pytest.approx(wanted, rel=1e-9)
-    assert result["privacy"][0]["epsilon"] == pytest.approx(wanted[-1], rel=1e-9)
-    assert result["privacy"][0]["epsilon_pld"] <= wanted[-1]
+    said = result["privacy"][0]
+    assert said["epsilon_rdp"] == pytest.approx(wanted[-1], rel=1e-9)
+    assert said["epsilon"] == said["epsilon_realised"] == epsilon([event] * 4, 1e-3, accountant="pld") < wanted[-1]
     assert [charge["release"] for charge in charges(tmp_path / "run")] == [f"round {r}" for r in (1, 2, 3, 4)]
+
+
+def test_a_run_that_is_stopped_is_promised_what_all_its_rounds_cost(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(private(sampler="poisson:0.4"), tmp_path / "run", observer=StopAfter(2))
+    said = json.loads((tmp_path / "run" / "result.json").read_text())["privacy"][0]
+    event = amplify_poisson(dp_event.GaussianDpEvent(1.0), 0.4)
+    assert said["epsilon"] == epsilon([event] * 4, 1e-3, accountant="pld")
+    assert said["epsilon_realised"] == epsilon([event] * 2, 1e-3, accountant="pld")
+    assert "no guarantee" in said["guarantee"]
 
 
 def test_a_fixed_cohort_is_charged_under_replacing_a_client(tmp_path: Path) -> None:
     result = run(private(sampler="fixed-size:3", rounds=2), tmp_path / "run")
-    wanted = epsilon([amplify_fixed_size(dp_event.GaussianDpEvent(1.0), 3, 12)] * 2, 1e-3)
+    event = amplify_fixed_size(dp_event.GaussianDpEvent(1.0), 3, 12)
+    wanted = epsilon([event] * 2, 1e-3, accountant="pld")
     assert result["privacy"][0]["epsilon"] == pytest.approx(wanted, rel=1e-9)
     assert result["privacy"][0]["adjacency"] == str(Adjacency.REPLACE_ONE)
 
