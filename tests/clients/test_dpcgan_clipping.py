@@ -126,3 +126,43 @@ def test_no_pairs_sum_to_zero() -> None:
         clipped_sum(net, real[:0], fake[:0], 1.0),
         torch.zeros(sum(weight.numel() for weight in net.parameters()), dtype=torch.float64),
     )
+
+
+def with_weights(net: nn.Sequential, scale: float) -> nn.Sequential:
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.mul_(scale)
+    return net
+
+
+@pytest.mark.parametrize("case", [small_case, paper_case])
+@pytest.mark.parametrize("scale", [10.0, 1e3, 1e4])
+@pytest.mark.parametrize("score", [1e-4, 1e-2])
+def test_no_pair_counts_for_more_than_the_clipping_norm_however_large_the_weights(
+    case: Callable[[int], tuple[nn.Sequential, Batch]], scale: float, score: float
+) -> None:
+    # A fake that equals its record, of a score near zero: two long gradients cancel but for a small rest. Scalar
+    # products in float32 lose that rest, and the pair is not clipped at all: it counted for 3.3 times the bound.
+    net, (real, _) = case(3)
+    with_weights(net, scale)
+    for row in range(3):
+        with torch.no_grad():
+            [*_, last] = [layer for layer in net if isinstance(layer, nn.Linear | nn.Conv2d)]
+            last.bias += score - net(real[[row]]).flatten()
+        bound = 0.3 * float(clipped_sum(net, real[[row]], real[[row]], float("inf")).norm())
+        moved = clipped_sum(net, real, real, bound) - clipped_sum(
+            net, *[real[[i for i in range(3) if i != row]]] * 2, bound
+        )
+        for contribution in (clipped_sum(net, real[[row]], real[[row]], bound), moved):
+            assert contribution.norm() <= bound
+
+
+@pytest.mark.parametrize("case", [small_case, paper_case])
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_a_pair_counts_for_the_same_whatever_pairs_are_beside_it(
+    case: Callable[[int], tuple[nn.Sequential, Batch]], scale: float
+) -> None:
+    net, (real, fake) = case(40)
+    with_weights(net, scale)
+    parts = [clipped_sum(net, real[chosen], fake[chosen], 0.7) for chosen in (slice(0, 1), slice(1, 19), slice(19, 40))]
+    torch.testing.assert_close(sum(parts), clipped_sum(net, real, fake, 0.7), rtol=0, atol=1e-12)
