@@ -253,7 +253,8 @@ class _Convolution:
 def _sizes(rows: torch.Tensor) -> torch.Tensor:
     """Return the sum of each row's squares, (rows,)."""
     rows = rows.flatten(1)
-    return torch.linalg.vecdot(rows, rows)
+    squares: torch.Tensor = torch.linalg.vecdot(rows, rows)
+    return squares
 
 
 def _halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
