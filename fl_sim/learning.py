@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fl_sim.params import detached
+from fl_sim.params import check_layout, detached, layout_of
 from fl_sim.precision import arithmetic
 from fl_sim.records import Scale, Source
 from fl_sim.types import ClientUpdate, Dataset, Examples, LocalPlan, LocalSettings, LocalTask, Mix, Params, Trained
@@ -76,13 +76,14 @@ def train(
     """Run ``task.settings.epochs`` epochs of SGD from ``task.params``.
 
     ``inputs``: (n, *input shape), normalised; ``labels``: (n,). ``model`` lends its architecture; its weights are
-    overwritten. ``generator`` shuffles records and picks mixing partners. With n = 0 nothing is trained.
+    overwritten. ``generator`` shuffles records and picks mixing partners. With n = 0 nothing is trained. Raises
+    ValueError where tensors are not the model's.
     """
     weights: Params = dict(model.named_parameters())
     trainable = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    _check_plan(plan, weights, inputs)
     with torch.no_grad():
-        for name, weight in weights.items():
-            weight.copy_(task.params[name])
+        _load(weights, task.params)
     anchor, offset = _on(task.params, inputs.device), _on(plan.gradient_offset or {}, inputs.device)
     momentum_buffers = _on(plan.momentum_buffers or {}, inputs.device, copy=True)
     model.train()
@@ -104,6 +105,26 @@ def train(
         num_steps=len(losses),
         loss=float(torch.stack(losses).mean()) if losses else None,
     )
+
+
+def _load(weights: Params, params: Params) -> None:
+    """Write ``params`` over ``weights``; copying alone would stretch a smaller tensor to the size of its place."""
+    check_layout("the weights", params, layout_of(weights))
+    for name, weight in weights.items():
+        weight.copy_(params[name])
+
+
+def _check_plan(plan: LocalPlan, weights: Params, inputs: torch.Tensor) -> None:
+    buffers = plan.momentum_buffers or {}
+    moved = {name: weight for name, weight in weights.items() if name in buffers}  # a frozen one has none
+    check_layout("the momentum buffers", buffers, layout_of(moved))
+    if plan.gradient_offset:
+        check_layout("the gradient offsets", plan.gradient_offset, layout_of(weights))
+    if plan.mix is not None and plan.mix.inputs.shape[1:] != inputs.shape[1:]:
+        raise ValueError(
+            f"the mixing pool holds records of shape {tuple(plan.mix.inputs.shape[1:])}, the client those of shape "
+            f"{tuple(inputs.shape[1:])}"
+        )
 
 
 def _on(params: Params, device: torch.device, *, copy: bool = False) -> dict[str, torch.Tensor]:
@@ -157,8 +178,7 @@ def evaluate(
 def ready(model: nn.Module, params: Params) -> nn.Module:
     """Return ``model`` with the weights ``params``, in evaluation mode."""
     with torch.inference_mode():
-        for name, weight in model.named_parameters():
-            weight.copy_(params[name])
+        _load(dict(model.named_parameters()), params)
     return model.eval()
 
 

@@ -75,6 +75,24 @@ def layout_of(params: Params) -> Layout:
     return tuple((name, tuple(value.shape)) for name, value in params.items())
 
 
+def check_layout(what: str, params: Params, layout: Layout) -> None:
+    """Raise ValueError, which names ``what`` they are, where ``params`` have other names or shapes than ``layout``.
+
+    Their order may differ.
+    """
+    had = layout_of(params)
+    if had == layout or dict(had) == dict(layout):
+        return
+    found, wanted = dict(had), dict(layout)
+    for name in {**wanted, **found}:
+        if name not in found:
+            raise ValueError(f"{what} do not fit the model: {name} is missing")
+        if name not in wanted:
+            raise ValueError(f"{what} do not fit the model: it has no {name}")
+        if found[name] != wanted[name]:
+            raise ValueError(f"{what} do not fit the model: {name} has the shape {found[name]}, not {wanted[name]}")
+
+
 def add(left: Params, right: Params, scale: float = 1.0) -> Params:
     """Return left + scale * right."""
     if (pair := _vectors(left, right)) is not None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from fl_sim.cohort import Job
 from fl_sim.learning import LogitsOf, mixed_losses
-from fl_sim.params import Layout, layout_of
+from fl_sim.params import Layout, check_layout, layout_of
 from fl_sim.records import Source
 from fl_sim.types import Mix, Params
 
@@ -67,6 +67,7 @@ class StackedStep:
     ) -> None:
         self.kind, self.mix, self.capacity, self.padded = kind, mix, capacity, padded
         self._model, self._source, device = model, source, source.inputs.device
+        check_layout("the model's weights", dict(model.named_parameters()), kind.layout)
         self._trainable = _trainable(model, source)
         shapes = dict(kind.layout)
         self.params = _room(shapes, capacity, device)

@@ -133,6 +133,14 @@ class Mix:
     weight: float
     linearise: bool
 
+    def __post_init__(self) -> None:
+        """Raise RunError where a record of the pool has no label, or a label no record."""
+        if len(self.inputs) != len(self.labels):
+            raise RunError(
+                f"the mixing pool holds {len(self.inputs)} averaged records and {len(self.labels)} rows of class "
+                "proportions: a client shared more of one than of the other"
+            )
+
 
 @dataclass(frozen=True)
 class LocalPlan:

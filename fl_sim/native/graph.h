@@ -1,6 +1,8 @@
 // Which layer reads what another wrote, and where gradients lie on the way back.
 #pragma once
 
+#include <new>
+
 #include "layer.h"
 
 namespace {
@@ -25,11 +27,16 @@ struct Graph {
     Graph(const int32_t* described, int num_layers, const Image& input) {
         nodes.push_back({input, {}});
         long at = 0;
+        if (input.channels < 1 || input.height < 1 || input.width < 1) return;
+        if (double(input.area()) * input.channels > double(MOST_NUMBERS)) return;
         for (int index = 0; index < num_layers; index++) {
             const int32_t* field = described + index * FIELDS;
-            if (field[11] > index || field[12] > index) return;
-            Layer layer = read_layer(field, nodes[field[11]].image);
-            if (!fits(layer, index)) return;
+            const int source = field[11], other = field[12];
+            if (source < 0 || source > index || other < 0 || other > index) return;
+            const Image& in = nodes[source].image;
+            if (!is_known(field, in) || (field[0] == ADD && !in.same_size(nodes[other].image))) return;
+            Layer layer = read_layer(field, in);
+            if (!is_countable(layer)) return;
             layer.weight = at;
             layer.bias = at += layer.num_weights();
             at += layer.num_biases();
@@ -49,6 +56,8 @@ struct Graph {
             read.border_y = std::max(read.border_y, layer.kind == CONV ? layer.padding_y : 0);
             read.border_x = std::max(read.border_x, layer.kind == CONV ? layer.padding_x : 0);
         }
+        for (const Node& node : nodes)
+            if (node.image.vectors() > MOST_NUMBERS) throw std::bad_alloc();
         for (size_t index = 0; index < layers.size(); index++) {
             layers[index].in = nodes[layers[index].source].image, layers[index].out = nodes[index + 1].image;
             ::reserve(layers[index], origins);
@@ -62,11 +71,11 @@ struct Graph {
     }
 
   private:
-    bool fits(const Layer& layer, int index) const {
-        if (layer.source < 0 || layer.other < 0 || layer.source > index) return false;
-        if (layer.kind == ADD && !layer.in.same_size(nodes[layer.other].image)) return false;
-        if (layer.kind == NORM && (layer.parts < 1 || layer.in.channels % layer.parts || !layer.has_bias)) return false;
-        return layer.out.height > 0 && layer.out.width > 0 && layer.out.channels > 0;
+    // Whether it writes something, and no more numbers than can be counted.
+    static bool is_countable(const Layer& layer) {
+        const Image& out = layer.out;
+        const double weights = double(out.channels) * double(layer.in.features()) * double(std::max(1L, layer.taps()));
+        return out.height > 0 && out.width > 0 && double(out.area()) * out.channels <= double(MOST_NUMBERS) && weights < 1e15;
     }
 
     // A node's gradient is needed from its last reader back to its writer; then another takes its buffer.

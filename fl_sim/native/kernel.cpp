@@ -17,15 +17,17 @@
 // Order of sums. One client is one thread and all loops are sequential: the bits depend on the arguments (and the
 // compiler) alone.
 
+#include <algorithm>
 #include <memory>
 #include <new>
 #include <numeric>
+#include <stdexcept>
 
 #include "network.h"
 
 namespace {
 
-constexpr int VERSION = 3;  // of the functions below; sizes and fields speak for themselves
+constexpr int VERSION = 4;  // of the functions below; sizes and fields speak for themselves
 
 // kernel.py fills it in, field by field.
 struct Request {
@@ -39,6 +41,7 @@ struct Request {
     const int64_t *labels, *order;                 // order: [epoch][record]
     const float *partner_inputs, *partner_labels;  // null: the loss is plain
     const int64_t* partners;                       // [step]
+    int64_t num_partners;                          // records of the mixing pool
     int64_t num_examples, epochs, batch_size, linearise;
     float learning_rate, momentum, weight_decay, proximal_mu, own_weight, partner_weight;
 };
@@ -62,11 +65,29 @@ Network* network_for(const Request& request, int64_t batch_size) {
     return network.get();
 }
 
+int num_classes(const Request& request) { return request.layers[(request.num_layers - 1) * FIELDS + 1]; }
+
+// Says whether all of ``count`` numbers lie in 0 .. end - 1.
+bool are_below(const int64_t* numbers, int64_t count, int64_t end) {
+    return std::all_of(numbers, numbers + count, [end](int64_t number) { return number >= 0 && number < end; });
+}
+
+// Returns 0, or which fault of the request's numbers would have memory read that is none of theirs.
+int fault_of(const Request& request) {
+    const int64_t count = request.num_examples;
+    if (request.num_layers < 1) return 1;
+    if (count < 1 || request.epochs < 1 || request.batch_size < 1) return 4;
+    if (std::min(request.batch_size, count) > MOST_NUMBERS) return 2;
+    if (!are_below(request.labels, count, num_classes(request))) return 3;
+    if (!are_below(request.order, request.epochs * count, count)) return 4;
+    const int64_t steps = request.epochs * ((count - 1) / request.batch_size + 1);
+    return request.partners && !are_below(request.partners, steps, request.num_partners) ? 4 : 0;
+}
+
 int train(const Request& request, double* mean_loss) {
+    if (const int fault = fault_of(request)) return fault;
     const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
-    const int classes = request.layers[(request.num_layers - 1) * FIELDS + 1];
-    for (int64_t i = 0; i < count; i++)
-        if (request.labels[i] < 0 || request.labels[i] >= classes) return 3;
+    const int classes = num_classes(request);
     Network* network = network_for(request, batch_size);
     if (!network) return 1;
     std::copy(request.anchor, request.anchor + request.num_params + LANES, request.params);
@@ -89,6 +110,36 @@ int train(const Request& request, double* mean_loss) {
     return 0;
 }
 
+int infer(const Request& request, float* logits) {
+    const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
+    if (request.num_layers < 1) return 1;
+    if (count < 1 || batch_size < 1) return 4;
+    const int classes = num_classes(request);
+    Network* network = network_for(request, batch_size);
+    if (!network) return 1;
+    std::vector<int64_t> order(count);
+    std::iota(order.begin(), order.end(), 0);
+    network->start(request.params);
+    for (int64_t first = 0; first < count; first += batch_size) {
+        const int here = int(std::min(batch_size, count - first));
+        const Batch batch{nullptr, order.data() + first, here, (here + LANES - 1) / LANES, classes, nullptr, 0};
+        network->infer(request.inputs, batch, request.params, logits + first * classes);
+    }
+    return 0;
+}
+
+// Returns what ``work`` returns; no exception may reach Python.
+template <class Work>
+int guarded(const Work& work) try {
+    return work();
+} catch (const std::bad_alloc&) {
+    return 2;
+} catch (const std::length_error&) {  // more than there could ever be
+    return 2;
+} catch (const std::logic_error&) {  // a layer where none such belongs
+    return 1;
+}
+
 }  // namespace
 
 extern "C" {
@@ -102,35 +153,21 @@ int fl_sim_lanes() { return LANES; }
 // Tells apart versions of this interface: kernel.py works it out for its own.
 int fl_sim_layout() { return int(VERSION * 1000000 + 1000 * sizeof(Request) + FIELDS); }
 
-// Trains ``count`` clients, one after another, up to the first that fails. Returns 0; 1 where the description does not
-// fit ``num_params``; 2 where memory ran out; 3 where a label is no class.
-int fl_sim_train(const Request* requests, int64_t count, double* mean_losses) try {
-    for (int64_t client = 0; client < count; client++)
-        if (const int failed = train(requests[client], mean_losses + client)) return failed;
-    return 0;
-} catch (const std::bad_alloc&) {
-    return 2;
+// Trains ``count`` clients, one after another, up to the first that fails. Returns 0; 1 where the layers do not fit each
+// other, the input or ``num_params``; 2 where memory ran out; 3 where a label is no class; 4 where a place in ``order`` or
+// ``partners`` is no record, or where there is nothing to do.
+int fl_sim_train(const Request* requests, int64_t count, double* mean_losses) {
+    return guarded([&] {
+        for (int64_t client = 0; client < count; client++)
+            if (const int failed = train(requests[client], mean_losses + client)) return failed;
+        return 0;
+    });
 }
 
 // Writes the logits of every record, [record][class]. Reads what describes the network, ``params``, ``inputs``,
 // ``num_examples`` and ``batch_size`` (how many go through together: last bits depend on it). Returns as above.
-int fl_sim_infer(const Request* asked, float* logits) try {
-    const Request& request = *asked;
-    const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
-    const int classes = request.layers[(request.num_layers - 1) * FIELDS + 1];
-    Network* network = network_for(request, batch_size);
-    if (!network) return 1;
-    std::vector<int64_t> order(count);
-    std::iota(order.begin(), order.end(), 0);
-    network->start(request.params);
-    for (int64_t first = 0; first < count; first += batch_size) {
-        const int here = int(std::min(batch_size, count - first));
-        const Batch batch{nullptr, order.data() + first, here, (here + LANES - 1) / LANES, classes, nullptr, 0};
-        network->infer(request.inputs, batch, request.params, logits + first * classes);
-    }
-    return 0;
-} catch (const std::bad_alloc&) {
-    return 2;
+int fl_sim_infer(const Request* request, float* logits) {
+    return guarded([&] { return infer(*request, logits); });
 }
 
 }  // extern "C"

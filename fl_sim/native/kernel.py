@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fl_sim.native.checks import check_lesson, check_records, vector_of
 from fl_sim.native.compiling import LIBRARY, NEEDED, processor
 from fl_sim.native.layers import FIELDS, Stack
-from fl_sim.params import FlatParams, num_in, vector_in
+from fl_sim.params import FlatParams, num_in
 from fl_sim.types import LocalPlan, LocalTask, Params, Trained
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -30,14 +31,14 @@ class _Request(ctypes.Structure):
         ("layers", _POINTER), ("num_layers", _LONG), ("input_shape", _POINTER), ("num_params", _LONG),
         ("params", _POINTER), ("buffers", _POINTER), ("anchor", _POINTER), ("warm", _POINTER), ("offset", _POINTER),
         ("inputs", _POINTER), ("labels", _POINTER), ("order", _POINTER),
-        ("partner_inputs", _POINTER), ("partner_labels", _POINTER), ("partners", _POINTER),
+        ("partner_inputs", _POINTER), ("partner_labels", _POINTER), ("partners", _POINTER), ("num_partners", _LONG),
         ("num_examples", _LONG), ("epochs", _LONG), ("batch_size", _LONG), ("linearise", _LONG),
         ("learning_rate", _FLOAT), ("momentum", _FLOAT), ("weight_decay", _FLOAT), ("proximal_mu", _FLOAT),
         ("own_weight", _FLOAT), ("partner_weight", _FLOAT),
     ]  # fmt: skip
 
 
-_VERSION = 3  # of the library's functions
+_VERSION = 4  # of the library's functions
 _LAYOUT = _VERSION * 1_000_000 + 1000 * ctypes.sizeof(_Request) + len(FIELDS)
 """What a library of the same version calls fl_sim_layout."""
 
@@ -88,7 +89,8 @@ class Kernel:
     def train(self, stack: Stack, lessons: Sequence[Lesson]) -> list[Trained]:
         """Train clients, one after another, each as ``fl_sim.learning.train`` does but for float32 rounding.
 
-        Other threads run meanwhile. Raises IndexError for a label outside the model's classes.
+        Other threads run meanwhile. Raises IndexError for a label outside the model's classes, and ValueError for
+        tensors of other lengths or types than the model and the task ask for.
         """
         size = num_in(stack.layout)
         params, buffers = (torch.empty(len(lessons), _padded(size)) for _ in range(2))
@@ -97,10 +99,8 @@ class Kernel:
         requests = (_Request * len(lessons))(*(held.request(*result) for result in results))
         losses = (ctypes.c_double * len(lessons))()
         failed = self.library.fl_sim_train(requests, _LONG(len(lessons)), losses)
-        if failed == 3:
-            raise IndexError(f"a label is outside of the model's {stack.num_classes} classes")
         if failed:
-            raise MemoryError("no memory for local training") if failed == 2 else AssertionError("shapes disagree")
+            raise _failure(failed, stack, "local training")
         return [
             Trained(
                 params=FlatParams(own_params[:size], stack.layout),
@@ -116,9 +116,14 @@ class Kernel:
 
         ``params``: float32, as one vector in the stack's layout; ``inputs``: float32, (n, *input shape). The same bits
         for the same records in the same order; last bits of a record's logits depend on who it goes through with.
+        Raises ValueError as ``train`` does.
         """
-        weights, records = params.contiguous(), inputs.contiguous()  # held until the call is over
+        weights = vector_of("the model's weights", FlatParams(params, stack.layout), stack.layout)
+        check_records(stack, "the records", inputs, len(inputs))
+        records = inputs.contiguous()  # both are held until the call is over
         logits = torch.empty(len(records), stack.num_classes)
+        if not len(records):
+            return logits
         request = _Request(
             layers=stack.pointers[0], num_layers=len(stack.layers), input_shape=stack.pointers[1],
             num_params=len(weights), params=weights.data_ptr(), inputs=records.data_ptr(), num_examples=len(records),
@@ -126,7 +131,7 @@ class Kernel:
         )  # fmt: skip
         failed = self.library.fl_sim_infer(ctypes.byref(request), _POINTER(logits.data_ptr()))
         if failed:
-            raise MemoryError("no memory for evaluation") if failed == 2 else AssertionError("shapes disagree")
+            raise _failure(failed, stack, "evaluation")
         return logits
 
 
@@ -160,21 +165,25 @@ class _Held:
 
     def request(self, lesson: Lesson, params: torch.Tensor, buffers: torch.Tensor) -> _Request:
         """Ask for one client's training, whose results go to ``params`` and, with momentum, ``buffers``."""
+        check_lesson(self._stack, lesson)
         task, plan, inputs, labels, draws = lesson
         settings, stack = task.settings, self._stack
         records, targets = self._whole(inputs), self._whole(labels)
         request = _Request(
             layers=stack.pointers[0], num_layers=len(stack.layers), input_shape=stack.pointers[1],
             num_params=num_in(stack.layout), params=params.data_ptr(),
-            buffers=buffers.data_ptr() if _has_momentum(lesson) else None, anchor=self._vector(task.params),
-            warm=self._vector(plan.momentum_buffers), offset=self._vector(plan.gradient_offset),
-            inputs=records, labels=targets, order=draws.order.ctypes.data, num_examples=len(labels),
-            epochs=settings.epochs, batch_size=settings.batch_size, learning_rate=settings.learning_rate,
-            momentum=settings.momentum, weight_decay=settings.weight_decay, proximal_mu=plan.proximal_mu,
+            buffers=buffers.data_ptr() if _has_momentum(lesson) else None,
+            anchor=self._vector("the weights", task.params),
+            warm=self._vector("the momentum buffers", plan.momentum_buffers or None),
+            offset=self._vector("the gradient offsets", plan.gradient_offset or None),
+            inputs=records, labels=targets, order=self._array(draws.order), num_examples=len(labels),
+            epochs=settings.epochs, batch_size=min(settings.batch_size, len(labels)),
+            learning_rate=settings.learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay,
+            proximal_mu=plan.proximal_mu,
         )  # fmt: skip
         if (mix := plan.mix) is not None:
             request.partner_inputs, request.partner_labels = self._whole(mix.inputs), self._whole(mix.labels)
-            request.partners = draws.partners.ctypes.data
+            request.partners, request.num_partners = self._array(draws.partners), len(mix.labels)
             request.linearise = int(mix.linearise)
             request.own_weight, request.partner_weight = 1 - mix.weight, mix.weight
         return request
@@ -183,13 +192,28 @@ class _Held:
         self._tensors.append(values.contiguous())
         return self._tensors[-1].data_ptr()
 
-    def _vector(self, params: Params | None) -> int | None:
-        if not params:
+    def _array(self, values: NDArray[np.int64]) -> int:
+        return self._whole(torch.from_numpy(values))
+
+    def _vector(self, what: str, params: Params | None) -> int | None:
+        if params is None:
             return None
         if id(params) not in self._padded:
-            vector = vector_in(params, self._stack.layout)
+            vector = vector_of(what, params, self._stack.layout)
             self._padded[id(params)] = torch.cat([vector, torch.zeros(_padded(len(vector)) - len(vector))])
         return self._padded[id(params)].data_ptr()
+
+
+def _failure(code: int, stack: Stack, what: str) -> Exception:
+    """Return what the library's ``code`` means."""
+    if code == 2:
+        return MemoryError(f"no memory for {what}: take a smaller local.batch_size, or fewer clients at a time")
+    if code == 3:
+        return IndexError(f"a label is outside of the model's {stack.num_classes} classes")
+    if code == 4:
+        return IndexError("the order of the records or the mixing partners name records that are not there")
+    shape = tuple(stack.input_shape.tolist())
+    return ValueError(f"the model's layers do not fit each other or records of shape {shape}")
 
 
 def _has_momentum(lesson: Lesson) -> bool:

@@ -9,7 +9,9 @@
 namespace {
 
 enum Kind { CONV = 0, POOL = 1, RELU = 2, LINEAR = 3, NORM = 4, ADD = 5, AVERAGE = 6 };
-constexpr int FIELDS = 15;  // of a layer's description, named in layers.py
+constexpr int FIELDS = 16;  // of a layer's description, named in layers.py
+constexpr long MOST_NUMBERS = 1L << 30;  // of a record in one place: what counts them in 32 bits does not overflow
+constexpr int MOST_WIDE = 1 << 15;       // of a kernel or its border: likewise
 
 struct Image {  // planes of vectors, each with a border of zeros
     int channels = 0, height = 0, width = 0, border_y = 0, border_x = 0;
@@ -53,7 +55,32 @@ struct Layer {
     long num_biases() const { return has_bias ? out.channels : 0; }
 };
 
-// Reads a description; ``in``: the size of what comes in. Borders are for the network to set.
+// Says whether a layer's window lies within what comes in, with its border.
+inline bool has_window(const int32_t* field, const Image& in) {
+    for (int axis = 0; axis < 2; axis++) {
+        const long kernel = field[2 + axis], stride = field[4 + axis], padding = field[6 + axis];
+        if (kernel < 1 || kernel > MOST_WIDE || stride < 1 || padding < 0 || padding >= kernel) return false;
+        if ((axis ? in.width : in.height) + 2 * padding < kernel) return false;
+        if (field[0] == POOL && 2 * padding > kernel) return false;  // a window could lie in the border alone
+    }
+    return true;
+}
+
+// Says whether a description can be read as one of the layers there are, on ``in``. A kind that is not named here is none.
+inline bool is_known(const int32_t* field, const Image& in) {
+    if (field[10] && field[0] != CONV) return false;  // pooling is fused with a convolution alone
+    switch (field[0]) {
+        case CONV: return field[1] > 0 && field[15] == in.channels && has_window(field, in);
+        case POOL: return has_window(field, in);
+        case LINEAR: return field[1] > 0 && field[15] == in.features();
+        case NORM: return field[8] && field[13] > 0 && field[15] == in.channels && in.channels % field[13] == 0;
+        case AVERAGE: return !field[9];
+        case RELU: case ADD: return true;
+    }
+    return false;
+}
+
+// Reads a description that ``is_known``; ``in``: the size of what comes in. Borders are for the network to set.
 inline Layer read_layer(const int32_t* field, const Image& in) {
     Layer layer{};
     layer.kind = Kind(field[0]);

@@ -20,7 +20,7 @@ _KINDS: dict[type[nn.Module], int] = {
 _HALVING = {"kernel_y": 2, "kernel_x": 2, "stride_y": 2, "stride_x": 2, "padding_y": 0, "padding_x": 0}
 FIELDS = (
     "kind", "outputs", "kernel_y", "kernel_x", "stride_y", "stride_x", "padding_y", "padding_x", "bias", "relu",
-    "pooled", "source", "other", "parts", "epsilon",
+    "pooled", "source", "other", "parts", "epsilon", "inputs",
 )  # fmt: skip
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -29,7 +29,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class Stack:
     """A model as the kernel sees it.
 
-    ``layers``: int32, (layers, 15), in the order of ``FIELDS``; ``input_shape``: int32, (3,): channels, height, width,
+    ``layers``: int32, (layers, 16), in the order of ``FIELDS``; ``input_shape``: int32, (3,): channels, height, width,
     or (features, 1, 1). ``layout``: the parameters' names and shapes, in the order in which they lie one after another.
     """
 
@@ -144,12 +144,15 @@ def _row(module: nn.Module) -> dict[str, int] | None:
         return None
     row = {"kind": kind}
     if isinstance(module, nn.Linear):
-        return row | {"outputs": module.out_features, "bias": module.bias is not None}
+        return row | {
+            "inputs": module.in_features, "outputs": module.out_features, "bias": module.bias is not None
+        }  # fmt: skip
     if isinstance(module, nn.AdaptiveAvgPool2d):
         return row if module.output_size in (1, (1, 1)) else None
     if isinstance(module, nn.GroupNorm):
         epsilon = int(np.float32(module.eps).view(np.int32))  # the bits: all fields are integers
-        return row | {"parts": module.num_groups, "epsilon": epsilon, "bias": 1} if module.affine else None
+        row |= {"inputs": module.num_channels, "parts": module.num_groups, "epsilon": epsilon, "bias": 1}
+        return row if module.affine else None
     return row if isinstance(module, nn.ReLU) else _window(row, module)
 
 
@@ -157,21 +160,23 @@ def _window(row: dict[str, int], module: nn.Module) -> dict[str, int] | None:
     if isinstance(module, nn.Conv2d):
         if module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str):
             return None
-        row |= {"outputs": module.out_channels, "bias": module.bias is not None}
+        row |= {"inputs": module.in_channels, "outputs": module.out_channels, "bias": module.bias is not None}
     if isinstance(module, nn.MaxPool2d) and (module.ceil_mode or module.return_indices):
         return None
     return _sized(row, module)
 
 
 def _sized(row: dict[str, int], window: Any) -> dict[str, int] | None:
-    """Add the window's sizes; None where it is dilated, or padded by a whole kernel."""
+    """Add the window's sizes; None where it is dilated, or padded by more than it covers."""
     for name in ("kernel_size", "stride", "padding", "dilation"):
         value = getattr(window, name)
         row[f"{name.removesuffix('_size')}_y"], row[f"{name.removesuffix('_size')}_x"] = (
             value if isinstance(value, tuple) else (value, value)
         )
     is_dilated = (row["dilation_y"], row["dilation_x"]) != (1, 1)
-    fits = row["padding_y"] < row["kernel_y"] and row["padding_x"] < row["kernel_x"]
+    kernels, paddings = ((row[f"{name}_y"], row[f"{name}_x"]) for name in ("kernel", "padding"))
+    most = [size // 2 if row["kind"] == _POOL else size - 1 for size in kernels]
+    fits = all(padding <= allowed for padding, allowed in zip(paddings, most, strict=True))
     return row if fits and not is_dilated else None
 
 

@@ -1,6 +1,8 @@
 // A network on one minibatch after another.
 #pragma once
 
+#include <stdexcept>
+
 #include "convolution.h"
 #include "graph.h"
 #include "linear.h"
@@ -118,12 +120,18 @@ class Network {
     void forward(int index, int group, const float* params) {
         Layer& layer = graph_.layers[index];
         const Flow flow = flow_of(index, group);
-        if (is_winograd(layer)) winograd_forward(winograds_[index], tiles_, layer, flow, params);
-        else if (layer.kind == CONV) convolve(forward_pass(layer, flow, params));
-        else if (layer.kind == POOL) pool_forward(layer, flow);
-        else if (layer.kind == NORM) norm_forward(layer, flow, params);
-        else if (layer.kind == AVERAGE) average_forward(layer, flow);
-        else add_forward(layer, graph_.nodes[layer.other].image, flow);
+        switch (layer.kind) {
+            case CONV:
+                if (is_winograd(layer)) winograd_forward(winograds_[index], tiles_, layer, flow, params);
+                else convolve(forward_pass(layer, flow, params));
+                return;
+            case POOL: return pool_forward(layer, flow);
+            case NORM: return norm_forward(layer, flow, params);
+            case AVERAGE: return average_forward(layer, flow);
+            case RELU: case ADD: return add_forward(layer, graph_.nodes[layer.other].image, flow);
+            case LINEAR: break;
+        }
+        throw std::logic_error("no layer of planes");
     }
 
     void linear_forward(int index, const float* params) {
@@ -197,14 +205,21 @@ class Network {
             pass_back(layer, layer.other, [&](vec* back) { add_backward(layer, flow, gradient, back); });
         pass_back(layer, layer.source, [&](vec* back) {
             vec* asked = layer.source ? back : nullptr;
-            if (is_routed(layer)) routed_backward(routes_[index], layer, flow, count, gradient, asked, gradients_.data());
-            else if (is_winograd(layer))
-                winograd_backward(winograds_[index], tiles_, layer, flow, gradient, asked, gradients_.data());
-            else if (layer.kind == CONV) conv_backward(layer, flow, gradient, asked, gradients_.data());
-            else if (layer.kind == POOL) pool_backward(layer, flow, gradient, back);
-            else if (layer.kind == NORM) norm_backward(layer, flow, gradient, back, params, gradients_.data());
-            else if (layer.kind == AVERAGE) average_backward(layer, gradient, back);
-            else add_backward(layer, flow, gradient, back);
+            switch (layer.kind) {
+                case CONV:
+                    if (is_routed(layer))
+                        routed_backward(routes_[index], layer, flow, count, gradient, asked, gradients_.data());
+                    else if (is_winograd(layer))
+                        winograd_backward(winograds_[index], tiles_, layer, flow, gradient, asked, gradients_.data());
+                    else conv_backward(layer, flow, gradient, asked, gradients_.data());
+                    return;
+                case POOL: return pool_backward(layer, flow, gradient, back);
+                case NORM: return norm_backward(layer, flow, gradient, back, params, gradients_.data());
+                case AVERAGE: return average_backward(layer, gradient, back);
+                case RELU: case ADD: return add_backward(layer, flow, gradient, back);
+                case LINEAR: break;
+            }
+            throw std::logic_error("no layer of planes");
         });
     }
 

@@ -1,0 +1,65 @@
+"""What the compiled trainer is given, held against the model before a pointer is passed: it reads where it is told."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fl_sim.native.layers import Stack
+from fl_sim.params import Layout, check_layout, num_in, vector_in
+from fl_sim.types import Params
+
+if TYPE_CHECKING:
+    from fl_sim.native.kernel import Lesson
+
+_COUNTING, _REAL = torch.int64, torch.float32
+
+
+def vector_of(what: str, params: Params, layout: Layout) -> torch.Tensor:
+    """Return ``params`` as one contiguous vector in the order of ``layout``.
+
+    Raises ValueError, which names ``what`` they are, where names, shapes, type or device are not the model's.
+    """
+    check_layout(what, params, layout)
+    vector = vector_in(params, layout)
+    _expect(what, vector, _REAL, (num_in(layout),))
+    return vector.contiguous()
+
+
+def check_lesson(stack: Stack, lesson: "Lesson") -> None:
+    """Raise ValueError, which says what is wrong, where records, draws, pool or settings do not fit the model."""
+    task, plan, inputs, labels, draws = lesson
+    count, settings = len(labels), task.settings
+    if count < 1 or settings.batch_size < 1 or settings.epochs < 1:
+        raise ValueError(
+            "local training needs a record, a batch and an epoch at least, not "
+            f"{count} records in batches of {settings.batch_size} for {settings.epochs} epochs"
+        )
+    check_records(stack, "the records", inputs, count)
+    _expect("the labels", labels, _COUNTING, (count,))
+    _expect("the order of the records", torch.from_numpy(draws.order), _COUNTING, (settings.epochs, count))
+    if (mix := plan.mix) is not None:
+        check_records(stack, "the mixing pool's records", mix.inputs, len(mix.inputs))
+        _expect("the mixing pool's labels", mix.labels, _REAL, (len(mix.inputs), stack.num_classes))
+        _expect("the mixing partners", torch.from_numpy(draws.partners), _COUNTING, (settings.num_steps(count),))
+
+
+def check_records(stack: Stack, what: str, inputs: torch.Tensor, count: int) -> None:
+    """Raise ValueError where ``inputs`` are not ``count`` records of the shape that the model takes."""
+    shape = (*inputs.shape[1:], 1, 1)
+    has_axes = inputs.ndim in {2, 4} and tuple(stack.input_shape.tolist()) == shape[:3]
+    _expect(what, inputs, _REAL, (count, *(inputs.shape[1:] if has_axes else stack.input_shape.tolist())))
+
+
+def _expect(what: str, values: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    is_plain = values.layout is torch.strided and values.device.type == "cpu" and values.dtype is dtype
+    if is_plain and tuple(values.shape) == shape:
+        return
+    raise ValueError(
+        f"{what} have the shape {tuple(values.shape)} and the type {_type(values)}; the compiled trainer wants "
+        f"{shape} and {str(dtype).removeprefix('torch.')} in main memory"
+    )
+
+
+def _type(values: torch.Tensor) -> str:
+    kind = "" if values.layout is torch.strided else f"{values.layout} ".removeprefix("torch.")
+    return f"{kind}{str(values.dtype).removeprefix('torch.')} on {values.device}"
