@@ -81,10 +81,10 @@ def watched(clock: Clock) -> Iterator[None]:
     """Time the functions that make up a round."""
     import clients.app
     import fl_sim.cohort
+    import fl_sim.simulation
     import fl_sim.site
     from fl_sim import wire
     from fl_sim.native.kernel import load_kernel
-    from fl_sim.report import rundir
     from strategies.aggregators import WeightedMean
     from strategies.algorithm import Averaging
     from strategies.samplers import FixedSize
@@ -102,8 +102,7 @@ def watched(clock: Clock) -> Iterator[None]:
         ("sampling", FixedSize, "sample"),
         ("aggregation", WeightedMean, "mean"),
         ("evaluation", fl_sim.cohort.Trainer, "evaluate"),
-        ("checkpoint and log", rundir, "write_checkpoint"),
-        ("checkpoint and log", rundir, "append_round"),
+        ("checkpoint and log", fl_sim.simulation, "_keep"),
         *(("algorithm", kind, name) for kind in (Averaging, Scaffold) for name in ("plan", "finish", "merge")),
     ]
     if kernel is not None:

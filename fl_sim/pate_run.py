@@ -121,7 +121,6 @@ class _Training:
         self.seed = experiment.seed if own is None else own
         self.device = device_of(experiment)
         self.inputs, self.labels = (tensor.to(self.device) for tensor in to_tensors(evaluation, dataset))
-        self.since = time.perf_counter()
 
     def train(self, pool: Examples, released: Released) -> nn.Module:
         seed, dataset = self.seed, self.dataset
@@ -133,7 +132,6 @@ class _Training:
         with torch_kept():
             seed_torch(seed, "student")
             model = self.settings.network(dataset.input_shape, dataset.num_classes).to(self.device)
-        self.since = time.perf_counter()
         return self.settings.train(data, model, seed, self._after_step)
 
     def _after_step(self, step: int, learning_rate: float, model: nn.Module) -> None:
@@ -145,12 +143,10 @@ class _Training:
             accuracy, loss = evaluate(model, self.inputs, self.labels)
             if not math.isfinite(loss):
                 raise RunError(f"the student's loss is {loss} after epoch {epoch}: choose a smaller learning rate")
-        seconds = time.perf_counter() - self.since
-        record = RoundRecord(epoch, accuracy, loss, None, self.epsilon, None, learning_rate, seconds)
+        record = RoundRecord(epoch, accuracy, loss, None, self.epsilon, None, learning_rate, None)
         self.log.rounds.append(record)
-        rundir.append_round(self.out, record)
+        self.log.chain = rundir.append_round(self.out, record, self.log.chain)
         self.finished(record)
-        self.since = time.perf_counter()
 
 
 def evaluate(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:

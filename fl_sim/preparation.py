@@ -18,6 +18,7 @@ from fl_sim.params import is_finite
 from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord
 from fl_sim.report.samples import write_samples
+from fl_sim.seal import Seal
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.site import local_settings, read_pool
 from fl_sim.store import save_by_content
@@ -54,7 +55,19 @@ class RunLog:
     pool: "Pool | None" = None
     pate: PateLog | None = None
     warnings: list[str] = field(default_factory=list)
+    chain: str = ""
     clipping_norm: float | None = None
+    receipt: dict[str, Any] | None = None
+    seal: Seal | None = None
+
+
+def is_private(experiment: Experiment) -> bool:
+    """Say whether a run promises privacy to anybody: then it shows nothing about single clients, their time neither."""
+    return (
+        isinstance(experiment.aggregator, GlobalDP)
+        or isinstance(experiment.preprocess, DaFl)
+        or isinstance(experiment.algorithm, Pate)
+    )
 
 
 def order_of(experiment: Experiment, out: Path, data_root: Path | None) -> Order:

@@ -1,7 +1,7 @@
 """The main loop: run one experiment on an engine, round by round, leaving a directory that survives a crash."""
 
 import importlib.metadata
-import shutil
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -12,20 +12,23 @@ import torch
 from flwr.serverapp import Grid
 
 from clients.dafl import DaFl
+from fl_sim.checkpoint import Progress, write_checkpoint
 from fl_sim.cohort import Trainer
 from fl_sim.config import field_defaults
 from fl_sim.data import load
 from fl_sim.engine_choice import FLOWER, open_engine, threads_of
-from fl_sim.experiment import Experiment, build_model, client_shards, device_of, experiment_from, read_table, resolved
+from fl_sim.experiment import Experiment, build_model, client_shards, device_of, resolved
+from fl_sim.files import in_words
 from fl_sim.learning import resident
 from fl_sim.native.kernel import load_kernel
-from fl_sim.params import detached, num_parameters
-from fl_sim.preparation import RunLog, federated_strategy
+from fl_sim.params import num_parameters
+from fl_sim.preparation import RunLog, federated_strategy, is_private
 from fl_sim.report import rundir
-from fl_sim.report.rundir import RoundRecord
+from fl_sim.report.rundir import RoundRecord, coarse
+from fl_sim.resuming import clean_up, finished_result, take_up
 from fl_sim.seeding import torch_kept
-from fl_sim.types import BudgetExhausted, Dataset, RunError, ServerState, UserError
-from strategies.flower import run_round
+from fl_sim.types import BudgetExhausted, Dataset, RunError
+from strategies.flower import FederatedStrategy, run_round
 from strategies.global_dp import GlobalDP
 from strategies.pate_settings import Pate
 
@@ -82,44 +85,60 @@ def run(
     """Run ``experiment`` in ``out`` and return what ``result.json`` says.
 
     ``grid``: Flower's own, where its runtime runs us; otherwise the experiment's engine is started.
-    Goes on after the last finished round where ``out`` holds an unfinished run of the same experiment. Raises RunError
-    where the run cannot go on, UserError for settings that cannot be run; what is finished stays in ``out``.
+    Goes on after the last finished round where ``out`` holds an unfinished run of the experiment; a finished run is
+    not run again, and costs no privacy again: its result is returned as it was. Raises RunError where the run cannot go
+    on, UserError for settings that cannot be run and for files that do not fit together; what is finished stays.
     """
     observer = observer or Silent()
     experiment = resolved(experiment, data_root)
-    dataset = load(experiment.data, data_root)
     client_shards(experiment, data_root)  # an impossible split is refused before anything is written
-    log, first_round = _open(experiment, out, dataset)
-    log.warnings = _warnings(experiment)
+    with in_words():
+        if (result := finished_result(experiment, out)) is not None:
+            clean_up(out)
+            return result
+        out.mkdir(parents=True, exist_ok=True)
+        log, first_round = take_up(experiment, out, load(experiment.data, data_root))
+        return _run(experiment, out, log, first_round, data_root, observer, grid)
+
+
+def _run(
+    experiment: Experiment,
+    out: Path,
+    log: RunLog,
+    first_round: int,
+    data_root: Path | None,
+    observer: Observer,
+    grid: Grid | None,
+) -> dict[str, Any]:
+    log.warnings = _warnings(experiment, out, log)
     start = time.perf_counter()
     error: BaseException | None = None
     with torch_kept(), _one_thread(experiment.engine.threads):
         try:
-            # Under privacy how many clients take part in a round is theirs, on the screen too.
-            replied = Silent().replied if isinstance(experiment.aggregator, GlobalDP) else observer.replied
+            # Under privacy who has answered when is the clients' own affair, on the screen, too.
+            replied = Silent().replied if is_private(experiment) else observer.replied
             own = nullcontext((grid, FLOWER)) if grid else open_engine(experiment, data_root, replied)
-            with own as (opened, engine):
+            with in_words(), own as (opened, engine):
                 log.engine = engine.kind
                 observer.started(experiment, "\n".join([engine.why, *log.warnings]), first_round)
                 _train(experiment, opened, out, log, data_root, observer)
+                rundir.write_model(out, log.server.params)
             status = "finished"
         except RunError as failure:
             status, error = "failed", failure
         except KeyboardInterrupt as interrupt:
             status, error = "interrupted", interrupt
-        except OSError as failure:
-            status, error = "failed", RunError(f"cannot write to {out}, or read from it: {failure}")
-    result = _result(experiment, dataset, log, status, time.perf_counter() - start)
-    result |= {"error": str(error)} if isinstance(error, RunError) else {}
-    with suppress(OSError) if error else nullcontext():
+    result = _result(experiment, load(experiment.data, data_root), log, status, time.perf_counter() - start)
+    if error is None:
+        rundir.write_result(out, result)
+        clean_up(out)
+        return result
+    with suppress(OSError):
+        rundir.write_result(out, result | ({"error": str(error)} if isinstance(error, RunError) else {}))
+    with suppress(OSError):
         if log.server.params:
             rundir.write_model(out, log.server.params)
-        rundir.write_result(out, result)
-    if error is not None:
-        raise error
-    shutil.rmtree(out / rundir.STATE, ignore_errors=True)
-    (out / rundir.CHECKPOINT).unlink(missing_ok=True)
-    return result
+    raise error
 
 
 def _train(
@@ -159,57 +178,46 @@ def main_loop(
             accuracy, loss = evaluator.evaluate(
                 strategy.server.params, test.inputs, test.labels, scale=test.scale, workers=workers
             )
+            if not math.isfinite(loss):
+                raise RunError(
+                    f"the test loss is {loss} after round {server_round}: training diverges, try smaller learning rates"
+                )
         epsilon = strategy.privacy.ledger.epsilon if strategy.privacy else None
-        record = RoundRecord(
-            server_round, accuracy, loss, done.train_loss, epsilon, done.cohort_size, rate, time.perf_counter() - start
-        )
-        log.server = strategy.server
-        log.rounds.append(record)
-        rundir.append_round(out, record)
-        norm = strategy.privacy.clipping_norm if strategy.privacy else None
-        rundir.write_checkpoint(out, server_round, log.server, norm)
+        seconds = None if is_private(experiment) else time.perf_counter() - start
+        record = RoundRecord(server_round, accuracy, loss, done.train_loss, epsilon, done.cohort_size, rate, seconds)
+        _keep(out, log, strategy, record)
         observer.finished_round(record)
+
+
+def _keep(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundRecord) -> None:
+    """Put a finished round on the disk. The checkpoint comes last: whoever finds it finds all that it counts on."""
+    if log.seal is not None:
+        log.seal.put(record.round, strategy.cohort.tolist())
+    log.server = strategy.server
+    log.chain = rundir.append_round(out, record, log.chain)
+    log.rounds.append(record)
+    norm = strategy.privacy.clipping_norm if strategy.privacy else None
+    write_checkpoint(out, Progress(record.round, log.chain, norm), log.server)
 
 
 def _is_last(experiment: Experiment, server_round: int, privacy: "PrivateRounds | None") -> bool:
     return server_round == experiment.rounds or (privacy is not None and not privacy.affords_another())
 
 
-def _open(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog, int]:
-    """Make or take up the run directory."""
-    settings = experiment.model_dump(exclude={"engine", "round_timeout"})
-    initial = detached(build_model(experiment, dataset).named_parameters())
-    algorithm = experiment.algorithm
-    log = RunLog(ServerState({}) if isinstance(algorithm, Pate) else algorithm.init(initial))
-    before = out / rundir.CONFIG
-    if before.exists():
-        earlier = experiment_from(read_table(before)).model_dump(exclude={"engine", "round_timeout"})
-        if earlier != settings:
-            changed = ", ".join(key for key, value in settings.items() if earlier[key] != value)
-            raise UserError(f"{out} holds a run with other settings ({changed}): choose another --out, or delete it")
-        if (checkpoint := rundir.read_checkpoint(out)) is not None:
-            last_round, log.server, log.clipping_norm = checkpoint
-            log.rounds = rundir.keep_rounds(out, last_round)
-            return log, last_round + 1
-    elif out.exists() and any(not path.name.endswith(".part") for path in out.iterdir()):
-        raise UserError(f"{out} is not empty and holds no run: choose another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    # Never the ledger: what was released before stays paid for, and a run again with other noise pays again.
-    for stale in (rundir.ROUNDS, rundir.RESULT, rundir.MODEL):
-        (out / stale).unlink(missing_ok=True)
-    rundir.write_config(out, experiment.model_dump(exclude_none=True))
-    return log, 1
-
-
-def _warnings(experiment: Experiment) -> list[str]:
+def _warnings(experiment: Experiment, out: Path, log: RunLog) -> list[str]:
     if isinstance(experiment.algorithm, Pate):
         return list(filter(None, [experiment.algorithm.advice(experiment.clients)]))
+    kept = (
+        f"what clients keep between rounds is private: it lies in {out / rundir.STATE}, for your eyes only, until the "
+        "run has finished"
+    )
+    warnings = [kept] if log.seal and is_private(experiment) else []
     if not isinstance(experiment.aggregator, GlobalDP):
-        return []
+        return warnings
     from fl_sim.privacy.planning import delta_advice  # noqa: PLC0415 (the accountants load slowly)
 
     advice = delta_advice(experiment.aggregator.delta, experiment.num_clients)
-    return [advice] if advice else []
+    return [*warnings, advice] if advice else warnings
 
 
 def _result(experiment: Experiment, dataset: Dataset, log: RunLog, status: str, seconds: float) -> dict[str, Any]:
@@ -234,13 +242,17 @@ def _result(experiment: Experiment, dataset: Dataset, log: RunLog, status: str, 
         "privacy": _privacy(experiment, log),
         "stopped": log.stopped,
         "warnings": log.warnings,
-        "seconds": {
-            "preprocess": log.preprocess_seconds,
-            "train": sum(record.seconds for record in log.rounds),
-            "total": seconds,
-        },
+        "chain": log.chain,
+        "seconds": _seconds(experiment, log, seconds),
         "versions": {name: _version(name) for name in VERSIONS},
     }
+
+
+def _seconds(experiment: Experiment, log: RunLog, total: float) -> dict[str, float]:
+    train = sum(record.seconds or 0.0 for record in log.rounds)
+    if not is_private(experiment):
+        return {"preprocess": log.preprocess_seconds, "train": train, "total": total}
+    return {"preprocess": coarse(log.preprocess_seconds), "train": coarse(total), "total": coarse(total)}
 
 
 def _preprocess(experiment: Experiment, log: RunLog) -> dict[str, object]:

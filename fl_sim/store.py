@@ -1,23 +1,26 @@
-"""Tensors on disk: files of named groups, and what clients keep between rounds (SCAFFOLD's c_i)."""
+"""Tensors on disk: files named by their content, and what clients keep between rounds (SCAFFOLD's c_i).
+
+What clients keep is theirs: nobody but its owner may read the files, from the first byte on.
+"""
 
 import hashlib
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from io import FileIO
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import save
 
-from fl_sim.params import FlatParams, Layout, flattened, num_in
+from fl_sim.files import in_words, naming, write_all, write_whole
+from fl_sim.params import FlatParams, Layout, flattened, layout_of, num_in
 from fl_sim.types import Params, Payloads, RunError
 
 STATES, LAYOUT = "states.bin", "layout.json"
@@ -27,45 +30,17 @@ _PAGE = 4096
 _HEAD = struct.Struct("<qq")  # the round after which the client knew this, 0 for none; the numbers' checksum
 
 
-def save_groups(path: Path, groups: Payloads) -> None:
-    """Write named groups of tensors to one safetensors file; a reader sees the old file or the whole new one."""
-    named = [(group, name, value) for group, params in groups.items() for name, value in params.items()]
-    # safetensors sorts by name; numbers first keep our order, on which last bits and the noise of privacy depend.
-    flat = {f"{number:06}/{group}/{name}": value.contiguous() for number, (group, name, value) in enumerate(named)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = _partial(path)
-    save_file(flat, partial)
-    partial.replace(path)
-
-
-def load_groups(path: Path) -> Payloads:
-    """Read what ``save_groups`` wrote, in the order in which it was written."""
-    groups: dict[str, dict[str, torch.Tensor]] = {}
-    for key, value in sorted(load_file(path).items()):
-        _, group, name = key.split("/", 2)
-        groups.setdefault(group, {})[name] = value
-    return dict(groups)
-
-
 def save_by_content(folder: Path, stem: str, tensors: Params) -> Path:
     """Write tensors to a safetensors file named by its content, so that a name never means two things; return it."""
     content = save(dict(tensors))
     path = folder / f"{stem}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
-    partial = _partial(path)
-    partial.write_bytes(content)
-    partial.replace(path)
+    write_whole(path, content)
     return path
 
 
 def write_private(path: Path, content: bytes) -> None:
     """Write, whole or not at all, a file that nobody but its owner may read."""
-    partial = _partial(path)
-    partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_whole(path, content, mode=0o600)
 
 
 def save_state(state_dir: Path | str, client: int, server_round: int, state: Payloads) -> None:
@@ -73,16 +48,18 @@ def save_state(state_dir: Path | str, client: int, server_round: int, state: Pay
 
     All clients of a run keep tensors of the same names, shapes and type; one file holds two states of each. Running a
     round again reads the same older state and writes the same numbers, so a retry or a resume changes nothing, whenever
-    a process dies. Several may save at once, each its own clients.
+    a process dies. Several may save at once, each its own clients. Raises RunError, with the cure, where the file
+    cannot be written.
     """
     if not state:
         return
     groups = {name: flattened(params) for name, params in state.items()}
     vectors = [group.flat for group in groups.values()]
     numbers = (vectors[0] if len(vectors) == 1 else torch.cat(vectors)).numpy(force=True)
-    layouts = tuple((name, group.layout) for name, group in groups.items())
-    slots = _make(Path(state_dir), _Slots(numbers.dtype.str, layouts))
-    with (Path(state_dir) / STATES).open("r+b", buffering=0) as file:
+    path = Path(state_dir) / STATES
+    with in_words(), naming(path):
+        slots = _make(path.parent, _slots_of(state))
+    with in_words(), naming(path), path.open("r+b", buffering=0) as file:
         started_from = _latest(slots.heads(file, client), server_round)
         place = slots.place(client, 1 if started_from == 0 else 0)
         _write(file, place, bytes(_HEAD.size))  # until the numbers are whole, there are none
@@ -102,18 +79,51 @@ def load_state(state_dir: Path | str, client: int, server_round: int) -> Payload
         slots = _read_layout(path.with_name(LAYOUT).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    with path.open("rb", buffering=0) as file:
+    with in_words(), naming(path), path.open("rb", buffering=0) as file:
         heads = slots.heads(file, client)
         latest = _latest(heads, server_round)
         if latest is None:
             return {}
-        numbers = np.empty(slots.size, slots.dtype)
+        numbers = np.zeros(slots.size, slots.dtype)
         file.seek(slots.place(client, latest) + _HEAD.size)
-        file.readinto(numbers.data.cast("B"))
+        read = file.readinto(numbers.data.cast("B"))
     written_in, checksum = heads[latest]
-    if _checksum(numbers) != checksum:
+    if read != numbers.nbytes or _checksum(numbers) != checksum:
         raise RunError(f"{path} is damaged: it does not hold what client {client} kept in round {written_in}")
     return slots.named(torch.from_numpy(numbers))
+
+
+def kept(state_dir: Path, clients: Iterable[int], server_round: int) -> Iterator[tuple[int, int, int]]:
+    """Give (client, round, checksum) of what each client kept in its last round before ``server_round``.
+
+    Clients that kept nothing are left out. The checksum is computed from what the client knows: it is private.
+    """
+    if not (state_dir / STATES).exists() or not (state_dir / LAYOUT).exists():
+        return
+    slots = _read_layout((state_dir / LAYOUT).read_text(encoding="utf-8"))
+    with (state_dir / STATES).open("rb", buffering=0) as file:
+        for client in clients:
+            heads = slots.heads(file, client)
+            if (latest := _latest(heads, server_round)) is not None:
+                yield client, *heads[latest]
+
+
+def forget_from(state_dir: Path, num_clients: int, server_round: int) -> None:
+    """Forget what clients kept in ``server_round`` and later: in a round that did not finish, nobody took part."""
+    if not (state_dir / STATES).exists() or not (state_dir / LAYOUT).exists():
+        return
+    slots = _read_layout((state_dir / LAYOUT).read_text(encoding="utf-8"))
+    with (state_dir / STATES).open("r+b", buffering=0) as file:
+        for client in range(num_clients):
+            for slot, (written_in, _) in enumerate(slots.heads(file, client)):
+                if written_in >= server_round:
+                    _write(file, slots.place(client, slot), bytes(_HEAD.size))
+
+
+def keeps(state_dir: Path, state: Payloads) -> bool:
+    """Say whether the folder is for states of these names, shapes and type; one without any state is."""
+    path = state_dir / LAYOUT
+    return not path.exists() or _read_layout(path.read_text(encoding="utf-8", errors="replace")) == _slots_of(state)
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,12 @@ def _latest(heads: Sequence[tuple[int, int]], server_round: int) -> int | None:
     return max(earlier)[1] if earlier else None
 
 
+def _slots_of(state: Payloads) -> _Slots:
+    layouts = tuple((name, layout_of(params)) for name, params in state.items())
+    first = next(iter(next(iter(state.values())).values()))
+    return _Slots(first.numpy(force=True).dtype.str, layouts)
+
+
 def _make(state_dir: Path, wanted: _Slots) -> _Slots:
     """Make the file where nobody has; of several processes that do, all write the same."""
     path = state_dir / LAYOUT
@@ -160,20 +176,24 @@ def _make(state_dir: Path, wanted: _Slots) -> _Slots:
         slots = _read_layout(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         slots = wanted
-        state_dir.mkdir(parents=True, exist_ok=True)
-        (state_dir / STATES).touch()
-        partial = _partial(path)
-        partial.write_text(json.dumps(asdict(wanted)), encoding="utf-8")
-        partial.replace(path)
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (state_dir / STATES).touch(mode=0o600)
+        write_private(path, json.dumps(asdict(wanted)).encode())
     assert slots == wanted, "a run's clients all keep the same tensors"
     return slots
 
 
 @lru_cache(maxsize=8)
 def _read_layout(text: str) -> _Slots:
-    read = json.loads(text)
-    groups = ((group, tuple((name, tuple(shape)) for name, shape in layout)) for group, layout in read["groups"])
-    return _Slots(read["dtype"], tuple(groups))
+    """Raise RunError for anything but what ``_make`` wrote."""
+    try:
+        read = json.loads(text)
+        groups = ((group, tuple((name, tuple(shape)) for name, shape in layout)) for group, layout in read["groups"])
+        return _Slots(read["dtype"], tuple(groups))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise RunError(
+            f"{LAYOUT} in the folder of what clients keep is damaged: put it back, or start again in a fresh directory"
+        ) from error
 
 
 def _checksum(numbers: NDArray[Any]) -> int:
@@ -183,10 +203,4 @@ def _checksum(numbers: NDArray[Any]) -> int:
 
 def _write(file: FileIO, place: int, content: bytes | memoryview) -> None:
     file.seek(place)
-    left = memoryview(content).cast("B")
-    while left:
-        left = left[file.write(left) :]
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}.part")
+    write_all(file, content)

@@ -1,6 +1,7 @@
 """What several test files share: a model whose loss is written down by hand, and a federation without an engine."""
 
 import importlib.util
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -53,6 +54,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c() -> None:
+    """Heed Ctrl-C, here and in all processes of the tests: a shell that starts them with ``&`` has it ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

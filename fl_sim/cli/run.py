@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from fl_sim.experiment import Experiment, experiment_from, read_table, resolved, with_overrides
+from fl_sim.preparation import is_private
 from fl_sim.report.progress import RunProgress
 from fl_sim.simulation import run, short_form
 from fl_sim.table import PRESETS, preset_names
@@ -49,7 +50,7 @@ def run_command(
     """
     experiment = parse_experiment(arguments or [])
     experiment = resolved(experiment, data_root)
-    with RunProgress(title_of(experiment), experiment.rounds) as progress:
+    with RunProgress(title_of(experiment), experiment.rounds, timed=not is_private(experiment)) as progress:
         result = run(experiment, out, data_root, _Shown(progress))
     if json_output:
         typer.echo(json.dumps(result))
@@ -98,12 +99,12 @@ def _print(result: dict[str, Any], out: Path) -> None:
     typer.echo(
         f"{result['algorithm']} on {result['data']}{note}, {result['partition']}, {result['clients']} clients, "
         f"{result['model']}: accuracy {_percent(result['final_accuracy'])} after {result['rounds']} rounds, "
-        f"best {_percent(result['best_accuracy'])}, {result['seconds']['total']:.1f} s on engine {result['engine']}"
+        f"best {_percent(result['best_accuracy'])}, {took(result)} on engine {result['engine']}"
     )
     if result["stopped"]:
         typer.echo(result["stopped"])
     if result["preprocess"]["kind"] != "none":
-        typer.echo(_in_words(result["preprocess"], result["seconds"]["preprocess"]))
+        typer.echo(_in_words(result["preprocess"]))
     if "pate" in result:
         typer.echo(_votes_in_words(result["pate"]))
     if not result["privacy"]:
@@ -115,11 +116,17 @@ def _print(result: dict[str, Any], out: Path) -> None:
     typer.echo(f"results in {out}")
 
 
-def _in_words(made: dict[str, Any], seconds: float) -> str:
-    took = "from an earlier run with the same settings" if made["reused"] else f"made in {seconds:.1f} s"
+def took(result: dict[str, Any]) -> str:
+    """Return how long a run took; of a private one it is known only roughly."""
+    seconds = result["seconds"]["total"]
+    return f"at most {seconds:g} s" if result["privacy"] else f"{seconds:.1f} s"
+
+
+def _in_words(made: dict[str, Any]) -> str:
+    origin = "from an earlier run with the same settings" if made["reused"] else "made in this run"
     return (
         f"{made['kind']}: {made['num_synthetic']} synthetic records by {made['generator']} (gamma {made['gamma']:g}, "
-        f"trained on: {made['train_on']}), {took}; look at them in samples.png"
+        f"trained on: {made['train_on']}), {origin}; look at them in samples.png"
     )
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from fl_sim.cli.run import took
 from fl_sim.config import guess
 from fl_sim.report.release import Release
 from fl_sim.report.table import MEASURES, SeedResult, Table, as_json, markdown, notes, texts, write_table
@@ -151,8 +152,8 @@ def _tell(progress: TableProgress, label: str, event: Event) -> None:
         case RoundDone(record=record):
             progress.finished_round(label, record)
         case Finished(result=result):
-            last, best, seconds = result["final_accuracy"], result["best_accuracy"], result["seconds"]["total"]
-            progress.closed(label, f"last {100 * last:.1f} %, best {100 * best:.1f} %, {seconds:.1f} s")
+            last, best = result["final_accuracy"], result["best_accuracy"]
+            progress.closed(label, f"last {100 * last:.1f} %, best {100 * best:.1f} %, {took(result)}")
         case Failed(error=error):
             progress.closed(label, f"failed: {error}")
 

@@ -11,14 +11,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fl_sim.report.rundir import RoundRecord
 
 _SECONDS_BETWEEN_LINES = 2.0
+_UNTIMED_LINES = 20
 
 
 class RunProgress:
-    """Shows a run of ``rounds`` rounds; use it as a context manager around the run."""
+    """Shows a run of ``rounds`` rounds; use it as a context manager around the run.
 
-    def __init__(self, title: str, rounds: int, stream: TextIO | None = None) -> None:
+    ``timed`` False, for what is private: no time is shown, and which rounds are does not depend on it.
+    """
+
+    def __init__(self, title: str, rounds: int, stream: TextIO | None = None, *, timed: bool = True) -> None:
         self._stream = stream or sys.stderr
         self._rounds = rounds
+        self._timed = timed
         self._console = Console(file=self._stream)
         self._live = self._console.is_terminal
         self._bar = Progress(
@@ -27,9 +32,7 @@ class RunProgress:
             MofNCompleteColumn(),
             TextColumn("{task.fields[accuracy]}"),
             TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            *([TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()] if timed else []),
             TextColumn("{task.fields[clients]}"),
             console=self._console,
         )
@@ -76,9 +79,14 @@ class RunProgress:
         """Show a round."""
         self._preparing = False
         accuracy = "" if record.test_accuracy is None else f"accuracy {record.test_accuracy:.4f}"
-        rate = f"{record.seconds:.2f} s/round"
+        rate = "" if record.seconds is None else f"{record.seconds:.2f} s/round"
         self._bar.update(self._task, advance=1, accuracy=accuracy, rate=rate, clients="")
-        last = record.round == self._rounds
-        if not self._live and (last or time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES):
+        if not self._live and (record.round == self._rounds or self._is_due(record.round)):
             self._last_line = time.monotonic()
-            self.say(f"round {record.round}/{self._rounds}  {accuracy}  {rate}")
+            self.say(f"round {record.round}/{self._rounds}  {accuracy}  {rate}".rstrip())
+
+    def _is_due(self, server_round: int) -> bool:
+        """Say whether a round is to be a line: every two seconds or, where time is private, about twenty of a run."""
+        if not self._timed:
+            return server_round % max(1, self._rounds // _UNTIMED_LINES) == 0
+        return time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES

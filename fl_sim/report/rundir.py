@@ -1,27 +1,28 @@
 """A run's directory: what is written when, and read back after a crash.
 
-``config.toml`` first, a line of ``rounds.jsonl`` and ``checkpoint.safetensors`` after every round, at the end
-``model.safetensors`` and ``result.json`` - of a run that failed or was interrupted, too.
+``config.toml`` first, a line of ``rounds.jsonl`` and then ``checkpoint.safetensors`` (fl_sim.checkpoint) after every
+round, at the end ``model.safetensors`` and ``result.json`` - of a run that failed or was interrupted, too.
 """
 
+import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tomli_w
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from safetensors.torch import save
 
-from fl_sim.store import load_groups, save_groups
-from fl_sim.types import ServerState, UserError
+from fl_sim.files import append_line, write_whole
+from fl_sim.types import UserError
 
-CONFIG, ROUNDS, CHECKPOINT, MODEL, RESULT, STATE = (
-    "config.toml", "rounds.jsonl", "checkpoint.safetensors", "model.safetensors", "result.json", "clients",
-)  # fmt: skip
+CONFIG, ROUNDS, MODEL, RESULT, STATE = "config.toml", "rounds.jsonl", "model.safetensors", "result.json", "clients"
+
+_STEPS = (10, 60, 600, 3600, 36_000, 360_000, 3_600_000)
+"""What a private run's length is rounded up to: 10 seconds, a minute, ten, an hour, ten, a hundred, a thousand."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,11 @@ class RoundRecord:
     """One line of ``rounds.jsonl``.
 
     ``test_accuracy`` in [0, 1] and ``test_loss`` are None in rounds without evaluation; ``train_loss`` is the clients'
-    mean; it and ``cohort`` are None where they may not leave the round (under privacy); ``epsilon`` None means
-    no guarantee; ``seconds`` is the whole round.
+    mean; ``epsilon`` None means no guarantee; ``seconds`` is the whole round. ``train_loss``, ``cohort`` and
+    ``seconds`` are None where they may not leave the round (under privacy).
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     round: int
     test_accuracy: float | None
@@ -40,7 +43,10 @@ class RoundRecord:
     epsilon: float | None
     cohort: int | None
     learning_rate: float
-    seconds: float
+    seconds: float | None
+
+
+_RECORD = TypeAdapter(RoundRecord)
 
 
 def write_config(out: Path, settings: Mapping[str, Any]) -> None:
@@ -48,69 +54,64 @@ def write_config(out: Path, settings: Mapping[str, Any]) -> None:
     write_text(out / CONFIG, tomli_w.dumps(settings))
 
 
-def append_round(out: Path, record: RoundRecord) -> None:
-    """Add a round to the log."""
-    with (out / ROUNDS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(record)) + "\n")
+def chain_start(out: Path) -> str:
+    """Return the hash with which the chain of a run's rounds begins: that of its settings."""
+    return hashlib.sha256((out / CONFIG).read_bytes()).hexdigest()
+
+
+def append_round(out: Path, record: RoundRecord, chain: str) -> str:
+    """Add a round to the log, wait until it is on the disk, and return the chain after it.
+
+    ``chain``: the hash over the settings and all rounds before, by which a lost, foreign or changed line is noticed.
+    """
+    line = json.dumps(asdict(record), allow_nan=False).encode() + b"\n"
+    append_line(out / ROUNDS, line)
+    return _linked(chain, line)
 
 
 def read_rounds(out: Path) -> list[RoundRecord]:
-    """Read the log back; a last line that a crash cut short is left out."""
-    records = []
-    path = out / ROUNDS
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            records.append(RoundRecord(**json.loads(line)))
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError):
-            break
-    return records
+    """Read the log back; a last line that a crash cut short is left out.
 
-
-def keep_rounds(out: Path, last_round: int) -> list[RoundRecord]:
-    """Cut the log after ``last_round`` and return what is left."""
-    records = [record for record in read_rounds(out) if record.round <= last_round]
-    write_text(out / ROUNDS, "".join(json.dumps(asdict(record)) + "\n" for record in records))
-    return records
-
-
-def write_checkpoint(out: Path, server_round: int, server: ServerState, clipping_norm: float | None = None) -> None:
-    """Keep the server's state after a round: the whole of it or, after a crash while writing, the one before.
-
-    ``clipping_norm``: the next round's, where the run is private.
+    Raises UserError that names the first line that is not a round.
     """
-    groups = {f"broadcast.{name}": params for name, params in server.broadcast.items()}
-    groups |= {f"memory.{name}": params for name, params in server.memory.items()}
-    progress = {"round": torch.tensor([server_round])}
-    if clipping_norm is not None:
-        progress["clipping_norm"] = torch.tensor([clipping_norm], dtype=torch.float64)
-    save_groups(out / CHECKPOINT, {"params": server.params, "progress": progress, **groups})
+    return [_record(out, number, line) for number, line in enumerate(_whole_lines(out), 1)]
 
 
-def read_checkpoint(out: Path) -> tuple[int, ServerState, float | None] | None:
-    """Return (last finished round, state after it, clipping norm of the next), or None where there is no checkpoint."""
-    path = out / CHECKPOINT
-    if not path.exists():
-        return None
-    try:
-        groups = load_groups(path)
-        params, progress = groups.pop("params"), groups.pop("progress")
-        last, norm = int(progress["round"]), progress.get("clipping_norm")
-    except (SafetensorError, KeyError, ValueError) as error:
+def chained(out: Path) -> str:
+    """Return the chain after the last whole line of the log."""
+    chain = chain_start(out)
+    for line in _whole_lines(out):
+        chain = _linked(chain, line)
+    return chain
+
+
+def keep_rounds(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
+    """Return rounds 1 to ``last_round``, and take off the log the one that a crash left behind them without checkpoint.
+
+    Raises UserError unless the log holds just these rounds, and as they were when ``chain`` was computed.
+    """
+    lines, records = _whole_lines(out), read_rounds(out)
+    numbers = [record.round for record in records]
+    way_on = "put an unchanged copy of the directory back, or start again in a fresh one"
+    if numbers not in ([*range(1, last_round + 1)], [*range(1, last_round + 2)]):
+        found = f"{len(numbers)} rounds, which are not 1 to {last_round}" if numbers else "no rounds"
+        raise UserError(f"{out / ROUNDS} holds {found}, after which the checkpoint was written: {way_on}")
+    now = chain_start(out)
+    for line in lines[:last_round]:
+        now = _linked(now, line)
+    if now != chain:
         raise UserError(
-            f"{path} is not a checkpoint of this program ({error}): delete it to start this run again"
-        ) from error
-    broadcast = {
-        name.removeprefix("broadcast."): group for name, group in groups.items() if name.startswith("broadcast.")
-    }
-    memory = {name.removeprefix("memory."): group for name, group in groups.items() if name.startswith("memory.")}
-    return last, ServerState(params, broadcast, memory), None if norm is None else float(norm)
+            f"{out / ROUNDS} or {out / CONFIG} was changed since the checkpoint of round {last_round} was written: "
+            f"{way_on}"
+        )
+    if _content(out) != b"".join(lines[:last_round]):
+        write_whole(out / ROUNDS, b"".join(lines[:last_round]))
+    return records[:last_round]
 
 
 def write_model(out: Path, params: Mapping[str, torch.Tensor]) -> None:
     """Write the global model, readable by ``safetensors.torch.load_file``."""
-    partial = out / f".{MODEL}.part"
-    save_file({name: value.contiguous() for name, value in params.items()}, partial)
-    partial.replace(out / MODEL)
+    write_whole(out / MODEL, save({name: value.contiguous() for name, value in params.items()}))
 
 
 def write_result(out: Path, result: Mapping[str, Any]) -> None:
@@ -122,16 +123,46 @@ def read_result(out: Path) -> dict[str, Any] | None:
     """Return a run's result, or None where there is none that can be read."""
     try:
         result = json.loads((out / RESULT).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+    except (OSError, ValueError, RecursionError):
         return None
     return result if isinstance(result, dict) else None
 
 
+def coarse(seconds: float) -> float:
+    """Return the length of something private, rounded up to the next of 10 s, 1, 10 min, 1, 10, 100 and 1000 h.
+
+    How long clients compute tells how many records they hold.
+
+    >>> [coarse(seconds) for seconds in (0.3, 10.0, 11.0, 3601.0)]
+    [10.0, 10.0, 60.0, 36000.0]
+    """
+    return float(next((step for step in _STEPS if seconds <= step), _STEPS[-1]))
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all, surviving a power cut."""
-    partial = path.with_name(f".{path.name}.part")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_whole(path, text.encode())
+
+
+def _content(out: Path) -> bytes:
+    return (out / ROUNDS).read_bytes() if (out / ROUNDS).exists() else b""
+
+
+def _whole_lines(out: Path) -> list[bytes]:
+    content = _content(out)
+    return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+
+
+def _record(out: Path, number: int, line: bytes) -> RoundRecord:
+    try:
+        return _RECORD.validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{out / ROUNDS} is damaged, line {number} is not a round: {f'{where}: ' if where else ''}{first['msg']}"
+        ) from error
+
+
+def _linked(chain: str, line: bytes) -> str:
+    return hashlib.sha256(chain.encode() + line).hexdigest()

@@ -31,6 +31,7 @@ class TableProgress:
         self._cells: dict[str, TaskID] = {}
         self._started_at: float | None = None
         self._rounds_run = 0
+        self._is_timed = True
 
     def __enter__(self) -> Self:
         """Start showing."""
@@ -70,9 +71,10 @@ class TableProgress:
         """Show a cell's round."""
         self._done[cell] = record.round
         self._rounds_run += 1
+        self._is_timed &= record.seconds is not None
         if cell in self._cells:
             accuracy = "" if record.test_accuracy is None else f"accuracy {record.test_accuracy:.4f}"
-            text = f"{accuracy}  {record.seconds:.2f} s/round"
+            text = accuracy if record.seconds is None else f"{accuracy}  {record.seconds:.2f} s/round"
             self._bars.update(self._cells[cell], completed=record.round, text=text)
         self._update()
 
@@ -86,9 +88,9 @@ class TableProgress:
         self._update()
 
     def _left(self, before: str) -> str:
-        """Say about how long the rest takes, at the pace of this session so far."""
+        """Say about how long the rest takes, at the pace so far; nothing where a cell's time is private."""
         left = sum(self._rounds.values()) - sum(self._done.values())
-        if not left or not self._rounds_run or self._started_at is None:
+        if not self._is_timed or not left or not self._rounds_run or self._started_at is None:
             return ""
         seconds = left * (time.monotonic() - self._started_at) / self._rounds_run
         return f"{before}about {seconds:.0f} s left" if seconds < 100 else f"{before}about {seconds / 60:.0f} min left"

@@ -1,6 +1,9 @@
 """Global DP in whole runs: pay before release, stop in time, let nothing else out, forget no charge."""
 
 import json
+import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from flwr.app import Message
 from safetensors.torch import load_file
 
 from fl_sim import wire
+from fl_sim.__main__ import main
 from fl_sim.engine import CLIENT_RAISED, failure
 from fl_sim.experiment import Experiment, experiment_from
 from fl_sim.privacy.accounting import Adjacency, amplify_fixed_size, amplify_poisson, epsilon
@@ -116,12 +120,59 @@ def test_nothing_about_single_clients_is_written_or_shown(tmp_path: Path) -> Non
     for record in read_rounds(tmp_path / "run"):
         assert record.train_loss is None
         assert record.cohort is None
+        assert record.seconds is None
     told = json.loads(written["result.json"])
     assert not {"train_loss", "cohort", "norms", "losses", "sizes"} & told.keys()
+    assert set(told["seconds"].values()) == {10.0}
     statement = told["privacy"][0]
     assert {"unit", "epsilon", "delta", "adjacency", "sampling", "covers", "does_not_cover"} <= statement.keys()
     assert statement["unit"] == "client"
     assert "simulation" in statement["does_not_cover"]  # the noise was seeded
+
+
+@pytest.mark.parametrize("kind", ["global-dp", "da-fl", "pate"])
+def test_the_screen_tells_nothing_about_time_or_single_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    settings = {
+        "global-dp": ["aggregator=global-dp", "clients=12", "rounds=40"],
+        "da-fl": ["preprocess=da-fl", "preprocess.generator=mean-embedding", "clients=3", "partition=iid", "rounds=40"],
+        "pate": ["algorithm=pate", "clients=4", "algorithm.queries=20", "rounds=5"],
+    }[kind]
+    monkeypatch.setattr(
+        sys, "argv", ["fl-sim", "run", "model=logistic", "engine=inprocess", *settings, "--out", str(tmp_path / "run")]
+    )
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert not left.value.code
+    shown = capsys.readouterr()
+    assert not re.search(r"s/round|clients are done|clients in|\d\.\d+ s\b|cohort", shown.err + shown.out)
+    assert "at most 10 s" in shown.out or "at most 60 s" in shown.out
+    if kind != "pate":  # which rounds are shown is fixed beforehand, not by the clock
+        assert [int(number) for number in re.findall(r"round (\d+)/40", shown.err)] == [*range(2, 41, 2)]
+    assert all(record.seconds is None for record in read_rounds(tmp_path / "run"))
+
+
+def test_what_clients_keep_in_an_interrupted_private_run_is_told_closed_to_others_and_gone_in_the_end(
+    tmp_path: Path,
+) -> None:
+    class Told(StopAfter):
+        said = ""
+
+        def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
+            self.said = engine
+
+    told, out, before = Told(2), tmp_path / "run", os.umask(0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(private(algorithm="scaffold"), out, observer=told)
+    finally:
+        os.umask(before)
+    assert f"what clients keep between rounds is private: it lies in {out / 'clients'}" in told.said
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (out / "clients", *(out / "clients").iterdir())}
+    assert modes == {"clients": 0o700, "states.bin": 0o600, "layout.json": 0o600, "seal.json": 0o600}
+    run(private(algorithm="scaffold"), out)
+    assert not (out / "clients").exists()
 
 
 def test_secret_noise_differs_between_runs_and_seeded_noise_does_not(tmp_path: Path) -> None:
@@ -178,12 +229,22 @@ def test_a_run_that_goes_on_with_seeded_noise_ends_in_the_same_bits_and_pays_onc
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
 
 
-def test_running_again_with_new_noise_is_a_second_release_and_paid_for(tmp_path: Path) -> None:
+def test_a_finished_private_run_is_not_released_again(tmp_path: Path) -> None:
     experiment = private(aggregator={"noise": "secret"}, rounds=2)
     first = run(experiment, tmp_path / "run")
-    second = run(experiment, tmp_path / "run")
-    assert len(charges(tmp_path / "run")) == 4
-    assert second["privacy"][0]["epsilon"] > first["privacy"][0]["epsilon"]
+    assert run(experiment, tmp_path / "run") == first
+    assert len(charges(tmp_path / "run")) == 2
+
+
+def test_running_again_with_new_noise_is_a_second_release_and_paid_for(tmp_path: Path) -> None:
+    experiment = private(aggregator={"noise": "secret"}, rounds=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, tmp_path / "run", observer=StopAfter(1))
+    (tmp_path / "run" / "checkpoint.safetensors").unlink()
+    again = run(experiment, tmp_path / "run")
+    assert [charge["release"] for charge in charges(tmp_path / "run")] == ["round 1", "round 1", "round 2"]
+    once = run(experiment, tmp_path / "once")
+    assert again["privacy"][0]["epsilon"] > once["privacy"][0]["epsilon"]
 
 
 def test_a_client_that_fails_under_privacy_counts_as_zeros_unless_all_fail(tmp_path, strategy_of, reply_of) -> None:

@@ -12,7 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fl_sim import files
+from fl_sim.data import load
 from fl_sim.experiment import Experiment, experiment_from, read_table
+from fl_sim.learning import to_tensors
+from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord, read_rounds
 from fl_sim.simulation import Silent, run, short_form
 from fl_sim.types import RunError, UserError
@@ -40,6 +44,17 @@ class Recorded(Silent):
         self.rounds.append(record.round)
         if callable(self._act):
             self._act(record)
+
+
+def interrupted(experiment: Experiment, out: Path, after: int = 2) -> None:
+    """Leave a run as Ctrl-C after a round leaves it."""
+
+    def stop(record: RoundRecord) -> None:
+        if record.round == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, out, observer=Recorded(stop))
 
 
 def numbers(out: Path) -> list[tuple[object, ...]]:
@@ -114,12 +129,7 @@ def test_an_interrupted_run_goes_on_and_ends_in_the_same_bits(tmp_path: Path, al
     experiment = quick(algorithm=algorithm, rounds=4)
     run(experiment, tmp_path / "whole")
 
-    def interrupt(record: RoundRecord) -> None:
-        if record.round == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(experiment, tmp_path / "broken", observer=Recorded(interrupt))
+    interrupted(experiment, tmp_path / "broken")
     assert json.loads((tmp_path / "broken" / "result.json").read_text())["status"] == "interrupted"
     second = Recorded()
     run(experiment, tmp_path / "broken", observer=second)
@@ -133,12 +143,7 @@ def test_a_crash_between_log_and_checkpoint_repeats_no_round_in_the_log(tmp_path
     experiment = quick(rounds=3)
     run(experiment, tmp_path / "whole")
 
-    def stop(record: RoundRecord) -> None:
-        if record.round == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(experiment, tmp_path / "run", observer=Recorded(stop))
+    interrupted(experiment, tmp_path / "run", after=1)
     with (tmp_path / "run" / "rounds.jsonl").open("a") as file:
         file.write('{"round": 2, "test_accuracy": 0.5, "test_lo')
     run(experiment, tmp_path / "run")
@@ -194,12 +199,95 @@ def test_a_run_never_overwrites_another(tmp_path: Path) -> None:
 
 
 def test_the_engine_is_no_part_of_what_a_run_is(tmp_path: Path) -> None:
-    run(quick(), tmp_path / "run")
+    interrupted(quick(), tmp_path / "run")
     run(quick(engine="auto", round_timeout=5), tmp_path / "run")
 
 
-def test_a_checkpoint_that_is_none_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_run_again_and_its_result_is_shown(tmp_path: Path) -> None:
+    first, again = run(quick(), tmp_path / "run"), Recorded()
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()}
+    assert run(quick(engine="auto"), tmp_path / "run", observer=again) == first
+    assert not again.rounds
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_run_that_died_while_it_tidied_up_is_finished(tmp_path: Path) -> None:
+    experiment = quick(algorithm="scaffold")
+    interrupted(experiment, tmp_path / "run")
+    kept = {path.relative_to(tmp_path / "run"): path.read_bytes() for path in (tmp_path / "run").rglob("*.*")}
+    first = run(experiment, tmp_path / "run")
+    for path, content in kept.items():
+        if path.parts[0] in {"clients", "checkpoint.safetensors"}:
+            (tmp_path / "run" / path).parent.mkdir(exist_ok=True)
+            (tmp_path / "run" / path).write_bytes(content)
+    assert run(experiment, tmp_path / "run") == first
+    assert not {"clients", "checkpoint.safetensors"} & {path.name for path in (tmp_path / "run").iterdir()}
+
+
+@pytest.mark.parametrize("damage", ["another run's", "cut", "of other rounds"])
+def test_a_result_that_does_not_belong_to_its_run_is_not_believed(tmp_path: Path, damage: str) -> None:
     run(quick(), tmp_path / "run")
+    result = tmp_path / "run" / "result.json"
+    if damage == "another run's":
+        run(quick(seed=1), tmp_path / "other")
+        result.write_bytes((tmp_path / "other" / "result.json").read_bytes())
+    elif damage == "cut":
+        os.truncate(result, 100)
+    else:
+        rounds = tmp_path / "run" / "rounds.jsonl"
+        rounds.write_bytes(b"".join(rounds.read_bytes().splitlines(keepends=True)[:2]))
+    with pytest.raises(UserError, match=r"result\.json"):
+        run(quick(), tmp_path / "run")
+
+
+def test_what_a_run_reports_is_the_accuracy_of_its_model_on_the_test_records(tmp_path: Path) -> None:
+    result = run(quick(), tmp_path / "run")
+    dataset = load("digits", None)
+    inputs, labels = to_tensors(dataset.test, dataset)
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    logits = inputs.flatten(1) @ weights["1.weight"].T + weights["1.bias"]
+    assert result["final_accuracy"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()), abs=1e-6)
+    loss = float(torch.nn.functional.cross_entropy(logits, labels))
+    assert read_rounds(tmp_path / "run")[-1].test_loss == pytest.approx(loss, rel=1e-4)
+
+
+def test_the_round_is_in_the_log_before_the_checkpoint_counts_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(quick(), tmp_path / "whole")
+
+    def full(out: Path, record: RoundRecord, chain: str) -> str:
+        if record.round == 2:
+            raise OSError(28, "No space left on device", str(out / "rounds.jsonl"))
+        return rundir_append(out, record, chain)
+
+    rundir_append = rundir.append_round
+    with monkeypatch.context() as patched:
+        patched.setattr(rundir, "append_round", full)
+        with pytest.raises(RunError, match=r"rounds\.jsonl: the disk is full"):
+            run(quick(), tmp_path / "run")
+    assert [record.round for record in read_rounds(tmp_path / "run")] == [1]
+    again = Recorded()
+    run(quick(), tmp_path / "run", observer=again)
+    assert again.rounds == [2, 3]
+    assert same_model(tmp_path / "run", tmp_path / "whole")
+
+
+def test_line_and_checkpoint_are_forced_to_the_disk_in_every_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced: list[str] = []
+    monkeypatch.setattr(
+        files, "force_to_disk", lambda open_: forced.append(Path(f"/proc/self/fd/{open_}").readlink().name)
+    )
+    run(quick(rounds=2), tmp_path / "run")
+    names = [name.removeprefix(".").partition(".")[0] for name in forced]
+    assert [name for name in names if name in {"rounds", "checkpoint"}] == ["rounds", "checkpoint"] * 2
+    assert forced.count("run") >= 4  # the folder, after each new name
+
+
+def test_a_checkpoint_that_is_none_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    interrupted(quick(), tmp_path / "run")
     (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"something else")
     with pytest.raises(UserError, match="delete it to start"):
         run(quick(), tmp_path / "run")

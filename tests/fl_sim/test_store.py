@@ -1,5 +1,6 @@
 """What clients keep between rounds."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from fl_sim import store
-from fl_sim.store import load_groups, load_state, save_groups, save_state
+from fl_sim.store import load_state, save_state
 from fl_sim.types import RunError
 
 
@@ -23,21 +24,6 @@ def _value(state):
 
 def _tensors(state):
     return {group: {name: value.tolist() for name, value in params.items()} for group, params in state.items()}
-
-
-def test_groups_come_back_bit_for_bit(tmp_path: Path):
-    generator = torch.Generator().manual_seed(0)
-    groups = {
-        "params": {"0.weight": torch.randn(3, 4, generator=generator), "scalar": torch.randn((), generator=generator)},
-        "memory.first": {"view": torch.arange(6.0).reshape(2, 3).T, "empty": torch.zeros(0, 2)},
-    }
-    save_groups(tmp_path / "deep" / "er" / "file.safetensors", groups)
-    back = load_groups(tmp_path / "deep" / "er" / "file.safetensors")
-    assert back.keys() == groups.keys()
-    for name, group in groups.items():
-        assert back[name].keys() == group.keys()
-        assert all(torch.equal(back[name][key], value) for key, value in group.items())
-    assert [path.name for path in (tmp_path / "deep" / "er").iterdir()] == ["file.safetensors"]  # no partial files
 
 
 def test_a_client_starts_with_nothing(tmp_path: Path):
@@ -148,6 +134,41 @@ def test_numbers_that_never_reached_the_disk_are_noticed(tmp_path: Path):
         file.write(bytes(8))
     with pytest.raises(RunError, match=r"states\.bin is damaged: .*client 3 kept in round 2"):
         load_state(tmp_path, 3, 3)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "\0" * 80, "{", "[]", '{"dtype": "<f4"}', "[" * 100_000, '{"groups": [[1]], "dtype": 3}']
+)
+def test_a_damaged_layout_is_refused_in_words(tmp_path: Path, content: str):
+    save_state(tmp_path, 0, 1, _state(1))
+    (tmp_path / "layout.json").write_text(content)
+    with pytest.raises(RunError, match=r"layout\.json .*is damaged"):
+        load_state(tmp_path, 0, 2)
+
+
+def test_a_file_that_ends_too_soon_is_noticed(tmp_path: Path):
+    save_state(tmp_path, 0, 1, _state(0))  # zeros have the same checksum as nothing
+    os.truncate(tmp_path / "states.bin", 30)
+    with pytest.raises(RunError, match="client 0 kept in round 1"):
+        load_state(tmp_path, 0, 2)
+
+
+def test_nobody_else_may_read_what_clients_keep_from_the_first_byte_on(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        save_state(tmp_path / "clients", 0, 1, _state(1))
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path, *tmp_path.rglob("*")) if path != tmp_path}
+    assert modes == {"clients": 0o700, "states.bin": 0o600, "layout.json": 0o600}
+
+
+def test_a_state_that_cannot_be_written_is_an_error_with_the_cure(tmp_path: Path):
+    save_state(tmp_path, 0, 1, _state(1))
+    (tmp_path / "states.bin").unlink()
+    (tmp_path / "states.bin").mkdir()
+    with pytest.raises(RunError, match=r"states\.bin: a folder stands where a file is needed"):
+        save_state(tmp_path, 0, 2, _state(2))
 
 
 def test_threads_and_processes_may_make_the_file_at_once(tmp_path: Path):

@@ -1,6 +1,7 @@
 """What a run shows where there is no terminal: few lines, the last round always, and who is done before the first."""
 
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -41,3 +42,28 @@ def test_fast_rounds_are_left_out_but_for_the_last(monkeypatch: pytest.MonkeyPat
     first, last = _shown(monkeypatch, 1e9).splitlines()
     assert first == "before the first round: clients make synthetic records"
     assert last == "round 3/3  accuracy 0.5000  2.00 s/round"
+
+
+def test_where_time_is_private_none_is_shown_and_it_does_not_choose_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 1e9)
+    stream = io.StringIO()
+    with RunProgress("title", 70, stream, timed=False) as shown:
+        shown.started(1)
+        for number in range(1, 71):
+            shown.finished_round(replace(_record(number), seconds=None))
+    assert stream.getvalue().splitlines() == [
+        f"round {number}/70  accuracy 0.5000" for number in (*range(3, 70, 3), 70)
+    ]
+
+
+def test_a_terminal_shows_no_clock_where_time_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    for timed in (True, False):
+        stream = io.StringIO()
+        with RunProgress("title", 3, stream, timed=timed) as shown:
+            shown.started(1)
+            shown.finished_round(replace(_record(1), seconds=2.0 if timed else None))
+            shown._bar.refresh()
+        assert ("0:00:00" in stream.getvalue()) == timed
+        assert ("s/round" in stream.getvalue()) == timed

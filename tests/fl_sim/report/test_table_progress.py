@@ -1,6 +1,7 @@
 """What people see while a table fills."""
 
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -31,6 +32,15 @@ def test_a_plain_stream_gets_a_line_per_finished_cell() -> None:
 def test_cells_finished_earlier_say_nothing_about_the_time_left() -> None:
     stream = io.StringIO()
     with TableProgress({"a": 2, "b": 2}, stream) as progress:
+        progress.closed("a", "last 50.0 %")
+    assert stream.getvalue() == "[1/2] a: last 50.0 %\n"
+
+
+def test_a_cell_whose_time_is_private_ends_all_talk_of_time() -> None:
+    stream = io.StringIO()
+    with TableProgress({"a": 2, "b": 2}, stream) as progress:
+        progress.started("a", 1)
+        progress.finished_round("a", replace(record(1, 0.5), seconds=None))
         progress.closed("a", "last 50.0 %")
     assert stream.getvalue() == "[1/2] a: last 50.0 %\n"
 

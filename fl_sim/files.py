@@ -1,0 +1,140 @@
+"""Files written whole or not at all, and in words what keeps one from being written."""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from threading import get_ident
+from typing import Final
+
+from fl_sim.types import RunError
+
+_PARTIAL: Final = re.compile(r"\..+\.(\d+)\.\d+\.part")
+"""What a file is called while it is written: the number of its writer's process, and of its thread."""
+
+_CURES: Final = {
+    errno.ENOSPC: "the disk is full: free some space",
+    errno.EDQUOT: "your disk quota is used up: free some space",
+    errno.EFBIG: "the file would be larger than allowed here: raise the limit (ulimit -f unlimited)",
+    errno.EROFS: "nothing can be written to this file system: choose another place",
+    errno.EACCES: "you may not use it: change its permissions, or choose another place",
+    errno.EPERM: "you may not use it: change its permissions, or choose another place",
+    errno.ENOENT: "it is not there, or the folder around it was deleted: choose a place that stays",
+    errno.ENOTDIR: "a file stands where a folder is needed: move it away, or choose another place",
+    errno.EEXIST: "something else stands where a folder is needed: move it away, or choose another place",
+    errno.EISDIR: "a folder stands where a file is needed: move it away, or choose another place",
+    errno.ELOOP: "a link leads in a circle, or stands where no link may be followed: remove it",
+    errno.EMFILE: "too many files are open at once: raise the limit (ulimit -n 4096)",
+    errno.EIO: "the disk failed: choose a place on another one",
+}
+
+
+def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Write a file so that a reader sees the old one or the whole new one, after a power cut, too.
+
+    ``mode``: its permissions, less what the user's umask takes away. Raises OSError that names ``path``.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with naming(path):
+        try:
+            partial.unlink(missing_ok=True)
+            with os.fdopen(os.open(partial, flags, mode), "wb") as file:
+                file.write(content)
+                force_to_disk(file.fileno())
+            partial.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line, whole or not at all, and wait until it is on the disk. Raises OSError that names ``path``."""
+    with naming(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with FileIO(descriptor, "ab") as file:
+            before = os.fstat(descriptor).st_size
+            try:
+                write_all(file, line)
+                force_to_disk(descriptor)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(descriptor, before)
+                raise
+        if before == 0:
+            sync_folder(path.parent)
+
+
+def write_all(file: FileIO, content: bytes | memoryview) -> None:
+    """Write all of ``content`` at the file's place: the system may take a part of it at a time."""
+    left = memoryview(content).cast("B")
+    while left:
+        left = left[file.write(left) :]
+
+
+def force_to_disk(descriptor: int) -> None:
+    """Wait until what was written to an open file is on the disk."""
+    os.fsync(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in ``folder`` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        force_to_disk(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what writers that are dead by now left half-written in ``folder``."""
+    for path in folder.glob(".*.part"):
+        named = _PARTIAL.fullmatch(path.name)
+        if named and not _is_alive(int(named[1])):
+            path.unlink(missing_ok=True)
+
+
+def is_partial(path: Path) -> bool:
+    """Say whether a file is one that ``write_whole`` has not finished."""
+    return _PARTIAL.fullmatch(path.name) is not None
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name ``path`` in every OSError: the system names no file where a write fails."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+@contextmanager
+def in_words() -> Iterator[None]:
+    """Turn an OSError into a RunError that names the file, what is wrong with it, and the cure."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(explain(error)) from error
+
+
+def explain(error: OSError) -> str:
+    """Return in one sentence which file is concerned, what is wrong with it, and the cure."""
+    said = error.strerror or str(error) or type(error).__name__
+    cure = _CURES.get(error.errno or 0)
+    where = f"{error.filename}: " if error.filename is not None else ""
+    return f"{where}{cure} ({said})" if cure else f"{where}{said}"
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

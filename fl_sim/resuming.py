@@ -1,0 +1,117 @@
+"""A run directory is made, or taken up where an earlier run stopped, if all in it fits together."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from fl_sim.checkpoint import CHECKPOINT, read_checkpoint
+from fl_sim.experiment import Experiment, build_model, experiment_from, read_table
+from fl_sim.files import is_partial, remove_partial
+from fl_sim.params import detached
+from fl_sim.preparation import RunLog
+from fl_sim.report import rundir
+from fl_sim.seal import open_seal
+from fl_sim.types import Dataset, LocalSettings, LocalTask, Payloads, ServerState, Trained, UserError
+from strategies.algorithm import Algorithm
+from strategies.pate_settings import Pate
+
+
+def finished_result(experiment: Experiment, out: Path) -> dict[str, Any] | None:
+    """Return what a finished run of ``experiment`` in ``out`` says; None where there is none.
+
+    Raises UserError where ``out`` holds a run with other settings, or a result that is not of the rounds beside it.
+    """
+    if not holds_run(experiment, out) or not (out / rundir.RESULT).exists():
+        return None
+    result = rundir.read_result(out)
+    if result is None and not (out / CHECKPOINT).exists():
+        raise UserError(
+            f"{out / rundir.RESULT} is damaged, so nobody can tell whether the run is finished: put an unchanged copy "
+            "of it back, or delete it to run again"
+        )
+    if result is None or result.get("status") != "finished":
+        return None
+    if result.get("chain") != rundir.chained(out):
+        raise UserError(
+            f"{out / rundir.RESULT} says that the run is finished, but it does not belong to {rundir.CONFIG} and "
+            f"{rundir.ROUNDS} beside it, or comes from an older version: put the files back as they were, or choose "
+            "another --out"
+        )
+    return result
+
+
+def holds_run(experiment: Experiment, out: Path) -> bool:
+    """Say whether ``out`` holds a run of ``experiment``.
+
+    Raises UserError where it holds one with other settings, or anything else.
+    """
+    path = out / rundir.CONFIG
+    if path.exists():
+        settings, earlier = _settings(experiment), _settings(experiment_from(read_table(path)))
+        if earlier != settings:
+            changed = ", ".join(key for key, value in settings.items() if earlier[key] != value)
+            raise UserError(f"{out} holds a run with other settings ({changed}): choose another --out, or delete it")
+        return True
+    if out.exists() and any(not is_partial(found) for found in out.iterdir()):
+        raise UserError(f"{out} is not empty and holds no run: choose another --out")
+    return False
+
+
+def take_up(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog, int]:
+    """Make the run directory, or take it up; return what the run has to show so far, and the round to go on with.
+
+    Raises UserError where what is there does not fit together, or does not fit the experiment: never goes on from less.
+    """
+    remove_partial(out)
+    there = holds_run(experiment, out)
+    log = RunLog(_beginning(experiment, dataset))
+    checkpoint = None if isinstance(experiment.algorithm, Pate) else read_checkpoint(out, log.server)
+    if there and checkpoint is not None:
+        progress, log.server = checkpoint
+        log.rounds = rundir.keep_rounds(out, progress.last_round, progress.chain)
+        log.chain, log.clipping_norm, log.receipt = progress.chain, progress.clipping_norm, progress.receipt
+    else:
+        _clear(out)
+        rundir.write_config(out, experiment.model_dump(exclude_none=True))
+        log.chain = rundir.chain_start(out)
+    if state := what_clients_keep(experiment.algorithm, log.server):
+        log.seal = open_seal(out / rundir.STATE, experiment.num_clients, len(log.rounds), state)
+    return log, len(log.rounds) + 1
+
+
+def clean_up(out: Path) -> None:
+    """Remove what a finished run does not need: the checkpoint, and what its clients kept."""
+    if (out / rundir.STATE).exists():
+        shutil.rmtree(out / rundir.STATE)
+    (out / CHECKPOINT).unlink(missing_ok=True)
+
+
+def what_clients_keep(algorithm: Algorithm | Pate, server: ServerState) -> Payloads:
+    """Return the names and shapes of what a client keeps for its next round: of one that took one step."""
+    if isinstance(algorithm, Pate):
+        return {}
+    settings = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
+    task = LocalTask(1, 0, 1, 1, settings, server.params, server.broadcast)
+    return algorithm.finish(task, Trained(server.params, {}, 1, 0.0)).state
+
+
+def _settings(experiment: Experiment) -> dict[str, Any]:
+    return experiment.model_dump(exclude={"engine", "round_timeout"})
+
+
+def _beginning(experiment: Experiment, dataset: Dataset) -> ServerState:
+    algorithm = experiment.algorithm
+    if isinstance(algorithm, Pate):
+        return ServerState({})
+    return algorithm.init(detached(build_model(experiment, dataset).named_parameters()))
+
+
+def _clear(out: Path) -> None:
+    """Remove what a run that never finished a round has left.
+
+    Never the ledger: what was released before stays paid for, and a run again with other noise pays again.
+    """
+    if (out / rundir.STATE).exists():
+        shutil.rmtree(out / rundir.STATE)
+    for stale in (rundir.ROUNDS, rundir.RESULT, rundir.MODEL):
+        (out / stale).unlink(missing_ok=True)
