@@ -123,7 +123,7 @@ def test_nothing_about_single_clients_is_written_or_shown(tmp_path: Path) -> Non
         assert record.seconds is None
     told = json.loads(written["result.json"])
     assert not {"train_loss", "cohort", "norms", "losses", "sizes"} & told.keys()
-    assert set(told["seconds"].values()) == {10.0}
+    assert set(told["seconds"].values()) <= {10.0, 60.0, 600.0}
     statement = told["privacy"][0]
     assert {"unit", "epsilon", "delta", "adjacency", "sampling", "covers", "does_not_cover"} <= statement.keys()
     assert statement["unit"] == "client"
@@ -137,7 +137,7 @@ def test_the_screen_tells_nothing_about_time_or_single_clients(
     settings = {
         "global-dp": ["aggregator=global-dp", "clients=12", "rounds=40"],
         "da-fl": ["preprocess=da-fl", "preprocess.generator=mean-embedding", "clients=3", "partition=iid", "rounds=40"],
-        "pate": ["algorithm=pate", "clients=4", "algorithm.queries=20", "rounds=5"],
+        "pate": ["algorithm=pate", "clients=4", "algorithm.queries=20", "algorithm.student.steps=20", "rounds=5"],
     }[kind]
     monkeypatch.setattr(
         sys, "argv", ["fl-sim", "run", "model=logistic", "engine=inprocess", *settings, "--out", str(tmp_path / "run")]
@@ -147,7 +147,7 @@ def test_the_screen_tells_nothing_about_time_or_single_clients(
     assert not left.value.code
     shown = capsys.readouterr()
     assert not re.search(r"s/round|clients are done|clients in|\d\.\d+ s\b|cohort", shown.err + shown.out)
-    assert "at most 10 s" in shown.out or "at most 60 s" in shown.out
+    assert re.search(r"at most (10|60|600) s on engine", shown.out)
     if kind != "pate":  # which rounds are shown is fixed beforehand, not by the clock
         assert [int(number) for number in re.findall(r"round (\d+)/40", shown.err)] == [*range(2, 41, 2)]
     assert all(record.seconds is None for record in read_rounds(tmp_path / "run"))
