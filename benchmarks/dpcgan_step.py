@@ -67,8 +67,8 @@ class Batch:
         """Return ``total`` with noise of the client's own, as float64."""
         if self.plain_noise:
             return total + torch.randn_like(total) * NOISE_MULTIPLIER
-        normal = self.source.standard_normal(len(total), purpose=f"benchmark {client}", server_round=step)
-        return torch.from_numpy(add_noise(total.double().numpy(), NOISE_MULTIPLIER, normal))
+        drawn = self.source.gaussian(len(total), NOISE_MULTIPLIER, purpose=f"benchmark {client}", server_round=step)
+        return torch.from_numpy(add_noise(total.double().numpy(), NOISE_MULTIPLIER, drawn))
 
     def update(self, adam: Adam, totals: Sequence[torch.Tensor]) -> None:
         """Take the step that every client's total stands for."""
@@ -110,7 +110,8 @@ def own_without_privacy(batch: Batch) -> Step:
 def own_stack(batch: Batch, clients: int) -> Step:
     """Return the private step of many clients as this project takes it."""
     nets, adam = batch.fresh(clients)
-    bound = clipping_norm_on_grid(1.0, NOISE_MULTIPLIER, sum(weight.numel() for weight in nets[0].parameters()))
+    size = sum(weight.numel() for weight in nets[0].parameters())
+    bound = clipping_norm_on_grid(1.0, NOISE_MULTIPLIER, size, summands=len(batch.real))
     pairs = [Pairs(net, batch.real, batch.fake, bound) for net in nets]
 
     def step(number: int) -> None:

@@ -41,7 +41,7 @@ class Client:
         self.average = deepcopy(self.nets.generator).requires_grad_(requires_grad=False)
         self.dimension = sum(weight.numel() for weight in self.nets.discriminator.parameters())
         self.std = self.bill.noise_multiplier * settings.clipping_norm
-        self.bound = clipping_norm_on_grid(settings.clipping_norm, self.std, self.dimension) if self.std else math.inf
+        self.bound = self._bound(len(records.labels)) if self.std else math.inf
         # Which records are drawn when, at random: each class has its share of early and of late ones.
         self.classes = self._one_hot(np.repeat(np.arange(len(present)), self.counts))
         order = torch.randperm(len(self.classes), generator=self.random)
@@ -53,6 +53,9 @@ class Client:
         labels = places[records.labels.numpy()]
         self.known = labels >= 0
         self.shown = self.nets.join(self.nets.view(records.inputs), self._one_hot(np.maximum(labels, 0)))
+
+    def _bound(self, num_records: int) -> float:
+        return clipping_norm_on_grid(self.settings.clipping_norm, self.std, self.dimension, summands=num_records)
 
     def _networks(self, shape: tuple[int, ...]) -> Networks:
         settings = self.settings
@@ -84,8 +87,8 @@ class Client:
         """Return the noised gradient that the sum of a step stands for, flat."""
         total = clipped_sum.numpy()
         if self.std:
-            normal = self.noise.standard_normal(self.dimension, purpose="discriminator gradient", server_round=step)
-            total = add_noise(total, self.std, normal)
+            drawn = self.noise.gaussian(self.dimension, self.std, purpose="discriminator gradient", server_round=step)
+            total = add_noise(total, self.std, drawn)
         return torch.from_numpy(total / (self.bill.sampling_rate * len(self.shown))).float()
 
     def for_fakes(self) -> tuple[torch.Tensor, torch.Tensor]:

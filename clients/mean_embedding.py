@@ -128,13 +128,13 @@ class Release:
             sums[label] = clipped[labels == label].sum(axis=0)
         if not std:
             return sums, 0.0
-        drawn = self.noise.standard_normal(sums.size, purpose=f"mean embedding: {self.purpose}", server_round=1)
+        drawn = self.noise.gaussian(sums.size, std, purpose=f"mean embedding: {self.purpose}", server_round=1)
         return add_noise(sums, std, drawn.reshape(sums.shape)), std
 
     def clipped(self, features: Array, clipping_norm: float, size: int) -> Array:
         """Return each row clipped such that the sum of ``size`` numbers, rounded to the grid, moves by no more."""
         std = self.noise_multiplier * clipping_norm
-        limit = clipping_norm_on_grid(clipping_norm, std, size) if std else math.inf
+        limit = clipping_norm_on_grid(clipping_norm, std, size, summands=len(features)) if std else math.inf
         norms = np.linalg.norm(features, axis=1)
         factors = np.array([clip_factor(float(norm), limit) for norm in norms])
         clipped = np.zeros_like(features)

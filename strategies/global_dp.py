@@ -121,15 +121,18 @@ class GlobalDP(Settings):
             noise_multiplier = update_noise_multiplier(self.noise_multiplier, count_noise)
         std = noise_multiplier * clipping_norm
         # SENSITIVE until noised: total and num_within never leave this method as they are.
-        total, num_within, num_finite = _clipped_sum(cohort.replies, template, size, clipping_norm, std)
-        normal = noise.standard_normal(size, purpose="global-dp update", server_round=cohort.server_round)
-        flat = add_noise(total, std, normal) / cohort.expected_size
+        limit = clipping_norm_on_grid(clipping_norm, std, size, summands=cohort.num_clients)
+        total, num_within, num_finite = _clipped_sum(cohort.replies, template, size, clipping_norm, limit)
+        if std:
+            steps = noise.gaussian(size, std, purpose="global-dp update", server_round=cohort.server_round)
+            total = add_noise(total, std, steps)
+        flat = total / cohort.expected_size
         aggregate = Aggregate(_unflatten(flat, template), participation=cohort.expected_size / cohort.num_clients)
         if self.adaptive_clipping is None:
             return aggregate, clipping_norm
         centred = np.array([num_within - num_finite / 2])
-        normal = noise.standard_normal(1, purpose="global-dp count", server_round=cohort.server_round)
-        noisy_share = float(add_noise(centred, count_noise, normal)[0]) / cohort.expected_size + 0.5
+        steps = noise.gaussian(1, count_noise, purpose="global-dp count", server_round=cohort.server_round)
+        noisy_share = float(add_noise(centred, count_noise, steps)[0]) / cohort.expected_size + 0.5
         return aggregate, next_clipping_norm(
             clipping_norm,
             noisy_share,
@@ -157,10 +160,9 @@ class GlobalDP(Settings):
 
 
 def _clipped_sum(
-    replies: tuple[Reply, ...], template: Payloads, size: int, clipping_norm: float, std: float
+    replies: tuple[Reply, ...], template: Payloads, size: int, clipping_norm: float, limit: float
 ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], int, int]:
-    """Return the float64 sum of the clipped updates, and how many were within the clipping norm and how many finite."""
-    limit = clipping_norm_on_grid(clipping_norm, std, size)
+    """Return the float64 sum of the updates clipped to ``limit``, how many were within the norm, how many finite."""
     total = torch.zeros(size, dtype=torch.float64)
     num_within = num_finite = 0
     for reply in replies:

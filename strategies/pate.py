@@ -70,8 +70,8 @@ class LNMax(Settings):
 
     def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
         """Return the class with the largest noisy count."""
-        laplace = noise.standard_laplace(len(votes), purpose="pate votes", server_round=query)
-        return _largest(votes, 1 / self.gamma, laplace)
+        steps = noise.laplace(len(votes), 1 / self.gamma, purpose="pate votes", server_round=query)
+        return _largest(votes, 1 / self.gamma, steps)
 
 
 class GNMax(Settings):
@@ -99,7 +99,8 @@ class GNMax(Settings):
 
     def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
         """Return the class with the largest noisy count."""
-        return _largest(votes, self.sigma, noise.standard_normal(len(votes), purpose="pate votes", server_round=query))
+        steps = noise.gaussian(len(votes), self.sigma, purpose="pate votes", server_round=query)
+        return _largest(votes, self.sigma, steps)
 
 
 class ConfidentGNMax(Settings):
@@ -127,9 +128,9 @@ class ConfidentGNMax(Settings):
 
     def passes(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> bool:
         """Return whether the noisy largest count reaches the threshold."""
-        normal = noise.standard_normal(1, purpose="pate threshold", server_round=query)
+        steps = noise.gaussian(1, self.sigma_threshold, purpose="pate threshold", server_round=query)
         largest = np.array([votes.max()], dtype=np.float64)
-        return bool(add_noise(largest, self.sigma_threshold, normal)[0] >= self.threshold)
+        return bool(add_noise(largest, self.sigma_threshold, steps)[0] >= self.threshold)
 
     def winner(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> int:
         """Return the class with the largest noisy count."""
@@ -165,5 +166,5 @@ class NoNoise(Settings):
 Mechanism: TypeAlias = LNMax | GNMax | ConfidentGNMax | NoNoise
 
 
-def _largest(votes: NDArray[np.int64], scale: float, standard: NDArray[np.float64]) -> int:
-    return int(np.argmax(add_noise(votes.astype(np.float64), scale, standard)))
+def _largest(votes: NDArray[np.int64], scale: float, steps: NDArray[np.float64]) -> int:
+    return int(np.argmax(add_noise(votes.astype(np.float64), scale, steps)))

@@ -1,30 +1,31 @@
-"""Clipping and Gaussian noise: float64, a cryptographic stream per purpose and round, a common grid for sum and noise.
+"""Clipping and noise: float64, a cryptographic stream per purpose and round, a common grid for sum and noise.
 
-The grid closes the side channel of Mironov 2012 ("On significance of the least significant bits"): the low bits of a
-floating-point sum can give away what was added. Sum and noise are both rounded to multiples of one power of two, so
-their sum is exact and its low bits tell nothing. Adaptive clipping: Andrew et al. 2021, algorithm 1.
+The grid closes the side channel of floating-point noise; the proof is in ``fl_sim.privacy.grid``. Adaptive clipping:
+Andrew et al. 2021, algorithm 1.
 """
 
 import hashlib
+import itertools
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
-from scipy.special import ndtri
 
+from fl_sim.privacy.grid import GAUSSIAN, LAPLACE, TOLERANCE, Law, exact_step, grid_spacing
 from fl_sim.types import UserError
 
-_GRID_BITS: Final = 20  # the grid is at most 2^-20 standard deviations wide
+_BLOCK: Final = 2**15  # numbers that are made at a time: they stay in the processor's cache
 _STREAM_LIMIT: Final = 2**37  # bytes; half of what a ChaCha20 counter can address
 
 
 @dataclass(frozen=True)
 class Noise:
-    """A source of standard normal numbers: one independent ChaCha20 stream per (purpose, round) from one 32-byte key.
+    """A source of random numbers: one independent ChaCha20 stream per (purpose, round) from one 32-byte key.
 
     The key is a secret: whoever has it can take the noise off again. It is in no representation, log or result.
     ``simulation_only`` says that the key can be guessed (it comes from a seed), so no real person is protected.
@@ -48,37 +49,46 @@ class Noise:
         """Return a name for the key that does not give it away: the same key, the same name."""
         return hashlib.sha256(b"identity" + self.key).hexdigest()[:16]
 
-    def standard_normal(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
-        """Return ``count`` independent N(0, 1) numbers; the same arguments give the same numbers."""
-        negative, tail = self._signs_and_tails(count, purpose, server_round)
-        normal: NDArray[np.float64] = ndtri(tail / 2)
-        np.negative(normal, where=~negative, out=normal)
-        return normal
+    def gaussian(self, count: int, std: float, *, purpose: str, server_round: int) -> NDArray[np.float64]:
+        """Return ``count`` independent N(0, std^2) numbers in steps of the grid, rounded exactly to whole ones.
 
-    def standard_laplace(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
-        """Return ``count`` independent Laplace numbers of scale 1; the same arguments give the same numbers."""
-        negative, tail = self._signs_and_tails(count, purpose, server_round)
-        laplace: NDArray[np.float64] = np.log(tail)
-        np.negative(laplace, where=~negative, out=laplace)
-        return laplace
+        ``std`` > 0; a step is ``grid_spacing(std)``. The same arguments give the same numbers.
+        """
+        return self._steps(GAUSSIAN, count, std, purpose, server_round)
+
+    def laplace(self, count: int, scale: float, *, purpose: str, server_round: int) -> NDArray[np.float64]:
+        """Return the same of the Laplace distribution with density proportional to exp(-|x| / scale)."""
+        return self._steps(LAPLACE, count, scale, purpose, server_round)
+
+    def standard_normal(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
+        """Return ``count`` independent N(0, 1) numbers in float64, for whatever is not added to private numbers."""
+        words = self._words(2 * count, purpose, server_round)
+        normal = _tails(words[:count], words[count:])
+        GAUSSIAN.quantile(normal)
+        return _with_signs(normal, words[:count])
 
     def uniform(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
         """Return ``count`` independent numbers in [0, 1): secret Poisson sampling needs secret coins."""
         words = self._words(count, purpose, server_round)
         return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
-    def _signs_and_tails(
-        self, count: int, purpose: str, server_round: int
-    ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-        """Return fair signs, and uniform numbers in (0, 1]: how much of a symmetric distribution lies further out."""
+    def _steps(self, law: Law, count: int, scale: float, purpose: str, server_round: int) -> NDArray[np.float64]:
         words = self._words(2 * count, purpose, server_round)
-        first, second = words[:count], words[count:]
-        # 63 random bits make u in (0, 1]; where u is so small that it has fewer than 53 significant bits, the second
-        # word supplies the rest, so that the tail is as finely resolved as the middle and does not end at 9 sigma.
-        tail = (first >> np.uint64(1)).astype(np.float64)
-        small = np.flatnonzero(tail < 2.0**53)
-        tail[small] += (second[small] >> np.uint64(11)) * 2.0**-53 + 2.0**-54
-        return (first & np.uint64(1)).astype(bool), tail * 2.0**-63
+        ratio = scale / grid_spacing(scale)
+        steps = np.empty(count)
+        for start in range(0, count, _BLOCK):
+            block = slice(start, min(start + _BLOCK, count))
+            first, second = words[:count][block], words[count:][block]
+            for place in _rounded(law, ratio, first, second, out=steps[block]):
+                digits = int(first[place]) >> 1 << 64 | int(second[place])
+                more = self._further(f"{purpose}: digits of number {start + place}", server_round)
+                steps[start + place] = exact_step(law, ratio, digits, 127, more)
+            _with_signs(steps[block], first)
+        return steps
+
+    def _further(self, purpose: str, server_round: int) -> Callable[[], int]:
+        draws = itertools.count(1)
+        return lambda: int(self._words(next(draws), purpose, server_round)[-1])
 
     def _words(self, count: int, purpose: str, server_round: int) -> NDArray[np.uint64]:
         assert 8 * count < _STREAM_LIMIT
@@ -107,34 +117,40 @@ def clip_factor(norm: float, clipping_norm: float) -> float:
     return 1.0 if norm <= clipping_norm else clipping_norm / norm
 
 
-def grid_spacing(std: float) -> float:
-    """Return the power of two to whose multiples a sum and its noise of standard deviation ``std`` > 0 are rounded."""
-    return math.ldexp(1.0, math.frexp(std)[1] - 1 - _GRID_BITS)
+def clipping_norm_on_grid(clipping_norm: float, std: float, dimension: int, *, summands: int) -> float:
+    """Return the norm L to clip to so that a sum *rounded to the grid* still moves by at most ``clipping_norm``.
 
-
-def clipping_norm_on_grid(clipping_norm: float, std: float, dimension: int) -> float:
-    """Return the norm to clip to so that a sum *rounded to the grid* still moves by at most ``clipping_norm``.
-
-    Rounding two sums moves their difference by at most one spacing per coordinate; one more spacing per coordinate is
-    left for the rounding errors of float64. Raises UserError where nothing would remain.
+    Of ``dimension`` numbers, the sum of at most ``summands`` clipped vectors (a public number). Rounding to the grid
+    moves the difference of two sums by at most one spacing per number. The rest is float64, with u = 2^-53: a norm is
+    too small by at most (dimension / 2 + 4) u L, its factor and the products included; and a sum is off by at most u
+    times the norms of all its partial sums and products, (n^2 / 2 + n) u L, in either of two neighbouring worlds. Twice
+    all that is left, for what is quadratic in u. Raises UserError where nothing would remain.
     """
     if std == 0:
         return clipping_norm
-    remaining = clipping_norm - 2 * grid_spacing(std) * math.sqrt(dimension)
+    rounding = (summands * (summands + 2) + dimension + 8) * 2.0**-52
+    remaining = clipping_norm * (1 - rounding) - grid_spacing(std) * math.sqrt(dimension)
     if remaining <= clipping_norm / 2:
         raise UserError(
-            f"noise of {std / clipping_norm:g} clipping norms is too coarse for {dimension} parameters: "
-            "use a smaller noise_multiplier or model"
+            f"noise of {std / clipping_norm:g} clipping norms is too coarse for sums of {summands} vectors of "
+            f"{dimension} numbers: use a smaller noise_multiplier, a smaller model, or fewer vectors"
         )
     return remaining
 
 
-def add_noise(total: NDArray[np.float64], std: float, standard_normal: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return ``total`` + ``std`` * ``standard_normal``, both rounded to the common grid; their sum is exact."""
+def add_noise(total: NDArray[np.float64], std: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return ``total``, rounded to the grid, plus noise of standard deviation ``std`` given in ``steps`` of the grid.
+
+    float64 rounds their exact sum, which looks at nothing else. With ``std`` 0 there is no grid, and no noise.
+    """
     if std == 0:
         return total
     spacing = grid_spacing(std)
-    return (np.rint(total / spacing) + np.rint(standard_normal * (std / spacing))) * spacing
+    released = total / spacing
+    np.rint(released, out=released)
+    released += steps
+    released *= spacing
+    return released
 
 
 def update_noise_multiplier(noise_multiplier: float, count_std: float) -> float:
@@ -156,3 +172,35 @@ def next_clipping_norm(
 ) -> float:
     """Return S exp(-eta (b~ - gamma)): S falls when more than the target share of updates is within it."""
     return clipping_norm * math.exp(-learning_rate * (noisy_share - target_quantile))
+
+
+def _rounded(
+    law: Law, ratio: float, first: NDArray[np.uint64], second: NDArray[np.uint64], out: NDArray[np.float64]
+) -> NDArray[np.intp]:
+    """Write the numbers' magnitudes, rounded to whole steps, into ``out``; return where float64 does not decide."""
+    found = _tails(first, second)
+    law.quantile(found)
+    np.abs(found, out=found)
+    found *= ratio
+    np.rint(found, out=out)
+    found -= out
+    np.abs(found, out=found)
+    # Next to a boundary float64 may round the wrong way; and where all 63 digits are 0, U is not known well enough.
+    return np.flatnonzero((found > 0.5 - TOLERANCE) | (first < 2))
+
+
+def _tails(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return float64 approximations of the uniform numbers whose binary digits are first >> 1, then second."""
+    # Where the 63 digits begin with so many zeros that fewer than 53 significant ones are left, the second word adds
+    # the rest, so that the tail is as finely resolved as the middle and does not end at 9 sigma.
+    tails = (first >> np.uint64(1)).astype(np.float64)
+    small = np.flatnonzero(tails < 2.0**53)
+    tails[small] += (second[small] >> np.uint64(11)) * 2.0**-53 + 2.0**-54
+    tails *= 2.0**-63
+    return tails
+
+
+def _with_signs(numbers: NDArray[np.float64], words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return ``numbers`` with the sign that the last bit of each word says, 1 for minus; overwrites them."""
+    np.copysign(numbers, 0.5 - (words & np.uint64(1)), out=numbers)
+    return numbers

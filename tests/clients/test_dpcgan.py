@@ -59,6 +59,10 @@ class Watched(Noise):
 
     draws: Counter[str] = field(default_factory=Counter)
 
+    def gaussian(self, count: int, std: float, *, purpose: str, server_round: int) -> NDArray[np.float64]:
+        self.draws[purpose] += 1
+        return super().gaussian(count, std, purpose=purpose, server_round=server_round)
+
     def standard_normal(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
         self.draws[purpose] += 1
         return super().standard_normal(count, purpose=purpose, server_round=server_round)

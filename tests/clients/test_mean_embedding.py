@@ -93,13 +93,13 @@ def test_the_two_releases_made_are_the_one_charged(wiretap: Wiretap) -> None:
 
 def test_nothing_is_drawn_from_the_noise_but_the_two_releases() -> None:
     asked: list[tuple[str, int]] = []
-    original = Noise.standard_normal
+    original = Noise.gaussian
 
-    def listen(source: Noise, count: int, *, purpose: str, server_round: int) -> np.ndarray:
+    def listen(source: Noise, count: int, std: float, *, purpose: str, server_round: int) -> np.ndarray:
         asked.append((purpose, count))
-        return original(source, count, purpose=purpose, server_round=server_round)
+        return original(source, count, std, purpose=purpose, server_round=server_round)
 
-    with patch.object(Noise, "standard_normal", listen):
+    with patch.object(Noise, "gaussian", listen):
         made(blobs(), [1, 1, 1], 2.0)
     assert len({purpose for purpose, _ in asked}) == len(asked) == 2
     assert [count for _, count in asked] == [3 * (1 + 12 + 1), 3 * (12 * 13 // 2)]

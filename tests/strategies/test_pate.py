@@ -13,6 +13,7 @@ from scipy import stats
 from fl_sim.privacy import pate
 from fl_sim.privacy.accounting import ORDERS, compose, delta_profile
 from fl_sim.privacy.audit import EPSILONS, ProfileAudit, World, audit_profile, noise_calibration, run_mechanism
+from fl_sim.privacy.grid import grid_spacing
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.types import UserError
 from strategies.pate import ConfidentGNMax, GNMax, LNMax, Mechanism, NoNoise, Voting
@@ -261,8 +262,9 @@ def test_the_audit_catches_every_planted_fault(
 
 
 def test_the_noise_on_the_counts_is_what_it_claims_to_be() -> None:
-    normal = np.stack([NOISE.standard_normal(6, purpose="pate votes", server_round=query) for query in range(2000)])
-    laplace = np.stack([NOISE.standard_laplace(6, purpose="pate votes", server_round=query) for query in range(2000)])
+    said = {"purpose": "pate votes"}
+    normal = np.stack([NOISE.gaussian(6, 1.0, **said, server_round=query) for query in range(2000)]) * grid_spacing(1.0)
+    laplace = np.stack([NOISE.laplace(6, 1.0, **said, server_round=query) for query in range(2000)]) * grid_spacing(1.0)
     as_normal = stats.norm.ppf(stats.laplace.cdf(laplace))
     assert min(noise_calibration(normal).values()) > 1e-3
     assert min(noise_calibration(as_normal).values()) > 1e-3

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from fl_sim.privacy.grid import grid_spacing
 from fl_sim.privacy.mechanisms import (
     Noise,
     add_noise,
     clip_factor,
     clipping_norm_on_grid,
-    grid_spacing,
     next_clipping_norm,
     update_noise_multiplier,
 )
@@ -115,46 +115,63 @@ def test_zero_keeps_its_factor_and_what_is_not_finite_has_none() -> None:
     assert [clip_factor(norm, 1.0) for norm in (math.nan, math.inf, -math.inf)] == [0.0, 0.0, 0.0]
 
 
-@given(st.floats(1e-9, 1e9))
-def test_the_grid_is_a_power_of_two_and_a_millionth_of_the_noise(std: float) -> None:
-    spacing = grid_spacing(std)
-    assert math.frexp(spacing)[0] == 0.5
-    assert std / 2**21 < spacing <= std / 2**20
-
-
 def test_noised_sums_lie_on_the_grid_whatever_their_low_bits_were() -> None:
     rng = np.random.default_rng(0)
-    total, normal, std = rng.standard_normal(5000), draw(5000), 0.37
-    released = add_noise(total, std, normal)
+    total, std = rng.standard_normal(5000), 0.37
+    steps = NOISE.gaussian(5000, std, purpose="test", server_round=1)
+    released = add_noise(total, std, steps)
     in_units = released / grid_spacing(std)
     np.testing.assert_array_equal(in_units, np.rint(in_units))
     # The noise a release carries is the same on every sum: nothing of the sum is left in the low bits.
-    other = add_noise(total + 0.125, std, normal)
+    other = add_noise(total + 0.125, std, steps)
     difference = (other - released) / grid_spacing(std)
     np.testing.assert_array_equal(difference, np.rint(difference))
-    np.testing.assert_allclose(released, total + std * normal, atol=grid_spacing(std))
-    np.testing.assert_array_equal(add_noise(total, 0.0, normal), total)
+    np.testing.assert_allclose(released, total + std * draw(5000), atol=grid_spacing(std))
+    np.testing.assert_array_equal(add_noise(total, 0.0, steps), total)
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 2000), st.floats(0.05, 50))
+@given(st.integers(0, 2**32 - 1), st.integers(1, 2000), st.floats(0.05, 50), st.integers(1, 40))
 def test_rounding_does_not_push_neighbouring_sums_further_apart_than_promised(
-    seed: int, size: int, noise: float
+    seed: int, size: int, noise: float, others: int
 ) -> None:
     clipping_norm, std = 1.0, noise
-    limit = clipping_norm_on_grid(clipping_norm, std, size)
+    limit = clipping_norm_on_grid(clipping_norm, std, size, summands=others + 1)
     rng = np.random.default_rng(seed)
-    total, update = rng.standard_normal(size) * 3, rng.standard_normal(size)
-    update *= limit / np.linalg.norm(update)
+    updates = rng.standard_normal((others + 1, size)).astype(np.float32).astype(np.float64)
+    updates *= np.array([clip_factor(1e3 * norm, limit) for norm in np.linalg.norm(updates, axis=1)])[:, None] * 1e3
     silent = np.zeros(size)
-    moved = add_noise(total + update, std, silent) - add_noise(total, std, silent)
-    assert np.linalg.norm(moved) <= clipping_norm
+    whole = add_noise(np.add.reduce(updates), std, silent)
+    without = add_noise(np.add.reduce(updates[1:]), std, silent)
+    assert np.linalg.norm(whole - without) <= clipping_norm
+
+
+def test_two_sums_that_are_rounded_apart_still_differ_by_no_more_than_the_clipping_norm() -> None:
+    # The worst that rounding can do: every number of one sum lies just under a boundary, of the other just above it.
+    std, size = 40.0, 10_000
+    limit, spacing = clipping_norm_on_grid(1.0, std, size, summands=2), grid_spacing(std)
+    assert 0.9 < limit < 1.0 - spacing * 0.999 * math.sqrt(size)
+    under = np.full(size, (0.5 - 1e-6) * spacing)
+    over = under + 0.999999 * limit / math.sqrt(size)
+    assert np.linalg.norm(over - under) <= limit
+    silent = np.zeros(size)
+    moved = np.linalg.norm(add_noise(over, std, silent) - add_noise(under, std, silent))
+    assert moved <= 1.0
+    assert moved > limit  # a sum clipped to the clipping norm itself would have gone beyond it
+
+
+def test_more_summands_leave_less_and_too_many_are_refused() -> None:
+    few, many = (clipping_norm_on_grid(1.0, 1.0, 100, summands=count) for count in (10, 1_000_000))
+    assert many < few
+    assert few - many == pytest.approx(1e12 * 2.0**-52, rel=1e-3)
+    with pytest.raises(UserError, match="sums of 100000000 vectors"):
+        clipping_norm_on_grid(1.0, 1.0, 100, summands=100_000_000)
 
 
 def test_noise_too_coarse_for_the_model_is_refused() -> None:
-    assert clipping_norm_on_grid(1.0, 0.0, 10**6) == 1.0
-    assert clipping_norm_on_grid(1.0, 1.0, 10**6) > 0.99
+    assert clipping_norm_on_grid(1.0, 0.0, 10**6, summands=10) == 1.0
+    assert clipping_norm_on_grid(1.0, 1.0, 10**6, summands=10) > 0.99
     with pytest.raises(UserError, match="too coarse"):
-        clipping_norm_on_grid(1.0, 1000.0, 10**6)
+        clipping_norm_on_grid(1.0, 2000.0, 10**6, summands=10)
 
 
 def test_update_and_count_noise_together_are_worth_the_noise_multiplier() -> None:
@@ -198,16 +215,23 @@ def _chacha20_block(key: bytes) -> bytes:
     )
 
 
+def laplace(count: int, noise: Noise = NOISE, purpose: str = "test") -> np.ndarray:
+    return noise.laplace(count, 1.0, purpose=purpose, server_round=1) * grid_spacing(1.0)
+
+
 def test_laplace_noise_is_laplace_in_body_and_tails_and_shares_no_bits_with_other_purposes() -> None:
-    numbers = NOISE.standard_laplace(1_000_000, purpose="test", server_round=1)
+    numbers = laplace(1_000_000)
     assert stats.kstest(numbers, "laplace").pvalue > 1e-3
     for bound in (2.0, 5.0, 8.0):
         expected = len(numbers) * math.exp(-bound)
         assert abs((np.abs(numbers) > bound).sum() - expected) < 4 * math.sqrt(expected)
-    other = NOISE.standard_laplace(1_000_000, purpose="other", server_round=1)
+    other = laplace(1_000_000, purpose="other")
     assert abs(np.corrcoef(numbers, other)[0, 1]) < 5 / math.sqrt(1_000_000)
 
 
-def test_laplace_noise_does_not_end_where_63_bits_end() -> None:
-    assert FixedWords(1, 0).standard_laplace(1, purpose="", server_round=0)[0] == pytest.approx(-117 * math.log(2))
-    assert FixedWords(0, 0).standard_laplace(1, purpose="", server_round=0)[0] == pytest.approx(117 * math.log(2))
+def test_noise_does_not_end_where_63_bits_end() -> None:
+    # A tail of 63 zeros: the further digits come from the second word, and from a stream of their own.
+    for sign in (1, 0):
+        deep = laplace(1, FixedWords(sign, 2**63))[0]
+        assert deep == pytest.approx((-1) ** sign * 64 * math.log(2), rel=1e-6)
+        assert (-1) ** sign * laplace(1, FixedWords(sign, 3))[0] > 120 * math.log(2)
