@@ -1,8 +1,8 @@
-"""PATE's votes and noisy labels, each made once for all runs that would make the same.
+"""PATE's votes, made once for all runs whose teachers would cast the same.
 
-They lie beside DA-FL's pools ($FL_SIM_POOLS, else the user's cache), in folders named by everything that determines
-them. The votes are PRIVATE: they are computed from the teachers' records, and nobody but their owner may read the files
-(mode 0600). The labels are a private release that was paid for; runs that differ in the student alone share it.
+They lie beside DA-FL's pools ($FL_SIM_POOLS, else the user's cache), in a folder named by everything that determines
+them. They are PRIVATE: they are computed from the teachers' records, and nobody but their owner may read the files
+(mode 0600).
 """
 
 import hashlib
@@ -10,6 +10,8 @@ import io
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,24 +24,19 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fl_sim.data import load
 from fl_sim.experiment import Experiment, public_split
+from fl_sim.files import explain
 from fl_sim.locks import alone_in
-from fl_sim.privacy import pate_smooth
-from fl_sim.privacy.ledger import Ledger
-from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.pate import GNMaxCost, LNMaxCost
-from fl_sim.report.rundir import write_text
 from fl_sim.store import write_private
 from fl_sim.synthesis import pools_root
 from fl_sim.types import RunError, UserError
 from fl_sim.wire import Order
 from strategies.flower import ask_teachers
 from strategies.pate import NoNoise
-from strategies.pate_labels import Labelled, Labelling, count_votes, label
+from strategies.pate_labels import count_votes
 from strategies.pate_settings import Pate
 
-LEDGER = "ledger.jsonl"
-_VOTES, _FACTS, _LABELS, _KEY, _PUBLISHED = "votes.npy", "votes.json", "labels.json", "key", "published.json"
-_FORMAT, _MOST_FACTS = 1, 2**20
+_VOTES, _FACTS = "votes.npy", "votes.json"
+_FORMAT, _MOST_FACTS = 1, 2**16
 
 
 @dataclass(frozen=True)
@@ -62,17 +59,6 @@ class Votes:
         return replace(self, predictions=self.predictions[:, rows], counts=self.counts[rows], rows=self.rows[rows])
 
 
-@dataclass(frozen=True)
-class Released:
-    """The noisy labels, and the ledger that their queries were charged to."""
-
-    labelled: Labelled
-    ledger: Ledger
-    ledger_path: Path
-    simulation_only: bool
-    reused: bool
-
-
 def prepare_votes(experiment: Experiment, grid: Grid, order: Order, data_root: Path | None) -> Votes:
     """Return the votes of the experiment's teachers on its public pool, from an earlier run where there is one.
 
@@ -83,19 +69,14 @@ def prepare_votes(experiment: Experiment, grid: Grid, order: Order, data_root: P
     settings = experiment.algorithm
     assert isinstance(settings, Pate)
     private = not isinstance(settings.labelling.mechanism, NoNoise)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with alone_in(folder):
+    with alone_in_cache(folder):
         reused = (folder / _FACTS).exists()
         if not reused:
             start = time.perf_counter()
             predictions, silent = ask_teachers(grid, order, experiment.round_timeout, **asdict(booth), private=private)
-            content = _as_npy(predictions.astype(booth.dtype))
+            content = as_npy(predictions.astype(booth.dtype))
             write_private(folder / _VOTES, content)
-            facts = {
-                "seconds": time.perf_counter() - start,
-                "silent": silent,
-                "sha256": _digest(content),
-            }
+            facts = {"seconds": time.perf_counter() - start, "silent": silent, "sha256": _digest(content)}
             write_private(folder / _FACTS, json.dumps(facts).encode())
         votes, kept = _read_votes(folder, booth)
     if kept.silent and not private:
@@ -116,54 +97,35 @@ def votes_key(experiment: Experiment, data_root: Path | None) -> str:
     return f"{experiment.data.partition(':')[0]}-votes-{digest.hexdigest()[:20]}"
 
 
-def release_labels(settings: Pate, votes: Votes, seed: int) -> Released:
-    """Return the noisy labels of the first ``settings.queries`` records that ``votes`` are about, paid for once.
+@contextmanager
+def alone_in_cache(folder: Path) -> Iterator[None]:
+    """Make a folder that its owner alone may read, and be the only process that works in it.
 
-    A run that was killed in the middle goes on with the same noise, at no further cost.
+    Raises RunError, with the cure, where that or writing into it fails.
     """
-    labelling = settings.labelling
-    asked = votes.rows[: settings.queries]
-    digest = hashlib.sha256(f"{_FORMAT} {labelling.model_dump_json()} ".encode() + asked.tobytes())
-    folder = votes.folder / f"labels-{digest.hexdigest()[:20]}"
-    folder.mkdir(exist_ok=True, mode=0o700)
-    with alone_in(folder):
-        ledger = labelling.open_ledger(folder / LEDGER)
-        reused = (folder / _LABELS).exists()
-        if not reused:
-            noise = _noise(labelling, folder, f"{seed}/{votes.folder.name}")
-            labelled = label(votes.counts[: settings.queries], labelling, ledger=ledger, noise=noise)
-            made = {"labels": labelled.labels.tolist(), "num_asked": labelled.num_asked}
-            write_text(folder / _LABELS, json.dumps(made))
-            (folder / _KEY).unlink(missing_ok=True)
-        made = json.loads((folder / _LABELS).read_text(encoding="utf-8"))
-    labelled = Labelled(np.array(made["labels"], dtype=np.int64), made["num_asked"], ledger.epsilon)
-    return Released(labelled, ledger, folder / LEDGER, labelling.noise == "seeded", reused)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+        with alone_in(folder):
+            yield
+    except OSError as error:
+        if not str(error.filename or "").startswith(str(folder)):
+            raise
+        raise RunError(f"{explain(error)}; FL_SIM_POOLS names another place for what is kept between runs") from error
 
 
-def publish_cost(settings: Pate, votes: Votes, released: Released) -> dict[str, Any]:
-    """Return a noisy upper bound on the data-dependent epsilon, made once; it may be published."""
-    path = released.ledger_path.parent / _PUBLISHED
-    with alone_in(path.parent):
-        if not path.exists():
-            counts, cost = votes.counts[: released.labelled.num_asked], settings.labelling.mechanism.cost()
-            assert isinstance(cost, LNMaxCost | GNMaxCost)
-            delta = settings.labelling.delta
-            shape = {"queries": len(counts), "teachers": len(votes.predictions), "classes": counts.shape[1]}
-            terms = pate_smooth.planned(cost, delta, **shape)
-            published = pate_smooth.release(counts, cost, delta, terms, noise=Noise.secret())
-            write_text(path, json.dumps({**asdict(published), "own_cost": terms.divergence()}))
-        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return said
+def read_within(path: Path, most: int) -> bytes:
+    """Return a file's content. Raises OSError where it cannot be read, ValueError where it is longer than ``most``."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        content = file.read(most + 1)
+    if content is None or len(content) > most:
+        raise ValueError(f"{path} is no file of at most {most} bytes")
+    return content
 
 
 def write_private_votes(out: Path, votes: Votes, num_queries: int) -> None:
     """Write the raw counts of the queries into a run directory whose owner asked for them."""
-    write_private(out / _VOTES, _as_npy(votes.counts[:num_queries]))
-
-
-def write_private_text(path: Path, text: str) -> None:
-    """Write a file that nobody but its owner may read."""
-    write_private(path, text.encode())
+    write_private(out / _VOTES, as_npy(votes.counts[:num_queries]))
 
 
 @dataclass(frozen=True)
@@ -198,8 +160,8 @@ def _read_votes(folder: Path, booth: _Booth) -> tuple[NDArray[np.int64], _Facts]
     """Return the votes, shape (teachers, records), and the facts. Raises UserError where they are not as written."""
     head, size = _head_of(booth), booth.teachers * booth.records * booth.dtype.itemsize
     try:
-        facts = _Facts.model_validate_json(_content(folder / _FACTS, _MOST_FACTS))
-        content = _content(folder / _VOTES, len(head) + size)
+        facts = _Facts.model_validate_json(read_within(folder / _FACTS, _MOST_FACTS + 16 * booth.teachers))
+        content = read_within(folder / _VOTES, len(head) + size)
     except (OSError, ValueError):
         content = b""
     if len(content) == len(head) + size and content.startswith(head) and _digest(content) == facts.sha256:
@@ -210,15 +172,6 @@ def _read_votes(folder: Path, booth: _Booth) -> tuple[NDArray[np.int64], _Facts]
         f"the votes in {folder} are damaged: delete {_VOTES} and {_FACTS} there, and the teachers are trained again; "
         "leave the labels beside them, which are paid for"
     )
-
-
-def _content(path: Path, most: int) -> bytes:
-    """Return a file's content. Raises OSError where it cannot be read, ValueError where it is longer than ``most``."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        content = file.read(most + 1)
-    if content is None or len(content) > most:
-        raise ValueError(f"{path} is no file of at most {most} bytes")
-    return content
 
 
 def _digest(content: bytes) -> str:
@@ -233,17 +186,8 @@ def _head_of(booth: _Booth) -> bytes:
     return buffer.getvalue()
 
 
-def _noise(labelling: Labelling, folder: Path, purpose: str) -> Noise:
-    """Return the noise of a release: the same again where a run was killed before its labels were out."""
-    if labelling.noise == "seeded":
-        return Noise.seeded(int.from_bytes(hashlib.sha256(f"pate/{purpose}".encode()).digest()))
-    path = folder / _KEY
-    if not path.exists():
-        write_private(path, os.urandom(32))
-    return Noise(path.read_bytes(), simulation_only=False)
-
-
-def _as_npy(array: NDArray[np.generic]) -> bytes:
+def as_npy(array: NDArray[np.generic]) -> bytes:
+    """Return an array as ``numpy.save`` writes it."""
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, allow_pickle=False)
     return buffer.getvalue()

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,40 +15,24 @@ from torch import nn
 from torch.nn import functional
 
 from fl_sim.data import load
-from fl_sim.ensemble import (
-    LEDGER,
-    Released,
-    Votes,
-    prepare_votes,
-    publish_cost,
-    release_labels,
-    write_private_text,
-    write_private_votes,
-)
+from fl_sim.ensemble import Votes, as_npy, prepare_votes, write_private_votes
 from fl_sim.experiment import Experiment, device_of, public_split
+from fl_sim.files import write_whole
 from fl_sim.learning import EVALUATION_BATCH, to_tensors
+from fl_sim.noisy_labels import LEDGER, Released, release_labels
+from fl_sim.pate_statements import data_dependent, statements_of
 from fl_sim.preparation import PateLog, RunLog, order_of
-from fl_sim.privacy import pate
 from fl_sim.report import rundir
-from fl_sim.report.rundir import RoundRecord
+from fl_sim.report.rundir import RoundRecord, coarse
 from fl_sim.seeding import seed_torch, torch_kept
+from fl_sim.store import write_private
 from fl_sim.types import Dataset, Examples, RunError, ServerState
 from strategies.neighbours import representatives
-from strategies.pate import NoNoise
-from strategies.pate_labels import COVERS, DOES_NOT_COVER, UNANSWERED
+from strategies.pate_labels import UNANSWERED, Labelled
 from strategies.pate_settings import Pate
 from strategies.student import StudentData
 
 LABELS, QUERIES, PRIVATE = "labels.npy", "queries.npy", "private.json"
-
-OTHER_RELEASES: Final = (
-    " Other labellings of a pool by teachers of the same records, under other settings or another seed: each is a "
-    "release of its own, and their epsilons add up. (Runs that differ in the student alone share one labelling.)"
-)
-PUBLISHED_COVERS: Final = (
-    "The labels, all that is computed from them, and this figure itself: a noisy upper bound on their data-dependent "
-    "epsilon, for the votes at hand."
-)
 
 
 def run_pate(
@@ -74,21 +58,22 @@ def run_pate(
     voted = time.perf_counter()
     rows = _asked(settings, split.pool, dataset)
     votes, pool = votes.about(rows), split.pool.take(rows)
-    released = release_labels(settings, votes, experiment.seed)
+    released = release_labels(settings, votes, experiment.seed, out)
     _write_labels(out, settings, votes, released, pool)
-    say(_spent(settings, votes, released))
+    log.pate.statements = statements_of(experiment, votes, released)
+    epsilon = log.pate.statements[0]["epsilon"]
+    say(_spent(settings, votes, released, epsilon))
     log.preprocess_seconds = time.perf_counter() - start
     log.pate.facts = _facts(experiment, votes, released, pool, len(split.evaluation)) | {
-        "seconds": {"teachers": voted - start, "teachers_when_trained": votes.seconds,
-                    "labels": log.preprocess_seconds - (voted - start)},
+        "seconds": {"teachers": coarse(voted - start), "teachers_when_trained": coarse(votes.seconds),
+                    "labels": coarse(log.preprocess_seconds - (voted - start))},
     }  # fmt: skip
-    log.pate.statements = _statements(settings, votes, released)
     if not released.labelled.num_answered:
         raise RunError(
             f"none of {released.labelled.num_asked} queries was answered: give a larger algorithm.labelling.epsilon, "
             "or a lower threshold"
         )
-    student = _Training(experiment, dataset, split.evaluation, released.labelled.epsilon, log, out, finished)
+    student = _Training(experiment, dataset, split.evaluation, epsilon, log, out, finished)
     model = student.train(pool, released)
     log.server = ServerState({name: value.detach().cpu() for name, value in model.state_dict().items()})
 
@@ -123,16 +108,11 @@ class _Training:
         self.inputs, self.labels = (tensor.to(self.device) for tensor in to_tensors(evaluation, dataset))
 
     def train(self, pool: Examples, released: Released) -> nn.Module:
-        seed, dataset = self.seed, self.dataset
-        inputs, _ = to_tensors(pool, dataset)
-        answered = np.flatnonzero(released.labelled.labels != UNANSWERED)
-        labels = torch.from_numpy(released.labelled.labels[answered])
-        inputs, labels = inputs.to(self.device), labels.to(self.device)
-        data = StudentData(inputs[torch.from_numpy(answered)], labels, inputs, dataset.num_classes)
+        data = student_data(to_tensors(pool, self.dataset)[0], released.labelled, self.dataset.num_classes)
         with torch_kept():
-            seed_torch(seed, "student")
-            model = self.settings.network(dataset.input_shape, dataset.num_classes).to(self.device)
-        return self.settings.train(data, model, seed, self._after_step)
+            seed_torch(self.seed, "student")
+            model = self.settings.network(self.dataset.input_shape, self.dataset.num_classes).to(self.device)
+        return self.settings.train(data.to(self.device), model, self.seed, self._after_step)
 
     def _after_step(self, step: int, learning_rate: float, model: nn.Module) -> None:
         rounds, epoch = self.experiment.rounds, len(self.log.rounds) + 1
@@ -149,6 +129,13 @@ class _Training:
         self.finished(record)
 
 
+def student_data(pool: torch.Tensor, labelled: Labelled, num_classes: int) -> StudentData:
+    """Return what the student learns from: the records of ``pool`` whose query was answered, and all of it."""
+    answered = np.flatnonzero(labelled.labels != UNANSWERED)
+    labels = torch.from_numpy(labelled.labels[answered])
+    return StudentData(pool[torch.from_numpy(answered)], labels, pool, num_classes)
+
+
 def evaluate(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
     """Return (accuracy in [0, 1], mean cross-entropy) of a model as it is; its mode is left as it was."""
     training = model.training
@@ -160,12 +147,13 @@ def evaluate(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> tu
 
 
 def _write_labels(out: Path, settings: Pate, votes: Votes, released: Released, pool: Examples) -> None:
-    np.save(out / LABELS, released.labelled.labels)
-    np.save(out / QUERIES, votes.rows[: settings.queries])
-    (out / LEDGER).write_bytes(released.ledger_path.read_bytes())
+    write_whole(out / LEDGER, released.charges)
+    write_whole(out / LABELS, as_npy(released.labelled.labels))
+    write_whole(out / QUERIES, as_npy(votes.rows[: settings.queries]))
     if settings.keep_private:
         write_private_votes(out, votes, settings.queries)
-        write_private_text(out / PRIVATE, json.dumps(_private(settings, votes, released, pool), indent=2) + "\n")
+        private = json.dumps(_private(settings, votes, released, pool), indent=2)
+        write_private(out / PRIVATE, f"{private}\n".encode())
 
 
 def _private(settings: Pate, votes: Votes, released: Released, pool: Examples) -> dict[str, Any]:
@@ -173,27 +161,16 @@ def _private(settings: Pate, votes: Votes, released: Released, pool: Examples) -
     asked = votes.counts[: settings.queries]
     return {
         "private": "computed from the votes, and as private as they are: do not publish",
-        "epsilon_data_dependent": _data_dependent(settings, votes, released),
+        "epsilon_data_dependent": data_dependent(settings, votes, released),
         "teacher_accuracy": correct.mean(axis=1).tolist(),
         "ensemble_accuracy": float((asked.argmax(axis=1) == pool.labels[: len(asked)]).mean()),
     }
 
 
-def _data_dependent(settings: Pate, votes: Votes, released: Released) -> float | None:
-    """Return the data-dependent epsilon of the labels, which is PRIVATE; None where there is no guarantee."""
-    labelled = released.labelled
-    if isinstance(settings.labelling.mechanism, NoNoise) or not labelled.num_asked:
-        return None
-    answered = labelled.labels[: labelled.num_asked] != UNANSWERED
-    counts = votes.counts[: labelled.num_asked]
-    cost, delta = settings.labelling.mechanism.cost(), settings.labelling.delta
-    return pate.analyse(counts, cost, delta, answered=answered).dependent.total
-
-
-def _spent(settings: Pate, votes: Votes, released: Released) -> str:
+def _spent(settings: Pate, votes: Votes, released: Released, epsilon: float | None) -> str:
     """Say what the labels cost, on the screen alone: the data-dependent part of it goes into no file."""
-    labelled, private = released.labelled, _data_dependent(settings, votes, released)
-    total = "none (no guarantee)" if labelled.epsilon is None else f"{labelled.epsilon:.4g}"
+    labelled, private = released.labelled, data_dependent(settings, votes, released)
+    total = "none (no guarantee)" if epsilon is None else f"{epsilon:.4g}"
     again = ", paid for by an earlier run with the same settings" if released.reused else ""
     line = (
         f"{labelled.num_asked} queries asked, {labelled.num_answered} answered{again}; epsilon {total} in total at "
@@ -227,27 +204,3 @@ def _facts(
         "labels_reused": released.reused,
         "private_kept": settings.keep_private,
     }
-
-
-def _statements(settings: Pate, votes: Votes, released: Released) -> list[dict[str, Any]]:
-    limits = DOES_NOT_COVER + OTHER_RELEASES
-    if settings.keep_private:
-        limits += " This run directory: its votes and private.json are raw (keep_private was asked for)."
-    statements = []
-    if settings.publish_cost:
-        limits += " The published data-dependent epsilon: its own statement covers it and the labels together."
-        published = publish_cost(settings, votes, released)
-        statements.append({
-            "unit": "record", "epsilon": published["epsilon"], "delta": published["delta"],
-            "guarantee": f"({published['epsilon']:.4g}, {published['delta']:g})-differential privacy by the "
-            "data-dependent analysis, with noise scaled to its smooth sensitivity; too low with probability "
-            f"{published['failure']:g}",
-            "covers": PUBLISHED_COVERS, "does_not_cover": DOES_NOT_COVER + OTHER_RELEASES, "published": published,
-        })  # fmt: skip
-    first = released.ledger.statement(
-        covers=COVERS,
-        does_not_cover=limits,
-        simulation_only=released.simulation_only,
-        planned=settings.labelling.planned(len(released.labelled.labels)),
-    )
-    return [first, *statements]

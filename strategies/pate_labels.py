@@ -17,6 +17,7 @@ from strategies.pate import LNMax, Mechanism, NoNoise
 if TYPE_CHECKING:
     from dp_accounting import dp_event
 
+    from fl_sim.privacy.charge_log import Receipt
     from fl_sim.privacy.ledger import Ledger
 
 UNANSWERED: Final = -1
@@ -28,7 +29,8 @@ COVERS: Final = (
 )
 DOES_NOT_COVER: Final = (
     "The server, which sees the votes before noise; the teachers and the votes themselves. Data-dependent figures, "
-    "which are computed from the votes. Choices made by looking at private data, such as a threshold tuned on it."
+    "which are computed from the votes, such as the one on the screen of a run. Choices made by looking at private "
+    "data, such as a threshold tuned on it."
 )
 
 
@@ -62,30 +64,42 @@ class Labelling(Settings):
             raise ValueError("a data-dependent budget needs an epsilon to stay within")
         return self
 
-    def open_ledger(self, path: Path | None) -> "Ledger":
-        """Return the ledger of the private records; ``path`` is its charge log, None keeps it in memory."""
+    def open_ledger(
+        self, path: Path | None, receipt: "Receipt | None" = None, *, holder: str = "this labelling"
+    ) -> "Ledger":
+        """Return the ledger of the private records; ``path`` is its charge log, None keeps it in memory.
+
+        ``receipt``: the charges that it must begin with, which ``holder`` was paid for with.
+        """
         from fl_sim.privacy.accounting import Adjacency  # noqa: PLC0415 (the accountants load slowly)
         from fl_sim.privacy.ledger import Ledger, Terms  # noqa: PLC0415
 
         budget = self.epsilon if self.budget == "data-independent" else None
-        return Ledger(Terms("record", Adjacency.ADD_OR_REMOVE_ONE, self.delta, budget, self.accountant), path)
+        terms = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, self.delta, budget, self.accountant)
+        return Ledger(terms, path, receipt=receipt, holder=holder)
 
-    def planned(self, queries: int) -> "dict[dp_event.DpEvent, int]":
-        """Return all that labelling may be charged for, fixed before the votes are known: every query is answered."""
-        each = Counter(event for event in self.mechanism.charges() if event is not None)
-        return {event: times * queries for event, times in each.items()}  # a test may cost what an answer costs
+    def planned(self, num_queries: int, num_asked: int) -> dict["dp_event.DpEvent", int]:
+        """Return all releases of a labelling of ``num_queries``, as they are certain before any vote is looked at.
+
+        Where every query is answered, the budget alone decides how many are asked: ``num_asked``. Where some are not,
+        how many answers there will be depends on the votes, and so does how far a budget goes: all are counted. A
+        data-dependent budget stops by looking at the votes without noise, which no epsilon holds for.
+        """
+        from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
+
+        test, answer = self.mechanism.charges()
+        each = Counter([answer] if test is None else [test, answer])  # a test may cost what an answer costs
+        times = num_asked if test is None else num_queries
+        planned = {event: number * times for event, number in each.items() if times}
+        return planned if self.budget == "data-independent" else {**planned, dp_event.NonPrivateDpEvent(): 1}
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """Noisy labels of the first ``num_asked`` queries: a class, or ``UNANSWERED`` (as are all after them).
-
-    ``epsilon`` is data-independent and covers every query asked; None where there is no guarantee.
-    """
+    """Noisy labels of the first ``num_asked`` queries: a class, or ``UNANSWERED`` (as are all after them)."""
 
     labels: NDArray[np.int64]
     num_asked: int
-    epsilon: float | None
 
     @property
     def num_answered(self) -> int:
@@ -97,9 +111,14 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
     """Label the queries whose votes are ``counts``, shape (queries, classes), in order, as far as the budget goes.
 
     Every query is charged before its noise is drawn. The same ledger and noise give the same labels again at no cost,
-    if the counts are the same. That a query without an answer pays for its test alone is a privacy filter (Feldman and
-    Zrnic 2021): sound because the budget is fixed beforehand; where it is not used up, it is still what
-    strictly holds. Raises UserError where the counts are not votes.
+    if the counts are the same. Raises UserError where the counts are not votes.
+
+    That a query without an answer pays for its test alone is a privacy filter. A budget fixed beforehand bounds the sum
+    of Renyi divergences of releases that are chosen one after the other, at any one order (Feldman and Zrnic 2021,
+    theorem 4.3). It does so here at all orders at once: the releases are Gaussian, their curves are multiples of each
+    other, so the order at which the budget ends is always the same. What is spent in the end depends on how many
+    queries were answered, and so on the votes. It can be told, since the labels show who was answered, but it is no
+    guarantee: that is the budget, or ``Labelling.planned``, whichever is smaller.
     """
     from fl_sim.privacy.pate import valid_counts  # noqa: PLC0415 (the accountants load slowly)
 
@@ -111,7 +130,7 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
     labels = np.full(len(counts), UNANSWERED, dtype=np.int64)
     num_asked = 0
     for query, votes in enumerate(counts):
-        names = f"test of query {query}", f"answer to query {query}"
+        names = f"test of query {query}", answer_to(query)
         if not (within.affords(votes) and (paid.intersection(names) or ledger.affords(whole))):
             break
         num_asked += 1
@@ -122,7 +141,12 @@ def label(counts: NDArray[np.int64], labelling: Labelling, *, ledger: "Ledger", 
         if answered:
             ledger.charge(answer, release=names[1], noise=noise.identity)
             labels[query] = mechanism.winner(votes, noise=noise, query=query)
-    return Labelled(labels, num_asked, ledger.epsilon)
+    return Labelled(labels, num_asked)
+
+
+def answer_to(query: int) -> str:
+    """Return what the ledger calls the answer to a query, from 0."""
+    return f"answer to query {query}"
 
 
 def count_votes(predictions: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:

@@ -56,6 +56,11 @@ class StudentData:
         if not ((self.labels >= 0) & (self.labels < self.num_classes)).all():
             raise UserError(f"labels lie outside 0 to {self.num_classes - 1}: leave unanswered queries out")
 
+    def to(self, device: torch.device) -> "StudentData":
+        """Return the same on ``device``."""
+        labelled, labels, unlabelled = (part.to(device) for part in (self.labelled, self.labels, self.unlabelled))
+        return StudentData(labelled, labels, unlabelled, self.num_classes)
+
 
 class Student(Protocol):
     """A way to train a student."""

@@ -11,7 +11,8 @@ Publishing costs as well: with few queries or teachers the published epsilon can
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
 
@@ -63,6 +64,14 @@ class Terms:
         scale = max(_scale_divergence(order, -kappa), _scale_divergence(order, kappa))
         shift = order / (2 * self.noise**2 * self._stretch())
         return scale + shift + order / (2 * self.noise**2)
+
+    def curve(self, orders: Floats) -> Floats:
+        """Return what publishing costs by itself at each of ``orders``: ``inf`` where there is no bound."""
+        costs = np.full(len(orders), np.inf)
+        for place, order in enumerate(orders):
+            with suppress(UserError):  # the smoothness is too large for this order
+                costs[place] = replace(self, order=float(order)).divergence()
+        return costs
 
     def _stretch(self) -> float:
         return float(self.order - (self.order - 1) * np.exp(2 * self.smoothness))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fl_sim import ensemble
+from fl_sim import ensemble, noisy_labels
 from fl_sim.data import load
 from fl_sim.ensemble import votes_key
 from fl_sim.experiment import Experiment, experiment_from, public_split, with_overrides
@@ -52,7 +52,7 @@ def test_a_student_learns_from_noisy_votes_and_the_bill_is_the_ledgers(tmp_path:
     assert (facts["teachers"], facts["public_records"], facts["evaluation_records"]) == (6, 200, 160)
     event = pate().algorithm.labelling.mechanism.charges()[1]
     assert said["epsilon"] == epsilon_of_counts({event: 60}, 1e-5)
-    assert (said["unit"], said["delta"], said["adjacency"]) == ("record", 1e-5, "add-or-remove-one")
+    assert (said["unit"], said["delta"], said["adjacency"]) == ("record", 1e-5, "replace-one")
     assert "The server, which sees the votes" in said["does_not_cover"]
     rounds = read_rounds(tmp_path / "run")
     assert [one.round for one in rounds] == [1, 2, 3]
@@ -208,13 +208,13 @@ def test_a_labelling_that_was_killed_goes_on_with_its_own_noise(
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    before = ensemble.write_text
+    before = noisy_labels.write_private
     monkeypatch.setattr(
-        ensemble, "write_text", lambda path, text: (killed if "labels" in path.name else before)(path, text)
+        noisy_labels, "write_private", lambda path, text: (killed if "labels" in path.name else before)(path, text)
     )
     with pytest.raises(KeyboardInterrupt):
         run(pate(), tmp_path / "first")
-    monkeypatch.setattr(ensemble, "write_text", before)
+    monkeypatch.setattr(noisy_labels, "write_private", before)
     (key,) = (tmp_path / ".pools").glob("digits-votes-*/labels-*/key")
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     result = run(pate(), tmp_path / "second")
@@ -244,8 +244,14 @@ def test_a_published_cost_is_a_statement_of_its_own(tmp_path: Path) -> None:
     labels, both = result["privacy"]
     assert "its own statement covers it" in labels["does_not_cover"]
     assert both["covers"].startswith("The labels, all that is computed from them, and this figure itself")
+    assert both["epsilon"] > labels["epsilon"]  # fixed beforehand, and the figure costs something as well
+    assert both["epsilon_data_dependent"] == both["published"]["epsilon"]
+    assert "no guarantee" in both["guarantee"]
     again = run(clear, tmp_path / "again")
-    assert again["privacy"][1]["epsilon"] == both["epsilon"]  # not a second release
+    assert again["privacy"][1] == both  # not a second release
+    (published,) = (tmp_path / ".pools").glob("*/labels-*/published.json")
+    published.unlink()
+    assert run(clear, tmp_path / "lost")["privacy"][1] == both  # the same noise, the same figure
     with pytest.raises(UserError, match="publish_cost is offered for lnmax and gnmax"):
         pate("algorithm.publish_cost=true", "algorithm.labelling.mechanism=confident")
 
