@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fl_sim.report.bills import bills_of
 from fl_sim.report.by_epsilon import sample_pictures
 from fl_sim.report.curves import draw_all
 from fl_sim.report.groups import Panel, group, panels
@@ -53,21 +54,24 @@ def report(
     shown = panels(groups)
     samples, damaged = sample_pictures(groups)
     votes, unreadable = pate_pictures(groups)
-    found.problems += damaged + unreadable
+    bills = bills_of(found)
+    found.problems += [*damaged, *unreadable, *bills.problems]
     pictures = [*draw_all(shown), *draw_sweeps(sweeps(groups)), *samples, *votes]
     out = out or (directories[0] / "report" if len(directories) == 1 else Path("results/report"))
     out.mkdir(parents=True, exist_ok=True)
     for picture in pictures:
         (out / picture.name).write_bytes(picture.png)
-    write_text(out / PAGE, page(found, shown, pictures))
+    write_text(out / PAGE, page(found, shown, pictures, bills.in_words))
     problems = _problems(found)
     for problem in problems:
         typer.echo(f"warning: {problem['dir']}: {problem['error']}", err=True)
     if json_output:
-        typer.echo(json.dumps(_as_json(out, pictures, shown, problems)))
+        typer.echo(json.dumps(_as_json(out, pictures, shown, problems) | {"bill": list(bills.bills)}))
         return
     typer.echo(title_of(shown))
     typer.echo(summary(groups_of(shown)))
+    for line in bills.in_words:
+        typer.echo(line)
     for name in (PAGE, *(picture.name for picture in pictures)):
         typer.echo(str(out / name))
 

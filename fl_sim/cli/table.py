@@ -3,7 +3,7 @@
 import json
 import os
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +14,9 @@ from rich.text import Text
 
 from fl_sim.cli.run import took
 from fl_sim.config import guess
+from fl_sim.report.bills import bills_of
 from fl_sim.report.release import Release
+from fl_sim.report.runs import read_all
 from fl_sim.report.table import MEASURES, SeedResult, Table, as_json, markdown, notes, texts, write_table
 from fl_sim.report.table_progress import TableProgress
 from fl_sim.table import PRESETS, Cell, Plan, TableSettings, plan_table, preset_names, read_settings
@@ -63,14 +65,14 @@ def table(
     try:
         _fill(board, out, jobs or min(_cores(), len(plan.runs)), data_root)
     except KeyboardInterrupt:
-        _show(board.table(), json_output=json_output)
+        _conclude(board, out, json_output=json_output)
         typer.echo(
             f"interrupted: {board.num_finished()} of {len(plan.runs)} cells are finished and kept in {out}; "
             "the same command goes on from there",
             err=True,
         )
         raise typer.Exit(130) from None
-    _show(board.table(), json_output=json_output)
+    _conclude(board, out, json_output=json_output)
     typer.echo(f"table.md, table.csv, table.tex and table.json are in {out}", err=True)
     if failures := board.failures():
         raise RunError(f"{len(failures)} of {len(plan.runs)} cells failed: {'; '.join(failures)}")
@@ -137,6 +139,16 @@ def _fill(board: _Board, out: Path, jobs: int, data_root: Path | None) -> None:
             if isinstance(event, Finished | Failed):
                 board.outcomes[event.name] = event
                 write_table(out, board.table())
+
+
+def _conclude(board: _Board, out: Path, *, json_output: bool) -> None:
+    """Write and show the table with what all runs in its directory cost together, also those that it does not show."""
+    bills = bills_of(read_all([out / CELLS]))
+    table = replace(board.table(), bill=bills.bills)
+    write_table(out, table)
+    _show(table, json_output=json_output)
+    for problem in bills.problems:
+        typer.echo(f"warning: {problem.path}: {problem.error}", err=True)
 
 
 def _place(cell: Cell, plan: Plan) -> str:

@@ -44,10 +44,10 @@ def from_json(value: dict[str, Any]) -> dp_event.DpEvent:
             len(value) == 3 and is_number(rate) and rate <= 1
         ):
             return dp_event.PoissonSampledDpEvent(rate, from_json(inner))
-        case {"kind": "repeated", "times": times, "event": dict(inner)} if len(value) == 3 and _is_count(times):
+        case {"kind": "repeated", "times": times, "event": dict(inner)} if len(value) == 3 and is_count(times):
             return dp_event.SelfComposedDpEvent(from_json(inner), times)
         case {"kind": "fixed-size", "cohort": cohort, "population": population, "noise_multiplier": noise} if (
-            len(value) == 4 and is_number(noise) and _is_count(cohort) and _is_count(population)
+            len(value) == 4 and is_number(noise) and is_count(cohort) and is_count(population)
             and 0 < cohort <= population
         ):  # fmt: skip
             return dp_event.TruncatedSubsampledGaussianDpEvent(population, 1.0, cohort, noise)
@@ -100,5 +100,6 @@ def sampling_in_words(event: dp_event.DpEvent, unit: str) -> str:
             return f"full: every {unit} takes part in every step"
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Return whether ``value``, read from JSON, is a whole number from 0 up."""
     return type(value) is int and is_number(value)

@@ -87,7 +87,7 @@ def group(runs: Sequence[Run]) -> tuple[list[Group], list[Problem]]:
     for by_seed in members.values():
         same = tuple(sorted(by_seed.values(), key=lambda run: run.config.seed))
         first = same[0]
-        groups.append(Group(_method(first), first.config.data, _note(first, notes), _partition(first), same))
+        groups.append(Group(_method(first), first.config.data, _note(first, notes), split_of(first), same))
     groups.sort(key=lambda one: min(position[id(run)] for run in one.runs))
     return groups, doubles
 
@@ -166,8 +166,8 @@ def _note(run: Run, notes: Mapping[str, set[str]]) -> str:
     return next(iter(known)) if len(known) == 1 else _UNKNOWN_NOTE
 
 
-def _partition(run: Run) -> str:
-    """Return the split's short form, such as ``label-1`` or ``dirichlet:0.05``."""
+def split_of(run: Run) -> str:
+    """Return the short form of a run's split, such as ``label-1`` or ``dirichlet:0.05``."""
     kind = run.config.partition.kind
     if run.outcome or run.config.algorithm.kind == CENTRALIZED:
         return run.outcome.partition if run.outcome else CENTRALIZED

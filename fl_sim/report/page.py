@@ -36,8 +36,15 @@ figure { margin: 1em 0; } img { max-width: 100%; height: auto; }
 """
 
 
-def page(found: Found, panels: Sequence[Panel], pictures: Sequence[Picture]) -> str:
-    """Return the page as HTML. It refers to nothing outside itself."""
+_BILL = (
+    "Whoever sees all of these runs sees all of their releases, so whoever's records they are about pays for each of "
+    "them: every epsilon and every seed. A release that several runs use is paid for once. Both figures hold; deltas "
+    "add up with the plain sum."
+)
+
+
+def page(found: Found, panels: Sequence[Panel], pictures: Sequence[Picture], bill: Sequence[str]) -> str:
+    """Return the page as HTML. It refers to nothing outside itself. ``bill``: what all runs together cost, in words."""
     groups = groups_of(panels)
     title = title_of(panels)
     tables = [_table(place, table) for place, table in found.tables.items()]
@@ -50,6 +57,7 @@ def page(found: Found, panels: Sequence[Panel], pictures: Sequence[Picture]) -> 
         _comparison(groups),
         *(_figures(heading, pictures) for heading in dict.fromkeys(one.heading for one in pictures)),
         _privacy(groups),
+        *_bill(bill),
         _all_runs(groups),
         _versions(groups),
     ]
@@ -189,6 +197,13 @@ def _privacy(groups: Groups) -> str:
             told = names if len(runs) <= 4 else f"<details><summary>{len(runs)} runs</summary>{names}</details>"
         items.append(f'<li>{escape(words)} <span class="small">{told}</span></li>')
     return f"<h2>Privacy</h2><ul>{''.join(items)}</ul>"
+
+
+def _bill(lines: Sequence[str]) -> list[str]:
+    if not lines:
+        return []
+    told = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return [f'<h2>What all of this costs together</h2>{told}<p class="small">{_BILL}</p>']
 
 
 def _all_runs(groups: Groups) -> str:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from fl_sim.report.curves import Style, styled
+from fl_sim.report.files import PateFacts
 from fl_sim.report.groups import Group
 from fl_sim.report.picture import Picture, file_names, plain, png
-from fl_sim.report.runs import PateFacts, Problem, Run
+from fl_sim.report.runs import Problem, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

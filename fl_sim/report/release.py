@@ -1,25 +1,37 @@
 """Privacy statements of results and how they are said: no epsilon without its unit, its delta and what it covers."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
+
+from fl_sim.privacy.rounding import rounded_up
 
 
 class Release(BaseModel):
-    """One privacy statement of ``result.json``; ``epsilon`` None means no guarantee."""
+    """One privacy statement of ``result.json``; ``epsilon`` None means no guarantee.
+
+    ``ledger``: what it was paid from; ``planned_events``: all releases that were fixed beforehand. Older versions
+    state neither.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     unit: str
-    epsilon: float | None
-    delta: float | None = None
+    epsilon: float | None = Field(ge=0)
+    delta: float | None = Field(None, ge=0, lt=1)
     guarantee: str = ""
     covers: str = ""
     does_not_cover: str = ""
+    ledger: str = ""
+    adjacency: str = "add-or-remove-one"
+    planned_events: list[Any] | None = None
+    simulation_only: bool = False
 
     @property
     def protects(self) -> bool:
-        """Return whether something was released, and under a guarantee."""
-        return self.epsilon is not None and self.epsilon > 0
+        """Return whether there is a guarantee."""
+        return self.epsilon is not None
 
 
 Releases: TypeAlias = Sequence[Release]
@@ -32,12 +44,10 @@ def in_words(release: Release) -> str:
 
 
 def promise(release: Release) -> str:
-    """Return what is promised. An epsilon of zero is never claimed."""
+    """Return what is promised."""
     if release.epsilon is None:
         return f"No privacy guarantee for a {release.unit}. {release.guarantee}".strip() + "."
-    if not release.protects:
-        return f"Nothing about a {release.unit} was released."
-    promised = release.guarantee or f"({release.epsilon:.4g}, {_delta(release)})-differential privacy"
+    promised = release.guarantee or f"({rounded_up(release.epsilon)}, {_delta(release)})-differential privacy"
     return f"Per {release.unit}: {promised.rstrip('.')}."
 
 
@@ -50,24 +60,25 @@ def in_short(release: Release) -> str:
     """Return a table's entry, such as ``epsilon 3.2 per client``."""
     if release.epsilon is None:
         return f"none per {release.unit}"
-    return f"epsilon {release.epsilon:.3g} per {release.unit}" if release.protects else "nothing released"
+    return f"epsilon {rounded_up(release.epsilon, 3)} per {release.unit}"
 
 
 def notes(rows: Mapping[str, Sequence[Releases]]) -> list[str]:
     """Say who of ``rows``, {row: what each of its runs says}, gives which guarantee, and who gives none.
 
-    A row's epsilon is the largest of its runs'. Rows that promise the same thing are told together.
+    A row's epsilon is the largest of its runs', each by itself: what all of them cost together is the bill's to say.
+    Rows that promise the same thing are told together.
     """
     promises: dict[tuple[str, str, str], dict[str, float]] = {}
     for row, runs in rows.items():
         for release in (one for releases in runs for one in releases if one.protects):
-            place = (f"per {release.unit}, delta {_delta(release)}", release.covers, release.does_not_cover)
+            place = (f"of a {release.unit}, delta {_delta(release)}", release.covers, release.does_not_cover)
             said = promises.setdefault(place, {})
             said[row] = max(said.get(row, 0.0), release.epsilon or 0.0)
     lines = []
     for (where, covers, does_not_cover), epsilons in promises.items():
-        who = ", ".join(f"{row} epsilon {epsilon:.3g}" for row, epsilon in epsilons.items())
-        lines.append(f"Privacy {where}: {who}. {_limits(covers, does_not_cover)}".strip())
+        who = ", ".join(f"{row} epsilon {rounded_up(epsilon, 3)}" for row, epsilon in epsilons.items())
+        lines.append(f"Privacy of each run by itself, {where}: {who}. {_limits(covers, does_not_cover)}".strip())
     return [*lines, *_bare(rows)]
 
 

@@ -1,125 +1,20 @@
 """Runs and tables found again on disk: every file is checked, a damaged one is named and costs no other."""
 
 import os
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from fl_sim.report.release import Release
+from fl_sim.report.files import CellFile, Outcome, RunConfig, TableFile, read_json, read_settings
 from fl_sim.report.rundir import CONFIG, RESULT, ROUNDS, RoundRecord, read_rounds
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.types import UserError
 
 TABLE = "table.json"
 _DEEPEST = 6
-
-
-class Kind(BaseModel):
-    """A settings value, by the name of its kind."""
-
-    kind: str
-
-
-class RunConfig(BaseModel):
-    """What a report needs of ``config.toml``."""
-
-    data: str
-    seed: int
-    clients: int
-    rounds: int
-    model: str
-    algorithm: Kind
-    partition: Kind
-    preprocess: Kind = Kind(kind="none")
-
-
-class Shared(BaseModel):
-    """How many records of each class a client released."""
-
-    counts: list[int]
-
-
-class Made(Kind):
-    """What a run did before its first round; ``pool``: the file of its synthetic records, empty without any."""
-
-    pool: str = ""
-    clients: list[Shared] = []
-
-
-class MechanismFacts(Kind):
-    """The noise on a vote, in votes; each mechanism has some of these."""
-
-    gamma: float | None = None
-    sigma: float | None = None
-    threshold: float | None = None
-    sigma_threshold: float | None = None
-
-
-class PateFacts(BaseModel):
-    """What a run with PATE says of its vote and its labels; ``label_accuracy`` in [0, 1]."""
-
-    teachers: int
-    mechanism: MechanismFacts
-    evaluation_records: int
-    queries_asked: int
-    queries_answered: int
-    label_accuracy: float | None
-    student: str
-    private_kept: bool
-    asking: str = "in-order"
-
-
-class Seconds(BaseModel):
-    """Wall-clock seconds of a run."""
-
-    preprocess: float
-    train: float
-    total: float
-
-
-class Outcome(BaseModel):
-    """What a report needs of ``result.json``; accuracies in [0, 1]."""
-
-    status: Literal["finished", "failed", "interrupted"]
-    data_note: str
-    partition: str
-    engine: str
-    rounds: int
-    final_accuracy: float | None
-    best_accuracy: float | None
-    privacy: list[Release]
-    seconds: Seconds
-    versions: dict[str, str]
-    error: str = ""
-    preprocess: Made = Made(kind="none")
-    pate: PateFacts | None = None
-
-
-class CellFile(BaseModel):
-    """One cell of ``table.json``, accuracies in percent, lists in the order of the seeds."""
-
-    row: str
-    column: str
-    seeds: list[int]
-    values: list[float | None]
-    best_values: list[float | None]
-    status: Literal["finished", "failed", "missing"]
-    errors: list[str]
-    dir: list[str]
-
-
-class TableFile(BaseModel):
-    """What a report needs of ``table.json``."""
-
-    rows: list[str]
-    columns: list[str]
-    upper_bounds: list[str]
-    cells: list[CellFile]
-    caption: list[str]
 
 
 @dataclass(frozen=True)
@@ -163,9 +58,15 @@ class Problem:
 
 @dataclass
 class Found:
-    """All that was found: ``tables`` by their directories, and what could not be read."""
+    """All that was found: ``tables`` by their directories, and what could not be read.
+
+    ``read``: all runs, also those that are not shown: what they released is paid for all the same. ``num_unread``: how
+    many run directories could not be read.
+    """
 
     runs: list[Run] = field(default_factory=list)
+    read: list[Run] = field(default_factory=list)
+    num_unread: int = 0
     tables: dict[Path, Table] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
@@ -176,27 +77,33 @@ def find(directories: Sequence[Path]) -> Found:
     A table's runs come in the order of its rows; runs under it that it does not name are left out and reported. Raises
     UserError for a directory that is none, that holds no run, and where not one run can be read.
     """
-    found = Found()
-    seen: set[Path] = set()
     for directory in directories:
         if not directory.is_dir():
             raise UserError(f"{directory} is {'no directory' if directory.exists() else 'not there'}: {_WANTED}")
-        places = list(_places(directory))
-        if not places:
+        if next(_places(directory), None) is None:
             raise UserError(
                 f"no run in {directory}: no {CONFIG}, {ROUNDS}, {RESULT} or {TABLE} up to {_DEEPEST} folders deep; "
                 f"{_WANTED}"
             )
-        for place in places:
-            if place.resolve() not in seen:
-                seen.add(place.resolve())
-                _take(place, found)
+    found = read_all(directories)
     _obey_tables(found)
     if not any(record.test_accuracy is not None for run in found.runs for record in run.rounds):
         reasons = [f"{run.path}: {run.error or f'no evaluated round in {ROUNDS}'}" for run in found.runs]
         reasons += [f"{problem.path}: {problem.error}" for problem in found.problems]
         more = f"; and {len(reasons) - 5} more" if len(reasons) > 5 else ""
         raise UserError(f"nothing to show, no run with an evaluated round: {'; '.join(reasons[:5])}{more}")
+    return found
+
+
+def read_all(directories: Sequence[Path]) -> Found:
+    """Read every run and table in or below ``directories``, up to six levels down, each once; none may be there."""
+    found = Found()
+    seen: set[Path] = set()
+    for place in (place for directory in directories for place in _places(directory)):
+        if place.resolve() not in seen:
+            seen.add(place.resolve())
+            _take(place, found)
+    found.read = list(found.runs)
     return found
 
 
@@ -224,6 +131,7 @@ def _take(place: Path, found: Found) -> None:
                 error = f"{ROUNDS} holds {len(run.rounds)} of {run.outcome.rounds} rounds: its curve is cut short"
                 found.problems.append(Problem(place, error))
     except (OSError, ValueError) as error:
+        found.num_unread += not (place / TABLE).exists()
         found.problems.append(Problem(place, str(error)))
 
 
@@ -232,12 +140,12 @@ def read_run(path: Path) -> Run:
     if not (path / CONFIG).exists():
         raise ValueError(f"{CONFIG} is missing, so its settings are not known")
     with _naming(CONFIG):
-        settings = tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))
+        settings = read_settings(path / CONFIG)
         config = RunConfig.model_validate(settings)
     outcome = None
     if (path / RESULT).exists():
         with _naming(RESULT):
-            outcome = Outcome.model_validate_json((path / RESULT).read_bytes())
+            outcome = Outcome.model_validate(read_json(path / RESULT))
     with _naming(ROUNDS):
         rounds = TypeAdapter(list[RoundRecord]).validate_python([asdict(record) for record in read_rounds(path)])
     if not rounds and outcome and outcome.status == "finished":
@@ -265,7 +173,7 @@ class _naming:  # noqa: N801 (used as a function)
 
 def _read_table(place: Path) -> Table:
     with _naming(TABLE):
-        file = TableFile.model_validate_json((place / TABLE).read_bytes())
+        file = TableFile.model_validate(read_json(place / TABLE))
         results = tuple(result for cell in file.cells for result in _seeds(cell))
     return Table(
         tuple(file.rows), tuple(file.columns), frozenset(file.upper_bounds), results, caption=tuple(file.caption)

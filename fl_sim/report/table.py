@@ -43,7 +43,10 @@ class SeedResult:
 
 @dataclass(frozen=True)
 class Table:
-    """A table as far as it is filled. Rows in ``upper_bounds`` do not compete for the best value."""
+    """A table as far as it is filled. Rows in ``upper_bounds`` do not compete for the best value.
+
+    ``bill``: what all runs together cost the records they are about (``Bill.to_json``); None while runs are to come.
+    """
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -51,6 +54,7 @@ class Table:
     results: tuple[SeedResult, ...]
     caption: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+    bill: tuple[Mapping[str, Any], ...] | None = None
 
     def at(self, row: str, column: str) -> list[SeedResult]:
         """Return the cell's results, one a seed."""
@@ -121,8 +125,17 @@ def notes(table: Table) -> list[str]:
     return [
         *table.caption,
         *privacy_notes(said),
+        *_bill_notes(table),
         *(f"failed: {one.row}, {one.column}, seed {one.seed}: {one.error}" for one in failures),
     ]
+
+
+def _bill_notes(table: Table) -> list[str]:
+    if table.bill is not None:
+        return [str(bill["in_words"]) for bill in table.bill]
+    if any(result.guarantee for result in table.results):
+        return ["What all runs together cost the records they are about is told once the table is done."]
+    return []
 
 
 def markdown(table: Table) -> str:
@@ -168,6 +181,7 @@ def as_json(table: Table) -> dict[str, Any]:
         "upper_bounds": [row for row in table.rows if row in table.upper_bounds],
         "cells": [_cell_json(table, row, column) for row in table.rows for column in table.columns],
         "caption": notes(table),
+        "bill": None if table.bill is None else list(table.bill),
         "settings": dict(table.settings),
     }
 

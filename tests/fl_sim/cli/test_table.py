@@ -147,16 +147,25 @@ def test_rows_with_synthetic_records_share_a_pool_and_say_what_is_protected(
     printed = capsys.readouterr()
     assert "| DA-FL (epsilon=10) + SCAFFOLD |" in printed.out
     assert "No privacy guarantee: FedAvg, DA-FL (epsilon=inf) + FedAvg" in printed.out
-    (line,) = [line for line in printed.out.splitlines() if line.startswith("Privacy per record, delta 1e-05: ")]
-    assert "DA-FL (epsilon=10) + SCAFFOLD epsilon 9.9. It covers: the pool" in line
+    alone = "Privacy of each run by itself, of a record, delta 1e-05: "
+    (line,) = [line for line in printed.out.splitlines() if line.startswith(alone)]
+    assert "DA-FL (epsilon=10) + SCAFFOLD epsilon 9.91. It covers: the pool" in line
     assert "The main task is NOT private" in line
     assert "before the first round clients make synthetic records" in printed.err
 
     results = [json.loads(path.read_text()) for path in out.glob("cells/da-fl-*/result.json")]
     finite = [result["preprocess"] for result in results if result["privacy"][0]["epsilon"] is not None]
+    [finite_epsilon] = {result["privacy"][0]["epsilon"] for result in results} - {None}
     assert sorted(made["reused"] for made in finite) == [False, True]
     assert len({made["pool"] for made in finite}) == 1
     assert len(list(out.glob("cells/da-fl-*/samples.png"))) == 3
+    [bill] = json.loads(table_of(out))["bill"]
+    assert (bill["unit"], bill["epsilon"], bill["runs"], bill["runs_without_guarantee"]) == ("record", None, 5, 5)
+    [private] = bill["private_releases"]
+    assert private["releases"] == 1  # one pool, which two runs share
+    assert private["epsilon_sum"] == finite_epsilon
+    for text in (printed.out, (out / "table.md").read_text(), (out / "table.tex").read_text()):
+        assert "Privacy of all 5 runs together, of one record of digits: none, since 5 of the 5 runs" in text
     json.loads(table_of(out), parse_constant=pytest.fail)  # inf is no JSON
 
 

@@ -65,7 +65,7 @@ def test_classes_and_epsilons_without_samples_say_none_and_nothing_released(writ
     write_experiment("a", preprocess={"epsilon": 1.0}, counts=((0, 0, 0), (0, 0, 0)), spent=0.0)
     write_experiment("b", preprocess={"epsilon": 10.0})
     (picture,), _ = pictures_of(tmp_path)
-    assert "Nothing about a record was released." in picture.details[0]
+    assert "Per record: spent 0.0." in picture.details[0]
     rows = [
         module.Row(run, run.preprocess, read_samples(run.path / run.outcome.preprocess.pool, counts), ())
         for run, counts in zip(

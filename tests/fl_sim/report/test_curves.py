@@ -8,9 +8,10 @@ import pytest
 from PIL import Image
 
 from fl_sim.report.curves import curve, draw, draw_all, styles_of
+from fl_sim.report.files import Outcome, RunConfig, Seconds
 from fl_sim.report.groups import group, labels, panels
 from fl_sim.report.rundir import RoundRecord
-from fl_sim.report.runs import Outcome, Run, RunConfig, Seconds
+from fl_sim.report.runs import Run
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from fl_sim.report.bills import bills_of
 from fl_sim.report.groups import group, panels
 from fl_sim.report.page import page
 from fl_sim.report.page_words import NO_GUARANTEE, privacy_in_words
@@ -47,7 +48,7 @@ def write_run(tmp_path):
 def shown(*directories):
     found = find(directories)
     groups, _ = group(found.runs)
-    return page(found, panels(groups), [])
+    return page(found, panels(groups), [], bills_of(found).in_words)
 
 
 def text_of(html):
@@ -82,16 +83,29 @@ def test_every_text_is_escaped_and_the_tags_are_balanced(write_run, tmp_path):
     assert "&lt;img src=x&gt; (after 2 of 2 rounds)" in html
 
 
-def test_without_a_release_there_is_no_guarantee_and_never_an_epsilon_of_zero(write_run, tmp_path):
+def test_without_a_release_there_is_no_guarantee_and_an_epsilon_of_zero_is_said(write_run, tmp_path):
     write_run("none")
     assert f"{NO_GUARANTEE} The run" in text_of(shown(tmp_path / "none"))
-    for name, epsilon in (("infinite", None), ("unspent", 0.0)):
-        path = write_run(name, privacy=[RELEASE | {"epsilon": epsilon, "guarantee": "(0, 1e-05)-DP" * (epsilon == 0)}])
-        told = text_of(shown(path))
-        assert "epsilon 0" not in told
-        assert "(0," not in told
-        expected = "No privacy guarantee for a client" if epsilon is None else "Nothing about a client was released"
-        assert expected in told
+    told = text_of(shown(write_run("infinite", privacy=[RELEASE | {"epsilon": None}])))
+    assert "epsilon 0" not in told
+    assert "No privacy guarantee for a client" in told
+    told = text_of(shown(write_run("zero", privacy=[RELEASE | {"epsilon": 0.0}])))
+    assert "epsilon 0 per client" in told
+    assert "Per client: (0, 1e-05)-differential privacy" in told
+
+
+def test_what_all_runs_cost_together_has_a_section_of_its_own(write_run, tmp_path):
+    assert "together" not in text_of(shown(write_run("without", seed=2)))
+    for seed, epsilon in ((0, 3.21), (1, 1.5)):
+        write_run(f"run-{seed}", seed=seed, privacy=[RELEASE | {"epsilon": epsilon}])
+    told = text_of(shown(tmp_path / "run-0", tmp_path / "run-1"))
+    assert "What all of this costs together Privacy of all 2 runs together, of one client of mnist (label-1, " in told
+    assert "10 clients): epsilon 4.71 at delta 2e-05 (2 private releases under adding or removing one)." in told
+    told = text_of(shown(tmp_path))
+    assert "none, since 1 of the 3 runs released something about the same records without a guarantee" in told
+    (tmp_path / "run-1" / "result.json").write_text("{")
+    told = text_of(shown(tmp_path / "run-0", tmp_path / "run-1"))
+    assert "none, since it is not known what 1 of the 2 runs released" in told
 
 
 def test_a_release_says_its_epsilon_delta_unit_and_what_it_covers(write_run):

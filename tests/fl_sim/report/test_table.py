@@ -3,9 +3,10 @@
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from fl_sim.report.release import Release
+from fl_sim.report.release import Release, in_short, promise
 from fl_sim.report.table import SeedResult, Status, Table, as_json, csv_text, latex, markdown, notes, write_table
 
 
@@ -87,16 +88,36 @@ def test_a_guarantee_is_told_with_unit_delta_the_largest_epsilon_of_the_row_and_
         table(with_releases("A", 0, POOL), with_releases("A", 1, larger), with_releases("B", 0, other, client))
     )
     limits = "It covers: the pool alone. It does not cover: The main task is NOT private."
+    of_client = "It covers: all updates. It does not cover: The server."
     assert told[1:] == [
-        f"Privacy per record, delta 1e-05: A epsilon 9.88, B epsilon 1. {limits}",
-        "Privacy per client, delta 0.0001: B epsilon 3. It covers: all updates. It does not cover: The server.",
+        f"Privacy of each run by itself, of a record, delta 1e-05: A epsilon 9.88, B epsilon 1. {limits}",
+        f"Privacy of each run by itself, of a client, delta 0.0001: B epsilon 3. {of_client}",
+        "What all runs together cost the records they are about is told once the table is done.",
     ]
 
 
-def test_noise_free_and_empty_releases_are_no_guarantee() -> None:
-    noiseless, nothing = (POOL.model_copy(update={"epsilon": epsilon}) for epsilon in (None, 0.0))
+def test_the_bill_of_all_runs_is_told_and_kept_for_programs() -> None:
+    bill = {"unit": "record", "epsilon": 19.0, "in_words": "Privacy of all 2 runs together: epsilon 19."}
+    done = replace(table(with_releases("A", 0, POOL), with_releases("A", 1, POOL)), bill=(bill,))
+    assert notes(done)[-1] == bill["in_words"]
+    for text in (markdown(done), latex(done)):
+        assert "Privacy of all 2 runs together: epsilon 19." in text
+    assert as_json(done)["bill"] == [bill]
+    assert as_json(table(with_releases("A", 0, POOL)))["bill"] is None
+
+
+def test_a_figure_is_never_rounded_down_and_zero_is_zero() -> None:
+    for epsilon, shown in ((0.0, "0"), (3.121, "3.13"), (0.0001234, "0.000124"), (1e-300, "1e-300")):
+        release = POOL.model_copy(update={"epsilon": epsilon})
+        assert in_short(release) == f"epsilon {shown} per record"
+        assert f"A epsilon {shown}." in notes(table(with_releases("A", 0, release)))[1]
+    assert promise(POOL.model_copy(update={"epsilon": 0.0})).startswith("Per record: (0, 1e-05)-differential privacy")
+
+
+def test_noise_free_releases_are_no_guarantee() -> None:
+    noiseless, nothing = (POOL.model_copy(update={"epsilon": epsilon}) for epsilon in (None, None))
     rows = (with_releases("A", 0, noiseless), with_releases("B", 0, nothing), with_releases("B", 1, POOL))
-    told = notes(table(*rows, with_releases("C", 0, POOL)))
+    told = notes(replace(table(*rows, with_releases("C", 0, POOL)), bill=()))
     assert told[-1] == "No privacy guarantee: A, B (in some runs)."
     cells = as_json(table(*rows))["cells"]
     assert [cell["guarantee"] for cell in cells] == [False, False]

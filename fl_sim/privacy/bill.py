@@ -1,0 +1,261 @@
+"""What all releases about the same units cost together: one bill for each data set and unit.
+
+Whoever sees several runs about the same records sees all of their releases, so a record pays for all of them: for each
+epsilon, for each seed, for each run. The largest of their epsilons would be an under-count. A release that several runs
+use (a pool of synthetic records, the labels of PATE) is paid for once. Units are never added together.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from dp_accounting import dp_event
+
+from fl_sim.privacy.accounting import Adjacency, bounds, compose, epsilon_of_counts, epsilon_of_curve, none_if_infinite
+from fl_sim.privacy.rounding import rounded_up
+
+Counts: TypeAlias = Counter[dp_event.DpEvent]
+
+_MOST_BY_PLD: Final = 12  # kinds of events; each takes the PLD accountant about a second
+_NEIGHBOURS: Final = {
+    Adjacency.ADD_OR_REMOVE_ONE: "adding or removing one",
+    Adjacency.REPLACE_ONE: "replacing one",
+}
+
+
+@dataclass(frozen=True)
+class Payment:
+    """One release, as its statement says it.
+
+    ``identity``: payments of one identity are for one release; "" is a release of its own. ``epsilon`` None: no
+    guarantee. ``charged``: all that was fixed beforehand, as events (empty counts: nothing is released); several where
+    units were charged differently, none where it is not known.
+    """
+
+    unit: str
+    identity: str
+    epsilon: float | None
+    delta: float
+    adjacency: Adjacency
+    charged: tuple[Counts, ...] = ()
+    simulation_only: bool = False
+
+
+@dataclass(frozen=True)
+class Paid:
+    """What one run released about the records of ``data``, "" where not even that is known.
+
+    ``clients`` says whose clients they are: a split.
+    ``bare``: it released something about them without a guarantee. ``payments`` None: what it released is not known.
+    """
+
+    data: str
+    clients: str
+    payments: tuple[Payment, ...] | None
+    bare: bool
+
+
+@dataclass(frozen=True)
+class Total:
+    """What ``releases`` under one adjacency cost together: (epsilon, delta) twice, and both hold.
+
+    ``plain``: all epsilons and all deltas added up. ``joint``: by composing their events.
+    """
+
+    adjacency: Adjacency
+    releases: int
+    plain: tuple[float, float]
+    joint: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What all ``runs`` about the records of ``data`` cost one ``unit``.
+
+    ``clients``: whose clients; "" where the unit is not the client. ``totals``: for each adjacency what the private
+    releases cost. ``bare``, ``elsewhere``, ``unknown``: how many runs released something without a guarantee, protect
+    other units alone, and do not say what they released. ``simulated``: how many releases drew their noise from a
+    published seed.
+    """
+
+    data: str
+    unit: str
+    clients: str
+    totals: tuple[Total, ...]
+    runs: int
+    bare: int
+    elsewhere: int
+    unknown: int
+    simulated: int
+
+    @property
+    def epsilon(self) -> float | None:
+        """Return the smallest epsilon of everything together, at ``delta``; None for no guarantee."""
+        return None if self.bare or self.unknown else none_if_infinite(self._together[0])
+
+    @property
+    def delta(self) -> float:
+        """Return the delta of ``epsilon``."""
+        return self._together[1]
+
+    @property
+    def _together(self) -> tuple[float, float]:
+        """Add up both adjacencies. To replace one is to remove it and to add another: twice, by group privacy."""
+        epsilon, delta = 0.0, 0.0
+        for total in self.totals:
+            own = min(total.joint, total.plain)
+            if total.adjacency is Adjacency.ADD_OR_REMOVE_ONE and len(self.totals) > 1:
+                own = (2 * own[0], own[1] * (1 + math.exp(min(own[0], 700.0))))
+            epsilon, delta = epsilon + own[0], delta + own[1]
+        return (epsilon, delta) if delta < 1 else (math.inf, 1.0)
+
+    @property
+    def in_words(self) -> str:
+        """Return the bill as a reader is told it."""
+        whose = f" ({self.clients})" if self.clients else ""
+        about = f"Privacy of all {self.runs} runs together, of one {self.unit} of {self.data}{whose}"
+        costs = "; ".join(map(_cost, self.totals)) or "nothing is released"
+        lines = [f"{about}: {costs}"]
+        if missing := self._missing():
+            lines = [f"{about}: none, since {missing}", f"The private releases among themselves cost {costs}"]
+        elif len(self.totals) > 1:
+            lines.append(self._both())
+        if self.elsewhere:
+            lines.append(f"In no sum here: {self.elsewhere} of the runs, which protect other units alone")
+        if self.simulated:
+            lines.append(
+                f"{self.simulated} of these releases drew their noise from a published seed: a simulation only"
+            )
+        return ". ".join(lines) + "."
+
+    def _missing(self) -> str:
+        why = []
+        if self.bare:
+            why.append(
+                f"{self.bare} of the {self.runs} runs released something about the same records without a guarantee"
+            )
+        if self.unknown:
+            why.append(f"it is not known what {self.unknown} of the {self.runs} runs released")
+        return " and ".join(why)
+
+    def _both(self) -> str:
+        if self.epsilon is None:
+            return f"Under replacing one {self.unit}, all of them together promise nothing"
+        return (
+            f"All of them under replacing one {self.unit}, which is at most removing one and adding another: epsilon "
+            f"{rounded_up(self.epsilon)} at delta {self.delta:.4g}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the bill for programs."""
+        return {
+            "data": self.data, "unit": self.unit, "clients": self.clients,
+            "epsilon": self.epsilon, "delta": self.delta,
+            "private_releases": [
+                {
+                    "adjacency": str(total.adjacency), "releases": total.releases,
+                    "epsilon_joint": total.joint[0], "delta_joint": total.joint[1],
+                    "epsilon_sum": total.plain[0], "delta_sum": total.plain[1],
+                }
+                for total in self.totals
+            ],
+            "runs": self.runs, "runs_without_guarantee": self.bare, "runs_that_protect_others": self.elsewhere,
+            "runs_not_known": self.unknown, "simulation_only": self.simulated,
+            "in_words": self.in_words,
+        }  # fmt: skip
+
+
+def bills(runs: Sequence[Paid]) -> list[Bill]:
+    """Return a bill for each data set and unit of which something was paid for, in order.
+
+    Clients of another split are other clients, so these have a bill for each split. Takes seconds: the PLD is computed
+    here.
+    """
+    places: dict[tuple[str, str, str], None] = {}
+    for run in runs:
+        for one in run.payments or ():
+            places.setdefault((run.data, one.unit, _whose(run, one.unit)))
+    return [_bill(*place, [run for run in runs if run.data in {place[0], ""}]) for place in places]
+
+
+def _whose(run: Paid, unit: str) -> str:
+    return run.clients if unit == "client" else ""
+
+
+def _bill(data: str, unit: str, clients: str, runs: Sequence[Paid]) -> Bill:
+    mine = [[one for one in run.payments or () if one.unit == unit and _whose(run, unit) == clients] for run in runs]
+    releases = _released(one for payments in mine for one in payments)
+    bare = [run.bare or any(one.epsilon is None for one in own) for run, own in zip(runs, mine, strict=True)]
+    private = [one for one in releases if one.epsilon is not None and (not one.charged or any(one.charged))]
+    totals = (_total(relation, [one for one in private if one.adjacency is relation]) for relation in Adjacency)
+    elsewhere = sum(
+        bool(run.payments) and not own and not without for run, own, without in zip(runs, mine, bare, strict=True)
+    )
+    return Bill(
+        data,
+        unit,
+        clients,
+        tuple(total for total in totals if total.releases),
+        runs=len(runs),
+        bare=sum(bare),
+        elsewhere=elsewhere,
+        unknown=sum(run.payments is None for run in runs),
+        simulated=sum(one.simulation_only for one in private),
+    )
+
+
+def _released(payments: Iterable[Payment]) -> list[Payment]:
+    """Return one payment for each release: the dearest, since a run that was interrupted has paid for a part of it."""
+    releases: list[Payment] = []
+    known: dict[str, int] = {}
+    for one in payments:
+        place = known.get(one.identity) if one.identity else None
+        if place is None:
+            known[one.identity] = len(releases)
+            releases.append(one)
+        elif _dearness(one) > _dearness(releases[place]):
+            releases[place] = one
+    return releases
+
+
+def _dearness(payment: Payment) -> float:
+    return math.inf if payment.epsilon is None else payment.epsilon
+
+
+def _total(relation: Adjacency, payments: Sequence[Payment]) -> Total:
+    known, plain = [one for one in payments if one.charged], _added(payments)
+    if len(payments) < 2 or not known:
+        return Total(relation, len(payments), plain, plain)
+    delta, rest = max(one.delta for one in known), _added([one for one in payments if not one.charged])
+    joint = _composed([one.charged for one in known], delta)
+    return Total(relation, len(payments), plain, (joint + rest[0], delta + rest[1]))
+
+
+def _added(payments: Sequence[Payment]) -> tuple[float, float]:
+    return math.fsum(one.epsilon or 0.0 for one in payments), math.fsum(one.delta for one in payments)
+
+
+def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
+    """Return epsilon of everything at ``delta``; of units that were charged differently the dearest at every order."""
+    if any(len(alternatives) > 1 for alternatives in charged):
+        curves = (np.max([compose(counts) for counts in alternatives], axis=0) for alternatives in charged)
+        return epsilon_of_curve(np.sum(list(curves), axis=0), delta)
+    counts: Counts = Counter()
+    for [only] in charged:
+        counts += only
+    if len(counts) <= _MOST_BY_PLD:
+        return bounds(counts, delta).least
+    return epsilon_of_counts(counts, delta)
+
+
+def _cost(total: Total) -> str:
+    what = f"{total.releases} private release{'' if total.releases == 1 else 's'} under {_NEIGHBOURS[total.adjacency]}"
+    if total.joint == total.plain:
+        return f"epsilon {rounded_up(total.plain[0])} at delta {total.plain[1]:.4g} ({what})"
+    return (
+        f"epsilon {rounded_up(total.joint[0])} at delta {total.joint[1]:.4g} by composing all events, and "
+        f"{rounded_up(total.plain[0])} at delta {total.plain[1]:.4g} as the plain sum ({what})"
+    )
