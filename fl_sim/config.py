@@ -3,20 +3,30 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
-from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, Self, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from fl_sim.types import UserError
 from partitions import Scheme
 
 Json: TypeAlias = dict[str, Any]
 
+MOST_MISTAKES, MOST_CHARACTERS = 5, 600
+"""What one message tells: so many mistakes, each in so many characters."""
+
 
 class Settings(BaseModel):
-    """A frozen group of settings that refuses unknown keys, NaN and infinity."""
+    """A frozen group of settings that refuses unknown keys, NaN, infinity, and whole numbers beyond 64 bits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="strings")
+
+    @model_validator(mode="after")
+    def _whole_numbers_have_64_bits(self) -> Self:
+        for name in type(self).model_fields:
+            if isinstance(value := getattr(self, name), int) and not -(2**63) <= value < 2**63:
+                raise ValueError(f"{name} is a whole number of {len(str(abs(value)))} digits: it must have 64 bits")
+        return self
 
 
 def kinds(union: Any) -> dict[str, type]:
@@ -43,12 +53,12 @@ def expand(text: str, union: Any, what: str) -> Json:
     if name not in known and dash and number.isdigit() and f"{head}-k" in known:
         name, colon, value = f"{head}-k", ":", number
     if name not in known:
-        raise UserError(f"unknown {what} {text!r}{guess(name, known)}; valid: {', '.join(known)}")
+        raise UserError(f"unknown {what} {shortened(text)!r}{guess(name, known)}; valid: {', '.join(known)}")
     if not colon:
         return {"kind": name}
     fields = [field for field in field_defaults(known[name]) if field != "kind"]
     if not fields:
-        raise UserError(f"{what} {name!r} takes no parameter, got {text!r}")
+        raise UserError(f"{what} {name!r} takes no parameter, got {shortened(text)!r}")
     return {"kind": name, fields[0]: value}
 
 
@@ -91,8 +101,17 @@ def guess(name: str, valid: Iterable[str]) -> str:
 
 
 def explain(error: ValidationError, settings: type, what: str) -> str:
-    """Say a validation error in words a user can act on, one line per mistake."""
-    return "; ".join(_explain_one(detail, settings, what) for detail in error.errors())
+    """Say a validation error in words a user can act on: the first mistakes, and how many more there are."""
+    details = error.errors()
+    told = [shortened(_explain_one(detail, settings, what)) for detail in details[:MOST_MISTAKES]]
+    return "; ".join([*told, *([f"and {more} more mistakes"] if (more := len(details) - MOST_MISTAKES) > 0 else [])])
+
+
+def shortened(text: str) -> str:
+    """Return ``text`` for a message: what is far longer than any setting loses its middle."""
+    return (
+        text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS // 2]} ... {text[-MOST_CHARACTERS // 2 :]}"
+    )
 
 
 def _explain_one(detail: Any, settings: type, what: str) -> str:

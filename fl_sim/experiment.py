@@ -2,7 +2,6 @@
 
 import copy
 import math
-import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -18,11 +17,12 @@ from clients.dafl import AnyGenerator, DaFl, NoPreprocess
 from clients.labels import LabelPicker
 from clients.teacher import AnyTeacher
 from fl_sim import models
-from fl_sim.config import Settings, expand, explain, short, with_default_kinds
+from fl_sim.config import Settings, expand, explain, short, shortened, with_default_kinds
 from fl_sim.data import load
 from fl_sim.precision import Precision
 from fl_sim.public_split import PublicSplit, overlap, split_off
 from fl_sim.seeding import rng
+from fl_sim.settings_file import MOST_LEVELS
 from fl_sim.types import Dataset, UserError
 from partitions import LabelK, Scheme
 from strategies.aggregators import WeightedMean
@@ -152,7 +152,7 @@ class Local(Settings):
     and evaluation stay float32); on a CPU only ``engine.stack`` above 1 takes "bfloat16", and it does not pay.
     """
 
-    epochs: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1, le=10**6)
     batch_size: int = Field(64, ge=1)
     learning_rate: float = Field(0.01, gt=0)
     momentum: float = Field(0.9, ge=0, lt=1)
@@ -177,7 +177,7 @@ class Experiment(Settings):
     sampler: Annotated[Sampler, Field(discriminator="kind"), short(Sampler, "sampler")] = Everyone()
     preprocess: Annotated[Preprocess, Field(discriminator="kind"), short(Preprocess, "preprocess")] = NoPreprocess()
     local: Local = Local()
-    rounds: int = Field(20, ge=1)
+    rounds: int = Field(20, ge=1, le=10**9)
     evaluate_every: int = Field(1, ge=1)
     seed: int = Field(0, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -269,16 +269,6 @@ def experiment_from(table: Mapping[str, Any]) -> Experiment:
         raise UserError(explain(error, Experiment, "")) from error
 
 
-def read_table(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises UserError where it is missing or not TOML."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"no such file: {path} (settings are given as key=value, for example rounds=50)") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise UserError(f"{path} is not a TOML file: {error}") from error
-
-
 def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, Any]:
     """Return ``table`` with ``key=value`` settings laid over it; dots reach into groups: ``local.epochs=5``.
 
@@ -289,9 +279,11 @@ def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, 
         path, equals, value = override.partition("=")
         if not equals or not path:
             raise UserError(
-                f"settings are given as key=value, got {override!r}; for example rounds=50 or local.epochs=5"
+                f"settings are given as key=value, got {shortened(override)!r}; for example rounds=50 or local.epochs=5"
             )
         *groups, key = path.split(".")
+        if len(groups) > MOST_LEVELS:
+            raise UserError(f"{shortened(path)!r} lies {len(groups)} groups deep: no setting does")
         target = merged
         for group in groups:
             target = _enter(target, group)
@@ -318,7 +310,7 @@ def _enter(table: dict[str, Any], group: str) -> dict[str, Any]:
     if isinstance(inner, str) and group in unions:
         inner = expand(inner, unions[group], group)
     if not isinstance(inner, dict):
-        raise UserError(f"{group} is a single value, it has no settings inside")
+        raise UserError(f"{shortened(group)} is a single value, it has no settings inside")
     table[group] = inner
     return inner
 

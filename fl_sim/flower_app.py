@@ -1,6 +1,5 @@
 """The same apps for Flower's own runtime: ``flwr run .`` starts them, in its simulation or on real devices."""
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,8 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fl_sim.engine_choice import client_app as build_client_app
-from fl_sim.experiment import Experiment, experiment_from, read_table
+from fl_sim.experiment import Experiment, experiment_from
+from fl_sim.settings_file import parse_table, read_table
 from fl_sim.simulation import run
 from fl_sim.types import UserError
 
@@ -46,7 +46,4 @@ def read_out(text: str) -> Path:
 def _table(text: str) -> dict[str, Any]:
     if "=" not in text:
         return read_table(Path(text)) if text else {}
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"experiment is neither a path nor TOML ({error}): {text!r}") from error
+    return parse_table(text, "experiment, which is no path as it holds '=',")

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from fl_sim.checkpoint import CHECKPOINT, read_checkpoint
-from fl_sim.experiment import Experiment, build_model, experiment_from, read_table
+from fl_sim.experiment import Experiment, build_model, experiment_from
 from fl_sim.files import is_partial, remove_partial
 from fl_sim.params import detached
 from fl_sim.preparation import RunLog
 from fl_sim.report import rundir
 from fl_sim.seal import open_seal
+from fl_sim.settings_file import read_table
 from fl_sim.types import Dataset, LocalSettings, LocalTask, Payloads, ServerState, Trained, UserError
 from strategies.algorithm import Algorithm
 from strategies.pate_settings import Pate

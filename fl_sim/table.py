@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,10 +19,10 @@ from fl_sim.experiment import (
     build_model,
     client_shards,
     experiment_from,
-    read_table,
     resolved,
     with_overrides,
 )
+from fl_sim.settings_file import read_table
 from fl_sim.simulation import short_form
 from fl_sim.table_words import caption, data_label, differences, label, method, text
 from fl_sim.types import UserError
@@ -38,6 +39,9 @@ CENTRALIZED: Mapping[str, Any] = {
 
 FEDAVG: Mapping[str, Any] = {"algorithm": "fedavg", "preprocess": "none"}
 """What stands in for the upper bound where the head of its column is worked out."""
+
+MOST_CELLS = 10_000
+"""A table of more cells would be checked for minutes before the first one runs, and nobody could read it."""
 
 _IN_THE_NAME = ("algorithm", "preprocess")
 
@@ -120,6 +124,8 @@ def plan_table(settings: TableSettings, data_root: Path | None = None) -> Plan:
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"grid.{key} = {values!r}: give a list of one or more values, such as {key} = [{values!r}]")
+    if (num_cells := math.prod(map(len, grid.values()))) > MOST_CELLS:
+        raise UserError(f"the grid has {num_cells:,} cells, a table at most {MOST_CELLS:,}: make several tables of it")
     placed = [(point, *_placed(settings, point, data_root)) for point in _points(settings, grid)]
     varied = differences([experiment for *_, experiment in placed])
     cells: dict[tuple[str, str, int], Cell] = {}

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fl_sim.experiment import Experiment, experiment_from, read_table, resolved, with_overrides
+from fl_sim.experiment import Experiment, experiment_from, resolved, with_overrides
 from fl_sim.preparation import is_private
 from fl_sim.report.progress import RunProgress
+from fl_sim.settings_file import read_table
 from fl_sim.simulation import run, short_form
 from fl_sim.table import PRESETS, preset_names
 

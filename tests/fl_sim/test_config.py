@@ -7,6 +7,7 @@ import pytest
 from pydantic import Field, ValidationError
 
 from fl_sim.config import Settings, expand, explain, field_defaults, guess, kinds, parse, parse_scheme
+from fl_sim.experiment import experiment_from, with_overrides
 from fl_sim.types import UserError
 from partitions import Dirichlet, Iid, LabelK, Shards
 
@@ -170,3 +171,24 @@ def test_every_mistake_is_named_with_its_place_its_value_and_what_is_valid(table
 def test_guesses_are_close_or_none():
     assert guess("fedvag", ["fedavg", "scaffold"]) == " (did you mean 'fedavg'?)"
     assert guess("xyz", ["fedavg", "scaffold"]) == ""
+
+
+def test_messages_stay_short_whatever_was_given():
+    table = {f"key{number}": "x" * 10_000 for number in range(1000)} | {"rounds": "y" * 10_000}
+    with pytest.raises(UserError, match=r"and 996 more mistakes$") as refusal:
+        experiment_from(table)
+    assert len(str(refusal.value)) < 5 * 700
+    with pytest.raises(UserError, match="valid: label-k") as refusal:
+        experiment_from({"partition": "z" * 100_000})
+    assert len(str(refusal.value)) < 3000
+
+
+def test_whole_numbers_beyond_64_bits_are_refused():
+    with pytest.raises(UserError, match="seed is a whole number of 19 digits: it must have 64 bits"):
+        experiment_from({"seed": 2**63})
+    assert experiment_from({"seed": 2**63 - 1}).seed == 2**63 - 1
+
+
+def test_a_setting_deeper_than_any_is_refused_at_once():
+    with pytest.raises(UserError, match="lies 20000 groups deep"):
+        with_overrides({}, ["a" + ".b" * 20_000 + "=1"])

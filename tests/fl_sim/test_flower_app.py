@@ -42,7 +42,7 @@ def test_the_experiment_is_toml_text_or_a_path_or_the_default(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rounds = ", "neither a path nor TOML"),
+        ("rounds = ", "is not a TOML file"),
         ("/nowhere.toml", "no such file"),
         ("round = 3", "did you mean 'rounds'"),
     ],

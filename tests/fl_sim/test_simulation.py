@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 
 from fl_sim import files
 from fl_sim.data import load
-from fl_sim.experiment import Experiment, experiment_from, read_table
+from fl_sim.experiment import Experiment, experiment_from
 from fl_sim.learning import to_tensors
 from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord, read_rounds
+from fl_sim.settings_file import read_table
 from fl_sim.simulation import Silent, run, short_form
 from fl_sim.types import RunError, UserError
 from partitions import Dirichlet, Iid, LabelK

@@ -213,3 +213,8 @@ def test_every_preset_is_a_valid_table_file() -> None:
     assert preset_names() == ["digits", "mnist"]
     for name in preset_names():
         assert read_settings(PRESETS / f"{name}.toml", []).grid
+
+
+def test_a_grid_that_nobody_could_read_is_refused_before_it_is_checked() -> None:
+    with pytest.raises(UserError, match=r"the grid has 1,000,000 cells, a table at most 10,000"):
+        plan_table(settings(seed=list(range(1000)), rounds=list(range(1, 1001))))
