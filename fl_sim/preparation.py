@@ -24,7 +24,7 @@ from fl_sim.site import local_settings, read_pool
 from fl_sim.store import save_by_content
 from fl_sim.types import LocalPlan, LocalTask, Params, RunError, ServerState
 from fl_sim.wire import Order
-from strategies.algorithm import Sharing
+from strategies.algorithm import Sharing, what_clients_share
 from strategies.flower import FederatedStrategy, share_before_training
 from strategies.global_dp import GlobalDP
 from strategies.pate_settings import Pate
@@ -110,8 +110,11 @@ def federated_strategy(
     start = time.perf_counter()
     if isinstance(experiment.preprocess, DaFl):
         _use_synthetic_records(experiment, strategy, grid, out, log, data_root)
+    dataset = load(experiment.data, data_root)
+    strategy.most_examples = len(dataset.train) + (log.pool.num_synthetic if log.pool else 0)
     if isinstance(experiment.algorithm, Sharing):
-        shared = share_before_training(strategy, grid, experiment.round_timeout)
+        template = what_clients_share(experiment.algorithm, dataset.input_shape, dataset.num_classes)
+        shared = share_before_training(strategy, grid, template, experiment.round_timeout)
         strategy.order = replace(strategy.order, pool=str(save_by_content(out.absolute(), "pool", shared)))
     log.preprocess_seconds = time.perf_counter() - start
     return strategy

@@ -81,10 +81,11 @@ def take_up(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog
 
 
 def clean_up(out: Path) -> None:
-    """Remove what a finished run does not need: the checkpoint, and what its clients kept."""
+    """Remove what a finished run does not need: the checkpoint, what its clients kept, and what they once failed of."""
     if (out / rundir.STATE).exists():
         shutil.rmtree(out / rundir.STATE)
     (out / CHECKPOINT).unlink(missing_ok=True)
+    (out / rundir.PRIVATE_ERRORS).unlink(missing_ok=True)
 
 
 def what_clients_keep(algorithm: Algorithm | Pate, server: ServerState) -> Payloads:

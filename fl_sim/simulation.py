@@ -27,6 +27,7 @@ from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord, coarse
 from fl_sim.resuming import clean_up, finished_result, take_up
 from fl_sim.seeding import torch_kept
+from fl_sim.store import write_private
 from fl_sim.types import BudgetExhausted, Dataset, RunError
 from strategies.flower import FederatedStrategy, run_round
 from strategies.global_dp import GlobalDP
@@ -134,11 +135,21 @@ def _run(
         clean_up(out)
         return result
     with suppress(OSError):
-        rundir.write_result(out, result | ({"error": str(error)} if isinstance(error, RunError) else {}))
+        rundir.write_result(out, result | _told(error, out))
     with suppress(OSError):
         if log.server.params:
             rundir.write_model(out, log.server.params)
     raise error
+
+
+def _told(error: BaseException | None, out: Path) -> dict[str, str]:
+    """Return what ``result.json`` says of a failed run; what clients said in private goes into a file of its own."""
+    if not isinstance(error, RunError):
+        return {}
+    if error.private:
+        with suppress(OSError):
+            write_private(out / rundir.PRIVATE_ERRORS, f"{error.private}\n".encode())
+    return {"error": str(error)}
 
 
 def _train(

@@ -74,7 +74,10 @@ def prepare_pool(
         if not (folder / _FACTS).exists():
             start = time.perf_counter()
             order = replace(strategy.order, state_dir=str(folder / "clients"))
-            answers = synthesize_before_training(strategy, grid, order, experiment.round_timeout)
+            dataset = load(experiment.data, data_root)
+            answers = synthesize_before_training(
+                strategy, grid, order, dataset.train, dataset.num_classes, experiment.round_timeout
+            )
             _store(folder, answers, time.perf_counter() - start)
             reused = False
         else:

@@ -25,7 +25,24 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that could not go on: the message names client and round. The command line exits with 1."""
+    """A run that could not go on: the message names client and round. The command line exits with 1.
+
+    ``private``: what clients said, where it may hold their records; it belongs in no file that others may read.
+    """
+
+    def __init__(self, message: str, *, private: str = "") -> None:
+        super().__init__(message)
+        self.private = private
+
+
+class Malformed(ValueError):  # noqa: N818 (what an answer is, not what went wrong with us)
+    """An answer that cannot be used. The message says why in our words; ``said``: the client's own, where it failed."""
+
+    def __init__(
+        self, reason: str, *, cure: str = "see that it runs the same version of fl-sim", said: str = ""
+    ) -> None:
+        super().__init__(f"{reason}: {cure}" if cure else reason)
+        self.said = said
 
 
 class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an error in it)

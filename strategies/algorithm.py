@@ -8,7 +8,18 @@ import torch
 from fl_sim.config import Settings
 from fl_sim.learning import LocalAlgorithm
 from fl_sim.params import add, subtract
-from fl_sim.types import Aggregate, ClientUpdate, LocalPlan, LocalTask, Params, ServerState, Trained
+from fl_sim.seeding import rng
+from fl_sim.types import (
+    Aggregate,
+    ClientUpdate,
+    LocalPlan,
+    LocalSettings,
+    LocalTask,
+    Params,
+    Payloads,
+    ServerState,
+    Trained,
+)
 
 Weighting: TypeAlias = Literal["examples", "uniform"]
 """How clients count in the mean: by their number of records, or all the same."""
@@ -60,6 +71,19 @@ class Averaging(Settings):
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
         """Add the mean update."""
         return ServerState(add(server.params, aggregate.payloads["delta"]), server.broadcast, server.memory)
+
+
+def what_clients_send(algorithm: Algorithm, server: ServerState) -> Payloads:
+    """Return the names and shapes of a client's payloads: those of a client that has no records."""
+    settings = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
+    task = LocalTask(1, 0, 1, 0, settings, server.params, server.broadcast)
+    return algorithm.finish(task, Trained(server.params, {}, 0, None)).payloads
+
+
+def what_clients_share(algorithm: Sharing, input_shape: tuple[int, ...], num_classes: int) -> Params:
+    """Return the names and shapes of what clients share before the first round: those of one that has no records."""
+    inputs, labels = torch.zeros(0, *input_shape), torch.zeros(0, dtype=torch.int64)
+    return algorithm.share(inputs, labels, num_classes, rng(0, "template"))
 
 
 def accumulated_momentum(num_steps: int, momentum: float) -> float:

@@ -1,5 +1,6 @@
 """The Flower Strategy that runs any algorithm of ours, and the round loop."""
 
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -8,37 +9,34 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fl_sim import wire
-from fl_sim.engine import LocalGrid
-from fl_sim.params import is_finite
+from fl_sim.params import flattened, is_finite
 from fl_sim.seeding import rng
-from fl_sim.types import Aggregate, Cohort, Params, Reply, RunError, ServerState
+from fl_sim.types import Aggregate, Cohort, Examples, Malformed, Params, Payloads, Reply, RunError, ServerState
 from strategies.aggregators import WeightedMean
-from strategies.algorithm import Algorithm
+from strategies.algorithm import Algorithm, what_clients_send
+from strategies.answers import (
+    UNQUOTED,
+    Asking,
+    Population,
+    answers_to,
+    ask_everybody,
+    by_client,
+    content_of,
+    find_population,
+    in_words,
+    refusal,
+)
 from strategies.global_dp import GlobalDP
 from strategies.samplers import Sampler
 
 if TYPE_CHECKING:
     from strategies.private import PrivateRounds
-
-_POLL_SECONDS = 0.05
-
-
-@dataclass(frozen=True)
-class Population:
-    """Which Flower node plays which client: ``nodes[client]`` is a node id."""
-
-    nodes: tuple[int, ...]
-
-    @cached_property
-    def clients(self) -> dict[int, int]:
-        """Return {node id: client}."""
-        return {node: client for client, node in enumerate(self.nodes)}
 
 
 @dataclass
@@ -46,7 +44,8 @@ class FederatedStrategy(Strategy):
     """One algorithm, one aggregator, one sampler, as Flower sees them.
 
     ``server`` is the state after the last round; Flower's own ``arrays`` argument is the model in it and is not read.
-    ``order`` holds what every message says; its round and learning rate are filled in per round.
+    ``order`` holds what every message says; its round and learning rate are filled in per round. ``most_examples``: how
+    many records a client can have at most, where that is known.
     """
 
     algorithm: Algorithm
@@ -57,6 +56,7 @@ class FederatedStrategy(Strategy):
     num_clients: int
     seed: int
     privacy: "PrivateRounds | None" = None
+    most_examples: int = sys.maxsize
     population: Population = field(default_factory=lambda: Population(()))
     cohort: NDArray[np.int64] = field(default_factory=lambda: np.arange(0))
 
@@ -80,8 +80,8 @@ class FederatedStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check every reply, sort by client, and let the algorithm merge the aggregate.
 
-        Raises RunError, naming client and round, where a client failed, did not answer or sent something not finite;
-        under privacy such a client counts as the zero vector, unless all of them failed.
+        Raises RunError, naming client and round, where a client failed, did not answer or sent what cannot be used;
+        under privacy such a client counts as the zero vector, until nobody answers well any more.
         """
         answers = self._checked(server_round, list(replies))
         cohort = Cohort(server_round, answers, self.num_clients, self.sampler.expected_size(self.num_clients))
@@ -121,21 +121,28 @@ class FederatedStrategy(Strategy):
             return self.privacy.release(cohort, self.algorithm, self.server)
         return self.aggregator.mean(cohort, self.algorithm.weighting)
 
+    @cached_property
+    def _template(self) -> Payloads:
+        template = what_clients_send(self.algorithm, self.server)
+        return {name: flattened(params) for name, params in template.items()}
+
     def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:
-        clients = self.population.clients
-        answered = {clients[reply.metadata.src_node_id]: reply for reply in replies}
+        """Return the updates of the round's clients; under privacy without those that are missing or malformed."""
+        answers = by_client(replies, self.population.clients, strict=self.privacy is None)
+        updates: list[Reply] = []
+        failed: dict[int, Malformed] = {}
+        for client in map(int, self.cohort):
+            try:
+                content = content_of(answers.get(client, []))
+                updates.append(wire.read_update(client, content, self._template, self.most_examples))
+            except Malformed as reason:
+                failed[client] = reason
         if self.privacy is not None:
-            whole = {client: reply for client, reply in answered.items() if not reply.has_error()}
-            answered = whole or answered
-        for client in self.cohort:
-            where = f"client {client} in round {server_round}"
-            if self.privacy is not None and client not in answered:
-                continue
-            if client not in answered:
-                raise RunError(f"{where} did not answer in time")
-            if reason := wire.error_of(answered[client]):
-                raise RunError(f"{where} failed: {reason}")
-        return tuple(wire.read_update(client, answered[client].content) for client in sorted(answered))
+            self.privacy.note(failed, answered=bool(updates))
+        elif failed:
+            client, error = next(iter(failed.items()))
+            raise refusal(f"client {client} in round {server_round}", error, quoted=not self.order.synthetic)
+        return tuple(updates)
 
 
 @dataclass(frozen=True)
@@ -168,17 +175,33 @@ def run_round(
     return Round(server_round, size, loss, time.perf_counter() - start)
 
 
-def share_before_training(strategy: FederatedStrategy, grid: Grid, timeout: float) -> Params:
-    """Ask every client to share, and return the tensors of all of them, concatenated in the order of clients."""
-    shared = [wire.read_pool(reply) for reply in _ask_everybody(strategy, grid, wire.SHARE, strategy.order, timeout)]
-    return {name: torch.cat([part[name] for part in shared]) for name in shared[0]}
+def share_before_training(strategy: FederatedStrategy, grid: Grid, template: Params, timeout: float) -> Params:
+    """Ask every client to share, and return the tensors of all of them, concatenated in the order of clients.
+
+    ``template``: what a client without records would share.
+    """
+    strategy.population = find_population(grid, strategy.num_clients, timeout)
+    asking = Asking(wire.SHARE, strategy.order, timeout, quoted=not strategy.order.synthetic)
+    most = strategy.most_examples
+    shared = ask_everybody(grid, strategy.population, asking, lambda one: wire.read_pool(one, template, most))
+    return {name: torch.cat([part[name] for part in shared]) for name in template}
 
 
 def synthesize_before_training(
-    strategy: FederatedStrategy, grid: Grid, order: wire.Order, timeout: float
+    strategy: FederatedStrategy, grid: Grid, order: wire.Order, records: Examples, num_classes: int, timeout: float
 ) -> list[tuple[torch.Tensor, str]]:
-    """Ask every client to release synthetic records; return, by client, (records, what it says of them)."""
-    return [wire.read_synthetic(reply) for reply in _ask_everybody(strategy, grid, wire.SYNTHESIZE, order, timeout)]
+    """Ask every client to release synthetic records; return, by client, (records, what it says of them).
+
+    ``records``: all that clients hold; nobody releases more, or records of another shape.
+    """
+    strategy.population = find_population(grid, strategy.num_clients, timeout)
+    shape = records.inputs.shape[1:]
+    return ask_everybody(
+        grid,
+        strategy.population,
+        Asking(wire.SYNTHESIZE, order, timeout, quoted=False),
+        lambda one: wire.read_synthetic(one, shape, num_classes, len(records)),
+    )
 
 
 def ask_teachers(
@@ -191,76 +214,16 @@ def ask_teachers(
     records; where all of them fail, the set-up is at fault, and the reason given comes from no client.
     """
     population = find_population(grid, teachers, timeout)
-    replies = _replies(grid, population, wire.VOTE, order, timeout)
-    votes, silent = np.zeros((teachers, records), dtype=np.int64), []
-    for teacher in range(teachers):
-        try:
-            votes[teacher] = wire.read_votes(_answer(replies, teacher, wire.VOTE), records, classes)
-        except RunError as error:
-            if not private:
-                raise RunError(f"teacher {teacher}: {error}") from error
-            silent.append(teacher)
-    if len(silent) == teachers:
+    asking = Asking(wire.VOTE, order, timeout, quoted=not private)
+    answers = answers_to(grid, population, asking, lambda one: wire.read_votes(one, records, classes))
+    failed = {teacher: answer for teacher, answer in enumerate(answers) if isinstance(answer, Malformed)}
+    if failed and not private:
+        raise refusal(f"teacher {min(failed)}", failed[min(failed)], quoted=True)
+    if len(failed) == teachers:
         raise RunError(
             f"none of {teachers} teachers voted: local.learning_rate may be too large, or the model not fit the "
-            "records. Why is theirs alone; algorithm.labelling.mechanism=none, which protects nothing, tells"
+            f"records; {UNQUOTED}",
+            private=in_words("teacher", failed),
         )
-    return votes, tuple(silent)
-
-
-def _ask_everybody(
-    strategy: FederatedStrategy, grid: Grid, message_type: str, order: wire.Order, timeout: float
-) -> list[RecordDict]:
-    strategy.population = find_population(grid, strategy.num_clients, timeout)
-    return _answers(grid, strategy.population, message_type, order, timeout)
-
-
-def _answers(
-    grid: Grid, population: Population, message_type: str, order: wire.Order, timeout: float
-) -> list[RecordDict]:
-    """Return every client's answer to ``order``, by client. Raises RunError that names the first who gives none."""
-    replies = _replies(grid, population, message_type, order, timeout)
-    return [_answer(replies, client, message_type) for client in range(len(population.nodes))]
-
-
-def _replies(
-    grid: Grid, population: Population, message_type: str, order: wire.Order, timeout: float
-) -> dict[int, Message]:
-    """Send ``order`` to every client; return {client: what came back, an error too}."""
-    content = wire.share_content(order)
-    messages = [Message(content, node, message_type) for node in population.nodes]
-    clients = population.clients
-    return {clients[reply.metadata.src_node_id]: reply for reply in grid.send_and_receive(messages, timeout=timeout)}
-
-
-def _answer(replies: dict[int, Message], client: int, message_type: str) -> RecordDict:
-    what = message_type.rpartition(".")[2]
-    if client not in replies:
-        raise RunError(f"client {client} did not {what} in time")
-    if reason := wire.error_of(replies[client]):
-        raise RunError(f"client {client} failed to {what}: {reason}")
-    return replies[client].content
-
-
-def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:
-    """Wait for all nodes and learn which client each one is; Flower hands out random node ids in random order."""
-    if isinstance(grid, LocalGrid):
-        return Population(tuple(grid.get_node_ids()))
-    deadline = time.monotonic() + timeout
-    while len(nodes := list(grid.get_node_ids())) < num_clients:
-        if time.monotonic() > deadline:
-            raise RunError(
-                f"only {len(nodes)} of {num_clients} nodes came in {timeout:.0f} s: start as many supernodes as clients"
-            )
-        time.sleep(_POLL_SECONDS)
-    replies = list(
-        grid.send_and_receive([Message(wire.who_content(0), node, wire.WHO) for node in nodes], timeout=timeout)
-    )
-    failed = [reason for reply in replies if (reason := wire.error_of(reply))]
-    if failed or len(replies) != num_clients:
-        raise RunError(
-            f"{len(nodes)} nodes for {num_clients} clients, {len(replies)} said which they are; {failed[:1]}"
-        )
-    return Population(
-        tuple(reply.metadata.src_node_id for reply in sorted(replies, key=lambda reply: wire.read_who(reply.content)))
-    )
+    silent = np.zeros(records, dtype=np.int64)
+    return np.stack([silent if isinstance(one, Malformed) else one for one in answers]), tuple(failed)

@@ -4,6 +4,8 @@ w <- w + (1/m) (sum_k Delta_k / max(1, |Delta_k| / S) + N(0, z^2 S^2 I)), with a
 sampled, and adaptive clipping (Andrew et al. 2021, algorithm 1) in place of the paper's median of norms, which leaks.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import numpy as np
@@ -20,7 +22,7 @@ from fl_sim.privacy.mechanisms import (
     next_clipping_norm,
     update_noise_multiplier,
 )
-from fl_sim.types import Aggregate, Cohort, Payloads, Reply, RunError
+from fl_sim.types import Aggregate, Cohort, Payloads, Reply
 
 if TYPE_CHECKING:
     from dp_accounting import dp_event
@@ -107,13 +109,12 @@ class GlobalDP(Settings):
         """Return the noised mean of a round and the next round's clipping norm. Charge the ledger BEFORE calling this.
 
         ``template`` has the names and shapes of what a client sends; its values are not read. All clients weigh the
-        same whatever num_examples says. A client that is missing, or sent what is not finite, counts as zeros; noise
-        and denominator (``cohort.expected_size``, public) stay, for an empty cohort too. Noise is drawn from the
-        streams of ``cohort.server_round``: never release two different cohorts under one key and round.
-
-        Raises RunError where a client answered twice or sent other names or shapes than the template's.
+        same whatever num_examples says. A client that is missing, answered twice, or sent what is not finite or has
+        other names or shapes than the template, counts as zeros; noise and denominator (``cohort.expected_size``,
+        public) stay, for an empty cohort too. Noise is drawn from the streams of ``cohort.server_round``: never release
+        two different cohorts under one key and round.
         """
-        self._check(cohort, template)
+        assert cohort.expected_size > 0
         size = sum(num_parameters(params) for params in template.values())
         count_noise = self._count_noise(cohort.expected_size)
         noise_multiplier = self.noise_multiplier
@@ -122,7 +123,8 @@ class GlobalDP(Settings):
         std = noise_multiplier * clipping_norm
         # SENSITIVE until noised: total and num_within never leave this method as they are.
         limit = clipping_norm_on_grid(clipping_norm, std, size, summands=cohort.num_clients)
-        total, num_within, num_finite = _clipped_sum(cohort.replies, template, size, clipping_norm, limit)
+        counting = _counting(cohort.replies, template)
+        total, num_within, num_finite = _clipped_sum(counting, template, size, clipping_norm, limit)
         if std:
             steps = noise.gaussian(size, std, purpose="global-dp update", server_round=cohort.server_round)
             total = add_noise(total, std, steps)
@@ -146,21 +148,14 @@ class GlobalDP(Settings):
         chosen = self.adaptive_clipping.count_noise
         return max(expected_size / 20, self.noise_multiplier) if chosen is None else chosen
 
-    def _check(self, cohort: Cohort, template: Payloads) -> None:
-        assert cohort.expected_size > 0
-        seen: set[int] = set()
-        shapes = _shapes(template)
-        for reply in cohort.replies:
-            where = f"client {reply.client} in round {cohort.server_round}"
-            if reply.client in seen:
-                raise RunError(f"{where} answered twice: it would count double, which the guarantee does not cover")
-            seen.add(reply.client)
-            if _shapes(reply.payloads) != shapes:
-                raise RunError(f"{where} sent other tensors than the algorithm exchanges: {_shapes(reply.payloads)}")
+
+def _counting(replies: Sequence[Reply], template: Payloads) -> list[Reply]:
+    shapes, times = _shapes(template), Counter(reply.client for reply in replies)
+    return [reply for reply in replies if times[reply.client] == 1 and _shapes(reply.payloads) == shapes]
 
 
 def _clipped_sum(
-    replies: tuple[Reply, ...], template: Payloads, size: int, clipping_norm: float, limit: float
+    replies: Sequence[Reply], template: Payloads, size: int, clipping_norm: float, limit: float
 ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], int, int]:
     """Return the float64 sum of the updates clipped to ``limit``, how many were within the norm, how many finite."""
     total = torch.zeros(size, dtype=torch.float64)

@@ -1,14 +1,16 @@
 """Rounds under Global DP: pay first, draw a secret cohort, then release; nothing else about its clients leaves it."""
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.ledger import Ledger, Terms
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.types import Aggregate, Cohort, LocalSettings, LocalTask, Payloads, ServerState, Trained
-from strategies.algorithm import Algorithm
+from fl_sim.types import Aggregate, Cohort, Malformed, RunError, ServerState
+from strategies.algorithm import Algorithm, what_clients_send
+from strategies.answers import UNQUOTED, in_words
 from strategies.global_dp import COVERS, DOES_NOT_COVER, GlobalDP
 from strategies.samplers import Coins, FixedSize, Sampler
 
@@ -17,7 +19,10 @@ UNIT = "client"
 
 @dataclass
 class PrivateRounds:
-    """Global DP over the rounds of a run. ``clipping_norm`` is the next round's: it moves where clipping adapts."""
+    """Global DP over the rounds of a run. ``clipping_norm`` is the next round's: it moves where clipping adapts.
+
+    ``failed``: which clients failed since one last answered well, and why. PRIVATE.
+    """
 
     aggregator: GlobalDP
     sampler: Sampler
@@ -25,6 +30,7 @@ class PrivateRounds:
     ledger: Ledger
     noise: Noise
     clipping_norm: float
+    failed: dict[int, Malformed] = field(default_factory=dict, repr=False)
 
     def pay(self, server_round: int) -> float | None:
         """Charge a round before anything of it happens, and return the epsilon spent after it (None: no guarantee).
@@ -42,6 +48,20 @@ class PrivateRounds:
     def affords_another(self) -> bool:
         """Say whether the budget is good for one more round."""
         return self.ledger.affords(self.sampler.amplify(self.aggregator.event(), self.num_clients))
+
+    def note(self, failed: Mapping[int, Malformed], *, answered: bool) -> None:
+        """Take note of who failed in a round, and whether anybody answered well.
+
+        Raises RunError where nobody has answered well since two clients failed: then the set-up is at fault. Never for
+        one client alone: that a run stops, and why, would tell about its records.
+        """
+        self.failed = {} if answered else {**self.failed, **failed}
+        if len(self.failed) >= min(2, self.num_clients):
+            raise RunError(
+                "every client that was asked failed, so the set-up is at fault (the data, the model, a setting) and no "
+                f"single client; {UNQUOTED}",
+                private=in_words("client", self.failed),
+            )
 
     def release(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate:
         """Return the noised mean of a round that was paid for."""
@@ -74,10 +94,3 @@ def open_private_rounds(
     noise = Noise.seeded(seed) if aggregator.noise == "seeded" else Noise.secret()
     norm = aggregator.clipping_norm if clipping_norm is None else clipping_norm
     return PrivateRounds(aggregator, sampler, num_clients, Ledger(terms, out / "ledger.jsonl"), noise, norm)
-
-
-def what_clients_send(algorithm: Algorithm, server: ServerState) -> Payloads:
-    """Return the names and shapes of a client's payloads: those of a client that has no records."""
-    settings = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
-    task = LocalTask(1, 0, 1, 0, settings, server.params, server.broadcast)
-    return algorithm.finish(task, Trained(server.params, {}, 0, None)).payloads

@@ -22,7 +22,8 @@ from fl_sim.params import detached
 from fl_sim.seeding import rng
 from fl_sim.types import ClientUpdate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState
 from strategies.aggregators import WeightedMean
-from strategies.flower import FederatedStrategy, Population
+from strategies.answers import Population
+from strategies.flower import FederatedStrategy
 from strategies.samplers import Everyone, Sampler
 
 hypothesis_settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -20,6 +20,7 @@ from fl_sim.files import append_line, write_whole
 from fl_sim.types import UserError
 
 CONFIG, ROUNDS, MODEL, RESULT, STATE = "config.toml", "rounds.jsonl", "model.safetensors", "result.json", "clients"
+PRIVATE_ERRORS = "private-errors.log"
 
 _STEPS = (10, 60, 600, 3600, 36_000, 360_000, 3_600_000)
 """What a private run's length is rounded up to: 10 seconds, a minute, ten, an hour, ten, a hundred, a thousand."""

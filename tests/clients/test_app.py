@@ -1,5 +1,6 @@
 """The ClientApp: from a message to an update, with what the client keeps."""
 
+import json
 import time
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from fl_sim.records import Records
 from fl_sim.seeding import rng, seed_torch
 from fl_sim.store import load_state
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask
+from strategies.algorithm import what_clients_send
 from strategies.fedavg import FedAvg
 from strategies.fedmix import FedMix
 from strategies.scaffold import Scaffold
@@ -44,11 +46,13 @@ def _records(client, synthetic):
 def _synthesize(clients, check):
     check()
     return [
-        ValueError("bad record")
-        if client == 3
-        else (torch.full((client, 4), 0.5), f'{{"client": {client}, "folder": "{folder.name}"}}')
+        ValueError("bad record") if client == 3 else (torch.full((client, 4), 0.5), _said(client, folder))
         for client, folder in clients
     ]
+
+
+def _said(client, folder):
+    return json.dumps({"counts": [client, 0, 0], "refused": folder.name, "facts": {}})
 
 
 def _local(learning_rate):
@@ -79,7 +83,10 @@ class Play:
         content = wire.task_content(self.order(server_round), self.params, broadcast or {})
         replies = self.grid.send_and_receive([Message(content, 1000 + client, wire.TRAIN) for client in clients])
         assert [wire.error_of(reply) for reply in replies] == [None] * len(clients)
-        return [wire.read_update(client, reply.content) for client, reply in zip(clients, replies, strict=True)]
+        template = what_clients_send(self.algorithm, self.algorithm.init(self.params))
+        return [
+            wire.read_update(client, reply.content, template) for client, reply in zip(clients, replies, strict=True)
+        ]
 
 
 def _flat(payload):
@@ -186,7 +193,7 @@ def test_clients_trained_together_answer_as_they_do_alone(tmp_path: Path, stacke
         records = _records(client, "")
         task = LocalTask(1, client, 4, len(records), _local(0.1), play.params)
         trained = trainer.train(Job(task, LocalPlan(), records, rng(0, "batches", client, 1)))
-        update = wire.read_update(client, reply.content)
+        update = wire.read_update(client, reply.content, {"delta": play.params})
         assert update.num_examples == len(records)
         assert (update.loss is None) == (trained.loss is None) == (client == 3)
         for name, value in trained.params.items():
@@ -219,7 +226,7 @@ def test_sharing_hands_over_what_the_site_makes_of_the_clients_records(tmp_path:
     message = Message(wire.share_content(play.order(0)), 1002, wire.SHARE)
     (reply,) = play.grid.send_and_receive([message])
     inputs, labels = _records(2, "").tensors()
-    shared = wire.read_pool(reply.content)
+    shared = wire.read_pool(reply.content, {"rows": inputs, "labels": labels}, most_rows=100)
     assert torch.equal(shared["rows"], inputs + 2)
     assert torch.equal(shared["labels"], labels.float())
 
@@ -228,9 +235,9 @@ def test_synthetic_records_travel_with_what_the_client_says_of_them(tmp_path: Pa
     play = Play(FedAvg(), tmp_path)
     message = Message(wire.share_content(play.order(0)), 1002, wire.SYNTHESIZE)
     (reply,) = play.grid.send_and_receive([message])
-    inputs, said = wire.read_synthetic(reply.content)
+    inputs, said = wire.read_synthetic(reply.content, (4,), 3, most_rows=100)
     assert torch.equal(inputs, torch.full((2, 4), 0.5))
-    assert said == '{"client": 2, "folder": "client-2"}'
+    assert said == _said(2, Path("client-2"))
 
 
 def test_the_pool_is_read_from_the_file_the_message_names(tmp_path: Path):
@@ -278,4 +285,5 @@ def test_clients_release_records_together_and_one_that_fails_is_named(tmp_path: 
     for replies in (alone, together):
         assert [reply.has_error() for reply in replies] == [False, False, False, True]
         assert replies[3].error.reason == "ValueError: bad record"
-        assert [wire.read_synthetic(reply.content)[0].shape[0] for reply in replies[:3]] == [0, 1, 2]
+        sizes = [len(wire.read_synthetic(reply.content, (4,), 3, most_rows=100)[0]) for reply in replies[:3]]
+        assert sizes == [0, 1, 2]

@@ -4,26 +4,30 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from dp_accounting import dp_event
-from flwr.app import Message
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
 from safetensors.torch import load_file
 
 from fl_sim import wire
 from fl_sim.__main__ import main
-from fl_sim.engine import CLIENT_RAISED, failure
+from fl_sim.engine import CLIENT_RAISED, InProcessGrid, failure
+from fl_sim.engine_choice import client_app
 from fl_sim.experiment import Experiment, experiment_from
 from fl_sim.privacy.accounting import Adjacency, amplify_fixed_size, amplify_poisson, epsilon
 from fl_sim.report.rundir import RoundRecord, read_rounds
 from fl_sim.simulation import Silent, run
 from fl_sim.types import RunError, UserError
+from strategies.algorithm import what_clients_send
 from strategies.fedavg import FedAvg
 from strategies.fednova import FedNova
 from strategies.global_dp import GlobalDP
-from strategies.private import open_private_rounds, what_clients_send
+from strategies.private import open_private_rounds
 from strategies.samplers import Everyone, FixedSize, Poisson
 from strategies.scaffold import Scaffold
 
@@ -247,21 +251,50 @@ def test_running_again_with_new_noise_is_a_second_release_and_paid_for(tmp_path:
     assert again["privacy"][0]["epsilon"] > once["privacy"][0]["epsilon"]
 
 
-def test_a_client_that_fails_under_privacy_counts_as_zeros_unless_all_fail(tmp_path, strategy_of, reply_of) -> None:
-    params = {"w": torch.zeros(2)}
-    strategy = strategy_of(FedAvg(), params, 2)
+class Hostile(ClientApp):
+    """Clients of ``broken`` raise with a record of theirs in the message; the others train as always."""
+
+    def __init__(self, broken: Callable[[int], bool]) -> None:
+        super().__init__()
+        self._broken, self._real = broken, client_app()
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        if message.metadata.message_type == wire.TRAIN and self._broken(int(context.node_config["partition-id"])):
+            raise ValueError("bad record [0.25, 0.5]")
+        return self._real(message, context)
+
+
+def test_one_client_that_fails_stops_no_private_run_even_where_it_is_asked_alone(tmp_path: Path) -> None:
+    grid = InProcessGrid(Hostile(lambda client: client == 0), 2)
+    result = run(private(clients=2, sampler="fixed-size:1", rounds=8), tmp_path / "run", grid=grid)
+    assert result["status"] == "finished"
+    assert len(charges(tmp_path / "run")) == 8
+    assert not (tmp_path / "run" / "private-errors.log").exists()
+
+
+def test_where_all_clients_fail_the_run_stops_and_what_they_said_is_for_the_owner_alone(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(RunError, match="every client that was asked failed, so the set-up is at fault") as stopped:
+        run(private(sampler="full"), out, grid=InProcessGrid(Hostile(lambda client: True), 12))
+    assert len(charges(out)) == 1  # the charge stays
+    kept = out / "private-errors.log"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert "client 11 failed: ValueError: bad record [0.25, 0.5]" in kept.read_text()
+    shown = [str(stopped.value), *(path.read_text() for path in out.iterdir() if path.suffix in {".json", ".jsonl"})]
+    assert not any("0.25" in text or "client 11" in text for text in shown)
+    assert json.loads((out / "result.json").read_text())["error"] == str(stopped.value)
+
+
+def test_a_client_that_fails_counts_as_zeros_over_the_expected_cohort(tmp_path, strategy_of, reply_of) -> None:
+    strategy = strategy_of(FedAvg(), {"w": torch.zeros(2)}, 2)
     strategy.aggregator = GlobalDP(noise_multiplier=0.0, clipping_norm=10.0, noise="seeded")
     strategy.privacy = open_private_rounds(strategy.aggregator, Everyone(), 2, 0, tmp_path, None)
     good = reply_of(0, wire.update_content({"delta": {"w": torch.tensor([2.0, 4.0])}}, 5, 0.1))
-    sent = [Message(wire.who_content(0), 1000 + client, wire.TRAIN) for client in (0, 1)]
-    for number, message in enumerate(sent):
-        message.metadata.__dict__["_message_id"] = str(number)
-    failed = [failure(message, CLIENT_RAISED, "ValueError: broken") for message in sent]
-    _, metrics = strategy.aggregate_train(1, [good, failed[1]])
+    sent = Message(wire.who_content(0), 1001, wire.TRAIN)
+    sent.metadata.__dict__["_message_id"] = "sent"
+    _, metrics = strategy.aggregate_train(1, [good, failure(sent, CLIENT_RAISED, "ValueError: broken")])
     assert metrics is None
     assert strategy.server.params["w"].tolist() == pytest.approx([1.0, 2.0], abs=1e-5)  # over 2, not over who replied
-    with pytest.raises(RunError, match="ValueError: broken"):
-        strategy.aggregate_train(2, failed)
 
 
 def test_what_clients_send_is_known_without_any_client() -> None:

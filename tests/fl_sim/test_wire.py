@@ -16,7 +16,7 @@ FLOATS = hnp.arrays(np.float32, hnp.array_shapes(min_dims=0, max_dims=5, min_sid
 
 
 def _round_trip(params):
-    return wire.read_update(0, wire.update_content({"delta": params}, 1, None)).payloads["delta"]
+    return wire.read_update(0, wire.update_content({"delta": params}, 1, None), {"delta": params}).payloads["delta"]
 
 
 @given(FLOATS, FLOATS)
@@ -32,7 +32,7 @@ def test_float32_tensors_of_every_shape_come_back_bit_for_bit(first, second):
 def test_inside_one_process_a_vector_travels_by_reference():
     sent = flattened({"w": torch.ones(3), "b": torch.zeros(2)})
     content = wire.update_content({"delta": sent}, 1, None)
-    first, second = (wire.read_update(0, content).payloads["delta"] for _ in range(2))
+    first, second = (wire.read_update(0, content, {"delta": sent}).payloads["delta"] for _ in range(2))
     assert first.flat.data_ptr() == second.flat.data_ptr() == sent.flat.data_ptr()
     assert first["b"].data_ptr() == sent["b"].data_ptr()
     assert not any("data" in vars(array) for array in content["payload/delta"].values())  # no bytes were made
@@ -42,7 +42,7 @@ def test_separate_tensors_are_copied_when_they_are_sent():
     sent = {"w": torch.ones(3)}
     content = wire.update_content({"delta": sent}, 1, None)
     sent["w"] += 1
-    assert wire.read_update(0, content).payloads["delta"]["w"].tolist() == [1.0, 1.0, 1.0]
+    assert wire.read_update(0, content, {"delta": sent}).payloads["delta"]["w"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_what_leaves_the_process_is_a_plain_array_of_flowers_own_bytes():
@@ -53,7 +53,7 @@ def test_what_leaves_the_process_is_a_plain_array_of_flowers_own_bytes():
         assert type(right) is Array
         assert right.data == left.data == Array(np.array([0, 1, 2, 3, 4, 5, 1], np.float32)).data
         assert left.object_id == right.object_id  # what Flower's own runtime sends
-    first, second = (wire.read_update(0, arrived).payloads["delta"] for _ in range(2))
+    first, second = (wire.read_update(0, arrived, {"delta": sent}).payloads["delta"] for _ in range(2))
     assert {name: value.tolist() for name, value in first.items()} == {"w": [[0, 1, 2], [3, 4, 5]], "b": 1.0}
     first["w"].add_(5)  # no memory is shared with the bytes
     assert second["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -97,16 +97,16 @@ def test_a_task_comes_back_whole():
 @pytest.mark.parametrize("loss", [None, 0.1 + 0.2, float("inf")])
 def test_an_update_comes_back_whole(loss):
     payloads = {"delta": {"a": torch.ones(2, 2)}, "control_delta": {"a": torch.zeros(2, 2)}}
-    reply = wire.read_update(5, wire.update_content(payloads, 12, loss))
+    reply = wire.read_update(5, wire.update_content(payloads, 12, loss), payloads)
     assert (reply.client, reply.num_examples, reply.loss) == (5, 12, loss)
     assert reply.payloads.keys() == payloads.keys()
     assert all(torch.equal(reply.payloads[name]["a"], payloads[name]["a"]) for name in payloads)
 
 
 def test_a_pool_and_a_partition_number_come_back():
-    shared = {"inputs": torch.ones(0, 3), "labels": torch.ones(2, 4)}
-    back = wire.read_pool(wire.pool_content(shared))
-    assert {name: tuple(value.shape) for name, value in back.items()} == {"inputs": (0, 3), "labels": (2, 4)}
+    shared = {"inputs": torch.ones(2, 3), "labels": torch.ones(2, 4)}
+    back = wire.read_pool(wire.pool_content(shared), {name: value[:0] for name, value in shared.items()}, 2)
+    assert {name: tuple(value.shape) for name, value in back.items()} == {"inputs": (2, 3), "labels": (2, 4)}
     assert wire.read_who(wire.who_content(41)) == 41
 
 

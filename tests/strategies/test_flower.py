@@ -5,6 +5,7 @@ import pickle
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message
@@ -13,14 +14,16 @@ from flwr.serverapp.strategy import Strategy
 
 from fl_sim import wire
 from fl_sim.engine import InProcessGrid, LocalGrid
-from fl_sim.types import RunError
+from fl_sim.types import Examples, RunError
+from strategies.answers import Population, find_population
 from strategies.fedavg import FedAvg
-from strategies.flower import Population, find_population, run_round, share_before_training
+from strategies.flower import run_round, share_before_training, synthesize_before_training
 from strategies.samplers import FixedSize, Poisson
 from strategies.scaffold import Scaffold
 from strategies.server_opt import FedAvgM
 
 MODEL = {"w": torch.tensor([1.0, 2.0])}
+ROWS = {"inputs": torch.empty(0, 2), "labels": torch.empty(0, 3)}
 
 
 def _update(client, num_examples=1, loss=1.0):
@@ -173,7 +176,7 @@ def test_a_round_with_an_empty_poisson_cohort_sends_nothing_and_changes_nothing(
 
 def test_what_clients_share_is_concatenated_in_the_order_of_clients(strategy_of):
     strategy = strategy_of(FedAvg(), MODEL, 3)
-    pool = share_before_training(strategy, InProcessGrid(_app(), 3), timeout=10.0)
+    pool = share_before_training(strategy, InProcessGrid(_app(), 3), ROWS, timeout=10.0)
     assert pool["inputs"][:, 0].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
     assert pool["labels"].shape == (6, 3)
 
@@ -183,15 +186,15 @@ def test_the_order_of_clients_does_not_depend_on_the_order_of_replies(strategy_o
         def _exchange(self, messages, timeout):
             return random.Random(1).sample(super()._exchange(messages, timeout), len(messages))
 
-    pool = share_before_training(strategy_of(FedAvg(), MODEL, 4), Shuffled(_app(), 4), timeout=10.0)
+    pool = share_before_training(strategy_of(FedAvg(), MODEL, 4), Shuffled(_app(), 4), ROWS, timeout=10.0)
     assert pool["inputs"][:, 0].tolist() == [0.0] + [1.0] * 2 + [2.0] * 3 + [3.0] * 4
 
 
 def test_a_client_that_fails_to_share_is_named(strategy_of):
     strategy = strategy_of(FedAvg(), MODEL, 3)
     strategy.order = wire.Order("broken", 0, 0.0, "", "", "")
-    with pytest.raises(RunError, match="client 1 failed to share: ValueError: no records"):
-        share_before_training(strategy, InProcessGrid(_app(), 3), timeout=10.0)
+    with pytest.raises(RunError, match="client 1, asked to share, failed: ValueError: no records"):
+        share_before_training(strategy, InProcessGrid(_app(), 3), ROWS, timeout=10.0)
 
 
 def test_a_client_that_does_not_share_in_time_is_named(strategy_of):
@@ -199,8 +202,8 @@ def test_a_client_that_does_not_share_in_time_is_named(strategy_of):
         def _exchange(self, messages, timeout):
             return super()._exchange(messages[:-1], timeout)
 
-    with pytest.raises(RunError, match="client 2 did not share in time"):
-        share_before_training(strategy_of(FedAvg(), MODEL, 3), Losing(_app(), 3), timeout=10.0)
+    with pytest.raises(RunError, match="client 2, asked to share, did not answer in time"):
+        share_before_training(strategy_of(FedAvg(), MODEL, 3), Losing(_app(), 3), ROWS, timeout=10.0)
 
 
 class _Remote:
@@ -218,7 +221,7 @@ class _Remote:
     def send_and_receive(self, messages, *, timeout):
         assert math.isfinite(timeout)
         replies = self.inner.send_and_receive(messages)
-        return [Message(Error(1, "lost"), reply_to=_sent(0)), *replies[1:]] if self.broken else replies
+        return [Message(Error(1, "lost"), reply_to=_sent(0)), *replies[:-1]] if self.broken else replies
 
 
 def test_on_flowers_runtime_nodes_say_which_client_they_are():
@@ -247,5 +250,91 @@ def test_too_many_nodes_are_refused():
 
 
 def test_a_node_that_cannot_say_who_it_is_is_refused():
-    with pytest.raises(RunError, match="lost"):
+    with pytest.raises(RunError, match="node 1000, asked for its partition, failed; what clients say") as caught:
         find_population(_Remote(4, broken=True), 4, timeout=1.0)
+    assert "lost" in caught.value.private
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        ([0, 1, 2, 2], "node 1000 says that it holds partition 2, as node 1001 does: give each supernode"),
+        ([0, 1, 2, 4], "node 1000 says that it holds partition 4: give each supernode a partition-id of its own"),
+        (
+            [0, 1, 2, -1],
+            "node 1000, asked for its partition, sent a partition's number that is not a whole number from 0 on",
+        ),
+    ],
+)
+def test_partitions_that_are_not_0_to_n_minus_1_each_once_are_refused(says, message):
+    app, left = ClientApp(), iter(says)
+
+    @app.query()
+    def who(message, context):
+        return Message(wire.who_content(next(left)), reply_to=message)
+
+    grid = _Remote(4)
+    grid.inner = InProcessGrid(app, 4)
+    with pytest.raises(RunError, match=message):
+        find_population(grid, 4, timeout=1.0)
+
+
+def test_an_update_that_cannot_be_used_is_named_with_client_and_round(strategy_of, reply_of):
+    strategy = strategy_of(FedAvg(), MODEL, 3)
+    strategy.most_examples = 50
+    bad = _update(1.0, 51)
+    with pytest.raises(
+        RunError, match="client 1 in round 6 sent a number of records that is not a whole number from 0 to 50"
+    ):
+        strategy.aggregate_train(6, [reply_of(0, _update(0.0)), reply_of(1, bad), reply_of(2, _update(2.0))])
+    assert strategy.server.params is MODEL
+
+
+def test_a_client_that_answers_twice_is_named(strategy_of, reply_of):
+    strategy = strategy_of(FedAvg(), MODEL, 2)
+    with pytest.raises(RunError, match="client 1 in round 6 answered 2 times"):
+        strategy.aggregate_train(6, [reply_of(0, _update(0.0)), reply_of(1, _update(1.0)), reply_of(1, _update(1.0))])
+
+
+def test_a_node_that_plays_no_client_is_named(strategy_of, reply_of):
+    strategy = strategy_of(FedAvg(), MODEL, 2)
+    with pytest.raises(RunError, match="node 1007 answered, which plays no client"):
+        strategy.aggregate_train(6, [reply_of(client, _update(1.0)) for client in (0, 1, 7)])
+
+
+def test_a_client_outside_the_cohort_does_not_count(strategy_of, reply_of):
+    strategy = strategy_of(FedAvg(), MODEL, 3)
+    strategy.cohort = strategy.cohort[:2]
+    strategy.aggregate_train(1, [reply_of(0, _update(2.0)), reply_of(1, _update(2.0)), reply_of(2, _update(9.0))])
+    assert strategy.server.params["w"].tolist() == [3.0, 0.0]
+
+
+def test_losses_that_are_large_do_not_overflow(strategy_of, reply_of):
+    strategy = strategy_of(FedAvg(), MODEL, 2)
+    _, metrics = strategy.aggregate_train(1, [reply_of(i, _update(1.0, 10**9, 3e38)) for i in range(2)])
+    assert metrics["train_loss"] == 3e38
+
+
+def test_beside_synthetic_records_a_client_that_fails_is_not_quoted(strategy_of, reply_of):
+    strategy = strategy_of(FedAvg(), MODEL, 2)
+    strategy.order = wire.Order("", 0, 0.0, "", "", synthetic="pool")
+    failed = Message(Error(1, "ValueError: bad record"), reply_to=_sent(1))
+    with pytest.raises(RunError, match="client 1 in round 6 failed; what clients say may hold") as caught:
+        strategy.aggregate_train(6, [reply_of(0, _update(1.0)), failed])
+    assert "bad record" not in str(caught.value)
+    assert "bad record" in caught.value.private
+
+
+def test_a_client_that_fails_to_release_records_is_not_quoted(strategy_of):
+    app = ClientApp()
+
+    @app.train("synthesize")
+    def synthesize(message, context):
+        raise ValueError("bad record [0.25]")
+
+    records = Examples(np.zeros((5, 2), np.float32), np.zeros(5, np.int64))
+    order = wire.Order("", 0, 0.0, "", "")
+    with pytest.raises(RunError, match="client 0, asked to synthesize, failed; what clients say") as caught:
+        synthesize_before_training(strategy_of(FedAvg(), MODEL, 2), InProcessGrid(app, 2), order, records, 3, 5.0)
+    assert "0.25" not in str(caught.value)
+    assert "client 0, asked to synthesize, failed: ValueError: bad record [0.25]" in caught.value.private

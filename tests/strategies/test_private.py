@@ -1,14 +1,17 @@
 """Rounds under Global DP: who takes part is as secret as the noise, and a round is paid for before anybody is asked."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from fl_sim import wire
 from fl_sim.engine import InProcessGrid, LocalGrid
 from fl_sim.seeding import rng
-from fl_sim.types import BudgetExhausted
+from fl_sim.types import BudgetExhausted, RunError
 from strategies.fedavg import FedAvg
 from strategies.flower import run_round
 from strategies.global_dp import GlobalDP
@@ -86,3 +89,59 @@ def test_every_draw_of_a_round_has_coins_of_its_own(strategy_of, tmp_path) -> No
     coins = _strategy(strategy_of, SAMPLERS[0], tmp_path).privacy.coins(3)
     first, second = coins(50), coins(50)
     assert not np.isin(first, second).any()
+
+
+def _malformed(good: RecordDict) -> dict[str, RecordDict]:
+    ((name, array),) = good["payload/delta"].items()
+    nan = {"w": torch.tensor([1.0, math.nan])}
+    return {
+        "NaN": wire.update_content({"delta": nan}, 5, 0.1),
+        "nothing": RecordDict(),
+        "another shape": wire.update_content({"delta": {"w": torch.ones(3)}}, 5, 0.1),
+        "foreign": RecordDict({**good, "payload/more": good["payload/delta"]}),
+        "two arrays": RecordDict({**good, "payload/delta": ArrayRecord({name: array, "more": array})}),
+        "records": RecordDict({**good, "report": MetricRecord({"num-examples": -1})}),
+        "not JSON": RecordDict({**good, "payload/delta": ArrayRecord({"{": array})}),
+    }
+
+
+def test_whatever_one_client_sends_counts_as_zeros_and_is_charged_as_ever(strategy_of, reply_of, tmp_path) -> None:
+    good = wire.update_content({"delta": {"w": torch.tensor([0.3, 0.4])}}, 5, 0.1)
+    models = {}
+    for name, odd in {"missing": None, **_malformed(good)}.items():
+        strategy = _strategy(strategy_of, SAMPLERS[0], tmp_path / name.replace(" ", "-"), noise="seeded")
+        strategy.cohort = np.array([0, 1])
+        strategy.privacy.pay(1)
+        strategy.aggregate_train(1, [reply_of(0, good), *([reply_of(1, odd)] if odd is not None else [])])
+        models[name] = strategy.server.params["w"].tolist()
+        assert len(strategy.privacy.ledger.charges) == 1
+    assert all(model == models["missing"] for model in models.values()), models
+
+
+def test_answers_that_nobody_asked_for_count_nothing(strategy_of, reply_of, tmp_path) -> None:
+    good = wire.update_content({"delta": {"w": torch.tensor([0.3, 0.4])}}, 5, 0.1)
+    models = []
+    for name, others in (("a", ()), ("b", (2, 1000)), ("c", (1, 1))):  # outside the cohort, no client, twice
+        strategy = _strategy(strategy_of, SAMPLERS[0], tmp_path / name, noise="seeded")
+        strategy.cohort = np.array([0, 1])
+        strategy.aggregate_train(1, [reply_of(client, good) for client in (0, *others)])
+        models.append(strategy.server.params["w"].tolist())
+    assert models[0] == models[1] == models[2]
+
+
+def test_no_single_client_stops_a_run_and_two_that_fail_with_nobody_answering_do(
+    strategy_of, reply_of, tmp_path
+) -> None:
+    strategy = _strategy(strategy_of, SAMPLERS[0], tmp_path)
+    good = wire.update_content({"delta": {"w": torch.tensor([0.3, 0.4])}}, 5, 0.1)
+    for server_round, (cohort, sent) in enumerate([([3], []), ([3], []), ([4], [4]), ([5], []), ([], [])], 1):
+        strategy.cohort = np.array(cohort, dtype=np.int64)
+        strategy.aggregate_train(server_round, [reply_of(client, good) for client in sent])
+    strategy.cohort = np.array([6])
+    with pytest.raises(RunError, match="every client that was asked failed") as caught:
+        strategy.aggregate_train(6, [])
+    assert not set("0123456789") & set(str(caught.value))
+    assert caught.value.private.splitlines() == [
+        f"client {client} did not answer in time: see whether it still runs, or give a larger round_timeout"
+        for client in (5, 6)
+    ]

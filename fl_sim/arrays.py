@@ -1,0 +1,74 @@
+"""Flower's Arrays as we use them: a tensor by reference inside one process, bytes of numpy.save's format outside it."""
+
+from functools import lru_cache
+from io import BytesIO
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array
+from numpy.typing import NDArray
+
+from fl_sim.types import Malformed
+
+
+class TensorArray(Array):
+    """Flower's Array of a float32 tensor by reference: its bytes are made whenever somebody asks for them.
+
+    Inside one process nobody does. What leaves it, pickled for Ray or through Flower's own runtime, is a plain Array.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        assert tensor.dtype == torch.float32, "only float32 tensors travel"
+        values = {"dtype": "float32", "shape": tuple(tensor.shape), "stype": "numpy.ndarray", "tensor": tensor}
+        self.__dict__.update(values)
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]  # a plain attribute in Flower's class
+        """Return the tensor as numpy.save writes it."""
+        return b"".join((_header(self.shape, "<f4"), self.tensor.contiguous().numpy(force=True).data))
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor itself."""
+        tensor: torch.Tensor = self.__dict__["tensor"]
+        return tensor
+
+    def deflate(self) -> bytes:
+        """Name the type that the other side knows: Flower's own runtime sends what this returns."""
+        return Array(self.dtype, self.shape, self.stype, self.data).deflate()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the Array that it stands for."""
+        return Array, (self.dtype, self.shape, self.stype, self.data)
+
+
+def tensor_in(array: object, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the float32 tensor of ``shape`` that an array holds. Raises Malformed where it holds anything else."""
+    if isinstance(array, TensorArray):
+        if tuple(array.tensor.shape) != shape:
+            raise Malformed(f"sent an array of another shape than {shape}")
+        return array.tensor
+    return torch.from_numpy(numbers_in(array, shape, "<f4").astype(np.float32))  # a copy: bytes are read-only
+
+
+def numbers_in(array: object, shape: tuple[int, ...], kind: str) -> NDArray[Any]:
+    """Return the numbers that an array's bytes hold, read-only: of numpy's type ``kind``, such as "<f4".
+
+    Nothing that the array says of itself is believed. Raises Malformed where its bytes are not exactly such numbers.
+    """
+    header = _header(shape, kind)
+    data = array.data if isinstance(array, Array) else None
+    if not isinstance(data, bytes) or len(data) != len(header) + prod(shape) * np.dtype(kind).itemsize:
+        raise Malformed(f"sent an array of another size than numbers of type {kind} in the shape {shape} have")
+    if not data.startswith(header):
+        raise Malformed(f"sent an array of another type than {kind}, or another shape than {shape}")
+    return np.frombuffer(data, kind, offset=len(header)).reshape(shape)
+
+
+@lru_cache(maxsize=64)
+def _header(shape: tuple[int, ...], kind: str) -> bytes:
+    buffer = BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": kind, "fortran_order": False, "shape": shape})
+    return buffer.getvalue()

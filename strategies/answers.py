@@ -1,0 +1,150 @@
+"""What comes back from clients, and who they are: nothing of it is believed before it has been looked at."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, TypeVar
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fl_sim import wire
+from fl_sim.engine import LocalGrid
+from fl_sim.types import Malformed, RunError
+
+Read = TypeVar("Read")
+
+UNQUOTED: Final = (
+    "what clients say may hold their records, so the reason is in private-errors.log in the run directory, which "
+    "nobody but you can read"
+)
+
+_POLL_SECONDS: Final = 0.05
+
+
+@dataclass(frozen=True)
+class Population:
+    """Which Flower node plays which client: ``nodes[client]`` is a node id."""
+
+    nodes: tuple[int, ...]
+
+    @cached_property
+    def clients(self) -> dict[int, int]:
+        """Return {node id: client}."""
+        return {node: client for client, node in enumerate(self.nodes)}
+
+
+@dataclass(frozen=True)
+class Asking:
+    """One question to every client. ``quoted``: whether an error may say what a client said; not where it is private.
+
+    ``timeout``: in seconds, for the whole exchange.
+    """
+
+    message_type: str
+    order: wire.Order
+    timeout: float
+    quoted: bool
+
+
+def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]) -> list[Read]:
+    """Return what ``read`` makes of every client's answer, by client. Raises RunError that names the first bad one."""
+    what, made = asking.message_type.rpartition(".")[2], []
+    for client, answer in enumerate(answers_to(grid, population, asking, read)):
+        if isinstance(answer, Malformed):
+            raise refusal(f"client {client}, asked to {what},", answer, quoted=asking.quoted)
+        made.append(answer)
+    return made
+
+
+def answers_to(
+    grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]
+) -> list[Read | Malformed]:
+    """Return what ``read`` makes of every client's answer, or why it has none, by client."""
+    content = wire.share_content(asking.order)
+    sent = [Message(content, node, asking.message_type) for node in population.nodes]
+    answers = by_client(grid.send_and_receive(sent, timeout=asking.timeout), population.clients, strict=asking.quoted)
+    return [_read(answers.get(client, []), read) for client in range(len(population.nodes))]
+
+
+def _read(replies: Sequence[Message], read: Callable[[RecordDict], Read]) -> Read | Malformed:
+    try:
+        return read(content_of(replies))
+    except Malformed as reason:
+        return reason
+
+
+def by_client(replies: Iterable[Message], clients: Mapping[int, int], *, strict: bool) -> dict[int, list[Message]]:
+    """Return every client's replies, of which there should be one. ``clients``: {node: client}.
+
+    A reply of a node that is no client is ignored, or where ``strict`` a RunError.
+    """
+    answers: dict[int, list[Message]] = {}
+    for reply in replies:
+        node = reply.metadata.src_node_id
+        if node in clients:
+            answers.setdefault(clients[node], []).append(reply)
+        elif strict:
+            raise RunError(f"node {node} answered, which plays no client: find out what else is on this federation")
+    return answers
+
+
+def content_of(replies: Sequence[Message]) -> RecordDict:
+    """Return the content of a client's one reply. Raises Malformed where it failed, or gave none or several."""
+    if not replies:
+        raise Malformed("did not answer in time", cure="see whether it still runs, or give a larger round_timeout")
+    if len(replies) > 1:
+        raise Malformed(
+            f"answered {len(replies)} times", cure="it would count more than once, so see that it runs once"
+        )
+    if said := wire.error_of(replies[0]):
+        raise Malformed("failed", cure="", said=said)
+    return replies[0].content
+
+
+def refusal(who: str, error: Malformed, *, quoted: bool) -> RunError:
+    """Return the error that stops a run for one client's answer."""
+    if not error.said:
+        return RunError(f"{who} {error}")
+    if quoted:
+        return RunError(f"{who} {error}: {error.said}")
+    return RunError(f"{who} {error}; {UNQUOTED}", private=f"{who} {error}: {error.said}")
+
+
+def in_words(who: str, failed: Mapping[int, Malformed]) -> str:
+    """Return what went wrong with whom, a line each, with what they said. PRIVATE."""
+    return "\n".join(
+        f"{who} {number} {reason}" + (f": {reason.said}" if reason.said else "")
+        for number, reason in sorted(failed.items())
+    )
+
+
+def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:
+    """Wait for all nodes and learn which client each one is; Flower hands out random node ids in random order."""
+    if isinstance(grid, LocalGrid):
+        return Population(tuple(grid.get_node_ids()))
+    deadline = time.monotonic() + timeout
+    while len(nodes := list(grid.get_node_ids())) < num_clients:
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"only {len(nodes)} of {num_clients} nodes came in {timeout:.0f} s: start as many supernodes as clients"
+            )
+        time.sleep(_POLL_SECONDS)
+    if len(nodes) > num_clients:
+        raise RunError(f"{len(nodes)} nodes for {num_clients} clients: start as many supernodes as clients")
+    sent = [Message(wire.who_content(0), node, wire.WHO) for node in nodes]
+    answers = by_client(grid.send_and_receive(sent, timeout=timeout), {node: node for node in nodes}, strict=True)
+    node_of: dict[int, int] = {}
+    for node in nodes:
+        partition = _read(answers.get(node, []), wire.read_who)
+        if isinstance(partition, Malformed):
+            raise refusal(f"node {node}, asked for its partition,", partition, quoted=False)
+        if partition >= num_clients or partition in node_of:
+            raise RunError(
+                f"node {node} says that it holds partition {partition}"
+                + (f", as node {node_of[partition]} does" if partition in node_of else "")
+                + f": give each supernode a partition-id of its own, from 0 to {num_clients - 1}"
+            )
+        node_of[partition] = node
+    return Population(tuple(node_of[client] for client in range(num_clients)))
