@@ -59,7 +59,7 @@ def test_a_seeded_run_draws_the_cohorts_again_and_says_that_it_is_a_simulation(s
     first = _strategy(strategy_of, sampler, tmp_path, noise="seeded")
     again = _strategy(strategy_of, sampler, tmp_path, noise="seeded")
     assert _cohorts(first) == _cohorts(again)
-    assert "who takes part in a round" in str(again.privacy.statement()["does_not_cover"])
+    assert "who takes part in a round" in str(again.privacy.statement(ROUNDS)["does_not_cover"])
 
 
 def test_a_round_is_paid_for_before_anybody_is_asked_or_anything_released(strategy_of, tmp_path) -> None:
