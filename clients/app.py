@@ -199,6 +199,10 @@ class _Turns:
         self._last: tuple[object, tuple[wire.Order, Params, Payloads]] | None = None
         self._one_at_a_time = Lock()  # an engine may call from several threads
 
+    def __reduce__(self) -> tuple[type["_Turns"], tuple[SiteFactory]]:
+        """Let Flower's simulation send the app to its actors: there it starts with a lock of its own, and unread."""
+        return _Turns, (self._site_of,)
+
     def site(self, order: wire.Order) -> Site:
         with self._one_at_a_time:
             site = self._site_of(order.experiment, order.data_root)

@@ -20,6 +20,7 @@ from clients.dafl import DaFl
 from fl_sim.cohort import Trainer
 from fl_sim.data import load
 from fl_sim.engine import Generators, InProcessGrid, LocalGrid, Progress, Together
+from fl_sim.engine_ray_token import choose_token
 from fl_sim.experiment import (
     Auto,
     Engine,
@@ -81,6 +82,8 @@ def open_engine(
     if isinstance(engine, Ray):
         if importlib.util.find_spec("ray") is None:
             raise UserError("engine=ray needs Ray, which is not installed: pip install ray, or take engine=inprocess")
+        if not engine.address:
+            choose_token()  # before Ray is imported
         # Ray, which nobody else should need.
         from fl_sim.engine_ray import RayGrid  # noqa: PLC0415
         from fl_sim.engine_ray_start import RayResources  # noqa: PLC0415

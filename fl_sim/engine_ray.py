@@ -13,7 +13,16 @@ from flwr.clientapp import ClientApp
 
 from fl_sim import wire
 from fl_sim.engine import Clients, LocalGrid, Progress, Together
-from fl_sim.engine_ray_start import ENVIRONMENT, RayResources, import_path, last_line, start_or_join, stop_or_leave
+from fl_sim.engine_ray_start import (
+    ENVIRONMENT,
+    RayResources,
+    check_head,
+    head_address,
+    import_path,
+    last_line,
+    start_or_join,
+    stop_or_leave,
+)
 from fl_sim.engine_work import Work
 
 # isort: split
@@ -22,6 +31,10 @@ from ray.exceptions import RayActorError, RayError
 
 ASK_SECONDS = 1.0
 """How long an actor that is past the deadline has to say how far it came."""
+
+
+LOOK_SECONDS = 1.0
+"""How often a grid that waits for actors looks whether Ray itself still lives."""
 
 
 class RayGrid(LocalGrid):
@@ -51,6 +64,7 @@ class RayGrid(LocalGrid):
         self._step_seconds = math.inf
         try:
             self._num_actors = start_or_join(resources, num_clients)
+            self._head = head_address()
         except BaseException:
             self.close()
             raise
@@ -68,6 +82,7 @@ class RayGrid(LocalGrid):
         work = self._work(messages)
         busy: dict[Any, Any] = {}  # call -> actor
         post = _Post()
+        check_head(self._head)
         while len(self._idle) < min(self._num_actors, len(messages)):
             self._idle.append(self._new_actor())
         try:
@@ -81,8 +96,11 @@ class RayGrid(LocalGrid):
                 if left <= 0:
                     work.too_late(_progress(busy), timeout or 0.0)
                     break
-                for call in ray.wait(list(busy), timeout=None if left == math.inf else left)[0]:
+                done, _ = ray.wait(list(busy), timeout=min(left, LOOK_SECONDS))
+                for call in done:
                     self._collect(work, call, busy.pop(call))
+                if not done:
+                    check_head(self._head)
         finally:
             for actor in busy.values():  # left by a deadline or by Ctrl-C; the next exchange starts others
                 _kill(actor)

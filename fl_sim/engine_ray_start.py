@@ -4,15 +4,19 @@ import logging
 import math
 import os
 import socket
+import subprocess
 import sys
 import sysconfig
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_sim.types import UserError
+from fl_sim import engine_ray_keeper
+from fl_sim.engine_ray_token import choose_token, is_own_token
+from fl_sim.types import RunError, UserError
 
 CONNECT_SECONDS = 5.0
 """How long a cluster may take to accept a connection."""
@@ -26,8 +30,11 @@ ENVIRONMENT = {
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a Ray of our own listens on 127.0.0.1, as elsewhere by default
 
 import ray  # noqa: E402 (reads the environment when it is imported)
+
+_keepers: list["subprocess.Popen[bytes]"] = []  # of the Ray that this process started; there is at most one
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,9 @@ class RayResources:
     """What to take from Ray.
 
     ``actors`` 0 means as many as there is room for. ``cpus`` and ``gpus`` are for one actor; fractions share one.
-    ``address`` joins a running cluster. ``threads``: torch threads in each actor.
+    ``address`` joins a running cluster: whoever may use that can run code in this run and read what it sends, unless it
+    was started with a token (Ray's RAY_AUTH_MODE=token) that this process was given too.
+    ``threads``: torch threads in each actor.
     """
 
     actors: int = 0
@@ -53,14 +62,7 @@ def start_or_join(resources: RayResources, num_clients: int) -> int:
     alone = not resources.address and not ray.is_initialized()
     if alone:
         num_actors = _wanted(resources, num_clients)
-        with _python_path(), _loose_ends():
-            ray.init(
-                address="local",
-                num_cpus=max(1, math.ceil(num_actors * resources.cpus)),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+        _start(max(1, math.ceil(num_actors * resources.cpus)))
     else:
         if not ray.is_initialized():
             _join(resources.address)
@@ -74,6 +76,25 @@ def stop_or_leave() -> None:
     """Stop Ray where we started it, leave it where we joined it."""
     with _loose_ends():
         ray.shutdown()
+    while _keepers:
+        keeper = _keepers.pop()
+        keeper.communicate()
+
+
+def head_address() -> str:
+    """Return host:port of the process that knows all others of the Ray that was started or joined (gcs_server)."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def check_head(address: str) -> None:
+    """Raise RunError where that process is gone: Ray itself would wait for a minute and then end this one."""
+    try:
+        _knock(address)
+    except OSError as error:
+        raise RunError(
+            f"Ray's head process (gcs_server) at {address} is gone ({last_line(error)}): start the same command again, "
+            "and the run goes on after its last finished round"
+        ) from error
 
 
 def last_line(error: BaseException) -> str:
@@ -89,7 +110,35 @@ def import_path() -> str:
     return os.pathsep.join(str(p) for p in entries if not any(p.is_relative_to(own) for own in interpreter))
 
 
+def _start(num_cpus: int) -> None:
+    """Start a Ray that nobody else reaches: on 127.0.0.1, with a random token, its files in a folder of our own."""
+    choose_token()
+    folder = tempfile.mkdtemp(prefix="fl-sim-ray-", dir=os.environ.get("RAY_TMPDIR") or _short_folder())
+    keeper = [sys.executable, "-I", engine_ray_keeper.__file__, folder]
+    # In a session of its own, where no Ctrl-C meant for the run ends it.
+    _keepers.append(subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True))  # noqa: S603 (our own file)
+    with _python_path(), _loose_ends():
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=f"{folder}/ray",  # Ray opens this one to all users of the machine, but not the one around it
+        )
+
+
+def _short_folder() -> str | None:
+    """Return where temporary files may have short names: a socket's path has at most 107 bytes, on macOS 103."""
+    return "/tmp" if os.name == "posix" else None  # noqa: S108 (mkdtemp makes a folder there that only we can read)
+
+
 def _join(address: str) -> None:
+    if is_own_token():
+        raise UserError(
+            f"this process has had a Ray of its own, whose token the cluster at {address!r} does not know: join the "
+            "cluster in a fresh Python"
+        )
     try:
         if address != "auto":
             _knock(address)

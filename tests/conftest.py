@@ -17,6 +17,7 @@ from torch import nn
 
 from fl_sim import wire
 from fl_sim.engine import LocalGrid
+from fl_sim.engine_ray_token import choose_token
 from fl_sim.learning import train
 from fl_sim.params import detached
 from fl_sim.seeding import rng
@@ -28,6 +29,8 @@ from strategies.samplers import Everyone, Sampler
 
 hypothesis_settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis_settings.load_profile("repeatable")
+
+choose_token()  # for tests that start a Ray of their own, before any test imports Ray
 
 Shard = tuple[torch.Tensor, torch.Tensor]
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from fl_sim.data import load
 from fl_sim.engine import CLIENT_RAISED, TOO_LATE, WORKER_DIED, Together
+from fl_sim.engine_ray_token import MODE, TOKEN
 from fl_sim.experiment import client_shards, experiment_from
 from fl_sim.learning import to_tensors
 from fl_sim.report.rundir import RoundRecord, read_rounds
@@ -29,7 +30,7 @@ start = pytest.importorskip("fl_sim.engine_ray_start")  # before Ray itself: it 
 import ray  # noqa: E402
 
 from fl_sim.engine_ray import RayGrid  # noqa: E402
-from fl_sim.engine_ray_start import RayResources, start_or_join, stop_or_leave  # noqa: E402
+from fl_sim.engine_ray_start import RayResources, _join, check_head, start_or_join, stop_or_leave  # noqa: E402
 
 pytestmark = pytest.mark.ray
 
@@ -166,21 +167,50 @@ for address in ("127.0.0.1:9", "somewhere", "ray://127.0.0.1:10001"):
         print(error)
 """
     command = [sys.executable, "-c", code]
-    finished = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True, timeout=60)
+    finished = subprocess.run(
+        command, cwd=PROJECT, env=plain_environment(), capture_output=True, text=True, check=True, timeout=60
+    )
     refused, nowhere, client = finished.stdout.splitlines()
     assert re.search(r"cannot join the Ray cluster at '127\.0\.0\.1:9': .*refused; start one with `ray start", refused)
     assert "cannot join the Ray cluster at 'somewhere': an address is host:port" in nowhere
     assert "(no ray://)" in client
 
 
+def test_a_ray_whose_head_process_is_gone_ends_the_run_with_what_to_do() -> None:
+    with pytest.raises(RunError, match=r"gcs_server\) at 127\.0\.0\.1:9 is gone .*: start the same command again"):
+        check_head("127.0.0.1:9")
+
+
+def plain_environment() -> dict[str, str]:
+    """Return what programs start with that have no Ray of their own yet."""
+    ours = (MODE, TOKEN, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
+def test_who_has_had_a_ray_of_its_own_cannot_join_one_that_does_not_know_its_token() -> None:
+    with pytest.raises(UserError, match=r"join the cluster in a fresh Python"):
+        _join("127.0.0.1:9")
+
+
+def test_a_ray_that_was_imported_too_early_for_a_token_is_not_started() -> None:
+    code = "import ray; from fl_sim.engine_ray_start import *; start_or_join(RayResources(), 1)"
+    command = [sys.executable, "-c", code]
+    refused = subprocess.run(
+        command, cwd=PROJECT, env=plain_environment(), capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "UserError: Ray was imported before it could be given a secret token" in refused.stderr
+
+
 @pytest.fixture
 def cluster() -> Iterator[str]:
-    """A Ray cluster of another process, by its address."""
+    """A Ray cluster of another process, as anyone starts it, by its address."""
     code = (
         "import ray; started = ray.init(address='local', num_cpus=2, include_dashboard=False); "
         "print(started.address_info['gcs_address'], flush=True); input(); ray.shutdown()"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=plain_environment()
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     yield process.stdout.readline().strip()
@@ -198,6 +228,7 @@ def test_a_run_joins_a_cluster_by_its_address_and_leaves_it_running(cluster: str
             text=True,
             timeout=120,
             check=False,
+            env=plain_environment(),
         )
         assert finished.returncode == 0, finished.stderr
         assert json.loads(finished.stdout)["engine"] == "ray"

@@ -1,6 +1,7 @@
 """The same apps on Flower's own runtime."""
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -16,12 +17,15 @@ import torch
 from flwr.app import Context, RecordDict
 from safetensors.torch import load_file
 
+import clients.app
+from fl_sim import flower_app
 from fl_sim.engine import InProcessGrid
 from fl_sim.engine_choice import client_app
 from fl_sim.experiment import experiment_from
 from fl_sim.flower_app import read_experiment, read_out, server_app
 from fl_sim.report.rundir import read_result, read_rounds
 from fl_sim.simulation import run
+from fl_sim.site import site_of
 from fl_sim.types import UserError
 
 PROJECT = Path(__file__).parents[2]
@@ -64,6 +68,17 @@ def test_the_server_app_runs_on_the_grid_it_is_given(tmp_path: Path) -> None:
     run(experiment_from(QUICK), tmp_path / "own")
     assert_same(tmp_path / "flower", tmp_path / "own")
     assert (read_result(tmp_path / "flower") or {})["engine"] == "flower"
+
+
+@pytest.mark.ray
+def test_the_client_app_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    pytest.importorskip("fl_sim.engine_ray_start")  # before Ray itself: it sets what Ray reads when imported
+    from ray import cloudpickle  # noqa: PLC0415 (as Flower's simulation does for its actors)
+
+    copy = pickle.loads(cloudpickle.dumps(flower_app.client_app))
+    run(experiment_from(QUICK), tmp_path / "copy", grid=InProcessGrid(copy, 3))
+    run(experiment_from(QUICK), tmp_path / "own", grid=InProcessGrid(client_app(), 3))
+    assert_same(tmp_path / "copy", tmp_path / "own")
 
 
 def assert_same(left: Path, right: Path) -> None:
@@ -111,10 +126,11 @@ def daemons(port: str) -> list[int]:
     return [int(row[0]) for row in ours if not row[1].startswith("Z")]
 
 
-@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.skipif(sys.platform == "win32", reason="Flower's local SuperLink is a POSIX daemon")
-def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(tmp_path: Path, flwr: dict[str, str]) -> None:
+def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(
+    tmp_path: Path, flwr: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "experiment.toml").write_text(tomli_w.dumps(QUICK))
     out = tmp_path / "flower"
     command = [
@@ -126,6 +142,8 @@ def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(tmp_path: Path, 
     # flwr's exit code says nothing about the run, so what counts is what the run left.
     log = finished.stdout + finished.stderr
     assert (read_result(out) or {}).get("status") == "finished", log
-    run(experiment_from(QUICK), tmp_path / "own")
+    monkeypatch.setattr(clients.app, "load_kernel", lambda: (None, "Flower copies Python files alone"))
+    site_of.cache_clear()  # a site made earlier trains natively
+    run(experiment_from(QUICK), tmp_path / "own", grid=InProcessGrid(client_app(), 3))
     assert_same(out, tmp_path / "own")
     assert (read_result(out) or {})["engine"] == "flower"

@@ -1,0 +1,52 @@
+"""Ends what a run leaves of its own Ray, however the run ends: a process that waits until the run's process is gone."""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+MOST_SECONDS = 8.0
+"""How long killing may take: the kernel may hold a process back that waits for a disk."""
+
+
+def processes_of(folder: str) -> list[int]:
+    """Return the processes of the Ray in ``folder``; none where the system does not show what they have open.
+
+    Each of them has a log there that ends in .out, its own or that of the process that started it; a process that only
+    joins has none.
+    """
+    return [int(process.name) for process in Path("/proc").glob("[0-9]*") if _logs_to(process, f"{folder}/")]
+
+
+def clear(folder: str) -> None:
+    """Kill the processes of the Ray in ``folder`` and delete the folder."""
+    deadline, times_empty = time.monotonic() + MOST_SECONDS, 0
+    while times_empty < 3 and time.monotonic() < deadline:  # a process that was just killed may have started another
+        left = processes_of(folder)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        times_empty = 0 if left else times_empty + 1
+        time.sleep(0.05)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _logs_to(process: Path, start: str) -> bool:
+    try:
+        targets = [str(link.readlink()) for link in (process / "fd").iterdir()]
+    except OSError:  # it has ended meanwhile, or is another user's
+        return False
+    return any(target.startswith(start) and target.endswith(".out") for target in targets)
+
+
+def main() -> None:
+    """Wait until nobody holds the other end of standard input, then clear the folder of the first argument."""
+    sys.stdin.buffer.read()
+    clear(sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()
