@@ -19,7 +19,7 @@ from typing import Final
 
 from fl_sim.types import RunError
 
-_LOCK: Final = ".lock"
+LOCK: Final = ".lock"
 _PATIENCE: Final = 2.0  # seconds of waiting in silence
 _PAUSE: Final = 0.02  # seconds between two tries
 
@@ -30,7 +30,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
     Says on standard error who is waited for after two seconds. Raises RunError where the folder cannot be locked.
     """
-    path, start, told = folder / _LOCK, time.monotonic(), False
+    path, start, told = folder / LOCK, time.monotonic(), False
     while (lock := _try(path)) is None:
         if not told and time.monotonic() - start > _PATIENCE:
             sys.stderr.write(f"fl-sim: waiting for {_holder(path)}, which is working in {folder}\n")
@@ -46,7 +46,7 @@ def sole_run(folder: Path) -> Iterator[None]:
 
     Raises RunError, with the first one's process number and start, where there is one already.
     """
-    path = folder / _LOCK
+    path = folder / LOCK
     lock = _try(path)
     if lock is None:
         raise RunError(f"{folder} is being written by {_holder(path)}: wait for it, or stop it")

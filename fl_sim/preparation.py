@@ -106,6 +106,7 @@ def federated_strategy(
             experiment.seed,
             out,
             log.clipping_norm,
+            log.receipt,
         )
     start = time.perf_counter()
     if isinstance(experiment.preprocess, DaFl):

@@ -7,13 +7,15 @@ from typing import Any
 from fl_sim.checkpoint import CHECKPOINT, read_checkpoint
 from fl_sim.experiment import Experiment, build_model, experiment_from
 from fl_sim.files import is_partial, remove_partial
+from fl_sim.locks import LOCK
 from fl_sim.params import detached
 from fl_sim.preparation import RunLog
 from fl_sim.report import rundir
 from fl_sim.seal import open_seal
 from fl_sim.settings_file import read_table
-from fl_sim.types import Dataset, LocalSettings, LocalTask, Payloads, ServerState, Trained, UserError
+from fl_sim.types import Dataset, LocalSettings, LocalTask, Payloads, RunError, ServerState, Trained, UserError
 from strategies.algorithm import Algorithm
+from strategies.global_dp import GlobalDP
 from strategies.pate_settings import Pate
 
 
@@ -53,7 +55,7 @@ def holds_run(experiment: Experiment, out: Path) -> bool:
             changed = ", ".join(key for key, value in settings.items() if earlier[key] != value)
             raise UserError(f"{out} holds a run with other settings ({changed}): choose another --out, or delete it")
         return True
-    if out.exists() and any(not is_partial(found) for found in out.iterdir()):
+    if out.exists() and any(not is_partial(found) and found.name != LOCK for found in out.iterdir()):
         raise UserError(f"{out} is not empty and holds no run: choose another --out")
     return False
 
@@ -65,6 +67,8 @@ def take_up(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog
     """
     remove_partial(out)
     there = holds_run(experiment, out)
+    if isinstance(experiment.aggregator, GlobalDP):
+        _check_paid(out)
     log = RunLog(_beginning(experiment, dataset))
     checkpoint = None if isinstance(experiment.algorithm, Pate) else read_checkpoint(out, log.server)
     if there and checkpoint is not None:
@@ -78,6 +82,11 @@ def take_up(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog
     if state := what_clients_keep(experiment.algorithm, log.server):
         log.seal = open_seal(out / rundir.STATE, experiment.num_clients, len(log.rounds), state)
     return log, len(log.rounds) + 1
+
+
+def has_leftovers(out: Path) -> bool:
+    """Say whether ``out`` holds what only an unfinished run needs."""
+    return (out / rundir.STATE).exists() or (out / CHECKPOINT).exists()
 
 
 def clean_up(out: Path) -> None:
@@ -106,6 +115,21 @@ def _beginning(experiment: Experiment, dataset: Dataset) -> ServerState:
     if isinstance(algorithm, Pate):
         return ServerState({})
     return algorithm.init(detached(build_model(experiment, dataset).named_parameters()))
+
+
+def _check_paid(out: Path) -> None:
+    """Raise RunError where rounds of a private run were released, but are not in its ledger any more.
+
+    The receipt in the checkpoint says more, but not of a round that was seen in the log and has no checkpoint.
+    """
+    released = len(rundir.read_rounds(out))
+    path = out / rundir.LEDGER
+    charges = path.read_bytes().count(b"\n") - 1 if path.exists() else 0
+    if charges < released:
+        raise RunError(
+            f"{path} holds {charges} charges, but {released} rounds were released: put an unchanged copy of it back, "
+            "or start a new run in a fresh directory, which pays again"
+        )
 
 
 def _clear(out: Path) -> None:

@@ -20,12 +20,13 @@ from fl_sim.engine_choice import FLOWER, open_engine, threads_of
 from fl_sim.experiment import Experiment, build_model, client_shards, device_of, resolved
 from fl_sim.files import in_words
 from fl_sim.learning import resident
+from fl_sim.locks import sole_run
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import num_parameters
 from fl_sim.preparation import RunLog, federated_strategy, is_private
 from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord, coarse
-from fl_sim.resuming import clean_up, finished_result, take_up
+from fl_sim.resuming import clean_up, finished_result, has_leftovers, take_up
 from fl_sim.seeding import torch_kept
 from fl_sim.store import write_private
 from fl_sim.types import BudgetExhausted, Dataset, RunError
@@ -94,23 +95,19 @@ def run(
     experiment = resolved(experiment, data_root)
     client_shards(experiment, data_root)  # an impossible split is refused before anything is written
     with in_words():
-        if (result := finished_result(experiment, out)) is not None:
-            clean_up(out)
-            return result
-        out.mkdir(parents=True, exist_ok=True)
-        log, first_round = take_up(experiment, out, load(experiment.data, data_root))
-        return _run(experiment, out, log, first_round, data_root, observer, grid)
+        result = finished_result(experiment, out)
+        if result is None or has_leftovers(out):
+            out.mkdir(parents=True, exist_ok=True)
+            with sole_run(out):
+                result = finished_result(experiment, out) or _run(experiment, out, data_root, observer, grid)
+                clean_up(out)
+        return result
 
 
 def _run(
-    experiment: Experiment,
-    out: Path,
-    log: RunLog,
-    first_round: int,
-    data_root: Path | None,
-    observer: Observer,
-    grid: Grid | None,
+    experiment: Experiment, out: Path, data_root: Path | None, observer: Observer, grid: Grid | None
 ) -> dict[str, Any]:
+    log, first_round = take_up(experiment, out, load(experiment.data, data_root))
     log.warnings = _warnings(experiment, out, log)
     start = time.perf_counter()
     error: BaseException | None = None
@@ -132,7 +129,6 @@ def _run(
     result = _result(experiment, load(experiment.data, data_root), log, status, time.perf_counter() - start)
     if error is None:
         rundir.write_result(out, result)
-        clean_up(out)
         return result
     with suppress(OSError):
         rundir.write_result(out, result | _told(error, out))
@@ -207,8 +203,11 @@ def _keep(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundReco
     log.server = strategy.server
     log.chain = rundir.append_round(out, record, log.chain)
     log.rounds.append(record)
-    norm = strategy.privacy.clipping_norm if strategy.privacy else None
-    write_checkpoint(out, Progress(record.round, log.chain, norm), log.server)
+    progress = Progress(record.round, log.chain)
+    if strategy.privacy is not None:
+        receipt = strategy.privacy.ledger.receipt.to_json()
+        progress = Progress(record.round, log.chain, strategy.privacy.clipping_norm, receipt)
+    write_checkpoint(out, progress, log.server)
 
 
 def _is_last(experiment: Experiment, server_round: int, privacy: "PrivateRounds | None") -> bool:

@@ -4,10 +4,13 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fl_sim.privacy.accounting import Adjacency
+from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.ledger import Ledger, Terms
 from fl_sim.privacy.mechanisms import Noise
+from fl_sim.report.rundir import LEDGER
 from fl_sim.types import Aggregate, Cohort, Malformed, RunError, ServerState
 from strategies.algorithm import Algorithm, what_clients_send
 from strategies.answers import UNQUOTED, in_words
@@ -82,10 +85,17 @@ class PrivateRounds:
 
 
 def open_private_rounds(
-    aggregator: GlobalDP, sampler: Sampler, num_clients: int, seed: int, out: Path, clipping_norm: float | None
+    aggregator: GlobalDP,
+    sampler: Sampler,
+    num_clients: int,
+    seed: int,
+    out: Path,
+    clipping_norm: float | None,
+    receipt: Mapping[str, Any] | None = None,
 ) -> PrivateRounds:
     """Start, or go on with, the rounds of the run in ``out``; its charges are in ``ledger.jsonl`` there.
 
+    ``receipt``: what the rounds so far were paid with, as plain JSON. Raises RunError unless the ledger holds that.
     A run that goes on with secret noise has a new key: a round that was charged but not finished is charged again, and
     has another cohort.
     """
@@ -93,4 +103,6 @@ def open_private_rounds(
     terms = Terms(UNIT, adjacency, aggregator.delta, aggregator.epsilon, aggregator.accountant)
     noise = Noise.seeded(seed) if aggregator.noise == "seeded" else Noise.secret()
     norm = aggregator.clipping_norm if clipping_norm is None else clipping_norm
-    return PrivateRounds(aggregator, sampler, num_clients, Ledger(terms, out / "ledger.jsonl"), noise, norm)
+    paid = None if receipt is None else Receipt.from_json(receipt)
+    ledger = Ledger(terms, out / LEDGER, receipt=paid, holder="what this run has released so far")
+    return PrivateRounds(aggregator, sampler, num_clients, ledger, noise, norm)

@@ -19,7 +19,9 @@ from safetensors.torch import save
 from fl_sim.files import append_line, write_whole
 from fl_sim.types import UserError
 
-CONFIG, ROUNDS, MODEL, RESULT, STATE = "config.toml", "rounds.jsonl", "model.safetensors", "result.json", "clients"
+CONFIG, ROUNDS, MODEL, RESULT, STATE, LEDGER = (
+    "config.toml", "rounds.jsonl", "model.safetensors", "result.json", "clients", "ledger.jsonl",
+)  # fmt: skip
 PRIVATE_ERRORS = "private-errors.log"
 
 _STEPS = (10, 60, 600, 3600, 36_000, 360_000, 3_600_000)

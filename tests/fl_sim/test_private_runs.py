@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from fl_sim.engine import CLIENT_RAISED, InProcessGrid, failure
 from fl_sim.engine_choice import client_app
 from fl_sim.experiment import Experiment, experiment_from
 from fl_sim.privacy.accounting import Adjacency, amplify_fixed_size, amplify_poisson, epsilon
+from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord, read_rounds
 from fl_sim.simulation import Silent, run
 from fl_sim.types import RunError, UserError
@@ -177,6 +179,72 @@ def test_what_clients_keep_in_an_interrupted_private_run_is_told_closed_to_other
     assert modes == {"clients": 0o700, "states.bin": 0o600, "layout.json": 0o600, "seal.json": 0o600}
     run(private(algorithm="scaffold"), out)
     assert not (out / "clients").exists()
+
+
+def _cut(ledger: Path, lines: int) -> None:
+    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:lines]))
+
+
+@pytest.mark.parametrize("checkpoint", ["with checkpoint", "without"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        lambda path: path.write_bytes(b""),
+        lambda path: _cut(path, 1),
+        lambda path: _cut(path, 2),
+        lambda path: path.write_bytes(path.read_bytes().replace(b"round 2", b"round 3")),
+        lambda path: path.write_bytes((path.parents[1] / "other" / "ledger.jsonl").read_bytes()),
+    ],
+    ids=["deleted", "empty", "no charges", "one lost", "edited", "another run's"],
+)
+def test_a_run_goes_on_with_the_ledger_that_paid_for_it_alone(tmp_path: Path, damage, checkpoint: str) -> None:
+    """With a fresh ledger a resumed run claimed 4.85 for a truth of 6.34."""
+    out, experiment = tmp_path / "run", private(aggregator={"noise": "secret"})
+    for name in ("run", "other"):
+        with pytest.raises(KeyboardInterrupt):
+            run(experiment, tmp_path / name, observer=StopAfter(2))
+    if checkpoint == "without":
+        (out / "checkpoint.safetensors").unlink()
+        _cut(tmp_path / "other" / "ledger.jsonl", 2)
+    damage(out / "ledger.jsonl")
+    with pytest.raises(RunError, match=r"ledger\.jsonl .*(put an unchanged copy of it back), or start a new run"):
+        run(experiment, out)
+    with pytest.raises(RunError, match=r"ledger\.jsonl"):  # the first refusal has not removed the proof
+        run(experiment, out)
+
+
+def test_a_round_that_was_seen_is_paid_for_though_it_has_no_checkpoint(tmp_path: Path) -> None:
+    out, experiment = tmp_path / "run", private(aggregator={"noise": "secret"})
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, out, observer=StopAfter(1))
+    before = (out / "checkpoint.safetensors").read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, out, observer=StopAfter(2))
+    (out / "checkpoint.safetensors").write_bytes(before)
+    again = tmp_path / "again"
+    shutil.copytree(out, again)
+    _cut(again / "ledger.jsonl", 2)
+    with pytest.raises(RunError, match="holds 1 charges, but 2 rounds were released"):
+        run(experiment, again)
+    run(experiment, out)
+    assert [charge["release"] for charge in charges(out)] == [f"round {r}" for r in (1, 2, 2, 3, 4)]
+
+
+def test_a_charge_of_a_round_that_never_ended_stays_paid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, experiment = tmp_path / "run", private(aggregator={"noise": "secret"}, rounds=2)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rundir, "append_round", die)
+        with pytest.raises(KeyboardInterrupt):
+            run(experiment, out)
+    result = run(experiment, out)["privacy"][0]
+    assert [charge["release"] for charge in charges(out)] == ["round 1", "round 1", "round 2"]
+    whole = run(experiment, tmp_path / "whole")["privacy"][0]
+    assert result["epsilon"] >= result["epsilon_realised"] > whole["epsilon_realised"]
 
 
 def test_secret_noise_differs_between_runs_and_seeded_noise_does_not(tmp_path: Path) -> None:

@@ -176,6 +176,30 @@ def test_a_killed_process_loses_at_most_the_running_round(tmp_path: Path) -> Non
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
 
 
+def test_a_second_process_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    out, experiment = tmp_path / "run", experiment_from(LONG | {"rounds": 100_000})
+    code = (
+        "import sys; from pathlib import Path; from fl_sim.experiment import experiment_from; "
+        f"from fl_sim.simulation import run; run(experiment_from({LONG | {'rounds': 100_000}!r}), Path(sys.argv[1]))"
+    )
+    first = subprocess.Popen([sys.executable, "-c", code, str(out)], cwd=Path(__file__).parents[2])
+    try:
+        deadline = time.monotonic() + 120
+        while len(read_rounds(out)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(RunError, match=rf"{out} is being written by process {first.pid}, started 20\d\d-"):
+            run(experiment, out)
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.wait()
+    observer = Recorded(lambda record: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, out, observer=observer)
+    assert observer.first_round > 1
+    assert not (out / ".lock").exists()
+
+
 def test_divergence_stops_the_run_names_client_and_round_and_keeps_what_there_is(tmp_path: Path) -> None:
     experiment = quick(local={"learning_rate": 1e30, "momentum": 0.0}, rounds=9)
     with pytest.raises(RunError, match=r"client \d+ in round \d+"):
