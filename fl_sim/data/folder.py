@@ -1,11 +1,12 @@
 """A folder of images: PATH/train/CLASS/*.png and PATH/test/CLASS/*.png (or .jpg), read with Pillow."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import own_dataset
+from fl_sim.data.checked import in_one_line, own_dataset
 from fl_sim.types import Dataset, Examples, UserError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
@@ -62,15 +63,16 @@ def _image(file: Path) -> NDArray[np.uint8]:
     from PIL import Image  # noqa: PLC0415 (only this source needs it)
 
     try:
-        with Image.open(file) as image:
+        with warnings.catch_warnings(), Image.open(file) as image:
+            warnings.simplefilter("ignore")  # what Pillow only warns of is damage that it can live with
             image.load()
-            if image.mode not in _GREY | _COLOUR:
-                raise UserError(
-                    f"{file}: pixels of mode {image.mode!r} are not supported; save it as 8-bit grey or RGB"
-                )
-            return np.asarray(image.convert("L" if image.mode in _GREY else "RGB"))
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"{file} cannot be read as an image ({error}); replace or remove it") from error
+            mode = image.mode
+            pixels = np.asarray(image.convert("L" if mode in _GREY else "RGB")) if mode in _GREY | _COLOUR else None
+    except Exception as error:
+        raise UserError(f"{file} cannot be read as an image ({in_one_line(error)}); replace or remove it") from error
+    if pixels is None:
+        raise UserError(f"{file}: pixels of mode {mode!r} are not supported; save it as 8-bit grey or RGB")
+    return pixels
 
 
 def _check_sizes(images: dict[Path, NDArray[np.uint8]]) -> None:

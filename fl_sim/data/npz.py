@@ -1,14 +1,16 @@
 """One npz file with x_train, y_train, x_test, y_test: checked, and memory-mapped where it is not compressed."""
 
+import math
+import os
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import as_labels, known_dataset, own_dataset
+from fl_sim.data.checked import as_labels, in_one_line, known_dataset, own_dataset
 from fl_sim.data.known import KnownSet
 from fl_sim.types import Dataset, Examples, UserError
 
@@ -46,32 +48,59 @@ def _read(path: Path) -> dict[str, NDArray[np.generic]]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            missing = [name for name in REQUIRED if name not in members]
-            if missing:
-                found = ", ".join(members) or "nothing"
-                raise UserError(
-                    f"{path} lacks {', '.join(missing)}; it holds {found}, wanted are {', '.join(REQUIRED)}"
-                )
+            _check_names(path, list(members))
             wanted = [name for name in (*REQUIRED, *_OPTIONAL) if name in members]
             return {name: _member(path, archive, members[name]) for name in wanted}
-    except (zipfile.BadZipFile, OSError) as error:
-        raise UserError(f"{path} is no readable npz file ({error}); truncated? Fetch or write it again") from error
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{path} is no readable npz file ({in_one_line(error)}); truncated? Fetch or write it again"
+        ) from error
+
+
+def _check_names(path: Path, found: list[str]) -> None:
+    if missing := [name for name in REQUIRED if name not in found]:
+        holds = ", ".join(found[:20]) or "nothing"
+        raise UserError(f"{path} lacks {', '.join(missing)}; it holds {holds}, wanted are {', '.join(REQUIRED)}")
 
 
 def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[np.generic]:
-    # RuntimeError: encrypted; NotImplementedError (one of them): a compression this Python lacks; ValueError: pickled
-    # objects, which are never loaded, or no npy file at all.
+    where = f"{path}: {info.filename}"
     try:
-        mapped = _map(path, info) if info.compress_type == zipfile.ZIP_STORED else None
-        if mapped is not None:
+        if info.compress_type == zipfile.ZIP_STORED and (mapped := _map(path, info)) is not None:
             return mapped
         with archive.open(info) as file:
-            array: NDArray[np.generic] = np.lib.format.read_array(file, allow_pickle=False)
-            return array
-    except (ValueError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
+            declared = _declared_bytes(file)
+        if declared == info.file_size <= _most_bytes():
+            with archive.open(info) as file:
+                array: NDArray[np.generic] = np.lib.format.read_array(file, allow_pickle=False)
+                return array
+    except Exception as error:
         raise UserError(
-            f"{path}: {info.filename} cannot be read ({error}); write the file again with numpy.savez"
+            f"{where} cannot be read ({in_one_line(error)}); write the file again with numpy.savez"
         ) from error
+    if declared != info.file_size:
+        raise UserError(
+            f"{where} says that it is an array of {declared:,} bytes, and has {info.file_size:,}; write the file again "
+            "with numpy.savez"
+        )
+    raise UserError(f"{where} takes {declared:,} bytes, more than half of this machine's memory; take fewer records")
+
+
+def _declared_bytes(file: IO[bytes]) -> int:
+    """Return how long a member is by its own header: what is not so long is not read, whatever it says of its shape."""
+    version = np.lib.format.read_magic(file)
+    reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    shape, _, dtype = reads[version](file)
+    if dtype.hasobject:
+        raise ValueError("it holds pickled objects, which are never loaded")
+    return file.tell() + int(math.prod(shape)) * dtype.itemsize
+
+
+def _most_bytes() -> int:
+    """Return how many bytes one array may take."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _map(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic] | None:
@@ -90,7 +119,7 @@ def _map(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic] | None:
             return None
         shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
         offset = file.tell()
-    if dtype != np.uint8 or offset + int(np.prod(shape)) != start + info.file_size or 0 in shape:
+    if dtype != np.uint8 or offset + math.prod(shape) != start + info.file_size or 0 in shape:
         return None
     return np.memmap(path, dtype, "r", offset, shape, "F" if fortran_order else "C").view(np.ndarray)
 

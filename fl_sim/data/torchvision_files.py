@@ -5,14 +5,13 @@ import http.client
 import os
 import socket
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fl_sim.data.checked import as_labels
+from fl_sim.data.checked import as_labels, in_one_line
 from fl_sim.data.known import KnownSet
 from fl_sim.data.places import Source, describe_missing, roots
 from fl_sim.types import Examples, UserError
@@ -78,16 +77,15 @@ def _dataset_class(known: KnownSet) -> Any:
 
 def _read_mat(path: Path) -> Examples:
     from scipy.io import loadmat  # noqa: PLC0415 (only SVHN needs it)
-    from scipy.io.matlab import MatReadError  # noqa: PLC0415
 
     try:
         content = loadmat(path, variable_names=("X", "y"))
         images, labels = content["X"], content["y"]
     except KeyError as error:
         raise UserError(f"{path} has no array {error}; SVHN's files hold X (32, 32, 3, records) and y") from error
-    except (MatReadError, ValueError, TypeError, IndexError, OSError, NotImplementedError, zlib.error) as error:
+    except Exception as error:
         raise UserError(
-            f"{path} is no readable .mat file ({error}); truncated? Delete it and fetch it again"
+            f"{path} is no readable .mat file ({in_one_line(error)}); truncated? Delete it and fetch it again"
         ) from error
     if images.ndim != 4 or images.dtype != np.uint8:
         raise UserError(f"{path}: X is {images.dtype} {images.shape}, SVHN's is uint8 (32, 32, 3, records)")

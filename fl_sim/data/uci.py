@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from fl_sim.data.checked import in_one_line
 from fl_sim.data.known import KnownSet
 from fl_sim.types import Dataset, Examples, UserError
 
@@ -73,10 +74,10 @@ def read(root: Path, known: KnownSet) -> Dataset:
     }  # fmt: skip
     try:
         train, test = readers[known.name](root, known)
-    except (KeyError, ValueError, UnicodeDecodeError) as error:
+    except Exception as error:
         raise UserError(
-            f"{root / next(iter(known.files))} is not UCI's table of {known.name} ({error!r}); delete it and fetch it "
-            "again"
+            f"{root / next(iter(known.files))} is not UCI's table of {known.name} ({type(error).__name__}: "
+            f"{in_one_line(error)}); delete it and fetch it again"
         ) from error
     return Dataset(known.name, train, test, known.num_classes, known.mean, known.std)
 
@@ -139,5 +140,9 @@ def _one_hot(row: Row, categories: Mapping[str, tuple[str, ...]]) -> Iterator[fl
 
 def _examples(rows: Iterable[Row], record: Callable[[Row], list[float]], label: Callable[[Row], int]) -> Examples:
     given = list(rows)
+    if not given:
+        raise ValueError("no record in it")
     inputs = np.array([record(row) for row in given], dtype=np.float32)
+    if not np.isfinite(inputs).all():
+        raise ValueError(f"record {int(np.isfinite(inputs).all(axis=1).argmin())} holds a number that is not finite")
     return Examples(inputs, np.array([label(row) for row in given], dtype=np.int64))
