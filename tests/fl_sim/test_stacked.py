@@ -208,6 +208,28 @@ def test_steps_that_are_taken_as_one_launch_end_where_others_do(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("algorithm", [FedProx(mu=2.0), Scaffold()], ids=lambda algorithm: algorithm.kind)
+def test_what_a_stack_keeps_in_memory_is_of_this_round(algorithm: LocalAlgorithm) -> None:
+    """The model that a proximal term pulls to, and the offsets, are those that came with the round, not the first's."""
+    trainer, settings = StackedTrainer(model("mlp")), replace(SETTINGS, epochs=1, momentum=0.0)
+    first = as_bytes(jobs(algorithm, "mlp", settings), 1)  # the same records each time, or the trainer starts anew
+    for server_round in range(3):
+
+        def made(server_round: int = server_round) -> list[Job]:
+            turned = []
+            for job in first:
+                params = {name: value + 0.1 * server_round for name, value in job.task.params.items()}
+                state = {name: noise(params, 10 * server_round + job.task.client) for name in job.task.state}
+                task = replace(job.task, params=params, state=state)
+                turned.append(Job(task, algorithm.plan(task), job.records, rng(0, "batches", job.task.client)))
+            return turned
+
+        for twin, trained in zip(made(), trainer.train(made()), strict=True):
+            alone = train(model("mlp"), twin.task, twin.plan, *twin.records.tensors(), twin.generator)
+            moved = float((flat(alone.params) - flat(twin.task.params)).norm())
+            assert float((flat(trained.params) - flat(alone.params)).norm()) <= 1e-3 * moved
+
+
 @pytest.mark.gpu
 @NO_GPU
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.kind)

@@ -98,7 +98,6 @@ WRONG: dict[str, tuple[Callable[[Lesson], Lesson], str]] = {
     "a vector cut off": (with_params(cut), r"the weights have the shape \(\d+,\) .* wants \(\d+,\)"),
     "doubles": (with_params(of_type(torch.float64)), "float64 on cpu; the compiled trainer wants .* float32"),
     "halves": (with_params(of_type(torch.float16)), "float16"),
-    "no place": (with_params(lambda had: {name: value.to("meta") for name, value in had.items()}), "on meta"),
     "offsets": (with_plan(gradient_offset={"0.bias": torch.zeros(4)}), "the gradient offsets do not fit the model"),
     "momentum": (with_plan(momentum_buffers={"0.bias": torch.zeros(4)}), "the momentum buffers do not fit the model"),
     "no records": (lambda had: had._replace(inputs=had.inputs[:0], labels=had.labels[:0]), "not 0 records"),

@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from fl_sim.learning import train
 from fl_sim.models import MODELS, ResidualBlock
-from fl_sim.native.compiling import FOLDER, LIBRARY, NEEDED, NoCompiler, compile_kernel, processor
-from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
+from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import describe
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng
@@ -38,29 +37,6 @@ ROUTED = nn.Sequential(  # channels that are no multiple of a vector, odd sizes,
     nn.Conv2d(2, 20, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(20, 9, 3, padding=2), nn.MaxPool2d(2),
     nn.Conv2d(9, 6, 5, padding=4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(6 * 4 * 4, 10),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=["native", pytest.param("avx2", marks=pytest.mark.slow)])
-def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    """The kernel of this checkout's source, compiled here unless it lies there already; and as AVX2 alone has it."""
-    if missing := NEEDED - set(processor().split()):
-        pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
-    has_wider = "avx512f" in processor().split()
-    wants_avx2 = request.param == "avx2"
-    if wants_avx2 and not has_wider:
-        pytest.skip("this processor has no AVX-512: the native kernel is that of AVX2")
-    library = LIBRARY
-    newest = max(path.stat().st_mtime for path in FOLDER.iterdir() if path.suffix in {".cpp", ".h"})
-    if wants_avx2 or not library.exists() or library.stat().st_mtime < newest:
-        library = tmp_path_factory.mktemp("kernel") / "kernel.so"
-        try:
-            compile_kernel(library, ["-mno-avx512f"] if wants_avx2 else [])
-        except NoCompiler as reason:
-            pytest.skip(str(reason))
-    loaded, why_not = load_kernel.__wrapped__(library)
-    assert loaded is not None, why_not
-    assert loaded.library.fl_sim_lanes() == (16 if has_wider and not wants_avx2 else 8)
-    return loaded
 
 
 def records(count: int, shape: tuple[int, ...], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,339 @@
+"""The compiled trainer against PyTorch on networks, records and settings that nobody would think of.
+
+Every case is drawn from its number: convolutions of any kernel, stride and padding, pooling, GroupNorm, residual
+blocks, linear layers; records of odd shapes; batches that fill no vector; momentum, a proximal term, an offset, a
+mixing pool. What both trainers make of it is held against the same training in float64, on three sets of records: one
+alone may hang on a ReLU or a maximum that the last bit decides. A client must also end in the same bits whoever was
+trained before it in its thread, be it one of nothing but NaN.
+
+    python benchmarks/native_fuzz.py [--cases 1000] [--first 0] [--json]
+    python benchmarks/native_fuzz.py --sanitized [--cases 200]
+
+``--sanitized`` compiles the trainer with gcc's AddressSanitizer and UndefinedBehaviorSanitizer and runs every case
+through it, in a process of its own that ends at the first finding. Exits with 1 where a case fails.
+"""
+
+import argparse
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from fl_sim.learning import train
+from fl_sim.models import ResidualBlock
+from fl_sim.native.compiling import compile_kernel
+from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
+from fl_sim.native.layers import Stack, describe
+from fl_sim.params import detached, flattened
+from fl_sim.seeding import rng, torch_kept
+from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Mix, Params, Trained
+
+ROUNDING = 1e-5
+"""How far results may lie from float64's, as a share of how far training moved the model, where PyTorch's do not."""
+
+LAST_BITS = 1e-6
+"""The same as a share of the numbers' own size, for training that hardly moves them, and of numbers of size 1."""
+
+AS_PYTORCH = 10.0
+"""How many times as far from float64's as PyTorch's they may lie."""
+
+RECORD_SETS = 3
+
+OPTIONS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g", "-fno-omit-frame-pointer"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network and how it is trained: ``count`` records of ``shape``; ``parts``: what the plan adds to local SGD."""
+
+    number: int
+    model: nn.Module
+    shape: tuple[int, ...]
+    classes: int
+    count: int
+    settings: LocalSettings
+    parts: frozenset[str]
+
+    def records(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``count`` records and labels."""
+        generator = torch.Generator().manual_seed(1000 * self.number + seed)
+        inputs = torch.randn(self.count, *self.shape, generator=generator)
+        return inputs, torch.randint(0, self.classes, (self.count,), generator=generator)
+
+    def plan(self, params: Params) -> LocalPlan:
+        """Return what the drawn parts add to local SGD."""
+        generator = torch.Generator().manual_seed(self.number)
+
+        def like(scale: float) -> Params:
+            return {name: scale * torch.randn(value.shape, generator=generator) for name, value in params.items()}
+
+        pool = torch.randn(4, *self.shape, generator=generator)
+        proportions = torch.rand(4, self.classes, generator=generator)
+        mix = Mix(pool, proportions / proportions.sum(1, keepdim=True), 0.2, "fedmix" in self.parts)
+        return LocalPlan(
+            gradient_offset=like(0.01) if "offset" in self.parts else None,
+            proximal_mu=0.5 if "proximal" in self.parts else 0.0,
+            momentum_buffers=like(0.02) if "warm" in self.parts else None,
+            mix=mix if self.parts & {"fedmix", "naivemix"} else None,
+        )
+
+
+class _Drawn:
+    """Layers added one after another; ``shape``: what the last one writes."""
+
+    def __init__(self, draw: np.random.Generator, shape: tuple[int, ...]) -> None:
+        self.draw, self.shape = draw, shape
+        self.layers: list[nn.Module] = []
+
+    def add(self, layer: nn.Module) -> bool:
+        """Add ``layer`` where it writes anything."""
+        try:
+            with torch.no_grad():
+                made = layer(torch.zeros(1, *self.shape))
+        except (RuntimeError, ValueError):  # its window is larger than what is left
+            return False
+        self.layers.append(layer)
+        self.shape = tuple(made.shape[1:])
+        return True
+
+    def one(self, *choices: int) -> int:
+        return int(self.draw.choice(choices))
+
+    def convolution(self, *, plain: bool = False) -> nn.Conv2d:
+        inputs, outputs = self.shape[0], self.one(1, 2, 3, 5, 8, 9, 16, 17, 20)
+        if plain or self.draw.random() < 0.5:  # those with ways of their own: 3 x 3 and 5 x 5, stride 1
+            kernel = self.one(3, 3, 5)
+            return nn.Conv2d(inputs, outputs, kernel, padding=self.one(0, kernel // 2, kernel - 1))
+        kernel_y, kernel_x = self.one(1, 2, 3, 4, 5, 7), self.one(1, 2, 3, 4, 5, 7)
+        return nn.Conv2d(
+            inputs, outputs, (kernel_y, kernel_x), (self.one(1, 1, 2, 3), self.one(1, 1, 2, 3)),
+            (self.one(*range(kernel_y)), self.one(*range(kernel_x))), bias=bool(self.draw.random() < 0.7),
+        )  # fmt: skip
+
+    def pooling(self) -> nn.Module:
+        if self.draw.random() < 0.5:
+            return nn.MaxPool2d(2)
+        kernel = self.one(1, 2, 3, 4)
+        return nn.MaxPool2d(kernel, self.one(1, 2, 3), self.one(*range(kernel // 2 + 1)))
+
+    def norm(self) -> nn.Module:
+        channels = self.shape[0]
+        parts = self.one(*(part for part in range(1, channels + 1) if channels % part == 0))
+        return nn.GroupNorm(parts, channels, eps=float(self.draw.choice([1e-5, 0.1])))
+
+    def block(self) -> nn.Module:
+        channels, outputs, stride = self.shape[0], self.one(4, 8, 12), self.one(1, 2)
+        block = ResidualBlock(8, 8, 1)
+        block.body = nn.Sequential(
+            nn.Conv2d(channels, outputs, 3, stride, 1), nn.GroupNorm(2, outputs), nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1),
+        )  # fmt: skip
+        block.shortcut = nn.Conv2d(channels, outputs, 1, stride)
+        if stride == 1 and self.draw.random() < 0.4:
+            block.body, block.shortcut = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1)), nn.Identity()
+        return block
+
+
+def case_of(number: int) -> Case:
+    """Draw a case from its number."""
+    draw = rng(0, "native-fuzz", number)
+    with torch_kept():
+        torch.manual_seed(number)
+        is_flat, classes = draw.random() < 0.15, int(draw.integers(1, 14))
+        shape = (int(draw.integers(1, 70)),) if is_flat else tuple(int(draw.integers(1, top)) for top in (6, 19, 19))
+        drawn = _Drawn(draw, shape)
+        if not is_flat:
+            _add_planes(drawn)
+        _add_linear(drawn, classes)
+    has_norm = any(isinstance(module, nn.GroupNorm) for module in drawn.layers) or any(
+        isinstance(module, ResidualBlock) for module in drawn.layers
+    )
+    mixes = ["", "", "naivemix"] if has_norm else ["", "naivemix", "fedmix"]  # GroupNorm has second derivatives
+    parts = {part for part in ("offset", "proximal", "warm") if draw.random() < 0.3} | {str(draw.choice(mixes))}
+    settings = LocalSettings(
+        float(draw.choice([0.003, 0.02])), float(draw.choice([0.0, 0.5, 0.9])), float(draw.choice([0.0, 1e-2])),
+        int(draw.choice([1, 3, 8, 15, 16, 17, 33, 64, 100])), int(draw.integers(1, 3)),
+    )  # fmt: skip
+    count = int(draw.choice([1, 2, 7, 16, 17, 31, 33, 50]))
+    return Case(number, nn.Sequential(*drawn.layers), shape, classes, count, settings, frozenset(parts - {""}))
+
+
+def _add_planes(drawn: _Drawn) -> None:
+    kinds = ["convolution", "convolution", "pooling", "norm", "relu", "block"]
+    for _ in range(int(drawn.draw.integers(1, 5))):
+        kind = str(drawn.draw.choice(kinds))
+        if kind == "convolution":
+            drawn.add(drawn.convolution())
+            if drawn.draw.random() < 0.6:
+                behind = [nn.ReLU(), nn.MaxPool2d(2)]  # fused, in either order
+                for layer in behind if drawn.draw.random() < 0.5 else behind[::-1]:
+                    drawn.add(layer)
+        elif kind == "relu":
+            drawn.add(nn.ReLU())
+        else:
+            drawn.add({"pooling": drawn.pooling, "norm": drawn.norm, "block": drawn.block}[kind]())
+    if drawn.draw.random() < 0.2:
+        drawn.add(nn.AdaptiveAvgPool2d(1))
+    drawn.layers.append(nn.Flatten())
+    drawn.shape = (math.prod(drawn.shape),)
+
+
+def _add_linear(drawn: _Drawn, classes: int) -> None:
+    for _ in range(int(drawn.draw.integers(0, 3))):
+        drawn.add(nn.Linear(drawn.shape[0], drawn.one(1, 3, 8, 16, 21), bias=bool(drawn.draw.random() < 0.7)))
+        if drawn.draw.random() < 0.7:
+            drawn.add(nn.ReLU())
+    drawn.add(nn.Linear(drawn.shape[0], classes, bias=bool(drawn.draw.random() < 0.7)))
+
+
+def fault_of(kernel: Kernel, case: Case) -> str:
+    """Return in words what the compiled trainer does wrong with ``case``, nothing where it does nothing wrong."""
+    stack = describe(case.model, case.shape)
+    if stack is None:
+        return "the compiled trainer does not take it"
+    found: list[str] = []
+    for seed in range(RECORD_SETS):
+        said = _distance(kernel, stack, case, seed)
+        found += [said] if said else []
+        if not said:
+            break
+    return found[0] if len(found) == RECORD_SETS else leftover(kernel, stack, case)
+
+
+def lesson_of(case: Case, seed: int = 0, params: Params | None = None) -> Lesson:
+    """Return what the compiled trainer is asked for."""
+    params = params or detached(case.model.named_parameters())
+    task, plan = LocalTask(1, 0, 1, case.count, case.settings, params), case.plan(params)
+    return Lesson(task, plan, *case.records(seed), Draws.of(task, plan, case.count, rng(0, "draws")))
+
+
+def _distance(kernel: Kernel, stack: Stack, case: Case, seed: int) -> str:
+    """Return how the compiled trainer and PyTorch lie apart from float64 where the first lies too far, else nothing."""
+    lesson = lesson_of(case, seed)
+    [found] = kernel.train(stack, [lesson])
+    expected, exact = (_by_pytorch(case, lesson, dtype) for dtype in (torch.float32, torch.float64))
+    if list(found.params) != list(exact.params) or found.momentum_buffers.keys() != exact.momentum_buffers.keys():
+        return "it hands back other tensors than PyTorch"
+    for what, start in (("params", lesson.task.params), ("momentum_buffers", {})):
+        ours, theirs, truth = (_flat(getattr(trained, what)) for trained in (found, expected, exact))
+        moved = truth - _flat(start) if start else truth
+        allowed = ROUNDING * float(moved.norm()) + LAST_BITS * (1 + float(truth.norm()))
+        allowed += AS_PYTORCH * float((theirs - truth).norm())
+        if math.isfinite(allowed) and not float((ours - truth).norm()) <= allowed:
+            return f"{what} lie {float((ours - truth).norm()):.3g} from float64's, where {allowed:.3g} is allowed"
+    losses = [one.loss or 0.0 for one in (found, expected, exact)]
+    if not abs(losses[0] - losses[2]) <= 1e-5 * (1 + abs(losses[2])) + AS_PYTORCH * abs(losses[1] - losses[2]):
+        return f"the loss is {losses[0]}, float64's is {losses[2]}"
+    return _logits_apart(kernel, stack, case, lesson)
+
+
+def _by_pytorch(case: Case, lesson: Lesson, dtype: torch.dtype) -> Trained:
+    def cast(params: Params | None) -> Params | None:
+        return None if params is None else {name: value.to(dtype) for name, value in params.items()}
+
+    task, plan, inputs, labels, _ = lesson
+    mix = None if plan.mix is None else replace(
+        plan.mix, inputs=plan.mix.inputs.to(dtype), labels=plan.mix.labels.to(dtype)
+    )  # fmt: skip
+    plan = LocalPlan(cast(plan.gradient_offset), plan.proximal_mu, cast(plan.momentum_buffers), mix)
+    task = replace(task, params=cast(task.params) or {})
+    return train(copy.deepcopy(case.model).to(dtype), task, plan, inputs.to(dtype), labels, rng(0, "draws"))
+
+
+def _logits_apart(kernel: Kernel, stack: Stack, case: Case, lesson: Lesson) -> str:
+    found = kernel.infer(stack, flattened(lesson.task.params).flat, lesson.inputs).double()
+    with torch.no_grad():
+        theirs = case.model(lesson.inputs).double()
+        exact = copy.deepcopy(case.model).double()(lesson.inputs.double())
+    allowed = 1e-5 * (1 + float(exact.abs().max())) + AS_PYTORCH * float((theirs - exact).abs().max())
+    apart = float((found - exact).abs().max())
+    return "" if apart <= allowed else f"logits lie {apart:.3g} from float64's, where {allowed:.3g} is allowed"
+
+
+def leftover(kernel: Kernel, stack: Stack, case: Case) -> str:
+    """Say so where a client ends in other bits behind one whose weights and records are NaN and infinite."""
+    lesson = lesson_of(case)
+    wrong = {name: torch.full_like(value, torch.nan) for name, value in lesson.task.params.items()}
+    poison = lesson_of(case, params=wrong)._replace(inputs=torch.full_like(lesson.inputs, torch.inf))
+    with ThreadPoolExecutor(1) as fresh:
+        [alone] = fresh.submit(kernel.train, stack, [lesson]).result()
+    behind = kernel.train(stack, [poison, lesson, poison, lesson])
+    same = [_same_bits(alone.params, behind[at].params) and alone.loss == behind[at].loss for at in (1, 3)]
+    return "" if all(same) or alone.loss != alone.loss else "a client ends in other bits behind one of NaN"
+
+
+def _same_bits(left: Params, right: Params) -> bool:
+    return bool(torch.equal(flattened(left).flat, flattened(right).flat))
+
+
+def _flat(params: Params) -> torch.Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.float64), *(value.double().reshape(-1) for value in params.values())])
+
+
+def faults(kernel: Kernel, numbers: range) -> Iterator[tuple[int, str]]:
+    """Yield (number, what is wrong) of every case that fails."""
+    for number in numbers:
+        case = case_of(number)
+        if said := fault_of(kernel, case):
+            yield (
+                number,
+                f"{said}: records {case.shape} x {case.count}, {case.settings}, {sorted(case.parts)}, {case.model}",
+            )
+
+
+def sanitized(first: int, cases: int) -> int:
+    """Run the cases through a trainer compiled with sanitizers, in a process of its own; return its exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "kernel.so"
+        compile_kernel(library, OPTIONS)
+        asan = subprocess.run(
+            ["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True  # noqa: S607
+        ).stdout.strip()  # fmt: skip
+        environment = {
+            **os.environ, "LD_PRELOAD": asan, "UBSAN_OPTIONS": "print_stacktrace=1",
+            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=66:allocator_may_return_null=1",
+        }  # fmt: skip
+        command = [sys.executable, __file__, "--library", str(library), "--first", str(first), "--cases", str(cases)]
+        return subprocess.run(command, env=environment, check=False).returncode
+
+
+def main() -> int:
+    """Run the cases and say how many failed."""
+    parser = argparse.ArgumentParser(description="The compiled trainer against PyTorch on random networks.")
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--library", type=Path, help="another compiled trainer than the one that is installed")
+    parser.add_argument("--sanitized", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    if asked.sanitized:
+        return sanitized(asked.first, asked.cases)
+    kernel, why_not = load_kernel(asked.library) if asked.library else load_kernel()
+    if kernel is None:
+        print(f"there is no native trainer here: {why_not}")
+        return 2
+    torch.set_num_threads(1)
+    failed = dict(faults(kernel, range(asked.first, asked.first + asked.cases)))
+    for number, said in [] if asked.json else failed.items():
+        print(f"case {number}: {said}")
+    print(
+        json.dumps({"cases": asked.cases, "failed": failed})
+        if asked.json
+        else f"{asked.cases} cases, {len(failed)} failed"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
