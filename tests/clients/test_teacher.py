@@ -1,5 +1,7 @@
 """Teachers by themselves: they learn their shard, differ from each other, and admit when they have diverged."""
 
+import copy
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -9,11 +11,11 @@ import torch
 from clients.forest import RandomForest
 from clients.teacher import forest_votes, network_votes, votes_of
 from fl_sim import models
-from fl_sim.cohort import Trainer
+from fl_sim.cohort import Job, Trainer
 from fl_sim.data import load
 from fl_sim.learning import to_tensors
 from fl_sim.records import Records
-from fl_sim.types import LocalSettings, RunError
+from fl_sim.types import LocalSettings, RunError, Trained
 
 BUILD = partial(models.build, "logistic", (1, 8, 8), 10)
 SETTINGS = LocalSettings(0.03, 0.9, 5e-3, 32, 10)
@@ -35,6 +37,32 @@ def test_a_teacher_learns_its_shard_and_its_votes_repeat() -> None:
     assert np.array_equal(votes, network_votes(trainer, BUILD, SETTINGS, records, pool, client=3, seed=0))
     other = network_votes(trainer, BUILD, SETTINGS, records, pool, client=4, seed=0)
     assert 0 < (votes != other).mean() < 0.2  # the same shard, other initial weights
+
+
+def test_teachers_differ_in_their_weights_batches_and_coins() -> None:
+    records, pool, _ = _records()
+    drawn: dict[tuple[int, int], list[object]] = {}
+
+    class Watched(Trainer):
+        def train(self, job: Job) -> Trained:
+            with torch.random.fork_rng(devices=[]):
+                job.seed_torch()
+                coins = torch.rand(3).tolist()
+            batches = copy.deepcopy(job.generator).permutation(300).tolist()
+            drawn[key] = [job.task.params["1.weight"].flatten()[:3].tolist(), batches, coins]
+            return super().train(job)
+
+    trainer, settings = Watched(BUILD(0), None), replace(SETTINGS, epochs=1)
+    for key in ((3, 0), (4, 0), (3, 1)):
+        network_votes(trainer, BUILD, settings, records, pool, client=key[0], seed=key[1])
+    for part in range(3):
+        assert len({str(draws[part]) for draws in drawn.values()}) == 3
+
+
+def test_forests_of_two_teachers_differ() -> None:
+    records, pool, _ = _records()
+    votes = [forest_votes(RandomForest(trees=3), records, pool, client=client, seed=0) for client in (0, 1)]
+    assert not np.array_equal(*votes)
 
 
 def test_a_forest_votes_too() -> None:

@@ -24,6 +24,8 @@ from fl_sim.table_words import caption, label
 from fl_sim.types import RunError, UserError
 from strategies.flower import ask_teachers
 from strategies.neighbours import representatives
+from strategies.pate_labels import UNANSWERED
+from strategies.student import StudentData, Supervised
 
 QUICK = (
     "clients=6", "model=logistic", "local.epochs=15", "engine=inprocess", "rounds=3", "algorithm.public_records=200",
@@ -79,6 +81,29 @@ def test_representatives_are_asked_about_unless_the_pools_order_is_asked_for(tmp
     for row in both:
         first, second = (votes[asking][rows[asking] == row] for asking in votes)
         assert np.array_equal(first, second)
+
+
+def test_unanswered_queries_reach_no_student(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    train = Supervised.train
+
+    def watched(self: Supervised, data: StudentData, *rest: Any) -> torch.nn.Module:
+        seen.append(data)
+        return train(self, data, *rest)
+
+    monkeypatch.setattr(Supervised, "train", watched)
+    mechanism = "algorithm.labelling.mechanism"
+    noise = f"{mechanism}.threshold=6", f"{mechanism}.sigma_threshold=1", f"{mechanism}.sigma=1"
+    result = run(pate(f"{mechanism}=confident", *noise), tmp_path / "run")
+    labels, rows = (np.load(tmp_path / "run" / f"{name}.npy") for name in ("labels", "queries"))
+    answered = labels != UNANSWERED
+    assert 0 < result["pate"]["queries_answered"] == answered.sum() < 60
+    assert seen[0].labels.tolist() == labels[answered].tolist()
+    pool = to_tensors(public_split(pate(), None).pool, load("digits"))[0]
+    assert torch.equal(seen[0].labelled, pool[torch.from_numpy(rows[answered])])
+    (said,) = result["privacy"]
+    assert said["epsilon_realised"] < said["epsilon"]
+    assert {one.epsilon for one in read_rounds(tmp_path / "run")} == {said["epsilon"]}
 
 
 def test_the_released_model_is_the_student(tmp_path: Path) -> None:

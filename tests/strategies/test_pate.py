@@ -138,6 +138,30 @@ def test_a_data_dependent_budget_goes_further_and_is_kept() -> None:
     assert spent[0].dependent.total <= 1.0 < spent[1].dependent.total
 
 
+@pytest.mark.parametrize("forgotten", ["nothing", "answers", "tests of unanswered queries"])
+def test_a_data_dependent_budget_counts_answers_and_the_tests_of_queries_left_unanswered(forgotten: str) -> None:
+    mechanism = ConfidentGNMax(threshold=110.0, sigma_threshold=20.0, sigma=20.0)
+    counts = np.tile([[130, 60, 10], [105, 85, 10], [90, 80, 30]], (40, 1))
+    labelling = Labelling(mechanism=mechanism, epsilon=2.5, budget="data-dependent", noise="seeded")
+    found = labelled(counts, labelling)
+    answered = found.labels != UNANSWERED
+    assert 20 < found.num_answered < found.num_asked - 20
+    assert found.num_asked < len(counts)
+
+    def affords(query: int) -> bool:
+        """Return whether a query fits behind those before it, as the analysis, not the labelling, counts them."""
+        before = np.arange(query)
+        if forgotten == "tests of unanswered queries":
+            before = before[answered[before]]
+        rows = np.append(before, query)
+        flags = answered[rows] if forgotten != "answers" else np.zeros(len(rows), dtype=bool)
+        flags[-1] = True
+        return pate.analyse(counts[rows], mechanism.cost(), 1e-5, answered=flags).dependent.total <= 2.5
+
+    stops_there = affords(found.num_asked - 1) and not affords(found.num_asked)
+    assert stops_there == (forgotten == "nothing")
+
+
 def test_a_resumed_labelling_gives_the_same_labels_at_no_cost(tmp_path: Path) -> None:
     counts = np.array([[52, 48], [70, 30], [45, 55], [51, 49]] * 10)
     mechanism = ConfidentGNMax(threshold=60.0, sigma_threshold=10.0, sigma=10.0)
