@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from fl_sim.files import write_whole
+from fl_sim.files import read_whole, write_whole
 from fl_sim.params import is_finite
 from fl_sim.types import Params, Payloads, ServerState, UserError
 
@@ -55,7 +55,7 @@ def read_checkpoint(out: Path, like: ServerState) -> tuple[Progress, ServerState
     path = out / CHECKPOINT
     if not path.exists():
         return None
-    content = path.read_bytes()
+    content = read_whole(path)
     try:
         found, said = load(content), _metadata(content)
         progress = _PROGRESS.validate_json(said["progress"])

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -10,7 +11,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import Final
 
-from fl_sim.types import RunError
+from fl_sim.types import RunError, UserError
 
 _PARTIAL: Final = re.compile(r"\..+\.(\d+)\.\d+\.part")
 """What a file is called while it is written: the number of its writer's process, and of its thread."""
@@ -68,6 +69,21 @@ def append_line(path: Path, line: bytes) -> None:
                 raise
         if before == 0:
             sync_folder(path.parent)
+
+
+def read_whole(path: Path, most: int = 2**40) -> bytes:
+    """Read a file that this program wrote, of ``most`` bytes at the most.
+
+    Raises UserError where it is longer, or no plain file (a device has no end, a pipe no beginning); OSError that names
+    it, such as FileNotFoundError.
+    """
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with FileIO(descriptor) as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+                raise UserError(f"{path} is not a file that this program wrote: put that back, or choose another place")
+            return file.readall()
 
 
 def write_all(file: FileIO, content: bytes | memoryview) -> None:

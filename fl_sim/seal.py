@@ -9,12 +9,13 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from fl_sim.files import write_whole
+from fl_sim.files import read_whole, write_whole
 from fl_sim.store import forget_from, keeps, kept
 from fl_sim.types import Payloads, UserError
 
 SEAL = "seal.json"
 
+_LONGEST = 2**20  # bytes
 _MODULUS = 1 << 256
 
 
@@ -45,7 +46,7 @@ class Seal:
         path = self._state_dir / SEAL
         server_round, now = self._last
         try:
-            said = json.loads(path.read_bytes())
+            said = json.loads(read_whole(path, _LONGEST))
             then = said.get(str(server_round)) if isinstance(said, dict) else None
         except (FileNotFoundError, ValueError, RecursionError):
             then = None

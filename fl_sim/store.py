@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save
 
-from fl_sim.files import in_words, naming, write_all, write_whole
+from fl_sim.files import in_words, naming, read_whole, write_all, write_whole
 from fl_sim.params import FlatParams, Layout, flattened, layout_of, num_in
 from fl_sim.types import Params, Payloads, RunError
 
@@ -76,7 +76,7 @@ def load_state(state_dir: Path | str, client: int, server_round: int) -> Payload
         return {}
     path = Path(state_dir) / STATES
     try:
-        slots = _read_layout(path.with_name(LAYOUT).read_text(encoding="utf-8"))
+        slots = _read_layout(read_whole(path.with_name(LAYOUT)))
     except FileNotFoundError:
         return {}
     with in_words(), naming(path), path.open("rb", buffering=0) as file:
@@ -100,7 +100,7 @@ def kept(state_dir: Path, clients: Iterable[int], server_round: int) -> Iterator
     """
     if not (state_dir / STATES).exists() or not (state_dir / LAYOUT).exists():
         return
-    slots = _read_layout((state_dir / LAYOUT).read_text(encoding="utf-8"))
+    slots = _read_layout(read_whole(state_dir / LAYOUT))
     with (state_dir / STATES).open("rb", buffering=0) as file:
         for client in clients:
             heads = slots.heads(file, client)
@@ -112,7 +112,7 @@ def forget_from(state_dir: Path, num_clients: int, server_round: int) -> None:
     """Forget what clients kept in ``server_round`` and later: in a round that did not finish, nobody took part."""
     if not (state_dir / STATES).exists() or not (state_dir / LAYOUT).exists():
         return
-    slots = _read_layout((state_dir / LAYOUT).read_text(encoding="utf-8"))
+    slots = _read_layout(read_whole(state_dir / LAYOUT))
     with (state_dir / STATES).open("r+b", buffering=0) as file:
         for client in range(num_clients):
             for slot, (written_in, _) in enumerate(slots.heads(file, client)):
@@ -123,7 +123,7 @@ def forget_from(state_dir: Path, num_clients: int, server_round: int) -> None:
 def keeps(state_dir: Path, state: Payloads) -> bool:
     """Say whether the folder is for states of these names, shapes and type; one without any state is."""
     path = state_dir / LAYOUT
-    return not path.exists() or _read_layout(path.read_text(encoding="utf-8", errors="replace")) == _slots_of(state)
+    return not path.exists() or _read_layout(read_whole(path)) == _slots_of(state)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _make(state_dir: Path, wanted: _Slots) -> _Slots:
     """Make the file where nobody has; of several processes that do, all write the same."""
     path = state_dir / LAYOUT
     try:
-        slots = _read_layout(path.read_text(encoding="utf-8"))
+        slots = _read_layout(read_whole(path))
     except FileNotFoundError:
         slots = wanted
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -184,10 +184,10 @@ def _make(state_dir: Path, wanted: _Slots) -> _Slots:
 
 
 @lru_cache(maxsize=8)
-def _read_layout(text: str) -> _Slots:
+def _read_layout(content: bytes) -> _Slots:
     """Raise RunError for anything but what ``_make`` wrote."""
     try:
-        read = json.loads(text)
+        read = json.loads(content)
         groups = ((group, tuple((name, tuple(shape)) for name, shape in layout)) for group, layout in read["groups"])
         return _Slots(read["dtype"], tuple(groups))
     except (ValueError, TypeError, KeyError, RecursionError) as error:

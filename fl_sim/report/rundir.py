@@ -16,13 +16,16 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors.torch import save
 
-from fl_sim.files import append_line, write_whole
+from fl_sim.files import append_line, read_whole, write_whole
 from fl_sim.types import UserError
 
 CONFIG, ROUNDS, MODEL, RESULT, STATE, LEDGER = (
     "config.toml", "rounds.jsonl", "model.safetensors", "result.json", "clients", "ledger.jsonl",
 )  # fmt: skip
 PRIVATE_ERRORS = "private-errors.log"
+
+_LONGEST = 2**28
+"""No file of text here has more bytes: they are those of a million rounds."""
 
 _STEPS = (10, 60, 600, 3600, 36_000, 360_000, 3_600_000)
 """What a private run's length is rounded up to: 10 seconds, a minute, ten, an hour, ten, a hundred, a thousand."""
@@ -59,7 +62,7 @@ def write_config(out: Path, settings: Mapping[str, Any]) -> None:
 
 def chain_start(out: Path) -> str:
     """Return the hash with which the chain of a run's rounds begins: that of its settings."""
-    return hashlib.sha256((out / CONFIG).read_bytes()).hexdigest()
+    return hashlib.sha256(read_whole(out / CONFIG)).hexdigest()
 
 
 def append_round(out: Path, record: RoundRecord, chain: str) -> str:
@@ -125,7 +128,7 @@ def write_result(out: Path, result: Mapping[str, Any]) -> None:
 def read_result(out: Path) -> dict[str, Any] | None:
     """Return a run's result, or None where there is none that can be read."""
     try:
-        result = json.loads((out / RESULT).read_text(encoding="utf-8"))
+        result = json.loads(read_whole(out / RESULT, _LONGEST))
     except (OSError, ValueError, RecursionError):
         return None
     return result if isinstance(result, dict) else None
@@ -148,7 +151,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _content(out: Path) -> bytes:
-    return (out / ROUNDS).read_bytes() if (out / ROUNDS).exists() else b""
+    return read_whole(out / ROUNDS, _LONGEST) if (out / ROUNDS).exists() else b""
 
 
 def _whole_lines(out: Path) -> list[bytes]:
