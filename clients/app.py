@@ -40,8 +40,9 @@ class Site:
     ``records(client, synthetic)`` returns what that client trains on; ``synthetic`` is the path of the pool of
     synthetic records, empty where there is none. ``synthesize([(client, folder), ...], check)`` returns, for
     each client, its part of it and, as JSON, what it says of it, or what it raised; ``folder`` keeps what must survive
-    until then, and what ``check`` raises now and then ends all. ``share(inputs, labels, client)`` is what
-    it shares for the algorithm before the first round. ``local_settings(learning_rate)`` fills in a round's settings.
+    until then, what ``check`` raises now and then ends all, and a further argument is the clients' own policy, if any.
+    ``trains_on_own(synthetic)`` says whether ``records`` would be or hold the client's own.
+    ``share(inputs, labels, client)`` is what it shares for the algorithm before the first round. ``local_settings(learning_rate)`` fills in a round's settings.
     ``threads``: torch threads while training; their number changes the last bits of every sum. ``precision``: how
     exactly PyTorch trains. ``graphs``: whether a GPU may be given a step of a stack as one launch.
     ``vote(trainer, client)`` trains a client as a teacher and returns its class for each public record, where the
@@ -51,7 +52,7 @@ class Site:
     algorithm: LocalAlgorithm
     model: nn.Module
     records: Callable[[int, str], Records]
-    synthesize: Callable[[Sequence[tuple[int, Path]], Callable[[], None]], list[Synthetic | Exception]]
+    synthesize: Callable[..., list[Synthetic | Exception]]
     share: Callable[[torch.Tensor, torch.Tensor, int], dict[str, torch.Tensor]]
     local_settings: Callable[[float], LocalSettings]
     num_clients: int
@@ -60,6 +61,7 @@ class Site:
     precision: Precision = "float32"
     graphs: bool = True
     vote: Callable[[Trainer, int], NDArray[np.int64]] | None = None
+    trains_on_own: Callable[[str], bool] = lambda _: True
 
     @cached_property
     def trainer(self) -> Trainer:

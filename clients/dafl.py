@@ -3,6 +3,8 @@
 "DA-FL", Journal on Communications 44(1). What a client does with them is in clients/share.py.
 """
 
+import hashlib
+import json
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
@@ -57,6 +59,12 @@ class DaFl(Settings):
     def gamma_of(self, client: int) -> float:
         """Return how many records ``client`` makes, as a share of those it holds."""
         return self.client_gammas[client] if self.client_gammas else self.gamma
+
+    def release_of(self, client: int, seed: int) -> str:
+        """Return the name of what ``client`` releases: two releases of one name differ in their noise key alone."""
+        afterwards = {"train_on", "server_epochs", "gamma", "client_gammas"}
+        settings = self.model_dump(mode="json", exclude=afterwards) | {"gamma": self.gamma_of(client)}
+        return hashlib.sha256(json.dumps([settings, seed, client], sort_keys=True).encode()).hexdigest()[:16]
 
     def generator_epsilon(self, num_classes: int) -> float:
         """Return eps_0, what the labels leave for the generator. Raises UserError where that is nothing."""

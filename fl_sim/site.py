@@ -39,6 +39,7 @@ from strategies.fedavg import FedAvg
 from strategies.pate_settings import Pate
 
 if TYPE_CHECKING:
+    from clients.policy import Policy
     from clients.share import Share
 
 KEEP_BYTES = 256 * 2**20
@@ -72,7 +73,8 @@ def site_of(experiment_json: str, data_root: str) -> Site:
         algorithm=FedAvg() if isinstance(experiment.algorithm, Pate) else experiment.algorithm,
         model=build_model(experiment, dataset).to(device),
         records=partial(_records, experiment, own, pool),
-        synthesize=partial(_synthesize, experiment, dataset, own),
+        trains_on_own=partial(_trains_on_own, experiment),
+        synthesize=partial(_synthesize, experiment, dataset, own, root),
         share=partial(_share, experiment, dataset.num_classes),
         local_settings=partial(local_settings, experiment.local),
         num_clients=experiment.num_clients,
@@ -152,27 +154,37 @@ def _records(
 ) -> Records:
     if not synthetic:
         return own(client)
-    if isinstance(experiment.preprocess, DaFl) and experiment.preprocess.train_on == "synthetic":
-        return pool(synthetic)
-    return own(client) + pool(synthetic)
+    return own(client) + pool(synthetic) if _trains_on_own(experiment, synthetic) else pool(synthetic)
+
+
+def _trains_on_own(experiment: Experiment, synthetic: str) -> bool:
+    preprocess = experiment.preprocess
+    return not (synthetic and isinstance(preprocess, DaFl) and preprocess.train_on == "synthetic")
 
 
 def _synthesize(
     experiment: Experiment,
     dataset: Dataset,
     own: Callable[[int], Records],
+    root: Path | None,
     clients: Sequence[tuple[int, Path]],
     check: Callable[[], None],
+    policy: "Policy | None" = None,
 ) -> list[Synthetic | Exception]:
     from clients.generation import PrivateRecords  # noqa: PLC0415 (the accountants load slowly)
     from clients.share import Client, make_shares  # noqa: PLC0415
+    from fl_sim.client_ledgers import ledger_path  # noqa: PLC0415
 
     assert isinstance(experiment.preprocess, DaFl)
     releasing = []
     for client, folder in clients:
         inputs, labels = (tensor.cpu() for tensor in own(client).tensors())
         private = PrivateRecords(to_generator(inputs, dataset), labels, dataset.num_classes)
-        releasing.append(Client(client, private, folder))
+        ledger = ledger_path(experiment, root, client)
+        if policy:  # what is private stays where the client wants it, not where the server says
+            release = experiment.preprocess.release_of(client, experiment.seed)
+            folder = policy.home / f"{ledger.parent.parent.name}-{ledger.parent.name}-{release}"  # noqa: PLW2901
+        releasing.append(Client(client, private, folder, ledger, policy))
     shares = make_shares(
         experiment.preprocess, releasing, seed=experiment.seed, public_records=len(dataset.train), check=check
     )
@@ -180,7 +192,8 @@ def _synthesize(
 
 
 def _said(share: "Share") -> Synthetic:
-    said = {"counts": share.counts.tolist(), "refused": share.refused, "facts": share.facts}
+    receipt = share.receipt and share.receipt.to_json()
+    said = {"counts": share.counts.tolist(), "refused": share.refused, "facts": share.facts, "receipt": receipt}
     return share.inputs, json.dumps(said)
 
 

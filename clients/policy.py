@@ -1,0 +1,170 @@
+"""A client's own policy: without one a client obeys whatever epsilon the server sends.
+
+A TOML file of the client's, which no order can change:
+
+    epsilon = 10.0               # the largest, per record, over ALL releases that this client ever makes
+    delta = 1e-5
+    allow_raw_updates = false    # may it train on its own records, and send what it learnt without noise?
+    allow_votes = false          # may it vote as a teacher? Votes leave it without noise
+
+Beside it, in ``<file>.private``, lie the ledger of everything released under it and what the client keeps until a share
+is out. There is one ledger, whatever experiment, seed, split or data set an order names: so new orders do not buy fresh
+epsilons. Only secret noise is made. What is refused is refused in words that say nothing of the records.
+"""
+
+import json
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dp_accounting import dp_event
+from pydantic import Field, ValidationError
+
+from fl_sim.config import Settings, explain
+from fl_sim.locks import alone_in
+from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts
+from fl_sim.privacy.ledger import Ledger
+from fl_sim.privacy.charge_log import Receipt
+from fl_sim.privacy.terms import Terms
+from fl_sim.store import write_private
+from fl_sim.types import RunError, UserError
+
+RECORD_TERMS: Final = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, 1e-5)
+"""The terms of every client's ledger. It must take releases of any budget and delta, which are held against elsewhere."""
+
+_LONGEST: Final = 64 * 1024  # bytes of a policy or a receipt
+
+
+class _Table(Settings):
+    """What the TOML file may hold."""
+
+    epsilon: float = Field(gt=0)
+    delta: float = Field(1e-5, gt=0, lt=1)
+    allow_raw_updates: bool = False
+    allow_votes: bool = False
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a client agrees to; ``path`` is its file. Read by ``read_policy``."""
+
+    path: Path
+    epsilon: float
+    delta: float
+    allow_raw_updates: bool
+    allow_votes: bool
+
+    @property
+    def home(self) -> Path:
+        """Return the folder, readable by its owner alone, of the ledger and of shares that are not out yet."""
+        return self.path.with_name(f"{self.path.name}.private")
+
+    @property
+    def ledger(self) -> Path:
+        """Return the ledger of everything that was ever released under this policy."""
+        return self.home / "ledger.jsonl"
+
+    def check_noise(self, noise: str) -> None:
+        """Refuse noise that a seed determines: whoever sent the order could take it off again."""
+        if noise != "secret":
+            raise RunError(
+                f'this client\'s policy allows secret noise only, and the order asks for noise = "{noise}": '
+                "leave preprocess.noise at its default"
+            )
+
+    def check_training(self, *, own_records: bool) -> None:
+        """Refuse updates made from raw records: noise that a server promises to add protects from no server."""
+        if own_records and not self.allow_raw_updates:
+            raise RunError(
+                "this client's policy allows no updates and no averages made from its own records, which would leave "
+                'it without noise: train on synthetic records alone (preprocess.train_on = "synthetic"), or ask its '
+                "owner for allow_raw_updates = true"
+            )
+
+    def check_vote(self) -> None:
+        """Refuse votes: the noise on them is the server's."""
+        if not self.allow_votes:
+            raise RunError(
+                "this client's policy allows no votes, which would leave it without noise: ask its owner for "
+                "allow_votes = true"
+            )
+
+    def pay(self, releases: Mapping[str, dp_event.DpEvent], noise: str) -> Receipt:
+        """Charge all of ``releases`` (name -> event) before any is made, or none. Raises RunError beyond epsilon.
+
+        ``noise`` identifies the noise key: what was charged under it already is the same release, and free.
+        """
+        self.home.mkdir(mode=0o700, exist_ok=True)
+        with alone_in(self.home):
+            ledger = self.open_ledger()
+            paid = {(charge.release, charge.noise) for charge in ledger.charges}
+            new = {name: event for name, event in releases.items() if (name, noise) not in paid}
+            after = Counter(charge.event for charge in ledger.charges) + Counter(new.values())
+            if epsilon_of_counts(after, self.delta) > self.epsilon:
+                raise RunError(
+                    f"this client's policy allows epsilon {self.epsilon:g} at delta {self.delta:g} per record over all "
+                    "releases, and the order would exceed it: ask for less, with a smaller preprocess.epsilon"
+                )
+            for name, event in new.items():
+                ledger.charge(event, release=name, noise=noise)
+            write_private(self._receipt, json.dumps(ledger.receipt.to_json()).encode())
+        return ledger.receipt
+
+    def open_ledger(self) -> Ledger:
+        """Return the ledger. Raises RunError where it is missing or cut and something was paid with it."""
+        earlier = Receipt.from_json(_json(self._receipt)) if self._receipt.exists() else None
+        return open_ledger(self.ledger, earlier, f"what was released under {self.path}")
+
+    @property
+    def _receipt(self) -> Path:
+        return self.home / "receipt.json"
+
+
+def read_policy(path: Path) -> Policy:
+    """Read a policy. Raises UserError where the file is missing, no TOML, or says something that is no policy."""
+    try:
+        table = tomllib.loads(_text(path))
+        return Policy(path.absolute(), **_Table.model_validate(table).model_dump())
+    except ValidationError as error:
+        raise UserError(f"{path}: {explain(error, _Table, '')}") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is no policy, since it is not TOML: write one such as epsilon = 10.0") from error
+
+
+def open_ledger(path: Path, receipt: Receipt | None = None, holder: str = "") -> Ledger:
+    """Return a client's ledger, made where there is none, readable by its owner alone.
+
+    ``receipt``, ``holder``: as for ``Ledger``.
+    """
+    if receipt is None and not path.exists():
+        try:
+            for folder in reversed([path.parent, *path.parent.parents]):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            path.touch(mode=0o600)
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be made ({error.strerror}), and nothing is released without a ledger: set "
+                "FL_SIM_LEDGERS to a folder that you may write"
+            ) from error
+    return Ledger(RECORD_TERMS, path, receipt=receipt, holder=holder)
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LONGEST + 1)
+        if len(content) > _LONGEST:
+            raise UserError(f"{path} is too long: it should hold a few lines")
+        return content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}): give the path of a text file") from error
+
+
+def _json(path: Path) -> object:
+    try:
+        return json.loads(_text(path))
+    except (ValueError, RecursionError):
+        return None
