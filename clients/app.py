@@ -41,8 +41,9 @@ class Site:
     synthetic records, empty where there is none. ``synthesize([(client, folder), ...], check)`` returns, for
     each client, its part of it and, as JSON, what it says of it, or what it raised; ``folder`` keeps what must survive
     until then, what ``check`` raises now and then ends all, and a further argument is the clients' own policy, if any.
-    ``trains_on_own(synthetic)`` says whether ``records`` would be or hold the client's own.
-    ``share(inputs, labels, client)`` is what it shares for the algorithm before the first round. ``local_settings(learning_rate)`` fills in a round's settings.
+    ``trains_on_own(synthetic)`` says whether ``records`` would hold the client's own.
+    ``share(inputs, labels, client)`` is what it shares for the algorithm before the first round.
+    ``local_settings(learning_rate)`` fills in a round's settings.
     ``threads``: torch threads while training; their number changes the last bits of every sum. ``precision``: how
     exactly PyTorch trains. ``graphs``: whether a GPU may be given a step of a stack as one launch.
     ``vote(trainer, client)`` trains a client as a teacher and returns its class for each public record, where the

@@ -26,14 +26,14 @@ from pydantic import Field, ValidationError
 from fl_sim.config import Settings, explain
 from fl_sim.locks import alone_in
 from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts
-from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.charge_log import Receipt
+from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.terms import Terms
 from fl_sim.store import write_private
 from fl_sim.types import RunError, UserError
 
 RECORD_TERMS: Final = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, 1e-5)
-"""The terms of every client's ledger. It must take releases of any budget and delta, which are held against elsewhere."""
+"""The terms of every client's ledger, which takes releases of any budget and delta: these are checked elsewhere."""
 
 _LONGEST: Final = 64 * 1024  # bytes of a policy or a receipt
 

@@ -174,7 +174,7 @@ def _finish(settings: DaFl, client: Client, paid: _Paid, made: Made) -> Share:
 def facts_of(settings: DaFl, bill: Bill, num_classes: int) -> dict[str, Any]:
     """Return what was paid, as JSON values: enough for anybody to add it up again."""
     return {
-        "labels": events.to_json(_label_event(settings, num_classes)),
+        "labels": events.to_json(label_event(settings, num_classes)),
         "labels_epsilon": settings.labels.total_epsilon(num_classes),
         "generator": events.to_json(bill.event),
         "generator_steps": bill.steps,
@@ -192,16 +192,15 @@ def pick_labels(
     return settings.labels.select(held, gamma, settings.labels.largest_count(gamma, public_records), noise)
 
 
-def _label_event(settings: DaFl, num_classes: int) -> dp_event.DpEvent:
+def label_event(settings: DaFl, num_classes: int) -> dp_event.DpEvent:
+    """Return what the labels of a share cost: known to all before anybody looks at a record."""
     return dp_event.NonPrivateDpEvent() if math.isinf(settings.epsilon) else settings.labels.event(num_classes)
 
 
-def _releases(
-    settings: DaFl, bill: Bill, num_classes: int, client: int, seed: int
-) -> dict[str, dp_event.DpEvent]:
+def _releases(settings: DaFl, bill: Bill, num_classes: int, client: int, seed: int) -> dict[str, dp_event.DpEvent]:
     name = settings.release_of(client, seed)
     return {
-        f"labels {name}": _label_event(settings, num_classes),
+        f"labels {name}": label_event(settings, num_classes),
         f"generator {name}": dp_event.SelfComposedDpEvent(bill.event, bill.steps),
     }
 
@@ -244,17 +243,19 @@ def _write(path: Path, share: Share) -> None:
 def _read(client: Client) -> Share:
     """Read the share that was made before. Raises RunError where it is damaged, or the ledger does not honour it."""
     path, records = client.folder / _SHARE, client.records
+    share: Share | None = None
+    fitting, cause = False, None
     try:
         share = _parsed(path)
         counts = share.counts.tolist()
         whole = len(counts) == records.num_classes and min(counts) >= 0 and sum(counts) == len(share.inputs)
-        if not whole or share.inputs.shape[1:] != records.inputs.shape[1:] or not share.inputs.isfinite().all():
-            raise ValueError
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError, RecursionError) as error:
+        fitting = whole and share.inputs.shape[1:] == records.inputs.shape[1:] and bool(share.inputs.isfinite().all())
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError, RecursionError, RunError) as error:
+        share, cause = None, error
+    if share is None or share.receipt is None or not fitting:
         raise RunError(
             f"{path} is damaged: delete it, and the share is made again, which is another release and pays again"
-        ) from error
-    assert share.receipt is not None
+        ) from cause
     client.open_ledger(share.receipt)
     return share
 

@@ -30,7 +30,7 @@ from strategies.global_dp import GlobalDP
 from strategies.pate_settings import Pate
 
 if TYPE_CHECKING:
-    from fl_sim.synthesis import Pool
+    from fl_sim.pool import Pool
     from strategies.private import PrivateRounds
 
 

@@ -7,18 +7,21 @@ share costs.
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from dp_accounting import dp_event
 
 from clients.dafl import DaFl
+from fl_sim.client_ledgers import Together
+from fl_sim.data import tuned_on
 from fl_sim.experiment import Experiment
+from fl_sim.pool import Pool, da_fl
 from fl_sim.privacy import events
-from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts
+from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts, none_if_infinite
 from fl_sim.privacy.ledger import Ledger, Terms
-from fl_sim.synthesis import Pool, da_fl
+from fl_sim.privacy.rounding import rounded_up
 
 NOT_PER_CLIENT = (
     " The pool of synthetic records that clients released before training: it is protected per record, not per client."
@@ -27,7 +30,11 @@ NOT_PER_CLIENT = (
 
 
 def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
-    """Return what ``result.json`` says about the privacy of records: the most expensive client's bill, in words."""
+    """Return what ``result.json`` says about the privacy of records: the most expensive client's bill, in words.
+
+    ``epsilon`` is this pool's. ``epsilon_together``: all releases that the clients' ledgers hold about the records of
+    this data set, ``shares_together`` of them at most about one record; both None where a ledger cannot be read.
+    """
     settings = da_fl(experiment)
     bills = [bill for part in pool.parts if part.facts and (bill := _bill(part.facts, settings.delta))]
     if not bills:
@@ -38,22 +45,29 @@ def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
         ledger.charge(event, release=release, noise="")
     said = ledger.statement(
         covers=_covers(settings),
-        does_not_cover=_does_not_cover(experiment, settings),
+        does_not_cover=_does_not_cover(experiment, settings) + tuned_on(experiment.data),
         simulation_only=settings.noise == "seeded",
         planned=Counter(worst.events.values()),
     )
     generator = worst.events.get("generator")
     inner = generator.event if isinstance(generator, dp_event.SelfComposedDpEvent) else None
     finite = math.isfinite(worst.epsilon)
+    together = pool.together
+    if together and together.shares < 2:
+        together = replace(together, epsilon=worst.epsilon)
     return said | {
+        "ledger": pool.path.stem if worst.events else "",
         "epsilon": worst.epsilon if finite else None,
+        "accountant": "rdp",
+        "epsilon_together": together and none_if_infinite(together.epsilon),
+        "shares_together": together and together.shares,
         "epsilon_labels": worst.labels if finite else None,
         "epsilon_generator": worst.generator if finite else None,
         "epsilon_sum": worst.labels + worst.generator if finite else None,
         "noise_multiplier": None if inner is None else events.noise_multiplier(inner),
         "sampling_rate": None if inner is None else events.sampling_rate(inner),
         "budget": settings.epsilon if math.isfinite(settings.epsilon) else None,
-        "guarantee": _guarantee(worst, settings),
+        "guarantee": _guarantee(worst, settings) + _together_in_words(together, settings),
     }
 
 
@@ -81,6 +95,21 @@ def _bill_of(facts_json: str, delta: float) -> _Bill:
     # Both bounds hold: pure epsilons add to any other, and the Renyi curves of all releases add.
     together = min(joint, alone + facts["labels_epsilon"])
     return _Bill({"labels": labels, "generator": generator}, facts["labels_epsilon"], alone, together)
+
+
+def _together_in_words(together: Together | None, settings: DaFl) -> str:
+    if together is None:
+        return (
+            ". What all releases about the same records cost together is unknown: a client's ledger about them cannot "
+            "be read"
+        )
+    if together.shares < 2:
+        return ""
+    cost = f"cost epsilon {rounded_up(together.epsilon)}" if math.isfinite(together.epsilon) else "have no epsilon"
+    return (
+        f". This is one of up to {together.shares} releases about the same records that the clients' ledgers hold "
+        f"(other settings or seeds, or a pool that was deleted): together they {cost} at delta {settings.delta:g}"
+    )
 
 
 def _covers(settings: DaFl) -> str:
@@ -118,9 +147,11 @@ def _guarantee(worst: _Bill, settings: DaFl) -> str:
         return "complete: no client released a synthetic record"
     if not math.isfinite(worst.epsilon):
         return "none: the synthetic records were made without noise (epsilon inf), so they may show any record plainly"
+    labels, generator, both = (
+        rounded_up(cost) for cost in (worst.labels, worst.generator, worst.labels + worst.generator)
+    )
     return (
-        f"({worst.epsilon:.4g}, {settings.delta:g})-differential privacy of the synthetic records under adding or "
-        f"removing one record: labels {worst.labels:.4g} ({settings.labels.composition} composition over classes), "
-        f"generator {worst.generator:.4g}; their sum is {worst.labels + worst.generator:.4g}, and the smaller of the "
-        "sum and the joint RDP bound counts"
+        f"({rounded_up(worst.epsilon)}, {settings.delta:g})-differential privacy of the synthetic records under adding "
+        f"or removing one record: labels {labels} ({settings.labels.composition} composition over classes), generator "
+        f"{generator}; their sum is {both}, and the smaller of the sum and the joint RDP bound counts"
     )

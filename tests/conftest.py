@@ -68,8 +68,9 @@ def _ctrl_c() -> None:
 
 @pytest.fixture(autouse=True)
 def _own_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep pools of synthetic records from going from one test to the next, and out of the user's cache."""
+    """Keep pools of synthetic records and ledgers from going from one test to the next, and from the user's own."""
     monkeypatch.setenv("FL_SIM_POOLS", str(tmp_path / ".pools"))
+    monkeypatch.setenv("FL_SIM_LEDGERS", str(tmp_path / ".ledgers"))
 
 
 class Bowl(nn.Module):

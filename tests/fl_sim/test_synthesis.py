@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from fl_sim import synthesis
+from fl_sim.client_ledgers import fingerprint
 from fl_sim.data import load
 from fl_sim.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.privacy.accounting import epsilon_of_counts
@@ -87,14 +88,14 @@ def test_a_pool_does_not_depend_on_the_main_task(change: str) -> None:
     ],
 )  # fmt: skip
 def test_a_pool_is_named_by_all_that_determines_it(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synthesis, "_fingerprint", lambda data, root: data)
+    monkeypatch.setattr(synthesis, "fingerprint", lambda data, root: data)
     assert pool_key(_made(), None) != pool_key(_made(change), None)
 
 
 def test_a_pool_is_named_by_the_records_themselves() -> None:
     train = load("digits", None).train
     records = hashlib.sha256(train.inputs.tobytes() + train.labels.tobytes()).hexdigest()
-    assert synthesis._fingerprint("digits", None) == records
+    assert fingerprint("digits", None) == records
 
 
 def test_a_damaged_pool_is_named_and_not_used(tmp_path: Path) -> None:
