@@ -97,7 +97,10 @@ class MeanEmbedding(Settings):
         made: list[Made] = []
         for one in requests:
             check()
-            made.append(self.generate(one.records, one.counts, one.bill, one.noise, one.generator))
+            try:
+                made.append(self.generate(one.records, one.counts, one.bill, one.noise, one.generator))
+            except Exception as error:  # noqa: BLE001 (whatever a client's data raises is this one client's failure)
+                made.append(error)
         return made
 
     def shortened(self, steps: int) -> "tuple[MeanEmbedding, float]":  # noqa: ARG002 (the slot's)

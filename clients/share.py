@@ -98,7 +98,10 @@ def make_shares(
     """
     begun = [_caught(_begin, settings, client, seed, public_records) for client in clients]
     requests = [one.request for one in begun if isinstance(one, _Paid)]
-    made = iter(settings.generator.generate_stacked(requests, check))
+    try:
+        made = iter(settings.generator.generate_stacked(requests, check))
+    except Exception as error:
+        raise _without_its_words(error) from error
     return [
         _caught(_finish, settings, client, one, next(made)) if isinstance(one, _Paid) else one
         for client, one in zip(clients, begun, strict=True)

@@ -11,6 +11,7 @@ import torch
 from dp_accounting import dp_event
 
 from clients.dafl import DaFl
+from clients.dpcgan_training import Training
 from clients.generation import PrivateRecords
 from clients.labels import ExponentialMechanism
 from clients.mean_embedding import MeanEmbedding
@@ -296,7 +297,10 @@ def test_the_words_of_an_unforeseen_error_stay_with_the_client(tmp_path: Path, m
     def failing(*_: object) -> None:
         raise ValueError("record 17 is [0.3, 0.7]")
 
-    monkeypatch.setattr(ExponentialMechanism, "select", failing)
-    with pytest.raises(RunError) as caught:
-        make_share(_settings(), _client(_records(), tmp_path / "0"), seed=0, public_records=1437)
-    assert str(caught.value) == "making the share failed with ValueError, whose words may quote records"
+    for place, name in (ExponentialMechanism, "select"), (MeanEmbedding, "generate"), (Training, "step"):
+        kind = "dp-cgan" if place is Training else "mean-embedding"
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, failing)
+            with pytest.raises(RunError) as caught:
+                make_share(_settings(generator=kind), _client(_records(), tmp_path / name), seed=0, public_records=1437)
+        assert str(caught.value) == "making the share failed with ValueError, whose words may quote records"
