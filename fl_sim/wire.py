@@ -138,10 +138,10 @@ def synthetic_content(inputs: torch.Tensor, said: str) -> RecordDict:
 def read_synthetic(
     content: RecordDict, input_shape: tuple[int, ...], num_classes: int, most_rows: int
 ) -> tuple[torch.Tensor, str]:
-    """Unpack (synthetic records, what the client says of them as JSON: counts by class, refused, facts).
+    """Unpack (synthetic records, what the client says of them as JSON: counts, refused, facts, receipt).
 
     Raises Malformed where the records are not ``most_rows`` or fewer of that shape, finite, and as many as the counts
-    add up to; what the facts say is not looked at.
+    add up to; what the facts and the receipt say is not looked at.
     """
     _exactly(content, {_POOL, _SAID})
     inputs = _read_rows(content[_POOL], {"inputs": input_shape}, most_rows)["inputs"]
@@ -149,7 +149,9 @@ def read_synthetic(
     if not isinstance(text, str) or len(text) > _LONGEST_TEXT:
         raise Malformed("says of its records what is no text, or too long")
     match _read_json(text):
-        case {"counts": list(counts), "refused": str(), "facts": dict(), **others} if not others:
+        case {"counts": list(counts), "refused": str(), "facts": dict(), "receipt": dict() | None, **others} if (
+            not others
+        ):
             if len(counts) != num_classes or sum(_whole(one, most_rows, "a count") for one in counts) != len(inputs):
                 raise Malformed(
                     f"sent counts that are not one for each of {num_classes} classes, adding up to its records"

@@ -192,7 +192,7 @@ def synthesize_before_training(
 ) -> list[tuple[torch.Tensor, str]]:
     """Ask every client to release synthetic records; return, by client, (records, what it says of them).
 
-    ``records``: all that clients hold; nobody releases more, or records of another shape.
+    ``records``: all that clients hold; nobody releases more of one class, or records of another shape.
     """
     strategy.population = find_population(grid, strategy.num_clients, timeout)
     shape = records.inputs.shape[1:]
@@ -200,7 +200,7 @@ def synthesize_before_training(
         grid,
         strategy.population,
         Asking(wire.SYNTHESIZE, order, timeout, quoted=False),
-        lambda one: wire.read_synthetic(one, shape, num_classes, len(records)),
+        lambda one: wire.read_synthetic(one, shape, num_classes, num_classes * len(records)),
     )
 
 

@@ -52,7 +52,7 @@ def _synthesize(clients, check):
 
 
 def _said(client, folder):
-    return json.dumps({"counts": [client, 0, 0], "refused": folder.name, "facts": {}})
+    return json.dumps({"counts": [client, 0, 0], "refused": folder.name, "facts": {}, "receipt": None})
 
 
 def _local(learning_rate):

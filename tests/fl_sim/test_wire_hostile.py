@@ -121,7 +121,7 @@ def test_what_is_shared_has_as_many_labels_as_inputs_all_finite(content: RecordD
 
 
 def synthetic(inputs: np.ndarray | None = None, **changes: object) -> RecordDict:
-    said = {"counts": [1, 0, 2], "refused": "", "facts": {}, **changes}
+    said = {"counts": [1, 0, 2], "refused": "", "facts": {}, "receipt": None, **changes}
     return wire.synthetic_content(torch.from_numpy(ones(3, 2, 2) if inputs is None else inputs), json.dumps(said))
 
 
@@ -139,7 +139,7 @@ SYNTHETIC = {
     "half a record": synthetic(counts=[1.5, 0, 1.5]),
     "true": synthetic(counts=[True, 0, 2]),
     "counts beyond all": synthetic(counts=[10**30, 0, 0]),
-    "no counts": with_text('{"refused": "", "facts": {}}'),
+    "no counts": with_text('{"refused": "", "facts": {}, "receipt": null}'),
     "a foreign entry": synthetic(more=1),
     "facts of another kind": synthetic(facts=[]),
     "a reason of another kind": synthetic(refused=None),
