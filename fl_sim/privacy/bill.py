@@ -62,7 +62,7 @@ class Paid:
 class Total:
     """What ``releases`` under one adjacency cost together: (epsilon, delta) twice, and both hold.
 
-    ``plain``: all epsilons and all deltas added up. ``joint``: by composing their events.
+    ``plain``: all epsilons and all deltas added up. ``joint``: by composing their events, where that bounds anything.
     """
 
     adjacency: Adjacency
@@ -231,7 +231,8 @@ def _total(relation: Adjacency, payments: Sequence[Payment]) -> Total:
         return Total(relation, len(payments), plain, plain)
     delta, rest = max(one.delta for one in known), _added([one for one in payments if not one.charged])
     joint = _composed([one.charged for one in known], delta)
-    return Total(relation, len(payments), plain, (joint + rest[0], delta + rest[1]))
+    whole = (joint + rest[0], delta + rest[1])
+    return Total(relation, len(payments), plain, whole if math.isfinite(whole[0]) else plain)
 
 
 def _added(payments: Sequence[Payment]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fl_sim.report.release import Release
 
@@ -16,6 +16,9 @@ _LARGEST: Final = {".toml": 2**18, ".json": 2**26}  # bytes
 _DEEPEST: Final = 32
 
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+Count: TypeAlias = Annotated[int, Field(ge=0, le=10**9)]
+Duration: TypeAlias = Annotated[float, Field(ge=0, le=1e12)]
+Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 
 class Facts(BaseModel):
@@ -30,23 +33,42 @@ class Kind(Facts):
     kind: str
 
 
+class NoPreprocess(Facts):
+    """Nothing is done before the first round."""
+
+    kind: Literal["none"] = "none"
+
+
+class Synthesis(Facts):
+    """DA-FL's settings; ``epsilon`` may be inf."""
+
+    kind: Literal["da-fl"]
+    epsilon: Annotated[float, Field(gt=0, allow_inf_nan=True)]
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    gamma: Positive
+    client_gammas: list[Positive] = []
+    noise: str
+    generator: Kind
+    train_on: str = ""
+
+
 class RunConfig(Facts):
     """What a report needs of ``config.toml``."""
 
     data: str
-    seed: int
-    clients: int
-    rounds: int
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    clients: Count
+    rounds: Count
     model: str
     algorithm: Kind
     partition: Kind
-    preprocess: Kind = Kind(kind="none")
+    preprocess: Annotated[NoPreprocess | Synthesis, Field(discriminator="kind")] = NoPreprocess()
 
 
 class Shared(Facts):
     """How many records of each class a client released, and the events that it paid for them with."""
 
-    counts: list[int]
+    counts: list[Count]
     facts: dict[str, Any] | None = None
 
 
@@ -61,21 +83,27 @@ class Made(Kind):
 class MechanismFacts(Kind):
     """The noise on a vote, in votes; each mechanism has some of these."""
 
-    gamma: float | None = None
-    sigma: float | None = None
+    gamma: Positive | None = None
+    sigma: Positive | None = None
     threshold: float | None = None
-    sigma_threshold: float | None = None
+    sigma_threshold: Positive | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> "MechanismFacts":
+        if self.kind == "confident" and None in {self.sigma, self.threshold, self.sigma_threshold}:
+            raise ValueError("confident has a sigma, a threshold and a sigma_threshold")
+        return self
 
 
 class PateFacts(Facts):
     """What a run with PATE says of its vote and its labels; ``label_accuracy`` in [0, 1]."""
 
-    teachers: int
+    teachers: Annotated[Count, Field(ge=1)]
     mechanism: MechanismFacts
-    evaluation_records: int
-    queries_asked: int
-    queries_answered: int
-    label_accuracy: float | None
+    evaluation_records: Count
+    queries_asked: Count
+    queries_answered: Count
+    label_accuracy: Share | None
     student: str
     private_kept: bool
     asking: str = "in-order"
@@ -84,9 +112,9 @@ class PateFacts(Facts):
 class Seconds(Facts):
     """Wall-clock seconds of a run."""
 
-    preprocess: float
-    train: float
-    total: float
+    preprocess: Duration
+    train: Duration
+    total: Duration
 
 
 class Outcome(Facts):
@@ -97,7 +125,7 @@ class Outcome(Facts):
     data_note: str
     partition: str
     engine: str
-    rounds: int
+    rounds: Count
     final_accuracy: Share | None
     best_accuracy: Share | None
     privacy: list[Release]

@@ -9,9 +9,11 @@ import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fl_sim.report.curves import Style, styled
 from fl_sim.report.files import PateFacts
@@ -181,7 +183,7 @@ def _agreement(name: str, where: str, shots: Sequence[Shot]) -> tuple[list[Pictu
         if not shot.facts.private_kept or label in gaps or not path.exists():
             continue
         try:
-            counts = np.sort(np.load(path, allow_pickle=False), axis=1)
+            counts = np.sort(_votes(path), axis=1)
         except (OSError, ValueError) as error:
             problems.append(Problem(shot.run.path, f"its votes cannot be shown: {error}"))
             continue
@@ -203,6 +205,20 @@ def _agreement(name: str, where: str, shots: Sequence[Shot]) -> tuple[list[Pictu
         "This figure is computed from the raw votes, which are as private as the teachers' records: do not publish it.",
     )
     return [Picture(f"pate-agreement-{name}.png", heading, caption, png(_with_legend(figure)))], problems
+
+
+def _votes(path: Path) -> NDArray[np.int64]:
+    """Return the votes, (queries, classes). Raises OSError or ValueError for anything else."""
+    votes = np.load(path, mmap_mode="r", allow_pickle=False)  # a map is refused where the file holds less than it says
+    if (
+        not isinstance(votes, np.ndarray)
+        or votes.ndim != 2
+        or not len(votes)
+        or votes.shape[1] < 2
+        or votes.dtype.kind not in "iu"
+    ):
+        raise ValueError(f"{path.name} holds no votes by query and class")
+    return votes.astype(np.int64)
 
 
 def _axes(num_lines: int, title: str) -> "tuple[Figure, Axes]":

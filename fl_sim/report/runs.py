@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -148,6 +149,8 @@ def read_run(path: Path) -> Run:
             outcome = Outcome.model_validate(read_json(path / RESULT))
     with _naming(ROUNDS):
         rounds = TypeAdapter(list[RoundRecord]).validate_python([asdict(record) for record in read_rounds(path)])
+    if any(after.round <= before.round for before, after in pairwise(rounds)) or (rounds and rounds[-1].round > 10**9):
+        raise ValueError(f"{ROUNDS} is damaged: its rounds are not in order")
     if not rounds and outcome and outcome.status == "finished":
         raise ValueError(f"{ROUNDS} is missing or holds no readable round")
     return Run(path, config, settings, tuple(rounds), outcome)

@@ -54,7 +54,8 @@ def read_samples(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
     tensors = load_file(pool)
     inputs, labels = tensors["inputs"], np.asarray(tensors["labels"], dtype=np.int64)
     owned = np.array(counts, dtype=np.int64)
-    expected = [np.repeat(np.arange(owned.shape[1]), one) for one in owned] if owned.ndim == 2 else []
+    fits = owned.ndim == 2 and owned.sum() == len(labels)
+    expected = [np.repeat(np.arange(owned.shape[1]), one) for one in owned] if fits else []
     if not expected or not np.array_equal(labels, np.concatenate(expected)) or len(inputs) != len(labels):
         raise ValueError(f"{pool.name} does not hold the records that the run's result states")
     clients = np.repeat(np.arange(len(owned)), owned.sum(axis=1))
