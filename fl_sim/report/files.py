@@ -4,7 +4,6 @@ The files may come from anywhere: what they cost to read is bounded, and no numb
 """
 
 import json
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -12,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fl_sim.report.release import Release
 
-_LARGEST: Final = {".toml": 2**18, ".json": 2**26}  # bytes
+_LARGEST: Final = 2**26  # bytes
 _DEEPEST: Final = 32
 
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
@@ -161,26 +160,14 @@ class TableFile(Facts):
 
 def read_json(path: Path) -> Any:
     """Return what a JSON file holds. Raises ValueError where it is too large or nested too deeply, or is no JSON."""
-    return _read(path, json.loads)
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return what a TOML file holds. Raises ValueError where it is too large or nested too deeply, or is no TOML."""
-    settings = _read(path, tomllib.loads)
-    assert isinstance(settings, dict)
-    return settings
-
-
-def _read(path: Path, parse: Any) -> Any:
-    largest = _LARGEST[path.suffix]
     if not path.is_file():
         raise ValueError("it is not a file")
     with path.open("rb") as file:
-        content = file.read(largest + 1)
-    if len(content) > largest:
-        raise ValueError(f"it is larger than {largest} bytes, which no file of this program is")
+        content = file.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise ValueError(f"it has more than {_LARGEST:,} bytes, which no file of this program has")
     try:
-        value = parse(content.decode())
+        value = json.loads(content.decode())
         if _is_deeper(value, _DEEPEST):
             raise ValueError("it is nested too deeply")
     except RecursionError as error:

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from fl_sim.report.files import CellFile, Outcome, RunConfig, TableFile, read_json, read_settings
+from fl_sim.report.files import CellFile, Outcome, RunConfig, TableFile, read_json
 from fl_sim.report.rundir import CONFIG, RESULT, ROUNDS, RoundRecord, read_rounds
 from fl_sim.report.table import SeedResult, Table
+from fl_sim.settings_file import read_table
 from fl_sim.types import UserError
 
 TABLE = "table.json"
@@ -141,7 +142,7 @@ def read_run(path: Path) -> Run:
     if not (path / CONFIG).exists():
         raise ValueError(f"{CONFIG} is missing, so its settings are not known")
     with _naming(CONFIG):
-        settings = read_settings(path / CONFIG)
+        settings = read_table(path / CONFIG)
         config = RunConfig.model_validate(settings)
     outcome = None
     if (path / RESULT).exists():

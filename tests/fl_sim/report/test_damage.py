@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from fl_sim.cli.report import report
+from fl_sim.privacy import bill
 from fl_sim.types import UserError
 
 app = typer.Typer()
@@ -28,6 +29,7 @@ ODD = (
 def places(tmp_path, write_experiment, monkeypatch):
     """Three runs that a report shows in full: under Global DP, with synthetic records, and with PATE."""
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)  # what is drawn is tested elsewhere
+    monkeypatch.setattr(bill, "_MOST_BY_PLD", 0)  # and so is the PLD
     dp = write_experiment("runs/dp", seed=1)
     pools = [write_experiment(f"runs/pool-{epsilon}", preprocess={"epsilon": epsilon}) for epsilon in (1.0, 10.0)]
     pate = write_experiment("runs/pate", algorithm={"kind": "pate"})

@@ -1,0 +1,43 @@
+"""Which runs are one line of a report: those that differ in the seed alone, and no others."""
+
+import pytest
+
+from fl_sim.report.groups import group, labels
+from fl_sim.report.runs import find
+
+SAMPLER = {"kind": "poisson", "sampling_rate": 0.1}
+
+
+def grouped(tmp_path):
+    groups, problems = group(find([tmp_path]).runs)
+    assert problems == []
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"sampler": SAMPLER}, {"sampler": {"kind": "full"}}),
+        ({"sampler": SAMPLER}, {"sampler": SAMPLER | {"sampling_rate": 0.2}}),
+        ({"aggregator": {"kind": "mean"}}, {"aggregator": {"kind": "global-dp", "noise_multiplier": 1.0}}),
+        ({"model": "mlp"}, {"model": "logistic"}),
+        ({"clients": 2}, {"clients": 3}),
+        ({"rounds": 1}, {"rounds": 2}),
+        ({"local": {"epochs": 1}}, {"local": {"epochs": 2}}),
+        ({"partition": {"kind": "label-k", "k": 1}}, {"partition": {"kind": "label-k", "k": 2}}),
+        ({"algorithm": {"kind": "fedavg"}}, {"algorithm": {"kind": "scaffold"}}),
+    ],
+)
+def test_runs_that_differ_in_a_setting_are_never_averaged(write_experiment, tmp_path, one, other):
+    write_experiment("a", **one)
+    write_experiment("b", **other, seed=1)
+    found = grouped(tmp_path)
+    assert [len(each.runs) for each in found] == [1, 1]
+    names = labels(found)
+    assert names[0] != names[1] or found[0].partition != found[1].partition
+
+
+def test_runs_that_differ_in_the_seed_or_the_engine_are_one_line(write_experiment, tmp_path):
+    for seed, engine in enumerate(("inprocess", "ray")):
+        write_experiment(engine, sampler=SAMPLER, seed=seed, engine=engine)
+    assert [len(each.runs) for each in grouped(tmp_path)] == [2]
