@@ -205,6 +205,9 @@ def audit(
     typer.echo(f"{'claimed (epsilon at delta 1e-5)':32}{claimed[0]:12.3f}{claimed[2]:12.3f}{at_delta:12.2f}")
     for finding in findings:
         profile = finding.profile
+        if profile.claimed != claimed:
+            claimed = profile.claimed
+            typer.echo(f"{'claimed by sampling, 16 rounds':32}{claimed[0]:12.3f}{claimed[2]:12.3f}")
         verdict = "CLAIM REFUTED" if profile.refuted else ("noise is wrong" if finding.caught else "nothing found")
         bounds = f"{profile.lower_bounds[0]:12.3f}{profile.lower_bounds[2]:12.3f}{profile.epsilon_lower_bound:12.2f}"
         typer.echo(f"{finding.mechanism:32}{bounds}  {verdict}")

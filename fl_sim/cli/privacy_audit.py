@@ -1,7 +1,11 @@
-"""``fl-sim privacy audit``: the real Global DP aggregator, and planted faults that the same audit must catch."""
+"""``fl-sim privacy audit``: the real Global DP aggregator, and planted faults that the same audit must catch.
+
+The auditor has all that a run publishes: every global model, and the run directory with the experiment's seed in it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -9,7 +13,7 @@ import torch
 from dp_accounting import dp_event
 from numpy.typing import NDArray
 
-from fl_sim.privacy.accounting import delta_profile
+from fl_sim.privacy.accounting import Adjacency, amplify_poisson, delta_profile
 from fl_sim.privacy.audit import (
     EPSILONS,
     Mechanism,
@@ -19,9 +23,14 @@ from fl_sim.privacy.audit import (
     noise_calibration,
     run_mechanism,
 )
+from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.terms import Terms
+from fl_sim.seeding import rng
 from fl_sim.types import Cohort, Payloads, Reply
 from strategies.global_dp import GlobalDP
+from strategies.private import PrivateRounds
+from strategies.samplers import Coins, Poisson
 
 CLIPPING_NORM: Final = 1.0
 _LAYERS: Final = {"delta": ("conv", "dense"), "control_delta": ("conv", "dense")}
@@ -29,6 +38,11 @@ _WIDTH: Final = 3
 _DIMENSION: Final = 4 * _WIDTH
 _UNCLIPPED: Final = 1000.0
 TRUE_MECHANISM: Final = "global-dp as it is"
+TRUE_SAMPLING: Final = "sampled cohorts as they are"
+
+_ROUNDS: Final = 16
+_RATE: Final = 0.1
+_SEED: Final = 0
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,7 @@ class Finding:
     @property
     def caught(self) -> bool:
         """Return whether the claimed guarantee is refuted, or the noise is not what it should be."""
-        return self.profile.refuted or min(self.calibration.values()) < 1e-6
+        return self.profile.refuted or min(self.calibration.values(), default=1.0) < 1e-6
 
 
 def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, only: str | None = None) -> list[Finding]:
@@ -58,7 +72,20 @@ def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, onl
             noise_multiplier * CLIPPING_NORM
         )
         findings.append(Finding(name, audit_profile(without, with_unit, claimed), noise_calibration(residuals)))
-    return findings
+    return findings + _audit_sampling(noise_multiplier, num_runs, noise, only)
+
+
+def _audit_sampling(noise_multiplier: float, num_runs: int, noise: Noise, only: str | None) -> list[Finding]:
+    """Audit several rounds with sampled cohorts against the claim that is amplified by sampling."""
+    chosen = {name: one for name, one in sampled(noise_multiplier, noise).items() if only in {None, name}}
+    if not chosen:
+        return []
+    event = amplify_poisson(dp_event.GaussianDpEvent(noise_multiplier), _RATE)
+    claimed = delta_profile([event] * _ROUNDS, EPSILONS)
+    return [
+        Finding(name, audit_profile(*run_mechanism(mechanism, num_runs), claimed), {})
+        for name, mechanism in chosen.items()
+    ]
 
 
 def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
@@ -89,6 +116,38 @@ def mechanisms(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
         "clipped layer by layer": prepared(_clipped_by_layer),
         "divided by the realised cohort": realised_denominator,
         "the same noise every round": lambda world, _: _release(true, replace(_world(world, 0), server_round=0), noise),
+    }
+
+
+def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
+    """Return the rounds of a run with their own cohorts, and with the published seed's, as the auditor looks at them.
+
+    It draws each cohort again from the published seed, and adds up the log likelihood ratios, with the audited client
+    and without it, of the rounds in which that client would be there; the others it leaves out.
+    """
+    true, sampler = (
+        GlobalDP(noise_multiplier=noise_multiplier, clipping_norm=CLIPPING_NORM),
+        Poisson(sampling_rate=_RATE),
+    )
+    ledger = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, true.delta))
+    rounds = PrivateRounds(true, sampler, 2, ledger, noise, CLIPPING_NORM)
+
+    def published(server_round: int) -> Coins:
+        return rng(_SEED, "sampler", server_round).random
+
+    def looked_at(coins: Callable[[int], Coins], world: World, run: int) -> NDArray[np.float64]:
+        total = 0.0
+        for server_round in range(run * _ROUNDS, (run + 1) * _ROUNDS):
+            if 1 in sampler.sample(2, published(server_round)):
+                everybody, there = _world(world, server_round), sampler.sample(2, coins(server_round))
+                replies = tuple(reply for reply in everybody.replies if reply.client in there)
+                along = float(_release(true, replace(everybody, replies=replies), noise).sum()) / _DIMENSION**0.5
+                total += (along - CLIPPING_NORM / 2) * CLIPPING_NORM / (noise_multiplier * CLIPPING_NORM) ** 2
+        return np.array([total])
+
+    return {
+        TRUE_SAMPLING: partial(looked_at, rounds.coins),
+        "cohort from the published seed": partial(looked_at, published),
     }
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fl_sim.cli.privacy import app
-from fl_sim.cli.privacy_audit import TRUE_MECHANISM, audit_global_dp
+from fl_sim.cli.privacy_audit import TRUE_MECHANISM, TRUE_SAMPLING, audit_global_dp
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.types import UserError
 
@@ -144,6 +144,8 @@ def test_the_audit_clears_the_real_aggregator_and_catches_every_planted_fault(se
     found = {finding.mechanism: finding for finding in audit_global_dp(1.0, num_runs=1000, noise=Noise.seeded(seed))}
     true = found.pop(TRUE_MECHANISM)
     assert not true.caught
+    assert not found.pop(TRUE_SAMPLING).caught
+    assert found.pop("cohort from the published seed").profile.refuted
     assert len(found) == 7
     for name, finding in found.items():
         assert finding.profile.refuted, name
@@ -161,7 +163,9 @@ def test_the_audit_command_prints_bounds_for_every_mechanism() -> None:
     text = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
     found = call(*arguments)
     assert found["true_mechanism"] == TRUE_MECHANISM
-    assert len(found["mechanisms"]) == 8
+    assert len(found["mechanisms"]) == 10
+    assert text.count("claimed (epsilon at delta 1e-5)") == 1
+    assert text.count("claimed by sampling") == 1
     for mechanism in found["mechanisms"]:
         assert mechanism["mechanism"] in text
         assert len(mechanism["profile"]["lower_bounds"]) == 4
