@@ -164,6 +164,8 @@ def run_round(
     budget does not afford the round.
     """
     start = time.perf_counter()
+    if not strategy.population.nodes:  # before anything is paid: on Flower's runtime nodes may be missing
+        strategy.population = find_population(grid, strategy.num_clients, timeout)
     if strategy.privacy is not None:
         strategy.privacy.pay(server_round)
     config = ConfigRecord({"learning-rate": learning_rate})
