@@ -27,6 +27,7 @@ from fl_sim.store import load_state, save_state
 from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Trained
 
 if TYPE_CHECKING:
+    from clients.policy import Policy
     from fl_sim.stacked import StackedTrainer
 
 Synthetic: TypeAlias = tuple[torch.Tensor, str]
@@ -93,7 +94,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
 
     @app.train("synthesize")
     def synthesize(message: Message, context: Context) -> Message:
-        [reply] = _synthesized(turns, [message], [_partition(context)], lambda: None)
+        [reply] = _synthesized(turns, [message], [_partition(context)], lambda: None, _policy(context))
         if isinstance(reply, Exception):
             raise reply
         return reply
@@ -102,6 +103,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
     def share(message: Message, context: Context) -> Message:
         order = wire.read_order(message.content)
         site = site_of(order.experiment, order.data_root)
+        _ask_policy(context, lambda policy: policy.check_training(own_records=True))
         client = _partition(context)
         inputs, labels = site.records(client, order.synthetic).tensors()
         return Message(wire.pool_content(site.share(inputs, labels, client)), reply_to=message)
@@ -110,11 +112,13 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
     def vote(message: Message, context: Context) -> Message:
         site = turns.site(wire.read_order(message.content))
         assert site.vote is not None
+        _ask_policy(context, lambda policy: policy.check_vote())
         _set_threads(site.threads)
         return Message(wire.votes_content(site.vote(site.trainer, _partition(context))), reply_to=message)
 
     @app.train()
     def train_one_round(message: Message, context: Context) -> Message:
+        _ask_policy(context, lambda policy: policy.check_training(own_records=turns.trains_on_own(message)))
         turn = turns.turn(message, _partition(context))
         return turn.reply(turn.site.trainer.train(turn.job))
 
@@ -165,12 +169,16 @@ def synthesize_together(site_of: SiteFactory) -> Release:
 
 
 def _synthesized(
-    turns: "_Turns", messages: Sequence[Message], clients: Sequence[int], check: Callable[[], None]
+    turns: "_Turns",
+    messages: Sequence[Message],
+    clients: Sequence[int],
+    check: Callable[[], None],
+    policy: "Policy | None" = None,
 ) -> list[Message | Exception]:
     order = wire.read_order(messages[0].content)  # all messages of the exchange say the same
     site = turns.site(order)
     _set_threads(site.threads)
-    made = site.synthesize([(client, Path(order.state_dir) / f"client-{client}") for client in clients], check)
+    made = site.synthesize([(client, Path(order.state_dir) / f"client-{client}") for client in clients], check, policy)
     return [
         one if isinstance(one, Exception) else Message(wire.synthetic_content(*one), reply_to=message)
         for one, message in zip(made, messages, strict=True)
@@ -211,6 +219,10 @@ class _Turns:
             site = self._site_of(order.experiment, order.data_root)
             site.trainer  # noqa: B018 (made once)
         return site
+
+    def trains_on_own(self, message: Message) -> bool:
+        order = wire.read_order(message.content)
+        return self.site(order).trains_on_own(order.synthetic)
 
     def turn(self, message: Message, client: int) -> _Turn:
         with self._one_at_a_time:
@@ -258,6 +270,22 @@ def _reuse_freed_memory() -> None:
 def _read_pool(path: str) -> Params:
     # The file is named by its content, so a path never means two things.
     return load_file(path)
+
+
+def _ask_policy(context: Context, ask: Callable[["Policy"], None]) -> None:
+    """Let the policy of the node's owner, if there is one, refuse what was ordered."""
+    if policy := _policy(context):
+        ask(policy)
+
+
+def _policy(context: Context) -> "Policy | None":
+    """Return the policy of the node's owner, where its configuration names one: policy="/path/of/policy.toml"."""
+    path = str(context.node_config.get("policy", ""))
+    if not path:
+        return None
+    from clients.policy import read_policy  # noqa: PLC0415 (the accountants load slowly, and simulations have none)
+
+    return read_policy(Path(path))
 
 
 def _partition(context: Context) -> int:

@@ -43,7 +43,7 @@ def _records(client, synthetic):
     return Records.of(torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator))
 
 
-def _synthesize(clients, check):
+def _synthesize(clients, check, policy=None):
     check()
     return [
         ValueError("bad record") if client == 3 else (torch.full((client, 4), 0.5), _said(client, folder))

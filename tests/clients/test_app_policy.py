@@ -1,0 +1,71 @@
+"""A SuperNode whose owner has a policy: the ClientApp refuses what the policy does not allow, before anything else."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from flwr.app import Context, Message, RecordDict
+
+from fl_sim import wire
+from fl_sim.data import load
+from fl_sim.engine import LocalGrid
+from fl_sim.engine_choice import client_app
+from fl_sim.experiment import Experiment, build_model, experiment_from, with_overrides
+from fl_sim.params import detached
+from fl_sim.types import RunError
+
+POOLED = ("preprocess=da-fl", "preprocess.generator=mean-embedding", "preprocess.epsilon=8")
+
+Ask = Callable[..., Message]
+
+
+def _order(folder: Path, *overrides: str) -> tuple[Experiment, wire.Order]:
+    experiment = experiment_from(with_overrides({"model": "logistic"}, overrides))
+    return experiment, wire.Order(experiment.model_dump_json(), 1, 0.1, "", str(folder / "server"), "", "")
+
+
+@pytest.fixture
+def ask(tmp_path: Path) -> Ask:
+    """Send a message of some kind to client 3, whose owner's policy is ``policy`` ("" for none)."""
+    app = client_app()
+    LocalGrid(10)  # sets the identity that Flower wants before a message can be made
+
+    def send(kind: str, policy: str, *overrides: str) -> Message:
+        experiment, order = _order(tmp_path, *overrides)
+        params = detached(build_model(experiment, load("digits", None)).named_parameters())
+        config: dict[str, bool | float | int | str] = {"partition-id": 3, "num-partitions": 10}
+        if policy:
+            (tmp_path / "policy.toml").write_text(policy)
+            config["policy"] = str(tmp_path / "policy.toml")
+        message = Message(wire.task_content(order, params, {}), 1003, kind)
+        message.metadata.__dict__["_message_id"] = "one"
+        return app(message, Context(1, 1003, config, RecordDict(), {}))
+
+    return send
+
+
+def test_a_node_without_a_policy_obeys(ask: Ask) -> None:
+    assert wire.error_of(ask(wire.TRAIN, "")) is None
+
+
+@pytest.mark.parametrize("kind", [wire.TRAIN, wire.SHARE])
+def test_a_node_with_a_policy_sends_nothing_made_from_its_raw_records(ask: Ask, kind: str) -> None:
+    with pytest.raises(RunError, match="policy allows no updates and no averages made from its own records"):
+        ask(kind, "epsilon = 10.0")
+    assert wire.error_of(ask(wire.TRAIN, "epsilon = 10.0\nallow_raw_updates = true")) is None
+
+
+def test_a_node_with_a_policy_does_not_vote(ask: Ask) -> None:
+    with pytest.raises(RunError, match="policy allows no votes"):
+        ask(wire.VOTE, "epsilon = 10.0", "algorithm=pate", "algorithm.public_records=200")
+
+
+def test_a_node_pays_for_all_pools_together(ask: Ask) -> None:
+    assert wire.error_of(ask(wire.SYNTHESIZE, "epsilon = 10.0", *POOLED)) is None
+    with pytest.raises(RunError, match=r"policy allows epsilon 10 at delta 1e-05 .*, and the order would exceed it"):
+        ask(wire.SYNTHESIZE, "epsilon = 10.0", *POOLED, "seed=1")
+
+
+def test_a_node_makes_secret_noise_only(ask: Ask) -> None:
+    with pytest.raises(RunError, match="policy allows secret noise only"):
+        ask(wire.SYNTHESIZE, "epsilon = 10.0", *POOLED, "preprocess.noise=seeded")
