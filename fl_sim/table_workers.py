@@ -67,6 +67,8 @@ class Failed:
 
 Event: TypeAlias = Started | Preparing | RoundDone | Finished | Failed
 
+_UP = "up"  # what a worker says first, once it has imported what it needs
+
 
 def finished_result(directory: Path) -> dict[str, Any] | None:
     """Return the result of a run that is done, else None."""
@@ -80,7 +82,8 @@ def run_all(
     """Run every experiment in ``out / name``, at most ``jobs`` at once, and tell what happens as it happens.
 
     A finished run is only reported; an unfinished one goes on at its checkpoint. Closing the generator, or an exception
-    inside it, stops the workers at once; what they finished stays. Raises UserError while another process is at it.
+    inside it, stops the workers at once; what they finished stays. Raises UserError while another process is at it,
+    RunError where a worker cannot start, which is the fault of no run.
     """
     out.mkdir(parents=True, exist_ok=True)
     with _alone_in(out):
@@ -101,7 +104,8 @@ def run_all(
                     event = worker.next_event()
                     if isinstance(event, Finished | Failed):
                         _go_on(worker, workers, waiting)
-                    yield event
+                    if event is not None:
+                        yield event
         finally:
             _stop(workers)
 
@@ -120,7 +124,7 @@ class _Worker:
 
     def __init__(self, out: Path, data_root: Path | None) -> None:
         self._out, self._data_root = out, data_root
-        self.name = ""
+        self.name, self._is_up = "", False
         self.process, self.connection = _spawn(out, data_root)
 
     def take(self, name: str, experiment: Experiment) -> None:
@@ -128,20 +132,48 @@ class _Worker:
         self.name = name
         if self.connection.closed:
             self.process, self.connection = _spawn(self._out, self._data_root)
-        with suppress(BrokenPipeError):
+            self._is_up = False
+        with suppress(ConnectionError):
             self.connection.send((name, experiment.model_dump_json()))
 
-    def next_event(self) -> Event:
-        """Return what the worker says, or that it died."""
+    def next_event(self) -> Event | None:
+        """Return what the worker says, or that it died; None where it is up. Raises RunError where it cannot start."""
         try:
-            event: Event = self.connection.recv()
-        except (EOFError, ConnectionResetError):
+            said: Event | str = self.connection.recv()
+        except (EOFError, OSError):  # OSError: it was killed in the middle of a word
             self.process.join(_SECONDS_TO_STOP)
             self.connection.close()
-            code = self.process.exitcode
-            reason = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            return Failed(self.name, f"its worker process died ({reason}); out of memory? Fewer --jobs need less")
-        return event
+            if not self._is_up:
+                raise RunError(_why_none_starts(self.process.exitcode)) from None
+            return Failed(self.name, _why_it_died(self.process.exitcode))
+        if isinstance(said, str):
+            self._is_up = said == _UP
+            return None
+        return said
+
+
+def _why_it_died(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"its worker process died (exit code {code}): something that it ran, such as the model, ended it"
+    how = f"its worker process died (killed by signal {-code})"
+    if code == -signal.SIGKILL:
+        return f"{how}, as the system does where memory runs out: take fewer --jobs"
+    if -code in {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
+        return f"{how}: somebody ended it; the same command goes on"
+    return f"{how}, in compiled code of the model or of a library: fl-sim run with its config.toml shows it alone"
+
+
+def _why_none_starts(code: int | None) -> str:
+    """Return why a worker ended before it could take up a run, and what to do: what a run needs is not to blame."""
+    stays = "What is finished stays, and the same command goes on from there"
+    if code == -signal.SIGKILL:
+        return f"a worker process was killed (signal 9) while it started: out of memory? Take fewer --jobs. {stays}"
+    how = f"exit code {code}" if code is None or code >= 0 else f"killed by signal {-code}"
+    return (
+        f"a worker process could not start ({how}): it prints the reason itself, above this line. Where it is a module "
+        'that cannot be imported, mend that; a script that fills a table needs if __name__ == "__main__" around its '
+        f"calls. {stays}"
+    )
 
 
 def _go_on(worker: _Worker, workers: list[_Worker], waiting: deque[tuple[str, Experiment]]) -> None:
@@ -154,12 +186,14 @@ def _go_on(worker: _Worker, workers: list[_Worker], waiting: deque[tuple[str, Ex
 
 def _spawn(out: Path, data_root: Path | None) -> tuple[SpawnProcess, Connection]:
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, out, data_root), daemon=True)
     # Ctrl-C reaches every process of the terminal; only the parent answers it, and workers inherit the mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs, out, data_root), daemon=True)
         process.start()
+    except OSError as error:
+        raise RunError(f"a worker process could not be started: {error}; fewer --jobs need fewer of them") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     theirs.close()
@@ -203,6 +237,7 @@ class _Told:
 def _work(connection: Connection, out: Path, data_root: Path | None) -> None:
     """Run what the parent sends until it stops sending."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    connection.send(_UP)
     with suppress(EOFError):
         while True:
             name, settings = connection.recv()
