@@ -14,7 +14,15 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from dp_accounting import dp_event
 
-from fl_sim.privacy.accounting import Adjacency, bounds, compose, epsilon_of_counts, epsilon_of_curve, none_if_infinite
+from fl_sim.privacy.accounting import (
+    Adjacency,
+    adjacency,
+    bounds,
+    compose,
+    epsilon_of_counts,
+    epsilon_of_curve,
+    none_if_infinite,
+)
 from fl_sim.privacy.rounding import rounded_up
 
 Counts: TypeAlias = Counter[dp_event.DpEvent]
@@ -247,6 +255,8 @@ def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
     counts: Counts = Counter()
     for [only] in charged:
         counts += only
+    if len({adjacency(event) for event in counts} - {None}) > 1:
+        return math.inf  # a statement may carry events over to its own adjacency; two kinds of them do not compose
     if len(counts) <= _MOST_BY_PLD:
         return bounds(counts, delta).least
     return epsilon_of_counts(counts, delta)

@@ -40,8 +40,8 @@ def _payment(release: Release, outcome: Outcome) -> Payment:
     pool = outcome.preprocess.pool if release.unit == "record" else ""
     if pool:
         charged = _charged_by_client(outcome)
-    elif release.planned_events is None:
-        charged = ()
+    elif release.planned_events is None or release.epsilon == release.budget:
+        charged = ()  # what holds is the budget, and no events say that
     else:
         charged = (_counted(release.planned_events),)
     # A pool's file is named by its content; a client's ledger may hold more than one pool.

@@ -12,7 +12,7 @@ class Release(BaseModel):
     """One privacy statement of ``result.json``; ``epsilon`` None means no guarantee.
 
     ``ledger``: what it was paid from; ``planned_events``: all releases that were fixed beforehand. Older versions
-    state neither.
+    state neither. ``budget``: within which it was kept, at most; where it is smaller than the plan, it is ``epsilon``.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -26,6 +26,7 @@ class Release(BaseModel):
     ledger: str = ""
     adjacency: str = "add-or-remove-one"
     planned_events: list[Any] | None = None
+    budget: float | None = None
     simulation_only: bool = False
 
     @property

@@ -113,6 +113,11 @@ def test_two_adjacencies_meet_only_by_group_privacy() -> None:
     assert "promise nothing" in vast.in_words
 
 
+def test_events_of_two_adjacencies_are_not_composed() -> None:
+    [total] = only(run(payment(FIXED)), run(payment(adjacency=REPLACE))).totals
+    assert total.joint == total.plain
+
+
 def test_what_is_not_known_as_events_is_added_to_what_is() -> None:
     old = payment(charged=(), epsilon=1.5, delta=1e-6)
     [total] = only(run(payment()), run(payment()), run(old)).totals

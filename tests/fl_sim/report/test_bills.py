@@ -1,0 +1,97 @@
+"""What a report reads of a run's payments: its releases by identity, as events where they are certain, and its gaps."""
+
+import json
+
+import pytest
+
+from fl_sim.privacy.accounting import epsilon_of_counts
+from fl_sim.privacy.events import from_json
+from fl_sim.report.bills import bills_of
+from fl_sim.report.payments import payments_of
+from fl_sim.report.runs import find, read_all
+
+GAUSSIAN = {"kind": "gaussian", "noise_multiplier": 3.0}
+PAID = {
+    "unit": "client", "epsilon": 5.0, "delta": 1e-5, "ledger": "0123456789abcdef",
+    "planned_events": [{"event": GAUSSIAN, "times": 4}],
+}  # fmt: skip
+FACTS = {"labels": {"kind": "bounded-range", "epsilon": 0.1}, "generator": GAUSSIAN, "generator_steps": 3}
+
+
+def change(path, **values):
+    file = path / "result.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return path
+
+
+def payments(path):
+    [run] = find([path]).runs
+    return payments_of(run)
+
+
+def test_a_run_under_global_dp_pays_with_its_ledgers_events(write_experiment):
+    [one] = payments(change(write_experiment("a"), privacy=[PAID]))
+    assert (one.identity, one.unit, one.epsilon) == ("0123456789abcdef", "client", 5.0)
+    assert one.charged == ({from_json(GAUSSIAN): 4},)
+
+
+def test_where_a_budget_is_what_holds_no_events_are_composed(write_experiment):
+    [one] = payments(change(write_experiment("a"), privacy=[PAID | {"budget": 5.0}]))
+    assert one.charged == ()
+    [old] = payments(change(write_experiment("b"), privacy=[PAID | {"planned_events": None, "ledger": ""}]))
+    assert (old.charged, old.identity) == ((), "")
+
+
+def test_a_pool_is_one_release_and_each_different_bill_of_a_client_counts(write_experiment):
+    path = write_experiment("a", preprocess={"epsilon": 1.0})
+    made = json.loads((path / "result.json").read_text())["preprocess"]
+    more = FACTS | {"generator_steps": 5}
+    clients = [{"counts": [1, 0, 2], "refused": "", "facts": facts} for facts in (FACTS, more, FACTS, {})]
+    [one] = payments(change(path, preprocess=made | {"clients": clients}))
+    assert one.identity == made["pool"]
+    labels, generator = (from_json(FACTS[name]) for name in ("labels", "generator"))
+    assert one.charged == ({labels: 1, generator: 3}, {labels: 1, generator: 5})
+    nothing = [{"counts": [0, 0, 0], "refused": "too few", "facts": None}]
+    [one] = payments(change(path, preprocess=made | {"clients": nothing}))
+    assert one.charged == ({},)
+
+
+@pytest.mark.parametrize(
+    ("preprocess", "privacy", "bare"),
+    [
+        (None, [], True),
+        (None, [PAID], False),
+        (None, [PAID | {"epsilon": None}], True),
+        ({"train_on": "own-and-synthetic"}, [PAID | {"unit": "record"}], True),
+        ({"train_on": "synthetic"}, [PAID | {"unit": "record"}], False),
+        ({"train_on": "own-and-synthetic"}, [PAID | {"unit": "record"}, PAID], False),
+    ],
+)
+def test_what_trains_on_raw_records_without_noise_is_bare(write_experiment, tmp_path, preprocess, privacy, bare):
+    change(write_experiment("private"), privacy=[PAID | {"unit": unit} for unit in ("record", "client")])
+    change(write_experiment("other", preprocess=preprocess), privacy=privacy)
+    told = bills_of(read_all([tmp_path])).bills
+    assert {bill["unit"]: bill["runs_without_guarantee"] for bill in told} == {"record": bare, "client": bare}
+
+
+def test_a_run_that_does_not_say_what_it_released_leaves_no_guarantee(write_experiment, tmp_path):
+    change(write_experiment("a"), privacy=[PAID])
+    assert bills_of(read_all([tmp_path])).bills[0]["epsilon"] == 5.0
+    (write_experiment("b") / "result.json").unlink()
+    [bill] = bills_of(read_all([tmp_path])).bills
+    assert (bill["epsilon"], bill["runs_not_known"]) == (None, 1)
+    damaged = [PAID | {"planned_events": [{"event": {"kind": "other"}, "times": 1}]}]
+    change(write_experiment("c"), privacy=damaged)
+    told = bills_of(read_all([tmp_path]))
+    assert told.bills[0]["runs_not_known"] == 2
+    assert ["does not know" in problem.error for problem in told.problems] == [True]
+
+
+def test_seeds_are_releases_of_their_own(write_experiment, tmp_path):
+    for seed, ledger in enumerate(("aaaa", "bbbb", "bbbb")):
+        change(write_experiment(f"run-{seed}", seed=seed), privacy=[PAID | {"ledger": ledger}])
+    [bill] = bills_of(read_all([tmp_path])).bills
+    [private] = bill["private_releases"]
+    assert (private["releases"], private["epsilon_sum"]) == (2, 10.0)
+    assert private["epsilon_joint"] <= epsilon_of_counts({from_json(GAUSSIAN): 8}, 1e-5)
+    assert bill["runs"] == 3
