@@ -54,14 +54,10 @@ class LNMax(Settings):
         return LNMaxCost(self.gamma)
 
     def charges(self) -> tuple[None, "dp_event.DpEvent"]:
-        """Return the charge of a query: two counts with Laplace noise move by 1.
-
-        The divergence of a Laplace mechanism with epsilon gamma is at most order * rho, rho = gamma + e^-gamma - 1
-        (Harrison and Manurangsi 2026).
-        """
+        """Return the charge of a query: two counts with Laplace noise move by 1, so two Laplace mechanisms."""
         from dp_accounting import dp_event  # noqa: PLC0415 (the accountants load slowly)
 
-        return None, dp_event.ZCDpEvent(2 * (self.gamma + math.expm1(-self.gamma)))
+        return None, dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2)
 
     def passes(self, votes: NDArray[np.int64], *, noise: Noise, query: int) -> bool:
         """Return True: every query is answered."""

@@ -58,8 +58,6 @@ class Labelling(Settings):
     def _sensible(self) -> "Labelling":
         if isinstance(self.mechanism, NoNoise) and self.epsilon is not None:
             raise ValueError("mechanism none adds no noise and keeps within no epsilon: leave epsilon out")
-        if isinstance(self.mechanism, LNMax) and self.accountant == "pld":
-            raise ValueError("the pld accountant does not know lnmax: take accountant rdp, or mechanism gnmax")
         if self.budget == "data-dependent" and self.epsilon is None:
             raise ValueError("a data-dependent budget needs an epsilon to stay within")
         return self

@@ -53,7 +53,7 @@ def test_a_student_learns_from_noisy_votes_and_the_bill_is_the_ledgers(tmp_path:
     assert (facts["queries_asked"], facts["queries_answered"]) == (60, 60)
     assert (facts["teachers"], facts["public_records"], facts["evaluation_records"]) == (6, 200, 160)
     event = pate().algorithm.labelling.mechanism.charges()[1]
-    assert said["epsilon"] == epsilon_of_counts({event: 60}, 1e-5)
+    assert said["epsilon"] == epsilon_of_counts({event: 60}, 1e-5, accountant="pld")
     assert (said["unit"], said["delta"], said["adjacency"]) == ("record", 1e-5, "replace-one")
     assert "The server, which sees the votes" in said["does_not_cover"]
     rounds = read_rounds(tmp_path / "run")
@@ -244,7 +244,7 @@ def test_a_labelling_that_was_killed_goes_on_with_its_own_noise(
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     result = run(pate(), tmp_path / "second")
     event = pate().algorithm.labelling.mechanism.charges()[1]
-    assert result["privacy"][0]["epsilon"] == epsilon_of_counts({event: 60}, 1e-5)
+    assert result["privacy"][0]["epsilon"] == epsilon_of_counts({event: 60}, 1e-5, accountant="pld")
     assert not key.exists()
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from scipy import stats
 
 from fl_sim.privacy import pate
-from fl_sim.privacy.accounting import ORDERS, compose, delta_profile
+from fl_sim.privacy.accounting import ORDERS, compose, delta_profile, epsilon_of_counts
 from fl_sim.privacy.audit import EPSILONS, ProfileAudit, World, audit_profile, noise_calibration, run_mechanism
 from fl_sim.privacy.grid import grid_spacing
 from fl_sim.privacy.mechanisms import Noise
@@ -123,9 +123,13 @@ def test_the_ledger_is_charged_at_least_what_the_analysis_says(mechanism: Mechan
     charged = compose(dict.fromkeys(events, 1))
     worst = mechanism.cost().worst_case(np.array(ORDERS))
     assert (worst <= charged * (1 + 1e-9)).all()
-    # The ledger's bound for Laplace noise is tight at low orders and knows no limit at high ones.
-    low = np.array(ORDERS) < 1.3 if isinstance(mechanism, LNMax) else np.array(ORDERS) > 1
-    assert charged[low] == pytest.approx(worst[low], rel=0.1 if isinstance(mechanism, LNMax) else 1e-9)
+    assert charged == pytest.approx(worst, rel=1e-9)
+
+
+def test_lnmax_costs_what_two_laplace_mechanisms_cost() -> None:
+    event = LNMax(gamma=0.05).charges()[1]
+    assert epsilon_of_counts({event: 100}, 1e-5, accountant="pld") == pytest.approx(2.893, abs=2e-3)
+    assert epsilon_of_counts({event: 100}, 1e-5) == pytest.approx(3.126, abs=2e-3)
 
 
 def test_a_data_dependent_budget_goes_further_and_is_kept() -> None:
@@ -201,8 +205,6 @@ def test_noise_cannot_be_turned_off_by_a_number(mechanism: dict[str, object]) ->
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
     assert Labelling(mechanism="lnmax:0.1").mechanism == LNMax(gamma=0.1)
-    with pytest.raises(ValidationError, match="does not know lnmax"):
-        Labelling(accountant="pld")
     with pytest.raises(ValidationError, match="needs an epsilon"):
         Labelling(budget="data-dependent")
 
@@ -259,7 +261,7 @@ def test_the_audit_clears_the_true_mechanisms_and_sees_nearly_all_there_is_to_se
 def test_claims_are_the_ones_that_are_charged() -> None:
     assert TRUE_GNMAX.charges() == (None, dp_event.GaussianDpEvent(pytest.approx(1.0)))
     assert confident().charges() == (dp_event.GaussianDpEvent(1.0), TRUE_GNMAX.charges()[1])
-    assert LNMax(gamma=1.0).charges()[1] == dp_event.ZCDpEvent(pytest.approx(2 / math.e))
+    assert LNMax(gamma=0.5).charges() == (None, dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(2.0), 2))
 
 
 def test_the_plan_is_that_every_query_is_answered() -> None:
