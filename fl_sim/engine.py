@@ -22,6 +22,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fl_sim import wire
+from fl_sim.types import RunError, UserError
 
 CLIENT_RAISED, WORKER_DIED, TOO_LATE = 1, 2, 3
 """Error codes of the replies that stand for a client that did not answer."""
@@ -291,7 +292,8 @@ def answer(app: ClientApp, message: Message, num_clients: int) -> Message:
 
 def raised(message: Message, error: BaseException) -> Message:
     """Return the reply of a client that raised ``error``."""
-    return failure(message, CLIENT_RAISED, f"{type(error).__name__}: {error}")
+    said = str(error) if isinstance(error, RunError | UserError) else f"{type(error).__name__}: {error}"
+    return failure(message, CLIENT_RAISED, said)
 
 
 def _out_of_time(message: Message, timeout: float | None) -> Message:

@@ -29,6 +29,7 @@ _CURES: Final = {
     errno.EISDIR: "a folder stands where a file is needed: move it away, or choose another place",
     errno.ELOOP: "a link leads in a circle, or stands where no link may be followed: remove it",
     errno.EMFILE: "too many files are open at once: raise the limit (ulimit -n 4096)",
+    errno.ENAMETOOLONG: "the name is too long: choose a shorter one",
     errno.EIO: "the disk failed: choose a place on another one",
 }
 
@@ -54,10 +55,14 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
         sync_folder(path.parent)
 
 
-def append_line(path: Path, line: bytes) -> None:
-    """Append a line, whole or not at all, and wait until it is on the disk. Raises OSError that names ``path``."""
+def append_line(path: Path, line: bytes, *, is_first: bool) -> None:
+    """Append a line, whole or not at all, and wait until it is on the disk. Raises OSError that names ``path``.
+
+    ``is_first``: whether the file is to be made; a later line never makes one, as the lines before it would be missing.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if is_first else 0)
     with naming(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, flags, 0o666)
         with FileIO(descriptor, "ab") as file:
             before = os.fstat(descriptor).st_size
             try:
@@ -67,7 +72,7 @@ def append_line(path: Path, line: bytes) -> None:
                 with suppress(OSError):
                     os.ftruncate(descriptor, before)
                 raise
-        if before == 0:
+        if is_first:
             sync_folder(path.parent)
 
 

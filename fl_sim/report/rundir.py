@@ -71,7 +71,7 @@ def append_round(out: Path, record: RoundRecord, chain: str) -> str:
     ``chain``: the hash over the settings and all rounds before, by which a lost, foreign or changed line is noticed.
     """
     line = json.dumps(asdict(record), allow_nan=False).encode() + b"\n"
-    append_line(out / ROUNDS, line)
+    append_line(out / ROUNDS, line, is_first=record.round == 1)
     return _linked(chain, line)
 
 

@@ -37,18 +37,24 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_else(tmp_
 
 def test_a_line_that_cannot_be_finished_is_not_begun(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    append_line(path, b"one\n")
+    append_line(path, b"one\n", is_first=True)
     with largest_file(1000), pytest.raises(OSError, match="File too large"):
-        append_line(path, bytes(2000))
-    append_line(path, b"two\n")
+        append_line(path, bytes(2000), is_first=False)
+    append_line(path, b"two\n", is_first=False)
     assert path.read_bytes() == b"one\ntwo\n"
+
+
+def test_a_later_line_never_begins_a_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        append_line(tmp_path / "log", b"two\n", is_first=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_links_are_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "target").write_bytes(b"mine")
     (tmp_path / "log").symlink_to(tmp_path / "target")
     with pytest.raises(OSError) as caught:  # noqa: PT011 (the number tells)
-        append_line(tmp_path / "log", b"theirs")
+        append_line(tmp_path / "log", b"theirs", is_first=True)
     assert caught.value.errno == errno.ELOOP
     write_whole(tmp_path / "log", b"theirs")
     assert (tmp_path / "target").read_bytes() == b"mine"
