@@ -1,14 +1,13 @@
 """Runs side by side in worker processes that import torch once and are used again; a dying worker costs one run."""
 
-import fcntl
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -17,6 +16,7 @@ from typing import Any, TypeAlias
 
 from fl_sim.engine_choice import cores
 from fl_sim.experiment import Experiment, InProcess
+from fl_sim.locks import sole_run
 from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord
 from fl_sim.simulation import run
@@ -82,11 +82,11 @@ def run_all(
     """Run every experiment in ``out / name``, at most ``jobs`` at once, and tell what happens as it happens.
 
     A finished run is only reported; an unfinished one goes on at its checkpoint. Closing the generator, or an exception
-    inside it, stops the workers at once; what they finished stays. Raises UserError while another process is at it,
-    RunError where a worker cannot start, which is the fault of no run.
+    inside it, stops the workers at once; what they finished stays. Raises RunError while another process is at it, and
+    where a worker cannot start, which is the fault of no run.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with _alone_in(out):
+    with sole_run(out):
         waiting: deque[tuple[str, Experiment]] = deque()
         for name, experiment in runs.items():
             if (result := finished_result(out / name)) is not None:
@@ -263,13 +263,3 @@ def _die_with_parent() -> None:
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)
-
-
-@contextmanager
-def _alone_in(out: Path) -> Iterator[None]:
-    with (out / ".lock").open("w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"another fl-sim table is filling {out}: wait for it, or choose another --out") from error
-        yield

@@ -216,8 +216,8 @@ def test_two_commands_cannot_fill_one_directory(
 ) -> None:
     process = started(*LONG, "--jobs", "1", "--out", str(tmp_path))
     wait_for_a_round(tmp_path, process, 1)
-    assert typed(monkeypatch, *LONG, "--out", str(tmp_path)) == 2
-    assert "another fl-sim table is filling" in capsys.readouterr().err
+    assert typed(monkeypatch, *LONG, "--out", str(tmp_path)) == 1
+    assert f"is being written by process {process.pid}, started" in capsys.readouterr().err
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
 
