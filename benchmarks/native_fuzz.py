@@ -34,7 +34,7 @@ from fl_sim.learning import train
 from fl_sim.models import ResidualBlock
 from fl_sim.native.compiling import compile_kernel
 from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
-from fl_sim.native.layers import Stack, describe
+from fl_sim.native.layers import FIELDS, Stack, describe
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Mix, Params, Trained
@@ -50,7 +50,9 @@ AS_PYTORCH = 10.0
 
 RECORD_SETS = 3
 
-OPTIONS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g", "-fno-omit-frame-pointer"]
+OPTIONS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1", "-fno-omit-frame-pointer"]
+FOUND = 66
+"""What a process with sanitizers exits with where they find a fault."""
 
 
 @dataclass(frozen=True)
@@ -292,20 +294,46 @@ def faults(kernel: Kernel, numbers: range) -> Iterator[tuple[int, str]]:
             )
 
 
+def overrun(kernel: Kernel) -> None:
+    """Have the trainer write past the end of a tensor, which sanitizers must find."""
+    case = case_of(0)
+    right = describe(case.model, case.shape)
+    assert right is not None
+    layers = right.layers.copy()
+    layers[-1, FIELDS.index("outputs")] -= 1
+    short = Stack(layers, right.input_shape, right.layout)  # room for one class less than
+    vars(short)["pointers"] = right.pointers  # the library is told of
+    kernel.infer(short, flattened(detached(case.model.named_parameters())).flat, case.records(0)[0])
+
+
 def sanitized(first: int, cases: int) -> int:
-    """Run the cases through a trainer compiled with sanitizers, in a process of its own; return its exit code."""
+    """Run the cases through a trainer compiled with sanitizers, in a process of its own; return its exit code.
+
+    1 where the sanitizers do not find a fault that is there.
+    """
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "kernel.so"
         compile_kernel(library, OPTIONS)
-        asan = subprocess.run(
-            ["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True  # noqa: S607
-        ).stdout.strip()  # fmt: skip
-        environment = {
-            **os.environ, "LD_PRELOAD": asan, "UBSAN_OPTIONS": "print_stacktrace=1",
-            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=66:allocator_may_return_null=1",
-        }  # fmt: skip
-        command = [sys.executable, __file__, "--library", str(library), "--first", str(first), "--cases", str(cases)]
-        return subprocess.run(command, env=environment, check=False).returncode
+        command = [sys.executable, __file__, "--library", str(library)]
+        planted = subprocess.run([*command, "--overrun"], env=_with_sanitizers(), capture_output=True, check=False)
+        if planted.returncode != FOUND or b"heap-buffer-overflow" not in planted.stderr:
+            print(f"the sanitizers are not at work: a planted fault ended in {planted.returncode}: {planted.stderr!r}")
+            return 1
+        command += ["--first", str(first), "--cases", str(cases)]
+        code = subprocess.run(command, env=_with_sanitizers(), check=False).returncode
+        print("the sanitizers found the planted fault, and " + ("no other" if code != FOUND else "another, see above"))
+        return code
+
+
+def _with_sanitizers() -> dict[str, str]:
+    libraries = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()  # noqa: S607
+        for name in ("libasan.so", "libstdc++.so")
+    ]
+    return {
+        **os.environ, "LD_PRELOAD": " ".join(libraries), "UBSAN_OPTIONS": f"print_stacktrace=1:exitcode={FOUND}",
+        "ASAN_OPTIONS": f"detect_leaks=0:exitcode={FOUND}:allocator_may_return_null=1", "CXX": "g++",
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -315,6 +343,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--library", type=Path, help="another compiled trainer than the one that is installed")
     parser.add_argument("--sanitized", action="store_true")
+    parser.add_argument("--overrun", action="store_true", help="write past a tensor's end: sanitizers must find it")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     if asked.sanitized:
@@ -324,6 +353,9 @@ def main() -> int:
         print(f"there is no native trainer here: {why_not}")
         return 2
     torch.set_num_threads(1)
+    if asked.overrun:
+        overrun(kernel)
+        return 0
     failed = dict(faults(kernel, range(asked.first, asked.first + asked.cases)))
     for number, said in [] if asked.json else failed.items():
         print(f"case {number}: {said}")

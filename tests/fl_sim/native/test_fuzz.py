@@ -1,5 +1,6 @@
 """Random networks, records and settings: the compiled trainer ends where PyTorch does."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -28,6 +29,14 @@ def test_random_networks_end_where_pytorch_does(kernel: Kernel, fuzz: ModuleType
 @pytest.mark.slow
 def test_a_thousand_more_do(kernel: Kernel, fuzz: ModuleType) -> None:
     assert dict(fuzz.faults(kernel, SLOW)) == {}
+
+
+@pytest.mark.slow
+def test_sanitizers_find_nothing(fuzz: ModuleType) -> None:
+    """Compiling with them takes a minute and more, which is why there is no fast version."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++ here")
+    assert fuzz.sanitized(0, 100) == 0
 
 
 def test_the_networks_hold_all_there_is(fuzz: ModuleType) -> None:
