@@ -26,6 +26,7 @@ from safetensors.torch import save
 from clients.dafl import DaFl
 from clients.generation import Bill, Made, PrivateRecords, Request, nothing
 from clients.policy import Policy, open_ledger
+from fl_sim.files import explain
 from fl_sim.privacy import events
 from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.ledger import Ledger
@@ -131,6 +132,8 @@ def _without_its_words(error: Exception) -> Exception:
     """Return what may be said of an error: its text may quote records, and goes to the server."""
     if isinstance(error, RunError | UserError):
         return error
+    if isinstance(error, OSError) and error.strerror == os.strerror(error.errno or 0):
+        return RunError(explain(error))  # the system's own words, about a file
     kept = RunError(f"making the share failed with {type(error).__name__}, whose words may quote records")
     kept.__cause__ = error
     return kept

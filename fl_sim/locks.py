@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+from fl_sim.files import remove_partial
 from fl_sim.types import RunError
 
 LOCK: Final = ".lock"
@@ -96,6 +97,7 @@ def _held(path: Path, lock: int) -> Iterator[None]:
             started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
             os.ftruncate(lock, 0)
             os.pwrite(lock, json.dumps({"pid": os.getpid(), "started": started}).encode(), 0)
+        remove_partial(path.parent)
         yield
     finally:
         with suppress(OSError):

@@ -6,7 +6,7 @@ from typing import Any
 
 from fl_sim.checkpoint import CHECKPOINT, read_checkpoint
 from fl_sim.experiment import Experiment, build_model, experiment_from
-from fl_sim.files import is_partial, remove_partial
+from fl_sim.files import is_partial
 from fl_sim.locks import LOCK
 from fl_sim.params import detached
 from fl_sim.preparation import RunLog
@@ -65,7 +65,6 @@ def take_up(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog
 
     Raises UserError where what is there does not fit together, or does not fit the experiment: never goes on from less.
     """
-    remove_partial(out)
     there = holds_run(experiment, out)
     if isinstance(experiment.aggregator, GlobalDP):
         _check_paid(out)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from fl_sim.files import remove_partial
 from fl_sim.report.release import Release
 from fl_sim.report.release import notes as privacy_notes
 from fl_sim.report.rundir import write_text
@@ -63,6 +64,7 @@ class Table:
 
 def write_table(out: Path, table: Table) -> None:
     """Write ``table.md``, ``table.csv``, ``table.tex`` and ``table.json``, each whole or not at all."""
+    remove_partial(out)  # of a table whose process was killed
     write_text(out / "table.md", markdown(table) + "\n")
     write_text(out / "table.csv", csv_text(table))
     write_text(out / "table.tex", latex(table) + "\n")

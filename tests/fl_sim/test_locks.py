@@ -114,3 +114,15 @@ def test_a_lock_that_cannot_name_its_holder_still_holds(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "pwrite", full_disk)
     with sole_run(tmp_path), pytest.raises(RunError, match="by another process"), sole_run(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("lock", [alone_in, sole_run])
+def test_whoever_has_the_folder_removes_what_killed_writers_left(tmp_path: Path, lock) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for name in (f".pool.json.{dead.pid}.7.part", f".pool.json.{os.getpid()}.7.part", "pool.json"):
+        (tmp_path / name).write_text("half")
+    with lock(tmp_path):
+        assert {path.name for path in tmp_path.iterdir()} == {
+            ".lock", f".pool.json.{os.getpid()}.7.part", "pool.json",
+        }  # fmt: skip
