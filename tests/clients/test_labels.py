@@ -84,6 +84,25 @@ def test_neighbouring_data_sets_are_as_close_as_the_reference_says(case: dict[st
     assert (bounded_loss_curve(BoundedRangeDpEvent(case["eps"]), orders) >= exact).all()
 
 
+@pytest.mark.parametrize(("epsilon_1", "gamma", "largest"), [(1.0, 0.1, 20), (0.1, 0.05, 12), (2.0, 1.0, 30)])
+def test_one_record_changes_no_probability_by_more_than_epsilon_and_some_by_much_of_it(
+    epsilon_1: float, gamma: float, largest: int
+) -> None:
+    # A target that is rounded before it is scored moves by a whole 1 at once, not by gamma: the ratio is 5 epsilon.
+    picker = ExponentialMechanism(epsilon=epsilon_1)
+    worst = worst_log_ratio(lambda n: picker.pmf(n, gamma, largest), 60)
+    assert 0.6 * epsilon_1 <= worst <= epsilon_1 * (1 + 1e-9)
+
+
+def test_what_is_drawn_follows_a_target_that_is_not_rounded() -> None:
+    # Targets 7.0 to 7.9 by steps of gamma, and much epsilon: the share drawn above 7 grows with each record.
+    picker = ExponentialMechanism(epsilon=1.0, false_positive=1, least_share=0)
+    for held in range(70, 80):
+        drawn = picker.select(np.full(4000, held), 0.1, 20, Noise.seeded(held))
+        above = float(picker.pmf(held, 0.1, 20)[8:].sum())
+        assert (drawn > 7).mean() == pytest.approx(above, abs=0.04)
+
+
 @needs_reference
 def test_the_inequality_is_nearly_reached_somewhere() -> None:
     assert max(case["over_eps"] for case in _REFERENCE["dp_exact"]) >= 0.98
