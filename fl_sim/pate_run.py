@@ -22,6 +22,7 @@ from fl_sim.learning import EVALUATION_BATCH, to_tensors
 from fl_sim.noisy_labels import LEDGER, Released, release_labels
 from fl_sim.pate_statements import data_dependent, statements_of
 from fl_sim.preparation import PateLog, RunLog, order_of
+from fl_sim.privacy.rounding import rounded_up
 from fl_sim.report import rundir
 from fl_sim.report.rundir import RoundRecord, coarse
 from fl_sim.seeding import seed_torch, torch_kept
@@ -47,7 +48,8 @@ def run_pate(
 ) -> None:
     """Run all of it; ``say`` hears what happens before the student trains, ``finished`` of its epochs.
 
-    Raises RunError where a teacher fails, no query is answered or the student diverges.
+    Raises RunError where no teacher votes, no query is answered or the student diverges; where the votes get no noise,
+    also where one teacher fails.
     """
     settings, start = experiment.algorithm, time.perf_counter()
     assert isinstance(settings, Pate)
@@ -170,7 +172,7 @@ def _private(settings: Pate, votes: Votes, released: Released, pool: Examples) -
 def _spent(settings: Pate, votes: Votes, released: Released, epsilon: float | None) -> str:
     """Say what the labels cost, on the screen alone: the data-dependent part of it goes into no file."""
     labelled, private = released.labelled, data_dependent(settings, votes, released)
-    total = "none (no guarantee)" if epsilon is None else f"{epsilon:.4g}"
+    total = "none (no guarantee)" if epsilon is None else rounded_up(epsilon)
     again = ", paid for by an earlier run with the same settings" if released.reused else ""
     line = (
         f"{labelled.num_asked} queries asked, {labelled.num_answered} answered{again}; epsilon {total} in total at "
@@ -178,7 +180,8 @@ def _spent(settings: Pate, votes: Votes, released: Released, epsilon: float | No
     )
     if private is None:
         return line
-    return f"{line}; data-dependent epsilon {private:.4g}: PRIVATE, as it is computed from the votes; do not publish it"
+    shown = rounded_up(private)
+    return f"{line}; data-dependent epsilon {shown}: PRIVATE, as it is computed from the votes; do not publish it"
 
 
 def _facts(
