@@ -91,6 +91,8 @@ def test_a_run_directory_remembers_charges_that_the_cache_has_lost(tmp_path: Pat
         released(tmp_path)
     assert not list((tmp_path / "cache").glob("labels-*/labels.json"))
     assert released(tmp_path, out="fresh").ledger.epsilon == first.ledger.epsilon
+    with pytest.raises(RunError, match="shows charges for labels about these records"):
+        released(tmp_path)  # the cache is full again, but of another release
 
 
 def changed(path: Path, **values: object) -> None:
