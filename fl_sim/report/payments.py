@@ -44,8 +44,8 @@ def _payment(release: Release, outcome: Outcome) -> Payment:
         charged = ()  # what holds is the budget, and no events say that
     else:
         charged = (_counted(release.planned_events),)
-    # A pool's file is named by its content; a client's ledger may hold more than one pool.
-    identity = pool or release.ledger
+    # A pool's file is named by its content. What PATE publishes about its labels ("ID, published") includes them.
+    identity = pool or release.ledger.partition(",")[0]
     delta, adjacency = release.delta or 0.0, Adjacency(release.adjacency)
     return Payment(release.unit, identity, release.epsilon, delta, adjacency, charged, release.simulation_only)
 

@@ -35,6 +35,14 @@ def test_a_run_under_global_dp_pays_with_its_ledgers_events(write_experiment):
     assert one.charged == ({from_json(GAUSSIAN): 4},)
 
 
+def test_a_published_cost_includes_the_labels_that_it_is_about(write_experiment, tmp_path):
+    labels = PAID | {"unit": "record", "epsilon": 2.0}
+    published = labels | {"ledger": f"{PAID['ledger']}, published", "epsilon": 2.5, "planned_events": None}
+    change(write_experiment("a", algorithm={"kind": "pate"}), privacy=[labels, published])
+    change(write_experiment("b", algorithm={"kind": "pate"}, seed=1), privacy=[labels])
+    assert [bill["epsilon"] for bill in bills_of(read_all([tmp_path])).bills] == [2.5]
+
+
 def test_where_a_budget_is_what_holds_no_events_are_composed(write_experiment):
     [one] = payments(change(write_experiment("a"), privacy=[PAID | {"budget": 5.0}]))
     assert one.charged == ()
