@@ -56,8 +56,7 @@ def release_labels(settings: Pate, votes: Votes, seed: int, out: Path) -> Releas
     with alone_in_cache(folder):
         _hold_against_copy(folder / LEDGER, out / LEDGER)
         kept = _read_labels(folder, counts.shape) if (folder / _LABELS).exists() else None
-        paid_with = Receipt.from_json(kept.receipt) if kept else None
-        ledger = labelling.open_ledger(folder / LEDGER, paid_with, holder=str(folder / _LABELS))
+        ledger = _open_ledger(labelling, folder, kept)
         if kept is None:
             noise = _noise(labelling, folder, f"{seed}/{votes.folder.name}", counts)
             labelled = label(counts, labelling, ledger=ledger, noise=noise)
@@ -149,6 +148,14 @@ def _read_labels(folder: Path, shape: tuple[int, ...]) -> _Labels:
             "and paid for again"
         )
     return kept
+
+
+def _open_ledger(labelling: Labelling, folder: Path, kept: _Labels | None) -> Ledger:
+    paid_with = Receipt.from_json(kept.receipt) if kept else None
+    try:
+        return labelling.open_ledger(folder / LEDGER, paid_with, holder=str(folder / _LABELS))
+    except RunError as error:
+        raise RunError(f"{error}: labels are kept below FL_SIM_POOLS, so name a fresh directory there") from error
 
 
 def _hold_against_copy(ledger: Path, copy: Path) -> None:

@@ -77,7 +77,7 @@ def test_labels_whose_ledger_is_gone_cut_or_edited_are_refused(tmp_path: Path, d
     released(tmp_path)
     damage(kept(tmp_path, "ledger.jsonl"))
     with pytest.raises(
-        RunError, match=rf"ledger.jsonl.* {words}.*put an unchanged copy of it back, or start a new run"
+        RunError, match=rf"ledger.jsonl.* {words}.*put an unchanged copy of it back, or start .*FL_SIM_POOLS"
     ):
         released(tmp_path, out="other")
 
