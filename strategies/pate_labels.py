@@ -190,7 +190,7 @@ class _DataDependentBudget:
             self.curve = self.curve + self._curve_of(votes, answered=answered)
 
     def _curve_of(self, votes: NDArray[np.int64], *, answered: bool) -> NDArray[np.float64]:
-        from fl_sim.privacy.accounting import ORDERS  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.privacy.renyi import ORDERS  # noqa: PLC0415 (the accountants load slowly)
 
         cost, weight = self.labelling.mechanism.cost(), np.array([float(answered)])
         curve: NDArray[np.float64] = cost.curves(votes[None], weight, np.array(ORDERS))[0][0]

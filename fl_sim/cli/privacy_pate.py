@@ -9,9 +9,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fl_sim.privacy import pate, pate_lnmax, pate_smooth
-from fl_sim.privacy.accounting import ORDERS, valid_delta
+from fl_sim.privacy.accounting import valid_delta
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.planning import delta_advice
+from fl_sim.privacy.renyi import ORDERS
 from fl_sim.report.picture import save_plot
 from fl_sim.types import UserError
 

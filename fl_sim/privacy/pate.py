@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.privacy import pate_gnmax, pate_lnmax
-from fl_sim.privacy.accounting import ORDERS, valid_delta
+from fl_sim.privacy.accounting import valid_delta
+from fl_sim.privacy.renyi import ORDERS, epsilons_of_curves
 from fl_sim.types import UserError
 
 Counts: TypeAlias = NDArray[np.int64]
@@ -181,17 +182,10 @@ def analyse(counts: Counts, cost: Cost, delta: float, *, answered: NDArray[np.bo
 
 
 def epsilon_of_curves(curves: Floats, delta: float) -> Floats:
-    """Return the epsilon that each curve, a row over ``ORDERS``, proves at ``delta``, shape (rows,).
-
-    The conversion of Canonne, Kamath and Steinke (2020, proposition 12), the same as ``accounting.epsilon_of_curve``.
-    """
+    """Return the epsilon that each curve, a row over ``ORDERS``, proves at ``delta``, shape (rows,)."""
     assert not np.isnan(curves).any()
     assert (curves >= 0).all()
-    usable = _ORDERS > 1.01
-    orders, values = _ORDERS[usable], curves[:, usable]
-    epsilons = values + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1)
-    nothing = (delta**2 + np.expm1(-curves) > 0).any(axis=1)
-    return np.where(nothing, 0.0, np.maximum(epsilons.min(axis=1), 0.0))
+    return epsilons_of_curves(curves, delta)
 
 
 def valid_counts(counts: NDArray[np.generic]) -> Counts:

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
+from fl_sim.privacy.renyi import laplace_curve
+
 Floats = NDArray[np.float64]
 
 
@@ -35,9 +37,7 @@ def independent(gamma: float, orders: Floats) -> Floats:
     The winner is computed from the noisy counts, of which two move by 1: at most two Laplace mechanisms with epsilon
     gamma (Mironov 2017, proposition 6), less than any bound that knows only that the pair is (2 gamma, 0)-private.
     """
-    less = orders - 1
-    both: Floats = np.log1p(less * np.expm1(-gamma * (less + orders)) / (less + orders)) / less + gamma
-    return np.maximum(2 * both, 0.0)
+    return np.maximum(2 * laplace_curve(gamma, orders), 0.0)
 
 
 def independent_2017(gamma: float, orders: Floats) -> Floats:

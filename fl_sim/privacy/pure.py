@@ -31,6 +31,8 @@ def pure_epsilon(event: dp_event.DpEvent) -> float:
             return epsilon
         case dp_event.DiscreteLaplaceDpEvent(noise_parameter=parameter, sensitivity=sensitivity):
             return float(parameter * sensitivity)
+        case dp_event.LaplaceDpEvent(noise_multiplier=scale):
+            return 1 / scale if scale > 0 else math.inf
         case _:
             return math.inf
 

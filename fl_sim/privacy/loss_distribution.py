@@ -1,0 +1,110 @@
+"""Epsilon by the privacy loss distribution, PLD (Doroshenko et al. 2022, by dp_accounting), where it can be had.
+
+Its estimates stay above the truth on any grid, so the grid is as coarse as it takes to end within seconds.
+"""
+
+import math
+from collections import Counter
+from functools import lru_cache
+from typing import Final, TypeAlias
+
+from dp_accounting import NeighboringRelation, dp_event
+from dp_accounting.pld import PLDAccountant
+
+from fl_sim.privacy.pure import with_the_same_loss
+
+Steps: TypeAlias = tuple[tuple[dp_event.DpEvent, int], ...]
+"""(event, how often it is released), for events that are not repeated ones."""
+
+_INTERVAL: Final = 1e-4  # dp_accounting's default
+_INTERVALS_PER_EPSILON: Final = 200_000
+_MOST_INTERVALS: Final = 300_000  # between the losses of one release
+_MOST_STEPS: Final = 10**6
+_MOST_EPSILON: Final = 200.0
+
+
+def supported(event: dp_event.DpEvent, relation: NeighboringRelation) -> bool:
+    """Return whether the PLD accountant knows ``event``, which is not a repeated one."""
+    return bool(PLDAccountant(relation).supports(with_the_same_loss(event)))
+
+
+def why_not(steps: Steps, by_rdp: float) -> str:
+    """Say why the PLD of these releases is left out, "" where it is not. ``by_rdp``: their epsilon by RDP."""
+    if by_rdp > _MOST_EPSILON:
+        return f"no PLD was computed, because an epsilon above {_MOST_EPSILON:g} says little either way"
+    if sum(count for _, count in merged(steps)) > _MOST_STEPS:
+        return f"no PLD was computed, because that of more than {_MOST_STEPS} sampled steps takes too long"
+    return ""
+
+
+@lru_cache(maxsize=256)
+def epsilon(steps: Steps, relation: NeighboringRelation, delta: float, by_rdp: float) -> float:
+    """Return the epsilon of ``steps`` at ``delta``; ``inf`` where the grid proves none."""
+    found = composed(steps, relation, by_rdp).get_epsilon(delta)
+    if plain := _without_amplification(steps):
+        found = min(found, composed(plain, relation, by_rdp).get_epsilon(delta))
+    return float(found)
+
+
+def composed(steps: Steps, relation: NeighboringRelation, by_rdp: float) -> PLDAccountant:
+    """Return an accountant that holds ``steps``."""
+    few = merged(steps)
+    widest = max((_widest_loss(event) for event, _ in few), default=0.0)
+    known = by_rdp if math.isfinite(by_rdp) else 0.0
+    interval = max(_INTERVAL, known / _INTERVALS_PER_EPSILON, widest / _MOST_INTERVALS)
+    accountant = PLDAccountant(relation, interval)
+    for event, count in few:
+        accountant.compose(with_the_same_loss(event), count)
+    return accountant
+
+
+def merged(steps: Steps) -> Steps:
+    """Return ``steps`` with all that is not sampled as one release: Gaussian mechanisms add as 1 / z^2, exactly."""
+    rest: Counter[dp_event.DpEvent] = Counter()
+    precision: dict[dp_event.DpEvent, float] = {}
+    for event, count in steps:
+        if (unit := _with_noise(event, 1.0)) is None or not _noise(event) > 0:
+            rest[event] += count
+        else:
+            precision[unit] = precision.get(unit, 0.0) + count / _noise(event) / _noise(event)
+    together = [_with_noise(unit, total**-0.5) for unit, total in precision.items() if total > 0]
+    return (*rest.items(), *((event, 1) for event in together if event is not None))
+
+
+def _with_noise(event: dp_event.DpEvent, noise: float) -> dp_event.DpEvent | None:
+    """Return a Gaussian mechanism that everybody takes part in, with ``noise`` instead of its own; None for others."""
+    match event:
+        case dp_event.GaussianDpEvent():
+            return dp_event.GaussianDpEvent(noise)
+        case dp_event.TruncatedSubsampledGaussianDpEvent(dataset_size=size, truncated_batch_size=cohort):
+            return dp_event.TruncatedSubsampledGaussianDpEvent(1, 1.0, 1, noise) if size == cohort else None
+    return None
+
+
+def _noise(event: dp_event.DpEvent) -> float:
+    inner = event.event if isinstance(event, dp_event.PoissonSampledDpEvent) else event
+    return float(getattr(inner, "noise_multiplier", math.inf))
+
+
+def _widest_loss(event: dp_event.DpEvent) -> float:
+    """Return about how far apart the losses of one release lie, tails of 2^-60 left out."""
+    if isinstance(event, dp_event.LaplaceDpEvent | dp_event.DiscreteLaplaceDpEvent):
+        return 0.0
+    shift = (2 if isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent) else 1) / max(_noise(event), 1e-9)
+    return shift * (shift + 18)
+
+
+def _without_amplification(steps: Steps) -> Steps | None:
+    """Return ``steps`` with everyone in every cohort where that bound may be the smaller one, None where it is not.
+
+    Of a fixed-size cohort both bounds are sound. With much noise the amplified pair stands 4 q S apart and the plain
+    one 2 S, so the plain one can only win from half of the population on.
+    """
+    plain: list[tuple[dp_event.DpEvent, int]] = []
+    for event, count in steps:
+        if isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent):
+            size = event.dataset_size
+            if 2 * event.truncated_batch_size < size:
+                return None
+            plain.append((dp_event.TruncatedSubsampledGaussianDpEvent(size, 1.0, size, event.noise_multiplier), count))
+    return tuple(plain) or None

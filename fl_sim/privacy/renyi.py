@@ -1,0 +1,195 @@
+"""Renyi divergences of one release at fixed orders, and the epsilon that their sum proves (Mironov et al. 2019).
+
+Every curve is an upper bound at any valid parameters, however extreme: what cannot be computed is replaced by a larger
+bound (no amplification, the next order, ``inf``), and nothing is found by subtracting numbers that are nearly equal.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Final, TypeAlias
+
+import numpy as np
+from dp_accounting import dp_event
+from dp_accounting.rdp import RdpAccountant
+from numpy.typing import NDArray
+from scipy.special import gammaln, logsumexp
+
+from fl_sim.privacy.pure import bounded_loss_curve, pure_epsilon
+from fl_sim.types import UserError
+
+Curve: TypeAlias = NDArray[np.float64]
+"""Renyi divergences at ``ORDERS``; curves of independent releases add."""
+
+ORDERS: Final = (
+    *(1 + 10 ** (eighth / 8 - 4) for eighth in range(16)),
+    1.01,
+    1.0133,
+    1.0178,
+    *(1 + fortieth / 40 for fortieth in range(1, 20)),
+    *(1 + tenth / 10 for tenth in range(5, 100)),
+    *range(11, 128),
+    *range(128, 256, 8),
+    *range(256, 1025, 64),
+)
+
+_MOST_POINTS: Final = 2_000_000
+_ORDERS: Final = np.array(ORDERS)
+_LESS: Final = _ORDERS - 1
+_SERIES: Final = _ORDERS[(_ORDERS >= 1.01) & (np.floor(_ORDERS) != _ORDERS)]
+"""The orders at which dp_accounting's series is asked for; it is right to 1e-12 where noise and rate are ordinary."""
+_SERIES_ERROR: Final = 1e-12
+_QUADRATURE_ERROR: Final = 1e-13
+
+
+@lru_cache(maxsize=512)
+def rdp_curve(event: dp_event.DpEvent) -> Curve:
+    """Return the Renyi divergences of one release at ``ORDERS``; ``inf`` where there is no bound. Read-only."""
+    with np.errstate(all="ignore"), _quiet_excluded_orders():
+        curve = checked(_curve(event))
+    # A divergence never falls with its order.
+    curve = np.asarray(np.minimum.accumulate(curve[::-1])[::-1])
+    curve.setflags(write=False)
+    return curve
+
+
+def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.float64]:
+    """Return the epsilon that each curve, a row over ``ORDERS``, proves at ``delta``; ``inf`` where it proves none.
+
+    The conversion of Canonne, Kamath and Steinke (2020, proposition 12); and 0 where the distance of the two
+    distributions is within delta anyway, by their Kullback-Leibler divergence (Bretagnolle and Huber 1978).
+    """
+    epsilons = curves + np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / _LESS
+    nothing = (delta**2 + np.expm1(-curves) > 0).any(axis=-1)
+    return np.asarray(np.where(nothing, 0.0, np.maximum(epsilons.min(axis=-1), 0.0)))
+
+
+def checked(curve: Curve) -> Curve:
+    """Refuse NaN, which would turn into an epsilon of 0; lift rounding below zero to zero."""
+    if np.isnan(curve).any() or (curve < -1e-9).any():
+        raise ArithmeticError(
+            "a Renyi divergence came out as NaN or negative: the accountant failed, no epsilon is known"
+        )
+    return np.maximum(curve, 0.0)
+
+
+def _curve(event: dp_event.DpEvent) -> Curve:
+    match event:
+        case dp_event.GaussianDpEvent(noise_multiplier=noise):
+            return _gaussian_curve(noise)
+        case dp_event.PoissonSampledDpEvent(
+            sampling_probability=rate, event=dp_event.GaussianDpEvent(noise_multiplier=noise)
+        ) if 0 < rate < 1 and noise > 0:
+            return np.minimum(_gaussian_curve(noise), _poisson_curve(event, rate, noise))
+        case dp_event.TruncatedSubsampledGaussianDpEvent():
+            return _fixed_size_curve(event)
+        case dp_event.LaplaceDpEvent(noise_multiplier=scale):
+            return laplace_curve(math.inf if scale == 0 else 1 / scale, _ORDERS)
+    if math.isfinite(pure_epsilon(event)):
+        return bounded_loss_curve(event, _ORDERS)
+    return np.asarray(RdpAccountant(ORDERS).compose(event).rdp)
+
+
+def laplace_curve(epsilon: float, orders: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the divergences of the Laplace mechanism with ``epsilon`` at ``orders`` (Mironov 2017, proposition 6)."""
+    if math.isinf(epsilon):
+        return np.full(len(orders), math.inf)
+    if epsilon < 1e-4:
+        # The terms below would cancel. A bound: order * rho with rho = epsilon + e^-epsilon - 1 <= epsilon^2 / 2
+        # (Harrison and Manurangsi 2026).
+        return np.asarray(orders * (epsilon**2 / 2))
+    less = orders - 1
+    return np.asarray(np.log1p(less * np.expm1(-epsilon * (less + orders)) / (less + orders)) / less + epsilon)
+
+
+def _gaussian_curve(noise: float) -> Curve:
+    """Return order / (2 z^2): adding or removing one unit moves the mean by one clipping norm."""
+    return np.asarray(_ORDERS / 2 / np.float64(noise) / np.float64(noise))
+
+
+def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float) -> Curve:
+    """Bound the divergence of the sampled Gaussian mechanism (Mironov et al. 2019, section 3.3).
+
+    With A(a) = exp((a - 1) D_a), at a whole order A - 1 is a sum of positive terms, so that a tiny divergence keeps its
+    digits; log A is convex, so between whole orders a straight line is above it.
+    """
+    logs = _log_moments(rate, noise)
+    below = np.floor(_ORDERS).astype(int)
+    share = _ORDERS - below
+    line = np.array([(1 - s) * logs[n] + (s * logs[n + 1] if s else 0.0) for n, s in zip(below, share, strict=True)])
+    curve: Curve = line / _LESS
+    if 1e-2 <= noise <= 1e3 and 1e-9 <= rate <= 1 - 1e-9:
+        series = np.asarray(RdpAccountant(_SERIES).compose(event).rdp) + _SERIES_ERROR / (_SERIES - 1)
+        places = np.isin(_ORDERS, _SERIES)
+        curve[places] = np.fmin(curve[places], series)
+    return curve
+
+
+def _log_moments(rate: float, noise: float) -> dict[int, float]:
+    """Return log A(n) = log sum_k C(n, k) (1 - q)^(n - k) q^k exp(k (k - 1) / (2 z^2)) at all whole orders needed."""
+    whole = {int(order) for order in ORDERS} | {int(order) + 1 for order in ORDERS if order != int(order)}
+    k = np.arange(2, max(whole) + 1, dtype=np.float64)
+    growth = k / 2 / noise * (k - 1) / noise
+    terms = growth + np.log(-np.expm1(-growth)) + k * math.log(rate) - gammaln(k + 1)
+    rest = math.log1p(-rate)
+    logs = {1: 0.0}
+    for n in whole - {1}:
+        few = k[: n - 1]
+        log_less_one = logsumexp(terms[: n - 1] + gammaln(n + 1) - gammaln(n - few + 1) + (n - few) * rest)
+        logs[n] = float(np.logaddexp(0.0, log_less_one))
+    return logs
+
+
+def _fixed_size_curve(event: dp_event.TruncatedSubsampledGaussianDpEvent) -> Curve:
+    """Bound the Renyi divergence by the pair that dominates sampling without replacement, or by no amplification.
+
+    The sampled unit displaces another one: the sum moves by at most 2S either way, hence the pair
+    (1-q) N(0, z^2) + q N(+2, z^2) against (1-q) N(0, z^2) + q N(-2, z^2), whose divergence is the same both ways round.
+    Without amplification replacing one unit moves the sum by 2S: divergence 2 a / z^2. Both hold, so does the smaller.
+    """
+    if event.sampling_probability != 1:
+        raise UserError(
+            "only cohorts of a fixed size are accounted for: the sampling probability before truncation must be 1"
+        )
+    noise, rate = event.noise_multiplier, event.truncated_batch_size / event.dataset_size
+    plain = 4 * _gaussian_curve(noise)
+    if rate == 1 or noise < 1e-3:  # with so little noise there is no amplification to speak of
+        return plain
+    return np.minimum(plain, [_mixture_divergence(order, rate, 2 / noise) for order in ORDERS])
+
+
+def _mixture_divergence(order: float, rate: float, shift: float) -> float:
+    """Return D_order((1-q) N(0,1) + q N(s,1) || (1-q) N(0,1) + q N(-s,1)) by the trapezoid rule.
+
+    The integrand has Gaussian tails and is analytic in a strip of half-width pi/s about the real line (where the second
+    density has its zeros), so the error falls as exp(-2 pi (pi/s) / step): only rounding at the step chosen here, for
+    which there is a margin.
+    """
+    reach = shift * (2 * order - 1)  # where the farthest bump of p^a q^(1-a) lies
+    num_points = int(16 * max(1.0, shift) * (reach + shift + 24)) + 1
+    if num_points > _MOST_POINTS:
+        return math.inf
+    points = np.linspace(-shift - 12, reach + 12, num_points)
+    base = math.log1p(-rate) - points**2 / 2
+    towards = np.logaddexp(base, math.log(rate) - (points - shift) ** 2 / 2)
+    away = np.logaddexp(base, math.log(rate) - (points + shift) ** 2 / 2)
+    step = points[1] - points[0]
+    log_integral = logsumexp(order * towards - (order - 1) * away) + math.log(step / math.sqrt(2 * math.pi))
+    return float((max(log_integral, 0.0) + _QUADRATURE_ERROR * max(1.0, abs(log_integral))) / (order - 1))
+
+
+@contextmanager
+def _quiet_excluded_orders() -> Iterator[None]:
+    """Silence the accountant's notice that a fractional order did not converge: it is left out, which is sound."""
+    logger = logging.getLogger("absl")
+    logger.addFilter(_not_about_orders)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_not_about_orders)
+
+
+def _not_about_orders(record: logging.LogRecord) -> bool:
+    return "Excluding this order" not in str(record.msg)
