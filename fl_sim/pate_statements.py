@@ -11,7 +11,8 @@ from fl_sim.ensemble import Votes
 from fl_sim.experiment import Experiment
 from fl_sim.noisy_labels import Released, publish_cost
 from fl_sim.privacy import pate
-from fl_sim.privacy.accounting import ORDERS, Adjacency, compose, epsilon_of_curve
+from fl_sim.privacy.accounting import Adjacency, compose, epsilon_of_curve
+from fl_sim.privacy.renyi import ORDERS
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.privacy.statement import Words, statement
 from partitions import FeatureNoise, Iid, Quantity

@@ -20,9 +20,11 @@ from fl_sim.privacy.accounting import (
     valid_delta,
 )
 from fl_sim.privacy.planning import delta_advice, noise_multiplier, steps_that_fit
+from fl_sim.privacy.rounding import rounded_up
 from fl_sim.report.picture import save_plot
 from fl_sim.types import UserError
 
+_MOST_STEPS: Final = 10**18
 _ACCOUNTANTS: Final[tuple[Accountant, ...]] = ("rdp", "pld")
 _CURVES: Final[tuple[tuple[Accountant, int, str], ...]] = (("rdp", 200, "-"), ("pld", 8, "o"))
 
@@ -82,6 +84,7 @@ def answer(question: Question) -> dict[str, Any]:
         asked, steps = "steps", fits
     counts = Counter({event: steps}) if steps else Counter()
     epsilons = {by: epsilon_of_counts(counts, delta, accountant=by) for by in _ACCOUNTANTS}
+    least = min(_ACCOUNTANTS, key=epsilons.__getitem__)
     advice = delta_advice(delta, sampling.population) if sampling.population else None
     return {
         "unit": sampling.unit,
@@ -94,6 +97,8 @@ def answer(question: Question) -> dict[str, Any]:
         "accountant": accountant,
         "epsilon_rdp": _json(epsilons["rdp"]),
         "epsilon_pld": _json(epsilons["pld"]),
+        "epsilon_least": _json(epsilons[least]),
+        "accountant_least": least,
         "target_epsilon": question.target,
         "steps_that_fit": fits,
         "adjacency": str(adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE),
@@ -106,7 +111,8 @@ def in_words(plan: dict[str, Any]) -> str:
     """Return the plan as lines for people."""
     both = f"RDP {_show(plan['epsilon_rdp'])}, PLD {_show(plan['epsilon_pld'])}"
     lines = [
-        f"epsilon           {_show(plan['epsilon'])} by {plan['accountant'].upper()}, the guarantee ({both})",
+        f"epsilon           {_show(plan['epsilon_least'])}, the smaller of two sound bounds ({both})",
+        f"planned by        {plan['accountant'].upper()}",
         f"delta             {plan['delta']:g}",
         f"noise multiplier  {plan['noise_multiplier']:.6g}  (noise on the sum / clipping norm of one {plan['unit']})",
         f"steps             {plan['steps']}",
@@ -146,8 +152,14 @@ def _check(question: Question) -> None:
         raise UserError(f"too little to plan with: {' and '.join(missing)} are missing; give two of {', '.join(known)}")
     if question.noise is not None and not 0 < question.noise < math.inf:
         raise UserError(f"noise multiplier {question.noise} gives no guarantee: choose a positive number such as 1.0")
-    if question.steps is not None and question.steps < 1:
-        raise UserError(f"{question.steps} steps: give at least 1")
+    if question.steps is not None and not 1 <= question.steps <= _MOST_STEPS:
+        raise UserError(f"{_short(question.steps)} steps: give 1 to {_MOST_STEPS:g}")
+    if question.target is not None and not 0 < question.target < math.inf:
+        raise UserError(f"target epsilon {question.target} is not a positive number: choose one such as 8")
+
+
+def _short(number: int) -> str:
+    return str(number) if abs(number) < 10**30 else "that many"
 
 
 def _json(epsilon: float) -> float | None:
@@ -155,4 +167,4 @@ def _json(epsilon: float) -> float | None:
 
 
 def _show(epsilon: float | None) -> str:
-    return "none" if epsilon is None else f"{epsilon:.4f}"
+    return "none" if epsilon is None else rounded_up(epsilon, 5)

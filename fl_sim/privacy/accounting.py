@@ -125,8 +125,9 @@ def common_adjacency(events: Sequence[dp_event.DpEvent]) -> Adjacency:
 def compose(counts: Mapping[dp_event.DpEvent, int]) -> Curve:
     """Return the Renyi curve of every event released as often as ``counts`` says: the sum of the curves."""
     total = np.zeros(len(ORDERS))
-    for event, count in single_steps(counts).items():
-        total += count * rdp_curve(event)
+    with np.errstate(over="ignore"):  # beyond the largest number there is no guarantee
+        for event, count in single_steps(counts).items():
+            total += float(count) * rdp_curve(event)
     return checked(total)
 
 
@@ -147,7 +148,7 @@ def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, a
     """Return ``epsilon`` of a multiset of events, given as event -> number of releases.
 
     By the PLD accountant it is never above that of the RDP accountant, which stands in for it where a PLD would take
-    too long.
+    too long, or leaves out more probability than delta.
     """
     relation, counts = common_adjacency(list(counts)), single_steps(counts)
     by_rdp = epsilon_of_curve(compose(counts), delta)
@@ -160,7 +161,7 @@ def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, a
         raise UserError(f"the PLD accountant does not know {type(unknown).__name__}: use the RDP accountant")
     if by_rdp == 0 or math.isinf(by_rdp) or loss_distribution.why_not(tuple(counts.items()), by_rdp):
         return by_rdp
-    return min(loss_distribution.epsilon(tuple(counts.items()), _RELATION[relation], delta, by_rdp), plain_sum)
+    return min(loss_distribution.epsilon(tuple(counts.items()), _RELATION[relation], delta, by_rdp), by_rdp)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from fl_sim.privacy.grid import GAUSSIAN, LAPLACE, TOLERANCE, Law, exact_step, g
 from fl_sim.types import UserError
 
 _BLOCK: Final = 2**15  # numbers that are made at a time: they stay in the processor's cache
+_LEAST_NOISE: Final = 1e-6  # clipping norms; epsilon is beyond 10^11 there
 _STREAM_LIMIT: Final = 2**37  # bytes; half of what a ChaCha20 counter can address
 
 
@@ -128,6 +129,11 @@ def clipping_norm_on_grid(clipping_norm: float, std: float, dimension: int, *, s
     """
     if std == 0:
         return clipping_norm
+    if std < _LEAST_NOISE * clipping_norm:
+        raise UserError(
+            f"noise of {std / clipping_norm:g} clipping norms hides nothing: choose a noise_multiplier of at least "
+            f"{_LEAST_NOISE:g}, or 0 to go without noise and without a guarantee"
+        )
     rounding = (summands * (summands + 2) + dimension + 8) * 2.0**-52
     remaining = clipping_norm * (1 - rounding) - grid_spacing(std) * math.sqrt(dimension)
     if remaining <= clipping_norm / 2:
