@@ -39,7 +39,14 @@ ORPHAN_SECONDS = 10.0
 
 FEDERATED = ("model=logistic", "clients=6", "partition=iid")
 PRIVATE = (*FEDERATED, "rounds=12", "aggregator=global-dp", "sampler=poisson:0.5")
-POOLED = (*FEDERATED, "rounds=6", "preprocess=da-fl", "preprocess.generator=mean-embedding", "preprocess.epsilon=40")
+POOLED = (
+    *FEDERATED,
+    "rounds=6",
+    "preprocess=da-fl",
+    "preprocess.generator=mean-embedding",
+    "preprocess.epsilon=40",
+    "preprocess.gamma=0.2",
+)
 LABELLED = (
     *FEDERATED, "algorithm=pate", "rounds=3", "local.epochs=15", "algorithm.public_records=200", "algorithm.queries=60",
     "algorithm.student=supervised", "algorithm.student.steps=9", "algorithm.labelling.mechanism=gnmax:20",
@@ -99,7 +106,8 @@ class Command:
         self._mark = f"KILL9={folder.name}-{time.monotonic_ns()}"
         words = _table(folder) if case.is_table else ["run", *case.settings]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-        environment |= {"FL_SIM_POOLS": str(folder / "pools"), "PYTHONPATH": str(PROJECT)}
+        environment |= {"FL_SIM_POOLS": str(folder / "pools"), "FL_SIM_LEDGERS": str(folder / "ledgers")}
+        environment |= {"PYTHONPATH": str(PROJECT)}
         environment |= dict([self._mark.split("=")])
         self._output = (folder / "output.txt").open("ab")
         self.process = subprocess.Popen(
@@ -272,7 +280,11 @@ def _rounds(path: Path) -> list[dict[str, Any]]:
 
 def _names(folder: Path) -> set[str]:
     """Return the files of a run, by names in which what is drawn at random, or a hash, is left out."""
-    files = [path.relative_to(folder).as_posix() for root in ("out", "pools") for path in (folder / root).rglob("*")]
+    files = [
+        path.relative_to(folder).as_posix()
+        for root in ("out", "pools", "ledgers")
+        for path in (folder / root).rglob("*")
+    ]
     return {re.sub(r"[0-9a-f]{8,}", "#", name) for name in files}
 
 
