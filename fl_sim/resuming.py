@@ -6,7 +6,7 @@ from typing import Any
 
 from fl_sim.checkpoint import CHECKPOINT, read_checkpoint
 from fl_sim.experiment import Experiment, build_model, experiment_from
-from fl_sim.files import is_partial
+from fl_sim.files import is_partial, read_whole
 from fl_sim.locks import LOCK
 from fl_sim.params import detached
 from fl_sim.preparation import RunLog
@@ -123,7 +123,7 @@ def _check_paid(out: Path) -> None:
     """
     released = len(rundir.read_rounds(out))
     path = out / rundir.LEDGER
-    charges = path.read_bytes().count(b"\n") - 1 if path.exists() else 0
+    charges = read_whole(path).count(b"\n") - 1 if path.exists() else 0
     if charges < released:
         raise RunError(
             f"{path} holds {charges} charges, but {released} rounds were released: put an unchanged copy of it back, "

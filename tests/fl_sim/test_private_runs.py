@@ -214,6 +214,16 @@ def test_a_run_goes_on_with_the_ledger_that_paid_for_it_alone(tmp_path: Path, da
         run(experiment, out)
 
 
+def test_a_ledger_that_is_no_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    out, experiment = tmp_path / "run", private()
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, out, observer=StopAfter(1))
+    (out / "ledger.jsonl").unlink()
+    (out / "ledger.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"ledger\.jsonl is not a file that this program wrote"):
+        run(experiment, out)
+
+
 def test_a_round_that_was_seen_is_paid_for_though_it_has_no_checkpoint(tmp_path: Path) -> None:
     out, experiment = tmp_path / "run", private(aggregator={"noise": "secret"})
     with pytest.raises(KeyboardInterrupt):
