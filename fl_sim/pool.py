@@ -58,7 +58,7 @@ class Pool:
     """A pool as the server holds it.
 
     ``path``: safetensors, uint8 images and int64 labels, sorted by client. ``together``: what all releases about these
-    records cost, this one and those of other settings, seeds and deleted pools; None where a ledger cannot be read.
+    records cost, this one and those of other settings, seeds and deleted pools; None where not all ledgers are here.
     """
 
     path: Path
@@ -98,7 +98,7 @@ def store(
             _check_records(records, part, dataset)
         except (ValueError, RecursionError, RunError) as error:
             raise RunError(f"client {client} sent no synthetic records that can be used: {_words(error)}") from error
-        here = part.receipt is not None and ledger_path(experiment, data_root, client).exists()
+        here = part.receipt is not None and _is_at(ledger_path(experiment, data_root, client), part.receipt)
         said.append({**json.loads(text), "here": here})
     inputs = torch.cat([to_bytes(records) for records, _ in answers])
     labels = _labels([one["counts"] for one in said])
@@ -119,7 +119,7 @@ def load(folder: Path, experiment: Experiment, data_root: Path | None, *, reused
             f"({_words(error)})"
         ) from error
     for client, part in enumerate(pool.parts):
-        if part.receipt is not None:
+        if part.here:  # a client elsewhere holds its share against its own ledger
             _hold_against_ledger(folder, part, experiment, data_root, client)
     return replace(pool, together=_together(pool, experiment, data_root))
 
@@ -185,16 +185,21 @@ def _read(folder: Path, experiment: Experiment, dataset: Dataset, *, reused: boo
         raise ValueError(f"{name} holds other records than {FACTS} says")
     if not torch.equal(torch.from_numpy(records.labels), labels):
         raise ValueError(f"{name} holds other labels than {FACTS} says")
-    return Pool(folder / name, parts, seconds, reused, Together(0.0, 0))
+    return Pool(folder / name, parts, seconds, reused, None)
+
+
+def _is_at(path: Path, receipt: Receipt) -> bool:
+    """Return whether the ledger at ``path`` is the one that the receipt is for."""
+    try:
+        return path.exists() and open_ledger(path).identity == receipt.ledger
+    except (RunError, UserError):
+        return False
 
 
 def _hold_against_ledger(
     folder: Path, part: ClientPart, experiment: Experiment, data_root: Path | None, client: int
 ) -> None:
-    path = ledger_path(experiment, data_root, client)
-    if not part.here and not path.exists():  # a client elsewhere, which keeps its own
-        return
-    settings = da_fl(experiment)
+    path, settings = ledger_path(experiment, data_root, client), da_fl(experiment)
     try:
         charges = open_ledger(path, part.receipt, f"client {client}'s part of the pool in {folder}").charges
     except RunError as error:
@@ -215,8 +220,8 @@ def _hold_against_ledger(
 
 
 def _together(pool: Pool, experiment: Experiment, data_root: Path | None) -> Together | None:
-    if not any(part.here for part in pool.parts):  # nothing was paid, or by clients elsewhere
-        return pool.together
+    if not all(part.here for part in pool.parts if part.receipt):
+        return None
     try:
         return all_together(experiment, data_root, da_fl(experiment).delta)
     except (RunError, UserError):

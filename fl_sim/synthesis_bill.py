@@ -33,7 +33,7 @@ def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
     """Return what ``result.json`` says about the privacy of records: the most expensive client's bill, in words.
 
     ``epsilon`` is this pool's. ``epsilon_together``: all releases that the clients' ledgers hold about the records of
-    this data set, ``shares_together`` of them at most about one record; both None where a ledger cannot be read.
+    this data set, ``shares_together`` of them at most about one record; both None where not all ledgers are here.
     """
     settings = da_fl(experiment)
     bills = [bill for part in pool.parts if part.facts and (bill := _bill(part.facts, settings.delta))]
@@ -53,7 +53,8 @@ def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
     inner = generator.event if isinstance(generator, dp_event.SelfComposedDpEvent) else None
     finite = math.isfinite(worst.epsilon)
     together = pool.together
-    if together and together.shares < 2:
+    others = together is None or together.shares > len(worst.events) // 2
+    if together and not others:
         together = replace(together, epsilon=worst.epsilon)
     return said | {
         "ledger": pool.path.stem if worst.events else "",
@@ -67,7 +68,7 @@ def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
         "noise_multiplier": None if inner is None else events.noise_multiplier(inner),
         "sampling_rate": None if inner is None else events.sampling_rate(inner),
         "budget": settings.epsilon if math.isfinite(settings.epsilon) else None,
-        "guarantee": _guarantee(worst, settings) + _together_in_words(together, settings),
+        "guarantee": _guarantee(worst, settings) + (_together_in_words(together, settings) if others else ""),
     }
 
 
@@ -100,15 +101,13 @@ def _bill_of(facts_json: str, delta: float) -> _Bill:
 def _together_in_words(together: Together | None, settings: DaFl) -> str:
     if together is None:
         return (
-            ". What all releases about the same records cost together is unknown: a client's ledger about them cannot "
-            "be read"
+            ". What all releases about the same records cost together is not known here: a client's ledger is with the "
+            "client, or cannot be read"
         )
-    if together.shares < 2:
-        return ""
     cost = f"cost epsilon {rounded_up(together.epsilon)}" if math.isfinite(together.epsilon) else "have no epsilon"
     return (
-        f". This is one of up to {together.shares} releases about the same records that the clients' ledgers hold "
-        f"(other settings or seeds, or a pool that was deleted): together they {cost} at delta {settings.delta:g}"
+        f". The clients' ledgers hold up to {together.shares} releases about the same records (of other settings or "
+        f"seeds, or of pools that were deleted, too): together they {cost} at delta {settings.delta:g}"
     )
 
 

@@ -66,6 +66,14 @@ def _ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_users_ledgers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what Ray starts once for many tests from writing to the user's own ledgers."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("FL_SIM_LEDGERS", str(tmp_path_factory.mktemp("ledgers")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep pools of synthetic records and ledgers from going from one test to the next, and from the user's own."""

@@ -207,10 +207,11 @@ def test_clients_elsewhere_keep_their_own_ledgers(tmp_path: Path, monkeypatch: p
         answers = _answers(_order(), tmp_path)
     store(tmp_path, answers, _order(), None, 1.0)
     pool = load(tmp_path, _order(), None, reused=True)
-    assert pool.together is not None
     assert not any(part.here for part in pool.parts)
     said = statement(pool, _order())
-    assert said["epsilon_together"] == said["epsilon"] > 0
+    assert said["epsilon"] > 0
+    assert said["epsilon_together"] is None
+    assert "not known here: a client's ledger is with the client" in str(said["guarantee"])
 
 
 def test_deleted_pools_other_settings_and_other_seeds_stay_on_the_bill(tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_deleted_pools_other_settings_and_other_seeds_stay_on_the_bill(tmp_path:
     orders = [_order(), _order("preprocess.epsilon=5"), _order("seed=1"), _order("clients=3")]
     said = [statement(_made(tmp_path / str(number), order), order) for number, order in enumerate(orders)]
     assert [one["shares_together"] for one in said] == [2, 3, 4, 5]
-    assert "This is one of up to 5 releases about the same records" in str(said[-1]["guarantee"])
+    assert "The clients' ledgers hold up to 5 releases about the same records" in str(said[-1]["guarantee"])
     assert said[-1]["epsilon"] == first["epsilon"]
     # Here all clients of an order pay the same, so that the joint bound is known exactly.
     counts: dict[Any, int] = {}
@@ -233,6 +234,15 @@ def test_deleted_pools_other_settings_and_other_seeds_stay_on_the_bill(tmp_path:
     assert said[-1]["epsilon_together"] > 1.5 * first["epsilon"]
 
 
+def test_a_run_that_releases_nothing_still_says_what_was_released_before(tmp_path: Path) -> None:
+    first = statement(_made(tmp_path / "0", _order()), _order())
+    nothing = _order("preprocess.epsilon=2.001")
+    said = statement(_made(tmp_path / "1", nothing), nothing)
+    assert (said["epsilon"], said["shares_together"]) == (0, 1)
+    assert said["epsilon_together"] >= first["epsilon"] * (1 - 1e-9)
+    assert "hold up to 1 releases" in str(said["guarantee"])
+
+
 def test_a_ledger_that_cannot_be_read_makes_the_sum_unknown_and_not_smaller(tmp_path: Path) -> None:
     _made(tmp_path / "0", _order("seed=1"))
     ledger_path(_order("seed=1"), None, 0).write_text("nonsense\n")
@@ -241,7 +251,7 @@ def test_a_ledger_that_cannot_be_read_makes_the_sum_unknown_and_not_smaller(tmp_
         all_together(_order(), None, 1e-5)
     said = statement(pool, _order())
     assert said["epsilon_together"] is None
-    assert "cost together is unknown" in str(said["guarantee"])
+    assert "cost together is not known here" in str(said["guarantee"])
 
 
 def test_a_pool_is_named_by_its_content(tmp_path: Path) -> None:
