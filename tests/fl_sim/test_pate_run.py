@@ -330,7 +330,7 @@ def test_a_teacher_that_fails_stops_no_private_run_but_one_without_noise(
 def test_where_every_teacher_fails_the_reason_comes_from_none(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"none of 6 teachers voted: local.learning_rate may be too large"):
         run(pate("local.learning_rate=1e30"), tmp_path / "run")
-    with pytest.raises(RunError, match=r"teacher 0: client 0 failed to vote: .*not finite"):
+    with pytest.raises(RunError, match=r"teacher 0.*not finite"):
         run(pate("local.learning_rate=1e30", "algorithm.labelling.mechanism=none"), tmp_path / "plain")
     assert not list((tmp_path / ".pools").glob("digits-votes-*/votes.*"))
 
