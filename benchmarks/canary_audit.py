@@ -3,9 +3,10 @@
 A canary is a client without data that sends the same random direction, as long as the clipping norm, whenever it is
 sampled (Andrew et al. 2023). Each of many canaries takes part in the run with probability 1/2. Everything else is an
 ordinary run: real clients train on digits, the Poisson sampler samples, the ledger is charged, Global DP releases,
-FedAvg merges. The auditor sees the first and the last global model and the canaries' directions, guesses who took part,
-and abstains where unsure; guessing too well refutes (epsilon, delta). Faults are planted by scaling the true noise down
-behind the ledger's back.
+FedAvg merges. The auditor sees the global models, the canaries' directions and the run directory with the seed in it,
+guesses who took part, and abstains where unsure; guessing too well refutes (epsilon, delta). Faults are planted by
+scaling the true noise down behind the ledger's back, and by drawing cohorts from the published seed: where an auditor
+knows the cohorts, it looks at a canary's own rounds alone, which is shown at a smaller sampling rate, where it tells.
 
     PYTHONPATH=. python benchmarks/canary_audit.py [--json] [--seed 0] [--repeats 1] [--canaries 1000] [--epsilon 4]
 
@@ -18,9 +19,10 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,13 @@ from strategies.algorithm import Algorithm
 from strategies.flower import FederatedStrategy, run_round
 from strategies.global_dp import GlobalDP
 from strategies.private import PrivateRounds, open_private_rounds
+from strategies.samplers import Coins
 
 VARIANTS = {"global-dp as it is": 1.0, "half the noise": 0.5, "a quarter of the noise": 0.25, "no noise": 0.0}
+SEED_KNOWN, PUBLISHED = "global-dp as it is, seed used", "cohort from the published seed"
+
+
+RARE_RATE, RARE_ROUNDS = 0.05, 60
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,13 @@ class FaultyRounds(PrivateRounds):
     """Charges what the true noise costs, and releases with ``noise_factor`` times as much."""
 
     noise_factor: float = 1.0
+    published_seed: int | None = None
+
+    def coins(self, server_round: int) -> Coins:
+        """Return what the cohort is drawn with: by the fault, what everybody can draw again."""
+        if self.published_seed is None:
+            return super().coins(server_round)
+        return _published(self.published_seed, server_round)
 
     def release(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate:
         """Return the noised mean, noised too little."""
@@ -162,15 +176,23 @@ def audit(setting: Setting, mechanism: str) -> Finding:
     taking_part = rng(setting.seed, "canary coins").random(setting.num_canaries) < 0.5
     assert isinstance(experiment.aggregator, GlobalDP)
     app = CanaryClients(setting.num_real, directions, taking_part, experiment.aggregator.clipping_norm, first)
-    last, charged = _trained(experiment, app, first, setting, VARIANTS[mechanism])
-    moved = torch.cat([(last[name] - first[name]).reshape(-1) for name in first])
-    # The inner products of all rounds add up to that of the whole way: the auditor needs no model in between.
-    scores = (directions @ moved).double().numpy()
+    factor, seed = VARIANTS.get(mechanism, 1.0), setting.seed if mechanism == PUBLISHED else None
+    models, charged = _trained(
+        experiment, app, first, setting, partial(FaultyRounds, noise_factor=factor, published_seed=seed)
+    )
+    last = models[-1]
+    scores = np.zeros(setting.num_canaries)
+    for server_round, (before, after) in enumerate(pairwise([first, *models]), start=1):
+        moved = torch.cat([(after[name] - before[name]).reshape(-1) for name in first])
+        seen = (directions @ moved).double().numpy()
+        if mechanism in {SEED_KNOWN, PUBLISHED}:
+            seen *= _published_cohort(experiment, setting, server_round)
+        scores += seen
     guesses = guess(scores, taking_part, setting.delta)
     event = experiment.sampler.amplify(experiment.aggregator.event(), setting.num_real + setting.num_canaries)
     return Finding(
         mechanism=mechanism,
-        noise_multiplier=experiment.aggregator.noise_multiplier * VARIANTS[mechanism],
+        noise_multiplier=experiment.aggregator.noise_multiplier * factor,
         claimed=charged,
         claimed_pld=epsilon_of_counts({event: setting.rounds}, setting.delta, accountant="pld"),
         epsilon_lower_bound=max(one.epsilon_lower_bound for one in guesses),
@@ -184,9 +206,9 @@ def audit(setting: Setting, mechanism: str) -> Finding:
 
 
 def _trained(
-    experiment: Experiment, app: ClientApp, first: Params, setting: Setting, noise_factor: float
-) -> tuple[Params, float]:
-    """Run every round and return the last global model and the ledger's epsilon."""
+    experiment: Experiment, app: ClientApp, first: Params, setting: Setting, faulty: Callable[..., FaultyRounds]
+) -> tuple[list[Params], float]:
+    """Run every round and return the global model after each, and the ledger's epsilon."""
     population = setting.num_real + setting.num_canaries
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
@@ -199,15 +221,25 @@ def _trained(
         rounds = open_private_rounds(
             experiment.aggregator, experiment.sampler, population, setting.seed, out, clipping_norm=None
         )
-        if noise_factor != 1.0:
-            rounds = FaultyRounds(**vars(rounds), noise_factor=noise_factor)
-        strategy.privacy = rounds
-        grid = InProcessGrid(app, population)
+        strategy.privacy = faulty(**vars(rounds))
+        grid, models = InProcessGrid(app, population), []
         for server_round in range(1, setting.rounds + 1):
             run_round(strategy, grid, server_round, experiment.local.learning_rate, timeout=600.0)
+            models.append(strategy.server.params)
         charged = rounds.ledger.epsilon
     assert charged is not None
-    return strategy.server.params, charged
+    return models, charged
+
+
+def _published(seed: int, server_round: int) -> Coins:
+    return rng(seed, "sampler", server_round).random
+
+
+def _published_cohort(experiment: Experiment, setting: Setting, server_round: int) -> NDArray[np.bool_]:
+    """Return which canaries the published seed draws, (canaries,)."""
+    population = setting.num_real + setting.num_canaries
+    there = experiment.sampler.sample(population, _published(setting.seed, server_round))
+    return np.isin(np.arange(setting.num_real, population), there)
 
 
 def _estimate(scores: NDArray[np.float64], taking_part: NDArray[np.bool_], delta: float) -> float:
@@ -256,6 +288,8 @@ def main() -> None:
     base = replace(default, num_canaries=arguments.canaries, rounds=arguments.rounds, epsilon=arguments.epsilon)
     settings = [replace(base, seed=seed) for seed in range(arguments.seed, arguments.seed + arguments.repeats)]
     findings = [audit(setting, mechanism) for mechanism in VARIANTS for setting in settings]
+    rarely = [replace(one, sampling_rate=RARE_RATE, rounds=RARE_ROUNDS) for one in settings]
+    findings += [audit(setting, mechanism) for mechanism in (SEED_KNOWN, PUBLISHED) for setting in rarely]
     if arguments.json:
         told: list[dict[str, Any]] = [asdict(one) | {"verdict": one.verdict} for one in findings]
         told = [
@@ -267,7 +301,8 @@ def main() -> None:
         return
     print(
         f"{base.num_canaries} canaries, each in with probability 1/2, beside {base.num_real} real clients; "
-        f"{base.rounds} rounds, sampling rate {base.sampling_rate}, {base.model} on digits, delta {base.delta:g}\n"
+        f"{base.rounds} rounds, sampling rate {base.sampling_rate} (the last two: {RARE_ROUNDS} rounds, "
+        f"rate {RARE_RATE}), {base.model} on digits, delta {base.delta:g}\n"
     )
     print(table(findings))
 

@@ -24,3 +24,13 @@ def test_a_whole_run_of_the_real_mechanism_is_not_refuted_and_one_without_noise_
     assert true.epsilon_estimate > 0.3  # the canaries do leave a trace: an audit that sees nothing proves nothing
     assert silent.epsilon_lower_bound > silent.claimed
     assert silent.power_limit > silent.claimed
+
+
+@pytest.mark.slow
+def test_cohorts_from_the_published_seed_are_refuted_and_secret_ones_are_not(canary_audit: ModuleType) -> None:
+    setting = canary_audit.Setting(num_canaries=500, num_real=20, rounds=60, sampling_rate=0.05, epsilon=2.0)
+    secret, published = (
+        canary_audit.audit(setting, mechanism) for mechanism in (canary_audit.SEED_KNOWN, canary_audit.PUBLISHED)
+    )
+    assert secret.epsilon_lower_bound < 0.5 < secret.claimed_pld
+    assert published.epsilon_lower_bound > published.claimed_pld == secret.claimed_pld
