@@ -218,7 +218,8 @@ def test_what_a_stack_keeps_in_memory_is_of_this_round(algorithm: LocalAlgorithm
         def made(server_round: int = server_round) -> list[Job]:
             turned = []
             for job in first:
-                params = {name: value + 0.1 * server_round for name, value in job.task.params.items()}
+                moved_on = noise(job.task.params, 90 + server_round)
+                params = {name: value + moved_on[name] for name, value in job.task.params.items()}
                 state = {name: noise(params, 10 * server_round + job.task.client) for name in job.task.state}
                 task = replace(job.task, params=params, state=state)
                 turned.append(Job(task, algorithm.plan(task), job.records, rng(0, "batches", job.task.client)))
