@@ -91,7 +91,7 @@ def test_many_that_wait_are_alone_one_after_the_other(tmp_path: Path) -> None:
     assert most == [1]
 
 
-@pytest.mark.parametrize("lock", [alone_in, sole_run])
+@pytest.mark.parametrize("lock", [sole_run, alone_in])
 def test_no_link_is_followed_and_nothing_else_is_taken_for_a_lock(tmp_path: Path, lock: AbstractContextManager) -> None:  # type: ignore[type-arg]
     target = tmp_path / "precious"
     target.write_text("precious")
@@ -116,7 +116,7 @@ def test_a_lock_that_cannot_name_its_holder_still_holds(tmp_path: Path, monkeypa
         pass
 
 
-@pytest.mark.parametrize("lock", [alone_in, sole_run])
+@pytest.mark.parametrize("lock", [sole_run, alone_in])
 def test_whoever_has_the_folder_removes_what_killed_writers_left(tmp_path: Path, lock) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
