@@ -60,7 +60,8 @@ def test_confident_without_a_budget_promises_what_all_queries_could_cost_and_not
 def test_a_budget_that_is_not_used_up_is_no_larger_than_the_plan(tmp_path: Path) -> None:
     tight, _ = said(tmp_path / "tight", pate(*CONFIDENT, "algorithm.labelling.epsilon=2"), 0.2)
     assert tight["epsilon"] == 2 > tight["epsilon_realised"]
-    clear, answered = said(tmp_path / "clear", pate(*CONFIDENT, "algorithm.labelling.epsilon=2"), 1.0)
+    sure = "algorithm.labelling.mechanism.threshold=0", "algorithm.labelling.noise=seeded"
+    clear, answered = said(tmp_path / "clear", pate(*CONFIDENT, *sure, "algorithm.labelling.epsilon=2"), 1.0)
     assert 0 < answered < 40
     assert clear["epsilon"] == 2 > clear["epsilon_realised"]  # where it stopped depended on the votes
     wide, _ = said(tmp_path / "wide", pate(*CONFIDENT, "algorithm.labelling.epsilon=1000"), 0.2)
