@@ -55,7 +55,7 @@ VARIANTS = {"global-dp as it is": 1.0, "half the noise": 0.5, "a quarter of the 
 SEED_KNOWN, PUBLISHED = "global-dp as it is, seed used", "cohort from the published seed"
 
 
-RARE_RATE, RARE_ROUNDS = 0.05, 60
+RARE_RATE, RARE_ROUNDS, RARE_EPSILON = 0.05, 60, 2.0
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def main() -> None:
     base = replace(default, num_canaries=arguments.canaries, rounds=arguments.rounds, epsilon=arguments.epsilon)
     settings = [replace(base, seed=seed) for seed in range(arguments.seed, arguments.seed + arguments.repeats)]
     findings = [audit(setting, mechanism) for mechanism in VARIANTS for setting in settings]
-    rarely = [replace(one, sampling_rate=RARE_RATE, rounds=RARE_ROUNDS) for one in settings]
+    rarely = [replace(one, sampling_rate=RARE_RATE, rounds=RARE_ROUNDS, epsilon=RARE_EPSILON) for one in settings]
     findings += [audit(setting, mechanism) for mechanism in (SEED_KNOWN, PUBLISHED) for setting in rarely]
     if arguments.json:
         told: list[dict[str, Any]] = [asdict(one) | {"verdict": one.verdict} for one in findings]
