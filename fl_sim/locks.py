@@ -57,16 +57,16 @@ def sole_run(folder: Path) -> Iterator[None]:
 
 def _try(path: Path) -> int | None:
     """Return the locked file's descriptor, None where another process holds it."""
-    lock = _open(path)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    if not _is(path, lock):  # its last holder has removed it since it was opened
-        os.close(lock)
-        return None
-    return lock
+    while True:
+        lock = _open(path)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        if _is(path, lock):
+            return lock
+        os.close(lock)  # its last holder has removed it since it was opened
 
 
 def _open(path: Path) -> int:

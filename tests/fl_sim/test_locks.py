@@ -92,6 +92,25 @@ def test_many_that_wait_are_alone_one_after_the_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lock", [sole_run, alone_in])
+def test_a_file_that_its_last_holder_removes_at_that_moment_is_no_lock(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lock: AbstractContextManager,  # type: ignore[type-arg]
+) -> None:
+    locked = []
+
+    def flock(descriptor: int, how: int) -> None:
+        locked.append(descriptor)
+        if len(locked) == 1:
+            (tmp_path / ".lock").unlink()
+
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    with lock(tmp_path):  # type: ignore[operator]
+        assert len(locked) == 2
+        assert (tmp_path / ".lock").exists()
+
+
+@pytest.mark.parametrize("lock", [sole_run, alone_in])
 def test_no_link_is_followed_and_nothing_else_is_taken_for_a_lock(tmp_path: Path, lock: AbstractContextManager) -> None:  # type: ignore[type-arg]
     target = tmp_path / "precious"
     target.write_text("precious")
