@@ -139,9 +139,8 @@ def test_mistakes_are_named_with_their_fix(arguments: Sequence[str], said: str) 
     assert said in refusal(*arguments)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_audit_clears_the_real_aggregator_and_catches_every_planted_fault(seed: int) -> None:
-    found = {finding.mechanism: finding for finding in audit_global_dp(1.0, num_runs=1000, noise=Noise.seeded(seed))}
+def test_the_audit_clears_the_real_aggregator_and_catches_every_planted_fault() -> None:
+    found = {finding.mechanism: finding for finding in audit_global_dp(1.0, num_runs=1000, noise=Noise.seeded(0))}
     true = found.pop(TRUE_MECHANISM)
     assert not true.caught
     assert not found.pop(TRUE_SAMPLING).caught
