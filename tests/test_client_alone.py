@@ -15,7 +15,7 @@ from fl_sim import engine_choice, wire
 from fl_sim.data import load
 from fl_sim.engine_choice import open_engine, stack_of, together_of
 from fl_sim.experiment import Experiment, InProcess, Ray, build_model, experiment_from
-from fl_sim.params import detached
+from fl_sim.params import detached, flattened
 from fl_sim.types import Params, UserError
 
 MODELS = """
@@ -55,7 +55,10 @@ def updates(asked: Experiment, cohort: tuple[int, ...], folder: Path) -> dict[in
         nodes = list(grid.get_node_ids())
         content = wire.task_content(order, params, {})
         replies = grid.send_and_receive(Message(content, nodes[client], wire.TRAIN) for client in cohort)
-        read = [wire.read_update(client, reply.content) for client, reply in zip(cohort, replies, strict=True)]
+        template = {"delta": flattened(params)}
+        read = [
+            wire.read_update(client, reply.content, template) for client, reply in zip(cohort, replies, strict=True)
+        ]
     return {reply.client: reply.payloads["delta"] for reply in read}
 
 

@@ -187,7 +187,10 @@ def plain_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
-def test_who_has_had_a_ray_of_its_own_cannot_join_one_that_does_not_know_its_token() -> None:
+def test_who_has_had_a_ray_of_its_own_cannot_join_one_that_does_not_know_its_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fl_sim.engine_ray_start.is_own_token", lambda: True)
     with pytest.raises(UserError, match=r"join the cluster in a fresh Python"):
         _join("127.0.0.1:9")
 

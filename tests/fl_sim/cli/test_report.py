@@ -79,7 +79,7 @@ def test_a_directory_named_twice_counts_once(runs):
         ("result.json", "{}", "result.json is damaged: status: Field required"),
         ("result.json", None, "no result.json: still running, or killed after 2 of 2 rounds"),
         ("rounds.jsonl", None, "rounds.jsonl is missing or holds no readable round"),
-        ("rounds.jsonl", b"\xff\xfe", "rounds.jsonl is damaged"),
+        ("rounds.jsonl", b"\xff\xfe\n", "rounds.jsonl is damaged"),
     ],
 )
 def test_one_damaged_run_is_named_and_the_rest_is_shown(runs, file, content, message):

@@ -132,9 +132,9 @@ partition = "label-1"
 [grid]
 algorithm = [
     "fedavg",
-    {algorithm = "fedavg", preprocess = {kind = "da-fl"}},
-    {algorithm = "scaffold", preprocess = {kind = "da-fl"}},
-    {algorithm = "fedavg", preprocess = {kind = "da-fl", epsilon = inf}},
+    {algorithm = "fedavg", preprocess = {kind = "da-fl", generator = "mean-embedding"}},
+    {algorithm = "scaffold", preprocess = {kind = "da-fl", generator = "mean-embedding"}},
+    {algorithm = "fedavg", preprocess = {kind = "da-fl", generator = "mean-embedding", epsilon = inf}},
 ]
 """
 
@@ -146,11 +146,11 @@ def test_rows_with_synthetic_records_share_a_pool_and_say_what_is_protected(
     out = tmp_path / "out"
     assert typed(monkeypatch, str(tmp_path / "grid.toml"), "--jobs", "2", "--out", str(out)) == 0
     printed = capsys.readouterr()
-    assert "| DA-FL (epsilon=10) + SCAFFOLD |" in printed.out
-    assert "No privacy guarantee: FedAvg, DA-FL (epsilon=inf) + FedAvg" in printed.out
+    assert "| DA-FL (epsilon=10, generator=mean-embedding) + SCAFFOLD |" in printed.out
+    assert "No privacy guarantee: FedAvg, DA-FL (epsilon=inf, generator=mean-embedding) + FedAvg" in printed.out
     alone = "Privacy of each run by itself, of a record, delta 1e-05: "
     (line,) = [line for line in printed.out.splitlines() if line.startswith(alone)]
-    assert "DA-FL (epsilon=10) + SCAFFOLD epsilon 9.91. It covers: the pool" in line
+    assert "DA-FL (epsilon=10, generator=mean-embedding) + SCAFFOLD epsilon 9.91. It covers: the pool" in line
     assert "The main task is NOT private" in line
     assert "before the first round clients make synthetic records" in printed.err
 
