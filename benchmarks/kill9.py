@@ -222,8 +222,9 @@ def differences(case: Case, reference: Path, folder: Path) -> list[str]:
             other = folder / path.relative_to(reference)
             if not other.exists() or other.read_bytes() != path.read_bytes():
                 wrong.append(f"{path.relative_to(reference)} has other bits")
-    left = _names(folder) - _names(reference)
-    missing = _names(reference) - _names(folder)
+    by_chance = set() if case.exact else {"out/samples.png"}  # secret noise may leave a pool without a record to draw
+    left = _names(folder) - _names(reference) - by_chance
+    missing = _names(reference) - _names(folder) - by_chance
     wrong += [f"left over: {name}" for name in sorted(left)] + [f"missing: {name}" for name in sorted(missing)]
     return wrong + unpaid(reference, folder)
 
