@@ -109,13 +109,13 @@ def planted(mutant: Mutant, copy: Path) -> Iterator[None]:
         path.write_text(before, encoding="utf-8")
 
 
-def run_tests(tests: Sequence[str], copy: Path) -> tuple[str, str]:
-    """Run ``tests`` in ``copy``; return what they say of a mutant, and their output."""
+def run_tests(tests: Sequence[str], copy: Path, timeout: float | None = TIMEOUT) -> tuple[str, str]:
+    """Run ``tests`` in ``copy``; return what they say of a mutant, and their output. ``timeout`` is in seconds."""
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": ""}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout, check=False
         )
     except subprocess.TimeoutExpired:
         return "killed", f"the tests took more than {TIMEOUT:g} s"
@@ -158,7 +158,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(PROJECT, Path(folder))
         tests = sorted({test for mutant in chosen for test in mutant.tests})
-        as_it_is, output = run_tests(tests, copy)
+        as_it_is, output = run_tests(tests, copy, timeout=None)
         if as_it_is != "survived":
             _refuse(f"the tests do not pass as things are:\n{output[-4000:]}")
         outcomes = []
