@@ -20,6 +20,8 @@ _INTERVAL: Final = 1e-4  # dp_accounting's default
 _INTERVALS_PER_EPSILON: Final = 200_000
 _MOST_INTERVALS: Final = 300_000  # between the losses of one release
 _MOST_STEPS: Final = 10**6
+_MOST_NOISE: Final = 1e50  # its square is a number,
+_LEAST_RATE: Final = 1e-15  # and the inverse of this
 _MOST_EPSILON: Final = 200.0
 
 
@@ -54,7 +56,7 @@ def composed(steps: Steps, relation: NeighboringRelation, by_rdp: float) -> PLDA
     interval = max(_INTERVAL, known / _INTERVALS_PER_EPSILON, widest / _MOST_INTERVALS)
     accountant = PLDAccountant(relation, interval)
     for event, count in few:
-        accountant.compose(with_the_same_loss(event), count)
+        accountant.compose(with_the_same_loss(_computable(event)), count)
     return accountant
 
 
@@ -79,6 +81,21 @@ def _with_noise(event: dp_event.DpEvent, noise: float) -> dp_event.DpEvent | Non
         case dp_event.TruncatedSubsampledGaussianDpEvent(dataset_size=size, truncated_batch_size=cohort):
             return dp_event.TruncatedSubsampledGaussianDpEvent(1, 1.0, 1, noise) if size == cohort else None
     return None
+
+
+def _computable(event: dp_event.DpEvent) -> dp_event.DpEvent:
+    """Return ``event`` with no more noise and no lower rate than the PLD's arithmetic can take: it loses more."""
+    match event:
+        case dp_event.PoissonSampledDpEvent(sampling_probability=rate, event=inner):
+            return dp_event.PoissonSampledDpEvent(max(rate, _LEAST_RATE), _computable(inner))
+        case dp_event.GaussianDpEvent(noise_multiplier=noise) | dp_event.LaplaceDpEvent(noise_multiplier=noise):
+            return type(event)(min(noise, _MOST_NOISE))
+        case dp_event.TruncatedSubsampledGaussianDpEvent(
+            dataset_size=size, truncated_batch_size=cohort, noise_multiplier=noise
+        ):
+            return dp_event.TruncatedSubsampledGaussianDpEvent(size, 1.0, cohort, min(noise, _MOST_NOISE))
+        case _:
+            return event
 
 
 def _noise(event: dp_event.DpEvent) -> float:

@@ -112,6 +112,20 @@ def test_gaussian_releases_are_one_release_to_the_pld() -> None:
     assert loss_distribution.merged(sampled) == sampled
 
 
+@pytest.mark.parametrize("noise", [1e51, 1e160, 1e300])
+def test_the_pld_of_noise_whose_square_is_no_number_is_found(noise: float) -> None:
+    gaussian = dp_event.GaussianDpEvent(noise)
+    for event in (
+        gaussian,
+        amplify_poisson(gaussian, 0.5),
+        amplify_poisson(gaussian, 1e-320),
+        amplify_fixed_size(gaussian, 1, 10**9),
+        amplify_fixed_size(gaussian, 9, 9),
+        dp_event.LaplaceDpEvent(noise),
+    ):
+        assert 0 <= epsilon_of_counts({event: 3}, 1e-300, accountant="pld") <= 1
+
+
 def test_planning_answers_or_says_why_not() -> None:
     for target, delta in product((1e-12, 1e12), DELTAS):
         for steps in (1, 10**8):
