@@ -15,7 +15,7 @@ from fl_sim.privacy.accounting import Adjacency, compose, epsilon_of_curve
 from fl_sim.privacy.renyi import ORDERS
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.privacy.statement import Words, statement
-from partitions import FeatureNoise, Iid, Quantity
+from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Quantity, Scheme, Shards
 from strategies.pate import NoNoise
 from strategies.pate_labels import COVERS, DOES_NOT_COVER, UNANSWERED
 from strategies.pate_settings import Pate
@@ -29,8 +29,11 @@ PUBLISHED_COVERS: Final = (
     "on their data-dependent epsilon, for the votes at hand."
 )
 
-_LABELS_BLIND: Final = (Iid, Quantity, FeatureNoise)
+_BY_NUMBER: Final = (Iid, Quantity, FeatureNoise)
 """Splits that look at how many records there are, and not at what is in them."""
+
+_BY_CLASS: Final = (LabelK, Dirichlet, Shards)
+"""Splits that look at how many records of each class there are, and at nothing else in them."""
 
 _CLASSES_ARE_PUBLIC: Final = (
     " How many records of each class there are: the split over teachers follows it, so it is taken to be public, and "
@@ -49,9 +52,9 @@ def statements_of(experiment: Experiment, votes: Votes, released: Released) -> l
     settings = experiment.algorithm
     assert isinstance(settings, Pate)
     ledger, labelling = released.ledger, settings.labelling
-    blind = isinstance(experiment.partition, _LABELS_BLIND)
-    terms = replace(ledger.terms, adjacency=Adjacency.REPLACE_ONE if blind else Adjacency.ADD_OR_REMOVE_ONE)
-    limits = DOES_NOT_COVER + ("" if blind else _CLASSES_ARE_PUBLIC) + OTHER_RELEASES + tuned_on(experiment.data)
+    relation, public = _neighbours(experiment.partition)
+    terms = replace(ledger.terms, adjacency=relation)
+    limits = DOES_NOT_COVER + public + OTHER_RELEASES + tuned_on(experiment.data)
     planned = labelling.planned(len(released.labelled.labels), released.labelled.num_asked)
     if settings.keep_private:
         limits += " This run directory: its votes and private.json are raw (keep_private was asked for)."
@@ -65,6 +68,14 @@ def statements_of(experiment: Experiment, votes: Votes, released: Released) -> l
         labels | {"does_not_cover": labels["does_not_cover"] + apart},
         _published(settings, votes, released, labels),
     ]
+
+
+def _neighbours(partition: Scheme) -> tuple[Adjacency, str]:
+    """Return which neighbours a split over teachers keeps apart by one shard, and what it takes for public."""
+    if isinstance(partition, _BY_NUMBER):
+        return Adjacency.REPLACE_ONE, ""
+    assert isinstance(partition, _BY_CLASS), f"nobody has said what {partition} does with one record more"
+    return Adjacency.ADD_OR_REMOVE_ONE, _CLASSES_ARE_PUBLIC
 
 
 def data_dependent(settings: Pate, votes: Votes, released: Released) -> float | None:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from fl_sim.ensemble import Votes
 from fl_sim.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.noisy_labels import release_labels
-from fl_sim.pate_statements import statements_of
+from fl_sim.pate_statements import _neighbours, statements_of
 from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts
 from fl_sim.seeding import rng
 from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Quantity, Scheme, Shards
@@ -121,3 +121,12 @@ def test_one_record_in_the_place_of_another_stays_with_its_teacher_wherever_that
         assert after != before
         assert statement["adjacency"] == Adjacency.ADD_OR_REMOVE_ONE
         assert "How many records of each class there are" in statement["does_not_cover"]
+
+
+def test_of_every_split_it_is_said_which_neighbours_it_keeps_apart():
+    assert {type(scheme()).__name__: _neighbours(scheme())[0].value for scheme in get_args(Scheme)} == {
+        "Iid": "replace-one", "Quantity": "replace-one", "FeatureNoise": "replace-one",
+        "LabelK": "add-or-remove-one", "Dirichlet": "add-or-remove-one", "Shards": "add-or-remove-one",
+    }  # fmt: skip
+    with pytest.raises(AssertionError, match="nobody has said"):
+        _neighbours(object())
