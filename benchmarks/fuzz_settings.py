@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -136,7 +136,7 @@ def _fields(settings: type) -> dict[str, Any]:
     if issubclass(settings, BaseModel):
         return {name: one.annotation for name, one in settings.model_fields.items()}
     hints = get_type_hints(settings)
-    return {name: hints[name] for name in settings.__dataclass_fields__}  # type: ignore[attr-defined]
+    return {one.name: hints[one.name] for one in fields(settings)}
 
 
 def _classes(annotation: Any) -> list[type]:

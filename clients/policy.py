@@ -13,7 +13,6 @@ epsilons. Only secret noise is made. What is refused is refused in words that sa
 """
 
 import json
-import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts
 from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.terms import Terms
+from fl_sim.settings_file import parse_table
 from fl_sim.store import write_private
 from fl_sim.types import RunError, UserError
 
@@ -125,13 +125,15 @@ class Policy:
 
 def read_policy(path: Path) -> Policy:
     """Read a policy. Raises UserError where the file is missing, no TOML, or says something that is no policy."""
+    text = _text(path)
     try:
-        table = tomllib.loads(_text(path))
+        table = parse_table(text, str(path))
+    except UserError as error:
+        raise UserError(f"{path} is no policy, since it is not TOML: write one such as epsilon = 10.0") from error
+    try:
         return Policy(path.absolute(), **_Table.model_validate(table).model_dump())
     except ValidationError as error:
         raise UserError(f"{path}: {explain(error, _Table, '')}") from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is no policy, since it is not TOML: write one such as epsilon = 10.0") from error
 
 
 def open_ledger(path: Path, receipt: Receipt | None = None, holder: str = "") -> Ledger:

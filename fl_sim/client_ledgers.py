@@ -8,18 +8,17 @@ same records in another way, is added up as well.
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from clients.policy import RECORD_TERMS
-from fl_sim.data import load
+from fl_sim.data import fingerprint
 from fl_sim.experiment import Experiment
+from fl_sim.files import folder_of
 from fl_sim.privacy.accounting import compose, epsilon_of_curve
 from fl_sim.privacy.ledger import Ledger
 
@@ -37,9 +36,7 @@ class Together:
 
 def ledgers_root() -> Path:
     """Return where ledgers are kept: $FL_SIM_LEDGERS, else the user's state."""
-    named = os.environ.get("FL_SIM_LEDGERS")
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return (Path(named) if named else Path(state) / "fl-sim" / "ledgers").expanduser().absolute()
+    return folder_of("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers")
 
 
 def ledger_path(experiment: Experiment, data_root: Path | None, client: int) -> Path:
@@ -62,15 +59,6 @@ def all_together(experiment: Experiment, data_root: Path | None, delta: float) -
             total = total + np.max([compose(counts) for counts in charged], axis=0)
             shares += max(counts.total() for counts in charged) // 2  # labels and generator are charged one by one
     return Together(epsilon_of_curve(total, delta), shares)
-
-
-@lru_cache(maxsize=8)
-def fingerprint(data: str, data_root: Path | None) -> str:
-    """Return a digest of a data set's training records."""
-    train = load(data, data_root).train
-    digest = hashlib.sha256(np.ascontiguousarray(train.inputs).data)
-    digest.update(np.ascontiguousarray(train.labels).data)
-    return digest.hexdigest()
 
 
 def _folder(experiment: Experiment, data_root: Path | None) -> Path:

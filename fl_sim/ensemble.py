@@ -8,12 +8,10 @@ them. They are PRIVATE: they are computed from the teachers' records, and nobody
 import hashlib
 import io
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,9 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from fl_sim.data import load
+from fl_sim.data import fingerprint, load
 from fl_sim.experiment import Experiment, public_split
-from fl_sim.files import explain
+from fl_sim.files import explain, read_whole
 from fl_sim.locks import alone_in
 from fl_sim.store import write_private
 from fl_sim.synthesis import pools_root
@@ -92,7 +90,7 @@ def votes_key(experiment: Experiment, data_root: Path | None) -> str:
     """Return the name of the votes: a digest of all that determines them, the students and the noise left out."""
     settings = experiment.model_dump(mode="json", include={"partition", "clients", "seed", "model", "local"})
     pate = experiment.algorithm.model_dump(mode="json", include={"teachers", "public", "public_records", "overlap"})
-    records = _fingerprint(experiment.data, data_root)
+    records = fingerprint(experiment.data, data_root, with_test=True)
     digest = hashlib.sha256(json.dumps([_FORMAT, settings, pate, records], sort_keys=True).encode())
     return f"{experiment.data.partition(':')[0]}-votes-{digest.hexdigest()[:20]}"
 
@@ -112,15 +110,6 @@ def alone_in_cache(folder: Path) -> Iterator[None]:
         if not str(error.filename or "").startswith(str(folder)):
             raise
         raise RunError(f"{explain(error)}; FL_SIM_POOLS names another place for what is kept between runs") from error
-
-
-def read_within(path: Path, most: int) -> bytes:
-    """Return a file's content. Raises OSError where it cannot be read, ValueError where it is longer than ``most``."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        content = file.read(most + 1)
-    if content is None or len(content) > most:
-        raise ValueError(f"{path} is no file of at most {most} bytes")
-    return content
 
 
 def write_private_votes(out: Path, votes: Votes, num_queries: int) -> None:
@@ -160,8 +149,8 @@ def _read_votes(folder: Path, booth: _Booth) -> tuple[NDArray[np.int64], _Facts]
     """Return the votes, shape (teachers, records), and the facts. Raises UserError where they are not as written."""
     head, size = _head_of(booth), booth.teachers * booth.records * booth.dtype.itemsize
     try:
-        facts = _Facts.model_validate_json(read_within(folder / _FACTS, _MOST_FACTS + 16 * booth.teachers))
-        content = read_within(folder / _VOTES, len(head) + size)
+        facts = _Facts.model_validate_json(read_whole(folder / _FACTS, _MOST_FACTS + 16 * booth.teachers))
+        content = read_whole(folder / _VOTES, len(head) + size)
     except (OSError, ValueError):
         content = b""
     if len(content) == len(head) + size and content.startswith(head) and _digest(content) == facts.sha256:
@@ -191,13 +180,3 @@ def as_npy(array: NDArray[np.generic]) -> bytes:
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, allow_pickle=False)
     return buffer.getvalue()
-
-
-@lru_cache(maxsize=8)
-def _fingerprint(data: str, data_root: Path | None) -> str:
-    digest = hashlib.sha256()
-    dataset = load(data, data_root)
-    for part in (dataset.train, dataset.test):
-        digest.update(np.ascontiguousarray(part.inputs).data)
-        digest.update(np.ascontiguousarray(part.labels).data)
-    return digest.hexdigest()

@@ -91,6 +91,15 @@ def read_whole(path: Path, most: int = 2**40) -> bytes:
             return file.readall()
 
 
+def folder_of(variable: str, base_variable: str, base: str, name: str) -> Path:
+    """Return where ``name`` is kept between runs: in the folder that ``variable`` of the environment names.
+
+    Where it names none, in the user's own, below ``base_variable`` (such as XDG_CACHE_HOME) or, without that, ``base``.
+    """
+    named, below = os.environ.get(variable), os.environ.get(base_variable) or base
+    return (Path(named) if named else Path(below) / "fl-sim" / name).expanduser().absolute()
+
+
 def write_all(file: FileIO, content: bytes | memoryview) -> None:
     """Write all of ``content`` at the file's place: the system may take a part of it at a time."""
     left = memoryview(content).cast("B")

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from fl_sim.ensemble import Votes, alone_in_cache, read_within
+from fl_sim.ensemble import Votes, alone_in_cache
+from fl_sim.files import read_whole
 from fl_sim.privacy import pate_smooth
 from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.ledger import Ledger
@@ -88,7 +89,7 @@ def publish_cost(settings: Pate, votes: Votes, released: Released) -> tuple[dict
             made = {**asdict(published), "own_cost": terms.divergence(), "terms": asdict(terms)}
             write_private(path, json.dumps(made).encode())
         try:
-            said = _Published.model_validate_json(read_within(path, _MOST_BYTES))
+            said = _Published.model_validate_json(read_whole(path, _MOST_BYTES))
         except (OSError, ValueError, UserError) as error:
             raise RunError(f"{path} is damaged: delete it, and the same figure is published again") from error
     return said.model_dump(), said.terms
@@ -138,7 +139,7 @@ class _Labels(BaseModel):
 def _read_labels(folder: Path, shape: tuple[int, ...]) -> _Labels:
     queries, classes = shape
     try:
-        kept = _Labels.model_validate_json(read_within(folder / _LABELS, _MOST_BYTES + _BYTES_PER_LABEL * queries))
+        kept = _Labels.model_validate_json(read_whole(folder / _LABELS, _MOST_BYTES + _BYTES_PER_LABEL * queries))
         Receipt.from_json(kept.receipt)
     except (OSError, ValueError, RunError):
         kept = None
@@ -186,7 +187,7 @@ def _key(path: Path, counts: NDArray[np.int64]) -> bytes:
         key = os.urandom(32)
         write_private(path, key + _use_of(key, counts))
     try:
-        content = read_within(path, 64)
+        content = read_whole(path, 64)
     except (OSError, ValueError):
         content = b""
     key = content[:32]

@@ -23,6 +23,7 @@ from clients.share import label_event
 from fl_sim.client_ledgers import Together, all_together, ledger_path
 from fl_sim.data import load as load_data
 from fl_sim.experiment import Experiment
+from fl_sim.files import read_whole
 from fl_sim.privacy import events
 from fl_sim.privacy.accounting import Adjacency, adjacency
 from fl_sim.privacy.charge_log import Receipt
@@ -133,7 +134,7 @@ def _part(value: object, experiment: Experiment, dataset: Dataset, *, stored: bo
             raise ValueError("it does not say counts, refused, facts and receipt")
     if more or type(here) is not bool or len(refused) > _MOST_WORDS or not refused.isprintable():
         raise ValueError("it says more than it should")
-    if len(counts) != dataset.num_classes or not all(type(count) is int and count >= 0 for count in counts):
+    if len(counts) != dataset.num_classes or not all(map(events.is_count, counts)):
         raise ValueError(f"its counts are not {dataset.num_classes} whole numbers from 0 up, one for each class")
     if bool(facts) != (receipt is not None) or (any(counts) and not facts):
         raise ValueError("it does not say what its records cost, and with what that was paid")
@@ -235,9 +236,10 @@ def _labels(counts: Sequence[Sequence[int]]) -> torch.Tensor:
 
 def _bounded(path: Path, most: int) -> bytes:
     """Return the content of a plain file of at most ``most`` bytes."""
-    if not path.is_file() or path.stat().st_size > most:
-        raise ValueError(f"{path.name} is missing or far too large")
-    return path.read_bytes()
+    try:
+        return read_whole(path, most)
+    except (OSError, UserError) as error:
+        raise ValueError(f"{path.name} is missing or far too large") from error
 
 
 def _words(error: Exception) -> str:

@@ -13,8 +13,8 @@ from fl_sim.preparation import RunLog
 from fl_sim.report import rundir
 from fl_sim.seal import open_seal
 from fl_sim.settings_file import read_table
-from fl_sim.types import Dataset, LocalSettings, LocalTask, Payloads, RunError, ServerState, Trained, UserError
-from strategies.algorithm import Algorithm
+from fl_sim.types import Dataset, RunError, ServerState, UserError
+from strategies.algorithm import what_clients_keep
 from strategies.global_dp import GlobalDP
 from strategies.pate_settings import Pate
 
@@ -78,7 +78,8 @@ def take_up(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog
         _clear(out)
         rundir.write_config(out, experiment.model_dump(exclude_none=True))
         log.chain = rundir.chain_start(out)
-    if state := what_clients_keep(experiment.algorithm, log.server):
+    algorithm = experiment.algorithm
+    if not isinstance(algorithm, Pate) and (state := what_clients_keep(algorithm, log.server)):
         log.seal = open_seal(out / rundir.STATE, experiment.num_clients, len(log.rounds), state)
     return log, len(log.rounds) + 1
 
@@ -94,15 +95,6 @@ def clean_up(out: Path) -> None:
         shutil.rmtree(out / rundir.STATE)
     (out / CHECKPOINT).unlink(missing_ok=True)
     (out / rundir.PRIVATE_ERRORS).unlink(missing_ok=True)
-
-
-def what_clients_keep(algorithm: Algorithm | Pate, server: ServerState) -> Payloads:
-    """Return the names and shapes of what a client keeps for its next round: of one that took one step."""
-    if isinstance(algorithm, Pate):
-        return {}
-    settings = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
-    task = LocalTask(1, 0, 1, 1, settings, server.params, server.broadcast)
-    return algorithm.finish(task, Trained(server.params, {}, 1, 0.0)).state
 
 
 def _settings(experiment: Experiment) -> dict[str, Any]:

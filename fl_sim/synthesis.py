@@ -6,17 +6,16 @@ runs that differ in the algorithm or the rounds share one - and one release of e
 
 import hashlib
 import json
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from flwr.serverapp import Grid
 
-from fl_sim.client_ledgers import fingerprint
+from fl_sim.data import fingerprint
 from fl_sim.data import load as load_data
 from fl_sim.experiment import Experiment
-from fl_sim.files import write_whole
+from fl_sim.files import folder_of, write_whole
 from fl_sim.locks import alone_in
 from fl_sim.pool import FACTS, Pool, da_fl, load, store
 from fl_sim.types import RunError
@@ -54,9 +53,7 @@ def prepare_pool(
 
 def pools_root() -> Path:
     """Return where pools are kept: $FL_SIM_POOLS, else the user's cache."""
-    named = os.environ.get("FL_SIM_POOLS")
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (Path(named) if named else Path(cache) / "fl-sim" / "pools").expanduser().absolute()
+    return folder_of("FL_SIM_POOLS", "XDG_CACHE_HOME", "~/.cache", "pools")
 
 
 def pool_key(experiment: Experiment, data_root: Path | None) -> str:

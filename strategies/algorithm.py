@@ -75,15 +75,26 @@ class Averaging(Settings):
 
 def what_clients_send(algorithm: Algorithm, server: ServerState) -> Payloads:
     """Return the names and shapes of a client's payloads: those of a client that has no records."""
-    settings = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
-    task = LocalTask(1, 0, 1, 0, settings, server.params, server.broadcast)
-    return algorithm.finish(task, Trained(server.params, {}, 0, None)).payloads
+    return _blank_update(algorithm, server, num_examples=0).payloads
+
+
+def what_clients_keep(algorithm: Algorithm, server: ServerState) -> Payloads:
+    """Return the names and shapes of what a client keeps for its next round: of one that took one step."""
+    return _blank_update(algorithm, server, num_examples=1).state
 
 
 def what_clients_share(algorithm: Sharing, input_shape: tuple[int, ...], num_classes: int) -> Params:
     """Return the names and shapes of what clients share before the first round: those of one that has no records."""
     inputs, labels = torch.zeros(0, *input_shape), torch.zeros(0, dtype=torch.int64)
     return algorithm.share(inputs, labels, num_classes, rng(0, "template"))
+
+
+def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) -> ClientUpdate:
+    """Return what becomes of a client's round of one step a record in which the model did not move."""
+    settings = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
+    task = LocalTask(1, 0, 1, num_examples, settings, server.params, server.broadcast)
+    loss = 0.0 if num_examples else None
+    return algorithm.finish(task, Trained(server.params, {}, settings.num_steps(num_examples), loss))
 
 
 def accumulated_momentum(num_steps: int, momentum: float) -> float:

@@ -3,7 +3,7 @@
 from fl_sim.data.integrity import Check, verify
 from fl_sim.data.known import NAMES, tuned_on
 from fl_sim.data.places import Root, Source, describe_missing, find, roots, wanted_files
-from fl_sim.data.reading import load
+from fl_sim.data.reading import fingerprint, load
 
 __all__ = [
     "NAMES",
@@ -12,6 +12,7 @@ __all__ = [
     "Source",
     "describe_missing",
     "find",
+    "fingerprint",
     "load",
     "roots",
     "tuned_on",

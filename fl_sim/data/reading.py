@@ -1,7 +1,10 @@
 """One data set at one place, read; each at most once in a process."""
 
+import hashlib
 from functools import lru_cache
 from pathlib import Path
+
+import numpy as np
 
 from fl_sim.data import digits, folder, idx, npz, uci
 from fl_sim.data.checked import known_dataset
@@ -24,6 +27,16 @@ def load(name: str, data_root: Path | None = None) -> Dataset:
             raise UserError(describe_missing(name, data_root))
         source = download(KNOWN[name], data_root)
     return _read_once(name, source)
+
+
+@lru_cache(maxsize=8)
+def fingerprint(name: str, data_root: Path | None, *, with_test: bool = False) -> str:
+    """Return a digest of the training records of ``name``, and of its test records where they matter, too."""
+    dataset, digest = load(name, data_root), hashlib.sha256()
+    for part in (dataset.train, dataset.test) if with_test else (dataset.train,):
+        digest.update(np.ascontiguousarray(part.inputs).data)
+        digest.update(np.ascontiguousarray(part.labels).data)
+    return digest.hexdigest()
 
 
 def read(name: str, source: Source) -> Dataset:

@@ -8,8 +8,8 @@ clipping norm S of ONE unit. The events handed round here follow it, and say the
 * ``TruncatedSubsampledGaussianDpEvent(K, 1.0, m, z)``: a fixed m of K units without replacement, replace one unit. The
   sum moves by 2S; the event's accountant knows that, so the event still takes z, not z/2. (``RdpAccountant`` on a
   ``SampledWithoutReplacementDpEvent(GaussianDpEvent(z))`` is the wrong call: it takes z relative to the *sensitivity*.)
-* ``DiscreteLaplaceDpEvent(epsilon, 1)`` and ``BoundedRangeDpEvent(epsilon)``: pure epsilon when one unit is added or
-  removed.
+* ``LaplaceDpEvent(scale)``, ``DiscreteLaplaceDpEvent(epsilon, 1)`` and ``BoundedRangeDpEvent(epsilon)``: pure epsilon
+  (1 / scale for the first) when one unit is added or removed.
 
 ``SelfComposedDpEvent(event, T)`` stands for T releases of ``event`` everywhere.
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Final, NoReturn
 
 from dp_accounting import dp_event
 
+from fl_sim.files import sync_folder
 from fl_sim.privacy import events
 from fl_sim.types import RunError, UserError
 
@@ -89,7 +90,7 @@ class ChargeLog:
             if not self._digests:
                 header = _line({"ledger": _FORMAT, "id": secrets.token_hex(8), "terms": self._terms})
                 self._write(file, header)
-                _sync_directory(path.parent)
+                sync_folder(path.parent)
                 self._take(header)
         if receipt is not None:
             self._hold_against(receipt, holder)
@@ -262,11 +263,3 @@ def _digest(before: list[str], value: Mapping[str, Any]) -> str:
     """Return the chain after a line; the first line starts it."""
     unchained = {key: part for key, part in value.items() if key != "chain"}
     return hashlib.sha256((before[-1] if before else "").encode() + _line(unchained)).hexdigest()
-
-
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

@@ -60,7 +60,7 @@ def from_json(value: dict[str, Any]) -> dp_event.DpEvent:
 
 def is_number(value: object) -> bool:
     """Return whether ``value``, read from JSON, is a finite number from 0 up."""
-    return type(value) in {int, float} and 0 <= value <= sys.float_info.max  # type: ignore[operator]
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def noise_multiplier(event: dp_event.DpEvent) -> float | None:

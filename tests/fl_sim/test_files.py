@@ -2,12 +2,12 @@
 
 import errno
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,17 +15,15 @@ from fl_sim.files import append_line, explain, in_words, is_partial, remove_part
 from fl_sim.types import RunError
 
 
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+@pytest.fixture(scope="module")
+def largest_file(load_benchmark: Callable[[str], ModuleType]) -> Callable[[int], AbstractContextManager[None]]:
+    limit: Callable[[int], AbstractContextManager[None]] = load_benchmark("disk_limits").file_limit
+    return limit
 
 
-def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_else(
+    tmp_path: Path, largest_file: Callable[[int], AbstractContextManager[None]]
+) -> None:
     path = tmp_path / "file"
     write_whole(path, b"old")
     with largest_file(1000), pytest.raises(OSError, match="File too large") as caught:
@@ -35,7 +33,9 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_nothing_else(tmp_
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_line_that_cannot_be_finished_is_not_begun(tmp_path: Path) -> None:
+def test_a_line_that_cannot_be_finished_is_not_begun(
+    tmp_path: Path, largest_file: Callable[[int], AbstractContextManager[None]]
+) -> None:
     path = tmp_path / "log"
     append_line(path, b"one\n", is_first=True)
     with largest_file(1000), pytest.raises(OSError, match="File too large"):
