@@ -157,6 +157,8 @@ class Command:
         for pid, _ in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        while left and self.processes() and time.monotonic() < deadline + ORPHAN_SECONDS + MOST_SECONDS:
+            time.sleep(0.01)  # a killed process is gone when the kernel has found the time for it
         return [words[:80] for _, words in left]
 
 
