@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from flwr.app import Message
 
-from fl_sim import wire
-from fl_sim.engine import LocalGrid
+from fl_sim.engines import wire
+from fl_sim.engines.inprocess import LocalGrid
 from fl_sim.params import FlatParams, flattened
 from fl_sim.types import Cohort, Reply
 from strategies.aggregators import WeightedMean

@@ -33,17 +33,17 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
-from fl_sim import wire
 from fl_sim.data import load
-from fl_sim.engine import InProcessGrid
-from fl_sim.engine_choice import client_app
-from fl_sim.experiment import Experiment, build_model, experiment_from
-from fl_sim.learning import evaluate, to_tensors
+from fl_sim.engines import wire
+from fl_sim.engines.inprocess import InProcessGrid
+from fl_sim.experiment.experiment import Experiment, build_model, experiment_from
 from fl_sim.params import detached
 from fl_sim.privacy.accounting import amplify_poisson, epsilon_of_counts
 from fl_sim.privacy.one_run import CONFIDENCE, Guess, guess, power_limit
 from fl_sim.privacy.planning import noise_multiplier
 from fl_sim.seeding import rng
+from fl_sim.simulation.engine_choice import client_app
+from fl_sim.training.loop import evaluate, to_tensors
 from fl_sim.types import Aggregate, Cohort, Params, ServerState
 from strategies.algorithm import Algorithm
 from strategies.flower import FederatedStrategy, run_round

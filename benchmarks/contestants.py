@@ -20,11 +20,11 @@ from speed_work import GPU_WORK, SHAPES, WORKS, Work
 from torch.nn import functional
 
 from fl_sim.data import load
-from fl_sim.engine_choice import open_engine
-from fl_sim.experiment import Experiment, build_model, client_shards, device_of, experiment_from
-from fl_sim.learning import to_tensors
+from fl_sim.experiment.experiment import Experiment, build_model, client_shards, device_of, experiment_from
 from fl_sim.params import detached
-from fl_sim.preparation import RunLog, federated_strategy
+from fl_sim.simulation.engine_choice import open_engine
+from fl_sim.simulation.preparation import RunLog, federated_strategy
+from fl_sim.training.loop import to_tensors
 from strategies.flower import run_round
 
 Round = Callable[[int], None]

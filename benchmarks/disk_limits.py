@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from fl_sim.experiment import Experiment, experiment_from
-from fl_sim.files import explain
-from fl_sim.report.rundir import PRIVATE_ERRORS, RoundRecord, read_result
-from fl_sim.simulation import Silent, run
+from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.simulation.run import Silent, run
+from fl_sim.store.files import explain
+from fl_sim.store.run_directory import PRIVATE_ERRORS, RoundRecord, read_result
 from fl_sim.types import RunError, UserError
 
 _QUICK = {"model": "logistic", "rounds": 3, "clients": 4, "engine": "inprocess"}

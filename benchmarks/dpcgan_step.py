@@ -25,9 +25,9 @@ from opacus.grad_sample import GradSampleModule
 from torch import nn
 from torch.nn import functional
 
-from clients.dpcgan_clipping import Pairs, clipped_sum, clipped_sums
-from clients.dpcgan_nets import Networks, paper, scored, small
-from clients.dpcgan_weights import Adam, Weights
+from clients.dafl.dpcgan.clipping import Pairs, clipped_sum, clipped_sums
+from clients.dafl.dpcgan.nets import Networks, paper, scored, small
+from clients.dafl.dpcgan.weights import Adam, Weights
 from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid
 
 Step = Callable[[int], None]

@@ -22,8 +22,8 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel
 
-from fl_sim.experiment import Experiment, client_shards, experiment_from, resolved
-from fl_sim.simulation import run
+from fl_sim.experiment.experiment import Experiment, client_shards, experiment_from, resolved
+from fl_sim.simulation.run import run
 from fl_sim.types import RunError, UserError
 
 MOST_CHARACTERS = 3200

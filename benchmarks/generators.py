@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from clients.dpcgan import DpCgan
-from clients.generation import Generator, PrivateRecords
-from clients.mean_embedding import MeanEmbedding
+from clients.dafl.dpcgan.settings import DpCgan
+from clients.dafl.generator import Generator, PrivateRecords
+from clients.dafl.mean_embedding import MeanEmbedding
 from fl_sim.data import load
 from fl_sim.models import build, default_model
 from fl_sim.privacy.mechanisms import Noise

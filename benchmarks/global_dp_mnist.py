@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from fl_sim.data import load
-from fl_sim.experiment import Experiment, experiment_from
+from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.privacy.accounting import amplify_poisson
 from fl_sim.privacy.planning import noise_multiplier
-from fl_sim.simulation import run
+from fl_sim.simulation.run import run
 
 EPSILON = 8.0
 DELTA = {100: 1e-3, 1000: 1e-5}

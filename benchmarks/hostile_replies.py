@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
-from fl_sim import wire
-from fl_sim.engine import LocalGrid
+from fl_sim.engines import wire
+from fl_sim.engines.inprocess import LocalGrid
 from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise

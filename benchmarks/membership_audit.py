@@ -28,10 +28,10 @@ from dp_accounting import dp_event
 from numpy.typing import NDArray
 from scipy.fft import idctn
 
-from clients.dpcgan import DpCgan
-from clients.generation import Bill, Generator, PrivateRecords
-from clients.labels import ExponentialMechanism
-from clients.mean_embedding import MeanEmbedding, lowest_frequencies
+from clients.dafl.dpcgan.settings import DpCgan
+from clients.dafl.generator import Bill, Generator, PrivateRecords
+from clients.dafl.labels import ExponentialMechanism
+from clients.dafl.mean_embedding import MeanEmbedding, lowest_frequencies
 from fl_sim.privacy.accounting import epsilon, epsilon_of_counts
 from fl_sim.privacy.audit import audit_profile
 from fl_sim.privacy.mechanisms import Noise

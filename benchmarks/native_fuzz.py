@@ -30,13 +30,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from fl_sim.learning import train
 from fl_sim.models import ResidualBlock
 from fl_sim.native.compiling import compile_kernel
 from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
 from fl_sim.native.layers import FIELDS, Stack, describe
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng, torch_kept
+from fl_sim.training.loop import train
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Mix, Params, Trained
 
 ROUNDING = 1e-5

@@ -80,10 +80,10 @@ class Clock:
 def watched(clock: Clock) -> Iterator[None]:
     """Time the functions that make up a round."""
     import clients.app
-    import fl_sim.cohort
-    import fl_sim.simulation
-    import fl_sim.site
-    from fl_sim import wire
+    import fl_sim.simulation.run
+    import fl_sim.simulation.site
+    import fl_sim.training.trainer
+    from fl_sim.engines import wire
     from fl_sim.native.kernel import load_kernel
     from strategies.aggregators import WeightedMean
     from strategies.algorithm import Averaging
@@ -92,17 +92,17 @@ def watched(clock: Clock) -> Iterator[None]:
 
     kernel, _ = load_kernel()
     places: list[tuple[str, Any, str]] = [
-        ("training kernel", fl_sim.cohort, "train"),  # PyTorch, where there is no kernel
-        ("around the kernel", fl_sim.cohort.Trainer, "train_all"),
-        ("records", fl_sim.site, "_records"),
+        ("training kernel", fl_sim.training.trainer, "train"),  # PyTorch, where there is no kernel
+        ("around the kernel", fl_sim.training.trainer.Trainer, "train_all"),
+        ("records", fl_sim.simulation.site, "_records"),
         ("client states", clients.app, "load_state"),
         ("client states", clients.app, "save_state"),
         ("generators", clients.app, "rng"),
         *(("packing", wire, name) for name in ("task_content", "read_task", "update_content", "read_update")),
         ("sampling", FixedSize, "sample"),
         ("aggregation", WeightedMean, "mean"),
-        ("evaluation", fl_sim.cohort.Trainer, "evaluate"),
-        ("checkpoint and log", fl_sim.simulation, "_keep"),
+        ("evaluation", fl_sim.training.trainer.Trainer, "evaluate"),
+        ("checkpoint and log", fl_sim.simulation.run, "_keep"),
         *(("algorithm", kind, name) for kind in (Averaging, Scaffold) for name in ("plan", "finish", "merge")),
     ]
     if kernel is not None:
@@ -117,9 +117,9 @@ def profile(clients: int, cohort: int, *, algorithm: str, data: str, rounds: int
     """Return each part's CPU seconds in one round: medians over ``rounds``, after two that do not count."""
     import torch
 
-    from fl_sim.experiment import experiment_from
-    from fl_sim.report.rundir import RoundRecord
-    from fl_sim.simulation import Silent, run
+    from fl_sim.experiment.experiment import experiment_from
+    from fl_sim.simulation.run import Silent, run
+    from fl_sim.store.run_directory import RoundRecord
 
     torch.set_num_threads(1)
     clock, laps = Clock(), []

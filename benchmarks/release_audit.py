@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from clients import dpcgan_training, mean_embedding
-from clients.dpcgan import DpCgan
-from clients.dpcgan_clipping import Pairs
-from clients.dpcgan_training import Client, Training
-from clients.generation import Bill, PrivateRecords, Request
-from clients.mean_embedding import MeanEmbedding
+from clients.dafl import mean_embedding
+from clients.dafl.dpcgan.clipping import Pairs
+from clients.dafl.dpcgan.settings import DpCgan
+from clients.dafl.dpcgan.training import Client, Training
+from clients.dafl.generator import Bill, PrivateRecords, Request
+from clients.dafl.mean_embedding import MeanEmbedding
 from fl_sim.privacy.accounting import amplify_poisson, delta_profile
 from fl_sim.privacy.audit import EPSILONS, ProfileAudit, World, audit_profile, run_mechanism
 from fl_sim.privacy.mechanisms import Noise
@@ -83,8 +83,8 @@ class DiscriminatorStep:
         training, released = _prepared(self, world), _Released()
         training.clients[0].noise = _key(run)
         training.discriminator_adam = released  # type: ignore[assignment]
-        sums = _clipped_apart if self.apart else dpcgan_training.clipped_sums
-        with mock.patch.object(dpcgan_training, "clipped_sums", sums):
+        sums = _clipped_apart if self.apart else training.clipped_sums
+        with mock.patch.object(training, "clipped_sums", sums):
             training.discriminator_step(0)
         number = self._BYSTANDERS + 1
         total = released.gradient * self.sampling_rate * number

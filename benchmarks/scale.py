@@ -87,10 +87,10 @@ def run_one(setting: Setting, data: str, folder: Path, start: float) -> Row:
     """Do a run in this process, which began at ``start`` (time.time)."""
     import torch
 
-    from fl_sim.experiment import experiment_from
-    from fl_sim.report import rundir
-    from fl_sim.report.rundir import RoundRecord
-    from fl_sim.simulation import Silent, run
+    from fl_sim.experiment.experiment import experiment_from
+    from fl_sim.simulation.run import Silent, run
+    from fl_sim.store import run_directory
+    from fl_sim.store.run_directory import RoundRecord
 
     torch.set_num_threads(1)
 
@@ -107,7 +107,7 @@ def run_one(setting: Setting, data: str, folder: Path, start: float) -> Row:
         def finished_round(self, record: RoundRecord) -> None:
             self.seconds.append(record.seconds)
             self.cpu.append(cpu_seconds())
-            self.states = space_mb(folder / "run" / rundir.STATE)
+            self.states = space_mb(folder / "run" / run_directory.STATE)
 
     table = {
         "data": data, "partition": setting.partition, "clients": setting.population, "model": "niid-cnn",

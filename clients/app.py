@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import nn
 
-from fl_sim import wire
-from fl_sim.cohort import Job, Trainer
-from fl_sim.engine import Play, Release, partition_of, raised
-from fl_sim.learning import LocalAlgorithm
+from fl_sim.engines import wire
+from fl_sim.engines.inprocess import Play, Release, partition_of, raised
 from fl_sim.native.kernel import load_kernel
-from fl_sim.precision import Precision
-from fl_sim.records import Records
 from fl_sim.seeding import rng, seed_torch
-from fl_sim.store import load_state, save_state
+from fl_sim.store.tensors import load_state, save_state
+from fl_sim.training.loop import LocalAlgorithm
+from fl_sim.training.precision import Precision
+from fl_sim.training.records import Records
+from fl_sim.training.trainer import Job, Trainer
 from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Trained
 
 if TYPE_CHECKING:
     from clients.policy import Policy
-    from fl_sim.stacked import StackedTrainer
+    from fl_sim.training.stacked import StackedTrainer
 
 Synthetic: TypeAlias = tuple[torch.Tensor, str]
 """One client's synthetic records, and what it says of them."""
@@ -73,7 +73,7 @@ class Site:
     @cached_property
     def stacked(self) -> "StackedTrainer":
         """Return what trains many clients of this experiment as one computation."""
-        from fl_sim.stacked import StackedTrainer  # noqa: PLC0415 (torch.func loads slowly where it is first used)
+        from fl_sim.training.stacked import StackedTrainer  # noqa: PLC0415 (torch.func loads slowly where it is first used)
 
         return StackedTrainer(self.model, self.precision, graphs=self.graphs)
 
@@ -142,7 +142,7 @@ def train_together(site_of: SiteFactory, *, stacked: bool = False) -> Play:
     def play(messages: Sequence[Message]) -> list[Message]:
         try:
             return trained(messages)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (as in fl_sim.engine.answer)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (as in fl_sim.engines.inprocess.answer)
             if len(messages) == 1:
                 return [raised(messages[0], error)]
             return [reply for message in messages for reply in play([message])]
@@ -158,7 +158,7 @@ def synthesize_together(site_of: SiteFactory) -> Release:
         replies: Sequence[Message | BaseException]
         try:
             replies = _synthesized(turns, messages, [partition_of(message) for message in messages], check)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (as in fl_sim.engine.answer)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (as in fl_sim.engines.inprocess.answer)
             replies = [error] * len(messages)
         return [
             reply if isinstance(reply, Message) else raised(message, reply)

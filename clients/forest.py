@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fl_sim.config import Settings
+from fl_sim.settings import Settings
 
 if TYPE_CHECKING:
     from sklearn.ensemble import RandomForestClassifier

@@ -22,14 +22,14 @@ from typing import Final
 from dp_accounting import dp_event
 from pydantic import Field, ValidationError
 
-from fl_sim.config import Settings, explain
-from fl_sim.locks import alone_in
 from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts
 from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.terms import Terms
+from fl_sim.settings import Settings, explain
 from fl_sim.settings_file import parse_table
-from fl_sim.store import write_private
+from fl_sim.store.locks import alone_in
+from fl_sim.store.tensors import write_private
 from fl_sim.types import RunError, UserError
 
 RECORD_TERMS: Final = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, 1e-5)

@@ -7,7 +7,7 @@ import typer
 
 from fl_sim.cli.data import app as data_app
 from fl_sim.cli.partition import partition
-from fl_sim.cli.privacy import app as privacy_app
+from fl_sim.cli.privacy.verbs import app as privacy_app
 from fl_sim.cli.report import report
 from fl_sim.cli.run import run_command
 from fl_sim.cli.table import table

@@ -3,8 +3,8 @@
 import math
 from typing import Literal
 
-from fl_sim.config import Settings
 from fl_sim.params import is_finite, weighted_mean
+from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort, Reply, RunError
 from strategies.algorithm import Weighting
 

@@ -5,10 +5,10 @@ from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import torch
 
-from fl_sim.config import Settings
-from fl_sim.learning import LocalAlgorithm
 from fl_sim.params import add, subtract
 from fl_sim.seeding import rng
+from fl_sim.settings import Settings
+from fl_sim.training.loop import LocalAlgorithm
 from fl_sim.types import (
     Aggregate,
     ClientUpdate,

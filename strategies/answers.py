@@ -9,8 +9,8 @@ from typing import Final, TypeVar
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fl_sim import wire
-from fl_sim.engine import LocalGrid
+from fl_sim.engines import wire
+from fl_sim.engines.inprocess import LocalGrid
 from fl_sim.types import Malformed, RunError
 
 Read = TypeVar("Read")

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fl_sim import wire
+from fl_sim.engines import wire
 from fl_sim.params import flattened, is_finite
 from fl_sim.seeding import rng
 from fl_sim.types import Aggregate, Cohort, Examples, Malformed, Params, Payloads, Reply, RunError, ServerState

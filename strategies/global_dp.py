@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from pydantic import BeforeValidator, Field, model_validator
 
-from fl_sim.config import Settings
 from fl_sim.params import FlatParams, layout_of, num_in, num_parameters, vector_in
 from fl_sim.privacy.mechanisms import (
     Noise,
@@ -22,6 +21,7 @@ from fl_sim.privacy.mechanisms import (
     next_clipping_norm,
     update_noise_multiplier,
 )
+from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort, Payloads, Reply
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.ledger import Ledger, Terms
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.report.rundir import LEDGER
+from fl_sim.store.run_directory import LEDGER
 from fl_sim.types import Aggregate, Cohort, Malformed, RunError, ServerState
 from strategies.algorithm import Algorithm, what_clients_send
 from strategies.answers import UNQUOTED, in_words

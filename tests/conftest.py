@@ -15,12 +15,12 @@ from flwr.app import Message, RecordDict
 from hypothesis import settings as hypothesis_settings
 from torch import nn
 
-from fl_sim import wire
-from fl_sim.engine import LocalGrid
-from fl_sim.engine_ray_token import choose_token
-from fl_sim.learning import train
+from fl_sim.engines import wire
+from fl_sim.engines.inprocess import LocalGrid
+from fl_sim.engines.ray_token import choose_token
 from fl_sim.params import detached
 from fl_sim.seeding import rng
+from fl_sim.training.loop import train
 from fl_sim.types import ClientUpdate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState
 from strategies.aggregators import WeightedMean
 from strategies.answers import Population

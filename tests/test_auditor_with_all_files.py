@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fl_sim import wire
 from fl_sim.__main__ import main
+from fl_sim.engines import wire
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.seeding import rng
 from strategies.samplers import Poisson

@@ -11,11 +11,12 @@ import pytest
 import torch
 from flwr.app import Message
 
-from fl_sim import engine_choice, wire
 from fl_sim.data import load
-from fl_sim.engine_choice import open_engine, stack_of, together_of
-from fl_sim.experiment import Experiment, InProcess, Ray, build_model, experiment_from
+from fl_sim.engines import wire
+from fl_sim.experiment.experiment import Experiment, InProcess, Ray, build_model, experiment_from
 from fl_sim.params import detached, flattened
+from fl_sim.simulation import engine_choice
+from fl_sim.simulation.engine_choice import open_engine, stack_of, together_of
 from fl_sim.types import Params, UserError
 
 MODELS = """

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_sim.report import rundir
+from fl_sim.store import run_directory
 
 
 @pytest.fixture(scope="module")
@@ -27,5 +27,7 @@ def test_the_harness_sees_a_run_that_goes_on_with_foreign_rounds(
     monkeypatch.setitem(harness.DAMAGES, "cut", lambda file: foreign)
     number = next(number for number in range(1000) if harness.drawn(number, setting)[1:] == ("rounds.jsonl", "cut"))
     assert harness.attempt(number, {"fedavg": setting}, tmp_path).outcome == "refused"
-    monkeypatch.setattr(rundir, "keep_rounds", lambda out, last_round, chain: rundir.read_rounds(out)[:last_round])
+    monkeypatch.setattr(
+        run_directory, "keep_rounds", lambda out, last_round, chain: run_directory.read_rounds(out)[:last_round]
+    )
     assert harness.attempt(number, {"fedavg": setting}, tmp_path).wrong == "other numbers in the log"

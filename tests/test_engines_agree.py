@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fl_sim.data import load
-from fl_sim.experiment import Experiment, build_model, experiment_from
+from fl_sim.experiment.experiment import Experiment, build_model, experiment_from
 from fl_sim.params import detached
-from fl_sim.report.rundir import RoundRecord, read_rounds
-from fl_sim.simulation import Silent, run
+from fl_sim.simulation.run import Silent, run
+from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.types import Params, UserError
 
 MODEL = """
@@ -64,7 +64,7 @@ def alone(folder: Path) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def one_ray() -> Iterator[None]:
     """One Ray for all tests of this file; the engine joins it and leaves it running."""
-    start = pytest.importorskip("fl_sim.engine_ray_start")
+    start = pytest.importorskip("fl_sim.engines.ray_start")
     start.start_or_join(start.RayResources(actors=2), 2)
     yield
     start.stop_or_leave()

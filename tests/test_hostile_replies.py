@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from fl_sim import wire
+from fl_sim.engines import wire
 
 
 def _faults(harness, num_replies):

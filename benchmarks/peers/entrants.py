@@ -64,8 +64,8 @@ def job_file(work: Work) -> Path:
     from peers import job
 
     from fl_sim.data import load
-    from fl_sim.experiment import build_model, client_shards
-    from fl_sim.learning import to_tensors
+    from fl_sim.experiment.experiment import build_model, client_shards
+    from fl_sim.training.loop import to_tensors
 
     experiment = experiment_of(work, "auto")
     dataset = load(experiment.data)

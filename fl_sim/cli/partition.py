@@ -11,10 +11,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fl_sim.config import parse_scheme
 from fl_sim.data import load
-from fl_sim.experiment import shards_of
-from fl_sim.report.partition import draw_partition
+from fl_sim.experiment.experiment import shards_of
+from fl_sim.report.figures.partition import draw_partition
+from fl_sim.settings import parse_scheme
 from partitions import label_counts
 from partitions.dirichlet import USUAL_MIN_SIZE
 

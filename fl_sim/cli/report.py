@@ -7,18 +7,18 @@ from typing import Annotated, Any
 import typer
 
 from fl_sim.report.bills import bills_of
-from fl_sim.report.by_epsilon import sample_pictures
-from fl_sim.report.curves import draw_all
+from fl_sim.report.figures.by_epsilon import sample_pictures
+from fl_sim.report.figures.curves import draw_all
+from fl_sim.report.figures.pate import pate_pictures
+from fl_sim.report.figures.sweep import draw_sweeps
 from fl_sim.report.groups import Panel, group, panels
 from fl_sim.report.page import page
 from fl_sim.report.page_words import groups_of, percent, runs_of, summary, title_of
-from fl_sim.report.pate_figures import pate_pictures
 from fl_sim.report.picture import Picture
-from fl_sim.report.rundir import write_text
 from fl_sim.report.runs import Found, find
 from fl_sim.report.sweep import sweeps
-from fl_sim.report.sweep_figure import draw_sweeps
 from fl_sim.report.table import mean_and_deviation
+from fl_sim.store.run_directory import write_text
 
 PAGE = "report.html"
 

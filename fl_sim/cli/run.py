@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from fl_sim.experiment import Experiment, experiment_from, resolved, with_overrides
-from fl_sim.preparation import is_private
+from fl_sim.experiment.experiment import Experiment, experiment_from, resolved, with_overrides
 from fl_sim.report.progress import RunProgress
 from fl_sim.settings_file import read_table
-from fl_sim.simulation import run, short_form
-from fl_sim.table import PRESETS, preset_names
+from fl_sim.simulation.preparation import is_private
+from fl_sim.simulation.run import run, short_form
+from fl_sim.tables.plan import PRESETS, preset_names
 
 
 def run_command(

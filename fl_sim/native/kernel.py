@@ -56,7 +56,7 @@ class Draws:
 
     @classmethod
     def of(cls, task: LocalTask, plan: LocalPlan, count: int, generator: np.random.Generator) -> Self:
-        """Draw from ``generator`` as ``fl_sim.learning.train`` does for ``count`` records."""
+        """Draw from ``generator`` as ``fl_sim.training.loop.train`` does for ``count`` records."""
         settings = task.settings
         batches = -(-count // settings.batch_size) if plan.mix is not None else 0
         order, partners = np.empty((settings.epochs, count), np.int64), np.empty((settings.epochs, batches), np.int64)
@@ -68,7 +68,7 @@ class Draws:
 
 
 class Lesson(NamedTuple):
-    """One client's training: what ``fl_sim.learning.train`` takes, with what chance decides already decided.
+    """One client's training: what ``fl_sim.training.loop.train`` takes, with what chance decides already decided.
 
     ``inputs``: float32, (n, *input shape), n at least 1; ``labels``: int64, (n,).
     """
@@ -87,7 +87,7 @@ class Kernel:
     library: ctypes.CDLL
 
     def train(self, stack: Stack, lessons: Sequence[Lesson]) -> list[Trained]:
-        """Train clients, one after another, each as ``fl_sim.learning.train`` does but for float32 rounding.
+        """Train clients, one after another, each as ``fl_sim.training.loop.train`` does but for float32 rounding.
 
         Other threads run meanwhile. Raises IndexError for a label outside the model's classes, and ValueError for
         tensors of other lengths or types than the model and the task ask for.

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Final, NoReturn
 
 from dp_accounting import dp_event
 
-from fl_sim.files import sync_folder
 from fl_sim.privacy import events
+from fl_sim.store.files import sync_folder
 from fl_sim.types import RunError, UserError
 
 _FORMAT: Final = 2

@@ -8,7 +8,7 @@ from typing import Self, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fl_sim.report.rundir import RoundRecord
+from fl_sim.store.run_directory import RoundRecord
 
 _SECONDS_BETWEEN_LINES = 2.0
 _UNTIMED_LINES = 20

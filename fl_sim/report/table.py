@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from fl_sim.files import remove_partial
 from fl_sim.report.release import Release
 from fl_sim.report.release import notes as privacy_notes
-from fl_sim.report.rundir import write_text
+from fl_sim.store.files import remove_partial
+from fl_sim.store.run_directory import write_text
 
 Status: TypeAlias = Literal["finished", "failed", "missing"]
 Measure: TypeAlias = Literal["last", "best"]

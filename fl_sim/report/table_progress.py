@@ -8,7 +8,7 @@ from typing import Self, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from fl_sim.report.rundir import RoundRecord
+from fl_sim.store.run_directory import RoundRecord
 
 
 class TableProgress:

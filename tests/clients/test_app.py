@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from clients.app import Site, build_client_app, synthesize_together, train_together
-from fl_sim import wire
-from fl_sim.cohort import Job
-from fl_sim.engine import Generators, InProcessGrid, Together
-from fl_sim.learning import train
+from fl_sim.engines import wire
+from fl_sim.engines.inprocess import Generators, InProcessGrid, Together
 from fl_sim.params import detached
-from fl_sim.records import Records
 from fl_sim.seeding import rng, seed_torch
-from fl_sim.store import load_state
+from fl_sim.store.tensors import load_state
+from fl_sim.training.loop import train
+from fl_sim.training.records import Records
+from fl_sim.training.trainer import Job
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask
 from strategies.algorithm import what_clients_send
 from strategies.fedavg import FedAvg

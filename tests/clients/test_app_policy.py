@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from flwr.app import Context, Message, RecordDict
 
-from fl_sim import wire
 from fl_sim.data import load
-from fl_sim.engine import LocalGrid
-from fl_sim.engine_choice import client_app
-from fl_sim.experiment import Experiment, build_model, experiment_from, with_overrides
+from fl_sim.engines import wire
+from fl_sim.engines.inprocess import LocalGrid
+from fl_sim.experiment.experiment import Experiment, build_model, experiment_from, with_overrides
 from fl_sim.params import detached
+from fl_sim.simulation.engine_choice import client_app
 from fl_sim.types import RunError
 
 POOLED = ("preprocess=da-fl", "preprocess.generator=mean-embedding", "preprocess.epsilon=8")

@@ -11,10 +11,10 @@ import torch
 from clients.forest import RandomForest
 from clients.teacher import forest_votes, network_votes, votes_of
 from fl_sim import models
-from fl_sim.cohort import Job, Trainer
 from fl_sim.data import load
-from fl_sim.learning import to_tensors
-from fl_sim.records import Records
+from fl_sim.training.loop import to_tensors
+from fl_sim.training.records import Records
+from fl_sim.training.trainer import Job, Trainer
 from fl_sim.types import LocalSettings, RunError, Trained
 
 BUILD = partial(models.build, "logistic", (1, 8, 8), 10)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fl_sim import wire
-from fl_sim.engine import InProcessGrid
+from fl_sim.engines import wire
+from fl_sim.engines.inprocess import InProcessGrid
 from fl_sim.types import Malformed, RunError
 from strategies.flower import ask_teachers
 

@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
 from torch.nn import functional
 
-from fl_sim import wire
+from fl_sim.engines import wire
 from fl_sim.params import detached
 from fl_sim.seeding import rng
 from strategies.fedavg import Centralized, FedAvg

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fl_sim.learning import mixed_loss, train
 from fl_sim.params import detached
 from fl_sim.seeding import rng
+from fl_sim.training.loop import mixed_loss, train
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Mix
 from strategies.fedmix import FedMix, NaiveMix, averages
 

@@ -12,8 +12,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Strategy
 
-from fl_sim import wire
-from fl_sim.engine import InProcessGrid, LocalGrid
+from fl_sim.engines import wire
+from fl_sim.engines.inprocess import InProcessGrid, LocalGrid
 from fl_sim.types import Examples, RunError
 from strategies.answers import Population, find_population
 from strategies.fedavg import FedAvg

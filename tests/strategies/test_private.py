@@ -8,8 +8,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fl_sim import wire
-from fl_sim.engine import InProcessGrid, LocalGrid
+from fl_sim.engines import wire
+from fl_sim.engines.inprocess import InProcessGrid, LocalGrid
 from fl_sim.seeding import rng
 from fl_sim.types import BudgetExhausted, RunError
 from strategies.fedavg import FedAvg

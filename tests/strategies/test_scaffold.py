@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fl_sim.store import load_state, save_state
+from fl_sim.store.tensors import load_state, save_state
 from strategies.fedavg import FedAvg
 from strategies.scaffold import Scaffold
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from fl_sim.cohort import Job, Trainer
 from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
 from fl_sim.native.layers import FIELDS, Stack, describe
 from fl_sim.params import FlatParams, detached, flattened, layout_of
-from fl_sim.records import Records
 from fl_sim.seeding import rng, torch_kept
+from fl_sim.training.records import Records
+from fl_sim.training.trainer import Job, Trainer
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Mix, Params, RunError
 
 SHAPE, COUNT = (2, 8, 8), 9

@@ -1,4 +1,4 @@
-"""The compiled trainer does what fl_sim.learning.train does, to float32 rounding, for any stack of its layers."""
+"""The compiled trainer does what fl_sim.training.loop.train does, to float32 rounding, for any stack of its layers."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fl_sim.learning import train
 from fl_sim.models import MODELS, ResidualBlock
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import describe
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng
+from fl_sim.training.loop import train
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Mix, Params, Trained
 
 ROUNDING = 2e-5

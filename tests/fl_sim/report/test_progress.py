@@ -7,7 +7,7 @@ import pytest
 
 from fl_sim.report import progress
 from fl_sim.report.progress import RunProgress
-from fl_sim.report.rundir import RoundRecord
+from fl_sim.store.run_directory import RoundRecord
 
 
 def _record(number: int) -> RoundRecord:

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
+from fl_sim.report.figures.sweep import draw, draw_sweeps
 from fl_sim.report.groups import group
 from fl_sim.report.runs import find
 from fl_sim.report.sweep import sweeps
-from fl_sim.report.sweep_figure import draw, draw_sweeps
 
 PROX = {"kind": "fedprox", "mu": 0.1}
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from fl_sim.report.rundir import RoundRecord
 from fl_sim.report.table_progress import TableProgress
+from fl_sim.store.run_directory import RoundRecord
 
 
 def record(server_round: int, accuracy: float | None) -> RoundRecord:

@@ -1,0 +1,1 @@
+"""DA-FL on a client: labels, generators, and the share that is released."""

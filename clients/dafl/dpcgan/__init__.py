@@ -1,0 +1,1 @@
+"""The differentially private conditional GAN."""

@@ -1,0 +1,289 @@
+"""Sums of jointly clipped gradients of (real, fake) pairs, from one forward and one backward pass over both halves.
+
+The gradient of a linear layer for one row is the outer product of its input a and the error e at its output. Hence a
+pair's squared norm is a sum of products of scalar products, (e_i . e_j)(a_i . a_j) over its two rows (Goodfellow 2015,
+"Efficient per-example gradient computations"), and the clipped sum is one matrix product of weighted rows: the gradient
+of a single record is never formed. A convolution is the same with a row per position of its output.
+
+No pair moves a sum by more than its bound, whatever the weights. A pair's inputs and errors are float32, and their
+bits do not depend on the other pairs of the step. Norms and sums are float64, which holds products of float32 exactly.
+Where the rows of a pair cancel, a norm from scalar products may be rounded down, but by no more than 2 n u times what
+does not cancel (n terms a sum, u = 2^-53; Higham 2002, section 3.1), and that much is added to it.
+
+Why not Opacus: its hooks form every record's gradient of every layer, of real and fake apart, at about three times the
+cost of a step without privacy (``benchmarks/dpcgan_step.py``). They are what the tests hold this file against.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from clients.dafl.dpcgan.nets import Layers, filled_up, stacked
+
+_MARGIN: Final = 1e-5
+"""Pairs are clipped to (1 - margin) C: room for the rounding of float64 in the sum, less than 1e-6 C in 1,000 pairs."""
+
+_SLACK: Final = 2.0**-32
+"""The most that rounding takes from a squared norm, as a share of the sum of both rows' own: up to 2^20 terms."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """One client's part of a step: ``real``, ``fake``: (pairs, *input shape of D), and what to clip each pair to.
+
+    D scores each row by itself and consists of Linear, Conv2d, InstanceNorm2d without running statistics, and layers
+    without parameters. ``clipping_norm`` inf: the plain sum.
+    """
+
+    discriminator: nn.Sequential
+    real: torch.Tensor
+    fake: torch.Tensor
+    clipping_norm: float
+
+
+def clipped_sum(
+    discriminator: nn.Sequential, real: torch.Tensor, fake: torch.Tensor, clipping_norm: float
+) -> torch.Tensor:
+    """Return the sum of one client alone: see ``clipped_sums``."""
+    return clipped_sums([Pairs(discriminator, real, fake, clipping_norm)])[0]
+
+
+def clipped_sums(clients: Sequence[Pairs]) -> list[torch.Tensor]:
+    """Return every client's sum, over its pairs, of the gradients of loss(D(real), 1) + loss(D(fake), 0), clipped.
+
+    Each pair's gradient is clipped as one vector. The sums are flat and float64, in the order of ``D.parameters()``. A
+    pair whose gradient is not finite counts as the zero vector; no pairs at all sum to zero. Networks of one kind; what
+    a client gets does not depend on the others.
+    """
+    found = iter(_sums([one for one in clients if len(one.real)]))
+    return [next(found) if len(one.real) else _zero(one.discriminator) for one in clients]
+
+
+def _zero(discriminator: nn.Sequential) -> torch.Tensor:
+    return torch.zeros(sum(weight.numel() for weight in discriminator.parameters()), dtype=torch.float64)
+
+
+def _sums(clients: Sequence[Pairs]) -> list[torch.Tensor]:
+    if not clients:
+        return []
+    bounds, sizes = [], []
+    for one in clients:
+        sizes.append(filled_up(2 * len(one.real)) // 2)
+        # The pairs that fill up a stack have the bound zero: a factor of zero, and no part in any sum.
+        bounds += [
+            torch.full((len(one.real),), one.clipping_norm * (1 - _MARGIN), dtype=torch.float64),
+            torch.zeros(sizes[-1] - len(one.real), dtype=torch.float64),
+        ]
+    layers = _backward(clients, sizes)
+    norms = torch.stack([layer.squared_norms() for layer in layers]).sum(0).sqrt()
+    finite = torch.isfinite(norms)
+    bound = torch.cat(bounds)
+    factors = torch.where(finite & (bound > 0), (bound / norms).clamp(max=1), 0.0)
+    if not bool(finite.all()):  # 0 * nan is nan: what is not finite must go, not be multiplied by 0
+        for layer in layers:
+            layer.forget(~finite)
+    by_layer = [layer.weighted_sums(factors) for layer in layers]
+    return [torch.cat([part.flatten() for parts in one for part in parts]) for one in zip(*by_layer, strict=True)]
+
+
+class _Layers(Protocol):
+    """The gradients of a layer for every pair of all clients, in the form they are cheapest in, as float64."""
+
+    def squared_norms(self) -> torch.Tensor:
+        """Return each pair's share of its squared gradient norm, (pairs,): never less than the true value."""
+        ...
+
+    def forget(self, pairs: torch.Tensor) -> None:
+        """Make the gradients of ``pairs`` (a mask) zero."""
+        ...
+
+    def weighted_sums(self, factors: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Return each client's sum over pairs of factor times gradient, for each of the layer's parameters."""
+        ...
+
+
+def _backward(clients: Sequence[Pairs], sizes: Sequence[int]) -> list[_Layers]:
+    """Return D's layers with parameters, with what entered each and the loss's derivative by what left it."""
+    passed: list[Layers] = []
+    rows = [_side_by_side(one.real, one.fake, size) for one, size in zip(clients, sizes, strict=True)]
+    scores = stacked([one.discriminator for one in clients], rows, passed.append).view(-1, 2)
+    loss = functional.softplus(scores * torch.tensor([-1.0, 1.0])).sum()
+    errors: Sequence[torch.Tensor] = torch.autograd.grad(loss, [layers.left for layers in passed])
+    return [_layers(*parts) for parts in zip(passed, errors, strict=True)]
+
+
+def _side_by_side(real: torch.Tensor, fake: torch.Tensor, size: int) -> torch.Tensor:
+    """Return rows 2i, real, and 2i + 1, fake, that make pair i of ``size``."""
+    rows = real.new_empty(size, 2, *real.shape[1:])
+    rows[: len(real), 0], rows[: len(real), 1], rows[len(real) :] = real, fake, 0.0
+    return rows.flatten(0, 1)
+
+
+def _layers(passed: Layers, error: torch.Tensor) -> _Layers:
+    entered = [part.detach() for part in passed.entered]
+    if isinstance(passed.layers[0], nn.Linear):
+        return _Linears(entered, error, has_bias=passed.layers[0].bias is not None)
+    errors = torch.split(error, [len(part) for part in entered])
+    return _Apart([_layer(*parts) for parts in zip(passed.layers, entered, errors, strict=True)])
+
+
+def _layer(layer: nn.Module, entered: torch.Tensor, error: torch.Tensor) -> "_Layer":
+    if isinstance(layer, nn.Conv2d):
+        return _Convolution(layer, entered, error)
+    assert isinstance(layer, nn.InstanceNorm2d)
+    return _InstanceNorm(layer, entered, error)
+
+
+class _Linears:
+    """Linear layers: ``entered`` by client, ``errors`` of all of them one below the other."""
+
+    def __init__(self, entered: Sequence[torch.Tensor], errors: torch.Tensor, *, has_bias: bool) -> None:
+        self.has_bias, self.a, self.e = has_bias, [part.double() for part in entered], errors.double()
+
+    def squared_norms(self) -> torch.Tensor:
+        products = [_products(part) for part in self.a]
+        inputs, inputs_across = (torch.cat(parts) for parts in zip(*products, strict=True))
+        errors, errors_across = _products(self.e)
+        if self.has_bias:  # a bias is the weight of one more input, which is always 1
+            inputs, inputs_across = inputs + 1, inputs_across + 1
+        own = (inputs * errors).view(-1, 2).sum(1)
+        return own + 2 * inputs_across * errors_across + _SLACK * own
+
+    def forget(self, pairs: torch.Tensor) -> None:
+        both = pairs.repeat_interleave(2)
+        self.e = self.e.masked_fill(both[:, None], 0.0)
+        sizes = [len(part) for part in self.a]
+        self.a = [
+            part.masked_fill(mask[:, None], 0.0) for part, mask in zip(self.a, torch.split(both, sizes), strict=True)
+        ]
+
+    def weighted_sums(self, factors: torch.Tensor) -> list[list[torch.Tensor]]:
+        errors = (self.e.view(-1, 2, self.e.shape[1]) * factors[:, None, None]).flatten(0, 1)
+        parts = zip(torch.split(errors, [len(part) for part in self.a]), self.a, strict=True)
+        return [[error.T @ entered, *([error.sum(0)] if self.has_bias else [])] for error, entered in parts]
+
+
+def _products(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows' squares, (2 pairs,), and the products of real with fake, (pairs,)."""
+    real, fake = rows.view(-1, 2, rows.shape[1]).unbind(1)
+    return torch.linalg.vecdot(rows, rows), torch.linalg.vecdot(real, fake)
+
+
+class _Layer(Protocol):
+    """A layer of one client, where sharing operations with others would gain nothing."""
+
+    num_pairs: int
+
+    def squared_norms(self) -> torch.Tensor: ...
+
+    def forget(self, pairs: torch.Tensor) -> None: ...
+
+    def weighted_sum(self, factors: torch.Tensor) -> list[torch.Tensor]: ...
+
+
+class _Apart:
+    """Layers of every client, taken one by one."""
+
+    def __init__(self, layers: Sequence[_Layer]) -> None:
+        self.layers = layers
+        self.sizes = [layer.num_pairs for layer in layers]
+
+    def squared_norms(self) -> torch.Tensor:
+        return torch.cat([layer.squared_norms() for layer in self.layers])
+
+    def forget(self, pairs: torch.Tensor) -> None:
+        for layer, mask in zip(self.layers, torch.split(pairs, self.sizes), strict=True):
+            layer.forget(mask)
+
+    def weighted_sums(self, factors: torch.Tensor) -> list[list[torch.Tensor]]:
+        parts = zip(self.layers, torch.split(factors, self.sizes), strict=True)
+        return [layer.weighted_sum(part) for layer, part in parts]
+
+
+class _Convolution:
+    """As a linear layer, with a row for every position of the output: a pair's gradient is e_r a_r' + e_f a_f'."""
+
+    def __init__(self, layer: nn.Conv2d, entered: torch.Tensor, error: torch.Tensor) -> None:
+        assert layer.groups == 1
+        self.num_pairs = len(entered) // 2
+        self.a = functional.unfold(entered, layer.kernel_size, layer.dilation, _ints(layer.padding), layer.stride)
+        self.e = error.flatten(2)  # (2 pairs, outputs, positions), as a is (2 pairs, inputs, positions)
+        self.bias = torch.add(*_halves(self.e.sum(2))).double() if layer.bias is not None else None
+        (_, num_inputs, positions), num_outputs = self.a.shape, self.e.shape[1]
+        # Where scalar products of all rows would be dearer than the gradients, each pair's gradient is formed: once.
+        # Its norm is that of what is summed, however it was rounded.
+        self.each = None
+        if 2 * positions * (num_inputs + num_outputs) > num_inputs * num_outputs:
+            (real, fake), (real_e, fake_e) = _halves(self.a), _halves(self.e)
+            self.each = torch.baddbmm(real_e @ real.mT, fake_e, fake.mT).flatten(1).double()
+        else:
+            self.a, self.e = self.a.double(), self.e.double()
+
+    def squared_norms(self) -> torch.Tensor:
+        if self.each is None:
+            (real, fake), (real_e, fake_e) = _halves(self.a), _halves(self.e)
+            own = ((self.a.mT @ self.a) * (self.e.mT @ self.e)).sum((1, 2))
+            weight = torch.add(*_halves(own)) + 2 * ((real.mT @ fake) * (real_e.mT @ fake_e)).sum((1, 2))
+            weight += _SLACK * torch.add(*_halves(_sizes(self.a) * _sizes(self.e)))
+        else:
+            weight = _sizes(self.each)
+        return weight if self.bias is None else weight + _sizes(self.bias)
+
+    def forget(self, pairs: torch.Tensor) -> None:
+        self.e = self.e.clone()  # it may be a view of what other layers hold
+        for rows in (self.a, self.e):
+            rows[pairs.repeat_interleave(2)] = 0.0
+        for gradients in (self.each, self.bias):
+            if gradients is not None:
+                gradients[pairs] = 0.0
+
+    def weighted_sum(self, factors: torch.Tensor) -> list[torch.Tensor]:
+        if self.each is None:
+            errors = self.e * factors.repeat_interleave(2)[:, None, None]
+            weight = torch.einsum("nop,nip->oi", errors, self.a)
+        else:
+            weight = factors @ self.each
+        return [weight] if self.bias is None else [weight, factors @ self.bias]
+
+
+def _sizes(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each row's squares, (rows,)."""
+    rows = rows.flatten(1)
+    squares: torch.Tensor = torch.linalg.vecdot(rows, rows)
+    return squares
+
+
+def _halves(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what belongs to the real and to the fake of each pair."""
+    return rows[0::2], rows[1::2]
+
+
+def _ints(padding: str | tuple[int, ...]) -> tuple[int, ...]:
+    assert not isinstance(padding, str)
+    return padding
+
+
+class _InstanceNorm:
+    """The gradient of its scale is the sum over positions of error times normalised input."""
+
+    def __init__(self, layer: nn.InstanceNorm2d, entered: torch.Tensor, error: torch.Tensor) -> None:
+        assert layer.affine
+        assert not layer.track_running_stats
+        self.num_pairs = len(entered) // 2
+        scale, fake_scale = _halves((error * functional.instance_norm(entered, eps=layer.eps)).sum((2, 3)))
+        shift, fake_shift = _halves(error.sum((2, 3)))
+        self.gradients = (scale + fake_scale).double(), (shift + fake_shift).double()  # (pairs, channels) each
+
+    def squared_norms(self) -> torch.Tensor:
+        return torch.stack(self.gradients).square().sum((0, 2))
+
+    def forget(self, pairs: torch.Tensor) -> None:
+        for gradient in self.gradients:
+            gradient[pairs] = 0.0
+
+    def weighted_sum(self, factors: torch.Tensor) -> list[torch.Tensor]:
+        return [factors @ gradient for gradient in self.gradients]

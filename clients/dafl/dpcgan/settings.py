@@ -1,0 +1,139 @@
+"""PSG: a conditional GAN under record-level DP (Tang, Wang, Liu 2023; Xie et al. 2018; Bie, Kamath, Zhang 2023).
+
+The discriminator D alone sees records, and learns by DP-SGD: each step takes every record by an independent coin of
+probability q, pairs it with a fake, clips the gradient of loss(D(real), 1) + loss(D(fake), 0) as one vector to C, sums,
+adds N(0, (z C)^2) and divides by the public qn. The generator G learns from D, which is released already. Noise and
+number of steps are fixed from the budget before the first record is looked at.
+
+Coins, and what the fakes of a D step are made of, come from the secret source: were a fake's latent vector known, and
+dealt out by position in the batch, one record more would change the fakes of all that follow it.
+
+Many clients train as one stack (``clients.dafl.dpcgan.nets``), each with its own records, coins, noise, bill and
+generator of random numbers. The stack shares nothing but the time that it takes to start an operation: a client by
+itself is a stack of one, and gets the same bits.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from clients.dafl.dpcgan.training import Client, Training
+from clients.dafl.generator import Bill, Made, PrivateRecords, Request, nothing
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.settings import Settings
+from fl_sim.types import RunError, UserError
+
+
+class DpCgan(Settings):
+    """The DP conditional GAN.
+
+    The defaults were chosen for ten one-class clients of MNIST at epsilon 10 and one CPU thread, by what a classifier
+    trained on the samples made of the last sixth of the training records.
+
+    ``networks``: "small" perceptrons, or the "paper"'s convolutions (a step costs a hundred times as much).
+    ``discriminator_steps``: D's steps, each a release; 300 are enough for 8x8 digits. ``batch_size``: expected records
+    in one; a client with no more records than that takes all in every step. ``ratio``: D's steps for one of G, with
+    ``generator_batch_size`` fakes. ``clipping_norm``: C. ``averaging``: decay of the moving average of G's weights,
+    which makes the samples. ``snapshots``: moments of training that the samples are drawn at; G by itself collapses to
+    a lump that follows D about, and where the lump has been is what D has learnt of the records (as in herding,
+    Welling 2009). ``latent_dim``: G's noise. ``resolution`` (pixels a side that D sees), ``discriminator_width``,
+    ``generator_width``: of the small networks alone.
+    """
+
+    kind: Literal["dp-cgan"] = "dp-cgan"
+    networks: Literal["small", "paper"] = "small"
+    discriminator_steps: int = Field(2000, ge=1)
+    batch_size: int = Field(256, ge=1)
+    ratio: int = Field(1, ge=1)
+    generator_batch_size: int = Field(128, ge=1)
+    clipping_norm: float = Field(1.0, gt=0)
+    discriminator_learning_rate: float = Field(2e-3, gt=0)
+    generator_learning_rate: float = Field(2e-3, gt=0)
+    averaging: float = Field(0.8, ge=0, lt=1)
+    snapshots: int = Field(100, ge=1)
+    latent_dim: int = Field(10, ge=1)
+    resolution: int = Field(14, ge=1)
+    discriminator_width: int = Field(64, ge=1)
+    generator_width: int = Field(64, ge=1)
+
+    def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> Bill:  # noqa: ARG002 (the protocol's)
+        """Return the cost of ``discriminator_steps`` steps with the least noise that (epsilon, delta) allows.
+
+        Refused where that noise, in every single parameter, is longer than all gradients of an expected batch together
+        could be, z > qn: then no step can tell the records from the noise.
+        """
+        # dp_accounting loads slowly, and most runs need no generator.
+        from dp_accounting import dp_event  # noqa: PLC0415
+
+        from fl_sim.privacy.accounting import amplify_poisson  # noqa: PLC0415
+        from fl_sim.privacy.planning import noise_multiplier  # noqa: PLC0415
+
+        if num_records == 0:
+            return Bill(dp_event.NoOpDpEvent(), 0, 0.0, 0.0, refused="the client holds no records")
+        rate = min(1.0, self.batch_size / num_records)
+        if epsilon == math.inf:
+            return Bill(dp_event.NonPrivateDpEvent(), self.discriminator_steps, 0.0, rate)
+        amplify = partial(amplify_poisson, sampling_rate=rate)
+        noise = noise_multiplier(amplify, self.discriminator_steps, epsilon, delta)
+        refused = ""
+        if noise > rate * num_records:
+            refused = (
+                f"{num_records} records are too few for epsilon {epsilon:g}: the noise of a step, {noise:.3g} clipping "
+                f"norms in every parameter, exceeds the sum of {rate * num_records:.3g} expected gradients"
+            )
+        return Bill(amplify(dp_event.GaussianDpEvent(noise)), self.discriminator_steps, noise, rate, refused)
+
+    def generate(
+        self,
+        records: PrivateRecords,
+        counts: NDArray[np.int64],
+        bill: Bill,
+        noise: Noise,
+        generator: np.random.Generator,
+    ) -> torch.Tensor:
+        """Train within ``bill`` and return (sum of counts, *input shape): see ``Generator``."""
+        [made] = self.generate_stacked([Request(records, counts, bill, noise, generator)])
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def generate_stacked(self, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
+        """Train all clients as one stack: see ``Generator``. The paper's networks, whose steps are long, one by one."""
+        made: list[Made] = [torch.empty(0, *request.records.inputs.shape[1:]) for request in requests]
+        clients: dict[int, Client] = {}
+        for place, request in enumerate(requests):
+            assert not request.bill.refused
+            try:
+                if request.counts.sum():
+                    clients[place] = Client(self, request)
+            except UserError as error:
+                made[place] = error
+        for stack in self._stacks(list(clients.values())):
+            training = Training(self, stack)
+            for step in range(stack[0].bill.steps):
+                check()
+                training.step(step)
+        for place, client in clients.items():
+            try:
+                made[place] = client.samples()
+            except RunError as error:
+                made[place] = error
+        return made
+
+    def shortened(self, steps: int) -> "tuple[DpCgan, float]":
+        """Return the same of ``steps`` D steps at most."""
+        fewer = min(steps, self.discriminator_steps)
+        return self.model_copy(update={"discriminator_steps": fewer}), fewer / self.discriminator_steps
+
+    def _stacks(self, clients: Sequence[Client]) -> list[list[Client]]:
+        """Return who trains together: all whose steps are as many, unless a step is long enough to stand alone."""
+        if self.networks == "paper":
+            return [[client] for client in clients]
+        steps = sorted({client.bill.steps for client in clients})
+        return [[client for client in clients if client.bill.steps == number] for number in steps]

@@ -1,0 +1,187 @@
+"""The training of the DP conditional GAN: each client's own part of it, and the steps that a stack takes together."""
+
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from clients.dafl.dpcgan.clipping import Pairs, clipped_sums
+from clients.dafl.dpcgan.nets import Networks, generated, paper, scored, small
+from clients.dafl.dpcgan.weights import Adam, Weights
+from clients.dafl.generator import Request
+from fl_sim.privacy.mechanisms import add_noise, clipping_norm_on_grid, takes_part
+from fl_sim.seeding import torch_alone
+from fl_sim.types import RunError
+
+if TYPE_CHECKING:
+    from clients.dafl.dpcgan.settings import DpCgan
+
+_WARM_UP: Final = 0.2
+_ROUNDING: Final = 1e-9
+
+
+class Client:
+    """One client's part of a stack. ``shown`` and ``known`` alone are private; all else is released."""
+
+    def __init__(self, settings: "DpCgan", request: Request) -> None:
+        records, self.bill, self.noise = request.records, request.bill, request.noise
+        self.settings = settings
+        present = np.flatnonzero(request.counts)
+        self.counts = request.counts[present]
+        self.num_planes = len(present) if len(present) > 1 else 0
+        with torch_alone():
+            torch.manual_seed(int(request.generator.integers(2**63)))
+            self.nets = self._networks(tuple(records.inputs.shape[1:]))
+        self.random = torch.Generator().manual_seed(int(request.generator.integers(2**63)))
+        self.average = deepcopy(self.nets.generator).requires_grad_(requires_grad=False)
+        self.dimension = sum(weight.numel() for weight in self.nets.discriminator.parameters())
+        self.std = self.bill.noise_multiplier * settings.clipping_norm
+        self.bound = self._bound(len(records.labels)) if self.std else math.inf
+        # Which records are drawn when, at random: each class has its share of early and of late ones.
+        self.classes = self._one_hot(np.repeat(np.arange(len(present)), self.counts))
+        order = torch.randperm(len(self.classes), generator=self.random)
+        self.due = list(order.tensor_split(min(settings.snapshots, len(self.classes))))
+        self.made: list[torch.Tensor] = []
+        # A record of a class that was not released takes part, and its gradient is taken for zero.
+        places = np.full(records.num_classes, -1)
+        places[present] = np.arange(len(present))
+        labels = places[records.labels.numpy()]
+        self.known = labels >= 0
+        self.shown = self.nets.join(self.nets.view(records.inputs), self._one_hot(np.maximum(labels, 0)))
+
+    def _bound(self, num_records: int) -> float:
+        return clipping_norm_on_grid(self.settings.clipping_norm, self.std, self.dimension, summands=num_records)
+
+    def _networks(self, shape: tuple[int, ...]) -> Networks:
+        settings = self.settings
+        if settings.networks == "paper":
+            return paper(shape, self.num_planes, settings.latent_dim)
+        widths = settings.discriminator_width, settings.generator_width
+        return small(shape, self.num_planes, settings.latent_dim, settings.resolution, widths)
+
+    def _one_hot(self, places: NDArray[np.int64]) -> torch.Tensor:
+        if not self.num_planes:
+            return torch.empty(len(places), 0)
+        return torch.eye(self.num_planes)[torch.from_numpy(places)]
+
+    def batch(self, step: int) -> torch.Tensor:
+        """Return D's input for the records of a step: each by a coin of its own. SENSITIVE."""
+        coins = self.noise.uniform(len(self.shown), purpose="records of a step", server_round=step)
+        return self.shown[torch.from_numpy(np.flatnonzero(takes_part(coins, self.bill.sampling_rate) & self.known))]
+
+    def for_fakes_of_records(self, count: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return latent vectors and classes of ``count`` fakes: by the released counts, nothing from another record."""
+        latent_dim = self.settings.latent_dim
+        latent = self.noise.standard_normal(count * latent_dim, purpose="latent vectors", server_round=step)
+        coins = self.noise.uniform(count, purpose="classes of fakes", server_round=step)
+        shares = np.cumsum(self.counts) / self.counts.sum()
+        classes = self._one_hot(np.searchsorted(shares[:-1], coins, side="right"))
+        return torch.from_numpy(latent).float().view(count, latent_dim), classes
+
+    def released(self, clipped_sum: torch.Tensor, step: int) -> torch.Tensor:
+        """Return the noised gradient that the sum of a step stands for, flat."""
+        total = clipped_sum.numpy()
+        if self.std:
+            drawn = self.noise.gaussian(self.dimension, self.std, purpose="discriminator gradient", server_round=step)
+            total = add_noise(total, self.std, drawn)
+        return torch.from_numpy(total / (self.bill.sampling_rate * len(self.shown))).float()
+
+    def for_fakes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return latent vectors and classes of the fakes that G learns from."""
+        count = self.settings.generator_batch_size
+        shares = torch.from_numpy(self.counts / self.counts.sum())
+        drawn = torch.multinomial(shares, count, replacement=True, generator=self.random)
+        return torch.randn(count, self.settings.latent_dim, generator=self.random), self._one_hot(drawn.numpy())
+
+    def draw_samples(self, done: float) -> None:
+        """Draw what is due when a share ``done`` of training is over: equal parts, evenly spaced after the warm-up."""
+        while done >= _WARM_UP + (1 - _WARM_UP) * (len(self.made) + 1) / len(self.due) - _ROUNDING:
+            classes = self.classes[self.due[len(self.made)]]
+            latent = torch.randn(len(classes), self.settings.latent_dim, generator=self.random)
+            with torch.no_grad():
+                self.made += generated([self.average], [self.nets.join(latent, classes)])
+
+    def samples(self) -> torch.Tensor:
+        """Return as many records of each class as its count says, in order of class."""
+        views = torch.cat(self.made)[torch.cat(self.due).argsort()]
+        for network, name in (self.nets.discriminator, "discriminator"), (self.nets.generator, "generator"):
+            if not all(bool(weight.isfinite().all()) for weight in network.parameters()):
+                raise RunError(f"the {name} of the DP conditional GAN is not finite: use a lower learning rate")
+        return self.nets.render(views)
+
+
+class Training:
+    """A stack of clients whose training takes equally many steps."""
+
+    def __init__(self, settings: "DpCgan", clients: Sequence[Client]) -> None:
+        self.settings, self.clients = settings, clients
+        self.discriminators = [client.nets.discriminator for client in clients]
+        self.generators = [client.nets.generator for client in clients]
+        self.generator_weights = [list(generator.parameters()) for generator in self.generators]
+        self.weights = Weights(self.generators)
+        self.average = Weights([client.average for client in clients])
+        self.discriminator_adam = Adam(Weights(self.discriminators), settings.discriminator_learning_rate)
+        self.generator_adam = Adam(self.weights, settings.generator_learning_rate)
+        self.generator_steps = 0
+
+    def step(self, step: int) -> None:
+        """Take step number ``step``."""
+        self.discriminator_step(step)
+        if (step + 1) % self.settings.ratio == 0:
+            self.generator_step()
+        for client in self.clients:
+            client.draw_samples((step + 1) / client.bill.steps)
+
+    def discriminator_step(self, step: int) -> None:
+        """Release each client's noised sum of clipped gradients, and let Adam take it from there."""
+        real = [client.batch(step) for client in self.clients]
+        fake = self._fakes_of_records(real, step)
+        totals = clipped_sums(
+            [
+                Pairs(client.nets.discriminator, records, made, client.bound)
+                for client, records, made in zip(self.clients, real, fake, strict=True)
+            ]
+        )
+        released = [client.released(total, step) for client, total in zip(self.clients, totals, strict=True)]
+        self.discriminator_adam.step([[gradient] for gradient in released])
+
+    @torch.no_grad()
+    def _fakes_of_records(self, real: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
+        """Return as many fakes as each client has records in this step, as D's input."""
+        fakes = list(real)  # of no records no fakes
+        some = [place for place, rows in enumerate(real) if len(rows)]
+        if some:
+            clients = [self.clients[place] for place in some]
+            drawn = [
+                client.for_fakes_of_records(len(real[place]), step) for place, client in zip(some, clients, strict=True)
+            ]
+            for place, fake in zip(some, self._joined_fakes(clients, drawn), strict=True):
+                fakes[place] = fake
+        return fakes
+
+    def generator_step(self) -> None:
+        """Let G's fakes pass better with D (non-saturating loss). Touches nothing private."""
+        fakes = self._joined_fakes(self.clients, [client.for_fakes() for client in self.clients])
+        losses = [functional.softplus(-scores).mean() for scores in scored(self.discriminators, fakes)]
+        gradients = iter(torch.autograd.grad(losses, [weight for one in self.generator_weights for weight in one]))
+        self.generator_adam.step([[next(gradients) for _ in one] for one in self.generator_weights])
+        self.generator_steps += 1
+        # Early on a short average, else the first weights would linger in it.
+        decay = min(self.settings.averaging, self.generator_steps / (self.generator_steps + 10))
+        self.average.vector.lerp_(self.weights.vector, 1 - decay)
+
+    @staticmethod
+    def _joined_fakes(
+        clients: Sequence[Client], drawn: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Return what each client's G makes of (latent vectors, classes), as D's input."""
+        nets = [client.nets for client in clients]
+        made = generated(
+            [one.generator for one in nets], [one.join(*parts) for one, parts in zip(nets, drawn, strict=True)]
+        )
+        return [one.join(views, classes) for one, views, (_, classes) in zip(nets, made, drawn, strict=True)]

@@ -1,0 +1,226 @@
+"""PLS, private label selection: how many synthetic records of each class a client makes (Tang, Wang, Liu 2023, DA-FL).
+
+A class with n_k records gets about gamma n_k. Exponential mechanism (McSherry, Talwar 2007): r in {0..R}, R public, has
+probability proportional to exp(epsilon u(r) / (2 gamma)), u(r) = -|r - gamma n_k|. One record moves u by gamma, not 1;
+the target is not rounded before it is scored, or it would move by a whole 1. Geometric mechanism (Ghosh, Roughgarden,
+Sundararajan 2009): two-sided geometric noise on n_k, then gamma times that, rounded and clamped: half the noise.
+"""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from scipy.special import expit
+
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.settings import Settings
+from fl_sim.types import UserError
+
+if TYPE_CHECKING:
+    from dp_accounting import dp_event
+
+Floats: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the labels of one client cost together, at delta 0, by three ways of counting; all three are true.
+
+    ``parallel``: a record is in one class, so adding or removing it touches one selection: epsilon_1. ``sequential``:
+    the paper's L epsilon_1, as if it touched all. ``replace_one``: a record that changes its class touches two.
+    """
+
+    parallel: float
+    sequential: float
+    replace_one: float
+
+
+class _Selection(Settings):
+    """What both mechanisms share: the price, the range and the threshold. Unit: one record, add or remove.
+
+    ``epsilon``: epsilon_1, what the selection for one class costs at delta 0. ``composition``: which total is charged.
+    ``false_positive``: how likely a class without records may get synthetic ones; smaller selections than that takes
+    are set to 0, and 1 keeps them all. ``least_share``: selections below this share of the client's largest one are set
+    to 0 as well, since a generator makes noise of a class it saw next to nothing of, under a label that says otherwise;
+    0 keeps them. Both look at selections alone and cost nothing. ``largest``: R, the most synthetic records of one
+    class (None: gamma times the public bound on a class's records that ``largest_count`` is given).
+    """
+
+    epsilon: float = Field(0.1, gt=0)
+    composition: Literal["parallel", "sequential"] = "parallel"
+    false_positive: float = Field(0.01, gt=0, le=1)
+    least_share: float = Field(0.05, ge=0, le=1)
+    largest: int | None = Field(None, ge=0)
+
+    def largest_count(self, gamma: float, public_records: int) -> int:
+        """Return R. ``public_records`` bounds a class's records and must be known without looking at the client's.
+
+        R that follows the data tells it: between two values of R some outcome is possible in one world alone.
+        """
+        return math.ceil(Fraction(gamma) * public_records) if self.largest is None else self.largest
+
+    def totals(self, num_classes: int) -> Totals:
+        """Return what selecting for ``num_classes`` classes costs."""
+        return Totals(parallel=self.epsilon, sequential=num_classes * self.epsilon, replace_one=2 * self.epsilon)
+
+    def total_epsilon(self, num_classes: int) -> float:
+        """Return the total that ``composition`` names: what the plain sum with other releases has to count."""
+        totals = self.totals(num_classes)
+        return totals.parallel if self.composition == "parallel" else totals.sequential
+
+    def event(self, num_classes: int) -> "dp_event.DpEvent":
+        """Return what the ledger is charged for all classes together, under add or remove one record."""
+        from dp_accounting import dp_event  # noqa: PLC0415 (slow to import)
+
+        one = self._event_of_one_class()
+        return one if self.composition == "parallel" else dp_event.SelfComposedDpEvent(one, num_classes)
+
+    def threshold(self, gamma: float, largest: int) -> int:
+        """Return the least count that a class without records reaches with probability ``false_positive`` at most.
+
+        Computed from public numbers alone, so dropping what is below it costs nothing. largest + 1, which drops
+        everything, where the noise is too large for the range.
+        """
+        if self.false_positive == 1:
+            return 0
+        reached = np.cumsum(self.pmf(0, gamma, largest)[::-1])[::-1]
+        return int((reached > self.false_positive).sum())
+
+    def select(self, class_counts: NDArray[np.int64], gamma: float, largest: int, noise: Noise) -> NDArray[np.int64]:
+        """Return how many records of each class to make, (num_classes,): private, and free to publish once charged.
+
+        ``class_counts``: (num_classes,) how many the client holds, SENSITIVE. ``largest``: R, public. The coins are
+        those of ``noise``, which must be this client's own: under one key the same selection comes out again.
+        """
+        held = np.asarray(class_counts, dtype=np.int64)
+        assert held.ndim == 1
+        assert (held >= 0).all()
+        if gamma == 0:
+            return np.zeros_like(held)
+        _check(gamma, largest)
+        first, second = noise.uniform(4 * len(held), purpose="label selection", server_round=0).reshape(2, 2, -1)
+        # Two words a coin: near 0 they resolve probabilities down to 2^-107, which no coin of 53 bits can.
+        coins = first + second * 2.0**-53 + 2.0**-107
+        drawn = self._draw(coins, held, gamma, largest)
+        least = max(self.threshold(gamma, largest), self.least_share * drawn.max(initial=0))
+        return np.where(drawn < least, 0, drawn)
+
+    def pmf(self, num_records: int, gamma: float, largest: int) -> Floats:
+        """Return the probabilities of selecting 0..R for a class of ``num_records``, (R + 1,), before the threshold."""
+        raise NotImplementedError
+
+    def _draw(self, coins: Floats, held: NDArray[np.int64], gamma: float, largest: int) -> NDArray[np.int64]:
+        """Return one selection per class; ``coins``: (2, num_classes), uniform in (0, 1]."""
+        raise NotImplementedError
+
+    def _event_of_one_class(self) -> "dp_event.DpEvent":
+        raise NotImplementedError
+
+
+class ExponentialMechanism(_Selection):
+    """The paper's mechanism. Its privacy loss stays in a range as wide as epsilon: epsilon^2 / 8 in zCDP."""
+
+    kind: Literal["exponential"] = "exponential"
+
+    def pmf(self, num_records: int, gamma: float, largest: int) -> Floats:
+        """Return the probabilities of selecting 0..R for a class of ``num_records``, (R + 1,), before the threshold."""
+        _check(gamma, largest)
+        whole, rest = _target(gamma, num_records)
+        distance = np.abs(np.arange(largest + 1) - float(whole) - rest)
+        weights = np.exp(-self.epsilon / (2 * gamma) * (distance - distance.min()))
+        pmf: Floats = weights / weights.sum()
+        return pmf
+
+    def _draw(self, coins: Floats, held: NDArray[np.int64], gamma: float, largest: int) -> NDArray[np.int64]:
+        targets = [_target(gamma, int(count)) for count in held]
+        whole = np.array([target[0] for target in targets], dtype=np.float64)
+        rest = np.array([target[1] for target in targets])
+        drawn = _two_sided(coins, self.epsilon / (2 * gamma), whole, rest, 0.0, float(largest))
+        return drawn.astype(np.int64)
+
+    def _event_of_one_class(self) -> "dp_event.DpEvent":
+        from fl_sim.privacy.pure import BoundedRangeDpEvent  # noqa: PLC0415 (slow to import)
+
+        return BoundedRangeDpEvent(self.epsilon)
+
+
+class Geometric(_Selection):
+    """Noise of probability proportional to exp(-epsilon |z|) on n_k; gamma, rounding and clamping come after it."""
+
+    kind: Literal["geometric"] = "geometric"
+
+    def pmf(self, num_records: int, gamma: float, largest: int) -> Floats:
+        """Return the probabilities of selecting 0..R for a class of ``num_records``, (R + 1,), before the threshold."""
+        _check(gamma, largest)
+        top, bottom = Fraction(gamma).as_integer_ratio()
+        # The least noisy counts that are rounded to 1..R, exactly: the least m with gamma m >= r - 1/2.
+        least = [-((1 - 2 * count) * bottom // (2 * top)) - num_records for count in range(1, largest + 1)]
+        edges = np.array([-math.inf, *least, math.inf])
+        above, below = np.maximum(edges, 1), np.minimum(edges, 1)
+        masses = _mass(above[:-1], np.diff(above), self.epsilon) + _mass(1 - below[1:], np.diff(below), self.epsilon)
+        pmf: Floats = masses
+        return pmf
+
+    def _draw(self, coins: Floats, held: NDArray[np.int64], gamma: float, largest: int) -> NDArray[np.int64]:
+        whole = held.astype(np.float64)
+        noisy = _two_sided(coins, self.epsilon, whole, np.zeros_like(whole), -math.inf, math.inf)
+        exact, half = Fraction(gamma), Fraction(1, 2)
+        return np.array([min(max(math.floor(exact * int(count) + half), 0), largest) for count in noisy], np.int64)
+
+    def _event_of_one_class(self) -> "dp_event.DpEvent":
+        from dp_accounting import dp_event  # noqa: PLC0415 (slow to import)
+
+        return dp_event.DiscreteLaplaceDpEvent(self.epsilon, 1)
+
+
+LabelPicker: TypeAlias = ExponentialMechanism | Geometric
+
+
+def _check(gamma: float, largest: int) -> None:
+    if not 0 < gamma < math.inf:
+        raise UserError(f"gamma {gamma} is not a positive number: choose synthetic records per record, such as 0.05")
+    if largest < 0:
+        raise UserError(f"a range up to {largest} is empty: give the most synthetic records of one class, 0 or more")
+
+
+def _target(gamma: float, num_records: int) -> tuple[int, float]:
+    """Return gamma n_k as (whole number, rest in [0, 1]): a float alone would round it, by more the larger it is."""
+    whole, rest = divmod(Fraction(gamma) * num_records, 1)
+    return whole, float(rest)
+
+
+def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: float, highest: float) -> Floats:
+    """Draw r in {lowest..highest} with probability proportional to exp(-rate |r - whole - rest|), one for each coin.
+
+    The law is a truncated geometric on either side of the target: one coin for the side, one for the distance.
+    """
+    start = np.minimum(whole, highest)
+    sides = start - lowest + 1, np.maximum(highest - whole, 0)
+    with np.errstate(divide="ignore"):  # no room above the target: its log mass is -inf
+        left, right = (np.log(-np.expm1(-rate * length)) for length in sides)
+    log_odds = right - rate * (1 - rest) - (left - rate * (whole - start + rest))
+    # The coin decides for the less likely side, whose probability it resolves better.
+    up = (coins[0] < expit(-np.abs(log_odds))) != (log_odds > 0)
+    steps = _truncated_geometric(coins[1], rate, np.where(up, sides[1], sides[0]))
+    drawn: Floats = np.where(up, whole + 1 + steps, start - steps)
+    return drawn
+
+
+def _truncated_geometric(coins: Floats, rate: float, lengths: Floats) -> Floats:
+    """Return the largest j in {0..length-1} that a coin is below the chance to reach; P(j) ~ exp(-rate j)."""
+    lost = np.exp(-rate * lengths)
+    reached = coins + (1 - coins) * lost  # exp(-rate x) at the real number x of which j is the whole part
+    with np.errstate(divide="ignore"):
+        log_reached = np.where(reached < 0.5, np.log(reached), np.log1p((1 - coins) * np.expm1(-rate * lengths)))
+    steps: Floats = np.clip(np.ceil(-log_reached / rate) - 1, 0, lengths - 1)
+    return steps
+
+
+def _mass(near: Floats, length: Floats, epsilon: float) -> Floats:
+    """Return the chance of two-sided geometric noise in ``length`` successive values, the nearest at ``near``."""
+    mass: Floats = np.exp(-epsilon * near) * -np.expm1(-epsilon * length) / (1 + math.exp(-epsilon))
+    return mass

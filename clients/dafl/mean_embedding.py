@@ -1,0 +1,230 @@
+"""DP mean embedding: noisy moments of low frequencies, and images drawn from them (after Harder et al. 2021, DP-MERF).
+
+A record is its d lowest frequencies in the cosine basis, which nobody's data had a say in. Two sums over the records
+are released, once each: first count, mean and spread of every class, then the second moments about that mean. All else
+is post-processing: both are shrunk as far as they may be noise, the second moments towards the falling spectrum that
+images have in common, and images are drawn from the normal distribution with these moments, the one of largest entropy.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from clients.dafl.generator import Bill, Made, PrivateRecords, Request, nothing
+from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_norm_on_grid
+from fl_sim.settings import Settings
+
+Array: TypeAlias = NDArray[np.float64]
+
+
+_COUNT: Final = 0.25  # what the first release gives a count of one, in the longest possible records
+_SPREAD: Final = 0.5  # the same for the squared length of one such record
+_FIRST_NORM: Final = math.sqrt(_COUNT**2 + 1 + _SPREAD**2)
+_CORNER: Final = 2.0  # half periods per image below which the public spectrum is flat
+
+
+class MeanEmbedding(Settings):
+    """Draw images from noisy moments: a second where a GAN takes minutes, and no training that could collapse.
+
+    ``frequencies``: d. ``mean_share``: the share of the budget (of 1 / noise multiplier squared) that goes to count,
+    mean and spread. ``whitening``: 0 leaves the frequencies as they are, 1 scales all to the same public variance,
+    before clipping. ``radius``: where the second release clips, in root mean square distances from the mean.
+    """
+
+    kind: Literal["mean-embedding"] = "mean-embedding"
+    frequencies: int = Field(80, ge=1)
+    mean_share: float = Field(0.5, gt=0, lt=1)
+    whitening: float = Field(0.5, ge=0, le=1)
+    radius: float = Field(1.2, gt=0)
+
+    def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> Bill:  # noqa: ARG002 (slot's)
+        """Price both releases as one Gaussian release: of noise z_1 and z_2, they are one of z^-2 = z_1^-2 + z_2^-2.
+
+        Refused where the noise on the mean is as long as the longest possible mean, even of all records together.
+        (Dong, Roth, Su 2022, corollary 3.3 for the sum, which holds when the second is chosen after the first is seen.)
+        """
+        from dp_accounting import dp_event  # noqa: PLC0415 (loads slowly, and most runs need no generator)
+
+        from fl_sim.privacy.planning import noise_multiplier  # noqa: PLC0415 (loads dp_accounting)
+
+        if math.isinf(epsilon):
+            return Bill(dp_event.NonPrivateDpEvent(), 1, 0.0, 1.0, "" if num_records else "no records")
+        z = noise_multiplier(lambda event: event, 1, epsilon, delta)
+        least = math.ceil(z / math.sqrt(self.mean_share) * _FIRST_NORM * math.sqrt(self.frequencies))
+        refused = (
+            f"{num_records} records are too few for epsilon {epsilon:g}: their mean image would be noise below {least}"
+        )
+        return Bill(dp_event.GaussianDpEvent(z), 1, z, 1.0, refused if num_records < least else "")
+
+    def generate(
+        self,
+        records: PrivateRecords,
+        counts: NDArray[np.int64],
+        bill: Bill,
+        noise: Noise,
+        generator: np.random.Generator,
+    ) -> torch.Tensor:
+        """Return images of low frequencies, clamped to [-1, 1]; ``generator`` draws what the moments leave open."""
+        shape = tuple(records.inputs.shape[1:])
+        order, spectrum = lowest_frequencies(shape, self.frequencies)
+        points, labels = frequencies_of(records.inputs, order), records.labels.numpy()
+        first = Release(bill.noise_multiplier / math.sqrt(self.mean_share), noise, "count, mean, spread")
+        number, means, spread = _first_moments(points, labels, records.num_classes, math.sqrt(math.prod(shape)), first)
+
+        scale = spectrum ** (-self.whitening / 2)
+        expected = spectrum * scale**2
+        radius = self.radius * np.sqrt(spread * expected.sum())
+        units = radius[:, None] / scale
+        second = Release(bill.noise_multiplier / math.sqrt(1 - self.mean_share), noise, "second moments")
+        products, std = second.sums(_products((points - means[labels]) / units[labels]), 1.0, labels, len(means))
+        made = [np.zeros((0, *shape), dtype=np.float32)]
+        for label in np.flatnonzero(counts):
+            prior = np.diag(expected / expected.sum() / self.radius**2)
+            moments = _symmetric(products[label], len(order)) / number[label]
+            root = _root(prior + _shrunk(moments - prior, std / number[label], math.comb(len(order) + 1, 2)))
+            drawn = generator.standard_normal((counts[label], len(order))) @ root.T
+            made.append(images_of(means[label] + drawn * units[label], order, shape))
+        return torch.from_numpy(np.concatenate(made))
+
+    def generate_stacked(self, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
+        """Take one client after another: a second each, and nothing in it that many could share."""
+        made: list[Made] = []
+        for one in requests:
+            check()
+            try:
+                made.append(self.generate(one.records, one.counts, one.bill, one.noise, one.generator))
+            except Exception as error:  # noqa: BLE001 (whatever a client's data raises is this one client's failure)
+                made.append(error)
+        return made
+
+    def shortened(self, steps: int) -> "tuple[MeanEmbedding, float]":  # noqa: ARG002 (the slot's)
+        """Return itself: there is nothing to shorten."""
+        return self, 1.0
+
+
+@dataclass(frozen=True)
+class Release:
+    """One Gaussian release: ``noise_multiplier`` is noise on a sum / clipping norm, 0: neither noise nor clipping."""
+
+    noise_multiplier: float
+    noise: Noise
+    purpose: str
+
+    def sums(
+        self, features: Array, clipping_norm: float, labels: NDArray[np.int64], num_classes: int
+    ) -> tuple[Array, float]:
+        """Return the noisy sum of ``features`` (n, d) per class, (num_classes, d), and its noise's standard deviation.
+
+        A record is in one class, so it moves all sums together by at most ``clipping_norm``. Rows that are not finite
+        count as zero.
+        """
+        std = self.noise_multiplier * clipping_norm
+        sums = np.zeros((num_classes, features.shape[1]))
+        clipped = self.clipped(features, clipping_norm, sums.size)
+        for label in np.unique(labels):
+            sums[label] = clipped[labels == label].sum(axis=0)
+        if not std:
+            return sums, 0.0
+        drawn = self.noise.gaussian(sums.size, std, purpose=f"mean embedding: {self.purpose}", server_round=1)
+        return add_noise(sums, std, drawn.reshape(sums.shape)), std
+
+    def clipped(self, features: Array, clipping_norm: float, size: int) -> Array:
+        """Return each row clipped such that the sum of ``size`` numbers, rounded to the grid, moves by no more."""
+        std = self.noise_multiplier * clipping_norm
+        limit = clipping_norm_on_grid(clipping_norm, std, size, summands=len(features)) if std else math.inf
+        norms = np.linalg.norm(features, axis=1)
+        factors = np.array([clip_factor(float(norm), limit) for norm in norms])
+        clipped = np.zeros_like(features)
+        np.multiply(features, factors[:, None], out=clipped, where=factors[:, None] > 0)
+        return clipped
+
+
+def _first_moments(
+    points: Array, labels: NDArray[np.int64], num_classes: int, diameter: float, release: Release
+) -> tuple[Array, Array, Array]:
+    """Release and return, per class: count (at least 1), mean (num_classes, d), and mean squared distance from it.
+
+    ``diameter``: the longest possible record.
+    """
+    squares = (points**2).sum(axis=1, keepdims=True) / diameter
+    features = np.concatenate([np.full_like(squares, _COUNT * diameter), points, _SPREAD * squares], axis=1)
+    sums, std = release.sums(features, _FIRST_NORM * diameter, labels, num_classes)
+    number = np.maximum(sums[:, 0] / (_COUNT * diameter), 1.0)
+    means = np.stack([_shrunk(row, std, row.size) for row in sums[:, 1:-1]]) / number[:, None]
+    to_square = diameter / _SPREAD / number
+    spread = sums[:, -1] * to_square - (means**2).sum(axis=1)
+    return number, means, np.clip(spread, np.clip(2 * std * to_square, 1e-9, diameter**2), diameter**2)
+
+
+def lowest_frequencies(shape: tuple[int, ...], number: int) -> tuple[NDArray[np.intp], Array]:
+    """Return the flat positions of the ``number`` lowest frequencies (all, where there are fewer) of ``shape``.
+
+    And the variances that they have in images at large, falling with the square of the frequency, which add up to 1.
+    """
+    indices = np.meshgrid(*(np.arange(size) for size in shape), indexing="ij")
+    heights = np.sum([(index / size) ** 2 for index, size in zip(indices, shape, strict=True)], axis=0)
+    order = np.argsort(heights, axis=None, kind="stable")[:number]
+    spectrum = 1 / (_CORNER**2 + np.sum([index.ravel()[order] ** 2.0 for index in indices], axis=0))
+    return order, spectrum / spectrum.sum()
+
+
+def frequencies_of(inputs: torch.Tensor, order: NDArray[np.intp]) -> Array:
+    """Return the cosine coefficients at ``order`` of each record, (n, len(order)), in an orthonormal basis.
+
+    All NaN where the record is not finite.
+    """
+    from scipy.fft import dctn  # noqa: PLC0415 (most runs need no generator)
+
+    values = inputs.numpy().astype(np.float64)
+    axes = tuple(range(1, values.ndim))
+    finite = np.isfinite(values).all(axis=axes)
+    values[~finite] = 0
+    chosen: Array = dctn(values, axes=axes, norm="ortho").reshape(len(values), math.prod(values.shape[1:]))[:, order]
+    chosen[~finite] = math.nan
+    return chosen
+
+
+def images_of(coefficients: Array, order: NDArray[np.intp], shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Return the records with these coefficients and no others, clamped to [-1, 1]."""
+    from scipy.fft import idctn  # noqa: PLC0415 (most runs need no generator)
+
+    full = np.zeros((len(coefficients), math.prod(shape)))
+    full[:, order] = coefficients
+    images = idctn(full.reshape(-1, *shape), axes=tuple(range(1, len(shape) + 1)), norm="ortho")
+    clamped: NDArray[np.float32] = np.clip(images, -1, 1).astype(np.float32)
+    return clamped
+
+
+def _shrunk(noisy: Array, std: float, dimension: int) -> Array:
+    """Return ``noisy`` shrunk to zero as far as it may be noise of ``dimension`` numbers (James, Stein 1961)."""
+    shrunk: Array = noisy * max(0.0, 1 - dimension * std**2 / max(float((noisy**2).sum()), 1e-300))
+    return shrunk
+
+
+def _products(rows: Array) -> Array:
+    """Return the upper triangle of each row's outer product with itself, off-diagonals times sqrt 2: length |row|^2."""
+    upper, right = np.triu_indices(rows.shape[1])
+    products: Array = rows[:, upper] * rows[:, right] * np.where(upper == right, 1.0, math.sqrt(2))
+    return products
+
+
+def _symmetric(triangle: Array, size: int) -> Array:
+    """Undo ``_products``: return the symmetric matrix (size, size)."""
+    upper, right = np.triu_indices(size)
+    matrix = np.zeros((size, size))
+    matrix[upper, right] = triangle / np.where(upper == right, 1.0, math.sqrt(2))
+    full: Array = matrix + np.triu(matrix, 1).T
+    return full
+
+
+def _root(matrix: Array) -> Array:
+    """Return A with A A^T = the nearest positive semidefinite matrix to ``matrix``."""
+    values, vectors = np.linalg.eigh(matrix)
+    root: Array = vectors * np.sqrt(np.maximum(values, 0))
+    return root

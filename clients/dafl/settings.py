@@ -1,0 +1,78 @@
+"""DA-FL's settings: synthetic records before the main task (Tang, Wang, Liu 2023).
+
+"DA-FL", Journal on Communications 44(1). What a client does with them is in clients/dafl/share.py.
+"""
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from clients.dafl.dpcgan.settings import DpCgan
+from clients.dafl.labels import ExponentialMechanism, LabelPicker
+from clients.dafl.mean_embedding import MeanEmbedding
+from fl_sim.settings import Settings, short, with_default_kinds
+from fl_sim.types import UserError
+
+AnyGenerator: TypeAlias = DpCgan | MeanEmbedding
+
+
+class NoPreprocess(Settings):
+    """Clients start with their own records and nothing else."""
+
+    kind: Literal["none"] = "none"
+
+
+class DaFl(Settings):
+    """Every client releases about ``gamma`` times as many synthetic records as it holds, before the main task.
+
+    ``epsilon`` (inf: no noise, the paper's control) and ``delta``: what a record pays for labels and generator
+    together. ``generator``: "dp-cgan" is the paper's, and the better one beside raw records; "mean-embedding" takes a
+    second and makes the better records to train on alone.
+    ``client_gammas``: one gamma per client, in place of ``gamma``. ``train_on``: the main task's records,
+    the client's own and the pool, or the pool alone, which makes the whole run private by post-processing.
+    ``server_epochs``: how long the server trains the first model on the pool, which it holds anyway, before the first
+    round; 0, as in the paper, starts from random weights.
+    ``noise``: "secret" is the real thing and differs from run to run, "seeded" repeats and protects in simulation only.
+    """
+
+    kind: Literal["da-fl"] = "da-fl"
+    epsilon: float = Field(10.0, gt=0, allow_inf_nan=True)
+    delta: float = Field(1e-5, gt=0, lt=1)
+    gamma: float = Field(0.05, gt=0, le=1)
+    client_gammas: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+    generator: Annotated[AnyGenerator, Field(discriminator="kind"), short(AnyGenerator, "generator")] = DpCgan()
+    labels: Annotated[LabelPicker, Field(discriminator="kind"), short(LabelPicker, "labels")] = ExponentialMechanism()
+    train_on: Literal["own-and-synthetic", "synthetic"] = "own-and-synthetic"
+    server_epochs: int = Field(0, ge=0)
+    noise: Literal["secret", "seeded"] = "secret"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_kinds(cls, table: Any) -> Any:
+        """Let ``preprocess.generator.batch_size=64`` speak of the default generator."""
+        if not isinstance(table, dict):
+            return table
+        return with_default_kinds(cls, table, ("generator", "labels"))
+
+    def gamma_of(self, client: int) -> float:
+        """Return how many records ``client`` makes, as a share of those it holds."""
+        return self.client_gammas[client] if self.client_gammas else self.gamma
+
+    def release_of(self, client: int, seed: int) -> str:
+        """Return the name of what ``client`` releases: two releases of one name differ in their noise key alone."""
+        afterwards = {"train_on", "server_epochs", "gamma", "client_gammas"}
+        settings = self.model_dump(mode="json", exclude=afterwards) | {"gamma": self.gamma_of(client)}
+        return hashlib.sha256(json.dumps([settings, seed, client], sort_keys=True).encode()).hexdigest()[:16]
+
+    def generator_epsilon(self, num_classes: int) -> float:
+        """Return eps_0, what the labels leave for the generator. Raises UserError where that is nothing."""
+        used = self.labels.total_epsilon(num_classes)
+        left = self.epsilon - used
+        if left <= 0:
+            raise UserError(
+                f"preprocess.epsilon = {self.epsilon:g} is used up by the labels ({used:g}): give a larger epsilon, "
+                "or a smaller preprocess.labels.epsilon"
+            )
+        return left

@@ -1,0 +1,1 @@
+"""``fl-sim privacy``: one file per verb."""

@@ -1,0 +1,218 @@
+"""``fl-sim privacy pate``: what it costs to label a public pool with somebody's votes."""
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from fl_sim.privacy.accounting import valid_delta
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.pate import labelling_cost, lnmax, smooth_sensitivity
+from fl_sim.privacy.planning import delta_advice
+from fl_sim.privacy.renyi import ORDERS
+from fl_sim.report.picture import save_plot
+from fl_sim.types import UserError
+
+Name: TypeAlias = Literal["lnmax", "gnmax", "confident"]
+
+PRIVATE: Final = (
+    "computed from the votes, so as private as they are: do not publish it. Publish the data-independent epsilon, or "
+    "the noisy one of --release"
+)
+_NEEDS: Final[dict[str, tuple[str, ...]]] = {
+    "lnmax": ("--gamma",),
+    "gnmax": ("--sigma",),
+    "confident": ("--sigma", "--threshold", "--sigma-threshold"),
+}
+_MOMENTS_2017: Final = np.arange(2.0, 10.0)  # the orders of the paper's moments 1 to 8
+
+
+@dataclass(frozen=True)
+class Question:
+    """A mechanism with its parameters as the user gave them; all noise is in votes (Laplace: scale 1 / gamma)."""
+
+    mechanism: Name
+    gamma: float | None
+    sigma: float | None
+    threshold: float | None
+    sigma_threshold: float | None
+    delta: float
+    target: float | None = None
+
+    def cost(self) -> labelling_cost.LNMaxCost | labelling_cost.GNMaxCost | labelling_cost.ConfidentCost:
+        """Return the mechanism's cost. Raises UserError where a parameter is missing, superfluous or senseless."""
+        given = {
+            "--gamma": self.gamma,
+            "--sigma": self.sigma,
+            "--threshold": self.threshold,
+            "--sigma-threshold": self.sigma_threshold,
+        }
+        needed = _NEEDS[self.mechanism]
+        for name, value in given.items():
+            if (value is None) == (name in needed):
+                raise UserError(f"mechanism {self.mechanism} takes {' and '.join(needed)}: {name} is {_state(value)}")
+            if value is not None and not (0 < value < math.inf or (name == "--threshold" and value == 0)):
+                raise UserError(f"{name} {value} gives no guarantee: choose a positive number")
+        if self.gamma is not None:
+            return labelling_cost.LNMaxCost(self.gamma)
+        assert self.sigma is not None
+        if self.threshold is None or self.sigma_threshold is None:
+            return labelling_cost.GNMaxCost(self.sigma)
+        return labelling_cost.ConfidentCost(self.threshold, self.sigma_threshold, self.sigma)
+
+
+def read_votes(path: Path) -> labelling_cost.Counts:
+    """Read counts of shape (queries, classes) from a ``.npy`` file. Raises UserError for anything else."""
+    try:
+        with path.open("rb") as file:
+            votes = np.lib.format.read_array(file, allow_pickle=False)
+    except FileNotFoundError as error:
+        raise UserError(f"no such file: {path} (votes are a .npy file, written with numpy.save)") from error
+    except (OSError, ValueError, EOFError, MemoryError) as error:
+        raise UserError(f"{path} is no .npy file of numbers ({error}): write the counts with numpy.save") from error
+    try:
+        return labelling_cost.valid_counts(votes)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def answer(question: Question, counts: labelling_cost.Counts) -> tuple[dict[str, Any], labelling_cost.Analysis]:
+    """Return the bill as JSON values, and the analysis behind it."""
+    valid_delta(question.delta)
+    if question.target is not None and not 0 < question.target < math.inf:
+        raise UserError(f"target epsilon {question.target} is not a positive number: choose one such as 8")
+    cost = question.cost()
+    found = labelling_cost.analyse(counts, cost, question.delta)
+    confident = question.mechanism == "confident"
+    advice = delta_advice(question.delta, float(counts[0].sum()))  # there are at least as many records as teachers
+    bill = {
+        "unit": "record",
+        "mechanism": question.mechanism,
+        **asdict(cost),
+        "queries": len(counts),
+        "teachers": int(counts[0].sum()),
+        "classes": counts.shape[1],
+        "delta": question.delta,
+        "epsilon": found.worst_case,
+        "epsilon_data_dependent": found.dependent.total,
+        "epsilon_data_independent": found.independent.total,
+        "answers": found.answers,
+        "answers_are": "expected" if confident else "all",
+        "epsilon_data_dependent_is": PRIVATE,
+        "as_published": _as_published(question, counts, found),
+        "accountant": "rdp",
+        "orders": len(ORDERS),
+        "per_query": {
+            "epsilon_data_dependent": found.dependent.per_query.tolist(),
+            "epsilon_data_independent": found.independent.per_query.tolist(),
+            "total_so_far_data_dependent": found.dependent.cumulative.tolist(),
+            "total_so_far_data_independent": found.independent.cumulative.tolist(),
+        },
+        "release": None,
+        "warnings": [advice] if advice else [],
+    }
+    if question.target is not None:
+        bill["target_epsilon"] = question.target
+        bill["queries_that_fit"] = int((found.independent.cumulative <= question.target).sum())
+        bill["queries_that_fit_data_dependent"] = int((found.dependent.cumulative <= question.target).sum())
+    return bill, found
+
+
+def release(question: Question, counts: labelling_cost.Counts) -> dict[str, Any]:
+    """Return a noisy upper bound on the data-dependent epsilon, for everybody; every call is a release of its own."""
+    cost = question.cost()
+    if isinstance(cost, labelling_cost.ConfidentCost):
+        raise UserError("--release is offered for lnmax and gnmax, not yet for confident: leave it out")
+    shape = {"queries": len(counts), "teachers": int(counts[0].sum()), "classes": counts.shape[1]}
+    terms = smooth_sensitivity.planned(cost, question.delta, **shape)
+    published = smooth_sensitivity.release(counts, cost, question.delta, terms, noise=Noise.secret())
+    return {**asdict(published), "smoothness": terms.smoothness, "noise": terms.noise, "own_cost": terms.divergence()}
+
+
+def in_words(bill: dict[str, Any]) -> str:
+    """Return the bill as lines for people."""
+    each, delta, published = bill["per_query"], bill["delta"], bill["as_published"]
+    mean = float(np.mean(each["epsilon_data_dependent"]))
+    total = "total (expected)" if bill["answers_are"] == "expected" else "total"
+    answers = f"{bill['answers']:.6g} answered" + (" (expected)" if bill["answers_are"] == "expected" else "")
+    facts = {
+        "mechanism": _mechanism_in_words(bill),
+        "votes": f"{bill['queries']} queries, {bill['teachers']} teachers, {bill['classes']} classes; {answers}",
+        "guarantee, total": f"epsilon {bill['epsilon']:.4f} at delta {delta:g}, all queries, for any votes",
+        "data-independent": f"epsilon {bill['epsilon_data_independent']:.4f} {total}; "
+        f"{each['epsilon_data_independent'][0]:.4f} for the first query alone",
+        "data-dependent": f"epsilon {bill['epsilon_data_dependent']:.4f} {total}; {mean:.4f} one query alone, mean",
+        "": f"PRIVATE: {PRIVATE}",
+        "as published": f"data-dependent {published['epsilon_data_dependent']:.4f}, data-independent "
+        f"{published['epsilon_data_independent']:.4f} ({published['bounds']})",
+        "unit": "record: one record of one teacher's shard is another, or missing",
+    }
+    if "queries_that_fit" in bill:
+        facts["queries that fit"] = (
+            f"{bill['queries_that_fit']} within epsilon {bill['target_epsilon']:g} "
+            f"({bill['queries_that_fit_data_dependent']} by the data-dependent epsilon, which is private)"
+        )
+    if bill["release"] is not None:
+        facts["released"] = (
+            f"epsilon {bill['release']['epsilon']:.4f} at delta {delta:g}: labels and this number together, for these "
+            f"votes; may be published (too low with probability {bill['release']['failure']:g}). Each call is one more "
+            "release"
+        )
+    return "\n".join(f"{name:18}{text}" for name, text in facts.items())
+
+
+def plot(bill: dict[str, Any], counts: labelling_cost.Counts, path: Path) -> None:
+    """Draw total epsilon over queries, and each query's own over the teachers' agreement, into ``path``."""
+    each, numbers = bill["per_query"], np.arange(1, bill["queries"] + 1)
+    ordered = np.sort(counts, axis=1)
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, style in (("independent", "--"), ("dependent", "-")):
+        note = " (private)" if name == "dependent" else ""
+        left.plot(numbers, each[f"total_so_far_data_{name}"], style, label=f"data-{name}{note}")
+        right.plot(
+            ordered[:, -1] - ordered[:, -2], each[f"epsilon_data_{name}"], ".", markersize=3, label=f"data-{name}{note}"
+        )
+    left.set(xlabel="queries", ylabel=f"total epsilon at delta {bill['delta']:g}", ylim=(0, None))
+    right.set(
+        xlabel="gap between the first two classes, votes", ylabel="epsilon per query, of it alone", ylim=(0, None)
+    )
+    left.legend()
+    figure.suptitle(f"{_mechanism_in_words(bill)}; {bill['teachers']} teachers")
+    save_plot(figure, path)
+
+
+def _as_published(question: Question, counts: labelling_cost.Counts, found: labelling_cost.Analysis) -> dict[str, Any]:
+    """Return epsilon by the bounds and the conversion of the papers, to be held against their tables."""
+    orders = np.array(ORDERS)
+    dependent, independent = found.dependent.curve, found.independent.curve
+    bounds = "2018: theorem 6, classic conversion of Renyi divergence"
+    if question.gamma is not None:
+        orders, bounds = _MOMENTS_2017, "2017: theorem 3 where it holds, 8 moments, classic conversion"
+        each = lnmax.independent_2017(question.gamma, orders)
+        theorem = lnmax.theorem_3(lnmax.log_q(counts, question.gamma), question.gamma, orders)
+        dependent, independent = np.minimum(theorem, each).sum(axis=0), len(counts) * each
+    tail = -math.log(question.delta) / (orders - 1)
+    return {
+        "epsilon_data_dependent": float((dependent + tail).min()),
+        "epsilon_data_independent": float((independent + tail).min()),
+        "bounds": bounds,
+    }
+
+
+def _mechanism_in_words(bill: dict[str, Any]) -> str:
+    if bill["mechanism"] == "lnmax":
+        return f"lnmax, Laplace noise of scale {1 / bill['gamma']:g} votes (gamma {bill['gamma']:g})"
+    noise = f"Gaussian noise of {bill['sigma']:g} votes"
+    if bill["mechanism"] == "gnmax":
+        return f"gnmax, {noise}"
+    return (
+        f"confident gnmax, {noise} where the top count with {bill['sigma_threshold']:g} reaches {bill['threshold']:g}"
+    )
+
+
+def _state(value: float | None) -> str:
+    return "missing" if value is None else "not for it"

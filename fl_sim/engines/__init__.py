@@ -1,0 +1,1 @@
+"""Engines: how messages reach clients and come back, in this process or on Ray."""

@@ -1,0 +1,206 @@
+"""The engine that spreads a round's clients over Ray actors, on this machine or on a Ray cluster."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fl_sim.engines import wire
+from fl_sim.engines.inprocess import Clients, LocalGrid, Progress, Together
+from fl_sim.engines.ray_start import (
+    ENVIRONMENT,
+    RayResources,
+    check_head,
+    head_address,
+    import_path,
+    last_line,
+    start_or_join,
+    stop_or_leave,
+)
+from fl_sim.engines.work import Work
+
+# isort: split
+import ray  # after engine_ray_start, which sets what Ray reads when it is imported
+from ray.exceptions import RayActorError, RayError
+
+ASK_SECONDS = 1.0
+"""How long an actor that is past the deadline has to say how far it came."""
+
+
+LOOK_SECONDS = 1.0
+"""How often a grid that waits for actors looks whether Ray itself still lives."""
+
+
+class RayGrid(LocalGrid):
+    """Actors that take a batch of messages per call; a free actor takes the next batch.
+
+    Nothing of a client lives in an actor: any of them plays any client, twice if need be. An actor that dies is
+    replaced and its messages are sent again, one by one; one that is busy past the deadline is killed. ``app_factory``
+    is called once in every actor and must be importable there. ``together``, if given, trains several of an actor's
+    clients at a time, and says which. Raises UserError where Ray cannot be joined or has no room.
+    """
+
+    def __init__(
+        self,
+        app_factory: Callable[[], ClientApp],
+        num_clients: int,
+        resources: RayResources,
+        on_reply: Progress | None = None,
+        together: Together | None = None,
+    ) -> None:
+        super().__init__(num_clients, on_reply)
+        self._resources = resources
+        self._together = together
+        self._is_ours = not ray.is_initialized()
+        self._joined = bool(resources.address) or not self._is_ours
+        self._actor_arguments = (app_factory, num_clients, resources.threads, together)
+        self._idle: list[Any] = []
+        self._step_seconds = math.inf
+        try:
+            self._num_actors = start_or_join(resources, num_clients)
+            self._head = head_address()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill the actors, and leave or stop Ray where this engine joined or started it."""
+        for actor in self._idle if self._joined else []:
+            _kill(actor)
+        self._idle = []
+        if self._is_ours:
+            stop_or_leave()
+
+    def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        work = self._work(messages)
+        busy: dict[Any, Any] = {}  # call -> actor
+        post = _Post()
+        check_head(self._head)
+        while len(self._idle) < min(self._num_actors, len(messages)):
+            self._idle.append(self._new_actor())
+        try:
+            while work.waiting or work.running:
+                while self._idle and work.waiting:
+                    actor = self._idle.pop()  # the one that was busy last: it is warm
+                    batch = work.take(self._num_actors, self._step_seconds)
+                    call = actor.answer.remote([post.letter(message) for message in batch])
+                    work.running[call], busy[call] = batch, actor
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    work.too_late(_progress(busy), timeout or 0.0)
+                    break
+                done, _ = ray.wait(list(busy), timeout=min(left, LOOK_SECONDS))
+                for call in done:
+                    self._collect(work, call, busy.pop(call))
+                if not done:
+                    check_head(self._head)
+        finally:
+            for actor in busy.values():  # left by a deadline or by Ctrl-C; the next exchange starts others
+                _kill(actor)
+        return [work.replies[message.metadata.message_id] for message in messages]
+
+    def _work(self, messages: Sequence[Message]) -> Work[Any]:
+        together = self._together
+        if together is None or any(message.metadata.message_type != wire.TRAIN for message in messages):
+            return Work(deque(messages))
+        return Work(
+            deque(together.ordered(messages)), lambda message: max(1, together.steps_of(message)), together.stack
+        )
+
+    def _collect(self, work: Work[Any], call: Any, actor: Any) -> None:
+        steps = sum(map(work.steps, work.running[call]))
+        try:
+            replies, seconds = ray.get(call)
+        except RayError as error:
+            _kill(actor)
+            if isinstance(error, RayActorError) and error.actor_init_failed:
+                work.no_worker_starts(call, last_line(error))
+            else:
+                died = "the worker died (out of memory?)"
+                work.worker_died(call, died if isinstance(error, RayActorError) else last_line(error))
+            if work.waiting:
+                self._idle.append(self._new_actor())
+        else:
+            work.answered(call, replies)
+            self._idle.append(actor)
+            self._step_seconds = seconds / steps
+            self._on_reply(len(work.replies))
+
+    def _new_actor(self) -> Any:
+        options: dict[str, Any] = {"num_cpus": self._resources.cpus, "num_gpus": self._resources.gpus}
+        if self._joined:
+            options["runtime_env"] = {"env_vars": {**ENVIRONMENT, "PYTHONPATH": import_path()}}
+        # The second thread lets an actor say how far it came while a client hangs.
+        remote: Any = ray.remote
+        actor_class = remote(concurrency_groups={"progress": 1}, max_restarts=0)(_Actor)
+        return actor_class.options(**options).remote(*self._actor_arguments)
+
+
+class _Actor:
+    """Lives in a process of its own: answers messages, and keeps the experiment's data for the next ones."""
+
+    def __init__(
+        self, app_factory: Callable[[], ClientApp], num_clients: int, threads: int, together: Together | None
+    ) -> None:
+        self._clients = Clients(app_factory(), num_clients, together)
+        self._threads = threads
+        self._replies: list[Message] = []
+        self._content: tuple[Any, RecordDict] | None = None
+
+    def answer(self, letters: list[tuple[Any, Any]]) -> tuple[list[Message], float]:
+        """Return one reply per letter (see ``_Post``), and the seconds they took."""
+        start = time.perf_counter()
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)  # holds for the thread that calls it
+        self._replies = []
+        messages = [Message(self._fetched(content), metadata=about) for about, content in letters]  # type: ignore[call-overload]
+        for piece in self._clients.pieces(messages, workers=1):
+            self._replies += self._clients.play(piece)
+        return self._replies, time.perf_counter() - start
+
+    @ray.method(concurrency_group="progress")
+    def replies_so_far(self) -> list[Message]:
+        """Return the replies of the running call that are there; answered while it runs."""
+        return list(self._replies)
+
+    def _fetched(self, content: Any) -> RecordDict:
+        if self._content is None or self._content[0] != content:
+            self._content = (content, ray.get(content))
+        return self._content[1]
+
+
+class _Post:
+    """Sends the model that all messages of a round share to Ray once, not once per batch."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, Any] = {}
+
+    def letter(self, message: Message) -> tuple[Any, Any]:
+        """Return (the message's metadata, a reference to its content)."""
+        content = message.content
+        if id(content) not in self._sent:
+            self._sent[id(content)] = ray.put(content)
+        return message.metadata, self._sent[id(content)]
+
+
+def _progress(busy: dict[Any, Any]) -> dict[Any, list[Message]]:
+    """Ask busy actors how far they came; those that do not say are left out."""
+    asked = {actor.replies_so_far.remote(): call for call, actor in busy.items()}
+    heard, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS)
+    progress = {}
+    for question in heard:
+        with suppress(RayError):
+            progress[asked[question]] = ray.get(question)
+    return progress
+
+
+def _kill(actor: Any) -> None:
+    with suppress(RayError):
+        ray.kill(actor)

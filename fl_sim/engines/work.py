@@ -1,0 +1,114 @@
+"""One exchange over several workers: what waits, what runs where, what is answered. Knows no Ray."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from flwr.app import Message
+
+from fl_sim.engines.inprocess import TOO_LATE, WORKER_DIED, failure, partition_of
+
+LEAST_SECONDS, MOST_SECONDS = 0.02, 1.0
+"""About how much work a worker is given at a time: more than a call costs (4 ms), less than anyone would wait."""
+
+MAX_DEATHS = 10
+"""Workers that may die in one exchange before it is given up: each takes seconds to replace."""
+
+Call = TypeVar("Call")
+
+
+@dataclass
+class Work(Generic[Call]):
+    """The messages of one exchange. ``running`` holds the batch of every call under way, ``replies`` what is answered.
+
+    ``steps``: how much work a message is, at least 1. ``stack`` above 1: batches are so many messages, in their order,
+    whoever takes them when: what is trained together decides the last bits.
+
+    A worker that dies takes all of its batch with it. Those messages are tried once more, each alone, so that the one
+    that kills its worker is known; clients may be run twice, since all they keep is keyed by round.
+    """
+
+    fresh: deque[Message]
+    steps: Callable[[Message], int] = lambda _: 1
+    stack: int = 1
+    running: dict[Call, list[Message]] = field(default_factory=dict)
+    replies: dict[str, Message] = field(default_factory=dict)
+    _suspects: deque[Message] = field(default_factory=deque)
+    _tried: set[str] = field(default_factory=set)
+    _deaths: int = 0
+
+    @property
+    def waiting(self) -> int:
+        """Return how many messages no worker has."""
+        return len(self.fresh) + len(self._suspects)
+
+    def take(self, num_workers: int, step_seconds: float) -> list[Message]:
+        """Take the next batch: ever smaller ones towards the end, so that no worker is left with a long last one.
+
+        ``step_seconds``: about how long a step takes, infinite where nothing is known yet.
+        """
+        if self._suspects:
+            return [self._suspects.popleft()]
+        if self.stack > 1:
+            return [self.fresh.popleft() for _ in range(min(self.stack, len(self.fresh)))]
+        left = sum(map(self.steps, self.fresh))
+        guided, fair = (math.ceil(left / (share * num_workers)) for share in (2, 1))
+        least, most = (max(1, int(bound / max(step_seconds, 1e-6))) for bound in (LEAST_SECONDS, MOST_SECONDS))
+        batch = [self.fresh.popleft()]
+        room = min(max(least, guided), fair, most) - self.steps(batch[0])
+        while self.fresh and self.steps(self.fresh[0]) <= room:
+            batch.append(self.fresh.popleft())
+            room -= self.steps(batch[-1])
+        return batch
+
+    def answered(self, call: Call, replies: Sequence[Message]) -> None:
+        """Keep the replies of a call that came back."""
+        del self.running[call]
+        self._keep(replies)
+
+    def worker_died(self, call: Call, reason: str) -> None:
+        """Decide what becomes of a dead worker's batch; ``reason`` is for those whose second worker it was."""
+        self._deaths += 1
+        for message in self.running.pop(call):
+            if message.metadata.message_id in self._tried:
+                self._fail([message], WORKER_DIED, f"{reason} while client {partition_of(message)} trained")
+            else:
+                self._tried.add(message.metadata.message_id)
+                self._suspects.append(message)
+        if self._deaths >= MAX_DEATHS:
+            self._fail(self._drain(), WORKER_DIED, f"not tried again: {self._deaths} workers died in this round")
+
+    def no_worker_starts(self, call: Call, reason: str) -> None:
+        """Give up all messages: a worker that cannot start is not the fault of any client."""
+        self._fail([*self.running.pop(call), *self._drain()], WORKER_DIED, f"no worker can start: {reason}")
+
+    def too_late(self, progress: dict[Call, list[Message]], timeout: float) -> None:
+        """Give up what is unfinished after ``timeout`` s, and say who hangs and who waited for whom.
+
+        ``progress``: for every running call whose worker still speaks, its replies so far.
+        """
+        late, hanging = f"no answer within {timeout:g} s", []
+        for call, batch in self.running.items():
+            ids = {message.metadata.message_id for message in batch}
+            self._keep([reply for reply in progress.get(call, []) if reply.metadata.reply_to_message_id in ids])
+            unfinished = [message for message in batch if message.metadata.message_id not in self.replies]
+            if unfinished:
+                hanging.append(f"client {partition_of(unfinished[0])}")
+                state = "it was still training" if call in progress else "its worker is stuck, or was still starting"
+                self._fail(unfinished[:1], TOO_LATE, f"{late}: {state}")
+                self._fail(unfinished[1:], TOO_LATE, f"{late}: it waited behind {hanging[-1]}")
+        self._fail(self._drain(), TOO_LATE, f"{late}: it waited behind {' and '.join(hanging) or 'others'}")
+
+    def _keep(self, replies: Sequence[Message]) -> None:
+        self.replies.update({reply.metadata.reply_to_message_id: reply for reply in replies})
+
+    def _fail(self, messages: Sequence[Message], code: int, reason: str) -> None:
+        self._keep([failure(message, code, reason) for message in messages])
+
+    def _drain(self) -> list[Message]:
+        messages = [*self._suspects, *self.fresh]
+        self._suspects.clear()
+        self.fresh.clear()
+        return messages

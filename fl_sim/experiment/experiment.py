@@ -1,0 +1,418 @@
+"""One experiment as a frozen value, and how its parts are wired: data, split, model and method meet here alone."""
+
+import copy
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError, model_validator
+from torch import nn
+
+from clients.dafl.labels import LabelPicker
+from clients.dafl.settings import AnyGenerator, DaFl, NoPreprocess
+from clients.teacher import AnyTeacher
+from fl_sim import models
+from fl_sim.data import load
+from fl_sim.seeding import rng
+from fl_sim.settings import Settings, expand, explain, short, shortened, with_default_kinds
+from fl_sim.settings_file import MOST_LEVELS
+from fl_sim.training.precision import Precision
+from fl_sim.types import Dataset, UserError
+from partitions import LabelK, Scheme
+from strategies.aggregators import WeightedMean
+from strategies.algorithm import Sharing
+from strategies.fedavg import Centralized, FedAvg
+from strategies.fedmix import FedMix, NaiveMix
+from strategies.fednova import FedNova
+from strategies.fedprox import FedProx
+from strategies.global_dp import GlobalDP
+from strategies.pate.mechanisms import Mechanism
+from strategies.pate.public_split import PublicSplit, overlap, split_off
+from strategies.pate.settings import AnyStudent, Pate, start_of
+from strategies.samplers import Everyone, Poisson, Sampler
+from strategies.scaffold import Scaffold
+from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+
+Federated: TypeAlias = (
+    FedAvg | FedProx | Scaffold | FedNova | FedMix | NaiveMix | FedAvgM | FedAdagrad | FedAdam | FedYogi | Centralized
+)
+"""Algorithms that train one model in rounds."""
+AnyAlgorithm: TypeAlias = (
+    FedAvg | FedProx | Scaffold | FedNova | FedMix | NaiveMix | FedAvgM | FedAdagrad | FedAdam | FedYogi | Centralized
+    | Pate
+)  # fmt: skip
+
+Aggregator: TypeAlias = WeightedMean | GlobalDP
+Preprocess: TypeAlias = NoPreprocess | DaFl
+
+
+class Constant(Settings):
+    """The same learning rate in every round."""
+
+    kind: Literal["constant"] = "constant"
+
+    def factor(self, server_round: int, rounds: int) -> float:
+        """Return what this round's learning rate is multiplied with."""
+        del server_round, rounds
+        return 1.0
+
+
+class Exponential(Settings):
+    """decay^(round - 1)."""
+
+    kind: Literal["exponential"] = "exponential"
+    decay: float = Field(0.99, gt=0, le=1)
+
+    def factor(self, server_round: int, rounds: int) -> float:
+        """Return what this round's learning rate is multiplied with."""
+        del rounds
+        return float(self.decay ** (server_round - 1))
+
+
+class Step(Settings):
+    """``decay`` after every ``every`` rounds."""
+
+    kind: Literal["step"] = "step"
+    every: int = Field(10, ge=1)
+    decay: float = Field(0.1, gt=0, le=1)
+
+    def factor(self, server_round: int, rounds: int) -> float:
+        """Return what this round's learning rate is multiplied with."""
+        del rounds
+        return float(self.decay ** ((server_round - 1) // self.every))
+
+
+class Cosine(Settings):
+    """Half a cosine from 1 in the first round down to ``final`` after the last."""
+
+    kind: Literal["cosine"] = "cosine"
+    final: float = Field(0.0, ge=0, le=1)
+
+    def factor(self, server_round: int, rounds: int) -> float:
+        """Return what this round's learning rate is multiplied with."""
+        return self.final + (1 - self.final) * (1 + math.cos(math.pi * (server_round - 1) / rounds)) / 2
+
+
+Schedule: TypeAlias = Constant | Exponential | Step | Cosine
+
+
+class Auto(Settings):
+    """The faster engine for the job, by a timed step of it; the run says which was taken and why."""
+
+    kind: Literal["auto"] = "auto"
+    threads: int = Field(1, ge=1)
+
+
+class InProcess(Settings):
+    """Every client in this process, ``workers`` at a time (0: one a core).
+
+    Models that draw random numbers while they train (dropout), and models of the user's own classes, go one client
+    after another. ``threads``: torch threads of each worker. ``stack``: how many clients are trained as one computation
+    over stacked parameters (0: 100 on a GPU, 1 on a CPU, where it does not pay); the last bits depend on it.
+    ``graphs``: whether a GPU is given each step of a stack as one CUDA graph, from the second stack on.
+    """
+
+    kind: Literal["inprocess"] = "inprocess"
+    threads: int = Field(1, ge=1)
+    workers: int = Field(0, ge=0)
+    stack: int = Field(0, ge=0)
+    graphs: bool = True
+
+
+class Ray(Settings):
+    """Ray actors, each with ``cpus`` processors and ``gpus`` GPUs (fractions share one).
+
+    ``actors`` 0 means as many as the cluster has room for. ``address`` joins a running cluster; every machine must see
+    the output directory and the data root under the same paths. ``threads``: torch threads in each actor. ``stack``:
+    how many clients an actor trains as one computation over stacked parameters (0: with a GPU its share of a round, at
+    most 100, else 1); the last bits depend on it.
+    """
+
+    kind: Literal["ray"] = "ray"
+    actors: int = Field(0, ge=0)
+    cpus: float = Field(1.0, ge=0)
+    gpus: float = Field(0.0, ge=0)
+    address: str = ""
+    threads: int = Field(1, ge=1)
+    stack: int = Field(0, ge=0)
+
+
+Engine: TypeAlias = Auto | InProcess | Ray
+
+
+class Local(Settings):
+    """How clients train in a round (NIID-Bench's protocol but for one epoch instead of ten).
+
+    ``precision`` is for GPUs: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8 (weights, their steps
+    and evaluation stay float32); on a CPU only ``engine.stack`` above 1 takes "bfloat16", and it does not pay.
+    """
+
+    epochs: int = Field(1, ge=1, le=10**6)
+    batch_size: int = Field(64, ge=1)
+    learning_rate: float = Field(0.01, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    weight_decay: float = Field(1e-5, ge=0)
+    schedule: Annotated[Schedule, Field(discriminator="kind"), short(Schedule, "local.schedule")] = Constant()
+    precision: Precision = "float32"
+
+
+class Experiment(Settings):
+    """Everything that determines a run's numbers, and the engine, which does not.
+
+    ``round_timeout``: seconds in which all clients of a round must have answered. ``device`` "auto" takes a GPU where
+    the worker sees one (a Ray actor sees the share it asked for); sums on a GPU have other last bits than on a CPU.
+    """
+
+    data: str = "digits"
+    partition: Annotated[Scheme, Field(discriminator="kind"), short(Scheme, "partition")] = LabelK(k=1)
+    clients: int = Field(10, ge=1, le=1_000_000)
+    model: str = ""
+    algorithm: Annotated[AnyAlgorithm, Field(discriminator="kind"), short(AnyAlgorithm, "algorithm")] = FedAvg()
+    aggregator: Annotated[Aggregator, Field(discriminator="kind"), short(Aggregator, "aggregator")] = WeightedMean()
+    sampler: Annotated[Sampler, Field(discriminator="kind"), short(Sampler, "sampler")] = Everyone()
+    preprocess: Annotated[Preprocess, Field(discriminator="kind"), short(Preprocess, "preprocess")] = NoPreprocess()
+    local: Local = Local()
+    rounds: int = Field(20, ge=1, le=10**9)
+    evaluate_every: int = Field(1, ge=1)
+    seed: int = Field(0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    engine: Annotated[Engine, Field(discriminator="kind"), short(Engine, "engine")] = Auto()
+    round_timeout: float = Field(3600.0, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_kinds(cls, table: Any) -> Any:
+        """Let ``sampler.sampling_rate=0.2`` speak of the default sampler, which under privacy is poisson."""
+        if not isinstance(table, dict):
+            return table
+        aggregator = table.get("aggregator", "")
+        kind = aggregator.get("kind") if isinstance(aggregator, dict) else getattr(aggregator, "kind", aggregator)
+        filled = {"sampler": {}, **table} if kind == GlobalDP().kind else dict(table)
+        for key, value in start_of(filled.get("algorithm")).items():
+            given = filled.get(key, {})
+            filled[key] = {**value, **given} if isinstance(value, dict) and isinstance(given, dict) else given or value
+        if kind == GlobalDP().kind and isinstance(filled["sampler"], dict):
+            filled["sampler"] = {"kind": Poisson().kind, **filled["sampler"]}
+        groups = ("partition", "algorithm", "aggregator", "sampler", "preprocess", "engine")
+        return with_default_kinds(cls, filled, groups)
+
+    @model_validator(mode="after")
+    def _compatible(self) -> Self:
+        if isinstance(self.algorithm, Centralized) and not isinstance(self.sampler, Everyone):
+            raise ValueError("algorithm centralized has a single client that is always there: leave sampler at full")
+        if self.sampler.kind == "fixed-size" and self.sampler.cohort_size > self.clients:
+            raise ValueError(
+                f"sampler fixed-size:{self.sampler.cohort_size} wants more clients than the {self.clients} there are"
+            )
+        if isinstance(self.aggregator, GlobalDP):
+            self._private()
+        if isinstance(self.preprocess, DaFl):
+            self._synthetic(self.preprocess)
+        if isinstance(self.algorithm, Pate):
+            self._voting()
+        return self
+
+    def _voting(self) -> None:
+        for name, wanted in (("aggregator", WeightedMean()), ("sampler", Everyone()), ("preprocess", NoPreprocess())):
+            if (given := getattr(self, name)) != wanted:
+                raise ValueError(
+                    f"algorithm pate has teachers vote once, all of them, and adds the noise itself: {name} "
+                    f"{given.kind} has no place in it, leave it out"
+                )
+
+    def _synthetic(self, settings: DaFl) -> None:
+        if isinstance(self.algorithm, Centralized):
+            raise ValueError("algorithm centralized has all records in one place: preprocess da-fl is for clients")
+        if settings.client_gammas and len(settings.client_gammas) != self.clients:
+            raise ValueError(
+                f"preprocess.client_gammas has {len(settings.client_gammas)} values for {self.clients} clients: "
+                "give one for each, or preprocess.gamma for all"
+            )
+
+    def _private(self) -> None:
+        kind = self.algorithm.kind
+        if isinstance(self.algorithm, Sharing):
+            raise ValueError(
+                f"algorithm {kind} cannot run under aggregator global-dp: its clients share averages of their records "
+                "without noise, which no noise on the updates makes good; take fedavg, fedprox, scaffold or another"
+            )
+        if isinstance(self.algorithm, Centralized):
+            raise ValueError("algorithm centralized has one client: client-level privacy would hide all of its data")
+        if isinstance(self.algorithm, FedNova) and self.algorithm.tau_eff is None:
+            raise ValueError(
+                "algorithm fednova under aggregator global-dp needs a public algorithm.tau_eff, such as the usual "
+                "number of local steps: otherwise clients send their a_i, which drowns the update in the joint clip"
+            )
+        if not isinstance(self.engine, Auto) and self.engine.stack > 1:
+            raise ValueError(
+                f"engine.stack={self.engine.stack} has no place under aggregator global-dp: in a stack the last bits "
+                "of a client's update depend on who else is in it, and no noise hides that; leave engine.stack out, "
+                "clients then train one by one"
+            )
+
+    @property
+    def num_clients(self) -> int:
+        """Return the number of simulated clients: one where training is centralized."""
+        return 1 if isinstance(self.algorithm, Centralized) else self.clients
+
+
+def experiment_from(table: Mapping[str, Any]) -> Experiment:
+    """Validate a table of settings. Raises UserError that lists what is valid and guesses what was meant."""
+    try:
+        return Experiment.model_validate(table)
+    except ValidationError as error:
+        raise UserError(explain(error, Experiment, "")) from error
+
+
+def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """Return ``table`` with ``key=value`` settings laid over it; dots reach into groups: ``local.epochs=5``.
+
+    A group in short form (``algorithm=fedprox``) grows into a table when a key inside it is set, whatever the order.
+    """
+    merged = copy.deepcopy(dict(table))
+    for override in sorted(overrides, key=lambda text: text.partition("=")[0].count(".")):
+        path, equals, value = override.partition("=")
+        if not equals or not path:
+            raise UserError(
+                f"settings are given as key=value, got {shortened(override)!r}; for example rounds=50 or local.epochs=5"
+            )
+        *groups, key = path.split(".")
+        if len(groups) > MOST_LEVELS:
+            raise UserError(f"{shortened(path)!r} lies {len(groups)} groups deep: no setting does")
+        target = merged
+        for group in groups:
+            target = _enter(target, group)
+        target[key] = value
+    return merged
+
+
+def _enter(table: dict[str, Any], group: str) -> dict[str, Any]:
+    inner = table.setdefault(group, {})
+    unions = {
+        "algorithm": AnyAlgorithm,
+        "partition": Scheme,
+        "sampler": Sampler,
+        "engine": Engine,
+        "schedule": Schedule,
+        "aggregator": Aggregator,
+        "preprocess": Preprocess,
+        "generator": AnyGenerator,
+        "labels": LabelPicker,
+        "mechanism": Mechanism,
+        "student": AnyStudent,
+        "teachers": AnyTeacher,
+    }
+    if isinstance(inner, str) and group in unions:
+        inner = expand(inner, unions[group], group)
+    if not isinstance(inner, dict):
+        raise UserError(f"{shortened(group)} is a single value, it has no settings inside")
+    table[group] = inner
+    return inner
+
+
+def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:
+    """Return ``experiment`` with every default that depends on the data filled in.
+
+    Raises UserError for settings that do not fit the data.
+    """
+    dataset = load(experiment.data, data_root)
+    if isinstance(experiment.preprocess, DaFl):
+        experiment.preprocess.generator_epsilon(dataset.num_classes)
+        if len(dataset.input_shape) != 3:
+            raise UserError(f"preprocess da-fl makes images, but the records of {experiment.data} are feature vectors")
+    filled: dict[str, Any] = {"model": experiment.model or models.default_model(dataset.input_shape)}
+    if isinstance(experiment.algorithm, Pate):
+        experiment.algorithm.student.network(dataset.input_shape, dataset.num_classes)
+        filled |= {"rounds": min(experiment.rounds, experiment.algorithm.student.steps)}
+    return experiment_from({**experiment.model_dump(), **filled})
+
+
+@lru_cache(maxsize=8)
+def shards_of(
+    data: str, scheme: Scheme, num_clients: int, seed: int, data_root: Path | None
+) -> tuple[NDArray[np.int64], ...]:
+    """Return each client's record indices into the training set. Raises UserError for an impossible split."""
+    labels = load(data, data_root).train.labels
+    try:
+        return tuple(scheme.split(np.asarray(labels), num_clients, rng(seed, "partition")))
+    except ValueError as error:
+        raise UserError(f"partition {scheme.kind} of {data} over {num_clients} clients: {error}") from error
+
+
+def device_of(experiment: Experiment) -> torch.device:
+    """Return where this process trains. Raises UserError where a GPU is asked for and none is seen."""
+    if experiment.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda, but there is no CUDA device here; take device=cpu, or engine=ray engine.gpus=1")
+    return torch.device("cuda" if experiment.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def precision_of(experiment: Experiment, device: torch.device) -> Precision:
+    """Return how exactly clients train on ``device``. Raises UserError for a precision that changes nothing there."""
+    precision, engine = experiment.local.precision, experiment.engine
+    stacked = not isinstance(engine, Auto) and engine.stack > 1
+    if precision == "float32" or (precision == "bfloat16" and stacked):
+        return precision
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return precision
+    where = "a CPU" if device.type == "cpu" else "a GPU older than NVIDIA's Ampere"
+    raise UserError(f"local.precision={precision} changes nothing on {where}: leave it out, or train on a newer GPU")
+
+
+def client_shards(experiment: Experiment, data_root: Path | None) -> tuple[NDArray[np.int64], ...]:
+    """Return what each simulated client of ``experiment`` holds; everything where training is centralized."""
+    if isinstance(experiment.algorithm, Centralized):
+        return (np.arange(len(load(experiment.data, data_root).train)),)
+    if isinstance(experiment.algorithm, Pate):
+        return _teacher_shards(
+            experiment.data, experiment.partition, experiment.clients, experiment.seed, data_root,
+            (experiment.algorithm.public, experiment.algorithm.public_records, experiment.algorithm.overlap),
+        )  # fmt: skip
+    return shards_of(experiment.data, experiment.partition, experiment.clients, experiment.seed, data_root)
+
+
+def public_split(experiment: Experiment, data_root: Path | None) -> PublicSplit:
+    """Return the private records, the public pool and the records to evaluate on of an experiment with PATE."""
+    assert isinstance(experiment.algorithm, Pate)
+    chosen = experiment.algorithm
+    return split_off(load(experiment.data, data_root), chosen.public, chosen.public_records, experiment.seed)
+
+
+@lru_cache(maxsize=8)
+def _teacher_shards(
+    data: str, scheme: Scheme, num_clients: int, seed: int, data_root: Path | None, public: tuple[Any, ...]
+) -> tuple[NDArray[np.int64], ...]:
+    """Return each teacher's record indices into the training set; ``public``: (source, size of the pool, overlap)."""
+    source, size, if_both = public
+    dataset = load(data, data_root)
+    split = split_off(dataset, source, size, seed)
+    if num_clients > len(split.private):
+        raise UserError(f"{num_clients} teachers (clients) for {len(split.private)} private records: choose fewer")
+    try:
+        parts = scheme.split(np.asarray(dataset.train.labels[split.private]), num_clients, rng(seed, "partition"))
+    except ValueError as error:
+        raise UserError(f"partition {scheme.kind} of {data} over {num_clients} teachers: {error}") from error
+    both = overlap(dataset.train.take(split.private), split.pool)
+    if both.any() and if_both == "refuse":
+        raise UserError(
+            f"{int(both.sum())} of {len(both)} private records of {data} are in the public pool, too (the first is "
+            f"training record {int(split.private[both.argmax()])}): what is public cannot be kept private. Take a pool "
+            "without them, or algorithm.overlap=drop-private, which leaves them out of the teachers' shards"
+        )
+    shards = tuple(split.private[part[~both[part]]] for part in parts)
+    if empty := [teacher for teacher, shard in enumerate(shards) if not len(shard)]:
+        raise UserError(
+            f"{len(empty)} of {num_clients} teachers hold no record (the first is teacher {empty[0]}): take fewer "
+            "clients, or partition=iid"
+        )
+    return shards
+
+
+def build_model(experiment: Experiment, dataset: Dataset) -> nn.Module:
+    """Return the experiment's model with its initial weights."""
+    name = experiment.model or models.default_model(dataset.input_shape)
+    return models.build(name, dataset.input_shape, dataset.num_classes, experiment.seed)

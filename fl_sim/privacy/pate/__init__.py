@@ -1,0 +1,1 @@
+"""What PATE's noisy votes cost."""

@@ -1,0 +1,201 @@
+"""Publishing a data-dependent cost: noise scaled to its smooth sensitivity (Papernot et al. 2018, appendix B).
+
+The published number is an upper bound on B, the summed data-dependent divergence of all queries at ONE order that is
+chosen without looking at the votes. A vote that moves shifts every gap by at most 2, hence (what a shift does to a tail
+probability is concave) moves q no further than it moves votes whose gaps are all equal. So, with t(votes) the equal gap
+that gives the same bound q, each query's divergence is a falling function beta(t), neighbours are at most 2 apart, and
+at distance d the local sensitivity is at most the largest beta(t' - 2) - beta(t') over t' in [t - 2d, t + 2d + 2]. The
+maximum is taken over small cells of t, in each from above, which assumes nothing about beta but that it falls.
+
+Publishing costs as well: with few queries or teachers the published epsilon can be above the data-independent one.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Final
+
+import numpy as np
+from scipy.special import log_ndtr, ndtri
+
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.pate import gnmax, lnmax
+from fl_sim.privacy.pate.labelling_cost import Counts, Floats, GNMaxCost, LNMaxCost
+from fl_sim.types import UserError
+
+_CELLS_PER_VOTE: Final = 8
+_SHIFT: Final = 2 * _CELLS_PER_VOTE + 1  # how many cells one vote moves a gap by, at most; one is for rounding
+_ORDERS: Final = (4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 40.0, 80.0)  # what ``planned`` tries: order,
+_PRODUCTS: Final = (0.05, 0.1, 0.2)  # order times smoothness,
+_NOISES: Final = (3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)  # noise
+_LEAST: Final = 1e-9  # keeps the logarithm of the sensitivity finite; a constant is as smooth as can be
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How a cost is published, fixed without looking at the votes.
+
+    ``order``: of the divergence. ``smoothness``: kappa, how fast distant votes are discounted; its product with
+    ``order`` must stay well below 1/2. ``noise``: the noise on B in smooth sensitivities, and on the logarithm of the
+    sensitivity (which tells the reader how far off B may be) in units of kappa.
+    """
+
+    order: float = 20.0
+    smoothness: float = 0.01
+    noise: float = 12.0
+
+    def __post_init__(self) -> None:
+        if self.order <= 1 or min(self.smoothness, self.noise) <= 0:
+            raise UserError(f"{self}: the order must be above 1, the others above 0")
+        if self._stretch() <= 0:
+            raise UserError(
+                f"smoothness {self.smoothness:g} is too large for order {self.order:g}: the release would have no "
+                f"bound; choose at most {0.2 / self.order:.2g}"
+            )
+
+    def divergence(self) -> float:
+        """Return what publishing costs by itself, at ``order``: both noisy numbers.
+
+        For N(B, (noise S)^2) against N(B', (noise S')^2) with |B - B'| <= min(S, S') and S within e^(+-kappa) of S'
+        (the paper's theorem 23, here without its rounding up of the Gaussians' divergence).
+        """
+        order, kappa = self.order, self.smoothness
+        scale = max(_scale_divergence(order, -kappa), _scale_divergence(order, kappa))
+        shift = order / (2 * self.noise**2 * self._stretch())
+        return scale + shift + order / (2 * self.noise**2)
+
+    def curve(self, orders: Floats) -> Floats:
+        """Return what publishing costs by itself at each of ``orders``: ``inf`` where there is no bound."""
+        costs = np.full(len(orders), np.inf)
+        for place, order in enumerate(orders):
+            with suppress(UserError):  # the smoothness is too large for this order
+                costs[place] = replace(self, order=float(order)).divergence()
+        return costs
+
+    def _stretch(self) -> float:
+        return float(self.order - (self.order - 1) * np.exp(2 * self.smoothness))
+
+
+@dataclass(frozen=True)
+class Published:
+    """What may be shown to anybody.
+
+    ``epsilon`` at ``delta`` covers the labels AND this publication; it holds for the votes at hand unless the noise was
+    beyond its quantile, which has probability ``failure``.
+    """
+
+    epsilon: float
+    delta: float
+    order: float
+    divergence: float
+    failure: float
+
+
+def planned(cost: LNMaxCost | GNMaxCost, delta: float, *, queries: int, teachers: int, classes: int) -> Terms:
+    """Return the terms that would publish the least epsilon if all teachers always agreed: no vote is looked at."""
+    unanimous = np.array([[teachers, *[0] * (classes - 1)]])
+
+    def expected(terms: Terms) -> float:
+        total = queries * float(cost.curves(unanimous, np.ones(1), np.array([terms.order]))[0][0, 0])
+        return _published(total, queries * sensitivity, delta, terms, (0.0, 0.0)).epsilon
+
+    best, least = Terms(), np.inf
+    for order, scale in product(_ORDERS, _PRODUCTS):
+        sensitivity = smooth_sensitivity(unanimous, cost, Terms(order, scale / order))
+        for noise in _NOISES:
+            terms = Terms(order, scale / order, noise)
+            if (epsilon := expected(terms)) < least:
+                best, least = terms, epsilon
+    return best
+
+
+def release(
+    counts: Counts, cost: LNMaxCost | GNMaxCost, delta: float, terms: Terms, *, noise: Noise, server_round: int = 0
+) -> Published:
+    """Publish an upper bound on the data-dependent cost of labelling ``counts``.
+
+    A second call with other noise is a second release: it costs ``terms.divergence()`` once more.
+    """
+    total = float(cost.curves(counts, np.ones(len(counts)), np.array([terms.order]))[0].sum())
+    normal = noise.standard_normal(2, purpose="pate cost", server_round=server_round)
+    sensitivity = smooth_sensitivity(counts, cost, terms)
+    return _published(total, sensitivity, delta, terms, (float(normal[0]), float(normal[1])))
+
+
+def smooth_sensitivity(counts: Counts, cost: LNMaxCost | GNMaxCost, terms: Terms) -> float:
+    """Return S = max over d of e^(-kappa d) times a bound on how far B moves within d votes of ``counts``. PRIVATE."""
+    num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
+    gaps = np.arange(0, num_teachers * _CELLS_PER_VOTE + 1) / _CELLS_PER_VOTE
+    log_q = _log_q_at(cost, gaps, num_classes)
+    # log q falls with the gap: the cell in which a query's equivalent gap lies, the last one where q is at its cap.
+    found = len(gaps) - 1 - np.searchsorted(log_q[::-1], _log_q(cost, counts), side="left")
+    cells, queries = np.unique(np.clip(found, 0, len(gaps) - 2), return_counts=True)
+    before = _divergence_at(cost, _log_q_at(cost, gaps - 2, num_classes), terms.order)
+    most = 0.0
+    for distance, local in enumerate(_local_sensitivities(before, _divergence_at(cost, log_q, terms.order))):
+        discount = float(np.exp(-terms.smoothness * distance))
+        most = max(most, discount * float(local[cells] @ queries))
+        if distance == num_teachers or discount * float(local.max()) * len(counts) <= most:
+            break
+    return most
+
+
+def _local_sensitivities(before: Floats, beta: Floats) -> Iterator[Floats]:
+    """Yield, for distance 0, 1, 2, ..., bounds on one query's local sensitivity by cell of its gap.
+
+    ``before``, ``beta``: its divergence at every boundary of cells less 2, and at the boundary.
+    """
+    if (np.diff(beta) > 1e-12).any():
+        raise ArithmeticError("the data-dependent divergence does not fall with the gap: its sensitivity is not known")
+    rise = np.maximum(before[:-1] - beta[1:], 0.0)
+    local = np.max([_from(rise, ahead) for ahead in range(_SHIFT + 1)], axis=0)
+    while True:
+        yield local
+        local = np.max([_from(local, step) for step in (-_SHIFT, 0, _SHIFT)], axis=0)
+
+
+def _published(total: float, sensitivity: float, delta: float, terms: Terms, normal: tuple[float, float]) -> Published:
+    """Return the noisy bound: each of the two noises is beyond ``quantile`` with probability delta / 2."""
+    sensitivity, quantile = max(sensitivity, _LEAST), float(-ndtri(delta / 2))
+    at_most = sensitivity * np.exp(terms.smoothness * terms.noise * (normal[0] + quantile))
+    bound = max(total + terms.noise * (sensitivity * normal[1] + at_most * quantile), 0.0)
+    spent = float(bound + terms.divergence())
+    epsilon = spent + np.log1p(-1 / terms.order) - np.log(delta * terms.order) / (terms.order - 1)
+    return Published(max(float(epsilon), 0.0), delta, terms.order, spent, failure=delta)
+
+
+def _from(values: Floats, ahead: int) -> Floats:
+    """Return what lies ``ahead`` cells further along; the end cells stand for all beyond them."""
+    return np.asarray(values[np.clip(np.arange(len(values)) + ahead, 0, len(values) - 1)])
+
+
+def _log_q(cost: LNMaxCost | GNMaxCost, counts: Counts) -> Floats:
+    if isinstance(cost, LNMaxCost):
+        return lnmax.log_q(counts, cost.gamma)
+    return gnmax.log_q(counts, cost.sigma)
+
+
+def _log_q_at(cost: LNMaxCost | GNMaxCost, gaps: Floats, num_classes: int) -> Floats:
+    """Return ln q of votes whose other classes are all ``gaps`` behind the first, negative where they are ahead."""
+    if isinstance(cost, LNMaxCost):
+        tail = np.exp(lnmax.log_beaten(cost.gamma * np.abs(gaps)))
+        log_beaten = np.where(gaps < 0, np.log1p(-tail), lnmax.log_beaten(cost.gamma * np.abs(gaps)))
+    else:
+        log_beaten = log_ndtr(-gaps / (np.sqrt(2) * cost.sigma))
+    return lnmax.cap_log_q(np.log(num_classes - 1) + log_beaten, num_classes)
+
+
+def _divergence_at(cost: LNMaxCost | GNMaxCost, log_q: Floats, order: float) -> Floats:
+    orders = np.array([order])
+    if isinstance(cost, LNMaxCost):
+        theorem = lnmax.theorem_3(log_q, cost.gamma, orders)
+    else:
+        theorem = gnmax.theorem_6(log_q, cost.sigma, orders)
+    return np.asarray(np.minimum(theorem, cost.worst_case(orders))[:, 0])
+
+
+def _scale_divergence(order: float, log_ratio: float) -> float:
+    """Return D_order(N(0, 1) || N(0, r^2)) for ln r = ``log_ratio``."""
+    mixed = order * np.exp(2 * log_ratio) + 1 - order
+    return float(log_ratio + (2 * log_ratio - np.log(mixed)) / (2 * (order - 1)))

@@ -1,0 +1,136 @@
+"""Synthetic samples by class (columns) and epsilon (rows), as figure 5 of DA-FL (Tang, Wang, Liu 2023) shows them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors import SafetensorError
+
+from fl_sim.report.figures.samples import Samples, read_samples
+from fl_sim.report.figures.sheet import Tile, figure_of, mosaic
+from fl_sim.report.groups import Group
+from fl_sim.report.picture import Picture, file_names, png
+from fl_sim.report.release import Release, limits, promise
+from fl_sim.report.runs import Problem, Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HEADING = "Synthetic records by class and epsilon"
+EPSILON = "the most that the whole pool of a run may cost a record of a client, labels and generator together"
+"""What an epsilon of the settings is."""
+_ACROSS = 2
+_MOST_CLASSES = 20
+_LEFT, _ABOVE, _RIGHT, _WITHIN, _BETWEEN = 150, 30, 20, 2, 12  # pixels
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run's samples. ``releases``: its statements on the privacy of a record."""
+
+    run: Run
+    settings: Mapping[str, Any]
+    samples: Samples
+    releases: tuple[Release, ...]
+
+    @property
+    def epsilon(self) -> float:
+        """Return the run's budget."""
+        return float(self.settings["epsilon"])
+
+
+def sample_pictures(groups: Sequence[Group]) -> tuple[list[Picture], list[Problem]]:
+    """Draw a figure for each data set, split and generator among the runs with a pool; name the pools that are damaged.
+
+    Each epsilon is shown by one run: that with the most samples, of these that with the lowest seed.
+    """
+    kinds: dict[tuple[str, str, str], dict[float, Row]] = {}
+    problems = []
+    for one in groups:
+        for run in one.runs:
+            if run.preprocess is None or run.outcome is None or not run.outcome.preprocess.pool:
+                continue
+            try:
+                row = _row(run, run.preprocess)
+            except (OSError, SafetensorError, KeyError, ValueError) as error:
+                problems.append(Problem(run.path, f"its synthetic records cannot be shown: {error}"))
+                continue
+            delta = f"delta {row.settings['delta']:g}"
+            title = f"{one.data}, {one.partition}: generator {row.settings['generator']['kind']}"
+            rows = kinds.setdefault((title, one.note, delta), {})
+            rows[row.epsilon] = _better(rows.get(row.epsilon), row)
+    shown = [(key, [rows[epsilon] for epsilon in sorted(rows)]) for key, rows in kinds.items()]
+    names = file_names([key[0] for key, _ in shown])
+    return [
+        _picture(f"samples-{name}.png", *key, rows) for name, (key, rows) in zip(names, shown, strict=True)
+    ], problems
+
+
+def draw(rows: Sequence[Row], title: Sequence[str]) -> "Figure":
+    """Draw four samples for each class and row."""
+    shown = min(rows[0].samples.num_classes, _MOST_CLASSES)
+    blocks = [[_block(row.samples, label) for label in range(shown)] for row in rows]
+    more = (
+        [f"the first {shown} of {rows[0].samples.num_classes} classes"] if shown < rows[0].samples.num_classes else []
+    )
+    figure, axes = figure_of(mosaic(blocks, _BETWEEN), [*title, *more], left=_LEFT, above=_ABOVE, right=_RIGHT)
+    high, wide = blocks[0][0].shape[:2]
+    for label in range(shown):
+        middle = label * (wide + _BETWEEN) + wide / 2
+        axes.text(middle, -8, f"class {label}", ha="center", va="bottom", fontsize=8)
+    for number, row in enumerate(rows):
+        middle = number * (high + _BETWEEN) + high / 2
+        axes.text(-12, middle, f"epsilon {row.epsilon:g}", ha="right", va="bottom", fontsize=8)
+        axes.text(-12, middle + 4, _spent(row), ha="right", va="top", fontsize=6.5, color="0.35")
+        for label in np.flatnonzero(np.bincount(row.samples.labels, minlength=shown)[:shown] == 0).tolist():
+            across = label * (wide + _BETWEEN) + wide / 2
+            axes.text(across, middle, "none", ha="center", va="center", fontsize=7, color="0.35")
+    return figure
+
+
+def _row(run: Run, settings: Mapping[str, Any]) -> Row:
+    assert run.outcome is not None
+    made = run.outcome.preprocess
+    samples = read_samples(run.path / made.pool, [client.counts for client in made.clients])
+    return Row(run, settings, samples, tuple(one for one in run.outcome.privacy if one.unit == "record"))
+
+
+def _better(one: Row | None, other: Row) -> Row:
+    if one is None:
+        return other
+    return min(one, other, key=lambda row: (-len(row.samples.labels), row.run.config.seed))
+
+
+def _block(samples: Samples, label: int) -> Tile:
+    some = samples.some(label, _ACROSS**2)
+    filled = [*some, *[samples.nothing] * (_ACROSS**2 - len(some))]
+    return mosaic([filled[start : start + _ACROSS] for start in range(0, len(filled), _ACROSS)], _WITHIN)
+
+
+def _spent(row: Row) -> str:
+    if math.isinf(row.epsilon):
+        return "no noise,\nno guarantee"
+    if not len(row.samples.labels):
+        return "nothing released"
+    spent = next((one.epsilon for one in row.releases), None)
+    return "no guarantee" if spent is None else f"spent {spent:.3g}"
+
+
+def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) -> Picture:
+    what = f"{title}. SYNTHETIC records by class (columns) and epsilon (rows); none is real."
+    meaning = f"epsilon: {EPSILON}, at {delta}."
+    chosen = (
+        "Four samples a place: the first of each class, from each client in turn. Every epsilon is shown by one run, "
+        "that with the most samples."
+    )
+    details = [
+        f"epsilon {row.epsilon:g} (gamma {row.settings['gamma']:g}, seed {row.run.config.seed}, "
+        f"{len(row.samples.labels)} records, {row.run.path}): {' '.join(map(promise, row.releases))}"
+        for row in rows
+    ]
+    details += dict.fromkeys(limits(one) for row in rows for one in row.releases if one.protects)
+    data = [f"Data: {note}"] if note else []
+    picture = png(draw(rows, [what, meaning, *data]))
+    return Picture(name, HEADING, (what, meaning[0].upper() + meaning[1:], chosen, *data), picture, tuple(details))

@@ -1,0 +1,199 @@
+"""Accuracy and loss over rounds: a panel for each data set and split, a line for each method, min-max over seeds."""
+
+import math
+import statistics
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from fl_sim.report.groups import CENTRALIZED_NAME, Group, Panel
+from fl_sim.report.picture import Picture, file_names, plain, png
+from fl_sim.store.run_directory import RoundRecord
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Measure: TypeAlias = Literal["accuracy", "loss"]
+MEASURES: tuple[Measure, Measure] = ("accuracy", "loss")
+_WHAT = {"accuracy": "test accuracy (%)", "loss": "test loss (mean cross-entropy, nats)"}
+_HEADINGS = {"accuracy": "Accuracy over rounds", "loss": "Test loss over rounds"}
+
+# Colours of clearly different hue, dark and light in turn; dashes and markers tell them apart in greyscale.
+_COLORS = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a4b00", "#e69f00",
+    "#56b4e9", "#b2182b", "#5e3c99", "#8c9a00", "#444444", "#00a6a6",
+)  # fmt: skip
+_DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5), (9, 2))
+_MARKERS = "os^DvPX<>*hd"
+_BOUND = ("black", (2.5, 1.2), "")
+_MOST_IN_ONE = 4
+_MARKS_A_LINE = 8
+_SKEWED = 20
+"""Losses further apart than this ratio are drawn on a logarithmic axis: one that diverges must not flatten the rest."""
+
+Style: TypeAlias = tuple[str, tuple[float, ...], str]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Mean, smallest and largest value over the seeds in each round that all of them evaluated."""
+
+    rounds: list[int]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def draw_all(panels: Sequence[Panel]) -> list[Picture]:
+    """Draw accuracy and loss: one figure each up to four panels, else a figure for each panel."""
+    styles = styles_of(panels)
+    if len(panels) <= _MOST_IN_ONE:
+        return [_picture(f"{measure}.png", measure, panels, styles) for measure in MEASURES]
+    names = file_names([panel.title for panel in panels])
+    return [
+        _picture(f"{measure}-{name}.png", measure, [panel], styles)
+        for measure in MEASURES
+        for panel, name in zip(panels, names, strict=True)
+    ]
+
+
+def styles_of(panels: Iterable[Panel]) -> dict[str, Style]:
+    """Return {label: style}: the same in every figure, different for 12 colours times 5 dashes."""
+    names = dict.fromkeys(label for panel in panels for label, one in panel.lines if not one.is_bound)
+    return dict(zip(names, styled(names), strict=True))
+
+
+def styled(names: Iterable[str]) -> list[Style]:
+    """Return a style for each name."""
+    styles: list[Style] = []
+    for number, _ in enumerate(names):
+        turn = number // len(_COLORS)
+        color, dashes = _COLORS[number % len(_COLORS)], _DASHES[(number + turn) % len(_DASHES)]
+        styles.append((color, dashes, _MARKERS[(number + 5 * turn) % len(_MARKERS)]))
+    return styles
+
+
+def curve(group: Group, measure: Measure) -> Curve:
+    """Return the group's curve; accuracy in percent. Values that are not finite are left out."""
+    seeds = [
+        {record.round: value for record in run.rounds if (value := _value(record, measure)) is not None}
+        for run in group.drawn
+    ]
+    rounds = sorted(set.intersection(*map(set, seeds)))
+    columns = [[seed[number] for seed in seeds] for number in rounds]
+    return Curve(rounds, [statistics.fmean(c) for c in columns], [min(c) for c in columns], [max(c) for c in columns])
+
+
+def draw(panels: Sequence[Panel], measure: Measure, styles: Mapping[str, Style]) -> "Figure":
+    """Draw ``panels`` side by side, the legend below."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
+
+    across = min(len(panels), 2)
+    down = math.ceil(len(panels) / across)
+    num_labels = len({label for panel in panels for label, _ in panel.lines})
+    longest = max(len(label) + (0 if one.finished else 13) for panel in panels for label, one in panel.lines)
+    width = 8.0 if across == 1 else 11.0
+    columns = max(1, min(num_labels, int(width / (0.075 * longest + 0.75))))
+    height = 4.2 * down + 0.24 * math.ceil(num_labels / columns)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False).flatten()
+    handles: dict[str, Artist] = {}
+    for axes, panel in zip(grid, panels, strict=False):
+        _draw_panel(axes, panel, measure, styles)
+        handles |= {text: line for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    if handles:
+        # The upper bound is no method and comes last.
+        ordered = sorted(handles, key=lambda text: text.startswith(CENTRALIZED_NAME))
+        figure.legend(
+            handles=[handles[text] for text in ordered], labels=ordered, loc="outside lower center", ncols=columns,
+            fontsize=9, frameon=False, handlelength=4.2, columnspacing=1.5,
+        )  # fmt: skip
+    return figure
+
+
+def _picture(name: str, measure: Measure, panels: Sequence[Panel], styles: Mapping[str, Style]) -> Picture:
+    heading = _HEADINGS[measure]
+    what = "; ".join(panel.title for panel in panels)
+    data = "; ".join(dict.fromkeys(f"{panel.data}: {panel.note}" for panel in panels if panel.note))
+    caption = [f"{heading}: {what}. Lines: mean over seeds; bands: smallest to largest seed."]
+    caption += [f"Data {data}"] if data else []
+    return Picture(name, heading, tuple(caption), png(draw(panels, measure, styles)))
+
+
+def _draw_panel(axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[str, Style]) -> None:
+    curves = [(label, one, curve(one, measure)) for label, one in panel.lines]
+    nothing: list[str] = []
+    for number, (label, one, drawn) in enumerate(curves):
+        color, dashes, marker = _BOUND if one.is_bound else styles[label]
+        shown = plain(label if one.finished else f"{label} (unfinished)")
+        if not drawn.rounds:
+            nothing.append(shown)
+            continue
+        every = max(1, math.ceil(len(drawn.rounds) / _MARKS_A_LINE))
+        axes.plot(
+            drawn.rounds, drawn.mean, label=shown, color=color, linewidth=1.6,
+            dashes=dashes or (1, 0), marker=marker or ("o" if len(drawn.rounds) == 1 else ""), markersize=5,
+            markerfacecolor="white" if number % 2 else color,
+            # Lines that coincide show their markers one after the other.
+            markevery=(number % every, every),
+        )  # fmt: skip
+        if len(one.drawn) > 1:
+            axes.fill_between(
+                drawn.rounds, drawn.low, drawn.high, color=color, alpha=0.13 if len(curves) < 6 else 0.07, linewidth=0
+            )
+    axes.set(xlabel=_x_label(panel), ylabel=_WHAT[measure])
+    axes.grid(color="0.92", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    _title(axes, panel)
+    _scale(axes, measure, [value for _, _, drawn in curves for value in (*drawn.low, *drawn.high)])
+    if nothing:
+        text = textwrap.fill(f"no finite value in a round of all seeds: {'; '.join(nothing)}", 70)
+        axes.text(0.02, 0.98, text, transform=axes.transAxes, ha="left", va="top", fontsize=8, color="0.35")
+
+
+def _x_label(panel: Panel) -> str:
+    voted = [one.runs[0].config.algorithm.kind == "pate" for _, one in panel.lines]
+    if all(voted):
+        return "epoch of the student"
+    return "communication round (PATE: epoch of the student)" if any(voted) else "communication round"
+
+
+def _scale(axes: "Axes", measure: Measure, values: Sequence[float]) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator  # noqa: PLC0415
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    if measure == "accuracy":
+        axes.set_ylim(0, 100)
+        axes.set_yticks(range(0, 101, 10))
+    elif values and min(values) > 0 and max(values) > _SKEWED * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        if max(values) < 1000 * min(values):
+            axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+            axes.yaxis.set_minor_formatter("{x:g}")
+        axes.set_ylabel(f"{_WHAT[measure]}, log scale")
+    elif values:
+        axes.set_ylim(0, max(1.08 * max(values), 0.1))
+
+
+def _title(axes: "Axes", panel: Panel) -> None:
+    title = textwrap.fill(panel.title, 60)
+    note = textwrap.fill(f"data: {panel.note}", 78) if panel.note else ""
+    axes.set_title(plain(title), fontsize=11, loc="left", pad=10 + 11 * (note.count("\n") + 1) if note else 8)
+    if note:
+        axes.annotate(
+            plain(note), (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points",
+            fontsize=8, color="#8a3b00", va="bottom",
+        )  # fmt: skip
+
+
+def _value(record: RoundRecord, measure: Measure) -> float | None:
+    accuracy = record.test_accuracy
+    value = record.test_loss if measure == "loss" else None if accuracy is None else 100 * accuracy
+    return value if value is not None and math.isfinite(value) else None

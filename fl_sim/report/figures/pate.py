@@ -1,0 +1,254 @@
+"""PATE's figures (Papernot et al. 2017): agreement of teachers, noisy labels over 1/gamma, students over their price.
+
+An epsilon axis says whether it is that of one query or of all. The agreement is drawn from the votes, which a run keeps
+only where its owner asked for it: that figure is as private as they are, and says so.
+"""
+
+import re
+import statistics
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.report.figures.curves import Style, styled
+from fl_sim.report.files import PateFacts
+from fl_sim.report.groups import Group
+from fl_sim.report.picture import Picture, file_names, plain, png
+from fl_sim.report.runs import Problem, Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+VOTES = "votes.npy"
+_MOST_TICKS = 8
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One finished run with PATE."""
+
+    run: Run
+    facts: PateFacts
+    accuracy: float
+    epsilon: float | None
+    delta: float | None
+
+    @property
+    def gamma(self) -> float | None:
+        """Return the Laplace noise's parameter, None for other mechanisms."""
+        return self.facts.mechanism.gamma if self.facts.mechanism.kind == "lnmax" else None
+
+
+Axis: TypeAlias = Callable[[Shot], float | None]
+Points: TypeAlias = Mapping[float, Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """What a figure shows: a number of a run on each axis, and the name of the line that it belongs to."""
+
+    stem: str
+    heading: str
+    x_label: str
+    x_value: Axis
+    y_label: str
+    y_value: Axis
+    line: Callable[[Shot], str]
+
+
+def _noise(shot: Shot) -> str:
+    given = shot.facts.mechanism
+    if given.kind == "lnmax":
+        return f"lnmax 1/gamma {1 / given.gamma:g}" if given.gamma else "lnmax"
+    if given.kind == "confident":
+        return f"confident T {given.threshold:g}, sigma {given.sigma_threshold:g} / {given.sigma:g}"
+    return f"{given.kind} sigma {given.sigma:g}" if given.sigma else given.kind
+
+
+def _label_accuracy(shot: Shot) -> float | None:
+    return None if shot.facts.label_accuracy is None else 100 * shot.facts.label_accuracy
+
+
+def _student(shot: Shot) -> str:
+    return f"{shot.facts.student}, {_teachers(shot)}"
+
+
+def _teachers(shot: Shot) -> str:
+    asked = ", asked about representatives" if shot.facts.asking == "representative" else ""
+    return f"{shot.facts.teachers} teachers{asked}"
+
+
+_PLOTS = (
+    Plot("labels-by-noise", "Noisy labels over 1/gamma", "1/gamma, scale of the Laplace noise in votes (log scale)",
+         lambda shot: 1 / shot.gamma if shot.gamma else None, "noisy labels that are right (%)", _label_accuracy,
+         lambda shot: f"{_teachers(shot)}, {shot.facts.queries_asked} queries"),
+    Plot("student-by-queries", "Student accuracy over queries", "queries answered (log scale)",
+         lambda shot: float(shot.facts.queries_answered), "student's test accuracy (%)", lambda shot: shot.accuracy,
+         lambda shot: f"{_student(shot)}, {_noise(shot)}"),
+    Plot("student-by-total-epsilon", "Student accuracy over epsilon of all queries",
+         "epsilon of ALL queries together, data-independent (log scale)",
+         lambda shot: shot.epsilon, "student's test accuracy (%)", lambda shot: shot.accuracy,
+         lambda shot: f"{_student(shot)}, {shot.facts.mechanism.kind}"),
+    Plot("student-by-query-epsilon", "Student accuracy over epsilon of one query",
+         "epsilon of ONE query alone, 2 gamma; NOT what the student costs, which is all queries together (log scale)",
+         lambda shot: 2 * shot.gamma if shot.gamma else None, "student's test accuracy (%)",
+         lambda shot: shot.accuracy, lambda shot: f"{_student(shot)}, {shot.facts.queries_answered} queries"),
+)  # fmt: skip
+
+
+def pate_pictures(groups: Sequence[Group]) -> tuple[list[Picture], list[Problem]]:
+    """Draw what the finished runs with PATE give: each figure where at least two of its points can be compared.
+
+    Names the votes that cannot be read.
+    """
+    places: dict[tuple[str, str, str], list[Shot]] = {}
+    for one in groups:
+        for run in one.finished:
+            if (shot := _shot(run)) is not None:
+                places.setdefault((one.data, one.partition, one.note), []).append(shot)
+    pictures, problems = [], []
+    names = file_names([f"{data}-{partition}" for data, partition, _ in places])
+    for name, ((data, partition, note), shots) in zip(names, places.items(), strict=True):
+        where = f"{data}, {partition}{f' - data: {note}' if note else ''}"
+        pictures += [found for plot in _PLOTS if (found := _picture(plot, name, where, shots)) is not None]
+        agreement, damaged = _agreement(name, where, shots)
+        pictures += agreement
+        problems += damaged
+    return pictures, problems
+
+
+def draw(plot: Plot, title: str, lines: Mapping[str, Points]) -> "Figure":
+    """Draw means, and bars from the smallest to the largest where a point has several runs."""
+    figure, axes = _axes(len(lines), title)
+    for (label, points), style in zip(lines.items(), styled(list(lines)), strict=True):
+        _draw_line(axes, label, points, style)
+    axes.set_xscale("log")
+    ticks = sorted({x for points in lines.values() for x in points})
+    if len(ticks) <= _MOST_TICKS:
+        axes.set_xticks(ticks, [f"{tick:,.0f}" if tick >= 1000 else f"{tick:.3g}" for tick in ticks])
+        axes.set_xticks([], minor=True)
+    axes.set(xlabel=textwrap.fill(plot.x_label, 80), ylabel=plot.y_label)
+    axes.margins(x=0.06)
+    return _with_legend(figure)
+
+
+def _shot(run: Run) -> Shot | None:
+    outcome = run.outcome
+    if outcome is None or outcome.pate is None or outcome.final_accuracy is None:
+        return None
+    first = next((one for one in outcome.privacy if one.unit == "record"), None)
+    epsilon, delta = (first.epsilon, first.delta) if first else (None, None)
+    return Shot(run, outcome.pate, 100 * outcome.final_accuracy, epsilon, delta)
+
+
+def _picture(plot: Plot, name: str, where: str, shots: Sequence[Shot]) -> Picture | None:
+    lines: dict[str, dict[float, list[float]]] = {}
+    for shot in shots:
+        x, y = plot.x_value(shot), plot.y_value(shot)
+        if x is not None and x > 0 and y is not None:
+            values = lines.setdefault(plot.line(shot), {}).setdefault(x, [])
+            values.append(y)
+    lines = {label: dict(sorted(lines[label].items())) for label in sorted(lines, key=_by_numbers)}
+    if len({x for points in lines.values() for x in points}) < 2:
+        return None
+    deltas = ", ".join(dict.fromkeys(f"{shot.delta:g}" for shot in shots if shot.delta))
+    measured = ", ".join(dict.fromkeys(str(shot.facts.evaluation_records) for shot in shots))
+    terms = (
+        f"Epsilon is per record of the teachers, at delta {deltas or 'none'}; accuracies of students on {measured} "
+        "records that are neither a teacher's nor in the public pool. Each labelling is a release of its own: the "
+        "epsilons of the points add up for whoever sees all of them."
+    )
+    caption = (f"{plot.heading}: {where}. Points: mean over seeds; bars: smallest to largest seed.", terms)
+    return Picture(f"pate-{plot.stem}-{name}.png", plot.heading, caption, png(draw(plot, where, lines)))
+
+
+def _by_numbers(label: str) -> list[tuple[int, str]]:
+    """Return what sorts labels such that 50 comes before 100."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", label)]
+
+
+def _agreement(name: str, where: str, shots: Sequence[Shot]) -> tuple[list[Picture], list[Problem]]:
+    """Draw how many votes the first class is ahead of the second; PRIVATE."""
+    gaps: dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
+    problems = []
+    for shot in shots:
+        path = shot.run.path / VOTES
+        label = _teachers(shot)
+        if not shot.facts.private_kept or label in gaps or not path.exists():
+            continue
+        try:
+            counts = np.sort(_votes(path), axis=1)
+        except (OSError, ValueError) as error:
+            problems.append(Problem(shot.run.path, f"its votes cannot be shown: {error}"))
+            continue
+        gaps[label] = (counts[:, -1] - counts[:, -2]) / shot.facts.teachers
+    if not gaps:
+        return [], problems
+    heading = "Agreement of the teachers (PRIVATE)"
+    figure, axes = _axes(len(gaps), f"{where}\nPRIVATE: computed from the votes, do not publish")
+    for label, (color, dashes, _) in zip(sorted(gaps, key=_by_numbers), styled(list(gaps)), strict=True):
+        gap = gaps[label]
+        shown = f"{label}, {len(gap)} queries, mean {100 * gap.mean():.0f} %"
+        axes.ecdf(100 * gap, color=color, linewidth=1.6, dashes=dashes or (1, 0), label=shown)
+    axes.set(
+        xlabel="votes that the first class is ahead of the second (% of the teachers)",
+        ylabel="share of the queries with at most that", xlim=(0, 100), ylim=(0, 1),
+    )  # fmt: skip
+    caption = (
+        f"{heading}: {where}. Queries on which teachers agree cost little by the data-dependent analysis.",
+        "This figure is computed from the raw votes, which are as private as the teachers' records: do not publish it.",
+    )
+    return [Picture(f"pate-agreement-{name}.png", heading, caption, png(_with_legend(figure)))], problems
+
+
+def _votes(path: Path) -> NDArray[np.int64]:
+    """Return the votes, (queries, classes). Raises OSError or ValueError for anything else."""
+    votes = np.load(path, mmap_mode="r", allow_pickle=False)  # a map is refused where the file holds less than it says
+    if (
+        not isinstance(votes, np.ndarray)
+        or votes.ndim != 2
+        or not len(votes)
+        or votes.shape[1] < 2
+        or votes.dtype.kind not in "iu"
+    ):
+        raise ValueError(f"{path.name} holds no votes by query and class")
+    return votes.astype(np.int64)
+
+
+def _axes(num_lines: int, title: str) -> "tuple[Figure, Axes]":
+    from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
+
+    figure = Figure(figsize=(8.0, 4.6 + 0.24 * num_lines), layout="constrained")
+    axes = figure.subplots()
+    axes.grid(color="0.92", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(plain(title), fontsize=11, loc="left")
+    return figure, axes
+
+
+def _draw_line(axes: "Axes", label: str, points: Points, style: Style) -> None:
+    color, dashes, marker = style
+    means = [statistics.fmean(values) for values in points.values()]
+    below = [mean - min(values) for mean, values in zip(means, points.values(), strict=True)]
+    above = [max(values) - mean for mean, values in zip(means, points.values(), strict=True)]
+    axes.plot(list(points), means, color=color, linewidth=1.6, dashes=dashes or (1, 0))
+    several = any(len(values) > 1 for values in points.values())
+    axes.errorbar(
+        list(points), means, yerr=[below, above] if several else None, color=color, fmt=marker, markersize=6, capsize=4,
+        linewidth=1.2, label=plain(label),
+    )  # fmt: skip
+
+
+def _with_legend(figure: "Figure") -> "Figure":
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles=handles, labels=labels, loc="outside lower center", ncols=1, fontsize=9, frameon=False, handlelength=4.2
+    )
+    return figure

@@ -1,0 +1,137 @@
+"""Final accuracy over epsilon or gamma on a logarithmic axis, with the best method without synthetic records."""
+
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fl_sim.report.figures.by_epsilon import EPSILON
+from fl_sim.report.figures.curves import Style, styled
+from fl_sim.report.picture import Picture, file_names, plain, png
+from fl_sim.report.sweep import Line, Point, Sweep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_HEADINGS = {"epsilon": "Final accuracy over epsilon", "gamma": "Final accuracy over gamma"}
+_BASELINE = "best without preprocessing"
+_GAMMA = "the synthetic records that a client releases, as a share of those it holds"
+
+
+def draw_sweeps(found: Sequence[Sweep]) -> list[Picture]:
+    """Draw a figure for each sweep."""
+    names = file_names([f"{one.setting}-{one.data}-{one.partition}" for one in found])
+    return [
+        Picture(f"sweep-{name}.png", _HEADINGS[one.setting], _caption(one), png(draw(one)), one.limits)
+        for name, one in zip(names, found, strict=True)
+    ]
+
+
+def draw(sweep: Sweep) -> "Figure":
+    """Draw mean and min-max over seeds on a logarithmic axis; inf is a point of its own behind a gap."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
+
+    figure = Figure(figsize=(8.0, 4.6 + 0.24 * len(sweep.lines)), layout="constrained")
+    axes = figure.subplots()
+    finite = sorted({point.value for line in sweep.lines for point in line.points if math.isfinite(point.value)})
+    infinity = finite[-1] * (finite[-1] / finite[0]) ** 0.2 * 2 if finite else 1.0
+    for line, style in zip(sweep.lines, styled([line.label for line in sweep.lines]), strict=True):
+        _draw_line(axes, line, style, infinity)
+    if sweep.baseline:
+        label, point = sweep.baseline
+        shown = f"{_BASELINE}: {label}, {point.mean:.1f} % ({_seeds(point)})"
+        axes.axhline(point.mean, color="black", linestyle=(0, (2.5, 1.2)), linewidth=1.4, label=plain(shown))
+    has_infinity = any(math.isinf(point.value) for line in sweep.lines for point in line.points)
+    _ticks(axes, [*finite, *([infinity] if has_infinity else [])], has_infinity=has_infinity)
+    axes.set_xlabel(f"{sweep.setting} (log scale)\n{textwrap.fill(_meaning(sweep), 100)}", fontsize=9)
+    axes.set(ylabel="final test accuracy (%)", ylim=(0, 100), yticks=range(0, 101, 10))
+    axes.grid(color="0.92", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    note = f" - data: {sweep.note}" if sweep.note else ""
+    axes.set_title(plain(f"{sweep.data}, {sweep.partition}{note}"), fontsize=11, loc="left")
+    handles, texts = axes.get_legend_handles_labels()
+    order = sorted(range(len(texts)), key=lambda number: texts[number].startswith(_BASELINE))
+    figure.legend(
+        handles=[handles[number] for number in order], labels=[texts[number] for number in order],
+        loc="outside lower center", ncols=1, fontsize=9, frameon=False, handlelength=4.2,
+    )  # fmt: skip
+    return figure
+
+
+def _draw_line(axes: "Axes", line: Line, style: Style, infinity: float) -> None:
+    color, dashes, marker = style
+    places = [point.value if math.isfinite(point.value) else infinity for point in line.points]
+    means = [point.mean for point in line.points]
+    last = len(places) - math.isinf(line.points[-1].value)
+    axes.plot(places[:last], means[:last], color=color, linewidth=1.6, dashes=dashes or (1, 0))
+    # No scale leads from a number to infinity.
+    axes.plot(places[last - 1 :], means[last - 1 :], color=color, linewidth=1.0, linestyle=":", alpha=0.7)
+    below = [point.mean - min(point.by_seed.values()) for point in line.points]
+    above = [max(point.by_seed.values()) - point.mean for point in line.points]
+    axes.errorbar(
+        places, means, yerr=[below, above], color=color, fmt=marker, markersize=6, capsize=4, linewidth=1.2,
+        label=plain(line.label),
+    )  # fmt: skip
+
+
+def _ticks(axes: "Axes", places: Sequence[float], *, has_infinity: bool) -> None:
+    axes.set_xscale("log")
+    texts = [f"{place:g}" for place in places]
+    if has_infinity:
+        texts[-1] = "inf\n(no noise,\nno guarantee)"
+        if len(places) > 1:
+            axes.axvline(math.sqrt(places[-2] * places[-1]), color="0.8", linewidth=0.8)
+    axes.set_xticks(places, texts)
+    axes.set_xticks([], minor=True)
+
+
+def _meaning(sweep: Sweep) -> str:
+    epsilon = f"{EPSILON}, at delta {_values(sweep.deltas)}"
+    if sweep.setting == "gamma":
+        return f"gamma: {_GAMMA}; at epsilon {_values(sweep.epsilons)}: {epsilon}"
+    return f"epsilon: {epsilon}"
+
+
+def _caption(sweep: Sweep) -> tuple[str, ...]:
+    meaning = _meaning(sweep)
+    where = f"{_HEADINGS[sweep.setting]}: {sweep.data}, {sweep.partition}"
+    lines = [
+        f"{where}. Points: mean over seeds; bars: smallest to largest seed.",
+        f"{meaning[0].upper()}{meaning[1:]}.",
+        *_seeds_of(sweep),
+        *_empty(sweep),
+    ]
+    if sweep.baseline:
+        lines.append(
+            f"The horizontal line is the best of {sweep.others} methods given without preprocessing, under the same "
+            "protocol, picked by its final test accuracy."
+        )
+    return (*lines, *([f"Data: {sweep.note}"] if sweep.note else []))
+
+
+def _seeds_of(sweep: Sweep) -> list[str]:
+    """Say which seeds are behind the points: means over different seeds are not quite comparable."""
+    seeds = {_seeds(point) for line in sweep.lines for point in line.points}
+    if len(seeds) == 1:
+        return [f"All points: {next(iter(seeds))}."]
+    told = (
+        f"{line.label}, {sweep.setting} {point.value:g}: {_seeds(point)}"
+        for line in sweep.lines
+        for point in line.points
+    )
+    return [f"The points do not have the same seeds: {'; '.join(told)}."]
+
+
+def _empty(sweep: Sweep) -> list[str]:
+    empty = sorted({point.value for line in sweep.lines for point in line.points if not point.released})
+    return [f"Where {sweep.setting} is {_values(empty)} no client released a synthetic record."] if empty else []
+
+
+def _seeds(point: Point) -> str:
+    return f"seed{'s' if len(point.by_seed) > 1 else ''} {', '.join(map(str, point.by_seed))}"
+
+
+def _values(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)

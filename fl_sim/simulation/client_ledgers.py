@@ -1,0 +1,69 @@
+"""Where simulated clients keep the ledgers of what they released: apart from the pools, which anybody may delete.
+
+In $FL_SIM_LEDGERS, else in the user's state. A ledger is named by its records: the content of their data set, how it
+was dealt (split, number of clients, seed), and which client holds them. So other settings, other generators or a
+deleted pool find the same ledger; and all deals of one data set lie side by side, so that another seed, which deals the
+same records in another way, is added up as well.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from clients.policy import RECORD_TERMS
+from fl_sim.data import fingerprint
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.privacy.accounting import compose, epsilon_of_curve
+from fl_sim.privacy.ledger import Ledger
+from fl_sim.store.files import folder_of
+
+
+@dataclass(frozen=True)
+class Together:
+    """What all releases about a data set's records cost a record together.
+
+    ``shares``: the most shares that one record can be in.
+    """
+
+    epsilon: float
+    shares: int
+
+
+def ledgers_root() -> Path:
+    """Return where ledgers are kept: $FL_SIM_LEDGERS, else the user's state."""
+    return folder_of("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers")
+
+
+def ledger_path(experiment: Experiment, data_root: Path | None, client: int) -> Path:
+    """Return where the ledger of one client of ``experiment`` is, or will be."""
+    deal = json.dumps(experiment.model_dump(mode="json", include={"partition", "clients", "seed"}), sort_keys=True)
+    name = hashlib.sha256(deal.encode()).hexdigest()[:16]
+    return _folder(experiment, data_root) / name / f"client-{client}.jsonl"
+
+
+def all_together(experiment: Experiment, data_root: Path | None, delta: float) -> Together:
+    """Return what every release cost that the ledgers know about the experiment's data set, whatever its settings.
+
+    A record is with one client of each deal, so a deal costs it no more than the dearest Renyi curve of its clients,
+    order by order, and the deals' curves add. Raises RunError where a ledger is damaged.
+    """
+    total, shares = compose({}), 0
+    for deal in sorted(_folder(experiment, data_root).glob("*/")):
+        charged = [Counter(charge.event for charge in ledger.charges) for ledger in _ledgers(deal)]
+        if charged:
+            total = total + np.max([compose(counts) for counts in charged], axis=0)
+            shares += max(counts.total() for counts in charged) // 2  # labels and generator are charged one by one
+    return Together(epsilon_of_curve(total, delta), shares)
+
+
+def _folder(experiment: Experiment, data_root: Path | None) -> Path:
+    return ledgers_root() / f"records-{fingerprint(experiment.data, data_root)[:20]}"
+
+
+def _ledgers(deal: Path) -> Iterator[Ledger]:
+    return (Ledger(RECORD_TERMS, path) for path in sorted(deal.glob("client-*.jsonl")))

@@ -1,0 +1,1 @@
+"""DA-FL's pool of synthetic records: made once, kept, paid for."""

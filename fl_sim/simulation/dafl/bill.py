@@ -1,0 +1,156 @@
+"""What DA-FL's pool of synthetic records costs a record, and how that is said.
+
+Clients that are disjoint make their releases side by side: the pool costs a record what the most expensive client's
+share costs.
+"""
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from dp_accounting import dp_event
+
+from clients.dafl.settings import DaFl
+from fl_sim.data import tuned_on
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.privacy import events
+from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts, none_if_infinite
+from fl_sim.privacy.ledger import Ledger, Terms
+from fl_sim.privacy.rounding import rounded_up
+from fl_sim.simulation.client_ledgers import Together
+from fl_sim.simulation.dafl.pool import Pool, da_fl
+
+NOT_PER_CLIENT = (
+    " The pool of synthetic records that clients released before training: it is protected per record, not per client."
+)
+"""What a client-level statement must add where there is a pool."""
+
+
+def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
+    """Return what ``result.json`` says about the privacy of records: the most expensive client's bill, in words.
+
+    ``epsilon`` is this pool's. ``epsilon_together``: all releases that the clients' ledgers hold about the records of
+    this data set, ``shares_together`` of them at most about one record; both None where not all ledgers are here.
+    """
+    settings = da_fl(experiment)
+    bills = [bill for part in pool.parts if part.facts and (bill := _bill(part.facts, settings.delta))]
+    if not bills:
+        bills = [_Bill({}, 0.0, 0.0, 0.0)]
+    worst = max(bills, key=lambda bill: bill.epsilon)
+    ledger = Ledger(Terms("record", Adjacency.ADD_OR_REMOVE_ONE, settings.delta))
+    for release, event in worst.events.items():
+        ledger.charge(event, release=release, noise="")
+    said = ledger.statement(
+        covers=_covers(settings),
+        does_not_cover=_does_not_cover(experiment, settings) + tuned_on(experiment.data),
+        simulation_only=settings.noise == "seeded",
+        planned=Counter(worst.events.values()),
+    )
+    generator = worst.events.get("generator")
+    inner = generator.event if isinstance(generator, dp_event.SelfComposedDpEvent) else None
+    finite = math.isfinite(worst.epsilon)
+    together = pool.together
+    others = together is None or together.shares > len(worst.events) // 2
+    if together and not others:
+        together = replace(together, epsilon=worst.epsilon)
+    return said | {
+        "ledger": pool.path.stem if worst.events else "",
+        "epsilon": worst.epsilon if finite else None,
+        "accountant": "rdp",
+        "epsilon_together": together and none_if_infinite(together.epsilon),
+        "shares_together": together and together.shares,
+        "epsilon_labels": worst.labels if finite else None,
+        "epsilon_generator": worst.generator if finite else None,
+        "epsilon_sum": worst.labels + worst.generator if finite else None,
+        "noise_multiplier": None if inner is None else events.noise_multiplier(inner),
+        "sampling_rate": None if inner is None else events.sampling_rate(inner),
+        "budget": settings.epsilon if math.isfinite(settings.epsilon) else None,
+        "guarantee": _guarantee(worst, settings) + (_together_in_words(together, settings) if others else ""),
+    }
+
+
+@dataclass(frozen=True)
+class _Bill:
+    """What one client's share costs a record, by release and together."""
+
+    events: dict[str, dp_event.DpEvent]
+    labels: float
+    generator: float
+    epsilon: float
+
+
+def _bill(facts: dict[str, Any], delta: float) -> _Bill:
+    return _bill_of(json.dumps(facts, sort_keys=True), delta)
+
+
+@lru_cache(maxsize=1024)
+def _bill_of(facts_json: str, delta: float) -> _Bill:
+    facts = json.loads(facts_json)
+    labels = events.from_json(facts["labels"])
+    generator = dp_event.SelfComposedDpEvent(events.from_json(facts["generator"]), facts["generator_steps"])
+    alone = epsilon_of_counts({generator.event: generator.count}, delta)
+    joint = epsilon_of_counts(Counter({labels: 1}) + Counter({generator.event: generator.count}), delta)
+    # Both bounds hold: pure epsilons add to any other, and the Renyi curves of all releases add.
+    together = min(joint, alone + facts["labels_epsilon"])
+    return _Bill({"labels": labels, "generator": generator}, facts["labels_epsilon"], alone, together)
+
+
+def _together_in_words(together: Together | None, settings: DaFl) -> str:
+    if together is None:
+        return (
+            ". What all releases about the same records cost together is not known here: a client's ledger is with the "
+            "client, or cannot be read"
+        )
+    cost = f"cost epsilon {rounded_up(together.epsilon)}" if math.isfinite(together.epsilon) else "have no epsilon"
+    return (
+        f". The clients' ledgers hold up to {together.shares} releases about the same records (of other settings or "
+        f"seeds, or of pools that were deleted, too): together they {cost} at delta {settings.delta:g}"
+    )
+
+
+def _covers(settings: DaFl) -> str:
+    if settings.train_on == "synthetic":
+        return (
+            "everything this run releases: clients release synthetic records under this guarantee, and all models are "
+            "trained on those alone (post-processing). Each record of each client is protected; clients are disjoint, "
+            "so the figure is the largest over clients."
+        )
+    return (
+        "the pool of synthetic records alone, and what is computed from nothing but it. Each record of each client is "
+        "protected; clients are disjoint, so the figure is the largest over clients."
+    )
+
+
+def _does_not_cover(experiment: Experiment, settings: DaFl) -> str:
+    public = (
+        "How many records a client holds, gamma and the range of the label picker are treated as public. A person with "
+        "several records pays for each of them."
+    )
+    if settings.train_on == "synthetic":
+        return public
+    if experiment.aggregator.kind == "global-dp":
+        task = "The main task trains on raw records; what leaves it is protected per client, by the other statement."
+    else:
+        task = (
+            "The main task is NOT private: after the pool is shared, clients train on their raw records and send "
+            "updates without noise."
+        )
+    return f"{task} {public}"
+
+
+def _guarantee(worst: _Bill, settings: DaFl) -> str:
+    if not worst.events:
+        return "complete: no client released a synthetic record"
+    if not math.isfinite(worst.epsilon):
+        return "none: the synthetic records were made without noise (epsilon inf), so they may show any record plainly"
+    labels, generator, both = (
+        rounded_up(cost) for cost in (worst.labels, worst.generator, worst.labels + worst.generator)
+    )
+    return (
+        f"({rounded_up(worst.epsilon)}, {settings.delta:g})-differential privacy of the synthetic records under adding "
+        f"or removing one record: labels {labels} ({settings.labels.composition} composition over classes), generator "
+        f"{generator}; their sum is {both}, and the smaller of the sum and the joint RDP bound counts"
+    )

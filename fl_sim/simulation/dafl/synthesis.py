@@ -1,0 +1,95 @@
+"""DA-FL's pool of synthetic records: made once for all runs that would make the same.
+
+Where a pool lies: $FL_SIM_POOLS, else the user's cache. A folder is named by everything that determines the pool, so
+runs that differ in the algorithm or the rounds share one - and one release of every client.
+"""
+
+import hashlib
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from flwr.serverapp import Grid
+
+from fl_sim.data import fingerprint
+from fl_sim.data import load as load_data
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.simulation.dafl.pool import FACTS, Pool, da_fl, load, store
+from fl_sim.store.files import folder_of, write_whole
+from fl_sim.store.locks import alone_in
+from fl_sim.types import RunError
+from strategies.flower import FederatedStrategy, synthesize_before_training
+
+_FORMAT = 2
+
+
+def prepare_pool(
+    experiment: Experiment, strategy: FederatedStrategy, grid: Grid, out: Path, data_root: Path | None
+) -> Pool:
+    """Return the experiment's pool, from an earlier run where there is one, and put a copy into the run directory.
+
+    Raises RunError where a client fails, or where the main task would have nothing to train on.
+    """
+    folder = pools_root() / pool_key(experiment, data_root)
+    folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(folder):
+        reused = (folder / FACTS).exists()
+        if not reused:
+            start = time.perf_counter()
+            order = replace(strategy.order, state_dir=str(folder / "clients"))
+            dataset = load_data(experiment.data, data_root)
+            answers = synthesize_before_training(
+                strategy, grid, order, dataset.train, dataset.num_classes, experiment.round_timeout
+            )
+            store(folder, answers, experiment, data_root, time.perf_counter() - start)
+        pool = load(folder, experiment, data_root, reused=reused)
+    if not pool.num_synthetic and da_fl(experiment).train_on == "synthetic":
+        raise RunError(f"no client released a synthetic record: {pool.parts[0].refused}")
+    copy = out.absolute() / pool.path.name
+    write_whole(copy, pool.path.read_bytes())
+    return replace(pool, path=copy)
+
+
+def pools_root() -> Path:
+    """Return where pools are kept: $FL_SIM_POOLS, else the user's cache."""
+    return folder_of("FL_SIM_POOLS", "XDG_CACHE_HOME", "~/.cache", "pools")
+
+
+def pool_key(experiment: Experiment, data_root: Path | None) -> str:
+    """Return the name of the experiment's pool: a digest of all that determines it."""
+    settings = experiment.model_dump(mode="json", include={"partition", "clients", "seed", "preprocess"})
+    for afterwards in ("train_on", "server_epochs"):
+        del settings["preprocess"][afterwards]
+    digest = hashlib.sha256(
+        json.dumps([_FORMAT, settings, fingerprint(experiment.data, data_root)], sort_keys=True).encode()
+    )
+    return f"{experiment.data.partition(':')[0]}-{digest.hexdigest()[:20]}"
+
+
+def summary(pool: Pool, experiment: Experiment) -> dict[str, object]:
+    """Return what ``result.json`` says about how the pool came about."""
+    settings = da_fl(experiment)
+    return {
+        "kind": settings.kind,
+        "generator": settings.generator.kind,
+        "gamma": settings.gamma,
+        "train_on": settings.train_on,
+        "server_epochs": settings.server_epochs,
+        "num_synthetic": pool.num_synthetic,
+        "clients": [
+            {"counts": part.counts, "refused": part.refused, "facts": part.facts or None} for part in pool.parts
+        ],
+        "pool": pool.path.name,
+        "seconds": pool.seconds,
+        "reused": pool.reused,
+    }
+
+
+def warnings_of(pool: Pool) -> list[str]:
+    """Say which clients released nothing, and why."""
+    refused = [(client, part.refused) for client, part in enumerate(pool.parts) if part.refused]
+    if not refused:
+        return []
+    client, reason = refused[0]
+    return [f"{len(refused)} of {len(pool.parts)} clients released no synthetic records; client {client}: {reason}"]

@@ -1,0 +1,266 @@
+"""Which engine runs an experiment: the one asked for, or the faster one by a timed step of the job itself."""
+
+import gc
+import importlib.util
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.clientapp import ClientApp
+
+from clients.app import build_client_app, synthesize_together, train_together
+from clients.dafl.settings import DaFl
+from fl_sim.data import load
+from fl_sim.engines.inprocess import Generators, InProcessGrid, LocalGrid, Progress, Together
+from fl_sim.engines.ray_token import choose_token
+from fl_sim.experiment.experiment import (
+    Auto,
+    Engine,
+    Experiment,
+    InProcess,
+    Ray,
+    build_model,
+    client_shards,
+    device_of,
+    precision_of,
+)
+from fl_sim.native.kernel import load_kernel
+from fl_sim.params import detached
+from fl_sim.seeding import rng
+from fl_sim.simulation.site import local_settings, site_of, to_generator
+from fl_sim.training.loop import to_tensors, train
+from fl_sim.training.trainer import Trainer
+from fl_sim.types import LocalPlan, LocalSettings, LocalTask, UserError
+from strategies.fedmix import FedMix
+from strategies.global_dp import GlobalDP
+from strategies.pate.settings import Pate
+
+RAY_START_SECONDS = 10.0
+"""What starting Ray and importing torch in its actors costs (6 to 12 s measured on two cores)."""
+
+PROBE_STEPS = 8
+"""Minibatch steps that are timed to guess how long the job takes."""
+
+STACK_ON_GPU = 100
+"""Clients that are trained as one computation on a GPU unless the experiment says otherwise."""
+
+RAY_SHARE_PER_CORE = 0.9
+"""How much of a further core Ray turns into speed."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The engine taken, and the reason in words."""
+
+    kind: str
+    why: str
+
+
+FLOWER = Choice("flower", "engine flower: Flower's own runtime started this run")
+
+
+@contextmanager
+def open_engine(
+    experiment: Experiment, data_root: Path | None, on_reply: Progress
+) -> Iterator[tuple[LocalGrid, Choice]]:
+    """Start the experiment's engine and give it back afterwards."""
+    engine, why = choose(experiment, data_root)
+    workers = workers_of(engine, experiment, data_root)
+    stack = stack_of(engine, experiment, data_root)
+    if not (isinstance(engine, Ray) and engine.gpus):  # whose actors see GPUs that this process may not
+        precision_of(experiment, device_of(experiment))
+    why = f"{why}; {trainer_line(experiment, data_root, workers, stack)}"
+    together = together_of(experiment, data_root, stack)
+    grid: LocalGrid
+    if isinstance(engine, Ray):
+        if importlib.util.find_spec("ray") is None:
+            raise UserError("engine=ray needs Ray, which is not installed: pip install ray, or take engine=inprocess")
+        if not engine.address:
+            choose_token()  # before Ray is imported
+        # Ray, which nobody else should need.
+        from fl_sim.engines.ray import RayGrid  # noqa: PLC0415
+        from fl_sim.engines.ray_start import RayResources  # noqa: PLC0415
+
+        resources = RayResources(engine.actors, engine.cpus, engine.gpus, engine.address, engine.threads)
+        grid = RayGrid(client_app, experiment.num_clients, resources, on_reply, together)
+    else:
+        generators = Generators(synthesize_together(site_of), generator_threads(engine))
+        grid = InProcessGrid(
+            client_app(), experiment.num_clients, on_reply, workers=workers, together=together, generators=generators
+        )
+    gc.freeze()  # what is imported stays: Python need not look through it for garbage every few rounds
+    try:
+        yield grid, Choice(engine.kind, why)
+    finally:
+        gc.unfreeze()
+        grid.close()
+
+
+def client_app() -> ClientApp:
+    """Return the ClientApp of this program; Ray actors call it too."""
+    return build_client_app(site_of)
+
+
+def together_of(experiment: Experiment, data_root: Path | None, stack: int) -> Together | None:
+    """Return how several clients are trained at a time; None where that does not pay."""
+    if stack == 1 and not trains_natively(experiment, data_root):
+        return None
+    settings = local_settings(experiment.local, experiment.local.learning_rate)
+    steps = [settings.num_steps(len(shard)) for shard in client_shards(experiment, data_root)]
+    return Together(partial(train_together, site_of, stacked=stack > 1), steps, stack)
+
+
+def choose(experiment: Experiment, data_root: Path | None) -> tuple[Engine, str]:
+    """Return the engine to use and why."""
+    engine = experiment.engine
+    if not isinstance(engine, Auto):
+        return engine, f"engine {engine.kind}, as asked for"
+    workers = min(cores(), max(1, round(experiment.sampler.expected_size(experiment.num_clients))))
+    alone = InProcess(threads=engine.threads)
+    if why := _why_alone(experiment, data_root, workers):
+        return alone, f"engine inprocess: {why}"
+    generators = synthesis_seconds(experiment, data_root) / (1 + (workers - 1) * RAY_SHARE_PER_CORE)
+    seconds = estimated_seconds(experiment, data_root)
+    parallel = RAY_START_SECONDS + seconds / (1 + (workers - 1) * RAY_SHARE_PER_CORE) + generators
+    seconds += generators  # threads share them out in process, too
+    times = f"about {seconds:.0f} s of training in process, {parallel:.0f} s with {workers} Ray actors and their start"
+    if parallel < seconds:
+        return Ray(actors=workers, threads=engine.threads), f"engine ray: {times}"
+    return alone, f"engine inprocess: {times}"
+
+
+def _why_alone(experiment: Experiment, data_root: Path | None, workers: int) -> str:
+    """Return why ``workers`` actors of Ray would be of no use, empty where they might."""
+    if device_of(experiment).type == "cuda":
+        return "there is a GPU, which one process keeps busy"
+    if workers < 2:
+        return "with one client at a time, or one core, there is nothing to share out"
+    if trains_natively(experiment, data_root):
+        return "the native trainer keeps all cores busy in one process"
+    return "Ray is not installed" if importlib.util.find_spec("ray") is None else ""
+
+
+def cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def generator_threads(engine: Engine) -> int:
+    """Return how many threads of this process train clients' generators: they are trained on the CPU, by PyTorch."""
+    return (engine.workers if isinstance(engine, InProcess) else 0) or cores()
+
+
+def workers_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> int:
+    """Return how many clients ``engine`` trains at a time in this process."""
+    if not isinstance(engine, InProcess):
+        return 1
+    return min(threads_of(engine, experiment, data_root), experiment.num_clients)
+
+
+def threads_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> int:
+    """Return how many threads of this process may run the experiment's model at once."""
+    trainer, input_shape = _trainer_of(experiment.data, experiment.model, data_root)
+    if device_of(experiment).type != "cpu" or not trainer.is_parallel(input_shape):
+        return 1
+    return (engine.workers if isinstance(engine, InProcess) else 0) or cores()
+
+
+def stack_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> int:
+    """Return how many clients ``engine`` trains as one computation; 1 means it does not stack them.
+
+    Always 1 under Global DP: the last bits of a client in a stack depend on the others, by which one client would move
+    every update. Raises UserError where more are asked for than the model allows.
+    """
+    if isinstance(engine, Auto) or engine.stack == 1 or isinstance(experiment.aggregator, GlobalDP):
+        return 1
+    asked = engine.stack or _stack_on_gpu(engine, experiment)
+    stackable = asked == 1 or _trainer_of(experiment.data, experiment.model, data_root)[0].is_stackable()
+    if not stackable and engine.stack:
+        raise UserError(
+            f"engine.stack={engine.stack}: this model cannot be trained on many clients at once, as it draws random "
+            "numbers, or is made of layers that are not known to treat every record by itself; leave engine.stack out"
+        )
+    return min(asked, experiment.num_clients) if stackable else 1
+
+
+def _stack_on_gpu(engine: InProcess | Ray, experiment: Experiment) -> int:
+    if isinstance(engine, InProcess):
+        return STACK_ON_GPU if device_of(experiment).type == "cuda" else 1
+    share = math.ceil(experiment.sampler.expected_size(experiment.num_clients) / max(1, engine.actors))
+    return min(STACK_ON_GPU, share) if engine.gpus else 1
+
+
+def trains_natively(experiment: Experiment, data_root: Path | None) -> bool:
+    """Say whether the native trainer takes this experiment's clients."""
+    if device_of(experiment).type != "cpu":
+        return False
+    trainer, input_shape = _trainer_of(experiment.data, experiment.model, data_root)
+    return trainer.is_native(input_shape, linearised=isinstance(experiment.algorithm, FedMix))
+
+
+@lru_cache(maxsize=1)
+def _trainer_of(data: str, model: str, data_root: Path | None) -> tuple[Trainer, tuple[int, ...]]:
+    """Return what would train this model, to be asked what it can do, and the shape of a record."""
+    dataset = load(data, data_root)
+    return Trainer(build_model(Experiment(data=data, model=model), dataset), load_kernel()[0]), dataset.input_shape
+
+
+def trainer_line(experiment: Experiment, data_root: Path | None, workers: int, stack: int = 1) -> str:
+    """Return which trainer is used, and at which precision if not float32, in words."""
+    precision = "" if experiment.local.precision == "float32" else f", {experiment.local.precision}"
+    if stack > 1:
+        return f"stacked trainer on {device_of(experiment).type}, {stack} clients as one computation{precision}"
+    threads = f"{workers} {'thread' if workers == 1 else 'threads'}"
+    if trains_natively(experiment, data_root):
+        return f"native trainer, {threads}"
+    kernel, why_not = load_kernel()
+    if kernel is None and device_of(experiment).type == "cpu":
+        return f"PyTorch trains, {threads}: there is no native trainer here, {why_not}"
+    return f"PyTorch trains, {threads}{precision}"
+
+
+def estimated_seconds(experiment: Experiment, data_root: Path | None) -> float:
+    """Return about how long local training takes one client after another, from timed steps on public test records."""
+    dataset = load(experiment.data, data_root)
+    settings = local_settings(experiment.local, experiment.local.learning_rate)
+    sizes = [len(shard) for shard in client_shards(experiment, data_root)]
+    cohort = experiment.sampler.expected_size(experiment.num_clients)
+    rounds = 1 if isinstance(experiment.algorithm, Pate) else experiment.rounds
+    num_steps = rounds * cohort * sum(settings.num_steps(size) for size in sizes) / len(sizes)
+    sample = dataset.test.take(np.arange(min(len(dataset.test), PROBE_STEPS * settings.batch_size)))
+    inputs, labels = to_tensors(sample, dataset)
+    model = build_model(experiment, dataset)
+    probe = LocalSettings(settings.learning_rate, settings.momentum, settings.weight_decay, settings.batch_size, 1)
+    task = LocalTask(0, 0, 1, len(labels), probe, detached(model.named_parameters()))
+    start = time.perf_counter()
+    trained = train(model, task, LocalPlan(), inputs, labels, rng(experiment.seed, "probe"))
+    return num_steps * (time.perf_counter() - start) / trained.num_steps
+
+
+def synthesis_seconds(experiment: Experiment, data_root: Path | None) -> float:
+    """Return about how long generators take one client after another, from a short run on public test records.
+
+    0 where there are none. As if no earlier run had left a pool, and of clients of one class: of more they take longer.
+    """
+    if not isinstance(experiment.preprocess, DaFl):
+        return 0.0
+    from clients.dafl.generator import PrivateRecords  # noqa: PLC0415 (the accountants load slowly)
+    from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
+
+    dataset, settings = load(experiment.data, data_root), experiment.preprocess
+    num_records = sum(len(shard) for shard in client_shards(experiment, data_root)) // experiment.num_clients
+    inputs, _ = to_tensors(dataset.test.take(np.arange(min(len(dataset.test), num_records))), dataset)
+    records = PrivateRecords(to_generator(inputs, dataset), torch.zeros(len(inputs), dtype=torch.int64), 1)
+    counts = np.array([max(1, round(settings.gamma * len(inputs)))])
+    generator, share = settings.generator.shortened(PROBE_STEPS)
+    bill = generator.bill(len(inputs), 1, math.inf, settings.delta)
+    start = time.perf_counter()
+    generator.generate(records, counts, bill, Noise.seeded(0), rng(experiment.seed, "probe"))
+    return experiment.num_clients * (time.perf_counter() - start) / share

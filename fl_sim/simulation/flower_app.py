@@ -1,0 +1,49 @@
+"""The same apps for Flower's own runtime: ``flwr run .`` starts them, in its simulation or on real devices."""
+
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.settings_file import parse_table, read_table
+from fl_sim.simulation.engine_choice import client_app as build_client_app
+from fl_sim.simulation.run import run
+from fl_sim.types import UserError
+
+client_app = build_client_app()
+server_app = ServerApp()
+
+
+@server_app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the experiment of the run configuration on Flower's grid.
+
+    ``experiment``: TOML text, the path of a TOML file, or nothing for the default experiment; ``out``: an absolute
+    path.
+    Raises UserError for a mistake in either, RunError where the run cannot go on.
+    """
+    experiment = read_experiment(str(context.run_config["experiment"]))
+    run(experiment, read_out(str(context.run_config["out"])), grid=grid)
+
+
+def read_experiment(text: str) -> Experiment:
+    """Return the experiment that TOML text, the path of a TOML file, or nothing (the default) stands for."""
+    return experiment_from(_table(text.strip()))
+
+
+def read_out(text: str) -> Path:
+    """Return the run directory. Raises UserError unless it is absolute."""
+    if not Path(text).is_absolute():
+        raise UserError(
+            f"out={text!r} must be an absolute path: Flower runs the ServerApp in a directory of its own choosing; "
+            "for example flwr run . -c 'out=\"/data/results/first\"'"
+        )
+    return Path(text)
+
+
+def _table(text: str) -> dict[str, Any]:
+    if "=" not in text:
+        return read_table(Path(text)) if text else {}
+    return parse_table(text, "experiment, which is no path as it holds '=',")

@@ -1,0 +1,1 @@
+"""PATE's run: teachers vote, labels are paid for, a student learns."""

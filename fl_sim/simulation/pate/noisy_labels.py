@@ -1,0 +1,203 @@
+"""PATE's noisy labels, released once for all students that learn from them, and kept with what they were paid with.
+
+They lie beside the votes, each labelling in a folder of its own: ``labels.json``, which holds the receipt of
+``ledger.jsonl``; ``key``, the noise's, until the labels are out; ``published.json``, where the data-dependent cost was
+published, and its ``cost-key``, which stays, so that the same figure comes out however often it is asked for.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from fl_sim.privacy.charge_log import Receipt
+from fl_sim.privacy.ledger import Ledger
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.pate import smooth_sensitivity
+from fl_sim.privacy.pate.labelling_cost import GNMaxCost, LNMaxCost
+from fl_sim.simulation.pate.ensemble import Votes, alone_in_cache
+from fl_sim.store.files import read_whole
+from fl_sim.store.tensors import write_private
+from fl_sim.types import RunError, UserError
+from strategies.pate.labelling import UNANSWERED, Labelled, Labelling, answer_to, label
+from strategies.pate.settings import Pate
+
+LEDGER = "ledger.jsonl"
+_LABELS, _KEY, _PUBLISHED, _COST_KEY = "labels.json", "key", "published.json", "cost-key"
+_FORMAT, _MOST_BYTES, _BYTES_PER_LABEL = 1, 2**16, 32
+
+
+@dataclass(frozen=True)
+class Released:
+    """The noisy labels, the ledger that their queries were charged to, and that ledger's file as it is now."""
+
+    labelled: Labelled
+    ledger: Ledger
+    charges: bytes
+    folder: Path
+    reused: bool
+
+
+def release_labels(settings: Pate, votes: Votes, seed: int, out: Path) -> Released:
+    """Return the noisy labels of the first ``settings.queries`` records that ``votes`` are about, paid for once.
+
+    A run that was killed in the middle goes on with the same noise, at no further cost. Raises RunError where what was
+    paid before is missing: the ledger of labels that are kept here, or one that the run directory ``out`` has seen.
+    """
+    labelling, counts = settings.labelling, votes.counts[: settings.queries]
+    asked = votes.rows[: settings.queries]
+    digest = hashlib.sha256(f"{_FORMAT} {labelling.model_dump_json()} ".encode() + asked.tobytes())
+    folder = votes.folder / f"labels-{digest.hexdigest()[:20]}"
+    with alone_in_cache(folder):
+        _hold_against_copy(folder / LEDGER, out / LEDGER)
+        kept = _read_labels(folder, counts.shape) if (folder / _LABELS).exists() else None
+        ledger = _open_ledger(labelling, folder, kept)
+        if kept is None:
+            noise = _noise(labelling, folder, f"{seed}/{votes.folder.name}", counts)
+            labelled = label(counts, labelling, ledger=ledger, noise=noise)
+            made = {"labels": labelled.labels.tolist(), "num_asked": labelled.num_asked}
+            content = json.dumps({**made, "receipt": ledger.receipt.to_json()}).encode()
+            write_private(folder / _LABELS, content)
+        else:
+            labelled = kept.labelled(ledger, folder)
+        (folder / _KEY).unlink(missing_ok=True)
+        charges = (folder / LEDGER).read_bytes()
+    return Released(labelled, ledger, charges, folder, reused=kept is not None)
+
+
+def publish_cost(settings: Pate, votes: Votes, released: Released) -> tuple[dict[str, Any], smooth_sensitivity.Terms]:
+    """Return a noisy upper bound on the data-dependent epsilon, which may be published, and the terms of that.
+
+    It is the same every time: the key of its noise is kept for good.
+    """
+    path = released.folder / _PUBLISHED
+    counts, cost = votes.counts[: released.labelled.num_asked], settings.labelling.mechanism.cost()
+    assert isinstance(cost, LNMaxCost | GNMaxCost)
+    delta = settings.labelling.delta
+    shape = {"queries": len(counts), "teachers": len(votes.predictions), "classes": counts.shape[1]}
+    terms = smooth_sensitivity.planned(cost, delta, **shape)
+    with alone_in_cache(path.parent):
+        if not path.exists():
+            noise = Noise(_key(path.with_name(_COST_KEY), counts), simulation_only=False)
+            published = smooth_sensitivity.release(counts, cost, delta, terms, noise=noise)
+            made = {**asdict(published), "own_cost": terms.divergence(), "terms": asdict(terms)}
+            write_private(path, json.dumps(made).encode())
+        try:
+            said = _Published.model_validate_json(read_whole(path, _MOST_BYTES))
+        except (OSError, ValueError, UserError) as error:
+            raise RunError(f"{path} is damaged: delete it, and the same figure is published again") from error
+    return said.model_dump(), said.terms
+
+
+_Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Published(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    epsilon: _Positive
+    delta: _Positive
+    order: _Positive
+    divergence: _Positive
+    failure: _Positive
+    own_cost: _Positive
+    terms: smooth_sensitivity.Terms
+
+
+class _Labels(BaseModel):
+    """What ``labels.json`` holds."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    labels: list[int]
+    num_asked: int = Field(ge=0)
+    receipt: dict[str, Any]
+
+    def fit(self, queries: int, classes: int) -> bool:
+        """Return whether these are labels of so many queries, of which the first ``num_asked`` were asked."""
+        inside = all(UNANSWERED <= one < classes for one in self.labels)
+        later = set(self.labels[self.num_asked :])
+        return len(self.labels) == queries >= self.num_asked and inside and later <= {UNANSWERED}
+
+    def labelled(self, ledger: Ledger, folder: Path) -> Labelled:
+        """Return the labels. Raises RunError where the ledger was charged for fewer."""
+        paid = {charge.release for charge in ledger.charges}
+        unpaid = [query for query, one in enumerate(self.labels) if one != UNANSWERED and answer_to(query) not in paid]
+        if unpaid:
+            raise RunError(
+                f"{folder / _LABELS} holds {len(unpaid)} labels that {folder / LEDGER} was not charged for, the first "
+                f"is that of query {unpaid[0]}: put unchanged copies of both back, or delete {_LABELS}, and the "
+                "labelling is made and paid for again"
+            )
+        return Labelled(np.array(self.labels, dtype=np.int64), self.num_asked)
+
+
+def _read_labels(folder: Path, shape: tuple[int, ...]) -> _Labels:
+    queries, classes = shape
+    try:
+        kept = _Labels.model_validate_json(read_whole(folder / _LABELS, _MOST_BYTES + _BYTES_PER_LABEL * queries))
+        Receipt.from_json(kept.receipt)
+    except (OSError, ValueError, RunError):
+        kept = None
+    if kept is None or not kept.fit(queries, classes):
+        raise RunError(
+            f"{folder / _LABELS} is damaged: put an unchanged copy of it back, or delete it, and the labelling is made "
+            "and paid for again"
+        )
+    return kept
+
+
+def _open_ledger(labelling: Labelling, folder: Path, kept: _Labels | None) -> Ledger:
+    paid_with = Receipt.from_json(kept.receipt) if kept else None
+    try:
+        return labelling.open_ledger(folder / LEDGER, paid_with, holder=str(folder / _LABELS))
+    except RunError as error:
+        raise RunError(f"{error}: labels are kept below FL_SIM_POOLS, so name a fresh directory there") from error
+
+
+def _hold_against_copy(ledger: Path, copy: Path) -> None:
+    """Raise RunError where a run directory has seen charges that the ledger, which was lost or replaced, lacks."""
+    if not copy.exists():
+        return
+    charges, seen = (ledger.read_bytes() if ledger.exists() else b""), copy.read_bytes()
+    if not charges.startswith(seen):
+        raise RunError(
+            f"{copy} shows charges for labels about these records that {ledger} does not hold: put an unchanged copy "
+            "of that folder back, or choose another --out, and the labels are made and paid for again"
+        )
+
+
+def _noise(labelling: Labelling, folder: Path, purpose: str, counts: NDArray[np.int64]) -> Noise:
+    """Return the noise of a release: the same again where a run was killed before its labels were out."""
+    if labelling.noise == "seeded":
+        return Noise.seeded(int.from_bytes(hashlib.sha256(f"pate/{purpose}".encode()).digest()))
+    return Noise(_key(folder / _KEY, counts), simulation_only=False)
+
+
+def _key(path: Path, counts: NDArray[np.int64]) -> bytes:
+    """Return the secret key kept at ``path`` for the noise on these ``counts``; made where there is none.
+
+    Raises RunError for other counts: two releases under one noise would show their difference.
+    """
+    if not path.exists():
+        key = os.urandom(32)
+        write_private(path, key + _use_of(key, counts))
+    try:
+        content = read_whole(path, 64)
+    except (OSError, ValueError):
+        content = b""
+    key = content[:32]
+    if content != key + _use_of(key, counts):
+        raise RunError(
+            f"{path} is damaged, or the votes are no longer those that this noise was drawn for: put unchanged copies "
+            f"of both back, or delete {path.name}, and what was released with it is paid for again"
+        )
+    return key
+
+
+def _use_of(key: bytes, counts: NDArray[np.int64]) -> bytes:
+    return hashlib.blake2b(repr(counts.shape).encode() + counts.tobytes(), key=key, digest_size=32).digest()

@@ -1,0 +1,209 @@
+"""A run of PATE: teachers vote, the aggregator releases noisy labels, a student learns from them, epoch by epoch."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
+
+from fl_sim.data import load
+from fl_sim.experiment.experiment import Experiment, device_of, public_split
+from fl_sim.privacy.rounding import rounded_up
+from fl_sim.seeding import seed_torch, torch_kept
+from fl_sim.simulation.pate.ensemble import Votes, as_npy, prepare_votes, write_private_votes
+from fl_sim.simulation.pate.noisy_labels import LEDGER, Released, release_labels
+from fl_sim.simulation.pate.statements import data_dependent, statements_of
+from fl_sim.simulation.preparation import PateLog, RunLog, order_of
+from fl_sim.store import run_directory
+from fl_sim.store.files import write_whole
+from fl_sim.store.run_directory import RoundRecord, coarse
+from fl_sim.store.tensors import write_private
+from fl_sim.training.loop import EVALUATION_BATCH, to_tensors
+from fl_sim.types import Dataset, Examples, RunError, ServerState
+from strategies.pate.labelling import UNANSWERED, Labelled
+from strategies.pate.neighbours import representatives
+from strategies.pate.settings import Pate
+from strategies.pate.student import StudentData
+
+LABELS, QUERIES, PRIVATE = "labels.npy", "queries.npy", "private.json"
+
+
+def run_pate(
+    experiment: Experiment,
+    grid: Grid,
+    out: Path,
+    log: RunLog,
+    data_root: Path | None,
+    *,
+    say: Callable[[str], None],
+    finished: Callable[[RoundRecord], None],
+) -> None:
+    """Run all of it; ``say`` hears what happens before the student trains, ``finished`` of its epochs.
+
+    Raises RunError where no teacher votes, no query is answered or the student diverges; where the votes get no noise,
+    also where one teacher fails.
+    """
+    settings, start = experiment.algorithm, time.perf_counter()
+    assert isinstance(settings, Pate)
+    dataset, split = load(experiment.data, data_root), public_split(experiment, data_root)
+    log.pate = PateLog()
+    say(f"{experiment.clients} teachers train, and vote on {len(split.pool)} public records")
+    votes = prepare_votes(experiment, grid, order_of(experiment, out, data_root), data_root)
+    voted = time.perf_counter()
+    rows = _asked(settings, split.pool, dataset)
+    votes, pool = votes.about(rows), split.pool.take(rows)
+    released = release_labels(settings, votes, experiment.seed, out)
+    _write_labels(out, settings, votes, released, pool)
+    log.pate.statements = statements_of(experiment, votes, released)
+    epsilon = log.pate.statements[0]["epsilon"]
+    say(_spent(settings, votes, released, epsilon))
+    log.preprocess_seconds = time.perf_counter() - start
+    log.pate.facts = _facts(experiment, votes, released, pool, len(split.evaluation)) | {
+        "seconds": {"teachers": coarse(voted - start), "teachers_when_trained": coarse(votes.seconds),
+                    "labels": coarse(log.preprocess_seconds - (voted - start))},
+    }  # fmt: skip
+    if not released.labelled.num_answered:
+        raise RunError(
+            f"none of {released.labelled.num_asked} queries was answered: give a larger algorithm.labelling.epsilon, "
+            "or a lower threshold"
+        )
+    student = _Training(experiment, dataset, split.evaluation, epsilon, log, out, finished)
+    model = student.train(pool, released)
+    log.server = ServerState({name: value.detach().cpu() for name, value in model.state_dict().items()})
+
+
+def _asked(settings: Pate, pool: Examples, dataset: Dataset) -> NDArray[np.int64]:
+    """Return the rows of the pool in the order in which teachers are asked about them, then all others."""
+    if settings.asking == "in-order":
+        return np.arange(len(pool), dtype=np.int64)
+    return representatives(to_tensors(pool, dataset)[0], len(pool))
+
+
+class _Training:
+    """The student's training: its steps make ``rounds`` epochs of equal length, each one line of the log."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        dataset: Dataset,
+        evaluation: Examples,
+        epsilon: float | None,
+        log: RunLog,
+        out: Path,
+        finished: Callable[[RoundRecord], None],
+    ) -> None:
+        assert isinstance(experiment.algorithm, Pate)
+        self.experiment, self.dataset, self.epsilon = experiment, dataset, epsilon
+        self.log, self.out, self.finished = log, out, finished
+        self.settings = experiment.algorithm.student
+        own = experiment.algorithm.student_seed
+        self.seed = experiment.seed if own is None else own
+        self.device = device_of(experiment)
+        self.inputs, self.labels = (tensor.to(self.device) for tensor in to_tensors(evaluation, dataset))
+
+    def train(self, pool: Examples, released: Released) -> nn.Module:
+        data = student_data(to_tensors(pool, self.dataset)[0], released.labelled, self.dataset.num_classes)
+        with torch_kept():
+            seed_torch(self.seed, "student")
+            model = self.settings.network(self.dataset.input_shape, self.dataset.num_classes).to(self.device)
+        return self.settings.train(data.to(self.device), model, self.seed, self._after_step)
+
+    def _after_step(self, step: int, learning_rate: float, model: nn.Module) -> None:
+        rounds, epoch = self.experiment.rounds, len(self.log.rounds) + 1
+        if step * rounds < epoch * self.settings.steps:
+            return
+        accuracy, loss = None, None
+        if epoch % self.experiment.evaluate_every == 0 or epoch == rounds:
+            accuracy, loss = evaluate(model, self.inputs, self.labels)
+            if not math.isfinite(loss):
+                raise RunError(f"the student's loss is {loss} after epoch {epoch}: choose a smaller learning rate")
+        record = RoundRecord(epoch, accuracy, loss, None, self.epsilon, None, learning_rate, None)
+        self.log.rounds.append(record)
+        self.log.chain = run_directory.append_round(self.out, record, self.log.chain)
+        self.finished(record)
+
+
+def student_data(pool: torch.Tensor, labelled: Labelled, num_classes: int) -> StudentData:
+    """Return what the student learns from: the records of ``pool`` whose query was answered, and all of it."""
+    answered = np.flatnonzero(labelled.labels != UNANSWERED)
+    labels = torch.from_numpy(labelled.labels[answered])
+    return StudentData(pool[torch.from_numpy(answered)], labels, pool, num_classes)
+
+
+def evaluate(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    """Return (accuracy in [0, 1], mean cross-entropy) of a model as it is; its mode is left as it was."""
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        logits = torch.cat([model(batch) for batch in torch.split(inputs, EVALUATION_BATCH)])
+    model.train(training)
+    return float((logits.argmax(1) == labels).float().mean()), float(functional.cross_entropy(logits, labels))
+
+
+def _write_labels(out: Path, settings: Pate, votes: Votes, released: Released, pool: Examples) -> None:
+    write_whole(out / LEDGER, released.charges)
+    write_whole(out / LABELS, as_npy(released.labelled.labels))
+    write_whole(out / QUERIES, as_npy(votes.rows[: settings.queries]))
+    if settings.keep_private:
+        write_private_votes(out, votes, settings.queries)
+        private = json.dumps(_private(settings, votes, released, pool), indent=2)
+        write_private(out / PRIVATE, f"{private}\n".encode())
+
+
+def _private(settings: Pate, votes: Votes, released: Released, pool: Examples) -> dict[str, Any]:
+    correct = votes.predictions == pool.labels
+    asked = votes.counts[: settings.queries]
+    return {
+        "private": "computed from the votes, and as private as they are: do not publish",
+        "epsilon_data_dependent": data_dependent(settings, votes, released),
+        "teacher_accuracy": correct.mean(axis=1).tolist(),
+        "ensemble_accuracy": float((asked.argmax(axis=1) == pool.labels[: len(asked)]).mean()),
+    }
+
+
+def _spent(settings: Pate, votes: Votes, released: Released, epsilon: float | None) -> str:
+    """Say what the labels cost, on the screen alone: the data-dependent part of it goes into no file."""
+    labelled, private = released.labelled, data_dependent(settings, votes, released)
+    total = "none (no guarantee)" if epsilon is None else rounded_up(epsilon)
+    again = ", paid for by an earlier run with the same settings" if released.reused else ""
+    line = (
+        f"{labelled.num_asked} queries asked, {labelled.num_answered} answered{again}; epsilon {total} in total at "
+        f"delta {settings.labelling.delta:g}, whatever the votes"
+    )
+    if private is None:
+        return line
+    shown = rounded_up(private)
+    return f"{line}; data-dependent epsilon {shown}: PRIVATE, as it is computed from the votes; do not publish it"
+
+
+def _facts(
+    experiment: Experiment, votes: Votes, released: Released, pool: Examples, num_evaluation: int
+) -> dict[str, Any]:
+    settings, labelled = experiment.algorithm, released.labelled
+    assert isinstance(settings, Pate)
+    answered = np.flatnonzero(labelled.labels != UNANSWERED)
+    right = labelled.labels[answered] == pool.labels[answered]
+    return {
+        "teachers": experiment.clients,
+        "teacher": settings.teachers.kind,
+        "mechanism": settings.labelling.mechanism.model_dump(),
+        "public_records": len(pool),
+        "evaluation_records": num_evaluation,
+        "queries_asked": labelled.num_asked,
+        "queries_answered": labelled.num_answered,
+        "label_accuracy": float(right.mean()) if len(right) else None,
+        "student": settings.student.kind,
+        "labels": LABELS,
+        "asking": settings.asking,
+        "votes_reused": votes.reused,
+        "labels_reused": released.reused,
+        "private_kept": settings.keep_private,
+    }

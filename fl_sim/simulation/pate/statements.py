@@ -1,0 +1,115 @@
+"""What a run of PATE says about the privacy of a record: the guarantee, what was spent, and the published figure."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from fl_sim.data import tuned_on
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.privacy.accounting import Adjacency, compose, epsilon_of_curve
+from fl_sim.privacy.pate import labelling_cost
+from fl_sim.privacy.renyi import ORDERS
+from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.statement import Words, statement
+from fl_sim.simulation.pate.ensemble import Votes
+from fl_sim.simulation.pate.noisy_labels import Released, publish_cost
+from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Quantity, Scheme, Shards
+from strategies.pate.labelling import COVERS, DOES_NOT_COVER, UNANSWERED
+from strategies.pate.mechanisms import NoNoise
+from strategies.pate.settings import Pate
+
+OTHER_RELEASES: Final = (
+    " Other labellings of a pool by teachers of the same records, under other settings or another seed: each is a "
+    "release of its own, and their epsilons add up. (Runs that differ in the student alone share one labelling.)"
+)
+PUBLISHED_COVERS: Final = (
+    "The labels, all that is computed from them, and this figure itself (epsilon_data_dependent): a noisy upper bound "
+    "on their data-dependent epsilon, for the votes at hand."
+)
+
+_BY_NUMBER: Final = (Iid, Quantity, FeatureNoise)
+"""Splits that look at how many records there are, and not at what is in them."""
+
+_BY_CLASS: Final = (LabelK, Dirichlet, Shards)
+"""Splits that look at how many records of each class there are, and at nothing else in them."""
+
+_CLASSES_ARE_PUBLIC: Final = (
+    " How many records of each class there are: the split over teachers follows it, so it is taken to be public, and "
+    "one record of another class would move others between the teachers."
+)
+
+
+def statements_of(experiment: Experiment, votes: Votes, released: Released) -> list[dict[str, Any]]:
+    """Return the privacy statements of ``result.json``; the first one's epsilon is the labels' and the student's.
+
+    One record in the place of another is in the same teacher's shard, so a vote a query moves, as it does where the
+    record is missing: the ledger's events cost the same either way. Which of the two is said depends on the split. One
+    record more would change the shuffle of an IID split, and with it every teacher; so there one record is replaced,
+    and the number of records is public.
+    """
+    settings = experiment.algorithm
+    assert isinstance(settings, Pate)
+    ledger, labelling = released.ledger, settings.labelling
+    relation, public = _neighbours(experiment.partition)
+    terms = replace(ledger.terms, adjacency=relation)
+    limits = DOES_NOT_COVER + public + OTHER_RELEASES + tuned_on(experiment.data)
+    planned = labelling.planned(len(released.labelled.labels), released.labelled.num_asked)
+    if settings.keep_private:
+        limits += " This run directory: its votes and private.json are raw (keep_private was asked for)."
+    charges = [(charge.release, charge.event) for charge in ledger.charges]
+    words = Words(COVERS, limits, simulation_only=labelling.noise == "seeded")
+    labels = {"ledger": ledger.identity, **statement(terms, charges, planned, words)}
+    if not settings.publish_cost:
+        return [labels]
+    apart = " The published data-dependent epsilon: its own statement covers it and the labels together."
+    return [
+        labels | {"does_not_cover": labels["does_not_cover"] + apart},
+        _published(settings, votes, released, labels),
+    ]
+
+
+def _neighbours(partition: Scheme) -> tuple[Adjacency, str]:
+    """Return which neighbours a split over teachers keeps apart by one shard, and what it takes for public."""
+    if isinstance(partition, _BY_NUMBER):
+        return Adjacency.REPLACE_ONE, ""
+    assert isinstance(partition, _BY_CLASS), f"nobody has said what {partition} does with one record more"
+    return Adjacency.ADD_OR_REMOVE_ONE, _CLASSES_ARE_PUBLIC
+
+
+def data_dependent(settings: Pate, votes: Votes, released: Released) -> float | None:
+    """Return the data-dependent epsilon of the labels, which is PRIVATE; None where there is no guarantee."""
+    labelled = released.labelled
+    if isinstance(settings.labelling.mechanism, NoNoise) or not labelled.num_asked:
+        return None
+    answered = labelled.labels[: labelled.num_asked] != UNANSWERED
+    counts = votes.counts[: labelled.num_asked]
+    cost, delta = settings.labelling.mechanism.cost(), settings.labelling.delta
+    return labelling_cost.analyse(counts, cost, delta, answered=answered).dependent.total
+
+
+def _published(settings: Pate, votes: Votes, released: Released, labels: dict[str, Any]) -> dict[str, Any]:
+    """Return what holds for the labels and the published figure together: a guarantee, and the figure as it is."""
+    published, terms = publish_cost(settings, votes, released)
+    delta = settings.labelling.delta
+    together = compose(Counter(charge.event for charge in released.ledger.charges)) + terms.curve(np.array(ORDERS))
+    epsilon = epsilon_of_curve(together, delta)
+    return {
+        "ledger": f"{labels['ledger']}, published",
+        "unit": "record",
+        "epsilon": epsilon,
+        "epsilon_data_dependent": published["epsilon"],
+        "delta": delta,
+        "adjacency": labels["adjacency"],
+        "guarantee": (
+            f"({rounded_up(epsilon)}, {delta:g})-differential privacy of the labels and the published figure together, "
+            f"whatever the votes. The figure itself: {rounded_up(published['epsilon'])}, by the data-dependent "
+            "analysis, with noise scaled to its smooth sensitivity; it is what these votes happen to cost, no "
+            f"guarantee, and too low with probability {published['failure']:g}"
+        ),
+        "simulation_only": labels["simulation_only"],
+        "covers": PUBLISHED_COVERS,
+        "does_not_cover": labels["does_not_cover"],
+        "published": published,
+    }

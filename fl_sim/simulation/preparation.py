@@ -1,0 +1,156 @@
+"""Before the first round: the experiment's Strategy, and what clients share or release beforehand."""
+
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flwr.serverapp import Grid
+
+from clients.dafl.settings import DaFl
+from fl_sim.data import load
+from fl_sim.engines.wire import Order
+from fl_sim.experiment.experiment import Experiment, build_model, device_of
+from fl_sim.native.kernel import load_kernel
+from fl_sim.params import is_finite
+from fl_sim.report.figures.samples import write_samples
+from fl_sim.seeding import rng, seed_torch, torch_kept
+from fl_sim.simulation.site import local_settings, read_pool
+from fl_sim.store import run_directory
+from fl_sim.store.run_directory import RoundRecord
+from fl_sim.store.seal import Seal
+from fl_sim.store.tensors import save_by_content
+from fl_sim.training.loop import resident
+from fl_sim.training.trainer import Job, Trainer
+from fl_sim.types import LocalPlan, LocalTask, Params, RunError, ServerState
+from strategies.algorithm import Sharing, what_clients_share
+from strategies.flower import FederatedStrategy, share_before_training
+from strategies.global_dp import GlobalDP
+from strategies.pate.settings import Pate
+
+if TYPE_CHECKING:
+    from fl_sim.simulation.dafl.pool import Pool
+    from strategies.private import PrivateRounds
+
+
+@dataclass
+class PateLog:
+    """What ``result.json`` says of the vote and the labels: nothing in it is private."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    statements: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class RunLog:
+    """What a run has to show so far."""
+
+    server: ServerState
+    rounds: list[RoundRecord] = field(default_factory=list)
+    preprocess_seconds: float = 0.0
+    engine: str = ""
+    stopped: str = ""
+    privacy: "PrivateRounds | None" = None
+    pool: "Pool | None" = None
+    pate: PateLog | None = None
+    warnings: list[str] = field(default_factory=list)
+    chain: str = ""
+    clipping_norm: float | None = None
+    receipt: dict[str, Any] | None = None
+    seal: Seal | None = None
+
+
+def is_private(experiment: Experiment) -> bool:
+    """Say whether a run promises privacy to anybody: then it shows nothing about single clients, their time neither."""
+    return (
+        isinstance(experiment.aggregator, GlobalDP)
+        or isinstance(experiment.preprocess, DaFl)
+        or isinstance(experiment.algorithm, Pate)
+    )
+
+
+def order_of(experiment: Experiment, out: Path, data_root: Path | None) -> Order:
+    """Return what every message of a run says."""
+    return Order(
+        experiment=experiment.model_dump_json(),
+        server_round=0,
+        learning_rate=0.0,
+        data_root=str(data_root.absolute()) if data_root else "",
+        state_dir=str(out.absolute() / run_directory.STATE),
+    )
+
+
+def federated_strategy(
+    experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None
+) -> FederatedStrategy:
+    """Return the experiment's Strategy, after whatever its clients share before the first round."""
+    assert not isinstance(experiment.algorithm, Pate)
+    order = order_of(experiment, out, data_root)
+    strategy = FederatedStrategy(
+        experiment.algorithm,
+        experiment.aggregator,
+        experiment.sampler,
+        log.server,
+        order,
+        experiment.num_clients,
+        experiment.seed,
+    )
+    if isinstance(experiment.aggregator, GlobalDP):
+        from strategies.private import open_private_rounds  # noqa: PLC0415 (the accountants load slowly)
+
+        strategy.privacy = log.privacy = open_private_rounds(
+            experiment.aggregator,
+            experiment.sampler,
+            experiment.num_clients,
+            experiment.seed,
+            out,
+            log.clipping_norm,
+            log.receipt,
+        )
+    start = time.perf_counter()
+    if isinstance(experiment.preprocess, DaFl):
+        _use_synthetic_records(experiment, strategy, grid, out, log, data_root)
+    dataset = load(experiment.data, data_root)
+    strategy.most_examples = len(dataset.train) + (log.pool.num_synthetic if log.pool else 0)
+    if isinstance(experiment.algorithm, Sharing):
+        template = what_clients_share(experiment.algorithm, dataset.input_shape, dataset.num_classes)
+        shared = share_before_training(strategy, grid, template, experiment.round_timeout)
+        strategy.order = replace(strategy.order, pool=str(save_by_content(out.absolute(), "pool", shared)))
+    log.preprocess_seconds = time.perf_counter() - start
+    return strategy
+
+
+def _use_synthetic_records(
+    experiment: Experiment, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog, data_root: Path | None
+) -> None:
+    assert isinstance(experiment.preprocess, DaFl)
+    from fl_sim.simulation.dafl.synthesis import prepare_pool, warnings_of  # noqa: PLC0415 (the accountants load slowly)
+
+    log.pool = prepare_pool(experiment, strategy, grid, out, data_root)
+    log.warnings += warnings_of(log.pool)
+    counts, note = [part.counts for part in log.pool.parts], load(experiment.data, data_root).note
+    log.warnings += write_samples(out, log.pool.path, counts, experiment.model_dump(), note)
+    strategy.order = replace(strategy.order, synthetic=str(log.pool.path))
+    if experiment.preprocess.server_epochs and not log.rounds:
+        params = _trained_on_pool(
+            experiment, log.pool.path, experiment.preprocess.server_epochs, log.server.params, data_root
+        )
+        log.server = strategy.server = strategy.algorithm.init(params)
+
+
+def _trained_on_pool(
+    experiment: Experiment, pool: Path, server_epochs: int, params: Params, data_root: Path | None
+) -> Params:
+    """Return the model after the server's own epochs on the pool: post-processing, so it costs no privacy."""
+    dataset, device = load(experiment.data, data_root), device_of(experiment)
+    records = resident(read_pool(pool), dataset, device)
+    settings = replace(local_settings(experiment.local, experiment.local.learning_rate), epochs=server_epochs)
+    task = LocalTask(0, 0, 1, len(records), settings, params)
+    trainer = Trainer(build_model(experiment, dataset).to(device), load_kernel()[0])
+    seeded = partial(seed_torch, experiment.seed, "server epochs")
+    with torch_kept():
+        trained = trainer.train(Job(task, LocalPlan(), records.whole(), rng(experiment.seed, "server epochs"), seeded))
+    if not is_finite({"params": trained.params}):
+        raise RunError("training diverged on the synthetic records; try a smaller local.learning_rate")
+    return trained.params

@@ -1,0 +1,134 @@
+"""A run directory is made, or taken up where an earlier run stopped, if all in it fits together."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from fl_sim.experiment.experiment import Experiment, build_model, experiment_from
+from fl_sim.params import detached
+from fl_sim.settings_file import read_table
+from fl_sim.simulation.preparation import RunLog
+from fl_sim.store import run_directory
+from fl_sim.store.checkpoint import CHECKPOINT, read_checkpoint
+from fl_sim.store.files import is_partial, read_whole
+from fl_sim.store.locks import LOCK
+from fl_sim.store.seal import open_seal
+from fl_sim.types import Dataset, RunError, ServerState, UserError
+from strategies.algorithm import what_clients_keep
+from strategies.global_dp import GlobalDP
+from strategies.pate.settings import Pate
+
+
+def finished_result(experiment: Experiment, out: Path) -> dict[str, Any] | None:
+    """Return what a finished run of ``experiment`` in ``out`` says; None where there is none.
+
+    Raises UserError where ``out`` holds a run with other settings, or a result that is not of the rounds beside it.
+    """
+    if not holds_run(experiment, out) or not (out / run_directory.RESULT).exists():
+        return None
+    result = run_directory.read_result(out)
+    if result is None and not (out / CHECKPOINT).exists():
+        raise UserError(
+            f"{out / run_directory.RESULT} is damaged, so nobody can tell whether the run is finished: put an "
+            "unchanged copy of it back, or delete it to run again"
+        )
+    if result is None or result.get("status") != "finished":
+        return None
+    if result.get("chain") != run_directory.chained(out):
+        raise UserError(
+            f"{out / run_directory.RESULT} says that the run is finished, but it does not belong to "
+            f"{run_directory.CONFIG} and {run_directory.ROUNDS} beside it, or comes from an older version: put the "
+            "files back as they were, or choose another --out"
+        )
+    return result
+
+
+def holds_run(experiment: Experiment, out: Path) -> bool:
+    """Say whether ``out`` holds a run of ``experiment``.
+
+    Raises UserError where it holds one with other settings, or anything else.
+    """
+    path = out / run_directory.CONFIG
+    if path.exists():
+        settings, earlier = _settings(experiment), _settings(experiment_from(read_table(path)))
+        if earlier != settings:
+            changed = ", ".join(key for key, value in settings.items() if earlier[key] != value)
+            raise UserError(f"{out} holds a run with other settings ({changed}): choose another --out, or delete it")
+        return True
+    if out.exists() and any(not is_partial(found) and found.name != LOCK for found in out.iterdir()):
+        raise UserError(f"{out} is not empty and holds no run: choose another --out")
+    return False
+
+
+def take_up(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog, int]:
+    """Make the run directory, or take it up; return what the run has to show so far, and the round to go on with.
+
+    Raises UserError where what is there does not fit together, or does not fit the experiment: never goes on from less.
+    """
+    there = holds_run(experiment, out)
+    if isinstance(experiment.aggregator, GlobalDP):
+        _check_paid(out)
+    log = RunLog(_beginning(experiment, dataset))
+    checkpoint = None if isinstance(experiment.algorithm, Pate) else read_checkpoint(out, log.server)
+    if there and checkpoint is not None:
+        progress, log.server = checkpoint
+        log.rounds = run_directory.keep_rounds(out, progress.last_round, progress.chain)
+        log.chain, log.clipping_norm, log.receipt = progress.chain, progress.clipping_norm, progress.receipt
+    else:
+        _clear(out)
+        run_directory.write_config(out, experiment.model_dump(exclude_none=True))
+        log.chain = run_directory.chain_start(out)
+    algorithm = experiment.algorithm
+    if not isinstance(algorithm, Pate) and (state := what_clients_keep(algorithm, log.server)):
+        log.seal = open_seal(out / run_directory.STATE, experiment.num_clients, len(log.rounds), state)
+    return log, len(log.rounds) + 1
+
+
+def has_leftovers(out: Path) -> bool:
+    """Say whether ``out`` holds what only an unfinished run needs."""
+    return (out / run_directory.STATE).exists() or (out / CHECKPOINT).exists()
+
+
+def clean_up(out: Path) -> None:
+    """Remove what a finished run does not need: the checkpoint, what its clients kept, and what they once failed of."""
+    if (out / run_directory.STATE).exists():
+        shutil.rmtree(out / run_directory.STATE)
+    (out / CHECKPOINT).unlink(missing_ok=True)
+    (out / run_directory.PRIVATE_ERRORS).unlink(missing_ok=True)
+
+
+def _settings(experiment: Experiment) -> dict[str, Any]:
+    return experiment.model_dump(exclude={"engine", "round_timeout"})
+
+
+def _beginning(experiment: Experiment, dataset: Dataset) -> ServerState:
+    algorithm = experiment.algorithm
+    if isinstance(algorithm, Pate):
+        return ServerState({})
+    return algorithm.init(detached(build_model(experiment, dataset).named_parameters()))
+
+
+def _check_paid(out: Path) -> None:
+    """Raise RunError where rounds of a private run were released, but are not in its ledger any more.
+
+    The receipt in the checkpoint says more, but not of a round that was seen in the log and has no checkpoint.
+    """
+    released = len(run_directory.read_rounds(out))
+    path = out / run_directory.LEDGER
+    charges = read_whole(path).count(b"\n") - 1 if path.exists() else 0
+    if charges < released:
+        raise RunError(
+            f"{path} holds {charges} charges, but {released} rounds were released: put an unchanged copy of it back, "
+            "or start a new run in a fresh directory, which pays again"
+        )
+
+
+def _clear(out: Path) -> None:
+    """Remove what a run that never finished a round has left.
+
+    Never the ledger: what was released before stays paid for, and a run again with other noise pays again.
+    """
+    if (out / run_directory.STATE).exists():
+        shutil.rmtree(out / run_directory.STATE)
+    for stale in (run_directory.ROUNDS, run_directory.RESULT, run_directory.MODEL):
+        (out / stale).unlink(missing_ok=True)

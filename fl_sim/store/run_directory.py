@@ -1,0 +1,174 @@
+"""A run's directory: what is written when, and read back after a crash.
+
+``config.toml`` first, a line of ``rounds.jsonl`` and then ``checkpoint.safetensors`` (fl_sim.store.checkpoint) after
+every round, at the end ``model.safetensors`` and ``result.json`` - of a run that failed or was interrupted, too.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tomli_w
+import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from safetensors.torch import save
+
+from fl_sim.store.files import append_line, read_whole, write_whole
+from fl_sim.types import UserError
+
+CONFIG, ROUNDS, MODEL, RESULT, STATE, LEDGER = (
+    "config.toml", "rounds.jsonl", "model.safetensors", "result.json", "clients", "ledger.jsonl",
+)  # fmt: skip
+PRIVATE_ERRORS = "private-errors.log"
+
+_LONGEST = 2**28
+"""No file of text here has more bytes: they are those of a million rounds."""
+
+_STEPS = (10, 60, 600, 3600, 36_000, 360_000, 3_600_000)
+"""What a private run's length is rounded up to: 10 seconds, a minute, ten, an hour, ten, a hundred, a thousand."""
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One line of ``rounds.jsonl``.
+
+    ``test_accuracy`` in [0, 1] and ``test_loss`` are None in rounds without evaluation; ``train_loss`` is the clients'
+    mean; ``epsilon`` None means no guarantee; ``seconds`` is the whole round. ``train_loss``, ``cohort`` and
+    ``seconds`` are None where they may not leave the round (under privacy).
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    round: int
+    test_accuracy: float | None
+    test_loss: float | None
+    train_loss: float | None
+    epsilon: float | None
+    cohort: int | None
+    learning_rate: float
+    seconds: float | None
+
+
+_RECORD = TypeAdapter(RoundRecord)
+
+
+def write_config(out: Path, settings: Mapping[str, Any]) -> None:
+    """Write the resolved experiment."""
+    write_text(out / CONFIG, tomli_w.dumps(settings))
+
+
+def chain_start(out: Path) -> str:
+    """Return the hash with which the chain of a run's rounds begins: that of its settings."""
+    return hashlib.sha256(read_whole(out / CONFIG)).hexdigest()
+
+
+def append_round(out: Path, record: RoundRecord, chain: str) -> str:
+    """Add a round to the log, wait until it is on the disk, and return the chain after it.
+
+    ``chain``: the hash over the settings and all rounds before, by which a lost, foreign or changed line is noticed.
+    """
+    line = json.dumps(asdict(record), allow_nan=False).encode() + b"\n"
+    append_line(out / ROUNDS, line, is_first=record.round == 1)
+    return _linked(chain, line)
+
+
+def read_rounds(out: Path) -> list[RoundRecord]:
+    """Read the log back; a last line that a crash cut short is left out.
+
+    Raises UserError that names the first line that is not a round.
+    """
+    return [_record(out, number, line) for number, line in enumerate(_whole_lines(out), 1)]
+
+
+def chained(out: Path) -> str:
+    """Return the chain after the last whole line of the log."""
+    chain = chain_start(out)
+    for line in _whole_lines(out):
+        chain = _linked(chain, line)
+    return chain
+
+
+def keep_rounds(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
+    """Return rounds 1 to ``last_round``, and take off the log the one that a crash left behind them without checkpoint.
+
+    Raises UserError unless the log holds just these rounds, and as they were when ``chain`` was computed.
+    """
+    lines, records = _whole_lines(out), read_rounds(out)
+    numbers = [record.round for record in records]
+    way_on = "put an unchanged copy of the directory back, or start again in a fresh one"
+    if numbers not in ([*range(1, last_round + 1)], [*range(1, last_round + 2)]):
+        found = f"{len(numbers)} rounds, which are not 1 to {last_round}" if numbers else "no rounds"
+        raise UserError(f"{out / ROUNDS} holds {found}, after which the checkpoint was written: {way_on}")
+    now = chain_start(out)
+    for line in lines[:last_round]:
+        now = _linked(now, line)
+    if now != chain:
+        raise UserError(
+            f"{out / ROUNDS} or {out / CONFIG} was changed since the checkpoint of round {last_round} was written: "
+            f"{way_on}"
+        )
+    if _content(out) != b"".join(lines[:last_round]):
+        write_whole(out / ROUNDS, b"".join(lines[:last_round]))
+    return records[:last_round]
+
+
+def write_model(out: Path, params: Mapping[str, torch.Tensor]) -> None:
+    """Write the global model, readable by ``safetensors.torch.load_file``."""
+    write_whole(out / MODEL, save({name: value.contiguous() for name, value in params.items()}))
+
+
+def write_result(out: Path, result: Mapping[str, Any]) -> None:
+    """Write ``result.json``: its presence with status "finished" is what marks a run as done."""
+    write_text(out / RESULT, json.dumps(result, indent=2) + "\n")
+
+
+def read_result(out: Path) -> dict[str, Any] | None:
+    """Return a run's result, or None where there is none that can be read."""
+    try:
+        result = json.loads(read_whole(out / RESULT, _LONGEST))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return result if isinstance(result, dict) else None
+
+
+def coarse(seconds: float) -> float:
+    """Return the length of something private, rounded up to the next of 10 s, 1, 10 min, 1, 10, 100 and 1000 h.
+
+    How long clients compute tells how many records they hold.
+
+    >>> [coarse(seconds) for seconds in (0.3, 10.0, 11.0, 3601.0)]
+    [10.0, 10.0, 60.0, 36000.0]
+    """
+    return float(next((step for step in _STEPS if seconds <= step), _STEPS[-1]))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, surviving a power cut."""
+    write_whole(path, text.encode())
+
+
+def _content(out: Path) -> bytes:
+    return read_whole(out / ROUNDS, _LONGEST) if (out / ROUNDS).exists() else b""
+
+
+def _whole_lines(out: Path) -> list[bytes]:
+    content = _content(out)
+    return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+
+
+def _record(out: Path, number: int, line: bytes) -> RoundRecord:
+    try:
+        return _RECORD.validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{out / ROUNDS} is damaged, line {number} is not a round: {f'{where}: ' if where else ''}{first['msg']}"
+        ) from error
+
+
+def _linked(chain: str, line: bytes) -> str:
+    return hashlib.sha256(chain.encode() + line).hexdigest()

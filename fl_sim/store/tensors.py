@@ -1,0 +1,206 @@
+"""Tensors on disk: files named by their content, and what clients keep between rounds (SCAFFOLD's c_i).
+
+What clients keep is theirs: nobody but its owner may read the files, from the first byte on.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save
+
+from fl_sim.params import FlatParams, Layout, flattened, layout_of, num_in
+from fl_sim.store.files import in_words, naming, read_whole, write_all, write_whole
+from fl_sim.types import Params, Payloads, RunError
+
+STATES, LAYOUT = "states.bin", "layout.json"
+"""The file of all clients' states, and what a state consists of."""
+
+_PAGE = 4096
+_HEAD = struct.Struct("<qq")  # the round after which the client knew this, 0 for none; the numbers' checksum
+
+
+def save_by_content(folder: Path, stem: str, tensors: Params) -> Path:
+    """Write tensors to a safetensors file named by its content, so that a name never means two things; return it."""
+    content = save(dict(tensors))
+    path = folder / f"{stem}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+    write_whole(path, content)
+    return path
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write, whole or not at all, a file that nobody but its owner may read."""
+    write_whole(path, content, mode=0o600)
+
+
+def save_state(state_dir: Path | str, client: int, server_round: int, state: Payloads) -> None:
+    """Keep ``state`` as what ``client`` knows after ``server_round``, in place of all but the state it started from.
+
+    All clients of a run keep tensors of the same names, shapes and type; one file holds two states of each. Running a
+    round again reads the same older state and writes the same numbers, so a retry or a resume changes nothing, whenever
+    a process dies. Several may save at once, each its own clients. Raises RunError, with the cure, where the file
+    cannot be written.
+    """
+    if not state:
+        return
+    groups = {name: flattened(params) for name, params in state.items()}
+    vectors = [group.flat for group in groups.values()]
+    numbers = (vectors[0] if len(vectors) == 1 else torch.cat(vectors)).numpy(force=True)
+    path = Path(state_dir) / STATES
+    with in_words(), naming(path):
+        slots = _make(path.parent, _slots_of(state))
+    with in_words(), naming(path), path.open("r+b", buffering=0) as file:
+        started_from = _latest(slots.heads(file, client), server_round)
+        place = slots.place(client, 1 if started_from == 0 else 0)
+        _write(file, place, bytes(_HEAD.size))  # until the numbers are whole, there are none
+        _write(file, place + _HEAD.size, numbers.data)
+        _write(file, place, _HEAD.pack(server_round, _checksum(numbers)))
+
+
+def load_state(state_dir: Path | str, client: int, server_round: int) -> Payloads:
+    """Return what ``client`` kept in its last round before ``server_round``; nothing if it has not taken part yet.
+
+    Raises RunError where the file is damaged.
+    """
+    if not os.path.isdir(state_dir):  # noqa: PTH112 (most algorithms keep nothing, and this is asked for every client)
+        return {}
+    path = Path(state_dir) / STATES
+    try:
+        slots = _read_layout(read_whole(path.with_name(LAYOUT)))
+    except FileNotFoundError:
+        return {}
+    with in_words(), naming(path), path.open("rb", buffering=0) as file:
+        heads = slots.heads(file, client)
+        latest = _latest(heads, server_round)
+        if latest is None:
+            return {}
+        numbers = np.zeros(slots.size, slots.dtype)
+        file.seek(slots.place(client, latest) + _HEAD.size)
+        read = file.readinto(numbers.data.cast("B"))
+    written_in, checksum = heads[latest]
+    if read != numbers.nbytes or _checksum(numbers) != checksum:
+        raise RunError(f"{path} is damaged: it does not hold what client {client} kept in round {written_in}")
+    return slots.named(torch.from_numpy(numbers))
+
+
+def kept(state_dir: Path, clients: Iterable[int], server_round: int) -> Iterator[tuple[int, int, int]]:
+    """Give (client, round, checksum) of what each client kept in its last round before ``server_round``.
+
+    Clients that kept nothing are left out. The checksum is computed from what the client knows: it is private.
+    """
+    if not (state_dir / STATES).exists() or not (state_dir / LAYOUT).exists():
+        return
+    slots = _read_layout(read_whole(state_dir / LAYOUT))
+    with (state_dir / STATES).open("rb", buffering=0) as file:
+        for client in clients:
+            heads = slots.heads(file, client)
+            if (latest := _latest(heads, server_round)) is not None:
+                yield client, *heads[latest]
+
+
+def forget_from(state_dir: Path, num_clients: int, server_round: int) -> None:
+    """Forget what clients kept in ``server_round`` and later: in a round that did not finish, nobody took part."""
+    if not (state_dir / STATES).exists() or not (state_dir / LAYOUT).exists():
+        return
+    slots = _read_layout(read_whole(state_dir / LAYOUT))
+    with (state_dir / STATES).open("r+b", buffering=0) as file:
+        for client in range(num_clients):
+            for slot, (written_in, _) in enumerate(slots.heads(file, client)):
+                if written_in >= server_round:
+                    _write(file, slots.place(client, slot), bytes(_HEAD.size))
+
+
+def keeps(state_dir: Path, state: Payloads) -> bool:
+    """Say whether the folder is for states of these names, shapes and type; one without any state is."""
+    path = state_dir / LAYOUT
+    return not path.exists() or _read_layout(read_whole(path)) == _slots_of(state)
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """What a state consists of, and where a client's two states lie in the file: each a head, then its numbers."""
+
+    dtype: str
+    groups: tuple[tuple[str, Layout], ...]
+
+    @cached_property
+    def size(self) -> int:
+        """Return how many numbers a state has."""
+        return sum(num_in(layout) for _, layout in self.groups)
+
+    def place(self, client: int, slot: int) -> int:
+        """Return the first byte of a slot; no two share a page."""
+        pages = -(-(_HEAD.size + np.dtype(self.dtype).itemsize * self.size) // _PAGE)
+        return (2 * client + slot) * pages * _PAGE
+
+    def heads(self, file: FileIO, client: int) -> list[tuple[int, int]]:
+        """Return (round, checksum) of both slots."""
+        heads = []
+        for slot in (0, 1):
+            file.seek(self.place(client, slot))
+            heads.append(_HEAD.unpack(file.read(_HEAD.size).ljust(_HEAD.size, b"\0")))
+        return heads
+
+    def named(self, numbers: torch.Tensor) -> Payloads:
+        """Return the groups that ``numbers`` holds one behind the other."""
+        parts = numbers.split_with_sizes([num_in(layout) for _, layout in self.groups])
+        return {name: FlatParams(part, layout) for (name, layout), part in zip(self.groups, parts, strict=True)}
+
+
+def _latest(heads: Sequence[tuple[int, int]], server_round: int) -> int | None:
+    """Return the slot of the last round before ``server_round``."""
+    earlier = [(written_in, slot) for slot, (written_in, _) in enumerate(heads) if 0 < written_in < server_round]
+    return max(earlier)[1] if earlier else None
+
+
+def _slots_of(state: Payloads) -> _Slots:
+    layouts = tuple((name, layout_of(params)) for name, params in state.items())
+    first = next(iter(next(iter(state.values())).values()))
+    return _Slots(first.numpy(force=True).dtype.str, layouts)
+
+
+def _make(state_dir: Path, wanted: _Slots) -> _Slots:
+    """Make the file where nobody has; of several processes that do, all write the same."""
+    path = state_dir / LAYOUT
+    try:
+        slots = _read_layout(read_whole(path))
+    except FileNotFoundError:
+        slots = wanted
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (state_dir / STATES).touch(mode=0o600)
+        write_private(path, json.dumps(asdict(wanted)).encode())
+    assert slots == wanted, "a run's clients all keep the same tensors"
+    return slots
+
+
+@lru_cache(maxsize=8)
+def _read_layout(content: bytes) -> _Slots:
+    """Raise RunError for anything but what ``_make`` wrote."""
+    try:
+        read = json.loads(content)
+        groups = ((group, tuple((name, tuple(shape)) for name, shape in layout)) for group, layout in read["groups"])
+        return _Slots(read["dtype"], tuple(groups))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise RunError(
+            f"{LAYOUT} in the folder of what clients keep is damaged: put it back, or start again in a fresh directory"
+        ) from error
+
+
+def _checksum(numbers: NDArray[Any]) -> int:
+    """Return the sum of the numbers' bits: tells pages that never reached the disk, at the cost of reading once."""
+    return int(numbers.view(np.int32).sum(dtype=np.int64))
+
+
+def _write(file: FileIO, place: int, content: bytes | memoryview) -> None:
+    file.seek(place)
+    write_all(file, content)

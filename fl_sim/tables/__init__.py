@@ -1,0 +1,1 @@
+"""Tables: a grid of experiments, its workers and its words."""

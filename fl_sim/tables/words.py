@@ -1,0 +1,168 @@
+"""How methods, splits and settings are written in a table: names of rows and columns, and the caption."""
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clients.dafl.settings import DaFl, NoPreprocess
+from fl_sim.data import load
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.settings import Settings, field_defaults
+from fl_sim.simulation.run import short_form
+from partitions import Dirichlet, LabelK, Scheme
+from strategies.pate.settings import Pate
+
+_DATA = {
+    "mnist": "MNIST",
+    "fashion-mnist": "Fashion-MNIST",
+    "cifar10": "CIFAR-10",
+    "cifar100": "CIFAR-100",
+    "svhn": "SVHN",
+}
+_NAMES = {"Scaffold": "SCAFFOLD", "DaFl": "DA-FL", "Pate": "PATE"}
+
+
+def data_label(name: str) -> str:
+    """Return how a data set is written in a table's head."""
+    return _DATA.get(name, name)
+
+
+def method(experiment: Experiment, varied: Collection[str] = ()) -> str:
+    """Return how a method is written in the table: what clients do beforehand, and the algorithm.
+
+    ``varied``: parameters of the former that are named even where they have their default value.
+    """
+    name = label(experiment.algorithm)
+    if isinstance(experiment.preprocess, NoPreprocess):
+        return name
+    return f"{label(experiment.preprocess, varied)} + {name}"
+
+
+def differences(experiments: Iterable[Experiment]) -> frozenset[str]:
+    """Return the parameters in which the preprocessing of ``experiments`` differs: each row must say its own."""
+    chosen = [e.preprocess for e in experiments if isinstance(e.preprocess, DaFl)]
+    return frozenset(name for name in DaFl.model_fields if len({str(getattr(one, name)) for one in chosen}) > 1)
+
+
+def label(settings: Any, also: Collection[str] = ()) -> str:
+    """Return how an algorithm, a preprocessing or a split is written, with the parameters that are not the default.
+
+    ``also``: parameters to name in any case.
+    """
+    changed = _changed(settings, also)
+    if isinstance(settings, Settings):
+        name = _NAMES.get(type(settings).__name__, type(settings).__name__)
+    else:
+        name = _split_name(settings)
+        changed.pop(next((name for name in field_defaults(type(settings)) if name != "kind"), ""), None)
+    return name + _in_brackets(changed)
+
+
+def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
+    """Return the parameters that are not the default, and those in ``also``."""
+    values = {name: (getattr(settings, name), default) for name, default in field_defaults(type(settings)).items()}
+    return {name: value for name, (value, default) in values.items() if value != default or name in also}
+
+
+def _in_brackets(changed: Mapping[str, Any]) -> str:
+    return f" ({', '.join(f'{name}={_short(value)}' for name, value in changed.items())})" if changed else ""
+
+
+def _short(value: Any) -> str:
+    """Return a parameter's value; settings inside settings by their kind and what is not the default in them."""
+    if isinstance(value, Settings):
+        kind, changed = getattr(value, "kind", type(value).__name__), _changed(value)
+        first = next((name for name in field_defaults(type(value)) if name != "kind"), "")
+        return f"{kind}:{_short(changed[first])}" if list(changed) == [first] else f"{kind}{_in_brackets(changed)}"
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+def _split_name(scheme: Scheme) -> str:
+    """Return NIID-Bench's name where it has one; the first parameter is part of it."""
+    if isinstance(scheme, LabelK):
+        return f"{scheme.k}-Label"
+    if isinstance(scheme, Dirichlet):
+        return f"Dir({scheme.beta})"
+    return short_form(scheme)
+
+
+def text(value: Any) -> str:
+    """Return a grid's value as it is written in a row's name."""
+    if isinstance(value, float):
+        return _short(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def caption(experiments: Sequence[Experiment], data_root: Path | None, *, has_bound: bool) -> tuple[str, ...]:
+    """Return what a reader must know of the federated ``experiments`` of a table, a sentence a line."""
+    seeds = _values(e.seed for e in experiments)
+    spread = f"mean ± sample standard deviation over seeds {seeds}" if ", " in seeds else f"one seed ({seeds})"
+    notes = {e.data: load(e.data, data_root).note for e in experiments}
+    measures = "last: after the last round; best: the best evaluated round, picked on the test set and so optimistic"
+    bound = (
+        "Centralized is the upper bound: the same model and optimiser with all training records in one place and as "
+        "many epochs in total; it does not compete."
+    )
+    return (
+        f"Test accuracy in percent, {spread}. {measures}.",
+        f"{_values(data_label(e.data) for e in experiments)}; {_federation(experiments)}; {_training(experiments)}.",
+        *_preprocessing([e.preprocess for e in experiments if isinstance(e.preprocess, DaFl)]),
+        *_voting([e.algorithm for e in experiments if isinstance(e.algorithm, Pate)]),
+        *(f"{data_label(name)} here: {note}." for name, note in notes.items() if note),
+        *([bound] if has_bound else []),
+    )
+
+
+def _federation(experiments: Sequence[Experiment]) -> str:
+    clients, model = _values(e.clients for e in experiments), _values(e.model for e in experiments)
+    sampler = _values(short_form(e.sampler) for e in experiments)
+    aggregator = _values(short_form(e.aggregator) for e in experiments)
+    return f"{clients} clients, sampler {sampler}, aggregator {aggregator}, model {model}"
+
+
+def _training(experiments: Sequence[Experiment]) -> str:
+    local = [e.local for e in experiments]
+    epochs = _values(one.epochs for one in local)
+    return (
+        f"{_values(e.rounds for e in experiments)} rounds of {epochs} local epoch{'' if epochs == '1' else 's'}, "
+        f"batch size {_values(one.batch_size for one in local)}, SGD with learning rate "
+        f"{_values(one.learning_rate for one in local)} ({_values(short_form(one.schedule) for one in local)}), "
+        f"momentum {_values(one.momentum for one in local)}, weight decay {_values(one.weight_decay for one in local)}"
+    )
+
+
+def _preprocessing(chosen: Sequence[DaFl]) -> list[str]:
+    if not chosen:
+        return []
+    epsilon, gamma = _values(_short(one.epsilon) for one in chosen), _values(_short(_gammas(one)) for one in chosen)
+    delta, trained_on = _values(_short(one.delta) for one in chosen), _values(one.train_on for one in chosen)
+    line = (
+        f"DA-FL: before the first round every client releases synthetic records, gamma = {gamma} times as many as it "
+        f"holds, made by {_values(one.generator.kind for one in chosen)} within a budget of epsilon = {epsilon} at "
+        f"delta = {delta} for labels and generator together; clients train on {trained_on} records."
+    )
+    if any(one.server_epochs for one in chosen):
+        epochs = _values(one.server_epochs for one in chosen)
+        line += f" Epochs the server trains the first model on the pool: {epochs}."
+    return [line]
+
+
+def _voting(chosen: Sequence[Pate]) -> list[str]:
+    if not chosen:
+        return []
+    pool = "the first test records" if all(one.public == "test" for one in chosen) else "a part of the records"
+    line = (
+        f"PATE: clients are teachers that train once, for the local epochs given, and vote on a public pool, {pool}; "
+        "rounds are epochs of the student, and accuracy is measured on the test records outside the pool, so it is not "
+        "measured on the same records as that of other methods."
+    )
+    return [line]
+
+
+def _gammas(chosen: DaFl) -> Any:
+    return chosen.client_gammas or chosen.gamma
+
+
+def _values(values: Iterable[Any]) -> str:
+    return ", ".join(dict.fromkeys(str(value) for value in values))

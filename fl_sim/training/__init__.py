@@ -1,0 +1,1 @@
+"""Local training: the loop, one client or a stack of clients at a time."""

@@ -1,0 +1,266 @@
+"""The local loop: minibatch SGD on one client's records, the same for every algorithm."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fl_sim.params import check_layout, detached, layout_of
+from fl_sim.training.precision import arithmetic
+from fl_sim.training.records import Scale, Source
+from fl_sim.types import ClientUpdate, Dataset, Examples, LocalPlan, LocalSettings, LocalTask, Mix, Params, Trained
+
+EVALUATION_BATCH = 500
+"""Records per forward pass of an evaluation: small enough for the cache, large enough for the operators."""
+
+EVALUATION_BATCH_ON_GPU = 2_000
+"""The same where launches cost more than arithmetic does."""
+
+
+LogitsOf: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""(n, *input shape) records -> (n, classes) logits."""
+
+Slope: TypeAlias = Callable[[LogitsOf, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+class LocalAlgorithm(Protocol):
+    """The half of an algorithm that runs on a client."""
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Say what the algorithm adds to local SGD."""
+        ...
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Say what is sent and what the client keeps."""
+        ...
+
+
+def to_tensors(examples: Examples, dataset: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (normalised float32 inputs, int64 labels) of ``examples``.
+
+    Bytes become (b / 255 - mean) / std with the data set's public constants; float features are taken as they are,
+    less mean over std.
+    """
+    inputs = torch.from_numpy(np.array(examples.inputs, order="C")).to(torch.float32)
+    scale = Scale.of(dataset, examples.inputs.dtype, inputs.ndim)
+    return scale.normalise_(inputs), torch.from_numpy(np.array(examples.labels))
+
+
+def resident(examples: Examples, dataset: Dataset, device: torch.device) -> Source:
+    """Return ``examples`` on ``device``, where they are to stay: as bytes on a GPU, if bytes they are."""
+    if not stays_bytes(examples, device):
+        inputs, labels = to_tensors(examples, dataset)
+        return Source(inputs.to(device), labels.to(device))
+    scale = Scale.of(dataset, examples.inputs.dtype, examples.inputs.ndim).to(device)
+    inputs, labels = (torch.from_numpy(np.array(part, order="C")) for part in (examples.inputs, examples.labels))
+    return Source(inputs.to(device), labels.to(device), scale)
+
+
+def stays_bytes(examples: Examples, device: torch.device) -> bool:
+    """Say whether ``resident`` keeps bytes: on a GPU alone, as the compiled trainer wants float32 in main memory."""
+    return device.type != "cpu" and examples.inputs.dtype == np.uint8
+
+
+def train(
+    model: nn.Module,
+    task: LocalTask,
+    plan: LocalPlan,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    generator: np.random.Generator,
+) -> Trained:
+    """Run ``task.settings.epochs`` epochs of SGD from ``task.params``.
+
+    ``inputs``: (n, *input shape), normalised; ``labels``: (n,). ``model`` lends its architecture; its weights are
+    overwritten. ``generator`` shuffles records and picks mixing partners. With n = 0 nothing is trained. Raises
+    ValueError where tensors are not the model's.
+    """
+    weights: Params = dict(model.named_parameters())
+    trainable = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    _check_plan(plan, weights, inputs)
+    with torch.no_grad():
+        _load(weights, task.params)
+    anchor, offset = _on(task.params, inputs.device), _on(plan.gradient_offset or {}, inputs.device)
+    momentum_buffers = _on(plan.momentum_buffers or {}, inputs.device, copy=True)
+    model.train()
+    losses: list[torch.Tensor] = []
+    for _ in range(task.settings.epochs if len(labels) else 0):  # an empty split is one empty batch, of loss NaN
+        order = torch.from_numpy(generator.permutation(len(labels))).to(inputs.device)
+        for batch in torch.split(order, task.settings.batch_size):
+            loss = _loss(model, plan.mix, inputs[batch], labels[batch], generator)
+            gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
+            with torch.no_grad():
+                for (name, weight), gradient in zip(trainable.items(), gradients, strict=True):
+                    if gradient is not None:
+                        corrected = _corrected(name, weight, gradient, anchor, offset, plan.proximal_mu)
+                        _sgd_step(name, weight, corrected, momentum_buffers, task.settings)
+            losses.append(loss.detach())
+    return Trained(
+        params=detached(weights.items()),
+        momentum_buffers=detached(momentum_buffers.items()),
+        num_steps=len(losses),
+        loss=float(torch.stack(losses).mean()) if losses else None,
+    )
+
+
+def _load(weights: Params, params: Params) -> None:
+    """Write ``params`` over ``weights``; copying alone would stretch a smaller tensor to the size of its place."""
+    check_layout("the weights", params, layout_of(weights))
+    for name, weight in weights.items():
+        weight.copy_(params[name])
+
+
+def _check_plan(plan: LocalPlan, weights: Params, inputs: torch.Tensor) -> None:
+    buffers = plan.momentum_buffers or {}
+    moved = {name: weight for name, weight in weights.items() if name in buffers}  # a frozen one has none
+    check_layout("the momentum buffers", buffers, layout_of(moved))
+    if plan.gradient_offset:
+        check_layout("the gradient offsets", plan.gradient_offset, layout_of(weights))
+    if plan.mix is not None and plan.mix.inputs.shape[1:] != inputs.shape[1:]:
+        raise ValueError(
+            f"the mixing pool holds records of shape {tuple(plan.mix.inputs.shape[1:])}, the client those of shape "
+            f"{tuple(inputs.shape[1:])}"
+        )
+
+
+def _on(params: Params, device: torch.device, *, copy: bool = False) -> dict[str, torch.Tensor]:
+    return {name: value.to(device, copy=copy) for name, value in params.items()}
+
+
+def _corrected(
+    name: str, weight: torch.Tensor, gradient: torch.Tensor, anchor: Params, offset: Params, proximal_mu: float
+) -> torch.Tensor:
+    # Never in place: autograd may hand the same tensor to two parameters.
+    if offset:
+        gradient = gradient + offset[name]
+    if proximal_mu:
+        gradient = gradient.add(weight - anchor[name], alpha=proximal_mu)
+    return gradient
+
+
+def _sgd_step(
+    name: str, weight: torch.Tensor, gradient: torch.Tensor, buffers: dict[str, torch.Tensor], settings: LocalSettings
+) -> None:
+    """Take torch.optim.SGD's step, bit for bit; its own class costs over a second of imports at first use."""
+    if settings.weight_decay:
+        gradient = gradient.add(weight, alpha=settings.weight_decay)
+    if settings.momentum:
+        if name in buffers:
+            buffers[name].mul_(settings.momentum).add_(gradient)
+        else:
+            buffers[name] = gradient.clone()
+        gradient = buffers[name]
+    weight.add_(gradient, alpha=-settings.learning_rate)
+
+
+def evaluate(
+    model: nn.Module,
+    params: Params,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    scale: Scale | None = None,
+    workers: int = 1,
+) -> tuple[float, float]:
+    """Return (accuracy in [0, 1], mean cross-entropy) of ``params`` on (n, *input shape) inputs and (n,) labels.
+
+    ``scale`` normalises inputs that are bytes. ``workers`` threads share out the batches; the numbers are the same for
+    any number of them. Products are float32 on a GPU, too, whatever the training's are.
+    """
+    network, source = ready(model, params), Source(inputs, labels, scale)
+    return score(lambda batch: network(source.normalised(batch)), inputs, labels, workers=workers)
+
+
+def ready(model: nn.Module, params: Params) -> nn.Module:
+    """Return ``model`` with the weights ``params``, in evaluation mode."""
+    with torch.inference_mode():
+        _load(dict(model.named_parameters()), params)
+    return model.eval()
+
+
+def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, workers: int = 1) -> tuple[float, float]:
+    """Return (accuracy in [0, 1], mean cross-entropy) of what ``logits_of`` makes of the inputs: see ``evaluate``."""
+    threads = torch.get_num_threads()
+
+    def scored(batch: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)  # holds for the thread that calls it
+        with torch.inference_mode():
+            logits = logits_of(batch)
+            correct = (logits.argmax(1) == targets).sum(dtype=torch.float64)
+            return torch.stack([correct, functional.cross_entropy(logits, targets, reduction="sum").double()])
+
+    size = EVALUATION_BATCH if inputs.device.type == "cpu" else EVALUATION_BATCH_ON_GPU
+    batches = torch.split(inputs, size), torch.split(labels, size)
+    with ThreadPoolExecutor(workers) as pool, arithmetic(inputs.device):
+        scores = list(pool.map(scored, *batches) if workers > 1 else map(scored, *batches))
+    correct, loss = (sum(parts) for parts in zip(*torch.stack(scores).tolist(), strict=True))  # the GPU is waited for
+    return correct / len(labels), loss / len(labels)
+
+
+def _loss(
+    model: nn.Module, mix: Mix | None, inputs: torch.Tensor, labels: torch.Tensor, generator: np.random.Generator
+) -> torch.Tensor:
+    if mix is None:
+        return functional.cross_entropy(model(inputs), labels)
+    chosen = int(generator.integers(len(mix.labels)))
+    partner, partner_label = mix.inputs[chosen].to(inputs.device), mix.labels[chosen].to(inputs.device)
+    return mixed_loss(model, inputs, labels, partner, partner_label, mix.weight, linearise=mix.linearise)
+
+
+def by_autograd(
+    logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (logits, each record's cross-entropy, its gradient by the record), differentiable once more."""
+    records = inputs.requires_grad_()
+    logits = logits_of(records)
+    own = functional.cross_entropy(logits, labels, reduction="none")
+    # The gradient of the sum holds each record's own gradient; that of the batch mean would be B times too small.
+    (slope,) = torch.autograd.grad(own.sum(), records, create_graph=True)
+    return logits, own, slope
+
+
+def mixed_loss(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    mean_input: torch.Tensor,
+    mean_label: torch.Tensor,
+    weight: float,
+    *,
+    linearise: bool,
+) -> torch.Tensor:
+    """Return the batch mean of ``mixed_losses``."""
+    return mixed_losses(model, inputs, labels, mean_input, mean_label, weight, linearise=linearise).mean()
+
+
+def mixed_losses(
+    logits_of: LogitsOf,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    mean_input: torch.Tensor,
+    mean_label: torch.Tensor,
+    weight: float,
+    *,
+    linearise: bool,
+    slope: Slope = by_autograd,
+) -> torch.Tensor:
+    """Return, per record, FedMix's (``linearise``) or NaiveMix's loss (Yoon et al. 2021, eq. 3 and algorithm 2), (n,).
+
+    ``mean_input``: one averaged record, (*input shape); ``mean_label``: (classes,) proportions; ``weight``: lambda.
+    """
+    if not linearise:
+        logits = logits_of((1 - weight) * inputs + weight * mean_input)
+        own = functional.cross_entropy(logits, labels, reduction="none")
+        return (1 - weight) * own + weight * _soft_cross_entropy(logits, mean_label)
+    logits, own, gradient = slope(logits_of, (1 - weight) * inputs, labels)
+    expansion = (gradient * mean_input).flatten(1).sum(1)
+    return (1 - weight) * own + weight * _soft_cross_entropy(logits, mean_label) + weight * expansion
+
+
+def _soft_cross_entropy(logits: torch.Tensor, proportions: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits, proportions.expand_as(logits), reduction="none")

@@ -1,0 +1,155 @@
+"""Local training of many clients as one computation over stacked parameters: for GPUs, where launches are what costs.
+
+Does what ``fl_sim.training.loop.train`` does for each client, to float32 rounding. Clients that have more steps than
+others come first, so that those still training are always the first few: nobody's steps are padding. Only the smaller
+last batch of an epoch is filled up, with records of weight zero.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from fl_sim.native.kernel import Draws
+from fl_sim.params import FlatParams, layout_of
+from fl_sim.training.cuda_graphs import Capture, Launcher, capture_on_cuda
+from fl_sim.training.precision import Precision, arithmetic
+from fl_sim.training.records import Source, merged
+from fl_sim.training.stacked_step import Kind, StackedStep
+from fl_sim.training.trainer import Job
+from fl_sim.types import Params, Trained
+
+
+class StackedTrainer:
+    """Trains all clients of a round together, on ``model``, which lends its architecture.
+
+    The model must draw no random numbers and treat every record by itself (no batch statistics). ``graphs``: whether a
+    GPU is given a step as one launch from the second call on, if the first had the same records and kind of plan;
+    ``capture`` says how. Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision = "float32",
+        *,
+        graphs: bool = True,
+        capture: Capture = capture_on_cuda,
+    ) -> None:
+        self._model = model
+        self._precision = precision
+        self._graphs = graphs
+        self._capture = capture
+        self._sources: list[Source] = []
+        self._step: StackedStep | None = None
+        self._launcher: Launcher | None = None
+
+    def train(self, jobs: Sequence[Job]) -> list[Trained]:
+        """Train every client from its own ``task.params``; returns one result per job, on the CPU.
+
+        All jobs share batch size, epochs, momentum, weight decay and kind of plan; learning rates may differ.
+        """
+        by_steps = sorted(range(len(jobs)), key=lambda place: -_num_steps(jobs[place]))
+        ordered = [jobs[place] for place in by_steps]
+        if not ordered or not _num_steps(ordered[0]):
+            return [Trained(job.task.params, job.plan.momentum_buffers or {}, 0, None) for job in jobs]
+        with arithmetic(ordered[0].records.device, self._precision):
+            results = self._train(ordered)
+        return [trained for _, trained in sorted(zip(by_steps, results, strict=True), key=lambda pair: pair[0])]
+
+    @property
+    def num_graphs(self) -> int:
+        """Return for how many numbers of clients a step is one launch."""
+        return 0 if self._launcher is None else self._launcher.num_graphs
+
+    def _train(self, jobs: list[Job]) -> list[Trained]:
+        step, launch = self._prepared(jobs)
+        steps = [_num_steps(job) for job in jobs]
+        schedule = _schedule(jobs, steps, self._sources)
+        step.load(jobs)
+        for number in range(steps[0]):
+            active = sum(count > number for count in steps)
+            step.rows[:active] = schedule.rows[number, :active]
+            step.weights[:active] = schedule.weights[number, :active]
+            step.partners[:active] = schedule.partners[number, :active]
+            launch(active)
+        params, buffers = (_rows(tensors, len(jobs)) for tensors in (step.params, step.buffers))
+        losses = step.losses.tolist()
+        return [
+            Trained(
+                params=params[place],
+                momentum_buffers=buffers[place] if count or step.kind.warm else {},
+                num_steps=count,
+                loss=losses[place] / count if count else None,
+            )
+            for place, count in enumerate(steps)
+        ]
+
+    def _prepared(self, jobs: list[Job]) -> tuple[StackedStep, Launcher]:
+        """Return the step, which is a new one where the last one's does not fit, and what takes it."""
+        kind, mix = Kind.of(jobs), jobs[0].plan.mix
+        for job in jobs:  # every client of a run mixes with the same pool
+            assert (job.plan.mix and job.plan.mix.inputs) is (mix and mix.inputs)
+        sources = list(dict.fromkeys(source for job in jobs for source, _ in job.records.parts))
+        step, capture = self._step, self._capture if self._graphs and captures_on(jobs[0].records.device) else None
+        known = step is not None and step.kind == kind and len(jobs) <= step.capacity and sources == self._sources
+        if step is None or not known or (step.mix and step.mix.inputs) is not (mix and mix.inputs):
+            self._step = self._launcher = None  # their memory is free for the new ones
+            step = StackedStep(self._model, kind, merged(sources), mix, len(jobs), padded=capture is not None)
+            self._step, self._sources = step, sources
+            return step, Launcher(step, None)
+        self._launcher = self._launcher or Launcher(step, capture)
+        return step, self._launcher
+
+
+def captures_on(device: torch.device) -> bool:
+    """Say whether a step on ``device`` can be captured: on GPUs alone."""
+    return device.type == "cuda"
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """Which records meet in which step: steps x clients x batch, and the mixing partners: steps x clients.
+
+    ``rows`` counts through the records of all sources; ``weights`` are 1 / n for the n records of a batch and 0 for
+    what fills it up.
+    """
+
+    rows: torch.Tensor
+    weights: torch.Tensor
+    partners: torch.Tensor
+
+
+def _schedule(jobs: list[Job], steps: list[int], sources: list[Source]) -> _Schedule:
+    """Draw what ``fl_sim.training.loop.train`` draws from every client's generator, in the same order."""
+    size = jobs[0].task.settings.batch_size
+    rows = np.zeros((steps[0], len(jobs), size), dtype=np.int64)
+    weights = np.zeros(rows.shape, dtype=np.float32)
+    partners = np.zeros(rows.shape[:2], dtype=np.int64)
+    ends = np.cumsum([0, *map(len, sources)]).tolist()
+    first_of = dict(zip(sources, ends, strict=False))
+    for place, job in enumerate(jobs):
+        own = job.records.rows(first_of)
+        draws = Draws.of(job.task, job.plan, len(own), job.generator)
+        batches = [order[first : first + size] for order in draws.order for first in range(0, len(own), size)]
+        for step, batch in enumerate(batches):
+            rows[step, place, : len(batch)] = own[batch]
+            weights[step, place, : len(batch)] = 1 / len(batch)
+        partners[: len(draws.partners), place] = draws.partners
+    device = jobs[0].records.device
+    return _Schedule(*(torch.from_numpy(array).to(device) for array in (rows, weights, partners)))
+
+
+def _rows(stacked: Params, count: int) -> list[Params]:
+    """Return each of the first ``count`` clients' tensors as one vector on the CPU, all of them moved at once."""
+    if not stacked:
+        return [{}] * count
+    layout = layout_of({name: value[0] for name, value in stacked.items()})
+    flat = torch.cat([value[:count].flatten(1) for value in stacked.values()], 1).to("cpu")
+    return [FlatParams(row, layout) for row in flat]
+
+
+def _num_steps(job: Job) -> int:
+    return job.task.settings.num_steps(len(job.records))

@@ -1,0 +1,177 @@
+"""Local training of one client or many, and evaluation, by compiled code where the model allows it, else by PyTorch.
+
+Algorithms do not know which: both take a LocalPlan, and they agree to float32 rounding.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock, local
+
+import numpy as np
+import torch
+from torch import nn
+
+from fl_sim import models
+from fl_sim.native.kernel import Draws, Kernel, Lesson
+from fl_sim.native.layers import Stack, describe
+from fl_sim.params import is_finite, vector_in
+from fl_sim.training.loop import EVALUATION_BATCH, LogitsOf, evaluate, ready, score, train
+from fl_sim.training.precision import Precision, arithmetic
+from fl_sim.training.records import Records, Scale
+from fl_sim.types import LocalPlan, LocalTask, Params, Trained
+
+_PLAIN = {
+    nn.Sequential, nn.Identity, nn.Flatten, nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.ReLU,
+    nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
+    nn.AdaptiveMaxPool2d,
+}  # fmt: skip
+"""Layers that draw no random numbers."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client's local training: what ``fl_sim.training.loop.train`` takes besides the model.
+
+    ``seed_torch`` is called before PyTorch trains, for what PyTorch draws by itself (dropout).
+    """
+
+    task: LocalTask
+    plan: LocalPlan
+    records: Records
+    generator: np.random.Generator
+    seed_torch: Callable[[], None] = lambda: None
+
+
+class Trainer:
+    """Trains and evaluates; ``model`` lends its architecture, and its weights may be overwritten.
+
+    May be called from several threads. The compiled trainer runs in all of them at once, and so does PyTorch on models
+    that draw no random numbers, a copy of the model in each thread; with dropout, whose generator is the process's, it
+    takes one client after another. ``kernel`` None: always PyTorch. ``precision`` is PyTorch's on a GPU.
+    """
+
+    def __init__(self, model: nn.Module, kernel: Kernel | None, precision: Precision = "float32") -> None:
+        self._model = model
+        self._kernel = kernel
+        self._precision = precision
+        self._stacks: dict[tuple[int, ...], Stack | None] = {}
+        self._draws_nothing = all(map(_draws_nothing, model.modules()))
+        self._lock = Lock()
+        self._thread = local()
+
+    def is_native(self, input_shape: tuple[int, ...], *, linearised: bool = False) -> bool:
+        """Say whether the compiled trainer takes this model on records of ``input_shape``.
+
+        ``linearised``: under FedMix's loss, which needs second derivatives.
+        """
+        stack = self._stack(input_shape) if self._kernel is not None else None
+        return stack is not None and (not linearised or stack.is_piecewise_linear)
+
+    def is_parallel(self, input_shape: tuple[int, ...]) -> bool:
+        """Say whether several threads train at once."""
+        return self._draws_nothing or self.is_native(input_shape)
+
+    def is_stackable(self) -> bool:
+        """Say whether fl_sim.training.stacked takes this model: no random numbers, and no record looks at another."""
+        return self._draws_nothing
+
+    def train_all(self, jobs: Sequence[Job]) -> list[Trained]:
+        """Train clients, one after another, in as few calls of the compiled trainer as may be."""
+        stack = self._native(jobs[0])
+        if stack is None or self._kernel is None or any(self._native(job) is not stack for job in jobs):
+            return [self.train(job) for job in jobs]
+        draws = [Draws.of(job.task, job.plan, len(job.records), job.generator) for job in jobs]
+        lessons = [
+            Lesson(job.task, job.plan, *job.records.tensors(), own) for job, own in zip(jobs, draws, strict=True)
+        ]
+        return self._kernel.train(stack, lessons)
+
+    def train(self, job: Job) -> Trained:
+        """Train one client."""
+        if self._native(job) is not None:
+            return self.train_all([job])[0]
+        inputs, labels = job.records.tensors()
+        if self._draws_nothing:
+            with arithmetic(inputs.device, self._precision):
+                return train(self._own_model(), job.task, job.plan, inputs, labels, job.generator)
+        with self._lock, arithmetic(inputs.device, self._precision):
+            job.seed_torch()
+            return train(self._model, job.task, job.plan, inputs, labels, job.generator)
+
+    def evaluate(
+        self,
+        params: Params,
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        scale: Scale | None = None,
+        workers: int = 1,
+    ) -> tuple[float, float]:
+        """Return (accuracy in [0, 1], mean cross-entropy) as ``fl_sim.training.loop.evaluate`` does.
+
+        To float32 rounding, and the same for any number of ``workers``; where one is not finite it is PyTorch's.
+        """
+        if (logits_of := self._compiled(params, inputs)) is not None:
+            accuracy, loss = score(logits_of, inputs, labels, workers=workers)
+            if math.isfinite(loss):
+                return accuracy, loss
+        with self._lock:
+            return evaluate(self._model, params, inputs, labels, scale=scale, workers=workers)
+
+    def logits(self, model: nn.Module, params: Params, inputs: torch.Tensor) -> torch.Tensor:
+        """Return what ``params`` make of (n, *input shape) records, (n, classes).
+
+        ``model``, of this trainer's architecture, is the caller's own: PyTorch runs on it, and overwrites its weights,
+        where the compiled trainer does not take the records.
+        """
+        logits_of = self._compiled(params, inputs) or ready(model, params)
+        with torch.inference_mode(), arithmetic(inputs.device):
+            return torch.cat([logits_of(batch) for batch in torch.split(inputs, EVALUATION_BATCH)])
+
+    def _compiled(self, params: Params, inputs: torch.Tensor) -> LogitsOf | None:
+        """Return the compiled model; None where there is none, or where PyTorch is to say what comes of a NaN."""
+        stack, kernel = self._stack(tuple(inputs.shape[1:])), self._kernel
+        if stack is None or kernel is None or not _is_plain(inputs) or not is_finite({"params": params}):
+            return None
+        weights = vector_in(params, stack.layout)
+        return (lambda records: kernel.infer(stack, weights, records)) if _is_plain(weights) else None
+
+    def _native(self, job: Job) -> Stack | None:
+        """Return the form in which the compiled trainer takes the model, where it takes ``job``."""
+        stack = self._stack(job.records.input_shape) if self._kernel is not None else None
+        return stack if stack is not None and _fits(job, stack) else None
+
+    def _stack(self, input_shape: tuple[int, ...]) -> Stack | None:
+        if input_shape not in self._stacks:
+            self._stacks[input_shape] = describe(self._model, input_shape)
+        return self._stacks[input_shape]
+
+    def _own_model(self) -> nn.Module:
+        if not hasattr(self._thread, "model"):
+            self._thread.model = copy.deepcopy(self._model)
+        model: nn.Module = self._thread.model
+        return model
+
+
+def _draws_nothing(module: nn.Module) -> bool:
+    """Say whether ``module`` is known to draw no random numbers: the user's own may do anything."""
+    kind = type(module)
+    return kind in _PLAIN or kind.__module__ == models.__name__
+
+
+def _fits(job: Job, stack: Stack) -> bool:
+    """Say whether the compiled trainer takes this job on a model that it knows."""
+    warm, mix = job.plan.momentum_buffers, job.plan.mix
+    return (
+        len(job.records) > 0
+        and all(_is_plain(source.inputs) for source, _ in job.records.parts)
+        and (not warm or warm.keys() == job.task.params.keys())
+        and (mix is None or (_is_plain(mix.inputs) and _is_plain(mix.labels)))
+        and (mix is None or not mix.linearise or stack.is_piecewise_linear)
+    )
+
+
+def _is_plain(values: torch.Tensor) -> bool:
+    return values.device.type == "cpu" and values.dtype == torch.float32

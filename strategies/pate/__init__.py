@@ -1,0 +1,1 @@
+"""PATE: noisy votes of teachers, their cost, and the students that learn from them."""

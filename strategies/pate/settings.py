@@ -1,0 +1,100 @@
+"""PATE as an experiment's algorithm: teachers vote on a public pool, a student learns from noisy majorities.
+
+Papernot et al. 2017 and 2018. With student "resnet" and a public pool out of the training set it is Diff-RN.
+"""
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from clients.teacher import AnyTeacher, Network
+from fl_sim.settings import Settings, short, with_default_kinds
+from strategies.pate.labelling import Labelling
+from strategies.pate.mechanisms import LNMax, NoNoise
+from strategies.pate.student import FixMatch, Supervised
+from strategies.pate.student_forest import ForestStudent
+from strategies.pate.student_gan import FeatureMatchingGan
+from strategies.pate.student_resnet import ResidualStudent
+
+AnyStudent: TypeAlias = FixMatch | FeatureMatchingGan | Supervised | ResidualStudent | ForestStudent
+
+TEACHERS_START: dict[str, Any] = {
+    "partition": "iid",
+    "local": {"epochs": 50, "batch_size": 32, "learning_rate": 0.03, "weight_decay": 5e-3},
+}
+"""What an experiment starts from where this is its algorithm: small IID shards, gone through many times."""
+
+
+_VOTES_PER_NOISE = 3
+
+
+class Pate(Settings):
+    """Clients are the teachers; each trains once, on its shard, by the experiment's ``model`` and ``local`` settings.
+
+    ``queries``: how many records of the public pool are asked about, as far as the labelling's budget goes. ``asking``
+    "representative": those first that many others are like, chosen by looking at the pool alone; teachers agree on most
+    of them, and a student learns more from them; "in-order": in the pool's order, as in the papers. ``public``: the
+    pool is the first ``public_records`` test records, and the rest is for evaluation; or it is drawn from the training
+    records before they are split. None: nine tenths of the test, a fifth of the training records. ``overlap``: where
+    the pool holds a private record as well, the run is refused, or that record, which is public then, is left out of
+    its teacher's shard. ``student_seed``: of the student alone, which then learns anew from the same labels; None: the
+    run's seed. ``publish_cost``: release a noisy bound on the data-dependent epsilon as well.
+    ``keep_private``: write the votes and all that is computed from them into the run directory, which then must not be
+    published.
+    """
+
+    kind: Literal["pate"] = "pate"
+    queries: int = Field(1000, ge=1)
+    asking: Literal["representative", "in-order"] = "representative"
+    labelling: Labelling = Labelling()
+    student: Annotated[AnyStudent, Field(discriminator="kind"), short(AnyStudent, "student")] = FixMatch()
+    teachers: Annotated[AnyTeacher, Field(discriminator="kind"), short(AnyTeacher, "teachers")] = Network()
+    public: Literal["test", "train"] = "test"
+    public_records: int | None = Field(None, ge=1)
+    overlap: Literal["refuse", "drop-private"] = "refuse"
+    student_seed: int | None = Field(None, ge=0)
+    publish_cost: bool = False
+    keep_private: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_kinds(cls, table: Any) -> Any:
+        """Let ``algorithm.student.steps=500`` speak of the default student, ``labelling.mechanism.gamma`` of LNMax."""
+        if not isinstance(table, dict):
+            return table
+        filled = with_default_kinds(cls, table, ("student", "teachers"))
+        labelling = filled.get("labelling")
+        if isinstance(labelling, dict) and isinstance(labelling.get("mechanism"), dict):
+            filled["labelling"] = {**labelling, "mechanism": {"kind": LNMax().kind, **labelling["mechanism"]}}
+        return filled
+
+    @model_validator(mode="after")
+    def _sensible(self) -> "Pate":
+        mechanism = self.labelling.mechanism.kind
+        if self.publish_cost and mechanism not in {"lnmax", "gnmax"}:
+            raise ValueError(f"publish_cost is offered for lnmax and gnmax, not yet for {mechanism}: leave it out")
+        if self.labelling.budget == "data-dependent" and not self.keep_private:
+            raise ValueError(
+                "a data-dependent budget makes where labelling stops as private as the votes: say keep_private=true "
+                "and do not publish the run, or take budget data-independent"
+            )
+        return self
+
+    def advice(self, num_teachers: int) -> str:
+        """Return a warning where the noise is about as large as all votes together, else nothing."""
+        mechanism = self.labelling.mechanism
+        if isinstance(mechanism, NoNoise):
+            return ""
+        scale = 1 / mechanism.gamma if isinstance(mechanism, LNMax) else mechanism.sigma
+        if num_teachers >= _VOTES_PER_NOISE * scale:
+            return ""
+        return (
+            f"noise of {scale:g} votes on the votes of {num_teachers} teachers: labels will be little better than "
+            f"chance; take {_VOTES_PER_NOISE * scale:.0f} clients or more, or less noise for a larger epsilon"
+        )
+
+
+def start_of(algorithm: Any) -> dict[str, Any]:
+    """Return the settings that an experiment with this ``algorithm``, in any form, starts from."""
+    kind = algorithm.get("kind") if isinstance(algorithm, dict) else getattr(algorithm, "kind", algorithm)
+    return TEACHERS_START if str(kind).partition(":")[0] == "pate" else {}

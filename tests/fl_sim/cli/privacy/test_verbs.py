@@ -1,0 +1,171 @@
+"""``fl-sim privacy``: three questions, two units, one JSON object, and errors that help."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fl_sim.cli.privacy.audit import TRUE_MECHANISM, TRUE_SAMPLING, audit_global_dp
+from fl_sim.cli.privacy.verbs import app
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.types import UserError
+
+POISSON = ("global-dp", "--sampling-rate", "0.1")
+FIXED = ("global-dp", "--clients", "1000", "--cohort", "30")
+
+
+def call(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    value: dict[str, Any] = json.loads(result.stdout)
+    return value
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(UserError) as caught:
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    return str(caught.value)
+
+
+def test_epsilon_from_noise() -> None:
+    plan = call(*POISSON, "--noise-multiplier", "1.0", "--rounds", "54", "--delta", "1e-5")
+    assert plan["asked"] == "epsilon"
+    assert (plan["unit"], plan["steps"], plan["sampling_rate"], plan["accountant"]) == ("client", 54, 0.1, "rdp")
+    assert plan["epsilon"] == plan["epsilon_rdp"] > plan["epsilon_pld"] > 0
+    assert plan["adjacency"] == "add-or-remove-one"
+
+
+def test_noise_from_epsilon() -> None:
+    plan = call(*POISSON, "--rounds", "100", "--epsilon", "8", "--delta", "1e-5")
+    assert plan["asked"] == "noise_multiplier"
+    assert plan["noise_multiplier"] == pytest.approx(0.99373, rel=1e-3)
+    assert plan["epsilon"] <= 8
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_rounds_that_fit(accountant: str) -> None:
+    known = (*POISSON, "--noise-multiplier", "1.0", "--accountant", accountant)
+    plan = call(*known, "--epsilon", "4")
+    assert plan["asked"] == "steps"
+    assert plan["steps"] == plan["steps_that_fit"]
+    assert plan["epsilon"] <= 4 < call(*known, "--rounds", str(plan["steps"] + 1))["epsilon"]
+
+
+def test_everything_given_tells_what_is_spent_and_what_would_fit() -> None:
+    plan = call(*POISSON, "--noise-multiplier", "1.0", "--rounds", "200", "--epsilon", "8")
+    assert plan["asked"] == "epsilon"
+    assert plan["epsilon"] > 8
+    assert plan["steps_that_fit"] < 200
+
+
+def test_no_round_may_fit() -> None:
+    plan = call("global-dp", "--sampling-rate", "1", "--noise-multiplier", "0.5", "--epsilon", "0.1")
+    assert (plan["steps"], plan["epsilon"]) == (0, 0.0)
+
+
+def test_fixed_size_is_replace_one_and_costs_more() -> None:
+    rest = ("--noise-multiplier", "3.0", "--rounds", "50")
+    fixed, poisson = call(*FIXED, *rest), call("global-dp", "--sampling-rate", "0.03", *rest)
+    assert fixed["adjacency"] == "replace-one"
+    assert fixed["sampling_rate"] == poisson["sampling_rate"] == 0.03
+    assert fixed["epsilon"] > 1.9 * poisson["epsilon"]
+
+
+def test_dp_sgd_is_about_records() -> None:
+    batches = call(
+        "dp-sgd", "--records", "60000", "--batch-size", "250", "--noise-multiplier", "1.3", "--steps", "3600"
+    )
+    rate = call("dp-sgd", "--sampling-rate", str(250 / 60000), "--noise-multiplier", "1.3", "--steps", "3600")
+    assert batches["unit"] == rate["unit"] == "record"
+    assert batches["epsilon"] == rate["epsilon"] == pytest.approx(0.9422, rel=1e-3)
+    assert batches["epsilon_pld"] == pytest.approx(0.8530, rel=1e-3)
+
+
+def test_a_large_delta_is_warned_about_on_standard_error() -> None:
+    arguments = [*FIXED, "--noise-multiplier", "3.0", "--rounds", "5", "--delta", "1e-3", "--json"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert "not below 1 / 1000" in result.stderr
+    assert json.loads(result.stdout)["warnings"]
+    assert not call(*FIXED, "--noise-multiplier", "3.0", "--rounds", "5", "--delta", "1e-5")["warnings"]
+
+
+def test_people_get_lines_and_a_plot(tmp_path: Path) -> None:
+    path = tmp_path / "epsilon.png"
+    arguments = [*POISSON, "--noise-multiplier", "1.0", "--rounds", "3", "--epsilon", "4", "--plot", str(path)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    for word in ("epsilon", "RDP", "PLD", "noise multiplier", "add-or-remove-one", "steps that fit"):
+        assert word in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("global-dp", "--rounds", "5", "--noise-multiplier", "1"), "how are clients sampled"),
+        (("global-dp", "--cohort", "5", "--rounds", "5", "--noise-multiplier", "1"), "how are clients sampled"),
+        (("dp-sgd", "--steps", "5", "--noise-multiplier", "1"), "how are records sampled"),
+        ((*POISSON, "--cohort", "5", "--rounds", "5", "--noise-multiplier", "1"), "give one of them"),
+        ((*POISSON, "--rounds", "5"), "--noise-multiplier and --epsilon are missing"),
+        ((*POISSON, "--epsilon", "5"), "--noise-multiplier and --rounds are missing"),
+        ((*POISSON, "--noise-multiplier", "1"), "--rounds and --epsilon are missing"),
+        ((*POISSON, "--rounds", "0", "--noise-multiplier", "1"), "0 steps"),
+        ((*POISSON, "--rounds", "5", "--noise-multiplier", "0"), "gives no guarantee"),
+        ((*POISSON, "--rounds", "5", "--noise-multiplier", "nan"), "gives no guarantee"),
+        ((*POISSON, "--rounds", "5", "--epsilon", "-1"), "target epsilon -1.0"),
+        ((*POISSON, "--rounds", "5", "--noise-multiplier", "1", "--delta", "0"), "delta 0.0"),
+        (("global-dp", "--sampling-rate", "1.5", "--rounds", "5", "--noise-multiplier", "1"), "sampling rate 1.5"),
+        (("global-dp", "--clients", "9", "--cohort", "10", "--rounds", "5", "--noise-multiplier", "1"), "cohort of 10"),
+        (("global-dp", "--clients", "0", "--cohort", "0", "--rounds", "5", "--noise-multiplier", "1"), "0 clients"),
+        (
+            ("dp-sgd", "--batch-size", "64", "--steps", "5", "--noise-multiplier", "1"),
+            "--batch-size goes with --records",
+        ),
+        (("dp-sgd", "--records", "9", "--batch-size", "64", "--steps", "5", "--noise-multiplier", "1"), "batch of 64"),
+        (
+            (*POISSON, "--rounds", "2", "--noise-multiplier", "1", "--plot", "no/such/directory/p.png"),
+            "cannot write the plot",
+        ),
+        (
+            (*POISSON, "--noise-multiplier", "0.3", "--epsilon", "0.01", "--plot", "p.png"),
+            "nothing to plot",
+        ),
+    ],
+    ids=str,
+)
+def test_mistakes_are_named_with_their_fix(arguments: Sequence[str], said: str) -> None:
+    assert said in refusal(*arguments)
+
+
+def test_the_audit_clears_the_real_aggregator_and_catches_every_planted_fault() -> None:
+    found = {finding.mechanism: finding for finding in audit_global_dp(1.0, num_runs=1000, noise=Noise.seeded(0))}
+    true = found.pop(TRUE_MECHANISM)
+    assert not true.caught
+    assert not found.pop(TRUE_SAMPLING).caught
+    assert found.pop("cohort from the published seed").profile.refuted
+    assert len(found) == 7
+    for name, finding in found.items():
+        assert finding.profile.refuted, name
+        assert min(finding.calibration.values()) < 1e-6, name
+
+
+def test_the_audit_is_not_vacuous() -> None:
+    true = audit_global_dp(1.0, num_runs=4000, noise=Noise.seeded(2), only=TRUE_MECHANISM)[0]
+    assert not true.caught
+    assert true.profile.power == pytest.approx(1.0, abs=0.1)
+
+
+def test_the_audit_command_prints_bounds_for_every_mechanism() -> None:
+    arguments = ["audit", "--runs", "300", "--seed", "0"]
+    text = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
+    found = call(*arguments)
+    assert found["true_mechanism"] == TRUE_MECHANISM
+    assert len(found["mechanisms"]) == 10
+    assert text.count("claimed (epsilon at delta 1e-5)") == 1
+    assert text.count("claimed by sampling") == 1
+    for mechanism in found["mechanisms"]:
+        assert mechanism["mechanism"] in text
+        assert len(mechanism["profile"]["lower_bounds"]) == 4
+    assert text.count("CLAIM REFUTED") >= 5

@@ -1,0 +1,324 @@
+"""The Ray engine: clients that raise, return NaN, hang, exit or kill their actor, and what is left of the run."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from flwr.app import Message
+from safetensors.torch import load_file
+
+from fl_sim.data import load
+from fl_sim.engines.inprocess import CLIENT_RAISED, TOO_LATE, WORKER_DIED, Together
+from fl_sim.engines.ray_token import MODE, TOKEN
+from fl_sim.experiment.experiment import client_shards, experiment_from
+from fl_sim.simulation.run import Silent, run
+from fl_sim.store.run_directory import RoundRecord, read_rounds
+from fl_sim.training.loop import to_tensors
+from fl_sim.types import RunError, UserError
+
+start = pytest.importorskip("fl_sim.engines.ray_start")  # before Ray itself: it sets what Ray reads when imported
+import ray  # noqa: E402
+
+from fl_sim.engines.ray import RayGrid  # noqa: E402
+from fl_sim.engines.ray_start import RayResources, _join, check_head, start_or_join, stop_or_leave  # noqa: E402
+
+pytestmark = pytest.mark.ray
+
+PROJECT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def misbehaving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """A module of the user's own, on the path of this process alone, and one Ray for all tests here."""
+    folder = tmp_path_factory.mktemp("users_code")
+    shutil.copy(Path(__file__).with_name("misbehaving.py"), folder / "users_misbehaving.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        start_or_join(RayResources(actors=4), 4)
+        import users_misbehaving  # noqa: PLC0415
+
+        yield users_misbehaving
+        stop_or_leave()
+
+
+@pytest.fixture(scope="module")
+def grid(misbehaving: ModuleType) -> Iterator[RayGrid]:
+    made = RayGrid(misbehaving.client_app, 8, RayResources(actors=2))
+    yield made
+    made.close()
+
+
+def send(grid: RayGrid, content: object, timeout: float = 60) -> list[Message]:
+    return grid.send_and_receive([Message(content, node, "train") for node in grid.get_node_ids()], timeout=timeout)
+
+
+def failures(replies: list[Message]) -> dict[int, tuple[int, str]]:
+    return {client: (reply.error.code, reply.error.reason) for client, reply in enumerate(replies) if reply.has_error()}
+
+
+def reports(replies: list[Message], key: str) -> list[object]:
+    return [reply.content.metric_records["report"][key] for reply in replies]
+
+
+def test_two_actors_share_the_clients_and_replies_keep_the_order(grid: RayGrid, misbehaving: ModuleType) -> None:
+    send(grid, misbehaving.order("", 0))
+    replies = send(grid, misbehaving.order("", 0, seconds=0.1))
+    assert reports(replies, "client") == list(range(8))
+    assert set(reports(replies, "threads")) == {1}
+    pids = set(reports(replies, "pid"))
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
+@pytest.mark.parametrize(("action", "reason"), [("raise", "ValueError: my data is bad"), ("exit", "SystemExit: 3")])
+def test_a_client_that_raises_or_exits_is_one_error_reply(
+    grid: RayGrid, misbehaving: ModuleType, action: str, reason: str
+) -> None:
+    assert failures(send(grid, misbehaving.order(action, 3))) == {3: (CLIENT_RAISED, reason)}
+
+
+def test_a_client_that_kills_its_actor_is_named_and_the_others_are_answered(
+    grid: RayGrid, misbehaving: ModuleType, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failed = failures(send(grid, misbehaving.order("kill", 3)))
+    assert failed == {3: (WORKER_DIED, "the worker died (out of memory?) while client 3 trained")}
+    assert failures(send(grid, misbehaving.order("", 0))) == {}
+    assert capfd.readouterr().out == ""  # Ray would print a paragraph there
+
+
+def test_of_clients_trained_together_only_the_one_that_kills_its_actor_fails(misbehaving: ModuleType) -> None:
+    together = Together(misbehaving.player, [1, 2, 3, 4, 5, 6, 7, 8], stack=4)
+    stacks = RayGrid(misbehaving.client_app, 8, RayResources(actors=1), together=together)
+    replies = send(stacks, misbehaving.order("kill", 3), timeout=200)  # three actors start, one after another
+    stacks.close()
+    assert failures(replies) == {3: (WORKER_DIED, "the worker died (out of memory?) while client 3 trained")}
+    assert reports([*replies[:3], *replies[4:]], "client") == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_an_actor_that_dies_once_is_replaced_within_the_exchange(
+    grid: RayGrid, misbehaving: ModuleType, tmp_path: Path
+) -> None:
+    replies = send(grid, misbehaving.order("kill", 5, once=str(tmp_path / "done")))
+    assert (tmp_path / "done").exists()
+    assert reports(replies, "client") == list(range(8))
+
+
+@pytest.mark.parametrize("action", ["hang", "spin"])
+def test_the_exchange_ends_at_its_deadline_and_the_next_one_works(
+    grid: RayGrid, misbehaving: ModuleType, action: str
+) -> None:
+    send(grid, misbehaving.order("", 0))  # both actors are up, so the deadline is for the clients alone
+    start = time.monotonic()
+    failed = failures(send(grid, misbehaving.order(action, 2), timeout=1.5))
+    assert time.monotonic() - start < 4
+    assert failed.pop(2) == (TOO_LATE, "no answer within 1.5 s: it was still training")
+    assert len(failed) < 7
+    assert set(failed.values()) <= {(TOO_LATE, "no answer within 1.5 s: it waited behind client 2")}
+    assert failures(send(grid, misbehaving.order("", 0))) == {}
+
+
+def test_ctrl_c_while_waiting_is_heard_at_once_and_the_next_exchange_works(
+    grid: RayGrid, misbehaving: ModuleType
+) -> None:
+    start = time.monotonic()
+    code = f"import os, signal, time; time.sleep(1); os.kill({os.getpid()}, signal.SIGINT)"
+    interrupter = subprocess.Popen([sys.executable, "-c", code])
+    with pytest.raises(KeyboardInterrupt):
+        send(grid, misbehaving.order("hang", 0))
+    assert time.monotonic() - start < 6
+    interrupter.wait()
+    assert failures(send(grid, misbehaving.order("", 0))) == {}
+
+
+def test_an_app_that_cannot_be_made_fails_all_messages_with_its_reason(misbehaving: ModuleType) -> None:
+    broken = RayGrid(misbehaving.broken_app, 3, RayResources(actors=1))
+    failed = failures(send(broken, misbehaving.order("", 0)))
+    assert set(failed.values()) == {(WORKER_DIED, "no worker can start: RuntimeError: no such library")}
+    assert len(failed) == 3
+    broken.close()
+
+
+def test_what_the_cluster_does_not_have_is_the_users_mistake(misbehaving: ModuleType) -> None:
+    with pytest.raises(UserError, match=r"64 Ray actors with engine\.cpus=1 each do not fit a cluster of 4 processors"):
+        RayGrid(misbehaving.client_app, 99, RayResources(actors=64))
+    with pytest.raises(UserError, match=r"set engine\.gpus=0"):
+        RayGrid(misbehaving.client_app, 2, RayResources(gpus=0.5))
+    assert ray.is_initialized()  # the engine did not start this Ray, so it does not stop it
+
+
+def test_an_address_where_no_cluster_is_is_the_users_mistake_and_said_at_once() -> None:
+    code = """
+from fl_sim.engines.ray_start import RayResources, start_or_join
+from fl_sim.types import UserError
+for address in ("127.0.0.1:9", "somewhere", "ray://127.0.0.1:10001"):
+    try:
+        start_or_join(RayResources(address=address), 1)
+    except UserError as error:
+        print(error)
+"""
+    command = [sys.executable, "-c", code]
+    finished = subprocess.run(
+        command, cwd=PROJECT, env=plain_environment(), capture_output=True, text=True, check=True, timeout=60
+    )
+    refused, nowhere, client = finished.stdout.splitlines()
+    assert re.search(r"cannot join the Ray cluster at '127\.0\.0\.1:9': .*refused; start one with `ray start", refused)
+    assert "cannot join the Ray cluster at 'somewhere': an address is host:port" in nowhere
+    assert "(no ray://)" in client
+
+
+def test_a_ray_whose_head_process_is_gone_ends_the_run_with_what_to_do() -> None:
+    with pytest.raises(RunError, match=r"gcs_server\) at 127\.0\.0\.1:9 is gone .*: start the same command again"):
+        check_head("127.0.0.1:9")
+
+
+def plain_environment() -> dict[str, str]:
+    """Return what programs start with that have no Ray of their own yet."""
+    ours = (MODE, TOKEN, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
+def test_who_has_had_a_ray_of_its_own_cannot_join_one_that_does_not_know_its_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fl_sim.engines.ray_start.is_own_token", lambda: True)
+    with pytest.raises(UserError, match=r"join the cluster in a fresh Python"):
+        _join("127.0.0.1:9")
+
+
+def test_a_ray_that_was_imported_too_early_for_a_token_is_not_started() -> None:
+    code = "import ray; from fl_sim.engines.ray_start import *; start_or_join(RayResources(), 1)"
+    command = [sys.executable, "-c", code]
+    refused = subprocess.run(
+        command, cwd=PROJECT, env=plain_environment(), capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "UserError: Ray was imported before it could be given a secret token" in refused.stderr
+
+
+@pytest.fixture
+def cluster() -> Iterator[str]:
+    """A Ray cluster of another process, as anyone starts it, by its address."""
+    code = (
+        "import ray; started = ray.init(address='local', num_cpus=2, include_dashboard=False); "
+        "print(started.address_info['gcs_address'], flush=True); input(); ray.shutdown()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=plain_environment()
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    yield process.stdout.readline().strip()
+    process.communicate("\n", timeout=30)
+
+
+@pytest.mark.slow
+def test_a_run_joins_a_cluster_by_its_address_and_leaves_it_running(cluster: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fl_sim", "run", "model=logistic", "rounds=2", "engine=ray", "--json"]
+    for attempt in ("first", "second"):
+        finished = subprocess.run(
+            [*command, f"engine.address={cluster}", "--out", str(tmp_path / attempt)],
+            cwd=PROJECT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env=plain_environment(),
+        )
+        assert finished.returncode == 0, finished.stderr
+        assert json.loads(finished.stdout)["engine"] == "ray"
+    run(experiment_from({"model": "logistic", "rounds": 2, "engine": "inprocess"}), tmp_path / "own")
+    models = [load_file(tmp_path / name / "model.safetensors") for name in ("first", "second", "own")]
+    assert all(torch.equal(models[0][name], model[name]) for model in models for name in models[0])
+
+
+class Trigger(Silent):
+    """After the first round, makes the model fail at a record of client 3."""
+
+    def __init__(self, flag: Path, action: str) -> None:
+        self._flag, self._action = flag, action
+        self._start = 0.0
+
+    def finished_round(self, record: RoundRecord) -> None:
+        self._start = time.monotonic()
+        dataset = load("digits", None)
+        shard = client_shards(experiment_from({}), None)[3]
+        inputs, _ = to_tensors(dataset.train.take(shard[:1]), dataset)
+        self._flag.write_text(json.dumps({"action": self._action, "record": inputs.flatten().tolist()}))
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+
+@pytest.mark.parametrize(
+    ("action", "message", "within"),
+    [
+        ("raise", "client 3 in round 2 failed: ValueError: my data is bad", 5),
+        ("nan", "client 3 in round 2", 5),
+        ("exit", "client 3 in round 2 failed: SystemExit: 3", 5),
+        ("kill", r"client 3 in round 2 failed: the worker died \(out of memory\?\)", 30),
+        ("hang", "client 3 in round 2 failed: no answer within 15 s: it was still training", 18),
+    ],
+)
+def test_a_run_with_a_client_that_fails_ends_in_time_says_which_and_keeps_what_it_has(
+    misbehaving: ModuleType, tmp_path: Path, action: str, message: str, within: float
+) -> None:
+    settings = {"model": "users_misbehaving:model", "rounds": 3, "engine": {"kind": "ray", "actors": 1}}
+    trigger = Trigger(misbehaving.FLAG, action)
+    misbehaving.FLAG.unlink(missing_ok=True)
+    with pytest.raises(RunError, match=message):
+        run(experiment_from({**settings, "round_timeout": 15}), tmp_path / "run", observer=trigger)
+    assert trigger.seconds() < within
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["status"], result["engine"], result["rounds"]) == ("failed", "ray", 1)
+    assert "client 3 in round 2" in result["error"]
+    assert [record.round for record in read_rounds(tmp_path / "run")] == [1]
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def processes_of(session: int) -> list[str]:
+    """Return what still runs in a session of processes, apart from zombies."""
+    listing = subprocess.run(["ps", "-e", "-o", "sid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listing.splitlines()]
+    return [row[2] for row in rows if int(row[0]) == session and not row[1].startswith("Z")]
+
+
+def test_ctrl_c_on_the_command_line_leaves_no_process_behind_and_nothing_on_standard_output(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "fl_sim",
+        "run",
+        "model=logistic",
+        "rounds=100000",
+        "engine=ray",
+        "engine.actors=1",
+    ]
+    process = subprocess.Popen(
+        [*command, "--json", "--out", str(out)],
+        cwd=PROJECT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(read_rounds(out)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert output == ""
+    assert "Traceback" not in errors
+    assert json.loads((out / "result.json").read_text())["status"] == "interrupted"
+    time.sleep(0.5)
+    assert processes_of(process.pid) == []

@@ -1,0 +1,131 @@
+"""How an exchange is shared out over workers, and what is made of those that die or hang (no Ray needed)."""
+
+import math
+from collections import deque
+
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_sim.engines.inprocess import TOO_LATE, WORKER_DIED, InProcessGrid, node_context
+from fl_sim.engines.work import LEAST_SECONDS, MAX_DEATHS, MOST_SECONDS, Work
+
+
+def messages(number: int) -> list[Message]:
+    grid = InProcessGrid(ClientApp(), number)
+    made = [Message(RecordDict(), node, "train") for node in grid.get_node_ids()]
+    for message in made:
+        message.metadata.__dict__["_message_id"] = str(message.metadata.dst_node_id)
+    return made
+
+
+def reply(message: Message) -> Message:
+    return Message(RecordDict(), reply_to=message)
+
+
+def clients(batch: list[Message]) -> list[object]:
+    return [node_context(message.metadata.dst_node_id, 99).node_config["partition-id"] for message in batch]
+
+
+def reasons(work: Work[str], code: int) -> dict[int, str]:
+    failed = [made for made in work.replies.values() if made.has_error() and made.error.code == code]
+    return {made.metadata.src_node_id - 1000: made.error.reason for made in failed}
+
+
+@given(st.integers(1, 300), st.integers(1, 9), st.floats(1e-9, 10) | st.just(math.inf))
+def test_batches_cover_all_messages_once_and_never_hold_too_much_work(
+    number: int, workers: int, seconds: float
+) -> None:
+    sent = messages(number)
+    work: Work[str] = Work(deque(sent))
+    taken = []
+    while work.waiting:
+        batch = work.take(workers, seconds)
+        assert len(batch) >= 1
+        assert len(batch) == 1 or len(batch) * seconds <= MOST_SECONDS
+        taken += batch
+    assert taken == sent
+
+
+def test_batches_shrink_towards_the_end_so_that_no_worker_is_left_with_a_long_one() -> None:
+    work: Work[str] = Work(deque(messages(20)))
+    sizes = []
+    while work.waiting:
+        sizes.append(len(work.take(2, LEAST_SECONDS)))
+    assert sizes == [5, 4, 3, 2, 2, 1, 1, 1, 1]
+
+
+def test_batches_hold_about_the_same_steps_not_the_same_clients() -> None:
+    steps = [40, 20, 10, *[1] * 10]
+    work: Work[str] = Work(deque(messages(13)), lambda message: steps[message.metadata.dst_node_id - 1000])
+    batches = []
+    while work.waiting:
+        batches.append([steps[int(str(client))] for client in clients(work.take(2, 0.01))])
+    assert batches == [[40], [20], [10], [1, 1, 1], [1, 1], [1, 1], [1, 1], [1]]
+
+
+def test_stacks_are_the_same_whoever_takes_them_when() -> None:
+    for workers, seconds in ((1, math.inf), (5, 1e-9)):
+        work: Work[str] = Work(deque(messages(7)), stack=3)
+        assert [clients(work.take(workers, seconds)) for _ in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_the_message_that_kills_its_second_worker_is_named_and_the_others_are_sent_again() -> None:
+    sent = messages(4)
+    work: Work[str] = Work(deque(sent))
+    work.running["first"] = [work.fresh.popleft() for _ in range(3)]
+    work.worker_died("first", "the worker died")
+    assert work.replies == {}
+    for call in ("a", "b", "c"):
+        work.running[call] = work.take(1, 0.0)
+        assert len(work.running[call]) == 1
+    work.worker_died("b", "the worker died")
+    work.answered("a", [reply(sent[0])])
+    work.answered("c", [reply(sent[2])])
+    assert reasons(work, WORKER_DIED) == {1: "the worker died while client 1 trained"}
+    assert clients(work.take(1, 0.0)) == [3]
+    assert work.waiting == 0
+
+
+def test_an_exchange_in_which_all_workers_die_is_given_up() -> None:
+    work: Work[str] = Work(deque(messages(100)))
+    for death in range(MAX_DEATHS):
+        work.running["call"] = work.take(1, math.inf)
+        assert work.waiting + len(work.running) + len(work.replies) == 100, death
+        work.worker_died("call", "the worker died")
+    assert not work.waiting
+    assert len(work.replies) == 100
+    assert set(reasons(work, WORKER_DIED)) == set(range(100))
+
+
+def test_a_worker_that_cannot_start_is_no_clients_fault() -> None:
+    work: Work[str] = Work(deque(messages(3)))
+    work.running["call"] = work.take(1, math.inf)
+    work.no_worker_starts("call", "ImportError: no module named torch")
+    assert set(reasons(work, WORKER_DIED).values()) == {"no worker can start: ImportError: no module named torch"}
+    assert len(work.replies) == 3
+
+
+def test_after_the_deadline_the_client_that_hangs_and_those_behind_it_are_told_apart() -> None:
+    sent = messages(6)
+    work: Work[str] = Work(deque(sent))
+    work.running["hangs"] = [work.fresh.popleft() for _ in range(3)]
+    work.running["mute"] = [work.fresh.popleft()]
+    work.running["just done"] = [work.fresh.popleft()]
+    stale = reply(messages(7)[6])
+    work.too_late({"hangs": [reply(sent[0]), stale], "just done": [reply(sent[4])]}, timeout=5)
+    assert [work.replies[str(1000 + client)].has_error() for client in range(6)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        True,
+    ]
+    assert reasons(work, TOO_LATE) == {
+        1: "no answer within 5 s: it was still training",
+        2: "no answer within 5 s: it waited behind client 1",
+        3: "no answer within 5 s: its worker is stuck, or was still starting",
+        5: "no answer within 5 s: it waited behind client 1 and client 3",
+    }

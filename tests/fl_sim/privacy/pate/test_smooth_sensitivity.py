@@ -1,0 +1,105 @@
+"""Publishing a data-dependent cost: the sensitivity is smooth and bounds what a vote moves; the noise is paid for."""
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy import integrate, stats
+
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.pate import labelling_cost
+from fl_sim.privacy.pate.smooth_sensitivity import Terms, planned, release, smooth_sensitivity
+from fl_sim.types import UserError
+
+COSTS = [
+    labelling_cost.GNMaxCost(1.0),
+    labelling_cost.GNMaxCost(2.5),
+    labelling_cost.LNMaxCost(0.7),
+    labelling_cost.LNMaxCost(0.2),
+]
+CLASSES, TEACHERS = 3, 9
+EVERY = [
+    (first, second, TEACHERS - first - second)
+    for first, second in itertools.product(range(TEACHERS + 1), repeat=2)
+    if first + second <= TEACHERS
+]
+
+
+def moves(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return how many teachers must change their vote."""
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) // 2
+
+
+def divergence(
+    cost: labelling_cost.LNMaxCost | labelling_cost.GNMaxCost, votes: tuple[int, ...], order: float
+) -> float:
+    return float(cost.curves(np.array([votes]), np.ones(1), np.array([order]))[0][0, 0])
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=str)
+@pytest.mark.parametrize("terms", [Terms(4.0, 0.02), Terms(12.0, 0.01)], ids=str)
+def test_it_bounds_the_exact_smooth_sensitivity_and_is_smooth(
+    cost: labelling_cost.LNMaxCost | labelling_cost.GNMaxCost, terms: Terms
+) -> None:
+    values = {votes: divergence(cost, votes, terms.order) for votes in EVERY}
+    local = {
+        votes: max(abs(values[votes] - values[other]) for other in EVERY if moves(votes, other) == 1) for votes in EVERY
+    }
+    bounds = {votes: smooth_sensitivity(np.array([votes]), cost, terms) for votes in EVERY}
+    for votes in EVERY:
+        exact = max(local[other] * np.exp(-terms.smoothness * moves(votes, other)) for other in EVERY)
+        assert exact <= bounds[votes] * (1 + 1e-9)
+        for other in EVERY:
+            if moves(votes, other) == 1:
+                assert bounds[votes] <= bounds[other] * np.exp(terms.smoothness) * (1 + 1e-9)
+    assert max(bounds.values()) <= 2.5 * max(local.values())  # above, but not absurdly
+
+
+def test_queries_add_up_because_one_teacher_votes_on_all_of_them() -> None:
+    cost, terms = labelling_cost.GNMaxCost(2.0), Terms(8.0, 0.02)
+    one = smooth_sensitivity(np.array([[9, 0, 0]]), cost, terms)
+    assert smooth_sensitivity(np.array([[9, 0, 0], [0, 0, 9]]), cost, terms) == pytest.approx(2 * one)
+
+
+@pytest.mark.parametrize("terms", [Terms(4.0, 0.05, 3.0), Terms(20.0, 0.01, 12.0)], ids=str)
+def test_the_release_costs_what_it_says(terms: Terms) -> None:
+    paid = terms.divergence() - terms.order / (2 * terms.noise**2)  # less the noise on the sensitivity
+    worst = 0.0
+    for ratio in np.exp(np.linspace(-1, 1, 9) * terms.smoothness):
+        mine, other = stats.norm(0, terms.noise), stats.norm(min(1.0, ratio), terms.noise * ratio)
+
+        def integrand(x: float, mine: object = mine, other: object = other) -> float:
+            log = terms.order * mine.logpdf(x) + (1 - terms.order) * other.logpdf(x)  # type: ignore[attr-defined]
+            return float(np.exp(log))
+
+        mass = integrate.quad(integrand, -60 * terms.noise, 60 * terms.noise, points=[0.0], limit=500)[0]
+        worst = max(worst, float(np.log(mass)) / (terms.order - 1))
+    assert worst <= paid * (1 + 1e-6)
+    assert paid <= 1.5 * worst
+
+
+def test_what_is_published_is_above_the_truth_and_covers_its_own_cost() -> None:
+    counts, cost, delta = np.array([[240, 10], [200, 50], [130, 120]] * 30), labelling_cost.GNMaxCost(40.0), 1e-3
+    terms = planned(cost, delta, queries=90, teachers=250, classes=2)
+    total = float(cost.curves(counts, np.ones(90), np.array([terms.order]))[0].sum())
+    found = [release(counts, cost, delta, terms, noise=Noise.seeded(seed)) for seed in range(200)]
+    assert all(each.divergence >= total + terms.divergence() for each in found)
+    assert len({each.epsilon for each in found}) == 200
+    curve = found[0].divergence + np.log1p(-1 / terms.order) - np.log(delta * terms.order) / (terms.order - 1)
+    assert found[0].epsilon == pytest.approx(curve)
+    assert found[0].failure == delta
+
+
+def test_terms_are_planned_without_the_votes_and_help_where_teachers_agree() -> None:
+    cost = labelling_cost.LNMaxCost(0.05)
+    counts = np.array([[250, 0, 0, 0]] * 1000)
+    terms = planned(cost, 1e-5, queries=1000, teachers=250, classes=4)
+    published = release(counts, cost, 1e-5, terms, noise=Noise.seeded(0)).epsilon
+    analysis = labelling_cost.analyse(counts, cost, 1e-5)
+    assert analysis.dependent.total < published < analysis.worst_case
+
+
+@pytest.mark.parametrize("terms", [(1.0, 0.01, 4.0), (20.0, 0.0, 4.0), (20.0, 0.1, 4.0), (20.0, 0.01, 0.0)], ids=str)
+def test_terms_that_bound_nothing_are_refused(terms: tuple[float, float, float]) -> None:
+    with pytest.raises(UserError):
+        Terms(*terms)

@@ -1,0 +1,40 @@
+"""The picture of a split: a real image for any number of clients, and numbers that are the counts."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fl_sim.report.figures.partition import _bubbles, _heat_map, draw_partition
+from fl_sim.types import UserError
+
+
+@pytest.mark.parametrize("num_clients", [1, 10, 30, 31, 1000])
+def test_the_picture_is_written_and_stays_of_a_sane_size(tmp_path, num_clients):
+    counts = np.random.default_rng(0).integers(0, 50, (num_clients, 10))
+    draw_partition(counts, tmp_path / "new" / "split.png", "a title")
+    with Image.open(tmp_path / "new" / "split.png") as image:
+        assert image.format == "PNG"
+        assert 600 <= image.width <= 2300
+        assert 600 <= image.height <= 1400
+        assert np.asarray(image.convert("L")).min() < 120  # something dark was drawn
+
+
+def test_bubbles_carry_the_counts_and_sizes_and_their_area_is_the_count():
+    counts = np.array([[40, 0], [10, 5]])
+    (axes,) = _bubbles(counts).axes
+    assert sorted(text.get_text() for text in axes.texts) == sorted(["40", "10", "5", "40", "15", "records"])
+    (bubbles,) = axes.collections
+    np.testing.assert_allclose(bubbles.get_sizes() / bubbles.get_sizes().max(), [1, 0.25, 0.125])
+
+
+def test_the_heat_map_holds_every_count_and_leaves_zero_blank():
+    counts = np.random.default_rng(0).integers(0, 3, (100, 4))
+    figure = _heat_map(counts)
+    shown = figure.axes[1].images[0].get_array()
+    np.testing.assert_array_equal(shown.filled(0), counts.T)
+    np.testing.assert_array_equal(shown.mask, counts.T == 0)
+
+
+def test_a_file_type_that_is_no_picture_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"split.txt: use a name that ends in .png, .svg, .pdf"):
+        draw_partition(np.ones((2, 2), dtype=np.int64), tmp_path / "split.txt", "")

@@ -1,0 +1,236 @@
+"""DA-FL in whole runs: one pool for all runs that would make the same, stated for what it is."""
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fl_sim.data import load
+from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.privacy.accounting import epsilon_of_counts
+from fl_sim.privacy.events import from_json
+from fl_sim.simulation.client_ledgers import fingerprint
+from fl_sim.simulation.dafl import synthesis
+from fl_sim.simulation.dafl.synthesis import pool_key
+from fl_sim.simulation.run import Silent, run
+from fl_sim.store.run_directory import RoundRecord, read_rounds
+from fl_sim.types import RunError, UserError
+
+QUICK = ("model=logistic", "rounds=2", "engine=inprocess", "preprocess.generator=mean-embedding")
+
+SEEDED = ("preprocess.noise=seeded", "preprocess.labels.epsilon=0.5")
+
+
+class _Stop(Silent):
+    def finished_round(self, record: RoundRecord) -> None:
+        raise KeyboardInterrupt
+
+
+def _made(*overrides: str) -> Experiment:
+    return experiment_from(with_overrides({"preprocess": "da-fl"}, [*QUICK, *overrides]))
+
+
+def _statement(result: dict[str, Any], unit: str) -> dict[str, Any]:
+    (one,) = (statement for statement in result["privacy"] if statement["unit"] == unit)
+    return one
+
+
+def test_a_run_states_what_its_pool_costs_a_record_and_that_the_main_task_is_not_private(tmp_path: Path) -> None:
+    result = run(_made("preprocess.epsilon=10"), tmp_path / "run")
+    made, said = result["preprocess"], _statement(result, "record")
+    assert made["num_synthetic"] == sum(sum(client["counts"]) for client in made["clients"]) > 0
+    assert said["epsilon"] <= said["epsilon_sum"] <= 10.0
+    assert said["epsilon_labels"] == 0.1
+    assert said["delta"] == 1e-5
+    assert said["adjacency"] == "add-or-remove-one"
+    assert "main task is NOT private" in said["does_not_cover"]
+    tensors = load_file(tmp_path / "run" / made["pool"])
+    assert tensors["inputs"].dtype == torch.uint8
+    assert len(tensors["inputs"]) == len(tensors["labels"]) == made["num_synthetic"]
+
+
+def test_runs_that_differ_in_the_method_share_one_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run(_made(), tmp_path / "first")
+    monkeypatch.setattr(synthesis, "synthesize_before_training", lambda *_: pytest.fail("the pool was made again"))
+    second = run(_made("algorithm=scaffold", "rounds=3"), tmp_path / "second")
+    assert not first["preprocess"]["reused"]
+    assert second["preprocess"]["reused"]
+    assert first["preprocess"]["pool"] == second["preprocess"]["pool"]
+    assert first["privacy"] == second["privacy"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "algorithm=fedprox",
+        "rounds=7",
+        "local.epochs=3",
+        "preprocess.train_on=synthetic",
+        "model=mlp",
+        "preprocess.server_epochs=4",
+    ],
+)
+def test_a_pool_does_not_depend_on_the_main_task(change: str) -> None:
+    assert pool_key(_made(), None) == pool_key(_made(change), None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "seed=1", "clients=9", "partition=label-2", "preprocess.epsilon=9", "preprocess.gamma=0.06", "data=mnist",
+        "preprocess.delta=1e-6", "preprocess.noise=seeded", "preprocess.labels=geometric",
+        "preprocess.generator=dp-cgan",
+    ],
+)  # fmt: skip
+def test_a_pool_is_named_by_all_that_determines_it(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthesis, "fingerprint", lambda data, root: data)
+    assert pool_key(_made(), None) != pool_key(_made(change), None)
+
+
+def test_a_pool_is_named_by_the_records_themselves() -> None:
+    train = load("digits", None).train
+    records = hashlib.sha256(train.inputs.tobytes() + train.labels.tobytes()).hexdigest()
+    assert fingerprint("digits", None) == records
+
+
+def test_a_damaged_pool_is_named_and_not_used(tmp_path: Path) -> None:
+    run(_made(), tmp_path / "first")
+    (pool,) = (tmp_path / ".pools").rglob("synthetic-*.safetensors")
+    content = bytearray(pool.read_bytes())
+    content[-1] ^= 1
+    pool.write_bytes(content)
+    with pytest.raises(UserError, match=r"the pool in .* is damaged: delete that folder"):
+        run(_made(), tmp_path / "second")
+
+
+def test_training_on_the_pool_alone_is_private_from_end_to_end(tmp_path: Path) -> None:
+    result = run(_made("preprocess.train_on=synthetic", "preprocess.gamma=0.5"), tmp_path / "run")
+    assert _statement(result, "record")["covers"].startswith("everything this run releases")
+    assert "NOT private" not in _statement(result, "record")["does_not_cover"]
+    assert result["final_accuracy"] > 0.3
+
+
+def test_the_server_may_begin_with_the_pool_it_holds(tmp_path: Path) -> None:
+    plain = run(_made("preprocess.gamma=0.5", *SEEDED), tmp_path / "plain")
+    begun = run(_made("preprocess.gamma=0.5", *SEEDED, "preprocess.server_epochs=10"), tmp_path / "begun")
+    assert begun["preprocess"]["reused"]
+    assert begun["preprocess"]["server_epochs"] == 10
+    assert _statement(begun, "record") == _statement(plain, "record")  # post-processing
+    first = [read_rounds(tmp_path / out)[0].test_accuracy for out in ("plain", "begun")]
+    assert first[1] > first[0] + 0.1
+
+
+def test_a_run_that_goes_on_does_not_begin_with_the_pool_again(tmp_path: Path) -> None:
+    made = _made("preprocess.gamma=0.5", *SEEDED, "preprocess.server_epochs=3", "rounds=2")
+    with pytest.raises(KeyboardInterrupt):
+        run(made, tmp_path / "broken", observer=_Stop())
+    assert run(made, tmp_path / "broken")["final_accuracy"] == run(made, tmp_path / "whole")["final_accuracy"]
+    models = [(tmp_path / out / "model.safetensors").read_bytes() for out in ("broken", "whole")]
+    assert models[0] == models[1]
+
+
+def test_global_dp_on_top_says_that_its_clients_are_not_hidden_in_the_pool(tmp_path: Path) -> None:
+    result = run(_made("aggregator=global-dp", "aggregator.noise=seeded", "sampler=poisson:0.5"), tmp_path / "run")
+    assert [statement["unit"] for statement in result["privacy"]] == ["client", "record"]
+    assert "protected per record, not per client" in _statement(result, "client")["does_not_cover"]
+    assert "protected per client, by the other statement" in _statement(result, "record")["does_not_cover"]
+
+
+def test_epsilon_inf_is_no_guarantee(tmp_path: Path) -> None:
+    said = _statement(run(_made(f"preprocess.epsilon={math.inf}"), tmp_path / "run"), "record")
+    assert said["epsilon"] is None
+    assert said["guarantee"].startswith("none")
+
+
+def test_the_pool_costs_what_its_most_expensive_client_costs(tmp_path: Path) -> None:
+    small = ("preprocess.generator=dp-cgan", "preprocess.generator.discriminator_steps=3")
+    made = _made("clients=3", "partition=dirichlet:0.3", *small, "preprocess.generator.batch_size=20")
+    result = run(made, tmp_path / "run")
+    facts = [client["facts"] for client in result["preprocess"]["clients"] if client["facts"]]
+    spent = []
+    for one in facts:
+        labels, generator, steps = from_json(one["labels"]), from_json(one["generator"]), one["generator_steps"]
+        together = epsilon_of_counts({labels: 1, generator: steps}, 1e-5)
+        spent.append(min(together, 0.1 + epsilon_of_counts({generator: steps}, 1e-5)))
+    assert len(set(spent)) > 1
+    assert _statement(result, "record")["epsilon"] == max(spent)
+
+
+def test_clients_that_release_nothing_are_warned_about_and_the_run_goes_on(tmp_path: Path) -> None:
+    result = run(_made("preprocess.epsilon=0.101", "preprocess.generator.discriminator_steps=50",
+                       "preprocess.generator=dp-cgan"), tmp_path / "run")  # fmt: skip
+    assert result["preprocess"]["num_synthetic"] == 0
+    assert "10 of 10 clients released no synthetic records; client 0: " in result["warnings"][-1]
+    assert _statement(result, "record")["epsilon"] == 0
+    with pytest.raises(RunError, match="no client released a synthetic record"):
+        run(_made("preprocess.epsilon=0.101", "preprocess.generator.discriminator_steps=50",
+                  "preprocess.generator=dp-cgan", "preprocess.train_on=synthetic"), tmp_path / "alone")  # fmt: skip
+
+
+def test_an_interrupted_run_goes_on_with_the_pool_it_had(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(_made(), tmp_path / "run", observer=_Stop())
+    whole = run(_made(), tmp_path / "whole")
+    resumed = run(_made(), tmp_path / "run")
+    assert resumed["preprocess"]["reused"]
+    assert (
+        load_file(tmp_path / "run" / "model.safetensors").keys()
+        == load_file(tmp_path / "whole" / "model.safetensors").keys()
+    )
+    assert resumed["final_accuracy"] == whole["final_accuracy"]
+
+
+@pytest.mark.parametrize("algorithm", ["fedprox", "scaffold", "fednova", "fedmix", "fedadam"])
+def test_every_algorithm_trains_with_the_pool(tmp_path: Path, algorithm: str) -> None:
+    result = run(_made(f"algorithm={algorithm}", "rounds=1"), tmp_path / "run")
+    assert result["status"] == "finished"
+
+
+def test_each_client_may_have_a_gamma_of_its_own(tmp_path: Path) -> None:
+    gammas = [0.0, 0.2, *[0.1] * 8]
+    plain = _made("preprocess.labels=exponential:2")  # secret noise, and little of it: the counts are far apart
+    made = experiment_from(
+        {**plain.model_dump(), "preprocess": {**plain.preprocess.model_dump(), "client_gammas": gammas}}
+    )
+    counts = [sum(client["counts"]) for client in run(made, tmp_path / "run")["preprocess"]["clients"]]
+    assert counts[0] == 0
+    assert counts[1] > 1.5 * counts[2]
+    with pytest.raises(UserError, match=r"client_gammas has 2 values for 10 clients"):
+        experiment_from({"preprocess": {"kind": "da-fl", "client_gammas": [0.1, 0.2]}})
+
+
+def test_settings_reach_into_the_generator_and_the_label_picker() -> None:
+    made = _made("preprocess=da-fl:3", "preprocess.labels=geometric", "preprocess.labels.epsilon=0.2",
+                 "preprocess.generator=dp-cgan", "preprocess.generator.batch_size=64")  # fmt: skip
+    assert made.preprocess.epsilon == 3.0
+    assert (made.preprocess.labels.kind, made.preprocess.labels.epsilon) == ("geometric", 0.2)
+    assert (made.preprocess.generator.kind, made.preprocess.generator.batch_size) == ("dp-cgan", 64)
+    again = Experiment.model_validate_json(_made(f"preprocess.epsilon={math.inf}").model_dump_json())
+    assert again.preprocess.epsilon == math.inf
+    with pytest.raises(UserError, match="valid: dp-cgan, mean-embedding"):
+        _made("preprocess.generator=gan")
+
+
+def test_a_key_inside_the_default_generator_needs_no_kind() -> None:
+    table = {"preprocess": {"kind": "da-fl", "generator": {"batch_size": 64}, "labels": {"epsilon": 0.3}}}
+    made = experiment_from(table)
+    assert (made.preprocess.generator.kind, made.preprocess.generator.batch_size) == ("dp-cgan", 64)
+    assert (made.preprocess.labels.kind, made.preprocess.labels.epsilon) == ("exponential", 0.3)
+    with pytest.raises(UserError, match=r"unknown key 'preprocess.generator.batchsize' \(did you mean 'batch_size'"):
+        experiment_from({"preprocess": {"kind": "da-fl", "generator": {"batchsize": 64}}})
+
+
+def test_what_does_not_fit_the_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"preprocess.epsilon = 0.5 is used up by the labels \(1\)"):
+        run(_made("preprocess.epsilon=0.5", "preprocess.labels.composition=sequential"), tmp_path / "run")
+    features = np.random.default_rng(0).random((40, 5), dtype=np.float32)
+    labels = np.arange(40) % 2
+    np.savez(tmp_path / "f.npz", x_train=features, y_train=labels, x_test=features, y_test=labels)
+    with pytest.raises(UserError, match=r"da-fl makes images, but the records of npz:.* are feature vectors"):
+        run(_made(f"data=npz:{tmp_path / 'f.npz'}", "partition=iid", "model=mlp"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

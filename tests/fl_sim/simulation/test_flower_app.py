@@ -1,0 +1,149 @@
+"""The same apps on Flower's own runtime."""
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+from flwr.app import Context, RecordDict
+from safetensors.torch import load_file
+
+import clients.app
+from fl_sim.engines.inprocess import InProcessGrid
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.simulation import flower_app
+from fl_sim.simulation.engine_choice import client_app
+from fl_sim.simulation.flower_app import read_experiment, read_out, server_app
+from fl_sim.simulation.run import run
+from fl_sim.simulation.site import site_of
+from fl_sim.store.run_directory import read_result, read_rounds
+from fl_sim.types import UserError
+
+PROJECT = Path(__file__).parents[3]
+QUICK = {"model": "logistic", "rounds": 2, "clients": 3, "partition": "dirichlet:0.3", "engine": "inprocess"}
+
+
+def context(experiment: str, out: str) -> Context:
+    return Context(1, 1, {}, RecordDict(), {"experiment": experiment, "out": out})
+
+
+def test_the_experiment_is_toml_text_or_a_path_or_the_default(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("rounds = 7\n")
+    assert read_experiment(str(tmp_path / "mine.toml")).rounds == 7
+    assert read_experiment('rounds = 3\nalgorithm = "scaffold"').algorithm.kind == "scaffold"
+    assert read_experiment("  ") == experiment_from({})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rounds = ", "is not a TOML file"),
+        ("/nowhere.toml", "no such file"),
+        ("round = 3", "did you mean 'rounds'"),
+    ],
+)
+def test_mistakes_in_the_experiment_are_named(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_experiment(text)
+
+
+@pytest.mark.parametrize("out", ["", "results", "./results"])
+def test_the_run_directory_must_be_absolute(out: str) -> None:
+    with pytest.raises(UserError, match="must be an absolute path"):
+        read_out(out)
+
+
+def test_the_server_app_runs_on_the_grid_it_is_given(tmp_path: Path) -> None:
+    grid = InProcessGrid(client_app(), 3)
+    server_app(grid, context(tomli_w.dumps(QUICK), str(tmp_path / "flower")))
+    run(experiment_from(QUICK), tmp_path / "own")
+    assert_same(tmp_path / "flower", tmp_path / "own")
+    assert (read_result(tmp_path / "flower") or {})["engine"] == "flower"
+
+
+@pytest.mark.ray
+def test_the_client_app_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    pytest.importorskip("fl_sim.engines.ray_start")  # before Ray itself: it sets what Ray reads when imported
+    from ray import cloudpickle  # noqa: PLC0415 (as Flower's simulation does for its actors)
+
+    copy = pickle.loads(cloudpickle.dumps(flower_app.client_app))
+    run(experiment_from(QUICK), tmp_path / "copy", grid=InProcessGrid(copy, 3))
+    run(experiment_from(QUICK), tmp_path / "own", grid=InProcessGrid(client_app(), 3))
+    assert_same(tmp_path / "copy", tmp_path / "own")
+
+
+def assert_same(left: Path, right: Path) -> None:
+    first, second = load_file(left / "model.safetensors"), load_file(right / "model.safetensors")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    rounds = [[vars(record) | {"seconds": 0} for record in read_rounds(out)] for out in (left, right)]
+    assert rounds[0] == rounds[1]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def flwr(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An environment with a Flower of its own; the daemon that ``flwr run`` leaves behind is stopped afterwards."""
+    ports = {name: str(free_port()) for name in ("FLWR_LOCAL_SUPERLINK_HTTP_API_PORT", "FLWR_LOCAL_CONTROL_API_PORT")}
+    yield {
+        **os.environ,
+        **ports,
+        "FLWR_HOME": str(tmp_path / "flower-home"),
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
+    }
+    for pid in daemons(ports["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"]):
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + 20
+    while daemons(ports["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert daemons(ports["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"]) == []
+
+
+def daemons(port: str) -> list[int]:
+    """Return the processes of the SuperLink that listens on ``port``."""
+    command = ["ps", "-e", "-ww", "-o", "pid=,stat=,args="]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listing.splitlines()]
+    ours = [row for row in rows if "flower-super" in row[2] and port in row[2]]
+    return [int(row[0]) for row in ours if not row[1].startswith("Z")]
+
+
+@pytest.mark.ray
+@pytest.mark.skipif(sys.platform == "win32", reason="Flower's local SuperLink is a POSIX daemon")
+def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(
+    tmp_path: Path, flwr: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "experiment.toml").write_text(tomli_w.dumps(QUICK))
+    out = tmp_path / "flower"
+    command = [
+        "flwr", "run", str(PROJECT), "--stream",
+        "--federation-config", "num-supernodes=3 client-resources-num-cpus=1",
+        "-c", f'experiment="{tmp_path / "experiment.toml"}" out="{out}"',
+    ]  # fmt: skip
+    finished = subprocess.run(command, env=flwr, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    # flwr's exit code says nothing about the run, so what counts is what the run left.
+    log = finished.stdout + finished.stderr
+    assert (read_result(out) or {}).get("status") == "finished", log
+    monkeypatch.setattr(clients.app, "load_kernel", lambda: (None, "Flower copies Python files alone"))
+    site_of.cache_clear()  # a site made earlier trains natively
+    run(experiment_from(QUICK), tmp_path / "own", grid=InProcessGrid(client_app(), 3))
+    assert_same(out, tmp_path / "own")
+    assert (read_result(out) or {})["engine"] == "flower"

@@ -1,0 +1,179 @@
+"""SuperLink and SuperNodes with TLS and a key for each node, by the commands that docs/flower.md gives."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fl_sim.store.run_directory import read_result, read_rounds
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="the commands are for a POSIX shell"),
+    pytest.mark.skipif(
+        not (shutil.which("openssl") and shutil.which("ssh-keygen")), reason="needs openssl, ssh-keygen"
+    ),
+]
+
+PROJECT = Path(__file__).parents[3]
+RECIPES = dict(
+    re.findall(r"<!-- recipe: (\w+) -->\n```\w+\n(.*?)```", (PROJECT / "docs/flower.md").read_text(), re.DOTALL)
+)
+PATIENCE = 240.0
+"""Seconds for what takes ten on an idle machine."""
+
+
+@dataclass
+class Deployment:
+    """A folder with keys, a SuperLink at ``port``, and all processes started for it."""
+
+    folder: Path
+    port: int
+    environment: dict[str, str]
+    started: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+
+    def command(self, recipe: str) -> str:
+        """Return a recipe's commands for this deployment."""
+        text = RECIPES[recipe].replace("127.0.0.1:42000", f"127.0.0.1:{self.port}")
+        return text.replace("--port 42000", f"--port {self.port}").replace("/path/of", str(self.folder))
+
+    def start(self, command: str, log: str) -> "subprocess.Popen[bytes]":
+        """Start a command that stays; what it says goes to a file."""
+        with (self.folder / log).open("wb") as file:
+            process = subprocess.Popen(
+                ["bash", "-c", f"exec {command}"], cwd=self.folder, env=self.environment, stdout=file, stderr=file
+            )
+        self.started.append(process)
+        return process
+
+    def node(self, number: int, key: str, config: str = "", tls: str = "--root-certificates ca.pem") -> str:
+        """Return the command of a node with some key ("" for none)."""
+        command = self.command("node").replace("partition-id=0", f"partition-id={number}")
+        command = command.replace(f'policy="{self.folder}/policy.toml"', config)
+        command = command.replace("--port 42100", f"--port {free_port()}").replace("--root-certificates ca.pem", tls)
+        return command.replace("--auth-supernode-private-key node-0", key and f"--auth-supernode-private-key {key}")
+
+    def do(self, command: str, cwd: Path | None = None) -> str:
+        """Do a command to its end, and return what it says."""
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=cwd or self.folder, env=self.environment,
+            capture_output=True, text=True, timeout=2 * PATIENCE, check=False,
+        )  # fmt: skip
+        return done.stdout + done.stderr
+
+    def said(self, log: str, text: str) -> None:
+        """Wait until a log says something."""
+        deadline = time.monotonic() + PATIENCE
+        while text not in (self.folder / log).read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert text in (self.folder / log).read_text()
+
+    def run(self, out: Path, *settings: str) -> dict[str, object]:
+        """Submit a run and return its result."""
+        (self.folder / "two_clients.toml").write_text("\n".join(['model = "logistic"', "clients = 2", *settings]))
+        command = self.command("run").replace("$PWD/two_clients.toml", str(self.folder / "two_clients.toml"))
+        output = self.do(command.replace("$PWD/results/on-supernodes", str(out)), cwd=PROJECT)
+        result = read_result(out)
+        assert result is not None, output
+        return result
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    """A SuperLink that knows the keys of nodes 0 and 1."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "FLWR_HOME": str(tmp_path / "home"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
+    }  # fmt: skip
+    made = Deployment(tmp_path, free_port(), environment)
+    made.do(made.command("keys"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/config.toml").write_text(made.command("config"))
+    made.start(made.command("superlink"), "superlink.log")
+    made.said("superlink.log", "Uvicorn running on https://")
+    assert made.do(made.command("register")).count("registered successfully") == 2
+    yield made
+    processes = [psutil.Process(started.pid) for started in made.started if started.poll() is None]
+    everything = [child for process in processes for child in [*process.children(recursive=True), process]]
+    for process in everything:
+        process.send_signal(signal.SIGKILL)
+    for started in made.started:
+        started.wait()
+    psutil.wait_procs(everything, timeout=10)
+
+
+def test_a_superlink_takes_the_nodes_whose_keys_it_knows_and_no_others(deployment: Deployment) -> None:
+    with pytest.raises(OSError, match=r"(?i)closed|reset"):  # TLS is not left to those who connect
+        urllib.request.urlopen(f"http://127.0.0.1:{deployment.port}", timeout=10)
+    deployment.do("ssh-keygen -q -t ecdsa -b 384 -N '' -f stranger")
+    for number in (0, 1):
+        deployment.start(deployment.node(number, f"node-{number}"), f"node-{number}.log")
+    refused = {
+        "stranger": (deployment.node(1, "stranger"), "could not establish a connection to the SuperLink"),
+        "no-key": (deployment.node(1, ""), "could not establish a connection to the SuperLink"),
+        "no-tls": (deployment.node(1, "", tls="--insecure"), "Connection attempt failed"),
+    }
+    for name, (command, _) in refused.items():
+        deployment.start(command, f"{name}.log")
+    for name, (_, said) in refused.items():
+        deployment.said(f"{name}.log", said)
+    for number in (0, 1):
+        deployment.said(f"node-{number}.log", "SuperNode ID")
+    assert (deployment.folder / "superlink.log").read_text().count("[Fleet.ActivateNode] Activated") == 2
+
+
+def test_two_nodes_train_a_round(deployment: Deployment) -> None:
+    if os.getloadavg()[0] > 3 * (os.cpu_count() or 1):
+        pytest.skip("Flower gives each of its processes a minute to start, and this machine is too busy for that")
+    for number in (0, 1):
+        deployment.start(deployment.node(number, f"node-{number}"), f"node-{number}.log")
+    for number in (0, 1):
+        deployment.said(f"node-{number}.log", "SuperNode ID")
+    out = deployment.folder / "run"
+    result = deployment.run(out, "rounds = 1")
+    assert (result["status"], result["engine"]) == ("finished", "flower")
+    assert [record.cohort for record in read_rounds(out)] == [2]
+
+
+@pytest.mark.slow
+def test_a_node_with_a_policy_refuses_and_the_run_says_so(deployment: Deployment) -> None:
+    (deployment.folder / "policy.toml").write_text("epsilon = 10.0\n")
+    policy = f'policy="{deployment.folder}/policy.toml"'
+    deployment.start(deployment.node(0, "node-0"), "node-0.log")
+    deployment.start(deployment.node(1, "node-1", policy), "node-1.log")
+    for number in (0, 1):
+        deployment.said(f"node-{number}.log", "SuperNode ID")
+    raw = deployment.run(deployment.folder / "raw", "rounds = 1")
+    assert raw["status"] == "failed"
+    assert "client 1 in round 1" in str(raw["error"])
+    assert "policy allows no updates" in str(raw["error"])
+    pools = '[preprocess]\nkind = "da-fl"\ntrain_on = "synthetic"\ngenerator = "mean-embedding"\nepsilon = 20.0'
+    pooled = deployment.run(deployment.folder / "pooled", "rounds = 1", pools)
+    assert pooled["status"] == "failed"
+    assert "policy allows epsilon 10" in str(pooled["error"])
+
+
+@pytest.mark.slow
+def test_two_nodes_of_one_number_end_the_run_with_a_message(deployment: Deployment) -> None:
+    for key in ("node-0", "node-1"):
+        deployment.start(deployment.node(1, key), f"{key}.log")
+        deployment.said(f"{key}.log", "SuperNode ID")
+    result = deployment.run(deployment.folder / "run", "rounds = 1")
+    assert "give each supernode a partition-id of its own, from 0 to 1" in str(result["error"])

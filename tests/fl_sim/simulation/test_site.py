@@ -1,0 +1,159 @@
+"""A site: what a worker needs to play any client, with and without a pool of synthetic records."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from fl_sim.data import load
+from fl_sim.experiment.experiment import client_shards, experiment_from, with_overrides
+from fl_sim.simulation import site as wiring
+from fl_sim.simulation.site import site_of, to_bytes, to_generator
+from fl_sim.training import loop
+from fl_sim.training.loop import to_tensors
+from fl_sim.types import LocalSettings
+
+
+def _made(*overrides):
+    return experiment_from(with_overrides({}, list(overrides)))
+
+
+def test_a_site_holds_each_clients_own_records():
+    made = _made("partition=label-1", "local.batch_size=7", "local.epochs=3", "engine.threads=1")
+    site = site_of(made.model_dump_json(), "")
+    assert site is site_of(made.model_dump_json(), "")
+    dataset, shards = load("digits", None), client_shards(made, None)
+    for client in (0, 9):
+        inputs, labels = site.records(client, "").tensors()
+        expected, _ = to_tensors(dataset.train.take(shards[client]), dataset)
+        assert torch.equal(inputs.cpu(), expected)
+        assert set(labels.tolist()) == {client}
+    assert (site.num_clients, site.seed, site.threads) == (10, 0, 1)
+    assert site.local_settings(0.03) == LocalSettings(0.03, 0.9, 1e-5, 7, 3)
+
+
+def test_what_a_site_shares_is_seeded_by_client():
+    made = _made("algorithm=fedmix", "partition=iid")
+    site = site_of(made.model_dump_json(), "")
+    inputs, labels = site.records(0, "").tensors()
+    one, again, other = (site.share(inputs, labels, client)["inputs"] for client in (0, 0, 1))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert len(one) == len(labels) // 5
+
+
+def test_feature_noise_has_the_variance_of_the_client_in_units_of_raw_inputs():
+    noisy = site_of(_made("partition=feature-noise:0.1").model_dump_json(), "")
+    dataset, shards = load("digits", None), client_shards(_made("partition=feature-noise:0.1"), None)
+    for client in range(10):
+        clean, _ = to_tensors(dataset.train.take(shards[client]), dataset)
+        inputs, _ = noisy.records(client, "").tensors()
+        noise = ((inputs.cpu() - clean) * torch.tensor(dataset.std).reshape(1, -1, 1, 1)).double().flatten()
+        variance = 0.1 * (client + 1) / 10  # sigma i / K, i = 1..K
+        assert float(noise.var()) == pytest.approx(variance, rel=4.5 * math.sqrt(2 / len(noise)))
+        assert abs(float(noise.mean())) < 4.5 * math.sqrt(variance / len(noise))
+
+
+def test_feature_noise_of_two_clients_is_independent_and_differs_from_seed_to_seed():
+    noises = {}
+    for seed in (0, 1):
+        made = _made("partition=feature-noise:0.1", f"seed={seed}")
+        site, dataset, shards = site_of(made.model_dump_json(), ""), load("digits", None), client_shards(made, None)
+        for client in (0, 1):
+            clean, _ = to_tensors(dataset.train.take(shards[client]), dataset)
+            noise = site.records(client, "").tensors()[0].cpu() - clean
+            noises[seed, client] = noise[:100].flatten()
+    (first, *others), size = noises.values(), 100 * 64
+    for other in others:
+        assert abs(float(torch.corrcoef(torch.stack([first, other]))[0, 1])) < 4.5 / math.sqrt(size)
+
+
+@pytest.mark.parametrize("partition", ["label-1", "feature-noise:0.1"])
+def test_records_are_the_same_whether_they_stay_in_memory_or_not(partition, monkeypatch):
+    settings = _made(f"partition={partition}").model_dump_json()
+    kept = site_of.__wrapped__(settings, "")
+    monkeypatch.setattr(wiring, "KEEP_BYTES", 0)
+    made_anew = site_of.__wrapped__(settings, "")
+    for client in (0, 3):
+        assert all(
+            torch.equal(*pair)
+            for pair in zip(kept.records(client, "").tensors(), made_anew.records(client, "").tensors(), strict=True)
+        )
+    once, again = (kept.records(3, "").tensors()[0].data_ptr() for _ in range(2))
+    assert once == again
+    everybody = {kept.records(client, "").tensors()[0].untyped_storage().data_ptr() for client in range(10)}
+    assert len(everybody) == 1  # one array, whatever the number of clients
+    first, second = (made_anew.records(3, "").tensors()[0] for _ in range(2))
+    assert first.data_ptr() != second.data_ptr()
+
+
+def _pool(folder: Path) -> str:
+    path = folder / "pool.safetensors"
+    images = (torch.arange(3 * 64) % 256).to(torch.uint8).reshape(3, 1, 8, 8)
+    save_file({"inputs": images, "labels": torch.tensor([1, 1, 4])}, path)
+    return str(path)
+
+
+def test_bytes_that_stay_on_a_device_are_the_same_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = _made("partition=label-1", "preprocess=da-fl").model_dump_json()
+    floats, which = site_of.__wrapped__(settings, ""), [(2, ""), (7, ""), (2, _pool(tmp_path)), (7, _pool(tmp_path))]
+    as_floats = [floats.records(client, pool) for client, pool in which]
+    monkeypatch.setattr(loop, "stays_bytes", lambda *_: True)  # as on a GPU
+    in_bytes = site_of.__wrapped__(settings, "")
+    for (client, pool), expected in zip(which, as_floats, strict=True):
+        found = in_bytes.records(client, pool)
+        assert all(torch.equal(*pair) for pair in zip(found.tensors(), expected.tensors(), strict=True))
+        assert {source.inputs.dtype for source, _ in found.parts} == {torch.uint8}
+        assert {source.inputs.dtype for source, _ in expected.parts} == {torch.float32}
+    assert in_bytes.records(2, "").parts[0][0] is in_bytes.records(7, "").parts[0][0]  # one source for everybody
+    noisy = _made("partition=feature-noise:0.1", "preprocess=da-fl").model_dump_json()
+    found = site_of.__wrapped__(noisy, "").records(3, _pool(tmp_path))
+    assert {source.inputs.dtype for source, _ in found.parts} == {torch.float32}  # noise is no byte
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_everybodys_records_are_one_source_of_bytes() -> None:
+    on_gpu, on_cpu = (
+        site_of(_made("partition=iid", f"device={device}").model_dump_json(), "") for device in ("cuda", "cpu")
+    )
+    found, expected = on_gpu.records(4, ""), on_cpu.records(4, "")
+    assert all(torch.equal(one.cpu(), two) for one, two in zip(found.tensors(), expected.tensors(), strict=True))
+    assert found.parts[0][0] is on_gpu.records(5, "").parts[0][0]
+    assert (found.parts[0][0].inputs.dtype, found.device.type) == (torch.uint8, "cuda")
+
+
+def test_clients_train_on_their_own_records_and_the_pool(tmp_path: Path) -> None:
+    made = _made("partition=label-1", "preprocess=da-fl")
+    site = site_of(made.model_dump_json(), "")
+    own, own_labels = site.records(2, "").tensors()
+    inputs, labels = site.records(2, _pool(tmp_path)).tensors()
+    assert torch.equal(inputs[: len(own)], own)
+    assert labels.tolist() == [*own_labels.tolist(), 1, 1, 4]
+    assert inputs.shape == (len(own) + 3, 1, 8, 8)
+
+
+def test_training_on_the_pool_alone_touches_no_record_of_the_client(tmp_path: Path) -> None:
+    made = _made("partition=label-1", "preprocess=da-fl", "preprocess.train_on=synthetic")
+    site = site_of(made.model_dump_json(), "")
+    first, second = (site.records(client, _pool(tmp_path)).tensors() for client in (0, 7))
+    assert first[1].tolist() == second[1].tolist() == [1, 1, 4]
+    assert torch.equal(first[0], second[0])
+
+
+def test_generators_see_images_between_minus_one_and_one_and_bytes_come_back() -> None:
+    dataset = load("digits", None)
+    inputs, _ = to_tensors(dataset.train, dataset)
+    images = to_generator(inputs, dataset)
+    assert -1 <= float(images.min()) < float(images.max()) <= 1
+    assert torch.equal(to_bytes(images), torch.from_numpy(dataset.train.inputs.copy()))
+
+
+@given(st.floats(-1, 1))
+def test_a_byte_is_the_nearest_to_what_a_generator_made(value: float) -> None:
+    byte = int(to_bytes(torch.tensor([value])))
+    assert abs((byte / 127.5 - 1) - value) <= 1 / 255 + 1e-6

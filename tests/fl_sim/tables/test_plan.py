@@ -1,0 +1,220 @@
+"""Grids: which cells they make, what the cells are called, and what is refused before anything runs."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.dafl.settings import DaFl
+from fl_sim.tables.plan import PRESETS, TableSettings, plan_table, preset_names, read_settings
+from fl_sim.types import UserError
+
+BASE = {"model": "logistic", "rounds": 1, "engine": "inprocess"}
+
+
+def settings(*, centralized: bool = False, base: dict[str, Any] | None = None, **grid: list[Any]) -> TableSettings:
+    return TableSettings(base={**BASE, **(base or {})}, grid=grid, centralized=centralized)
+
+
+def test_rows_are_methods_columns_are_data_and_splits_and_seeds_share_a_cell() -> None:
+    plan = plan_table(settings(algorithm=["fedavg", "scaffold"], partition=["label-1", "dirichlet:0.5"], seed=[0, 1]))
+    assert plan.rows == ("FedAvg", "SCAFFOLD")
+    assert plan.columns == ("digits 1-Label", "digits Dir(0.5)")
+    assert [(cell.row, cell.column, cell.seed) for cell in plan.cells] == [
+        (row, column, seed) for row in plan.rows for column in plan.columns for seed in (0, 1)
+    ]
+    assert len(plan.runs) == 8
+
+
+def test_upper_bound_runs_once_per_data_set_and_seed_and_stands_in_every_column() -> None:
+    plan = plan_table(settings(centralized=True, partition=["label-1", "label-2"], seed=[0, 1]))
+    bound = [cell for cell in plan.cells if cell.row == "Centralized"]
+    assert plan.upper_bounds == {"Centralized"}
+    assert plan.rows[-1] == "Centralized"
+    assert {cell.column for cell in bound} == set(plan.columns)
+    assert len(bound) == 4
+    assert len({cell.name for cell in bound}) == 2
+
+
+def test_upper_bound_ignores_what_only_federations_have() -> None:
+    base = {"sampler": "fixed-size:3", "clients": 7}
+    plan = plan_table(settings(centralized=True, base=base, **{"sampler.cohort_size": [2, 3], "rounds": [1, 2]}))
+    assert [row for row in plan.rows if row in plan.upper_bounds] == ["Centralized, rounds=1", "Centralized, rounds=2"]
+    assert plan.rows[:2] == ("FedAvg, sampler.cohort_size=2, rounds=1", "FedAvg, sampler.cohort_size=2, rounds=2")
+
+
+def test_centralized_may_be_asked_for_as_a_method() -> None:
+    listed = plan_table(settings(algorithm=["centralized", "fedavg"]))
+    added = plan_table(settings(centralized=True, algorithm=["fedavg"]))
+    assert (listed.rows, listed.upper_bounds) == (added.rows, added.upper_bounds)
+    assert set(listed.runs) == set(added.runs)
+
+
+def test_parameters_off_their_default_are_named_in_the_row() -> None:
+    plan = plan_table(settings(algorithm=["fedprox", {"kind": "fedprox", "mu": 0.1}, {"kind": "fedprox", "mu": 0.01}]))
+    assert plan.rows == ("FedProx", "FedProx (mu=0.1)")
+
+
+def test_any_setting_may_span_the_grid(tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text('[base]\nmodel = "logistic"\n[grid]\nlocal.epochs = [1, 5]\n')
+    plan = plan_table(read_settings(file, []))
+    assert plan.rows[:2] == ("FedAvg, local.epochs=1", "FedAvg, local.epochs=5")
+    assert [experiment.local.epochs for experiment in plan.runs.values()] == [1, 5, 1, 5]
+
+
+def test_overrides_lie_over_base_and_lists_over_the_grid(tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text('[base]\nmodel = "logistic"\nrounds = 9\n[grid]\nalgorithm = ["fedavg"]\n')
+    overrides = ["rounds=3", "local.epochs=2", "seed=4,5", "algorithm=fednova,fedprox", "centralized=false"]
+    plan = plan_table(read_settings(file, overrides))
+    assert plan.rows == ("FedNova", "FedProx")
+    assert {cell.seed for cell in plan.cells} == {4, 5}
+    assert {(cell.experiment.rounds, cell.experiment.local.epochs) for cell in plan.cells} == {(3, 2)}
+    assert {cell.experiment.engine.kind for cell in plan.cells} == {"inprocess"}
+
+
+def test_directories_depend_on_settings_but_not_on_the_engine() -> None:
+    (one,) = plan_table(settings(algorithm=["fedavg"])).runs
+    assert one.startswith("fedavg-digits-label-1-seed-0-")
+    assert list(plan_table(settings(base={"engine": "auto"})).runs) == [one]
+    assert list(plan_table(settings(base={"rounds": 2})).runs) != [one]
+
+
+DA_FL = {"algorithm": "fedavg", "preprocess": {"kind": "da-fl"}}
+
+
+def da_fl(**parameters: Any) -> dict[str, Any]:
+    return {"algorithm": "fedavg", "preprocess": {"kind": "da-fl", **parameters}}
+
+
+def test_an_entry_may_set_an_algorithm_and_what_clients_do_beforehand() -> None:
+    plan = plan_table(
+        settings(
+            centralized=True, algorithm=["fedavg", da_fl(), {**da_fl(), "algorithm": {"kind": "fedprox", "mu": 1}}]
+        )
+    )
+    assert plan.rows == ("FedAvg", "DA-FL + FedAvg", "DA-FL + FedProx (mu=1)", "Centralized")
+    kinds = {cell.row: cell.experiment.preprocess.kind for cell in plan.cells}
+    assert list(kinds.values()) == ["none", "da-fl", "da-fl", "none"]
+    assert [name[:21] for name in plan.runs][1] == "da-fl-fedavg-digits-l"
+
+
+def test_parameters_off_their_default_and_those_that_vary_are_named() -> None:
+    plan = plan_table(settings(algorithm=[da_fl(gamma=0.01, labels="geometric:0.5")]))
+    assert plan.rows == ("DA-FL (gamma=0.01, labels=geometric:0.5) + FedAvg",)
+    nested = {"kind": "dp-cgan", "batch_size": 64}
+    plan = plan_table(settings(algorithm=[da_fl(epsilon=math.inf), da_fl(generator=nested), da_fl()]))
+    default = DaFl().generator.kind
+    assert plan.rows == (
+        f"DA-FL (epsilon=inf, generator={default}) + FedAvg",
+        "DA-FL (epsilon=10, generator=dp-cgan (batch_size=64)) + FedAvg",
+        f"DA-FL (epsilon=10, generator={default}) + FedAvg",
+    )
+
+
+def test_a_grid_over_a_parameter_of_the_preprocessing_leaves_the_upper_bound_alone(tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text(
+        '[base]\nmodel = "logistic"\npreprocess = {kind = "da-fl", gamma = 0.1}\n'
+        '[grid]\n"preprocess.epsilon" = [1, 10, inf]\n'
+    )
+    plan = plan_table(read_settings(file, []))
+    assert plan.rows == tuple(
+        [f"DA-FL (epsilon={epsilon}, gamma=0.1) + FedAvg" for epsilon in (1, 10, "inf")] + ["Centralized"]
+    )
+    assert len(plan.runs) == 4
+
+
+def test_further_settings_of_an_entry_are_named_and_change_single_keys_of_the_base() -> None:
+    base = {"local": {"learning_rate": 0.5}}
+    plan = plan_table(settings(base=base, algorithm=["fedavg", {"algorithm": "fedavg", "local": {"epochs": 3}}]))
+    assert plan.rows == ("FedAvg", "FedAvg, local.epochs=3")
+    local = plan.cells[-1].experiment.local
+    assert (local.epochs, local.learning_rate) == (3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ({"algorithm": [DA_FL], "preprocess": ["none"]}, "sets preprocess, which spans the table as well"),
+        ({"algorithm": [DA_FL], "preprocess.gamma": [0.1]}, "sets preprocess, which spans the table as well"),
+        ({"algorithm": [{**DA_FL, "seed": 1}]}, "sets seed, which spans the table"),
+        ({"algorithm": [{**DA_FL, "preproces": "none"}]}, "unknown key 'preproces'.*did you mean 'preprocess'"),
+        ({"algorithm": [{**DA_FL, "algorithm": "centralized"}], "x": [1]}, "unknown key 'x'"),
+    ],
+)
+def test_entries_that_contradict_the_table_are_refused(grid: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan_table(settings(**grid))
+
+
+def test_an_entry_for_the_upper_bound_loses_its_preprocessing() -> None:
+    (cell,) = plan_table(settings(algorithm=[{**DA_FL, "algorithm": "centralized"}])).cells
+    assert (cell.row, cell.experiment.preprocess.kind) == ("Centralized", "none")
+
+
+def test_the_caption_says_what_the_preprocessing_is() -> None:
+    told = " ".join(plan_table(settings(algorithm=["fedavg", da_fl(), da_fl(gamma=0.5, epsilon=math.inf)])).caption)
+    for fact in (
+        "gamma = 0.05, 0.5 times",
+        DaFl().generator.kind,
+        "epsilon = 10, inf at delta = 1e-05",
+        "own-and-synthetic",
+    ):
+        assert fact in told
+    assert "DA-FL" not in " ".join(plan_table(settings()).caption)
+
+
+def test_caption_states_the_setting() -> None:
+    caption = " ".join(plan_table(settings(centralized=True, seed=[0, 1])).caption)
+    for fact in ("digits", "10 clients", "logistic", "1 rounds of 1 local epoch", "seeds 0, 1", "last round", "best"):
+        assert fact in caption
+    assert "upper bound" in caption
+    assert "upper bound" not in " ".join(plan_table(settings()).caption)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": ["fedavg", "fedporx"]}, "cell algorithm=fedporx.*did you mean 'fedprox'"),
+        ({"base": {"round": 3}}, "unknown key 'round'.*did you mean 'rounds'"),
+        ({"partition": ["label-1", "label-11"]}, "cell .*partition=label-11.*only 10 classes"),
+        ({"data": ["digitz"]}, "cell .*data=digitz.*did you mean 'digits'"),
+        ({"model": ["niid-cnn"]}, "cell .*model=niid-cnn.*16x16"),
+        ({"rounds": [0]}, r"cell .*rounds = 0.*greater than or equal to 1"),
+        ({"seed": []}, r"grid.seed = \[\]: give a list"),
+        ({"seed": 3}, r"grid.seed = 3: give a list of one or more values, such as seed = \[3\]"),
+    ],
+)
+def test_impossible_cells_are_refused_before_the_first_runs(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan_table(settings(**changes))
+
+
+def test_unknown_sections_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text("[bas]\nrounds = 1\n")
+    with pytest.raises(UserError, match=r"unknown key 'bas'.*did you mean 'base'"):
+        read_settings(file, [])
+
+
+def test_the_main_job_compares_all_methods_on_one_label_digits() -> None:
+    plan = plan_table(read_settings(PRESETS / "digits.toml", []))
+    assert plan.rows == (
+        "FedAvg", "FedProx", "SCAFFOLD", "FedNova", "FedMix", "NaiveMix", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi",
+        "DA-FL (gamma=0.5, generator=mean-embedding, labels=exponential:0.5) + FedAvg", "Centralized",
+    )  # fmt: skip
+    assert plan.columns[0] == "digits 1-Label"
+
+
+def test_every_preset_is_a_valid_table_file() -> None:
+    assert preset_names() == ["digits", "mnist"]
+    for name in preset_names():
+        assert read_settings(PRESETS / f"{name}.toml", []).grid
+
+
+def test_a_grid_that_nobody_could_read_is_refused_before_it_is_checked() -> None:
+    with pytest.raises(UserError, match=r"the grid has 1,000,000 cells, a table at most 10,000"):
+        plan_table(settings(seed=list(range(1000)), rounds=list(range(1, 1001))))

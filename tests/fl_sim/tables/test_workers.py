@@ -1,0 +1,81 @@
+"""Cells side by side share the cores, and what ends a worker is said with the advice that helps."""
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fl_sim.experiment.experiment import Auto, Experiment, InProcess, Ray
+from fl_sim.tables import workers
+from fl_sim.tables.workers import Failed, _why_it_died, _why_none_starts, _with_share_of_cores, _Worker, run_all
+from fl_sim.types import RunError
+
+
+@pytest.mark.parametrize(("jobs", "workers"), [(1, 8), (2, 4), (3, 2), (8, 1), (20, 1)])
+def test_a_cell_trains_as_many_clients_at_a_time_as_leave_the_others_their_cores(
+    monkeypatch: pytest.MonkeyPatch, jobs: int, workers: int
+) -> None:
+    monkeypatch.setattr(workers, "cores", lambda: 8)
+    asked = InProcess(threads=3, stack=5, graphs=False)
+    shared = _with_share_of_cores(Experiment(engine=asked, rounds=7), jobs)
+    assert shared == Experiment(engine=InProcess(threads=3, workers=workers, stack=5, graphs=False), rounds=7)
+
+
+@pytest.mark.parametrize("engine", [InProcess(workers=5), Ray(actors=3), Auto()])
+def test_what_was_asked_for_stays(engine: InProcess | Ray | Auto) -> None:
+    asked = Experiment(engine=engine)
+    assert _with_share_of_cores(asked, 4) is asked
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [(7, r"\(exit code 7\): something that it ran"), (0, "exit code 0"), (-9, "memory runs out: take fewer --jobs"),
+     (-15, "somebody ended it"), (-11, "signal 11.* compiled code")],
+)  # fmt: skip
+def test_a_dead_worker_is_no_matter_of_memory_unless_the_system_killed_it(code: int, said: str) -> None:
+    with pytest.raises(RunError, match=said):
+        raise RunError(_why_it_died(code))
+    assert ("--jobs" in _why_it_died(code)) == (code == -signal.SIGKILL)
+
+
+def test_a_worker_that_was_killed_while_it_started_asks_for_fewer_others() -> None:
+    assert "fewer --jobs" in _why_none_starts(-signal.SIGKILL)
+    assert "--jobs" not in _why_none_starts(1)
+
+
+RUNS = {name: Experiment(model="logistic", rounds=3, seed=seed) for seed, name in enumerate(("first", "second"))}
+
+
+def test_a_worker_that_cannot_start_ends_the_table_and_blames_no_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libnothing.so is not there')")
+    monkeypatch.syspath_prepend(tmp_path)  # workers have their parent's path
+    with pytest.raises(RunError, match=r"could not start \(exit code 1\): it prints the reason itself.* goes on from"):
+        list(run_all(RUNS, tmp_path / "out", 2, None))
+    assert "libnothing.so is not there" in capfd.readouterr().err
+    assert not list((tmp_path / "out").glob("*/result.json"))
+
+
+def test_no_more_processes_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(workers.SpawnProcess, "start", none_left)
+    with pytest.raises(RunError, match=r"could not be started: .*temporarily unavailable; fewer --jobs"):
+        list(run_all(RUNS, tmp_path / "out", 2, None))
+
+
+def test_a_worker_killed_in_the_middle_of_a_word_costs_its_cell_alone() -> None:
+    ours, theirs = workers.multiprocessing.Pipe()
+    os.write(theirs.fileno(), b"\0\0\1\0the first few of 256 bytes")
+    theirs.close()
+    worker = object.__new__(_Worker)
+    vars(worker).update(name="first", _is_up=True, connection=ours)
+    vars(worker).update(process=SimpleNamespace(join=lambda _: None, exitcode=-9))
+    event = worker.next_event()
+    assert isinstance(event, Failed)
+    assert event.name == "first"
+    assert "killed by signal 9" in event.error

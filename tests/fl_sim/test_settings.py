@@ -1,0 +1,194 @@
+"""Short forms, validation, and messages a user can act on."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field, ValidationError
+
+from fl_sim.experiment.experiment import experiment_from, with_overrides
+from fl_sim.settings import Settings, expand, explain, field_defaults, guess, kinds, parse, parse_scheme
+from fl_sim.types import UserError
+from partitions import Dirichlet, Iid, LabelK, Shards
+
+
+class Plain(Settings):
+    kind: Literal["plain"] = "plain"
+
+
+class Tuned(Settings):
+    kind: Literal["tuned"] = "tuned"
+    rate: float = Field(0.1, gt=0)
+    steps: int = 3
+
+
+@dataclass(frozen=True)
+class Counted:
+    kind: Literal["count-k"] = "count-k"
+    k: int = 1
+
+
+Choice = Plain | Tuned | Counted
+
+
+class Inner(Settings):
+    choice: Annotated[Choice, Field(discriminator="kind")] = Plain()
+    width: int = 4
+
+
+class Outer(Settings):
+    inner: Inner = Inner()
+    single: Tuned = Tuned()
+
+
+def _message(table):
+    with pytest.raises(ValidationError) as caught:
+        Outer.model_validate(table)
+    return explain(caught.value, Outer, "")
+
+
+def test_kinds_and_defaults_are_read_off_the_classes():
+    assert kinds(Choice) == {"plain": Plain, "tuned": Tuned, "count-k": Counted}
+    assert kinds(Tuned) == {"tuned": Tuned}
+    assert field_defaults(Tuned) == {"kind": "tuned", "rate": 0.1, "steps": 3}
+    assert field_defaults(Counted) == {"kind": "count-k", "k": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "table"),
+    [
+        ("plain", {"kind": "plain"}),
+        ("tuned", {"kind": "tuned"}),
+        ("tuned:0.05", {"kind": "tuned", "rate": "0.05"}),
+        ("count-7", {"kind": "count-k", "k": "7"}),
+        ("count-k", {"kind": "count-k"}),
+        ("count-k:7", {"kind": "count-k", "k": "7"}),
+    ],
+)
+def test_short_forms_grow_into_tables(text, table):
+    assert expand(text, Choice, "choice") == table
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tunde", r"unknown choice 'tunde' \(did you mean 'tuned'\?\); valid: plain, tuned, count-k"),
+        ("xyzzy", "unknown choice 'xyzzy'; valid: plain, tuned, count-k"),
+        ("tuned-3", "unknown choice 'tuned-3'"),
+        ("count-", "unknown choice 'count-'"),
+        ("", "unknown choice ''; valid"),
+        ("plain:3", "choice 'plain' takes no parameter, got 'plain:3'"),
+    ],
+)
+def test_unknown_short_forms_list_what_is_valid_and_guess(text, message):
+    with pytest.raises(UserError, match=message):
+        expand(text, Choice, "choice")
+
+
+def test_parse_takes_short_forms_and_tables():
+    assert parse("tuned:0.5", Choice, "choice") == Tuned(rate=0.5)
+    assert parse({"kind": "count-k", "k": 2}, Choice, "choice") == Counted(k=2)
+    assert parse({"kind": "tuned", "steps": "4"}, Tuned, "choice") == Tuned(steps=4)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"rate": 1.0}, "choice needs a kind, one of plain, tuned, count-k; got None"),
+        ({"kind": "tunde"}, "choice needs a kind, one of plain, tuned, count-k; got 'tunde'"),
+        (
+            {"kind": "tuned", "rat": 1.0},
+            r"unknown key 'choice.rat' \(did you mean 'rate'\?\); valid here: kind, rate, steps",
+        ),
+        ("tuned:-1", "choice.rate = '-1': input should be greater than 0"),
+        ("tuned:nan", "choice.rate = 'nan': input should be a finite number"),
+        ("tuned:x", "choice.rate = 'x': input should be a valid number"),
+    ],
+)
+def test_parse_says_what_is_wrong(value, message):
+    with pytest.raises(UserError, match=message):
+        parse(value, Choice, "choice")
+
+
+def test_schemes_have_the_papers_short_forms():
+    assert parse_scheme("label-1") == LabelK(k=1)
+    assert parse_scheme("label-12") == LabelK(k=12)
+    assert parse_scheme("dirichlet:0.05") == Dirichlet(beta=0.05)
+    assert parse_scheme("shards:2") == Shards(shards_per_client=2)
+    assert parse_scheme("iid") == Iid()
+    with pytest.raises(UserError, match=r"unknown partition 'dirichlt:0.05' \(did you mean 'dirichlet'\?\)"):
+        parse_scheme("dirichlt:0.05")
+    with pytest.raises(UserError, match=r"partition = .*beta=nan"):
+        parse_scheme("dirichlet:nan")
+    with pytest.raises(
+        UserError, match=r"unknown key 'partition.betta' \(did you mean 'beta'\?\); valid here: kind, beta"
+    ):
+        parse({"kind": "dirichlet", "betta": 1}, LabelK | Dirichlet, "partition")
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        Tuned().rate = 3.0
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"iner": {}}, "unknown key 'iner' (did you mean 'inner'?); valid here: inner, single"),
+        ({"inner": {"widht": 1}}, "unknown key 'inner.widht' (did you mean 'width'?); valid here: choice, width"),
+        ({"inner": {"zzz": 1}}, "unknown key 'inner.zzz'; valid here: choice, width"),
+        ({"single": {"rat": 1}}, "unknown key 'single.rat' (did you mean 'rate'?); valid here: kind, rate, steps"),
+        (
+            {"inner": {"choice": {"kind": "tuned", "stepz": 1}}},
+            "unknown key 'inner.choice.stepz' (did you mean 'steps'?); valid here: kind, rate, steps",
+        ),
+        # a key of another kind is not offered for this one
+        ({"inner": {"choice": {"kind": "plain", "rate": 1}}}, "unknown key 'inner.choice.rate'; valid here: kind"),
+        (
+            {"inner": {"choice": {"kind": "tunde"}}},
+            "inner.choice needs a kind, one of plain, tuned, count-k; got 'tunde' (did you mean 'tuned'?)",
+        ),
+        ({"inner": {"choice": {"rate": 1}}}, "inner.choice needs a kind, one of plain, tuned, count-k; got None"),
+        (
+            {"inner": {"choice": {"kind": "tuned", "rate": float("nan")}}},
+            "inner.choice.rate = nan: input should be a finite number",
+        ),
+        (
+            {"inner": {"choice": {"kind": "count-k", "k": "x"}}},
+            "inner.choice.k = 'x': input should be a valid integer, unable to parse string as an integer",
+        ),
+        ({"inner": 3}, "inner = 3: input should be a valid dictionary or instance of Inner"),
+        (
+            {"inner": {"width": []}, "single": {"rate": 0}},
+            "inner.width = []: input should be a valid integer; single.rate = 0: input should be greater than 0",
+        ),
+    ],
+)  # fmt: skip
+def test_every_mistake_is_named_with_its_place_its_value_and_what_is_valid(table, message):
+    assert _message(table) == message
+
+
+def test_guesses_are_close_or_none():
+    assert guess("fedvag", ["fedavg", "scaffold"]) == " (did you mean 'fedavg'?)"
+    assert guess("xyz", ["fedavg", "scaffold"]) == ""
+
+
+def test_messages_stay_short_whatever_was_given():
+    table = {f"key{number}": "x" * 10_000 for number in range(1000)} | {"rounds": "y" * 10_000}
+    with pytest.raises(UserError, match=r"and 996 more mistakes$") as refusal:
+        experiment_from(table)
+    assert len(str(refusal.value)) < 5 * 700
+    with pytest.raises(UserError, match="valid: label-k") as refusal:
+        experiment_from({"partition": "z" * 100_000})
+    assert len(str(refusal.value)) < 3000
+
+
+def test_whole_numbers_beyond_64_bits_are_refused():
+    with pytest.raises(UserError, match="seed is a whole number of 19 digits: it must have 64 bits"):
+        experiment_from({"seed": 2**63})
+    assert experiment_from({"seed": 2**63 - 1}).seed == 2**63 - 1
+
+
+def test_a_setting_deeper_than_any_is_refused_at_once():
+    with pytest.raises(UserError, match="lies 20000 groups deep"):
+        with_overrides({}, ["a" + ".b" * 20_000 + "=1"])

@@ -1,0 +1,272 @@
+"""Clients trained as one stack end where one after another does, for every algorithm and model, on unequal shards."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from fl_sim.models import MODELS
+from fl_sim.params import detached
+from fl_sim.seeding import rng, torch_kept
+from fl_sim.training import stacked
+from fl_sim.training.loop import LocalAlgorithm, train
+from fl_sim.training.precision import Precision
+from fl_sim.training.records import Records, Scale, Source
+from fl_sim.training.stacked import StackedTrainer
+from fl_sim.training.trainer import Job
+from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Params
+from strategies.fedavg import FedAvg
+from strategies.fedmix import FedMix, NaiveMix
+from strategies.fednova import FedNova
+from strategies.fedprox import FedProx
+from strategies.scaffold import Scaffold
+
+SHAPE = (1, 16, 16)
+SIZES = (1, 40, 0, 7, 64, 23)
+SETTINGS = LocalSettings(0.02, 0.9, 1e-4, batch_size=16, epochs=2)
+ALGORITHMS = [FedAvg(), FedProx(mu=0.1), Scaffold(), FedNova(), FedMix(), NaiveMix()]
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+
+
+def model(name: str, device: str = "cpu") -> nn.Module:
+    with torch_kept():
+        torch.manual_seed(6)
+        return MODELS[name](SHAPE, 10).to(device)
+
+
+def noise(params: Params, seed: int) -> Params:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: 0.01 * torch.randn(value.shape, generator=generator) for name, value in params.items()}
+
+
+def jobs(algorithm: LocalAlgorithm, name: str, settings: LocalSettings = SETTINGS, device: str = "cpu") -> list[Job]:
+    params = detached(model(name).named_parameters())
+    generator = torch.Generator().manual_seed(0)
+    pool = {"inputs": torch.randn(3, *SHAPE, generator=generator), "labels": torch.full((3, 10), 0.1)}
+    made = []
+    for client, size in enumerate(SIZES):
+        rate = settings.learning_rate * (1 + client / 10)
+        task = LocalTask(
+            1, client, len(SIZES), size, replace(settings, learning_rate=rate), params, {"control": noise(params, 1)},
+            {"control": noise(params, 2 + client)} if client % 2 else {}, pool,
+        )  # fmt: skip
+        inputs = torch.randn(size, *SHAPE, generator=generator).to(device)
+        labels = torch.randint(0, 10, (size,), generator=generator).to(device)
+        made.append(Job(task, algorithm.plan(task), Records.of(inputs, labels), rng(0, "batches", client)))
+    return made
+
+
+def flat(params: Params) -> torch.Tensor:
+    return torch.cat([value.double().cpu().reshape(-1) for value in params.values()])
+
+
+def assert_agree(made: Callable[[], list[Job]], name: str, device: str = "cpu", within: float = 5e-5) -> None:
+    found, expected = made(), made()
+    for job, twin, trained in zip(found, expected, StackedTrainer(model(name, device)).train(found), strict=True):
+        alone = train(model(name, device), twin.task, twin.plan, *twin.records.tensors(), twin.generator)
+        assert trained.num_steps == alone.num_steps
+        assert trained.params.keys() == alone.params.keys()
+        assert trained.momentum_buffers.keys() == alone.momentum_buffers.keys()
+        assert trained.loss == (None if alone.loss is None else pytest.approx(alone.loss, rel=1e-4))
+        moved = float((flat(alone.params) - flat(job.task.params)).norm())
+        assert float((flat(trained.params) - flat(alone.params)).norm()) <= within * moved
+        if alone.momentum_buffers:
+            buffers = flat(alone.momentum_buffers)
+            assert float((flat(trained.momentum_buffers) - buffers).norm()) <= 10 * within * float(buffers.norm())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.kind)
+def test_a_stack_ends_where_the_one_by_one_loop_does(algorithm: LocalAlgorithm, device: str) -> None:
+    assert_agree(lambda: jobs(algorithm, "niid-cnn", device=device), "niid-cnn", device)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "niid-cnn"])
+def test_every_model_of_ours_can_be_stacked(name: str) -> None:
+    settings = replace(SETTINGS, epochs=1, learning_rate=0.005)
+    assert_agree(lambda: jobs(Scaffold(), name, settings), name)
+
+
+def test_without_momentum_or_decay_it_is_plain_sgd() -> None:
+    settings = LocalSettings(0.05, 0.0, 0.0, batch_size=16, epochs=1)
+    assert_agree(lambda: jobs(FedAvg(), "mlp", settings), "mlp")
+
+
+def test_warm_momentum_goes_on_where_it_was() -> None:
+    def warm() -> list[Job]:
+        return [
+            replace(job, plan=LocalPlan(momentum_buffers=noise(job.task.params, job.task.client)))
+            for job in jobs(FedAvg(), "mlp")
+        ]
+
+    assert_agree(warm, "mlp")
+
+
+def test_frozen_and_unused_parameters_stay_as_they_were() -> None:
+    def partly() -> nn.Module:
+        made = model("mlp")
+        made.register_parameter("unused", nn.Parameter(torch.ones(2)))
+        made.get_parameter("1.weight").requires_grad = False
+        return made
+
+    def made() -> list[Job]:
+        params = detached(partly().named_parameters())
+        return [replace(job, task=replace(job.task, params=params)) for job in jobs(FedAvg(), "mlp")]
+
+    for job, twin, trained in zip(made(), made(), StackedTrainer(partly()).train(made()), strict=True):
+        alone = train(partly(), twin.task, twin.plan, *twin.records.tensors(), twin.generator)
+        for name in ("unused", "1.weight"):
+            assert torch.equal(trained.params[name], job.task.params[name])
+        assert float((flat(trained.params) - flat(alone.params)).norm()) <= 1e-4 * float(flat(alone.params).norm())
+
+
+def test_the_same_stack_gives_the_same_bits() -> None:
+    forward = StackedTrainer(model("niid-cnn")).train(jobs(Scaffold(), "niid-cnn"))
+    again = StackedTrainer(model("niid-cnn")).train(jobs(Scaffold(), "niid-cnn"))
+    assert all(torch.equal(flat(one.params), flat(two.params)) for one, two in zip(forward, again, strict=True))
+
+
+def test_bfloat16_stays_near_and_keeps_float32_weights() -> None:
+    settings = replace(SETTINGS, epochs=1)
+    whole = StackedTrainer(model("mlp")).train(jobs(FedAvg(), "mlp", settings))
+    half = StackedTrainer(model("mlp"), "bfloat16").train(jobs(FedAvg(), "mlp", settings))
+    for job, one, two in zip(jobs(FedAvg(), "mlp", settings), whole, half, strict=True):
+        moved = float((flat(one.params) - flat(job.task.params)).norm())
+        assert float((flat(one.params) - flat(two.params)).norm()) <= 0.1 * moved
+        assert all(value.dtype == torch.float32 for value in two.params.values())
+        assert moved == 0 or not torch.equal(flat(one.params), flat(two.params))
+
+
+def as_bytes(made: list[Job], sources: int, device: str = "cpu") -> list[Job]:
+    """Return ``made`` with other records: every client's a range of bytes that lie in one source or in several."""
+    generator = torch.Generator().manual_seed(7)
+    scale = Scale(torch.full((1, 1, 1, 1), 33.3), torch.full((1, 1, 1, 1), 78.6)).to(torch.device(device))
+    total = sum(SIZES)
+    shared = []
+    for _ in range(sources):
+        inputs = torch.randint(0, 256, (total, *SHAPE), generator=generator, dtype=torch.uint8).to(device)
+        shared.append(Source(inputs, torch.randint(0, 10, (total,), generator=generator).to(device), scale))
+    ends = [sum(SIZES[: place + 1]) for place in range(len(SIZES))]
+    return [
+        replace(job, records=Records(tuple((source, range(end - size, end)) for source in shared)))
+        for job, size, end in zip(made, SIZES, ends, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sources", [1, 2])
+def test_clients_whose_records_are_ranges_of_bytes_end_there_too(sources: int, device: str) -> None:
+    settings = replace(SETTINGS, epochs=1)
+    assert_agree(lambda: as_bytes(jobs(Scaffold(), "niid-cnn", settings), sources, device), "niid-cnn", device)
+
+
+def test_bytes_and_floats_give_the_same_bits() -> None:
+    made = as_bytes(jobs(FedAvg(), "niid-cnn"), 1)
+    floats = [
+        replace(job, records=Records.of(*twin.records.tensors()))
+        for job, twin in zip(jobs(FedAvg(), "niid-cnn"), made, strict=True)
+    ]
+    left, right = (StackedTrainer(model("niid-cnn")).train(some) for some in (made, floats))
+    assert all(torch.equal(flat(one.params), flat(two.params)) for one, two in zip(left, right, strict=True))
+
+
+def rounds(trainer: StackedTrainer, algorithm: LocalAlgorithm, device: str = "cpu") -> list[torch.Tensor]:
+    """Return where all clients are after each of three rounds of ``trainer``, the last with the first few alone."""
+    first = as_bytes(jobs(algorithm, "mlp"), 1, device)
+    source, pool = first[0].records.parts[0][0], first[0].task.pool
+    found = []
+    for server_round in range(3):
+        made = []
+        for job in as_bytes(jobs(algorithm, "mlp"), 1, device):
+            records = Records(((source, job.records.parts[0][1]),))
+            task = replace(job.task, server_round=server_round, pool=pool)
+            made.append(replace(job, task=task, plan=algorithm.plan(task), records=records))
+        results = trainer.train(made[: 6 - server_round])
+        found.append(torch.cat([flat(trained.params) for trained in results]))
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.kind)
+def test_steps_that_are_taken_as_one_launch_end_where_others_do(
+    algorithm: LocalAlgorithm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The step that a GPU captures, with clients that are finished among those who train; a stand-in launches it.
+    monkeypatch.setattr(stacked, "captures_on", lambda device: True)
+    captured = []
+
+    def capture(step: Callable[[], None]) -> Callable[[], None]:
+        step()
+        captured.append(step)
+        return step
+
+    as_one = rounds(StackedTrainer(model("mlp"), capture=capture), algorithm)
+    assert len(captured) == 4  # from the second round on, for 6, 3, 2 and 1 clients
+    for one, other in zip(as_one, rounds(StackedTrainer(model("mlp"), graphs=False), algorithm), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("algorithm", [FedProx(mu=2.0), Scaffold()], ids=lambda algorithm: algorithm.kind)
+def test_what_a_stack_keeps_in_memory_is_of_this_round(algorithm: LocalAlgorithm) -> None:
+    """The model that a proximal term pulls to, and the offsets, are those that came with the round, not the first's."""
+    trainer, settings = StackedTrainer(model("mlp")), replace(SETTINGS, epochs=1, momentum=0.0)
+    first = as_bytes(jobs(algorithm, "mlp", settings), 1)  # the same records each time, or the trainer starts anew
+    for server_round in range(3):
+
+        def made(server_round: int = server_round) -> list[Job]:
+            turned = []
+            for job in first:
+                moved_on = noise(job.task.params, 90 + server_round)
+                params = {name: value + moved_on[name] for name, value in job.task.params.items()}
+                state = {name: noise(params, 10 * server_round + job.task.client) for name in job.task.state}
+                task = replace(job.task, params=params, state=state)
+                turned.append(Job(task, algorithm.plan(task), job.records, rng(0, "batches", job.task.client)))
+            return turned
+
+        for twin, trained in zip(made(), trainer.train(made()), strict=True):
+            alone = train(model("mlp"), twin.task, twin.plan, *twin.records.tensors(), twin.generator)
+            moved = float((flat(alone.params) - flat(twin.task.params)).norm())
+            assert float((flat(trained.params) - flat(alone.params)).norm()) <= 1e-3 * moved
+
+
+@pytest.mark.gpu
+@NO_GPU
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.kind)
+def test_cuda_graphs_end_where_single_launches_do(algorithm: LocalAlgorithm) -> None:
+    trainer = StackedTrainer(model("mlp", "cuda"))
+    as_one = rounds(trainer, algorithm, "cuda")  # a warning, were one not captured, would be an error
+    assert trainer.num_graphs == 4
+    plainly = rounds(StackedTrainer(model("mlp", "cuda"), graphs=False), algorithm, "cuda")
+    for one, other in zip(as_one, plainly, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.gpu
+@NO_GPU
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
+def test_every_model_of_ours_can_be_captured_in_every_precision(name: str, precision: Precision) -> None:
+    trainer = StackedTrainer(model(name, "cuda"), precision)
+    first = as_bytes(jobs(FedAvg(), name), 1, "cuda")
+    source = first[0].records.parts[0][0]
+    for _ in range(2):
+        made = [
+            replace(job, records=Records(((source, twin.records.parts[0][1]),)))
+            for job, twin in zip(jobs(FedAvg(), name), first, strict=True)
+        ]
+        results = trainer.train(made)
+    assert trainer.num_graphs == 4
+    assert all(bool(torch.isfinite(flat(trained.params)).all()) for trained in results)
+
+
+def test_empty_clients_alone_stay_where_they_are() -> None:
+    (job,) = (job for job in jobs(FedAvg(), "mlp") if not len(job.records))
+    (trained,) = StackedTrainer(model("mlp")).train([job])
+    assert (trained.num_steps, trained.loss, trained.momentum_buffers) == (0, None, {})
+    assert torch.equal(flat(trained.params), flat(job.task.params))
+
+
+def test_no_clients_are_no_results() -> None:
+    assert StackedTrainer(model("mlp")).train([]) == []
