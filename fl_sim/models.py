@@ -1,6 +1,5 @@
 """The networks of the experiments, each a function from (input shape, classes) to a fresh ``nn.Module``."""
 
-import importlib
 from collections.abc import Callable
 from itertools import pairwise
 from typing import TypeAlias
@@ -8,6 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from fl_sim.import_path import load_object
 from fl_sim.seeding import seed_torch, torch_alone
 from fl_sim.types import UserError
 
@@ -119,13 +119,7 @@ def build(name: str, input_shape: Shape, num_classes: int, seed: int) -> nn.Modu
 
 
 def _imported(path: str) -> Factory:
-    module_name, _, attribute = path.partition(":")
-    try:
-        factory: Factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:  # the last two: an empty or relative name
-        raise UserError(
-            f"model {path!r} cannot be imported: {error}; it must be package.module:factory on the Python path"
-        ) from error
+    factory: Factory = load_object(path, "model")
     if not callable(factory):
         raise UserError(f"model {path!r} is {factory!r}, not a function of (input_shape, num_classes)")
     return factory
