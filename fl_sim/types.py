@@ -1,6 +1,5 @@
 """The values that flow through the program: frozen, and innocent of algorithms, engines and libraries above torch."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -8,6 +7,11 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from fl_sim.errors import BudgetExhausted as BudgetExhausted  # noqa: PLC0414 (said so for mypy)
+from fl_sim.errors import Malformed as Malformed  # noqa: PLC0414
+from fl_sim.errors import RunError as RunError  # noqa: PLC0414
+from fl_sim.errors import UserError as UserError  # noqa: PLC0414
 
 Params: TypeAlias = Mapping[str, torch.Tensor]
 """Named float32 tensors: a model's trainable parameters, or anything of their shape (an update, a control variate).
@@ -18,45 +22,6 @@ Nobody writes to them, so that those in one process may be the same in many plac
 
 Payloads: TypeAlias = dict[str, Params]
 """Named groups of tensors, such as ``{"delta": ..., "control_delta": ...}``."""
-
-
-class UserError(ValueError):
-    """The user's mistake: the message names the value and the fix. The command line exits with 2."""
-
-
-class RunError(RuntimeError):
-    """A run that could not go on: the message names client and round. The command line exits with 1.
-
-    ``private``: what clients said, where it may hold their records; it belongs in no file that others may read.
-    """
-
-    def __init__(self, message: str, *, private: str = "") -> None:
-        super().__init__(message)
-        self.private = private
-
-
-class Malformed(ValueError):  # noqa: N818 (what an answer is, not what went wrong with us)
-    """An answer that cannot be used. The message says why in our words; ``said``: the client's own, where it failed."""
-
-    def __init__(
-        self, reason: str, *, cure: str = "see that it runs the same version of fl-sim", said: str = ""
-    ) -> None:
-        super().__init__(f"{reason}: {cure}" if cure else reason)
-        self.said = said
-
-
-class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an error in it)
-    """The next release would exceed the budget. Nothing was charged and nothing may be released."""
-
-    def __init__(self, *, num_releases: int, spent: float, would_be: float, budget: float, delta: float):
-        after = f"{would_be:.4g}" if would_be < math.inf else "none (no guarantee)"
-        super().__init__(
-            f"budget spent after {num_releases} releases: epsilon {spent:.4g} of {budget:g} at delta {delta:g}; "
-            f"one more would make it {after}"
-        )
-        self.num_releases = num_releases
-        self.spent = spent
-        self.would_be = would_be
 
 
 @dataclass(frozen=True)

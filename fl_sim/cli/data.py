@@ -2,27 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from fl_sim.data import NAMES, Check, Source, find, roots, verify, wanted_files
-from fl_sim.types import RunError
-
-app = typer.Typer(help="Find and check data sets.", no_args_is_help=True, rich_markup_mode=None)
-
-_DataRoot = Annotated[Path | None, typer.Option(help="A directory to search before $FL_SIM_DATA and your cache.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+from fl_sim.errors import RunError
 
 
-@app.command("list")
-def list_command(*, data_root: _DataRoot = None, json_output: _Json = False) -> None:
-    """Show which data sets are found, and where the others are looked for.
-
-    For example:
-
-      fl-sim data list --data-root ROOT
-    """
+def show_found(data_root: Path | None, *, json_output: bool) -> None:
+    """Print which data sets are found, and where the others are looked for."""
     found = {name: find(name, data_root) for name in NAMES}
     if json_output:
         searched = [
@@ -38,22 +27,10 @@ def list_command(*, data_root: _DataRoot = None, json_output: _Json = False) -> 
     )
 
 
-@app.command("verify")
-def verify_command(
-    *,
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Default: all that are found.")] = None,
-    data_root: _DataRoot = None,
-    json_output: _Json = False,
-) -> None:
-    """Compare data sets with what is published: checksums, shapes, counts, labels.
+def verify_all(names: list[str], data_root: Path | None, *, json_output: bool) -> None:
+    """Compare the data sets ``names``, or all that are found, with what is published.
 
-    Exits with 1 when a file is damaged or a data set asked for is missing.
-
-    For example:
-
-      fl-sim data verify
-
-      fl-sim data verify mnist npz:my.npz --data-root ROOT
+    Raises RunError where a file is damaged or a data set asked for is missing.
     """
     wanted = names or [name for name in NAMES if find(name, data_root)]
     checks = []

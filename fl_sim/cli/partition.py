@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import typer
@@ -23,35 +22,17 @@ _MOST_COLUMNS = 12
 _QUANTILES = {"min": 0.0, "p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
 
 
-def partition(
+def show_partition(
+    data: str,
+    scheme: str,
+    clients: int,
+    seed: int,
+    plot: Path | None,
+    data_root: Path | None,
     *,
-    data: Annotated[
-        str, typer.Option(help="digits, mnist, fashion-mnist, cifar10, cifar100, svhn, npz:PATH, folder:PATH.")
-    ] = "digits",
-    scheme: Annotated[
-        str,
-        typer.Option(help="label-1, label-2, ..., dirichlet:BETA, iid, shards:S, quantity:BETA, feature-noise:SIGMA."),
-    ] = "label-1",
-    clients: Annotated[int, typer.Option(min=1, help="Number of clients.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="The run with this seed gets this very split.")] = 0,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw clients x classes to a .png, .svg or .pdf.")
-    ] = None,
-    data_root: Annotated[
-        Path | None, typer.Option(help="Where data sets lie (default: $FL_SIM_DATA, then your cache).")
-    ] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print sizes and label counts as one JSON object.")
-    ] = False,
+    json_output: bool,
 ) -> None:
-    """Show how a scheme splits a training set: sizes and label counts of every client.
-
-    For example:
-
-      fl-sim partition --data digits --scheme label-2 --clients 10
-
-      fl-sim partition --data mnist --scheme dirichlet:0.05 --clients 100 --plot split.png --data-root ROOT
-    """
+    """Print sizes and label counts of every client, and draw them where ``plot`` names a file."""
     chosen = parse_scheme(scheme)
     dataset = load(data, data_root)
     parts = shards_of(data, chosen, clients, seed, data_root)

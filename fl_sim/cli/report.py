@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -23,31 +23,8 @@ from fl_sim.store.run_directory import write_text
 PAGE = "report.html"
 
 
-def report(
-    directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Run or table directories, or directories that hold some.")
-    ],
-    *,
-    out: Annotated[
-        Path | None, typer.Option(help="Where to write (default: DIR/report; results/report for several).")
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print what was found as one JSON object.")] = False,
-) -> None:
-    """Draw accuracy and loss over rounds, and write a page that compares finished runs.
-
-    Runs that differ in the seed alone are averaged; all other differences are named in the legend. Writes report.html
-    (one file, to open or to send), accuracy.png and loss.png, or figures by data set and split where there are more
-    than four of these. Runs with synthetic records add their samples by class and epsilon (samples-*.png), and where
-    they differ in epsilon or gamma alone the final accuracy over it (sweep-*.png). Runs of PATE add noisy labels over
-    1/gamma, students over queries and epsilon, and the teachers' agreement where votes were kept (pate-*.png). Damaged
-    and unfinished runs are reported; the rest is shown.
-
-    For example:
-
-      fl-sim report results/digits
-
-      fl-sim report results/fedavg results/scaffold --out results/comparison
-    """
+def write_report(directories: list[Path], out: Path | None, *, json_output: bool) -> None:
+    """Write the page and its figures, and print where they are and what could not be shown."""
     found = find(directories)
     groups, doubles = group(found.runs)
     found.problems += doubles

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -14,42 +14,9 @@ from fl_sim.simulation.run import run, short_form
 from fl_sim.tables.plan import PRESETS, preset_names
 
 
-def run_command(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[FILE or PRESET] [KEY=VALUE]...", help="A TOML file, or a preset, and settings over it."
-        ),
-    ] = None,
-    *,
-    out: Annotated[Path, typer.Option(help="Where results go; an unfinished run in it goes on.")] = Path("results/run"),
-    data_root: Annotated[
-        Path | None, typer.Option(help="Where data sets lie (else $FL_SIM_DATA, then a cache).")
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
-) -> None:
-    """Run one experiment; with no arguments FedAvg on 1-Label digits, embedded in the package.
-
-    Settings: data, partition, clients, model, algorithm, sampler, local.epochs, local.batch_size, local.learning_rate,
-    local.momentum, local.weight_decay, local.schedule, rounds, evaluate_every, seed, engine, round_timeout, aggregator,
-    preprocess, preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on,
-    preprocess.server_epochs.
-
-    For example:
-
-      fl-sim run
-
-      fl-sim run data=mnist partition=dirichlet:0.05 algorithm=scaffold rounds=50 local.epochs=10 --out results/scaffold
-
-      fl-sim run mnist algorithm=fednova partition=label-2
-
-      fl-sim run data=mnist preprocess=da-fl preprocess.epsilon=10 preprocess.gamma=0.05
-
-      fl-sim run data=mnist clients=250 algorithm=pate algorithm.queries=100 algorithm.student=fixmatch
-
-      fl-sim run experiment.toml algorithm=fedprox algorithm.mu=0.1 sampler=fixed-size:10 engine=ray:4
-    """
-    experiment = parse_experiment(arguments or [])
+def run_experiment(arguments: list[str], out: Path, data_root: Path | None, *, json_output: bool) -> None:
+    """Run what ``[FILE or PRESET] [key=value ...]`` describes, and print what came of it."""
+    experiment = parse_experiment(arguments)
     experiment = resolved(experiment, data_root)
     with RunProgress(title_of(experiment), experiment.rounds, timed=not is_private(experiment)) as progress:
         result = run(experiment, out, data_root, _Shown(progress))

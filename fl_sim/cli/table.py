@@ -5,7 +5,6 @@ import os
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fl_sim.cli.run import took
+from fl_sim.errors import RunError, UserError
 from fl_sim.report.bills import bills_of
 from fl_sim.report.release import Release
 from fl_sim.report.runs import read_all
@@ -22,42 +22,15 @@ from fl_sim.settings import guess
 from fl_sim.tables.plan import PRESETS, Cell, Plan, TableSettings, plan_table, preset_names, read_settings
 from fl_sim.tables.words import data_label
 from fl_sim.tables.workers import Event, Failed, Finished, Preparing, RoundDone, Started, run_all
-from fl_sim.types import RunError, UserError
 
 CELLS = "cells"
 
 
-def table(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[FILE or PRESET] [KEY=VALUE]...", help="A TOML file or a preset; settings over it."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for the results (default: results/NAME).")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Cells to run side by side (default: one a core).")] = None,
-    data_root: Annotated[Path | None, typer.Option(help="Where data sets lie (else $FL_SIM_DATA, your cache).")] = None,
-    *,
-    json_output: Annotated[bool, typer.Option("--json", help="Print the table as one JSON object.")] = False,
+def fill_table(
+    arguments: list[str], out: Path | None, jobs: int | None, data_root: Path | None, *, json_output: bool
 ) -> None:
-    """Compare methods: rows are methods, columns data sets and splits, seeds are averaged.
-
-    With no arguments: all methods on 1-Label digits, embedded in the package. Presets: digits, mnist.
-    A finished cell is not run again; after a crash or Ctrl-C the same command goes on where it stopped. Writes
-    table.md, table.csv, table.tex and table.json after every cell, and a run directory for each under DIR/cells.
-
-    A FILE has [base], settings as for 'fl-sim run', and [grid], lists of values: algorithm, data, partition, seed or
-    any other setting. An entry of algorithm may set more than that, such as {algorithm = "fedavg", preprocess = {kind =
-    "da-fl", epsilon = 10}}. centralized = false leaves out the upper bound. A key=value takes a list where the grid has
-    one.
-
-    For example:
-
-      fl-sim table
-
-      fl-sim table mnist --out results/mnist --data-root ROOT --jobs 4
-
-      fl-sim table grid.toml rounds=50 seed=0,1,2 algorithm=fedavg,scaffold
-    """
-    path, overrides = _parse(arguments or [])
+    """Run all cells that are not finished, and print the table. Raises RunError where a cell failed."""
+    path, overrides = _parse(arguments)
     settings = read_settings(path, overrides)
     plan = plan_table(settings, data_root)
     out = out or Path("results") / path.stem

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 if TYPE_CHECKING:
     from fl_sim.cli.privacy.plan import Sampling

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fl_sim.cli.data import app
+from fl_sim.cli.verbs import data_app as app
 from fl_sim.data import NAMES
 from fl_sim.types import RunError, UserError
 

@@ -4,18 +4,14 @@ import json
 
 import numpy as np
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from fl_sim.cli.partition import partition
+from fl_sim.cli.verbs import app
 from fl_sim.types import UserError
-
-app = typer.Typer()
-app.command()(partition)
 
 
 def run(*arguments):
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(app, ["partition", *arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output

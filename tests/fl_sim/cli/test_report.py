@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fl_sim.cli.report import report
+from fl_sim.cli.verbs import report
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.report.groups import _NAMES, _PREPROCESSES
 from fl_sim.simulation.run import run as run_experiment

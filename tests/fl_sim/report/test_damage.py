@@ -11,7 +11,7 @@ import typer
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
-from fl_sim.cli.report import report
+from fl_sim.cli.verbs import report
 from fl_sim.privacy import bill
 from fl_sim.types import UserError
 

@@ -1,0 +1,219 @@
+"""What can be typed: every verb with its options and its help. What a verb does is imported when it is called.
+
+Help and typos are answered from here, so nothing in this file may import torch, Flower or a library for figures.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import fl_sim
+from fl_sim.cli.privacy.verbs import app as privacy_app
+
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+_DataRoot = Annotated[Path | None, typer.Option(help="Where data sets lie (else $FL_SIM_DATA, then your cache).")]
+_Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[FILE or PRESET] [KEY=VALUE]...", help="A TOML file, or a preset, and settings over it."),
+]
+
+app = typer.Typer(
+    name="fl-sim",
+    help="Federated-learning simulation: split a data set, train with a list of methods, compare them. "
+    "Start with 'fl-sim table', which compares all methods on embedded data.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+data_app = typer.Typer(help="Find and check data sets.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def _print_version(*, asked: bool) -> None:
+    if asked:
+        typer.echo(f"fl-sim {fl_sim.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_every_verb(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=lambda asked: _print_version(asked=asked), is_eager=True,
+                     help="Print the version."),
+    ] = False,
+) -> None:  # fmt: skip
+    """Take the options that stand before a verb."""
+    del version
+
+
+@app.command("run")
+def run(
+    arguments: _Settings = None,
+    *,
+    out: Annotated[Path, typer.Option(help="Where results go; an unfinished run in it goes on.")] = Path("results/run"),
+    data_root: _DataRoot = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Run one experiment; with no arguments FedAvg on 1-Label digits, embedded in the package.
+
+    Settings: data, partition, clients, model, algorithm, sampler, local.epochs, local.batch_size, local.learning_rate,
+    local.momentum, local.weight_decay, local.schedule, rounds, evaluate_every, seed, engine, round_timeout, aggregator,
+    preprocess, preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on,
+    preprocess.server_epochs.
+
+    For example:
+
+      fl-sim run
+
+      fl-sim run data=mnist partition=dirichlet:0.05 algorithm=scaffold rounds=50 local.epochs=10 --out results/scaffold
+
+      fl-sim run mnist algorithm=fednova partition=label-2
+
+      fl-sim run data=mnist preprocess=da-fl preprocess.epsilon=10 preprocess.gamma=0.05
+
+      fl-sim run data=mnist clients=250 algorithm=pate algorithm.queries=100 algorithm.student=fixmatch
+
+      fl-sim run experiment.toml algorithm=fedprox algorithm.mu=0.1 sampler=fixed-size:10 engine=ray:4
+    """
+    from fl_sim.cli.run import run_experiment  # noqa: PLC0415 (see above)
+
+    run_experiment(arguments or [], out, data_root, json_output=json_output)
+
+
+@app.command("table")
+def table(
+    arguments: _Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the results (default: results/NAME).")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Cells to run side by side (default: one a core).")] = None,
+    data_root: _DataRoot = None,
+    *,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the table as one JSON object.")] = False,
+) -> None:
+    """Compare methods: rows are methods, columns data sets and splits, seeds are averaged.
+
+    With no arguments: all methods on 1-Label digits, embedded in the package. Presets: digits, mnist.
+    A finished cell is not run again; after a crash or Ctrl-C the same command goes on where it stopped. Writes
+    table.md, table.csv, table.tex and table.json after every cell, and a run directory for each under DIR/cells.
+
+    A FILE has [base], settings as for 'fl-sim run', and [grid], lists of values: algorithm, data, partition, seed or
+    any other setting. An entry of algorithm may set more than that, such as {algorithm = "fedavg", preprocess = {kind =
+    "da-fl", epsilon = 10}}. centralized = false leaves out the upper bound. A key=value takes a list where the grid has
+    one.
+
+    For example:
+
+      fl-sim table
+
+      fl-sim table mnist --out results/mnist --data-root ROOT --jobs 4
+
+      fl-sim table grid.toml rounds=50 seed=0,1,2 algorithm=fedavg,scaffold
+    """
+    from fl_sim.cli.table import fill_table  # noqa: PLC0415 (see above)
+
+    fill_table(arguments or [], out, jobs, data_root, json_output=json_output)
+
+
+@app.command("partition")
+def partition(
+    *,
+    data: Annotated[
+        str, typer.Option(help="digits, mnist, fashion-mnist, cifar10, cifar100, svhn, npz:PATH, folder:PATH.")
+    ] = "digits",
+    scheme: Annotated[
+        str,
+        typer.Option(help="label-1, label-2, ..., dirichlet:BETA, iid, shards:S, quantity:BETA, feature-noise:SIGMA."),
+    ] = "label-1",
+    clients: Annotated[int, typer.Option(min=1, help="Number of clients.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="The run with this seed gets this very split.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw clients x classes to a .png, .svg or .pdf.")
+    ] = None,
+    data_root: _DataRoot = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print sizes and label counts as one JSON object.")
+    ] = False,
+) -> None:
+    """Show how a scheme splits a training set: sizes and label counts of every client.
+
+    For example:
+
+      fl-sim partition --data digits --scheme label-2 --clients 10
+
+      fl-sim partition --data mnist --scheme dirichlet:0.05 --clients 100 --plot split.png --data-root ROOT
+    """
+    from fl_sim.cli.partition import show_partition  # noqa: PLC0415 (see above)
+
+    show_partition(data, scheme, clients, seed, plot, data_root, json_output=json_output)
+
+
+@app.command("report")
+def report(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Run or table directories, or directories that hold some.")
+    ],
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write (default: DIR/report; results/report for several).")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print what was found as one JSON object.")] = False,
+) -> None:
+    """Draw accuracy and loss over rounds, and write a page that compares finished runs.
+
+    Runs that differ in the seed alone are averaged; all other differences are named in the legend. Writes report.html
+    (one file, to open or to send), accuracy.png and loss.png, or figures by data set and split where there are more
+    than four of these. Runs with synthetic records add their samples by class and epsilon (samples-*.png), and where
+    they differ in epsilon or gamma alone the final accuracy over it (sweep-*.png). Runs of PATE add noisy labels over
+    1/gamma, students over queries and epsilon, and the teachers' agreement where votes were kept (pate-*.png). Damaged
+    and unfinished runs are reported; the rest is shown.
+
+    For example:
+
+      fl-sim report results/digits
+
+      fl-sim report results/fedavg results/scaffold --out results/comparison
+    """
+    from fl_sim.cli.report import write_report  # noqa: PLC0415 (see above)
+
+    write_report(directories, out, json_output=json_output)
+
+
+@data_app.command("list")
+def list_data(*, data_root: _DataRoot = None, json_output: _Json = False) -> None:
+    """Show which data sets are found, and where the others are looked for.
+
+    For example:
+
+      fl-sim data list --data-root ROOT
+    """
+    from fl_sim.cli.data import show_found  # noqa: PLC0415 (see above)
+
+    show_found(data_root, json_output=json_output)
+
+
+@data_app.command("verify")
+def verify_data(
+    *,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Default: all that are found.")] = None,
+    data_root: _DataRoot = None,
+    json_output: _Json = False,
+) -> None:
+    """Compare data sets with what is published: checksums, shapes, counts, labels.
+
+    Exits with 1 when a file is damaged or a data set asked for is missing.
+
+    For example:
+
+      fl-sim data verify
+
+      fl-sim data verify mnist npz:my.npz --data-root ROOT
+    """
+    from fl_sim.cli.data import verify_all  # noqa: PLC0415 (see above)
+
+    verify_all(names or [], data_root, json_output=json_output)
+
+
+app.add_typer(privacy_app, name="privacy")
+app.add_typer(data_app, name="data")
