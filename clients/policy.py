@@ -22,11 +22,12 @@ from typing import Final
 from dp_accounting import dp_event
 from pydantic import Field, ValidationError
 
+from fl_sim.mistakes import explain
 from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts
 from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.terms import Terms
-from fl_sim.settings import Settings, explain
+from fl_sim.settings import Settings
 from fl_sim.settings_file import parse_table
 from fl_sim.store.locks import alone_in
 from fl_sim.store.tensors import write_private

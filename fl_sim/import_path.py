@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 _MOST_LETTERS = 300  # of another's error message, which may be a page long
 

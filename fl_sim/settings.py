@@ -1,25 +1,169 @@
-"""Settings as frozen values: their base, short forms such as ``dirichlet:0.05``, and messages that help."""
+"""Settings as frozen values, and fields that take any kind: ours, one by import path, or an object.
 
-import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
-from typing import Any, Self, TypeAlias, Union, get_args, get_origin, get_type_hints
+A field is declared once, ``algorithm: Annotated[AnyAlgorithm, OneOf("algorithm", Algorithm)] = FedAvg()``, and takes
+``scaffold``, ``dirichlet:0.05`` (sets the first parameter), ``label-2``, a table with a ``kind``,
+``my_pkg.fed:FedDyn``, a table with that as its kind, a short name from the entry-point group ``fl_sim.kinds``, and an
+object from Python.
+"""
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError, model_validator
+import importlib.metadata
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Annotated, Any, Final, Self, TypeAlias, get_args, get_origin
 
-from fl_sim.types import UserError
-from partitions import Scheme
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
+
+from fl_sim.errors import UserError
+from fl_sim.import_path import load_object
+from fl_sim.kinds import field_defaults, is_settings, kind_of, kinds
+from fl_sim.mistakes import explain, guess, shortened
 
 Json: TypeAlias = dict[str, Any]
 
-MOST_MISTAKES, MOST_CHARACTERS = 5, 600
-"""What one message tells: so many mistakes, each in so many characters."""
+ENTRY_POINTS: Final = "fl_sim.kinds"
+"""The entry-point group in which a package gives its kinds short names."""
+
+_IMPORT_PATH: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_SHORT_IMPORT_PATH: Final = re.compile(rf"({_IMPORT_PATH.pattern})(?::(.+))?")
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Makes a field of a union of settings classes, told apart by ``kind``, take all forms of a kind.
+
+    ``what``: the field's name in messages. ``wants``: a Protocol; a class that has its members may be the user's own.
+    None: the union's members alone.
+    """
+
+    what: str
+    wants: type | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the union's schema with the other forms in front of it."""
+        many = get_origin(source) is not None
+        union = handler.generate_schema(Annotated[source, Field(discriminator="kind")]) if many else handler(source)
+        members = tuple(kinds(source).values())
+
+        def validate(value: Any, in_union: Callable[[Any], Any]) -> Any:
+            if isinstance(value, str):
+                value = self.expand(value, source)
+            if isinstance(value, Mapping):
+                return self._from_table(value, in_union)
+            return in_union(value) if type(value) in members else self._checked(value)
+
+        def serialize(value: Any, in_union: Callable[[Any], Any], info: Any) -> Any:
+            return in_union(value) if type(value) in members else _dumped(value, info.mode)
+
+        shown = core_schema.wrap_serializer_function_ser_schema(serialize, info_arg=True, schema=union)
+        return core_schema.no_info_wrap_validator_function(validate, union, serialization=shown)
+
+    def expand(self, text: str, union: Any) -> Json:
+        """Turn a short form or an import path into a table.
+
+        Raises UserError for a kind that is not in ``union``; the message lists the valid ones and guesses.
+        """
+        known = kinds(union)
+        name, colon, value = text.partition(":")
+        head, dash, number = name.rpartition("-")
+        if name not in known and dash and number.isdigit() and f"{head}-k" in known:
+            name, colon, value = f"{head}-k", ":", number
+        if name in known:
+            return {"kind": name, **self._first_parameter(name, known[name], value if colon else None)}
+        if self.wants is not None and (path := _entry_point(name)):
+            return {"kind": path, **self._first_parameter(name, self._load(path), value if colon else None)}
+        if self.wants is not None and (found := _SHORT_IMPORT_PATH.fullmatch(text)):
+            return {"kind": found[1], **self._first_parameter(found[1], self._load(found[1], known), found[2])}
+        own = "" if self.wants is None else ", or your own as package.module:Class"
+        raise UserError(f"unknown {self.what} {shortened(text)!r}{guess(name, known)}; valid: {', '.join(known)}{own}")
+
+    def class_of(self, table: Mapping[str, Any], union: Any) -> Any:
+        """Return the settings class that ``table`` speaks of, None where its kind is unknown."""
+        kind = str(table.get("kind"))
+        if self.wants is not None and _IMPORT_PATH.fullmatch(kind):
+            return self._load(kind)
+        return kinds(union).get(kind)
+
+    def _first_parameter(self, name: str, settings: type, value: str | None) -> Json:
+        if value is None:
+            return {}
+        fields = [field for field in field_defaults(settings) if field != "kind"]
+        if not fields:
+            raise UserError(f"{self.what} {name!r} takes no parameter, got {shortened(f'{name}:{value}')!r}")
+        return {fields[0]: value}
+
+    def _from_table(self, table: Mapping[str, Any], in_union: Callable[[Any], Any]) -> Any:
+        kind = table.get("kind")
+        if self.wants is None or not isinstance(kind, str) or not _IMPORT_PATH.fullmatch(kind):
+            return in_union(table)
+        loaded = self._load(kind)
+        own = {name: value for name, value in table.items() if name != "kind"}
+        try:
+            return TypeAdapter[Any](loaded).validate_python(own)
+        except ValidationError as error:
+            raise UserError(explain(error, loaded, "")) from error
+
+    def _load(self, path: str, instead: Iterable[str] = ()) -> Any:
+        """Return the class at ``path``. Raises UserError, with a guess among ``instead``, unless it is one to take."""
+        try:
+            loaded = load_object(path, self.what)
+        except UserError as error:
+            raise UserError(f"{error}{guess(path.partition(':')[0], instead)}") from error
+        if not isinstance(loaded, type):
+            raise UserError(f"{self.what} {path!r} is {shortened(repr(loaded))}, not a class{self._wanted()}")
+        self._check(loaded, path)
+        return loaded
+
+    def _checked(self, value: Any) -> Any:
+        """Return an object as it is. Raises UserError unless it is what this field wants."""
+        if isinstance(value, type):
+            raise UserError(f"{self.what} is the class {value.__name__}: give an object, {value.__name__}()")
+        if self.wants is None or not is_settings(type(value)):
+            raise UserError(f"{self.what} is {shortened(repr(value))}, of type {type(value).__name__}{self._wanted()}")
+        self._check(type(value), kind_of(value))
+        if "<locals>" in type(value).__qualname__:
+            raise UserError(
+                f"{self.what} {type(value).__name__} is defined inside a function, where no other process finds it: "
+                "define it at the top level of a module"
+            )
+        return value
+
+    def _check(self, settings: type, path: str) -> None:
+        if not is_settings(settings):
+            raise UserError(f"{self.what} {path!r} is no frozen settings class{self._wanted()}")
+        own = field_defaults(settings)
+        if missing := [name for name in _members(self.wants) if name not in own and not hasattr(settings, name)]:
+            raise UserError(f"{self.what} {path!r} lacks {', '.join(missing)}{self._wanted()}")
+
+    def _wanted(self) -> str:
+        if self.wants is None:
+            return ""
+        article = "an" if self.what[0] in "aeiou" else "a"
+        return (
+            f"; {article} {self.what} of your own is a frozen class of settings (derive from fl_sim.settings.Settings, "
+            f"or a frozen dataclass) with {', '.join(_members(self.wants))}"
+        )
 
 
 class Settings(BaseModel):
     """A frozen group of settings that refuses unknown keys, NaN, infinity, and whole numbers beyond 64 bits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="strings")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_default_kinds(cls, table: Any) -> Any:
+        """Let ``generator.batch_size=64`` speak of the default generator: a table without a kind has the default's."""
+        if not isinstance(table, dict):
+            return table
+        filled = dict(table)
+        for name, field in cls.model_fields.items():
+            given = filled.get(name)
+            if _one_of(field) is not None and isinstance(given, dict) and "kind" not in given:
+                filled[name] = {"kind": field.default.kind, **given}
+        return filled
 
     @model_validator(mode="after")
     def _whole_numbers_have_64_bits(self) -> Self:
@@ -29,137 +173,64 @@ class Settings(BaseModel):
         return self
 
 
-def kinds(union: Any) -> dict[str, type]:
-    """Return {kind: class} of a union of settings classes (or of one class)."""
-    members = get_args(union) if get_origin(union) is not None else (union,)
-    return {field_defaults(member)["kind"]: member for member in members}
+def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[Json, type[BaseModel] | None]:
+    """Return the group ``name`` of ``table``, which holds fields of ``settings``, as a table, and its own class.
 
-
-def field_defaults(settings: type) -> dict[str, Any]:
-    """Return {field: default} of a settings class, in order; works for pydantic models and dataclasses."""
-    if issubclass(settings, BaseModel):
-        return {name: field.default for name, field in settings.model_fields.items()}
-    return {name: field.default for name, field in settings.__dataclass_fields__.items()}  # type: ignore[attr-defined]
-
-
-def expand(text: str, union: Any, what: str) -> Json:
-    """Turn a short form into a table: ``scaffold``, ``dirichlet:0.05`` (sets the first parameter), ``label-2``.
-
-    Raises UserError for a kind that is not in ``union``; the message lists the valid ones and guesses.
+    A short form (``algorithm=fedprox``) grows into a table. The class is None where ``name`` is no group that is known:
+    validation says so later. Raises UserError where ``name`` is a single value.
     """
-    known = kinds(union)
-    name, colon, value = text.partition(":")
-    head, dash, number = name.rpartition("-")
-    if name not in known and dash and number.isdigit() and f"{head}-k" in known:
-        name, colon, value = f"{head}-k", ":", number
-    if name not in known:
-        raise UserError(f"unknown {what} {shortened(text)!r}{guess(name, known)}; valid: {', '.join(known)}")
-    if not colon:
-        return {"kind": name}
-    fields = [field for field in field_defaults(known[name]) if field != "kind"]
-    if not fields:
-        raise UserError(f"{what} {name!r} takes no parameter, got {shortened(text)!r}")
-    return {"kind": name, fields[0]: value}
+    field = settings.model_fields.get(name) if settings is not None else None
+    one_of = _one_of(field) if field is not None else None
+    inner = table.get(name, {})
+    if isinstance(inner, BaseModel) or is_dataclass(inner):
+        raise UserError(f"{name} is an object: set its parameters where you make it")
+    if isinstance(inner, str) and field is not None and one_of is not None:
+        inner = one_of.expand(inner, field.annotation)
+    if not isinstance(inner, dict):
+        raise UserError(f"{shortened(name)} is a single value, it has no settings inside")
+    if field is None:
+        return inner, None
+    default = {"kind": field.default.kind} if one_of is not None else {}
+    own = one_of.class_of(default | inner, field.annotation) if one_of is not None else field.annotation
+    return inner, own if isinstance(own, type) and issubclass(own, BaseModel) else None
 
 
-def with_default_kinds(settings: type[BaseModel], table: Json, groups: Iterable[str]) -> Json:
-    """Return ``table`` in which a group without a kind, as ``group.key=value`` makes it, has the default's kind."""
-    filled = dict(table)
-    for group in groups:
-        if isinstance(filled.get(group), dict):
-            filled[group] = {"kind": settings.model_fields[group].default.kind, **filled[group]}
-    return filled
+def parse(value: str | Mapping[str, Any], annotated: Any, what: str) -> Any:
+    """Return the settings that a short form, an import path or a table stands for.
 
-
-def short(union: Any, what: str) -> BeforeValidator:
-    """Return the validator that lets a field of ``union`` take a short form."""
-    return BeforeValidator(lambda value: expand(value, union, what) if isinstance(value, str) else value)
-
-
-def parse(value: str | Mapping[str, Any], union: Any, what: str) -> Any:
-    """Validate a short form or a table against a union of settings classes told apart by ``kind``."""
-    table = expand(value, union, what) if isinstance(value, str) else dict(value)
-    known = kinds(union)
-    if table.get("kind") not in known:
-        raise UserError(f"{what} needs a kind, one of {', '.join(known)}; got {table.get('kind')!r}")
+    ``annotated``: a union with its ``OneOf``. Raises UserError that says what is wrong with ``value``.
+    """
+    union, one_of = get_args(annotated)[:2]
+    table = one_of.expand(value, union) if isinstance(value, str) else dict(value)
+    own = one_of.class_of(table, union)
+    if own is None:
+        raise UserError(f"{what} needs a kind, one of {', '.join(kinds(union))}; got {table.get('kind')!r}")
     try:
-        return TypeAdapter[Any](known[table["kind"]]).validate_python(table)
+        return TypeAdapter[Any](own).validate_python({name: part for name, part in table.items() if name != "kind"})
     except ValidationError as error:
-        raise UserError(explain(error, known[table["kind"]], what)) from error
+        raise UserError(explain(error, own, what)) from error
 
 
-def parse_scheme(text: str) -> Scheme:
-    """Return the partition scheme that ``text`` names, such as ``label-1``, ``dirichlet:0.05`` or ``iid``."""
-    scheme: Scheme = parse(text, Scheme, "partition")
-    return scheme
+def _one_of(field: FieldInfo) -> OneOf | None:
+    return next((extra for extra in field.metadata if isinstance(extra, OneOf)), None)
 
 
-def guess(name: str, valid: Iterable[str]) -> str:
-    """Return ' (did you mean ...?)' where something close to ``name`` is valid, else nothing."""
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def _entry_point(name: str) -> str:
+    """Return the import path that an installed package gives ``name`` to, empty where none does."""
+    found = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)
+    return next(iter(found)).value if found else ""
 
 
-def explain(error: ValidationError, settings: type, what: str) -> str:
-    """Say a validation error in words a user can act on: the first mistakes, and how many more there are."""
-    details = error.errors()
-    told = [shortened(_explain_one(detail, settings, what)) for detail in details[:MOST_MISTAKES]]
-    return "; ".join([*told, *([f"and {more} more mistakes"] if (more := len(details) - MOST_MISTAKES) > 0 else [])])
+def _members(protocol: type | None) -> list[str]:
+    """Return what a class must have to be of ``protocol``: what it and the protocols that it extends declare."""
+    declared: dict[str, None] = {}
+    for base in reversed(protocol.__mro__ if protocol else ()):
+        if getattr(base, "_is_protocol", False) and base.__module__ != "typing":
+            names = [*vars(base).get("__annotations__", {}), *vars(base)]
+            declared |= dict.fromkeys(name for name in names if not name.startswith("_"))
+    return list(declared)
 
 
-def shortened(text: str) -> str:
-    """Return ``text`` for a message: what is far longer than any setting loses its middle."""
-    return (
-        text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS // 2]} ... {text[-MOST_CHARACTERS // 2 :]}"
-    )
-
-
-def _explain_one(detail: Any, settings: type, what: str) -> str:
-    path, group = _locate([str(part) for part in detail["loc"]], settings)
-    where = ".".join([*([what] if what else []), *path])
-    if detail["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
-        valid = list(field_defaults(group))
-        return f"unknown key {where!r}{guess(path[-1], valid)}; valid here: {', '.join(valid)}"
-    if detail["type"] in {"union_tag_not_found", "union_tag_invalid"}:
-        known = kinds(_union(_members(_annotation(group, path[-1]))))
-        given = detail["input"].get("kind")
-        return f"{where} needs a kind, one of {', '.join(known)}; got {given!r}{guess(str(given), known)}"
-    message = detail["msg"].removeprefix("Value error, ")
-    return f"{where} = {detail['input']!r}: {message[0].lower()}{message[1:]}" if where else message
-
-
-def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
-    """Return (the keys a user wrote, the settings class that the last one belongs to).
-
-    pydantic puts the kind it chose into the location, after the key of the union.
-    """
-    path: list[str] = []
-    parts = iter(location)
-    for part in parts:
-        path.append(part)
-        if part not in field_defaults(settings):
-            continue
-        members = [member for member in _members(_annotation(settings, part)) if _has_kind_or_fields(member)]
-        if len(members) > 1:
-            settings = kinds(_union(members)).get(next(parts, ""), settings)
-        elif members:
-            settings = members[0]
-    return path, settings
-
-
-def _annotation(settings: type, field: str) -> Any:
-    if issubclass(settings, BaseModel):
-        return settings.model_fields[field].annotation
-    return get_type_hints(settings)[field]
-
-
-def _members(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) is not None else (annotation,)
-
-
-def _union(members: Iterable[type]) -> Any:
-    return Union[tuple(members)]  # noqa: UP007 (made at run time)
-
-
-def _has_kind_or_fields(member: Any) -> bool:
-    return isinstance(member, type) and (issubclass(member, BaseModel) or is_dataclass(member))
+def _dumped(value: Any, mode: str) -> Json:
+    content: Json = TypeAdapter[Any](type(value)).dump_python(value, mode="json" if mode == "json" else "python")
+    return {"kind": kind_of(value), **{name: part for name, part in content.items() if name != "kind"}}

@@ -9,12 +9,14 @@ from partitions.feature_noise import FeatureNoise
 from partitions.iid import Iid
 from partitions.label_k import LabelK
 from partitions.quantity import Quantity
+from partitions.scheme import Scheme
 from partitions.shards import Shards
 
-Scheme: TypeAlias = LabelK | Dirichlet | Iid | Shards | Quantity | FeatureNoise
-"""Every scheme; ``kind`` tells them apart."""
+AnyScheme: TypeAlias = LabelK | Dirichlet | Iid | Shards | Quantity | FeatureNoise
+"""Every scheme that comes with fl-sim; ``kind`` tells them apart."""
 
 __all__ = [
+    "AnyScheme",
     "Dirichlet",
     "FeatureNoise",
     "Iid",

@@ -1,6 +1,6 @@
 """Label skew by proportion: a Dirichlet draw spreads each class over the clients (NIID-Bench, Li et al. 2022, 4.1)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -26,7 +26,7 @@ class Dirichlet:
     ``balanced``: NIID-Bench's variant, which gives a class nothing to clients that already hold N/K records.
     """
 
-    kind: Literal["dirichlet"] = "dirichlet"
+    kind: Literal["dirichlet"] = field(default="dirichlet", kw_only=True)
     beta: float = 0.5
     min_size: int | None = None
     balanced: bool = False
@@ -37,6 +37,11 @@ class Dirichlet:
         check_beta(self.beta)
         if self.min_size is not None and self.min_size < 0:
             raise ImpossibleSplit(f"min_size={self.min_size} must be at least 0")
+
+    @property
+    def title(self) -> str:
+        """Return NIID-Bench's name."""
+        return f"Dir({self.beta})"
 
     def split(
         self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator

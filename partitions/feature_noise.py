@@ -1,6 +1,6 @@
 """Feature noise: IID records, inputs noisier from client to client (NIID-Bench, Li et al. 2022, 4.2)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -17,13 +17,18 @@ class FeatureNoise:
     The split itself changes no input: whoever feeds a client adds noise of ``noise_variance`` to what the client sees.
     """
 
-    kind: Literal["feature-noise"] = "feature-noise"
+    kind: Literal["feature-noise"] = field(default="feature-noise", kw_only=True)
     sigma: float = 0.1
 
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
         check_finite("sigma", self.sigma)
+
+    @property
+    def title(self) -> str:
+        """Return the short form."""
+        return f"feature-noise:{self.sigma}"
 
     def split(
         self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator

@@ -1,7 +1,7 @@
 """IID: the records are shuffled and dealt out in equal parts."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,9 @@ from partitions.assign import STRICT, check_sizes, group
 class Iid:
     """Shuffled equal parts; sizes differ by at most 1."""
 
-    kind: Literal["iid"] = "iid"
+    kind: Literal["iid"] = field(default="iid", kw_only=True)
 
+    title: ClassVar[str] = "iid"
     __pydantic_config__ = STRICT
 
     def split(

@@ -1,6 +1,6 @@
 """Label skew by count: each client holds exactly k classes (1-Label, 2-Label; NIID-Bench, Li et al. 2022, 4.1)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -19,7 +19,7 @@ class LabelK:
     client's shard, as "exactly k classes" demands.
     """
 
-    kind: Literal["label-k"] = "label-k"
+    kind: Literal["label-k"] = field(default="label-k", kw_only=True)
     k: int = 1
 
     __pydantic_config__ = STRICT
@@ -27,6 +27,11 @@ class LabelK:
     def __post_init__(self) -> None:
         if self.k < 1:
             raise ImpossibleSplit(f"k={self.k} must be at least 1 class a client")
+
+    @property
+    def title(self) -> str:
+        """Return NIID-Bench's name."""
+        return f"{self.k}-Label"
 
     def split(
         self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator

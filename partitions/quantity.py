@@ -1,6 +1,6 @@
 """Quantity skew: sizes follow a Dirichlet distribution, labels are IID (NIID-Bench, Li et al. 2022, 4.3)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -13,13 +13,18 @@ from partitions.assign import STRICT, check_beta, check_sizes, cut, group
 class Quantity:
     """Client sizes ~ Dir(``beta``) of all records, whatever their label; small ``beta`` leaves some clients empty."""
 
-    kind: Literal["quantity"] = "quantity"
+    kind: Literal["quantity"] = field(default="quantity", kw_only=True)
     beta: float = 0.5
 
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
+
+    @property
+    def title(self) -> str:
+        """Return the short form."""
+        return f"quantity:{self.beta}"
 
     def split(
         self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator

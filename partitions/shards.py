@@ -1,6 +1,6 @@
 """Shards: records sorted by label, cut into pieces, a few pieces a client (McMahan et al. 2017, section 3)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -18,7 +18,7 @@ class Shards:
     hold more classes than shards.
     """
 
-    kind: Literal["shards"] = "shards"
+    kind: Literal["shards"] = field(default="shards", kw_only=True)
     shards_per_client: int = 2
 
     __pydantic_config__ = STRICT
@@ -26,6 +26,11 @@ class Shards:
     def __post_init__(self) -> None:
         if self.shards_per_client < 1:
             raise ImpossibleSplit(f"shards_per_client={self.shards_per_client} must be at least 1")
+
+    @property
+    def title(self) -> str:
+        """Return the short form."""
+        return f"shards:{self.shards_per_client}"
 
     def split(
         self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator

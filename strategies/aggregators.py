@@ -1,12 +1,23 @@
 """How a round's updates become the one mean that the server half of an algorithm sees."""
 
 import math
-from typing import Literal
+from typing import Literal, Protocol
 
 from fl_sim.params import is_finite, weighted_mean
 from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort, Reply, RunError
 from strategies.algorithm import Weighting
+
+
+class Aggregator(Protocol):
+    """A way to make one mean of a round's updates, without a guarantee of privacy."""
+
+    def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
+        """Return the mean over the clients that have records, or None where none has.
+
+        Raises RunError, naming client and round, where an update cannot be used.
+        """
+        ...
 
 
 class WeightedMean(Settings):

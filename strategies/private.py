@@ -15,7 +15,7 @@ from fl_sim.types import Aggregate, Cohort, Malformed, RunError, ServerState
 from strategies.algorithm import Algorithm, what_clients_send
 from strategies.answers import UNQUOTED, in_words
 from strategies.global_dp import COVERS, DOES_NOT_COVER, GlobalDP
-from strategies.samplers import Coins, FixedSize, Sampler
+from strategies.samplers import AnySampler, Coins, FixedSize
 
 UNIT = "client"
 
@@ -28,7 +28,7 @@ class PrivateRounds:
     """
 
     aggregator: GlobalDP
-    sampler: Sampler
+    sampler: AnySampler
     num_clients: int
     ledger: Ledger
     noise: Noise
@@ -86,7 +86,7 @@ class PrivateRounds:
 
 def open_private_rounds(
     aggregator: GlobalDP,
-    sampler: Sampler,
+    sampler: AnySampler,
     num_clients: int,
     seed: int,
     out: Path,

@@ -5,7 +5,7 @@ privacy, where amplification by sampling holds only against somebody who cannot 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 
 Coins: TypeAlias = Callable[[int], NDArray[np.float64]]
 """(count) -> that many independent multiples of 2^-53 in [0, 1), others at every call."""
+
+
+class Sampler(Protocol):
+    """A way to draw cohorts: frozen settings of ours or of the user's own."""
+
+    def sample(self, num_clients: int, coins: Coins) -> NDArray[np.int64]:
+        """Return the round's clients, ascending: distinct numbers in 0..num_clients-1, possibly none."""
+        ...
+
+    def expected_size(self, num_clients: int) -> float:
+        """Return the expected cohort size, a public number."""
+        ...
 
 
 class Everyone(Settings):
@@ -105,4 +117,4 @@ class Poisson(Settings):
         return self.sampling_rate * num_clients
 
 
-Sampler: TypeAlias = Everyone | FixedSize | Poisson
+AnySampler: TypeAlias = Everyone | FixedSize | Poisson

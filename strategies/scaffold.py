@@ -17,6 +17,7 @@ class Scaffold(Averaging):
 
     kind: Literal["scaffold"] = "scaffold"
     server_learning_rate: float = Field(1.0, gt=0)
+    title: ClassVar[str] = "SCAFFOLD"
     weighting: ClassVar[Weighting] = "uniform"
 
     def init(self, params: Params) -> ServerState:

@@ -5,14 +5,15 @@
 
 import hashlib
 import json
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from clients.dafl.dpcgan.settings import DpCgan
+from clients.dafl.generator import Generator
 from clients.dafl.labels import ExponentialMechanism, LabelPicker
 from clients.dafl.mean_embedding import MeanEmbedding
-from fl_sim.settings import Settings, short, with_default_kinds
+from fl_sim.settings import OneOf, Settings
 from fl_sim.types import UserError
 
 AnyGenerator: TypeAlias = DpCgan | MeanEmbedding
@@ -38,23 +39,16 @@ class DaFl(Settings):
     """
 
     kind: Literal["da-fl"] = "da-fl"
+    title: ClassVar[str] = "DA-FL"
     epsilon: float = Field(10.0, gt=0, allow_inf_nan=True)
     delta: float = Field(1e-5, gt=0, lt=1)
     gamma: float = Field(0.05, gt=0, le=1)
     client_gammas: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
-    generator: Annotated[AnyGenerator, Field(discriminator="kind"), short(AnyGenerator, "generator")] = DpCgan()
-    labels: Annotated[LabelPicker, Field(discriminator="kind"), short(LabelPicker, "labels")] = ExponentialMechanism()
+    generator: Annotated[AnyGenerator, OneOf("generator", Generator)] = DpCgan()
+    labels: Annotated[LabelPicker, OneOf("labels")] = ExponentialMechanism()
     train_on: Literal["own-and-synthetic", "synthetic"] = "own-and-synthetic"
     server_epochs: int = Field(0, ge=0)
     noise: Literal["secret", "seeded"] = "secret"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in_kinds(cls, table: Any) -> Any:
-        """Let ``preprocess.generator.batch_size=64`` speak of the default generator."""
-        if not isinstance(table, dict):
-            return table
-        return with_default_kinds(cls, table, ("generator", "labels"))
 
     def gamma_of(self, client: int) -> float:
         """Return how many records ``client`` makes, as a share of those it holds."""

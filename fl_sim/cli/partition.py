@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_sim.data import load
-from fl_sim.experiment.experiment import shards_of
+from fl_sim.experiment.experiment import parse_scheme, shards_of
 from fl_sim.report.figures.partition import draw_partition
-from fl_sim.settings import parse_scheme
 from partitions import label_counts
 from partitions.dirichlet import USUAL_MIN_SIZE
 

@@ -7,10 +7,11 @@ from typing import Any
 import typer
 
 from fl_sim.experiment.experiment import Experiment, experiment_from, resolved, with_overrides
+from fl_sim.kinds import kind_of, short_form
 from fl_sim.report.progress import RunProgress
 from fl_sim.settings_file import read_table
 from fl_sim.simulation.preparation import is_private
-from fl_sim.simulation.run import run, short_form
+from fl_sim.simulation.run import run
 from fl_sim.tables.plan import PRESETS, preset_names
 
 
@@ -44,7 +45,7 @@ def _table_of(name: str) -> dict[str, Any]:
 
 def title_of(experiment: Experiment) -> str:
     """Return a run's short name for people."""
-    return f"{experiment.algorithm.kind} on {experiment.data} {short_form(experiment.partition)}"
+    return f"{kind_of(experiment.algorithm)} on {experiment.data} {short_form(experiment.partition)}"
 
 
 class _Shown:

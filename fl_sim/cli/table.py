@@ -13,12 +13,12 @@ from rich.text import Text
 
 from fl_sim.cli.run import took
 from fl_sim.errors import RunError, UserError
+from fl_sim.mistakes import guess
 from fl_sim.report.bills import bills_of
 from fl_sim.report.release import Release
 from fl_sim.report.runs import read_all
 from fl_sim.report.table import MEASURES, SeedResult, Table, as_json, markdown, notes, texts, write_table
 from fl_sim.report.table_progress import TableProgress
-from fl_sim.settings import guess
 from fl_sim.tables.plan import PRESETS, Cell, Plan, TableSettings, plan_table, preset_names, read_settings
 from fl_sim.tables.words import data_label
 from fl_sim.tables.workers import Event, Failed, Finished, Preparing, RoundDone, Started, run_all

@@ -10,44 +10,40 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import nn
 
-from clients.dafl.labels import LabelPicker
-from clients.dafl.settings import AnyGenerator, DaFl, NoPreprocess
-from clients.teacher import AnyTeacher
+from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim import models
 from fl_sim.data import load
+from fl_sim.kinds import kind_of
+from fl_sim.mistakes import explain, shortened
 from fl_sim.seeding import rng
-from fl_sim.settings import Settings, expand, explain, short, shortened, with_default_kinds
+from fl_sim.settings import OneOf, Settings, group_in, parse
 from fl_sim.settings_file import MOST_LEVELS
 from fl_sim.training.precision import Precision
 from fl_sim.types import Dataset, UserError
-from partitions import LabelK, Scheme
-from strategies.aggregators import WeightedMean
-from strategies.algorithm import Sharing
+from partitions import AnyScheme, LabelK, Scheme
+from strategies.aggregators import Aggregator, WeightedMean
+from strategies.algorithm import Algorithm, Sharing
 from strategies.fedavg import Centralized, FedAvg
 from strategies.fedmix import FedMix, NaiveMix
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
 from strategies.global_dp import GlobalDP
-from strategies.pate.mechanisms import Mechanism
 from strategies.pate.public_split import PublicSplit, overlap, split_off
-from strategies.pate.settings import AnyStudent, Pate, start_of
-from strategies.samplers import Everyone, Poisson, Sampler
+from strategies.pate.settings import Pate, start_of
+from strategies.samplers import AnySampler, Everyone, FixedSize, Poisson, Sampler
 from strategies.scaffold import Scaffold
 from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
-Federated: TypeAlias = (
-    FedAvg | FedProx | Scaffold | FedNova | FedMix | NaiveMix | FedAvgM | FedAdagrad | FedAdam | FedYogi | Centralized
-)
-"""Algorithms that train one model in rounds."""
 AnyAlgorithm: TypeAlias = (
     FedAvg | FedProx | Scaffold | FedNova | FedMix | NaiveMix | FedAvgM | FedAdagrad | FedAdam | FedYogi | Centralized
     | Pate
 )  # fmt: skip
 
-Aggregator: TypeAlias = WeightedMean | GlobalDP
+Partition: TypeAlias = Annotated[AnyScheme, OneOf("partition", Scheme)]
+AnyAggregator: TypeAlias = WeightedMean | GlobalDP
 Preprocess: TypeAlias = NoPreprocess | DaFl
 
 
@@ -157,7 +153,7 @@ class Local(Settings):
     learning_rate: float = Field(0.01, gt=0)
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(1e-5, ge=0)
-    schedule: Annotated[Schedule, Field(discriminator="kind"), short(Schedule, "local.schedule")] = Constant()
+    schedule: Annotated[Schedule, OneOf("local.schedule")] = Constant()
     precision: Precision = "float32"
 
 
@@ -169,19 +165,19 @@ class Experiment(Settings):
     """
 
     data: str = "digits"
-    partition: Annotated[Scheme, Field(discriminator="kind"), short(Scheme, "partition")] = LabelK(k=1)
+    partition: Partition = LabelK(k=1)
     clients: int = Field(10, ge=1, le=1_000_000)
     model: str = ""
-    algorithm: Annotated[AnyAlgorithm, Field(discriminator="kind"), short(AnyAlgorithm, "algorithm")] = FedAvg()
-    aggregator: Annotated[Aggregator, Field(discriminator="kind"), short(Aggregator, "aggregator")] = WeightedMean()
-    sampler: Annotated[Sampler, Field(discriminator="kind"), short(Sampler, "sampler")] = Everyone()
-    preprocess: Annotated[Preprocess, Field(discriminator="kind"), short(Preprocess, "preprocess")] = NoPreprocess()
+    algorithm: Annotated[AnyAlgorithm, OneOf("algorithm", Algorithm)] = FedAvg()
+    aggregator: Annotated[AnyAggregator, OneOf("aggregator", Aggregator)] = WeightedMean()
+    sampler: Annotated[AnySampler, OneOf("sampler", Sampler)] = Everyone()
+    preprocess: Annotated[Preprocess, OneOf("preprocess")] = NoPreprocess()
     local: Local = Local()
     rounds: int = Field(20, ge=1, le=10**9)
     evaluate_every: int = Field(1, ge=1)
     seed: int = Field(0, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    engine: Annotated[Engine, Field(discriminator="kind"), short(Engine, "engine")] = Auto()
+    engine: Annotated[Engine, OneOf("engine")] = Auto()
     round_timeout: float = Field(3600.0, gt=0)
 
     @model_validator(mode="before")
@@ -198,14 +194,13 @@ class Experiment(Settings):
             filled[key] = {**value, **given} if isinstance(value, dict) and isinstance(given, dict) else given or value
         if kind == GlobalDP().kind and isinstance(filled["sampler"], dict):
             filled["sampler"] = {"kind": Poisson().kind, **filled["sampler"]}
-        groups = ("partition", "algorithm", "aggregator", "sampler", "preprocess", "engine")
-        return with_default_kinds(cls, filled, groups)
+        return filled
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:
         if isinstance(self.algorithm, Centralized) and not isinstance(self.sampler, Everyone):
             raise ValueError("algorithm centralized has a single client that is always there: leave sampler at full")
-        if self.sampler.kind == "fixed-size" and self.sampler.cohort_size > self.clients:
+        if isinstance(self.sampler, FixedSize) and self.sampler.cohort_size > self.clients:
             raise ValueError(
                 f"sampler fixed-size:{self.sampler.cohort_size} wants more clients than the {self.clients} there are"
             )
@@ -222,7 +217,7 @@ class Experiment(Settings):
             if (given := getattr(self, name)) != wanted:
                 raise ValueError(
                     f"algorithm pate has teachers vote once, all of them, and adds the noise itself: {name} "
-                    f"{given.kind} has no place in it, leave it out"
+                    f"{kind_of(given)} has no place in it, leave it out"
                 )
 
     def _synthetic(self, settings: DaFl) -> None:
@@ -235,7 +230,12 @@ class Experiment(Settings):
             )
 
     def _private(self) -> None:
-        kind = self.algorithm.kind
+        kind = kind_of(self.algorithm)
+        if not isinstance(self.sampler, Everyone | FixedSize | Poisson):
+            raise ValueError(
+                f"sampler {kind_of(self.sampler)} cannot run under aggregator global-dp: how much it amplifies privacy "
+                "is not proven here; take full, fixed-size or poisson"
+            )
         if isinstance(self.algorithm, Sharing):
             raise ValueError(
                 f"algorithm {kind} cannot run under aggregator global-dp: its clients share averages of their records "
@@ -269,6 +269,12 @@ def experiment_from(table: Mapping[str, Any]) -> Experiment:
         raise UserError(explain(error, Experiment, "")) from error
 
 
+def parse_scheme(text: str) -> Scheme:
+    """Return the partition scheme that ``text`` names, such as ``label-1`` or ``my_pkg.splits:ByHospital``."""
+    scheme: Scheme = parse(text, Partition, "partition")
+    return scheme
+
+
 def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, Any]:
     """Return ``table`` with ``key=value`` settings laid over it; dots reach into groups: ``local.epochs=5``.
 
@@ -284,35 +290,14 @@ def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, 
         *groups, key = path.split(".")
         if len(groups) > MOST_LEVELS:
             raise UserError(f"{shortened(path)!r} lies {len(groups)} groups deep: no setting does")
-        target = merged
+        target: dict[str, Any] = merged
+        settings: type[BaseModel] | None = Experiment
         for group in groups:
-            target = _enter(target, group)
+            inner, settings = group_in(settings, target, group)
+            target[group] = inner = dict(inner)
+            target = inner
         target[key] = value
     return merged
-
-
-def _enter(table: dict[str, Any], group: str) -> dict[str, Any]:
-    inner = table.setdefault(group, {})
-    unions = {
-        "algorithm": AnyAlgorithm,
-        "partition": Scheme,
-        "sampler": Sampler,
-        "engine": Engine,
-        "schedule": Schedule,
-        "aggregator": Aggregator,
-        "preprocess": Preprocess,
-        "generator": AnyGenerator,
-        "labels": LabelPicker,
-        "mechanism": Mechanism,
-        "student": AnyStudent,
-        "teachers": AnyTeacher,
-    }
-    if isinstance(inner, str) and group in unions:
-        inner = expand(inner, unions[group], group)
-    if not isinstance(inner, dict):
-        raise UserError(f"{shortened(group)} is a single value, it has no settings inside")
-    table[group] = inner
-    return inner
 
 
 def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:
@@ -329,7 +314,8 @@ def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:
     if isinstance(experiment.algorithm, Pate):
         experiment.algorithm.student.network(dataset.input_shape, dataset.num_classes)
         filled |= {"rounds": min(experiment.rounds, experiment.algorithm.student.steps)}
-    return experiment_from({**experiment.model_dump(), **filled})
+    given = {name: getattr(experiment, name) for name in Experiment.model_fields}
+    return experiment_from({**given, **filled})
 
 
 @lru_cache(maxsize=8)
@@ -341,7 +327,7 @@ def shards_of(
     try:
         return tuple(scheme.split(np.asarray(labels), num_clients, rng(seed, "partition")))
     except ValueError as error:
-        raise UserError(f"partition {scheme.kind} of {data} over {num_clients} clients: {error}") from error
+        raise UserError(f"partition {kind_of(scheme)} of {data} over {num_clients} clients: {error}") from error
 
 
 def device_of(experiment: Experiment) -> torch.device:
@@ -395,7 +381,7 @@ def _teacher_shards(
     try:
         parts = scheme.split(np.asarray(dataset.train.labels[split.private]), num_clients, rng(seed, "partition"))
     except ValueError as error:
-        raise UserError(f"partition {scheme.kind} of {data} over {num_clients} teachers: {error}") from error
+        raise UserError(f"partition {kind_of(scheme)} of {data} over {num_clients} teachers: {error}") from error
     both = overlap(dataset.train.take(split.private), split.pool)
     if both.any() and if_both == "refuse":
         raise UserError(

@@ -14,10 +14,10 @@ from flwr.serverapp import Grid
 from clients.dafl.settings import DaFl
 from fl_sim.data import load
 from fl_sim.experiment.experiment import Experiment, build_model, client_shards, device_of, resolved
+from fl_sim.kinds import kind_of, short_form
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import num_parameters
 from fl_sim.seeding import torch_kept
-from fl_sim.settings import field_defaults
 from fl_sim.simulation.engine_choice import FLOWER, open_engine, threads_of
 from fl_sim.simulation.preparation import RunLog, federated_strategy, is_private
 from fl_sim.simulation.resuming import clean_up, finished_result, has_leftovers, take_up
@@ -30,6 +30,7 @@ from fl_sim.store.tensors import write_private
 from fl_sim.training.loop import resident
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import BudgetExhausted, Dataset, RunError
+from strategies.fedavg import Centralized
 from strategies.flower import FederatedStrategy, run_round
 from strategies.global_dp import GlobalDP
 from strategies.pate.settings import Pate
@@ -164,7 +165,7 @@ def main_loop(
 ) -> None:
     """Run every round that ``log`` does not have yet: train, evaluate, record, checkpoint."""
     if isinstance(experiment.preprocess, DaFl):
-        observer.preparing(f"clients make synthetic records, {experiment.preprocess.generator.kind}")
+        observer.preparing(f"clients make synthetic records, {kind_of(experiment.preprocess.generator)}")
     strategy = federated_strategy(experiment, grid, out, log, data_root)
     dataset = load(experiment.data, data_root)
     device = device_of(experiment)
@@ -234,10 +235,10 @@ def _result(experiment: Experiment, dataset: Dataset, log: RunLog, status: str, 
     accuracies = [record.test_accuracy for record in log.rounds if record.test_accuracy is not None]
     return {
         "status": status,
-        "algorithm": experiment.algorithm.kind,
+        "algorithm": kind_of(experiment.algorithm),
         "data": experiment.data,
         "data_note": dataset.note,
-        "partition": "centralized" if experiment.algorithm.kind == "centralized" else short_form(experiment.partition),
+        "partition": _split(experiment),
         "clients": experiment.num_clients,
         "model": experiment.model,
         "num_parameters": num_parameters(log.server.params),
@@ -256,6 +257,10 @@ def _result(experiment: Experiment, dataset: Dataset, log: RunLog, status: str, 
         "seconds": _seconds(experiment, log, seconds),
         "versions": {name: _version(name) for name in VERSIONS},
     }
+
+
+def _split(experiment: Experiment) -> str:
+    return "centralized" if isinstance(experiment.algorithm, Centralized) else short_form(experiment.partition)
 
 
 def _seconds(experiment: Experiment, log: RunLog, total: float) -> dict[str, float]:
@@ -284,17 +289,6 @@ def _privacy(experiment: Experiment, log: RunLog) -> list[dict[str, object]]:
         statements = [one | {"does_not_cover": f"{one['does_not_cover']}{NOT_PER_CLIENT}"} for one in statements]
         statements.append(statement(log.pool, experiment))
     return statements
-
-
-def short_form(settings: Any) -> str:
-    """Return the short form of a settings value, such as ``label-1`` or ``dirichlet:0.05``."""
-    defaults = {name: value for name, value in field_defaults(type(settings)).items() if name != "kind"}
-    if not defaults:
-        return str(settings.kind)
-    value = getattr(settings, next(iter(defaults)))
-    if settings.kind.endswith("-k"):
-        return f"{settings.kind[:-2]}-{value}"
-    return f"{settings.kind}:{value}"
 
 
 @contextmanager

@@ -21,11 +21,13 @@ from fl_sim.experiment.experiment import (
     resolved,
     with_overrides,
 )
-from fl_sim.settings import Settings, explain
+from fl_sim.kinds import short_form
+from fl_sim.mistakes import explain
+from fl_sim.settings import Settings
 from fl_sim.settings_file import read_table
-from fl_sim.simulation.run import short_form
 from fl_sim.tables.words import caption, data_label, differences, label, method, text
 from fl_sim.types import UserError
+from strategies.fedavg import Centralized
 
 PRESETS = Path(__file__).parent / "presets"
 AXES = ("algorithm", "data", "partition", "seed")
@@ -237,6 +239,6 @@ def _directory(experiment: Experiment, data_root: Path | None) -> str:
     content = experiment.model_dump(mode="json", exclude={"engine", "round_timeout"})
     records = [len(dataset.train), len(dataset.test), dataset.note]
     digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]
-    split = "" if experiment.algorithm.kind == "centralized" else short_form(experiment.partition)
+    split = "" if isinstance(experiment.algorithm, Centralized) else short_form(experiment.partition)
     readable = f"{method(experiment)} {experiment.data} {split} seed {experiment.seed}"
     return f"{re.sub(r'[^a-z0-9.]+', '-', readable.lower())[:80].strip('-.')}-{digest}"

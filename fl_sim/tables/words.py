@@ -8,9 +8,7 @@ from typing import Any
 from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.data import load
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.settings import Settings, field_defaults
-from fl_sim.simulation.run import short_form
-from partitions import Dirichlet, LabelK, Scheme
+from fl_sim.kinds import field_defaults, is_settings, kind_of, short_form, title_of
 from strategies.pate.settings import Pate
 
 _DATA = {
@@ -20,7 +18,6 @@ _DATA = {
     "cifar100": "CIFAR-100",
     "svhn": "SVHN",
 }
-_NAMES = {"Scaffold": "SCAFFOLD", "DaFl": "DA-FL", "Pate": "PATE"}
 
 
 def data_label(name: str) -> str:
@@ -51,12 +48,9 @@ def label(settings: Any, also: Collection[str] = ()) -> str:
     ``also``: parameters to name in any case.
     """
     changed = _changed(settings, also)
-    if isinstance(settings, Settings):
-        name = _NAMES.get(type(settings).__name__, type(settings).__name__)
-    else:
-        name = _split_name(settings)
+    if not isinstance(vars(type(settings)).get("title", ""), str):  # worked out from the first parameter
         changed.pop(next((name for name in field_defaults(type(settings)) if name != "kind"), ""), None)
-    return name + _in_brackets(changed)
+    return title_of(settings) + _in_brackets(changed)
 
 
 def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
@@ -71,20 +65,11 @@ def _in_brackets(changed: Mapping[str, Any]) -> str:
 
 def _short(value: Any) -> str:
     """Return a parameter's value; settings inside settings by their kind and what is not the default in them."""
-    if isinstance(value, Settings):
-        kind, changed = getattr(value, "kind", type(value).__name__), _changed(value)
+    if is_settings(type(value)):
+        kind, changed = kind_of(value) if hasattr(value, "kind") else type(value).__name__, _changed(value)
         first = next((name for name in field_defaults(type(value)) if name != "kind"), "")
         return f"{kind}:{_short(changed[first])}" if list(changed) == [first] else f"{kind}{_in_brackets(changed)}"
     return f"{value:.10g}" if isinstance(value, float) else str(value)
-
-
-def _split_name(scheme: Scheme) -> str:
-    """Return NIID-Bench's name where it has one; the first parameter is part of it."""
-    if isinstance(scheme, LabelK):
-        return f"{scheme.k}-Label"
-    if isinstance(scheme, Dirichlet):
-        return f"Dir({scheme.beta})"
-    return short_form(scheme)
 
 
 def text(value: Any) -> str:
@@ -139,7 +124,7 @@ def _preprocessing(chosen: Sequence[DaFl]) -> list[str]:
     delta, trained_on = _values(_short(one.delta) for one in chosen), _values(one.train_on for one in chosen)
     line = (
         f"DA-FL: before the first round every client releases synthetic records, gamma = {gamma} times as many as it "
-        f"holds, made by {_values(one.generator.kind for one in chosen)} within a budget of epsilon = {epsilon} at "
+        f"holds, made by {_values(kind_of(one.generator) for one in chosen)} within a budget of epsilon = {epsilon} at "
         f"delta = {delta} for labels and generator together; clients train on {trained_on} records."
     )
     if any(one.server_epochs for one in chosen):

@@ -3,14 +3,14 @@
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.settings import Settings, expand
+from fl_sim.settings import OneOf, Settings
 from fl_sim.types import UserError
 from strategies.pate.mechanisms import LNMax, Mechanism, NoNoise
 
@@ -34,10 +34,6 @@ DOES_NOT_COVER: Final = (
 )
 
 
-def _short(value: Any) -> Any:
-    return expand(value, Mechanism, "mechanism") if isinstance(value, str) else value
-
-
 class Labelling(Settings):
     """How a public pool is labelled, and for how much.
 
@@ -47,7 +43,7 @@ class Labelling(Settings):
     operating system, so no two runs agree; "seeded": repeatable, and a guarantee about the method only.
     """
 
-    mechanism: Annotated[Mechanism, Field(discriminator="kind"), BeforeValidator(_short)] = LNMax()
+    mechanism: Annotated[Mechanism, OneOf("mechanism")] = LNMax()
     epsilon: float | None = Field(None, gt=0)
     delta: float = Field(1e-5, gt=0, lt=1)
     budget: Literal["data-independent", "data-dependent"] = "data-independent"

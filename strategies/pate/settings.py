@@ -3,15 +3,15 @@
 Papernot et al. 2017 and 2018. With student "resnet" and a public pool out of the training set it is Diff-RN.
 """
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from clients.teacher import AnyTeacher, Network
-from fl_sim.settings import Settings, short, with_default_kinds
+from fl_sim.settings import OneOf, Settings
 from strategies.pate.labelling import Labelling
 from strategies.pate.mechanisms import LNMax, NoNoise
-from strategies.pate.student import FixMatch, Supervised
+from strategies.pate.student import FixMatch, Student, Supervised
 from strategies.pate.student_forest import ForestStudent
 from strategies.pate.student_gan import FeatureMatchingGan
 from strategies.pate.student_resnet import ResidualStudent
@@ -44,29 +44,18 @@ class Pate(Settings):
     """
 
     kind: Literal["pate"] = "pate"
+    title: ClassVar[str] = "PATE"
     queries: int = Field(1000, ge=1)
     asking: Literal["representative", "in-order"] = "representative"
     labelling: Labelling = Labelling()
-    student: Annotated[AnyStudent, Field(discriminator="kind"), short(AnyStudent, "student")] = FixMatch()
-    teachers: Annotated[AnyTeacher, Field(discriminator="kind"), short(AnyTeacher, "teachers")] = Network()
+    student: Annotated[AnyStudent, OneOf("student", Student)] = FixMatch()
+    teachers: Annotated[AnyTeacher, OneOf("teachers")] = Network()
     public: Literal["test", "train"] = "test"
     public_records: int | None = Field(None, ge=1)
     overlap: Literal["refuse", "drop-private"] = "refuse"
     student_seed: int | None = Field(None, ge=0)
     publish_cost: bool = False
     keep_private: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in_kinds(cls, table: Any) -> Any:
-        """Let ``algorithm.student.steps=500`` speak of the default student, ``labelling.mechanism.gamma`` of LNMax."""
-        if not isinstance(table, dict):
-            return table
-        filled = with_default_kinds(cls, table, ("student", "teachers"))
-        labelling = filled.get("labelling")
-        if isinstance(labelling, dict) and isinstance(labelling.get("mechanism"), dict):
-            filled["labelling"] = {**labelling, "mechanism": {"kind": LNMax().kind, **labelling["mechanism"]}}
-        return filled
 
     @model_validator(mode="after")
     def _sensible(self) -> "Pate":

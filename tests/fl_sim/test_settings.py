@@ -6,8 +6,10 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from fl_sim.experiment.experiment import experiment_from, with_overrides
-from fl_sim.settings import Settings, expand, explain, field_defaults, guess, kinds, parse, parse_scheme
+from fl_sim.experiment.experiment import experiment_from, parse_scheme, with_overrides
+from fl_sim.kinds import field_defaults, kinds
+from fl_sim.mistakes import explain, guess
+from fl_sim.settings import OneOf, Settings, parse
 from fl_sim.types import UserError
 from partitions import Dirichlet, Iid, LabelK, Shards
 
@@ -29,6 +31,7 @@ class Counted:
 
 
 Choice = Plain | Tuned | Counted
+AnyChoice = Annotated[Choice, OneOf("choice")]
 
 
 class Inner(Settings):
@@ -66,7 +69,7 @@ def test_kinds_and_defaults_are_read_off_the_classes():
     ],
 )
 def test_short_forms_grow_into_tables(text, table):
-    assert expand(text, Choice, "choice") == table
+    assert OneOf("choice").expand(text, Choice) == table
 
 
 @pytest.mark.parametrize(
@@ -82,13 +85,13 @@ def test_short_forms_grow_into_tables(text, table):
 )
 def test_unknown_short_forms_list_what_is_valid_and_guess(text, message):
     with pytest.raises(UserError, match=message):
-        expand(text, Choice, "choice")
+        OneOf("choice").expand(text, Choice)
 
 
 def test_parse_takes_short_forms_and_tables():
-    assert parse("tuned:0.5", Choice, "choice") == Tuned(rate=0.5)
-    assert parse({"kind": "count-k", "k": 2}, Choice, "choice") == Counted(k=2)
-    assert parse({"kind": "tuned", "steps": "4"}, Tuned, "choice") == Tuned(steps=4)
+    assert parse("tuned:0.5", AnyChoice, "choice") == Tuned(rate=0.5)
+    assert parse({"kind": "count-k", "k": 2}, AnyChoice, "choice") == Counted(k=2)
+    assert parse({"kind": "tuned", "steps": "4"}, Annotated[Tuned, OneOf("choice")], "choice") == Tuned(steps=4)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_parse_takes_short_forms_and_tables():
 )
 def test_parse_says_what_is_wrong(value, message):
     with pytest.raises(UserError, match=message):
-        parse(value, Choice, "choice")
+        parse(value, AnyChoice, "choice")
 
 
 def test_schemes_have_the_papers_short_forms():
@@ -123,7 +126,7 @@ def test_schemes_have_the_papers_short_forms():
     with pytest.raises(
         UserError, match=r"unknown key 'partition.betta' \(did you mean 'beta'\?\); valid here: kind, beta"
     ):
-        parse({"kind": "dirichlet", "betta": 1}, LabelK | Dirichlet, "partition")
+        parse({"kind": "dirichlet", "betta": 1}, Annotated[LabelK | Dirichlet, OneOf("partition")], "partition")
 
 
 def test_settings_are_frozen():

@@ -15,6 +15,7 @@ from flwr.serverapp import Grid
 from fl_sim.data import fingerprint
 from fl_sim.data import load as load_data
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.kinds import kind_of
 from fl_sim.simulation.dafl.pool import FACTS, Pool, da_fl, load, store
 from fl_sim.store.files import folder_of, write_whole
 from fl_sim.store.locks import alone_in
@@ -72,7 +73,7 @@ def summary(pool: Pool, experiment: Experiment) -> dict[str, object]:
     settings = da_fl(experiment)
     return {
         "kind": settings.kind,
-        "generator": settings.generator.kind,
+        "generator": kind_of(settings.generator),
         "gamma": settings.gamma,
         "train_on": settings.train_on,
         "server_epochs": settings.server_epochs,

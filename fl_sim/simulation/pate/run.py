@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from fl_sim.data import load
 from fl_sim.experiment.experiment import Experiment, device_of, public_split
+from fl_sim.kinds import kind_of
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.seeding import seed_torch, torch_kept
 from fl_sim.simulation.pate.ensemble import Votes, as_npy, prepare_votes, write_private_votes
@@ -200,7 +201,7 @@ def _facts(
         "queries_asked": labelled.num_asked,
         "queries_answered": labelled.num_answered,
         "label_accuracy": float(right.mean()) if len(right) else None,
-        "student": settings.student.kind,
+        "student": kind_of(settings.student),
         "labels": LABELS,
         "asking": settings.asking,
         "votes_reused": votes.reused,

@@ -84,7 +84,7 @@ def test_overrides_lie_over_a_table_and_leave_it_as_it_was():
         (["partition=dirichlt:1"], r"unknown partition 'dirichlt:1' \(did you mean 'dirichlet'\?\)"),
         (["partition=dirichlet", "partition.betta=1"], r"'partition.betta' .*here: kind, beta, min_size, balanced$"),
         (["local.schedule=stp"], r"unknown local.schedule 'stp' \(did you mean 'step'\?\)"),
-        (["local.schedule.every=3"], "local.schedule needs a kind, one of constant, exponential, step, cos"),
+        (["local.schedule.every=3"], "unknown key 'local.schedule.every'; valid here: kind$"),
         (["local.learning_rate=nan"], "local.learning_rate = 'nan': input should be a finite number"),
         (["local.learning_rate=inf"], "local.learning_rate = 'inf': input should be a finite number"),
         (["local.learning_rate=0"], "local.learning_rate = '0': input should be greater than 0"),

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from fl_sim.data import load
 from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.kinds import short_form
 from fl_sim.settings_file import read_table
-from fl_sim.simulation.run import Silent, run, short_form
+from fl_sim.simulation.run import Silent, run
 from fl_sim.store import files, run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.training.loop import to_tensors

@@ -1,0 +1,83 @@
+"""Mistakes in settings, said in words that a user can act on."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ValidationError
+
+from fl_sim.kinds import field_defaults, is_settings, kinds
+
+MOST_MISTAKES, MOST_CHARACTERS = 5, 600
+"""What one message tells: so many mistakes, each in so many characters."""
+
+
+def guess(name: str, valid: Iterable[str]) -> str:
+    """Return ' (did you mean ...?)' where something close to ``name`` is valid, else nothing."""
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def explain(error: ValidationError, settings: type, what: str) -> str:
+    """Say a validation error in words a user can act on: the first mistakes, and how many more there are."""
+    details = error.errors()
+    told = [shortened(_explain_one(detail, settings, what)) for detail in details[:MOST_MISTAKES]]
+    return "; ".join([*told, *([f"and {more} more mistakes"] if (more := len(details) - MOST_MISTAKES) > 0 else [])])
+
+
+def shortened(text: str) -> str:
+    """Return ``text`` for a message: what is far longer than any setting loses its middle."""
+    return (
+        text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS // 2]} ... {text[-MOST_CHARACTERS // 2 :]}"
+    )
+
+
+def _explain_one(detail: Any, settings: type, what: str) -> str:
+    path, group = _locate([str(part) for part in detail["loc"]], settings)
+    where = ".".join([*([what] if what else []), *path])
+    if detail["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
+        valid = list(field_defaults(group))
+        return f"unknown key {where!r}{guess(path[-1], valid)}; valid here: {', '.join(valid)}"
+    if detail["type"] in {"union_tag_not_found", "union_tag_invalid"}:
+        known = kinds(_union(_members(_annotation(group, path[-1]))))
+        given = detail["input"].get("kind")
+        return f"{where} needs a kind, one of {', '.join(known)}; got {given!r}{guess(str(given), known)}"
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{where} = {detail['input']!r}: {message[0].lower()}{message[1:]}" if where else message
+
+
+def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
+    """Return (the keys a user wrote, the settings class that the last one belongs to).
+
+    pydantic puts the kind it chose into the location, after the key of the union.
+    """
+    path: list[str] = []
+    parts = iter(location)
+    for part in parts:
+        path.append(part)
+        if part not in field_defaults(settings):
+            continue
+        members = [member for member in _members(_annotation(settings, part)) if _has_kind_or_fields(member)]
+        if len(members) > 1:
+            settings = kinds(_union(members)).get(next(parts, ""), settings)
+        elif members:
+            settings = members[0]
+    return path, settings
+
+
+def _annotation(settings: type, field: str) -> Any:
+    if issubclass(settings, BaseModel):
+        return settings.model_fields[field].annotation
+    return get_type_hints(settings)[field]
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) is not None else (annotation,)
+
+
+def _union(members: Iterable[type]) -> Any:
+    return Union[tuple(members)]  # noqa: UP007 (made at run time)
+
+
+def _has_kind_or_fields(member: Any) -> bool:
+    return isinstance(member, type) and is_settings(member)

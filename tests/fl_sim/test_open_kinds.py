@@ -1,0 +1,213 @@
+"""Kinds of the user's own: by import path, from a table, by a package's short name, and as objects from Python."""
+
+import importlib.metadata
+import json
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import pytest
+import tomli_w
+from numpy.typing import NDArray
+from pydantic import ConfigDict
+
+from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.kinds import kind_of, short_form, title_of
+from fl_sim.params import scale
+from fl_sim.settings import ENTRY_POINTS, Settings
+from fl_sim.types import Aggregate, ClientUpdate, Cohort, LocalTask, Trained
+from partitions import LabelK, Scheme
+from strategies.aggregators import WeightedMean
+from strategies.algorithm import Averaging, Weighting
+from strategies.fedavg import FedAvg
+from strategies.samplers import Coins
+
+
+class Doubled(Averaging):
+    """FedAvg that sends ``factor`` times its update."""
+
+    title: ClassVar[str] = "FedDouble"
+    factor: float = 2.0
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        update = super().finish(task, trained)
+        return ClientUpdate({"delta": scale(update.payloads["delta"], self.factor)}, update.num_examples, update.loss)
+
+
+class Renamed(FedAvg):
+    """A subclass of one of ours, which inherits its kind."""
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        return Doubled().finish(task, trained)
+
+
+@dataclass(frozen=True)
+class InOrder(Scheme):
+    """Client i holds the i-th part of the records; the first ``skipped`` records belong to nobody."""
+
+    skipped: int = 0
+
+    def split(
+        self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
+    ) -> list[NDArray[np.int64]]:
+        return np.array_split(np.arange(self.skipped, len(labels)), num_partitions)
+
+
+class FirstOnes(Settings):
+    """The first ``count`` clients."""
+
+    count: int = 2
+
+    def sample(self, num_clients: int, coins: Coins) -> NDArray[np.int64]:
+        return np.arange(min(self.count, num_clients))
+
+    def expected_size(self, num_clients: int) -> float:
+        return float(min(self.count, num_clients))
+
+
+class Uniform(Settings):
+    """A mean in which every client counts the same."""
+
+    def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
+        return WeightedMean().mean(cohort, "uniform")
+
+
+class Unfinished(Settings):
+    """Lacks all that an algorithm has."""
+
+
+class Loose:
+    """No settings at all."""
+
+
+HERE = __name__
+FORMS = [
+    ("algorithm", Doubled(factor=3.0), {"factor": 3.0}),
+    ("partition", InOrder(5), {"skipped": 5}),
+    ("sampler", FirstOnes(count=3), {"count": 3}),
+    ("aggregator", Uniform(), {}),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "parameters"), FORMS, ids=lambda one: str(one)[:12])
+def test_every_form_of_an_own_kind_gives_the_same_experiment(
+    field: str, value: Any, parameters: dict[str, Any]
+) -> None:
+    path = f"{HERE}:{type(value).__name__}"
+    taken = Experiment(**{field: value})
+    assert getattr(taken, field) is value
+    assert kind_of(value) == path
+    assert experiment_from({field: {"kind": path, **parameters}}) == taken
+    assert experiment_from({field: short_form(value)}) == taken
+    overrides = [f"{field}={path}", *(f"{field}.{name}={given}" for name, given in parameters.items())]
+    assert experiment_from(with_overrides({}, overrides)) == taken
+    assert experiment_from(with_overrides({}, overrides[::-1])) == taken
+
+
+@pytest.mark.parametrize(("field", "value", "parameters"), FORMS, ids=lambda one: str(one)[:12])
+def test_what_is_written_down_is_read_back_equal(field: str, value: Any, parameters: dict[str, Any]) -> None:
+    experiment = Experiment(**{field: value})
+    content = experiment.model_dump(mode="json")
+    assert content[field] == {"kind": f"{HERE}:{type(value).__name__}", **parameters}
+    assert experiment_from(tomllib.loads(tomli_w.dumps(content))) == experiment
+    assert experiment_from(json.loads(experiment.model_dump_json())) == experiment
+
+
+def test_a_subclass_of_one_of_ours_is_its_own_kind() -> None:
+    experiment = Experiment(algorithm=Renamed())
+    assert type(experiment.algorithm) is Renamed
+    assert experiment.model_dump()["algorithm"] == {"kind": f"{HERE}:Renamed"}
+    assert type(experiment_from(experiment.model_dump()).algorithm) is Renamed
+    assert title_of(Renamed()) == "Renamed"
+
+
+def test_one_of_ours_by_its_path_is_one_of_ours() -> None:
+    assert experiment_from({"partition": "partitions:LabelK:2"}).partition == LabelK(2)
+    assert Experiment(partition=LabelK(2)).model_dump()["partition"] == {"kind": "label-k", "k": 2}
+
+
+def test_a_package_gives_its_kinds_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = importlib.metadata.EntryPoint("feddouble", f"{HERE}:Doubled", ENTRY_POINTS)
+
+    def installed(*, group: str, name: str) -> list[importlib.metadata.EntryPoint]:
+        return [named] if (group, name) == (ENTRY_POINTS, "feddouble") else []
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", installed)
+    assert experiment_from({"algorithm": "feddouble:3"}) == Experiment(algorithm=Doubled(factor=3.0))
+    assert experiment_from({"algorithm": "feddouble"}).model_dump()["algorithm"]["kind"] == f"{HERE}:Doubled"
+
+
+def test_a_file_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_kinds.py").write_text(
+        "from strategies.fedavg import FedAvg\n\nclass Mine(FedAvg):\n    rate: float = 0.5\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_own_kinds", raising=False)
+    experiment = experiment_from({"algorithm": "my_own_kinds:Mine:0.25"})
+    assert experiment.model_dump()["algorithm"] == {"kind": "my_own_kinds:Mine", "rate": 0.25}
+
+
+def _local() -> FedAvg:
+    class Inside(FedAvg):
+        pass
+
+    return Inside()
+
+
+class Melting(Averaging):
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("algorithm", "nowhere.fed:FedDyn", "cannot be imported: there is no module 'nowhere'"),
+        ("algorithm", "fedprx:Mine", r"did you mean 'fedprox'\?"),
+        ("algorithm", f"{HERE}:Nothing", "Nothing"),
+        ("algorithm", f"{HERE}:Unfinished", "Unfinished' lacks plan, finish, weighting, init, merge; an algorithm of"),
+        (
+            "algorithm",
+            f"{HERE}:Loose",
+            "Loose' is no frozen settings class; an algorithm of your own",
+        ),
+        ("algorithm", f"{HERE}:Melting", "Melting' is no frozen settings class"),
+        ("algorithm", f"{HERE}:HERE", "not a class"),
+        ("algorithm", {"kind": f"{HERE}:Doubled", "factr": 1}, r"unknown key 'factr' \(did you mean 'factor'\?\)"),
+        ("algorithm", {"kind": f"{HERE}:Doubled", "factor": "x"}, "factor = 'x': input should be a valid number"),
+        ("algorithm", f"{HERE}:Unfinished:1", "lacks"),
+        ("aggregator", f"{HERE}:Uniform:1", "takes no parameter"),
+        ("algorithm", Doubled, r"give an object, Doubled\(\)"),
+        ("algorithm", Loose(), "of type Loose; an algorithm of your own is a frozen class of settings"),
+        ("algorithm", FirstOnes(), "FirstOnes' lacks plan, finish"),
+        ("algorithm", _local(), "Inside is defined inside a function"),
+        ("engine", f"{HERE}:FirstOnes", "unknown engine .*valid: auto, inprocess, ray$"),
+        ("engine", FirstOnes(), "of type FirstOnes$"),
+    ],
+)
+def test_what_is_no_such_kind_is_refused_in_one_line(field: str, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        experiment_from({field: value})
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(field)
+
+
+def test_an_own_sampler_states_no_amplification_under_global_dp() -> None:
+    with pytest.raises(UserError, match=r"FirstOnes cannot run under aggregator global-dp: .* is not proven"):
+        experiment_from({"sampler": FirstOnes(), "aggregator": "global-dp"})
+
+
+class Kinded(Averaging):
+    """An own kind that gives itself a name is known by its import path all the same."""
+
+    kind: Literal["kinded"] = "kinded"
+
+
+def test_a_name_that_a_class_gives_itself_is_not_its_kind() -> None:
+    experiment = Experiment(algorithm=Kinded())
+    assert experiment.model_dump()["algorithm"] == {"kind": f"{HERE}:Kinded"}
+    assert experiment_from(experiment.model_dump()) == experiment
