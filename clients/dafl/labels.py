@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
-from scipy.special import expit
 
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.settings import Settings
@@ -198,6 +197,8 @@ def _two_sided(coins: Floats, rate: float, whole: Floats, rest: Floats, lowest: 
 
     The law is a truncated geometric on either side of the target: one coin for the side, one for the distance.
     """
+    from scipy.special import expit  # noqa: PLC0415 (slow, and most runs pick no labels)
+
     start = np.minimum(whole, highest)
     sides = start - lowest + 1, np.maximum(highest - whole, 0)
     with np.errstate(divide="ignore"):  # no room above the target: its log mass is -inf

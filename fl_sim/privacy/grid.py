@@ -25,7 +25,6 @@ from typing import Any, Final
 import numpy as np
 from mpmath import libmp
 from numpy.typing import NDArray
-from scipy.special import ndtri
 
 TOLERANCE: Final = 2.0**-17
 _GRID_BITS: Final = 20  # the grid is at most 2^-20 standard deviations wide
@@ -69,6 +68,8 @@ def exact_step(law: Law, ratio: float, digits: int, num_digits: int, more: Calla
 
 
 def _gaussian_quantile(probabilities: NDArray[np.float64]) -> None:
+    from scipy.special import ndtri  # noqa: PLC0415 (slow, and a run without noise does not need it)
+
     probabilities *= 0.5
     ndtri(probabilities, out=probabilities)
 

@@ -53,6 +53,17 @@ def test_digits_are_embedded_and_always_the_same():
     assert np.bincount(digits.train.labels).tolist() == [142, 146, 142, 146, 145, 145, 145, 143, 139, 144]
 
 
+def test_digits_are_those_of_scikit_learn():
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    values, labels = load_digits(return_X_y=True)
+    parts = train_test_split(np.arange(len(labels)), test_size=360, stratify=labels, random_state=0)
+    for examples, part in zip((load("digits").train, load("digits").test), parts, strict=True):
+        assert np.array_equal(examples.inputs.reshape(-1, 64), np.rint(values[part] * (255 / 16)))
+        assert np.array_equal(examples.labels, labels[part])
+
+
 def test_digits_constants_are_those_of_the_training_part():
     digits = load("digits")
     values = digits.train.inputs / 255
@@ -165,10 +176,17 @@ def test_verify_reports_what_is_missing_or_damaged_without_raising(tmp_path):
     )
 
 
-def test_importing_the_package_imports_no_library_that_takes_seconds():
-    code = "import sys, fl_sim.data; print([m for m in ('torchvision', 'sklearn', 'scipy', 'PIL') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert out.stdout.strip() == "[]"
+def test_a_plain_run_imports_no_library_that_takes_seconds_and_is_of_no_use_to_it(tmp_path):
+    unused = {"torchvision", "sklearn", "scipy", "PIL", "matplotlib", "dp_accounting", "opacus", "ray"}
+    code = (
+        "import sys; from pathlib import Path; from fl_sim.cli.run import run_experiment\n"
+        "run_experiment(['model=logistic', 'rounds=1', 'engine=inprocess'], Path(sys.argv[1]), None, json_output=True)\n"
+        f"print({unused} & set(sys.modules))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert out.stdout.splitlines()[-1] == "set()"
 
 
 def test_every_name_is_documented_in_the_message_for_unknown_ones():
