@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
 from fl_sim.data import NAMES, Source, find, load, roots, tuned_on, verify
 from fl_sim.data.reading import read
@@ -54,9 +56,6 @@ def test_digits_are_embedded_and_always_the_same():
 
 
 def test_digits_are_those_of_scikit_learn():
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
     values, labels = load_digits(return_X_y=True)
     parts = train_test_split(np.arange(len(labels)), test_size=360, stratify=labels, random_state=0)
     for examples, part in zip((load("digits").train, load("digits").test), parts, strict=True):
@@ -180,7 +179,7 @@ def test_a_plain_run_imports_no_library_that_takes_seconds_and_is_of_no_use_to_i
     unused = {"torchvision", "sklearn", "scipy", "PIL", "matplotlib", "dp_accounting", "opacus", "ray"}
     code = (
         "import sys; from pathlib import Path; from fl_sim.cli.run import run_experiment\n"
-        "run_experiment(['model=logistic', 'rounds=1', 'engine=inprocess'], Path(sys.argv[1]), None, json_output=True)\n"
+        "run_experiment(['model=logistic', 'rounds=1'], Path(sys.argv[1]), None, json_output=True)\n"
         f"print({unused} & set(sys.modules))"
     )
     out = subprocess.run(
