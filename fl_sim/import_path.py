@@ -1,12 +1,16 @@
 """What a user names by its import path, ``package.module:name``, from the Python path or the current folder."""
 
 import importlib
+import re
 import sys
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fl_sim.errors import UserError
+
+IMPORT_PATH: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+"""What looks like ``package.module:name``."""
 
 _MOST_LETTERS = 300  # of another's error message, which may be a page long
 

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from fl_sim.errors import UserError
-from fl_sim.import_path import load_object
+from fl_sim.import_path import IMPORT_PATH, load_object
 from fl_sim.kinds import field_defaults, is_settings, kind_of, kinds
 from fl_sim.mistakes import explain, guess, shortened
 
@@ -26,8 +26,7 @@ Json: TypeAlias = dict[str, Any]
 ENTRY_POINTS: Final = "fl_sim.kinds"
 """The entry-point group in which a package gives its kinds short names."""
 
-_IMPORT_PATH: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_SHORT_IMPORT_PATH: Final = re.compile(rf"({_IMPORT_PATH.pattern})(?::(.+))?")
+_SHORT_IMPORT_PATH: Final = re.compile(rf"({IMPORT_PATH.pattern})(?::(.+))?")
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class OneOf:
     def class_of(self, table: Mapping[str, Any], union: Any) -> Any:
         """Return the settings class that ``table`` speaks of, None where its kind is unknown."""
         kind = str(table.get("kind"))
-        if self.wants is not None and _IMPORT_PATH.fullmatch(kind):
+        if self.wants is not None and IMPORT_PATH.fullmatch(kind):
             return self._load(kind)
         return kinds(union).get(kind)
 
@@ -96,7 +95,7 @@ class OneOf:
 
     def _from_table(self, table: Mapping[str, Any], in_union: Callable[[Any], Any]) -> Any:
         kind = table.get("kind")
-        if self.wants is None or not isinstance(kind, str) or not _IMPORT_PATH.fullmatch(kind):
+        if self.wants is None or not isinstance(kind, str) or not IMPORT_PATH.fullmatch(kind):
             return in_union(table)
         loaded = self._load(kind)
         own = {name: value for name, value in table.items() if name != "kind"}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Layout: TypeAlias = Literal["embedded", "idx", "cifar", "mat", "uci", "npz", "folder"]
+Layout: TypeAlias = Literal["embedded", "idx", "cifar", "mat", "uci", "npz", "folder", "own"]
 
 DIGITS = "digits"
 

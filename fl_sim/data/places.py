@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_sim.data.known import DIGITS, KNOWN, NAMES, KnownSet, Layout
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
+from fl_sim.import_path import IMPORT_PATH
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,10 @@ class Root:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set as found: the layout of its files, and the root, file or folder it is read from (None: embedded)."""
+    """A data set as found: the layout of its files, and the root, file or folder it is read from (None: embedded).
+
+    Layout "own": made by a function of the user's own, which is given the root, or None.
+    """
 
     layout: Layout
     path: Path | None
@@ -43,7 +47,7 @@ def roots(data_root: Path | None) -> tuple[Root, ...]:
 def find(name: str, data_root: Path | None = None) -> Source | None:
     """Return where ``name`` is, or None where it is not on this machine.
 
-    Raises UserError for a name that is none of ``NAMES``, npz:PATH or folder:PATH.
+    Raises UserError for a name that is none of ``NAMES``, npz:PATH, folder:PATH or package.module:function.
     """
     if name == DIGITS:
         return Source("embedded", None)
@@ -54,6 +58,8 @@ def find(name: str, data_root: Path | None = None) -> Source | None:
             return Source("npz", path) if path.is_file() else None
         return Source("folder", path) if path.is_dir() else None
     known = KNOWN.get(name)
+    if known is None and IMPORT_PATH.fullmatch(name):
+        return Source("own", data_root)
     if known is None:
         raise UserError(_unknown(name))
     found = (_find_in(root.path, known) for root in roots(data_root))
@@ -107,4 +113,7 @@ def _lack(root: Path, known: KnownSet) -> str:
 def _unknown(name: str) -> str:
     close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.6)
     guess = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"unknown data set {name!r}{guess}; valid: {', '.join(NAMES)}, npz:PATH, folder:PATH"
+    return (
+        f"unknown data set {name!r}{guess}; valid: {', '.join(NAMES)}, npz:PATH, folder:PATH, or your own as "
+        "package.module:function"
+    )

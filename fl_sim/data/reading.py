@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fl_sim.data import digits, folder, idx, npz, uci
+from fl_sim.data import digits, folder, idx, npz, own, uci
 from fl_sim.data.checked import known_dataset
 from fl_sim.data.known import KNOWN
 from fl_sim.data.places import Source, describe_missing, find
@@ -15,7 +15,7 @@ from fl_sim.types import Dataset, UserError
 
 
 def load(name: str, data_root: Path | None = None) -> Dataset:
-    """Return the data set ``name``, one of ``NAMES``, npz:PATH or folder:PATH.
+    """Return the data set ``name``, one of ``NAMES``, npz:PATH, folder:PATH or package.module:function.
 
     Searched in ``data_root``, $FL_SIM_DATA and the user's cache, in this order; a known set that is in none of them is
     downloaded unless FL_SIM_OFFLINE is set. Read once per process; images stay uint8, memory-mapped where the files
@@ -42,6 +42,8 @@ def fingerprint(name: str, data_root: Path | None, *, with_test: bool = False) -
 def read(name: str, source: Source) -> Dataset:
     """Return the data set ``name`` as it now lies at ``source``."""
     path = source.path
+    if source.layout == "own":
+        return own.read(name, path)
     if path is None:
         return digits.read()
     if name not in KNOWN:

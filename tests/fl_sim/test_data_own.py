@@ -1,0 +1,100 @@
+"""The user's own data set by import path: taken as it is, or refused in one line."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fl_sim.data import fingerprint, load
+from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.simulation.run import run
+from fl_sim.types import Dataset, Examples
+
+HERE = __name__
+
+
+def table(data_root: Path | None) -> Dataset:
+    """Two classes of features that a line separates."""
+    labels = np.arange(80) % 2
+    inputs = np.stack([labels * 2.0 - 1, np.linspace(-1, 1, 80)], axis=1).astype(np.float32)
+    train, test = (Examples(inputs[part], labels[part]) for part in (slice(0, 60), slice(60, 80)))
+    return Dataset(str(data_root), train, test, 2, (0.0,), (1.0,), note="made up for a test")
+
+
+def images(data_root: Path | None) -> Dataset:
+    assert data_root == Path("/data/root")
+    part = Examples(np.zeros((4, 3, 8, 8), np.uint8), np.array([0, 1, 2, 0]))
+    return Dataset("any", part, part, 3, (0.5,) * 3, (0.5,) * 3)
+
+
+def failing(data_root: Path | None) -> Dataset:
+    raise KeyError("hospital 3\nof 5")
+
+
+def empty(data_root: Path | None) -> Any:
+    return None
+
+
+def changed(**changes: Any) -> Callable[[Path | None], Dataset]:
+    return lambda root: replace(table(root), **changes)
+
+
+def with_train(inputs: Any = None, labels: Any = None) -> Callable[[Path | None], Dataset]:
+    part = table(None).train
+    return changed(train=Examples(part.inputs if inputs is None else inputs, part.labels if labels is None else labels))
+
+
+number = 7
+wide = with_train(inputs=np.zeros((60, 3), np.float32))
+doubles = with_train(inputs=np.zeros((60, 2)))
+short = with_train(labels=np.zeros(59, np.int64))
+beyond = with_train(labels=np.full(60, 2))
+broken = with_train(inputs=np.full((60, 2), np.nan, np.float32))
+lists = with_train(labels=[0] * 60)
+flat = changed(std=(0.0,))
+channels = changed(mean=(0.0, 0.0))
+
+
+def test_a_function_in_a_module_is_a_data_set_that_trains(tmp_path: Path) -> None:
+    settings = {"data": f"{HERE}:table", "model": "logistic", "partition": "iid", "clients": 3, "rounds": 5,
+                "local": {"learning_rate": 0.5}, "engine": "inprocess"}  # fmt: skip
+    result = run(experiment_from(settings), tmp_path)
+    assert result["data"] == f"{HERE}:table"
+    assert result["data_note"] == "made up for a test"
+    assert result["final_accuracy"] == 1.0
+
+
+def test_the_function_is_given_the_data_root() -> None:
+    assert load(f"{HERE}:images", Path("/data/root")).input_shape == (3, 8, 8)
+    assert load(f"{HERE}:table").name == f"{HERE}:table"
+
+
+def test_what_a_ledger_is_named_by_are_the_records() -> None:
+    assert fingerprint(f"{HERE}:table", None) == fingerprint(f"{HERE}:table", Path("/elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("failing", "failed with KeyError: 'hospital 3.*of 5'"),
+        ("empty", r"returned NoneType, not a fl_sim\.types\.Dataset"),
+        ("number", "is int, not a function of the data root"),
+        ("nothing_of_this_name", "has no 'nothing_of_this_name'"),
+        ("wide", "training and test records differ in shape"),
+        ("doubles", r"inputs are float64 of shape \(60, 2\); wanted are uint8 images"),
+        ("short", r"labels are int64 of shape \(59,\); wanted is int64, one for each of 60"),
+        ("beyond", "labels run from 2 to 2, wanted are 0 to 1"),
+        ("broken", "60 records are not finite"),
+        ("lists", "must be NumPy arrays"),
+        ("flat", r"std is \(0.0,\), wanted are 1 finite numbers, std above 0"),
+        ("channels", "mean is"),
+    ],
+)
+def test_what_is_no_data_set_is_refused_in_one_line(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load(f"{HERE}:{name}")
+    assert "\n" not in str(caught.value)
