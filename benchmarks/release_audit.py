@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn import functional
 
 from clients.dafl import mean_embedding
+from clients.dafl.dpcgan import training as dpcgan
 from clients.dafl.dpcgan.clipping import Pairs
 from clients.dafl.dpcgan.settings import DpCgan
 from clients.dafl.dpcgan.training import Client, Training
@@ -83,8 +84,8 @@ class DiscriminatorStep:
         training, released = _prepared(self, world), _Released()
         training.clients[0].noise = _key(run)
         training.discriminator_adam = released  # type: ignore[assignment]
-        sums = _clipped_apart if self.apart else training.clipped_sums
-        with mock.patch.object(training, "clipped_sums", sums):
+        sums = _clipped_apart if self.apart else dpcgan.clipped_sums
+        with mock.patch.object(dpcgan, "clipped_sums", sums):
             training.discriminator_step(0)
         number = self._BYSTANDERS + 1
         total = released.gradient * self.sampling_rate * number

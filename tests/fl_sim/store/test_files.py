@@ -73,7 +73,7 @@ def test_a_private_file_is_private_from_the_start(tmp_path: Path) -> None:
 
 def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from fl_sim import files; "
+        "import os, signal, sys; from pathlib import Path; from fl_sim.store import files; "
         "files.force_to_disk = lambda _: os.kill(os.getpid(), signal.SIGKILL); "
         "files.write_whole(Path(sys.argv[1]) / 'result.json', b'half')"
     )

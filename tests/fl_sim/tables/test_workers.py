@@ -13,14 +13,14 @@ from fl_sim.tables.workers import Failed, _why_it_died, _why_none_starts, _with_
 from fl_sim.types import RunError
 
 
-@pytest.mark.parametrize(("jobs", "workers"), [(1, 8), (2, 4), (3, 2), (8, 1), (20, 1)])
+@pytest.mark.parametrize(("jobs", "clients"), [(1, 8), (2, 4), (3, 2), (8, 1), (20, 1)])
 def test_a_cell_trains_as_many_clients_at_a_time_as_leave_the_others_their_cores(
-    monkeypatch: pytest.MonkeyPatch, jobs: int, workers: int
+    monkeypatch: pytest.MonkeyPatch, jobs: int, clients: int
 ) -> None:
     monkeypatch.setattr(workers, "cores", lambda: 8)
     asked = InProcess(threads=3, stack=5, graphs=False)
     shared = _with_share_of_cores(Experiment(engine=asked, rounds=7), jobs)
-    assert shared == Experiment(engine=InProcess(threads=3, workers=workers, stack=5, graphs=False), rounds=7)
+    assert shared == Experiment(engine=InProcess(threads=3, workers=clients, stack=5, graphs=False), rounds=7)
 
 
 @pytest.mark.parametrize("engine", [InProcess(workers=5), Ray(actors=3), Auto()])
