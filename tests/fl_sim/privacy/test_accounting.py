@@ -86,12 +86,14 @@ def test_composition_is_the_sum_of_the_renyi_curves(schedule: list[dp_event.DpEv
     )
 )
 @settings(deadline=None, max_examples=5)
+@pytest.mark.usefixtures("coarse_losses")
 def test_rdp_is_never_below_pld(schedule: list[dp_event.DpEvent]) -> None:
     assert epsilon(schedule, DELTA, accountant="pld") <= epsilon(schedule, DELTA)
 
 
 @pytest.mark.parametrize(("cohort", "population"), [(1, 100), (10, 100), (49, 100), (50, 100), (99, 100), (100, 100)])
 @pytest.mark.parametrize("noise", [1.5, 10.0])
+@pytest.mark.usefixtures("coarse_losses")
 def test_fixed_size_bounds_are_sound_and_ordered(cohort: int, population: int, noise: float) -> None:
     counts = {amplify_fixed_size(Gaussian(noise), cohort, population): 3}
     by_pld = epsilon_of_counts(counts, DELTA, accountant="pld")
@@ -105,6 +107,7 @@ def test_fixed_size_bounds_are_sound_and_ordered(cohort: int, population: int, n
     assert by_rdp <= without_amplification * (1 + 1e-9)
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_full_participation_under_replace_one_has_sensitivity_two() -> None:
     everyone = {amplify_fixed_size(Gaussian(4.0), 100, 100): 10}
     for accountant in ("rdp", "pld"):

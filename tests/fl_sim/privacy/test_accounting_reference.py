@@ -88,6 +88,7 @@ def test_noise_multiplier_matches_the_reference_and_keeps_the_target(point: dict
 
 @needs_reference
 @pytest.mark.parametrize("point", [point for point in _POINTS if point.get("steps", 0) <= 100] or _POINTS, ids=str)
+@pytest.mark.usefixtures("quick_accounting")
 def test_noise_multiplier_by_pld_matches_the_reference(point: dict[str, Any]) -> None:
     amplify = partial(amplify_poisson, sampling_rate=point["q"])
     found = noise_multiplier(amplify, point["steps"], point["eps"], point["delta"], accountant="pld")

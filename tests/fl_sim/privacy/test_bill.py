@@ -12,6 +12,8 @@ from fl_sim.privacy.accounting import Adjacency, amplify_fixed_size, amplify_poi
 from fl_sim.privacy.bill import Bill, Paid, Payment, bills
 from fl_sim.privacy.pure import BoundedRangeDpEvent
 
+pytestmark = pytest.mark.usefixtures("quick_accounting")
+
 ADD, REPLACE = Adjacency.ADD_OR_REMOVE_ONE, Adjacency.REPLACE_ONE
 POISSON = amplify_poisson(dp_event.GaussianDpEvent(1.0), 0.1)
 QUIET = amplify_poisson(dp_event.GaussianDpEvent(2.0), 0.1)

@@ -11,6 +11,8 @@ from fl_sim.privacy.accounting import Accountant, amplify_fixed_size, amplify_po
 from fl_sim.privacy.planning import delta_advice, noise_multiplier, steps_that_fit
 from fl_sim.types import UserError
 
+pytestmark = pytest.mark.usefixtures("quick_accounting")  # which figure it is that is kept to is tested elsewhere
+
 Gaussian = dp_event.GaussianDpEvent
 DELTA = 1e-5
 
