@@ -33,10 +33,10 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
-from fl_sim.data import load
 from fl_sim.engines import wire
 from fl_sim.engines.inprocess import InProcessGrid
-from fl_sim.experiment.experiment import Experiment, build_model, experiment_from
+from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
 from fl_sim.privacy.accounting import amplify_poisson, epsilon_of_counts
 from fl_sim.privacy.one_run import CONFIDENCE, Guess, guess, power_limit
@@ -165,8 +165,8 @@ def audit(setting: Setting, mechanism: str) -> Finding:
     """Train one federation with canaries in it, under one of ``VARIANTS``, and guess who took part."""
     start = time.perf_counter()
     experiment = setting.experiment()
-    dataset = load(experiment.data, None)
-    model = build_model(experiment, dataset)
+    job = job_of(experiment)
+    model, dataset = job.model(), job.dataset
     first = detached(model.named_parameters())
     size = sum(value.numel() for value in first.values())
     directions = torch.from_numpy(

@@ -20,7 +20,8 @@ from speed_work import GPU_WORK, SHAPES, WORKS, Work
 from torch.nn import functional
 
 from fl_sim.data import load
-from fl_sim.experiment.experiment import Experiment, build_model, client_shards, device_of, experiment_from
+from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
 from fl_sim.simulation.engine_choice import open_engine
 from fl_sim.simulation.preparation import RunLog, federated_strategy
@@ -74,22 +75,20 @@ def images(data: str, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 def ours(experiment: Experiment) -> Iterator[Round]:
     """Yield a round of one of our engines."""
-    dataset = load(experiment.data)
-    log = RunLog(experiment.algorithm.init(detached(build_model(experiment, dataset).named_parameters())))
-    with tempfile.TemporaryDirectory() as out, open_engine(experiment, None, lambda _: None) as (grid, _):
-        strategy = federated_strategy(experiment, grid, Path(out), log, None)
+    job = job_of(experiment)
+    log = RunLog(experiment.algorithm.init(detached(job.model().named_parameters())))
+    with tempfile.TemporaryDirectory() as out, open_engine(job, lambda _: None) as (grid, _):
+        strategy = federated_strategy(job, grid, Path(out), log)
         yield lambda server_round: void(run_round(strategy, grid, server_round, 0.01, 600))
 
 
 def plain(experiment: Experiment) -> Iterator[Round]:
     """Yield a round of the plain loop: load the global weights, torch.optim.SGD, add up the weighted models."""
-    dataset, device = load(experiment.data), device_of(experiment)
-    inputs, labels = to_tensors(dataset.train, dataset)
-    shards = [
-        (inputs[shard].to(device), labels[shard].to(device))
-        for shard in map(torch.from_numpy, client_shards(experiment, None))
-    ]
-    model = build_model(experiment, dataset).to(device)
+    job = job_of(experiment)
+    device = job.device
+    inputs, labels = to_tensors(job.dataset.train, job.dataset)
+    shards = [(inputs[shard].to(device), labels[shard].to(device)) for shard in map(torch.from_numpy, job.shards)]
+    model = job.model().to(device)
     state = {"weights": {name: weight.detach().clone() for name, weight in model.named_parameters()}}
 
     def one_round(_: int) -> None:
@@ -136,8 +135,7 @@ def flower(experiment: Experiment, first: Callable[[Round], None]) -> None:
         while len(list(grid.get_node_ids())) < experiment.clients:
             time.sleep(0.05)
         strategy = FedAvg(fraction_evaluate=0.0)
-        dataset = load(experiment.data)
-        state = {"arrays": ArrayRecord(build_model(experiment, dataset).state_dict())}
+        state = {"arrays": ArrayRecord(job_of(experiment).model().state_dict())}
 
         def one_round(server_round: int) -> None:
             messages = strategy.configure_train(server_round, state["arrays"], ConfigRecord(), grid)
@@ -167,9 +165,8 @@ def minimal_client_app(experiment_json: str):
     def train(message: Message, context: Context) -> Message:
         if not made:
             torch.set_num_threads(1)
-            experiment = Experiment.model_validate_json(experiment_json)
-            dataset = load(experiment.data)
-            made.update(model=build_model(experiment, dataset), dataset=dataset, shards=client_shards(experiment, None))
+            job = job_of(Experiment.model_validate_json(experiment_json))
+            made.update(model=job.model(), dataset=job.dataset, shards=job.shards)
         model, dataset = made["model"], made["dataset"]
         shard = made["shards"][int(context.node_config["partition-id"])]
         inputs, labels = to_tensors(dataset.train.take(shard), dataset)

@@ -22,7 +22,8 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel
 
-from fl_sim.experiment.experiment import Experiment, client_shards, experiment_from, resolved
+from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.job import job_of
 from fl_sim.simulation.run import run
 from fl_sim.types import RunError, UserError
 
@@ -77,8 +78,7 @@ def try_out(table: dict[str, Any], tally: Tally) -> Experiment | None:
     """Validate, resolve and split; note in ``tally`` what came of it, and return what was taken."""
     start = time.perf_counter()
     try:
-        experiment = resolved(experiment_from(table), None)
-        client_shards(experiment, None)
+        experiment = job_of(experiment_from(table)).experiment
     except UserError as refusal:
         tally.outcomes["refused"] += 1
         if "\n" in str(refusal) or len(str(refusal)) > MOST_CHARACTERS:

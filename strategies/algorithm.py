@@ -1,9 +1,11 @@
 """What an algorithm is: a frozen settings object with a client half (plan, finish) and a server half (init, merge)."""
 
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fl_sim.params import add, subtract
 from fl_sim.seeding import rng
@@ -12,6 +14,7 @@ from fl_sim.training.loop import LocalAlgorithm
 from fl_sim.types import (
     Aggregate,
     ClientUpdate,
+    Dataset,
     LocalPlan,
     LocalSettings,
     LocalTask,
@@ -23,6 +26,9 @@ from fl_sim.types import (
 
 Weighting: TypeAlias = Literal["examples", "uniform"]
 """How clients count in the mean: by their number of records, or all the same."""
+
+Split: TypeAlias = Callable[[NDArray[np.int64]], Sequence[NDArray[np.int64]]]
+"""labels -> each client's indices into them, by the experiment's partition; raises UserError where it is impossible."""
 
 
 class Algorithm(LocalAlgorithm, Protocol):
@@ -47,6 +53,24 @@ class Sharing(Protocol):
         self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
     ) -> dict[str, torch.Tensor]:
         """Return what one client shares; the server concatenates the clients' tensors name by name."""
+        ...
+
+
+@runtime_checkable
+class Dealing(Protocol):
+    """An algorithm that says itself which records its clients hold: not a part each of all training records."""
+
+    def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
+        """Return each client's record indices into the training set. Raises UserError for data that do not serve."""
+        ...
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """An algorithm with an end of its own, or one that does not take all data."""
+
+    def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
+        """Return how many of ``rounds`` a run has at most. Raises UserError for data that do not serve."""
         ...
 
 

@@ -1,9 +1,13 @@
 """FedAvg: the mean of the clients' models (McMahan et al. 2017, algorithm 1); and the centralized upper bound."""
 
+from collections.abc import Sequence
 from typing import Literal
 
-from fl_sim.types import ClientUpdate, LocalPlan, LocalTask, Trained
-from strategies.algorithm import Averaging
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.types import ClientUpdate, Dataset, LocalPlan, LocalTask, Trained
+from strategies.algorithm import Averaging, Split
 
 
 class FedAvg(Averaging):
@@ -20,6 +24,11 @@ class Centralized(Averaging):
     """
 
     kind: Literal["centralized"] = "centralized"
+
+    def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
+        """Return everything, for the one holder there is."""
+        del split, seed
+        return [np.arange(len(dataset.train))]
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Go on with the momentum of the round before."""

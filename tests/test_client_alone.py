@@ -4,6 +4,7 @@ The bound on what one client moves is the clipping norm of its own update. If th
 the last bit, the epsilon that is printed would be another mechanism's.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import pytest
 import torch
 from flwr.app import Message
 
-from fl_sim.data import load
 from fl_sim.engines import wire
-from fl_sim.experiment.experiment import Experiment, InProcess, Ray, build_model, experiment_from
+from fl_sim.experiment.experiment import Experiment, InProcess, Ray, experiment_from
+from fl_sim.experiment.job import Job, job_of
 from fl_sim.params import detached, flattened
-from fl_sim.simulation import engine_choice
 from fl_sim.simulation.engine_choice import open_engine, stack_of, together_of
+from fl_sim.simulation.site import site_of
 from fl_sim.types import Params, UserError
 
 MODELS = """
@@ -50,9 +51,10 @@ def experiment(engine: dict[str, Any], model: str = "mlp", aggregator: str = "gl
 
 def updates(asked: Experiment, cohort: tuple[int, ...], folder: Path) -> dict[int, Params]:
     """Return what each client of ``cohort`` sends in a round in which they alone take part."""
-    params = detached(build_model(asked, load(asked.data)).named_parameters())
+    job = job_of(asked)
+    params = detached(job.model().named_parameters())
     order = wire.Order(asked.model_dump_json(), 1, 0.05, "", str(folder), "")
-    with open_engine(asked, None, lambda _: None) as (grid, _):
+    with open_engine(job, lambda _: None) as (grid, _):
         nodes = list(grid.get_node_ids())
         content = wire.task_content(order, params, {})
         replies = grid.send_and_receive(Message(content, nodes[client], wire.TRAIN) for client in cohort)
@@ -83,11 +85,14 @@ def test_leaving_a_client_out_moves_no_bit_of_the_others(model: str, tmp_path: P
 
 @pytest.mark.parametrize("engine", [InProcess(), Ray(actors=2, gpus=0.5)], ids=lambda engine: engine.kind)
 def test_on_a_gpu_too_private_clients_train_one_by_one(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_choice, "device_of", lambda _: torch.device("cuda"))
-    plain, private = (experiment(engine.model_dump(), aggregator=kind) for kind in ("mean", "global-dp"))
-    assert stack_of(engine, plain, None) > 1
-    assert stack_of(engine, private, None) == 1
-    assert together_of(private, None, 1) is None
+    plain, private = (
+        replace(job_of(experiment(engine.model_dump(), aggregator=kind)), device=torch.device("cuda"))
+        for kind in ("mean", "global-dp")
+    )
+    monkeypatch.setattr(Job, "trainer", job_of(experiment(engine.model_dump())).trainer)  # there may be no GPU
+    assert stack_of(engine, plain) > 1
+    assert stack_of(engine, private) == 1
+    assert together_of(private, site_of, 1) is None
 
 
 @pytest.mark.parametrize("kind", ["inprocess", "ray"])

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from fl_sim.data import load
-from fl_sim.experiment.experiment import Experiment, build_model, experiment_from
+from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store.run_directory import RoundRecord, read_rounds
@@ -165,7 +165,7 @@ def test_clients_trained_as_one_stack_end_within_rounding(
     base = settings(algorithm, "inprocess").model_dump() | {"model": "mlp"}
     start = {"stacked": {"kind": "inprocess", "stack": stack}, "alone": {"kind": "inprocess"}}
     results = {out: run(experiment_from({**base, "engine": engine}), tmp_path / out) for out, engine in start.items()}
-    initial = detached(build_model(experiment_from(base), load("digits")).named_parameters())
+    initial = detached(job_of(experiment_from(base)).model().named_parameters())
     moved = distance(weights(tmp_path / "alone"), initial)
     assert distance(weights(tmp_path / "stacked"), weights(tmp_path / "alone")) <= 1e-3 * moved
     assert results["stacked"]["final_accuracy"] == pytest.approx(results["alone"]["final_accuracy"], abs=0.02)
@@ -196,7 +196,7 @@ def test_a_gpu_ends_where_a_cpu_does_stacked_and_one_by_one(algorithm: str, tmp_
     for out, device, stack in (("cpu", "cpu", 1), ("alone", "cuda", 1), ("stacked", "cuda", 8)):
         engine = {"kind": "inprocess", "stack": stack}
         ends[out] = run(experiment_from({**base, "device": device, "engine": engine}), tmp_path / out)
-    initial = detached(build_model(experiment_from(base), load("digits")).named_parameters())
+    initial = detached(job_of(experiment_from(base)).model().named_parameters())
     moved = distance(weights(tmp_path / "cpu"), initial)
     for out in ("alone", "stacked"):
         assert distance(weights(tmp_path / out), weights(tmp_path / "cpu")) <= 1e-3 * moved

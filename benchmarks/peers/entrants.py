@@ -63,14 +63,13 @@ def job_file(work: Work) -> Path:
     from contestants import experiment_of
     from peers import job
 
-    from fl_sim.data import load
-    from fl_sim.experiment.experiment import build_model, client_shards
+    from fl_sim.experiment.job import job_of
     from fl_sim.training.loop import to_tensors
 
     experiment = experiment_of(work, "auto")
-    dataset = load(experiment.data)
-    inputs, labels = to_tensors(dataset.train, dataset)
+    ours = job_of(experiment)
+    inputs, labels = to_tensors(ours.dataset.train, ours.dataset)
     path = Path(tempfile.gettempdir()) / f"fl-sim-peers-{work.clients}x{work.records}.npz"
-    shards = [(inputs[shard], labels[shard]) for shard in client_shards(experiment, None)]
-    job.write(path, shards, build_model(experiment, dataset).state_dict())
+    shards = [(inputs[shard], labels[shard]) for shard in ours.shards]
+    job.write(path, shards, ours.model().state_dict())
     return path

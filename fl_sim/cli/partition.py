@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_sim.data import load
-from fl_sim.experiment.experiment import parse_scheme, shards_of
+from fl_sim.experiment.experiment import parse_scheme
+from fl_sim.experiment.job import shards_of
 from fl_sim.report.figures.partition import draw_partition
 from partitions import label_counts
 from partitions.dirichlet import USUAL_MIN_SIZE
@@ -34,7 +35,7 @@ def show_partition(
     """Print sizes and label counts of every client, and draw them where ``plot`` names a file."""
     chosen = parse_scheme(scheme)
     dataset = load(data, data_root)
-    parts = shards_of(data, chosen, clients, seed, data_root)
+    parts = shards_of(dataset, chosen, clients, seed)
     counts = label_counts(dataset.train.labels, parts, dataset.num_classes)
     left_out = np.bincount(dataset.train.labels, minlength=dataset.num_classes) - counts.sum(axis=0)
     title = f"{data}, {scheme}, {clients} clients, seed {seed}"

@@ -6,7 +6,8 @@ from typing import Any
 
 import typer
 
-from fl_sim.experiment.experiment import Experiment, experiment_from, resolved, with_overrides
+from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.experiment.job import resolved
 from fl_sim.kinds import kind_of, short_form
 from fl_sim.report.progress import RunProgress
 from fl_sim.settings_file import read_table

@@ -1,28 +1,19 @@
-"""One experiment as a frozen value, and how its parts are wired: data, split, model and method meet here alone."""
+"""One experiment as a frozen value: data, split, model and method meet here alone."""
 
 import copy
 import math
 from collections.abc import Mapping
-from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError, model_validator
-from torch import nn
 
 from clients.dafl.settings import DaFl, NoPreprocess
-from fl_sim import models
-from fl_sim.data import load
 from fl_sim.kinds import kind_of
 from fl_sim.mistakes import explain, shortened
-from fl_sim.seeding import rng
 from fl_sim.settings import OneOf, Settings, group_in, parse
 from fl_sim.settings_file import MOST_LEVELS
 from fl_sim.training.precision import Precision
-from fl_sim.types import Dataset, UserError
+from fl_sim.types import UserError
 from partitions import AnyScheme, LabelK, Scheme
 from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, Sharing
@@ -31,7 +22,6 @@ from strategies.fedmix import FedMix, NaiveMix
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
 from strategies.global_dp import GlobalDP
-from strategies.pate.public_split import PublicSplit, overlap, split_off
 from strategies.pate.settings import Pate, start_of
 from strategies.samplers import AnySampler, Everyone, FixedSize, Poisson, Sampler
 from strategies.scaffold import Scaffold
@@ -298,107 +288,3 @@ def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, 
             target = inner
         target[key] = value
     return merged
-
-
-def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:
-    """Return ``experiment`` with every default that depends on the data filled in.
-
-    Raises UserError for settings that do not fit the data.
-    """
-    dataset = load(experiment.data, data_root)
-    if isinstance(experiment.preprocess, DaFl):
-        experiment.preprocess.generator_epsilon(dataset.num_classes)
-        if len(dataset.input_shape) != 3:
-            raise UserError(f"preprocess da-fl makes images, but the records of {experiment.data} are feature vectors")
-    filled: dict[str, Any] = {"model": experiment.model or models.default_model(dataset.input_shape)}
-    if isinstance(experiment.algorithm, Pate):
-        experiment.algorithm.student.network(dataset.input_shape, dataset.num_classes)
-        filled |= {"rounds": min(experiment.rounds, experiment.algorithm.student.steps)}
-    given = {name: getattr(experiment, name) for name in Experiment.model_fields}
-    return experiment_from({**given, **filled})
-
-
-@lru_cache(maxsize=8)
-def shards_of(
-    data: str, scheme: Scheme, num_clients: int, seed: int, data_root: Path | None
-) -> tuple[NDArray[np.int64], ...]:
-    """Return each client's record indices into the training set. Raises UserError for an impossible split."""
-    labels = load(data, data_root).train.labels
-    try:
-        return tuple(scheme.split(np.asarray(labels), num_clients, rng(seed, "partition")))
-    except ValueError as error:
-        raise UserError(f"partition {kind_of(scheme)} of {data} over {num_clients} clients: {error}") from error
-
-
-def device_of(experiment: Experiment) -> torch.device:
-    """Return where this process trains. Raises UserError where a GPU is asked for and none is seen."""
-    if experiment.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda, but there is no CUDA device here; take device=cpu, or engine=ray engine.gpus=1")
-    return torch.device("cuda" if experiment.device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def precision_of(experiment: Experiment, device: torch.device) -> Precision:
-    """Return how exactly clients train on ``device``. Raises UserError for a precision that changes nothing there."""
-    precision, engine = experiment.local.precision, experiment.engine
-    stacked = not isinstance(engine, Auto) and engine.stack > 1
-    if precision == "float32" or (precision == "bfloat16" and stacked):
-        return precision
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-        return precision
-    where = "a CPU" if device.type == "cpu" else "a GPU older than NVIDIA's Ampere"
-    raise UserError(f"local.precision={precision} changes nothing on {where}: leave it out, or train on a newer GPU")
-
-
-def client_shards(experiment: Experiment, data_root: Path | None) -> tuple[NDArray[np.int64], ...]:
-    """Return what each simulated client of ``experiment`` holds; everything where training is centralized."""
-    if isinstance(experiment.algorithm, Centralized):
-        return (np.arange(len(load(experiment.data, data_root).train)),)
-    if isinstance(experiment.algorithm, Pate):
-        return _teacher_shards(
-            experiment.data, experiment.partition, experiment.clients, experiment.seed, data_root,
-            (experiment.algorithm.public, experiment.algorithm.public_records, experiment.algorithm.overlap),
-        )  # fmt: skip
-    return shards_of(experiment.data, experiment.partition, experiment.clients, experiment.seed, data_root)
-
-
-def public_split(experiment: Experiment, data_root: Path | None) -> PublicSplit:
-    """Return the private records, the public pool and the records to evaluate on of an experiment with PATE."""
-    assert isinstance(experiment.algorithm, Pate)
-    chosen = experiment.algorithm
-    return split_off(load(experiment.data, data_root), chosen.public, chosen.public_records, experiment.seed)
-
-
-@lru_cache(maxsize=8)
-def _teacher_shards(
-    data: str, scheme: Scheme, num_clients: int, seed: int, data_root: Path | None, public: tuple[Any, ...]
-) -> tuple[NDArray[np.int64], ...]:
-    """Return each teacher's record indices into the training set; ``public``: (source, size of the pool, overlap)."""
-    source, size, if_both = public
-    dataset = load(data, data_root)
-    split = split_off(dataset, source, size, seed)
-    if num_clients > len(split.private):
-        raise UserError(f"{num_clients} teachers (clients) for {len(split.private)} private records: choose fewer")
-    try:
-        parts = scheme.split(np.asarray(dataset.train.labels[split.private]), num_clients, rng(seed, "partition"))
-    except ValueError as error:
-        raise UserError(f"partition {kind_of(scheme)} of {data} over {num_clients} teachers: {error}") from error
-    both = overlap(dataset.train.take(split.private), split.pool)
-    if both.any() and if_both == "refuse":
-        raise UserError(
-            f"{int(both.sum())} of {len(both)} private records of {data} are in the public pool, too (the first is "
-            f"training record {int(split.private[both.argmax()])}): what is public cannot be kept private. Take a pool "
-            "without them, or algorithm.overlap=drop-private, which leaves them out of the teachers' shards"
-        )
-    shards = tuple(split.private[part[~both[part]]] for part in parts)
-    if empty := [teacher for teacher, shard in enumerate(shards) if not len(shard)]:
-        raise UserError(
-            f"{len(empty)} of {num_clients} teachers hold no record (the first is teacher {empty[0]}): take fewer "
-            "clients, or partition=iid"
-        )
-    return shards
-
-
-def build_model(experiment: Experiment, dataset: Dataset) -> nn.Module:
-    """Return the experiment's model with its initial weights."""
-    name = experiment.model or models.default_model(dataset.input_shape)
-    return models.build(name, dataset.input_shape, dataset.num_classes, experiment.seed)

@@ -17,7 +17,7 @@ import numpy as np
 
 from clients.policy import RECORD_TERMS
 from fl_sim.data import fingerprint
-from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.job import Job
 from fl_sim.privacy.accounting import compose, epsilon_of_curve
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.store.files import folder_of
@@ -39,21 +39,21 @@ def ledgers_root() -> Path:
     return folder_of("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers")
 
 
-def ledger_path(experiment: Experiment, data_root: Path | None, client: int) -> Path:
-    """Return where the ledger of one client of ``experiment`` is, or will be."""
-    deal = json.dumps(experiment.model_dump(mode="json", include={"partition", "clients", "seed"}), sort_keys=True)
+def ledger_path(job: Job, client: int) -> Path:
+    """Return where the ledger of one client of ``job`` is, or will be."""
+    deal = json.dumps(job.experiment.model_dump(mode="json", include={"partition", "clients", "seed"}), sort_keys=True)
     name = hashlib.sha256(deal.encode()).hexdigest()[:16]
-    return _folder(experiment, data_root) / name / f"client-{client}.jsonl"
+    return _folder(job) / name / f"client-{client}.jsonl"
 
 
-def all_together(experiment: Experiment, data_root: Path | None, delta: float) -> Together:
-    """Return what every release cost that the ledgers know about the experiment's data set, whatever its settings.
+def all_together(job: Job, delta: float) -> Together:
+    """Return what every release cost that the ledgers know about the job's data set, whatever its settings.
 
     A record is with one client of each deal, so a deal costs it no more than the dearest Renyi curve of its clients,
     order by order, and the deals' curves add. Raises RunError where a ledger is damaged.
     """
     total, shares = compose({}), 0
-    for deal in sorted(_folder(experiment, data_root).glob("*/")):
+    for deal in sorted(_folder(job).glob("*/")):
         charged = [Counter(charge.event for charge in ledger.charges) for ledger in _ledgers(deal)]
         if charged:
             total = total + np.max([compose(counts) for counts in charged], axis=0)
@@ -61,8 +61,8 @@ def all_together(experiment: Experiment, data_root: Path | None, delta: float) -
     return Together(epsilon_of_curve(total, delta), shares)
 
 
-def _folder(experiment: Experiment, data_root: Path | None) -> Path:
-    return ledgers_root() / f"records-{fingerprint(experiment.data, data_root)[:20]}"
+def _folder(job: Job) -> Path:
+    return ledgers_root() / f"records-{fingerprint(job.experiment.data, job.root)[:20]}"
 
 
 def _ledgers(deal: Path) -> Iterator[Ledger]:

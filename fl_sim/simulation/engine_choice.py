@@ -8,35 +8,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import cache, partial
 
 import numpy as np
 import torch
 from flwr.clientapp import ClientApp
 
-from clients.app import build_client_app, synthesize_together, train_together
+from clients.app import SiteFactory, build_client_app, synthesize_together, train_together
 from clients.dafl.settings import DaFl
-from fl_sim.data import load
 from fl_sim.engines.inprocess import Generators, InProcessGrid, LocalGrid, Progress, Together
 from fl_sim.engines.ray_token import choose_token
-from fl_sim.experiment.experiment import (
-    Auto,
-    Engine,
-    Experiment,
-    InProcess,
-    Ray,
-    build_model,
-    client_shards,
-    device_of,
-    precision_of,
-)
+from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray
+from fl_sim.experiment.job import Job
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached
 from fl_sim.seeding import rng
-from fl_sim.simulation.site import local_settings, site_of, to_generator
+from fl_sim.simulation.site import local_settings, site_for, site_of, to_generator
 from fl_sim.training.loop import to_tensors, train
-from fl_sim.training.trainer import Trainer
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, UserError
 from strategies.fedmix import FedMix
 from strategies.global_dp import GlobalDP
@@ -67,17 +55,13 @@ FLOWER = Choice("flower", "engine flower: Flower's own runtime started this run"
 
 
 @contextmanager
-def open_engine(
-    experiment: Experiment, data_root: Path | None, on_reply: Progress
-) -> Iterator[tuple[LocalGrid, Choice]]:
-    """Start the experiment's engine and give it back afterwards."""
-    engine, why = choose(experiment, data_root)
-    workers = workers_of(engine, experiment, data_root)
-    stack = stack_of(engine, experiment, data_root)
+def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choice]]:
+    """Start the job's engine and give it back afterwards."""
+    engine, why = choose(job)
+    num_clients, workers, stack = job.experiment.num_clients, workers_of(engine, job), stack_of(engine, job)
     if not (isinstance(engine, Ray) and engine.gpus):  # whose actors see GPUs that this process may not
-        precision_of(experiment, device_of(experiment))
-    why = f"{why}; {trainer_line(experiment, data_root, workers, stack)}"
-    together = together_of(experiment, data_root, stack)
+        job.precision  # noqa: B018 (which raises)
+    why = f"{why}; {trainer_line(job, workers, stack)}"
     grid: LocalGrid
     if isinstance(engine, Ray):
         if importlib.util.find_spec("ray") is None:
@@ -89,11 +73,13 @@ def open_engine(
         from fl_sim.engines.ray_start import RayResources  # noqa: PLC0415
 
         resources = RayResources(engine.actors, engine.cpus, engine.gpus, engine.address, engine.threads)
-        grid = RayGrid(client_app, experiment.num_clients, resources, on_reply, together)
+        grid = RayGrid(client_app, num_clients, resources, on_reply, together_of(job, site_of, stack))
     else:
-        generators = Generators(synthesize_together(site_of), generator_threads(engine))
+        here = _site_here(job)
+        together = together_of(job, here, stack)
+        generators = Generators(synthesize_together(here), generator_threads(engine))
         grid = InProcessGrid(
-            client_app(), experiment.num_clients, on_reply, workers=workers, together=together, generators=generators
+            build_client_app(here), num_clients, on_reply, workers=workers, together=together, generators=generators
         )
     gc.freeze()  # what is imported stays: Python need not look through it for garbage every few rounds
     try:
@@ -104,30 +90,37 @@ def open_engine(
 
 
 def client_app() -> ClientApp:
-    """Return the ClientApp of this program; Ray actors call it too."""
+    """Return the ClientApp for other processes: Ray's actors call this, and Flower's runtime."""
     return build_client_app(site_of)
 
 
-def together_of(experiment: Experiment, data_root: Path | None, stack: int) -> Together | None:
+def _site_here(job: Job) -> SiteFactory:
+    """Return what gives the clients of this process their site: the job that the run has made already."""
+    made = cache(lambda: site_for(job))
+    return lambda *_: made()
+
+
+def together_of(job: Job, site_of: SiteFactory, stack: int) -> Together | None:
     """Return how several clients are trained at a time; None where that does not pay."""
-    if stack == 1 and not trains_natively(experiment, data_root):
+    if stack == 1 and not trains_natively(job):
         return None
-    settings = local_settings(experiment.local, experiment.local.learning_rate)
-    steps = [settings.num_steps(len(shard)) for shard in client_shards(experiment, data_root)]
+    local = job.experiment.local
+    settings = local_settings(local, local.learning_rate)
+    steps = [settings.num_steps(len(shard)) for shard in job.shards]
     return Together(partial(train_together, site_of, stacked=stack > 1), steps, stack)
 
 
-def choose(experiment: Experiment, data_root: Path | None) -> tuple[Engine, str]:
+def choose(job: Job) -> tuple[Engine, str]:
     """Return the engine to use and why."""
-    engine = experiment.engine
+    experiment, engine = job.experiment, job.experiment.engine
     if not isinstance(engine, Auto):
         return engine, f"engine {engine.kind}, as asked for"
     workers = min(cores(), max(1, round(experiment.sampler.expected_size(experiment.num_clients))))
     alone = InProcess(threads=engine.threads)
-    if why := _why_alone(experiment, data_root, workers):
+    if why := _why_alone(job, workers):
         return alone, f"engine inprocess: {why}"
-    generators = synthesis_seconds(experiment, data_root) / (1 + (workers - 1) * RAY_SHARE_PER_CORE)
-    seconds = estimated_seconds(experiment, data_root)
+    generators = synthesis_seconds(job) / (1 + (workers - 1) * RAY_SHARE_PER_CORE)
+    seconds = estimated_seconds(job)
     parallel = RAY_START_SECONDS + seconds / (1 + (workers - 1) * RAY_SHARE_PER_CORE) + generators
     seconds += generators  # threads share them out in process, too
     times = f"about {seconds:.0f} s of training in process, {parallel:.0f} s with {workers} Ray actors and their start"
@@ -136,13 +129,13 @@ def choose(experiment: Experiment, data_root: Path | None) -> tuple[Engine, str]
     return alone, f"engine inprocess: {times}"
 
 
-def _why_alone(experiment: Experiment, data_root: Path | None, workers: int) -> str:
+def _why_alone(job: Job, workers: int) -> str:
     """Return why ``workers`` actors of Ray would be of no use, empty where they might."""
-    if device_of(experiment).type == "cuda":
+    if job.device.type == "cuda":
         return "there is a GPU, which one process keeps busy"
     if workers < 2:
         return "with one client at a time, or one core, there is nothing to share out"
-    if trains_natively(experiment, data_root):
+    if trains_natively(job):
         return "the native trainer keeps all cores busy in one process"
     return "Ray is not installed" if importlib.util.find_spec("ray") is None else ""
 
@@ -157,86 +150,79 @@ def generator_threads(engine: Engine) -> int:
     return (engine.workers if isinstance(engine, InProcess) else 0) or cores()
 
 
-def workers_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> int:
+def workers_of(engine: Engine, job: Job) -> int:
     """Return how many clients ``engine`` trains at a time in this process."""
     if not isinstance(engine, InProcess):
         return 1
-    return min(threads_of(engine, experiment, data_root), experiment.num_clients)
+    return min(threads_of(engine, job), job.experiment.num_clients)
 
 
-def threads_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> int:
-    """Return how many threads of this process may run the experiment's model at once."""
-    trainer, input_shape = _trainer_of(experiment.data, experiment.model, data_root)
-    if device_of(experiment).type != "cpu" or not trainer.is_parallel(input_shape):
+def threads_of(engine: Engine, job: Job) -> int:
+    """Return how many threads of this process may run the job's model at once."""
+    if job.device.type != "cpu" or not job.trainer.is_parallel(job.dataset.input_shape):
         return 1
     return (engine.workers if isinstance(engine, InProcess) else 0) or cores()
 
 
-def stack_of(engine: Engine, experiment: Experiment, data_root: Path | None) -> int:
+def stack_of(engine: Engine, job: Job) -> int:
     """Return how many clients ``engine`` trains as one computation; 1 means it does not stack them.
 
     Always 1 under Global DP: the last bits of a client in a stack depend on the others, by which one client would move
     every update. Raises UserError where more are asked for than the model allows.
     """
-    if isinstance(engine, Auto) or engine.stack == 1 or isinstance(experiment.aggregator, GlobalDP):
+    if isinstance(engine, Auto) or engine.stack == 1 or isinstance(job.experiment.aggregator, GlobalDP):
         return 1
-    asked = engine.stack or _stack_on_gpu(engine, experiment)
-    stackable = asked == 1 or _trainer_of(experiment.data, experiment.model, data_root)[0].is_stackable()
+    asked = engine.stack or _stack_on_gpu(engine, job)
+    stackable = asked == 1 or job.trainer.is_stackable()
     if not stackable and engine.stack:
         raise UserError(
             f"engine.stack={engine.stack}: this model cannot be trained on many clients at once, as it draws random "
             "numbers, or is made of layers that are not known to treat every record by itself; leave engine.stack out"
         )
-    return min(asked, experiment.num_clients) if stackable else 1
+    return min(asked, job.experiment.num_clients) if stackable else 1
 
 
-def _stack_on_gpu(engine: InProcess | Ray, experiment: Experiment) -> int:
+def _stack_on_gpu(engine: InProcess | Ray, job: Job) -> int:
+    experiment = job.experiment
     if isinstance(engine, InProcess):
-        return STACK_ON_GPU if device_of(experiment).type == "cuda" else 1
+        return STACK_ON_GPU if job.device.type == "cuda" else 1
     share = math.ceil(experiment.sampler.expected_size(experiment.num_clients) / max(1, engine.actors))
     return min(STACK_ON_GPU, share) if engine.gpus else 1
 
 
-def trains_natively(experiment: Experiment, data_root: Path | None) -> bool:
-    """Say whether the native trainer takes this experiment's clients."""
-    if device_of(experiment).type != "cpu":
+def trains_natively(job: Job) -> bool:
+    """Say whether the native trainer takes this job's clients."""
+    if job.device.type != "cpu":
         return False
-    trainer, input_shape = _trainer_of(experiment.data, experiment.model, data_root)
-    return trainer.is_native(input_shape, linearised=isinstance(experiment.algorithm, FedMix))
+    linearised = isinstance(job.experiment.algorithm, FedMix)
+    return job.trainer.is_native(job.dataset.input_shape, linearised=linearised)
 
 
-@lru_cache(maxsize=1)
-def _trainer_of(data: str, model: str, data_root: Path | None) -> tuple[Trainer, tuple[int, ...]]:
-    """Return what would train this model, to be asked what it can do, and the shape of a record."""
-    dataset = load(data, data_root)
-    return Trainer(build_model(Experiment(data=data, model=model), dataset), load_kernel()[0]), dataset.input_shape
-
-
-def trainer_line(experiment: Experiment, data_root: Path | None, workers: int, stack: int = 1) -> str:
+def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
     """Return which trainer is used, and at which precision if not float32, in words."""
-    precision = "" if experiment.local.precision == "float32" else f", {experiment.local.precision}"
+    precision = "" if job.experiment.local.precision == "float32" else f", {job.experiment.local.precision}"
     if stack > 1:
-        return f"stacked trainer on {device_of(experiment).type}, {stack} clients as one computation{precision}"
+        return f"stacked trainer on {job.device.type}, {stack} clients as one computation{precision}"
     threads = f"{workers} {'thread' if workers == 1 else 'threads'}"
-    if trains_natively(experiment, data_root):
+    if trains_natively(job):
         return f"native trainer, {threads}"
     kernel, why_not = load_kernel()
-    if kernel is None and device_of(experiment).type == "cpu":
+    if kernel is None and job.device.type == "cpu":
         return f"PyTorch trains, {threads}: there is no native trainer here, {why_not}"
     return f"PyTorch trains, {threads}{precision}"
 
 
-def estimated_seconds(experiment: Experiment, data_root: Path | None) -> float:
+def estimated_seconds(job: Job) -> float:
     """Return about how long local training takes one client after another, from timed steps on public test records."""
-    dataset = load(experiment.data, data_root)
+    experiment, dataset = job.experiment, job.dataset
     settings = local_settings(experiment.local, experiment.local.learning_rate)
-    sizes = [len(shard) for shard in client_shards(experiment, data_root)]
+    sizes = [len(shard) for shard in job.shards]
     cohort = experiment.sampler.expected_size(experiment.num_clients)
     rounds = 1 if isinstance(experiment.algorithm, Pate) else experiment.rounds
     num_steps = rounds * cohort * sum(settings.num_steps(size) for size in sizes) / len(sizes)
     sample = dataset.test.take(np.arange(min(len(dataset.test), PROBE_STEPS * settings.batch_size)))
     inputs, labels = to_tensors(sample, dataset)
-    model = build_model(experiment, dataset)
+    model = job.model()
     probe = LocalSettings(settings.learning_rate, settings.momentum, settings.weight_decay, settings.batch_size, 1)
     task = LocalTask(0, 0, 1, len(labels), probe, detached(model.named_parameters()))
     start = time.perf_counter()
@@ -244,18 +230,18 @@ def estimated_seconds(experiment: Experiment, data_root: Path | None) -> float:
     return num_steps * (time.perf_counter() - start) / trained.num_steps
 
 
-def synthesis_seconds(experiment: Experiment, data_root: Path | None) -> float:
+def synthesis_seconds(job: Job) -> float:
     """Return about how long generators take one client after another, from a short run on public test records.
 
     0 where there are none. As if no earlier run had left a pool, and of clients of one class: of more they take longer.
     """
-    if not isinstance(experiment.preprocess, DaFl):
+    experiment, dataset, settings = job.experiment, job.dataset, job.experiment.preprocess
+    if not isinstance(settings, DaFl):
         return 0.0
     from clients.dafl.generator import PrivateRecords  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
 
-    dataset, settings = load(experiment.data, data_root), experiment.preprocess
-    num_records = sum(len(shard) for shard in client_shards(experiment, data_root)) // experiment.num_clients
+    num_records = sum(len(shard) for shard in job.shards) // experiment.num_clients
     inputs, _ = to_tensors(dataset.test.take(np.arange(min(len(dataset.test), num_records))), dataset)
     records = PrivateRecords(to_generator(inputs, dataset), torch.zeros(len(inputs), dtype=torch.int64), 1)
     counts = np.array([max(1, round(settings.gamma * len(inputs)))])

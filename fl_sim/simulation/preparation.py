@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from flwr.serverapp import Grid
 
 from clients.dafl.settings import DaFl
-from fl_sim.data import load
 from fl_sim.engines.wire import Order
-from fl_sim.experiment.experiment import Experiment, build_model, device_of
-from fl_sim.native.kernel import load_kernel
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.job import Job
 from fl_sim.params import is_finite
 from fl_sim.report.figures.samples import write_samples
 from fl_sim.seeding import rng, seed_torch, torch_kept
@@ -21,8 +20,8 @@ from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.store.seal import Seal
 from fl_sim.store.tensors import save_by_content
+from fl_sim.training import trainer
 from fl_sim.training.loop import resident
-from fl_sim.training.trainer import Job, Trainer
 from fl_sim.types import LocalPlan, LocalTask, Params, RunError, ServerState
 from strategies.algorithm import Sharing, what_clients_share
 from strategies.flower import FederatedStrategy, share_before_training
@@ -70,23 +69,22 @@ def is_private(experiment: Experiment) -> bool:
     )
 
 
-def order_of(experiment: Experiment, out: Path, data_root: Path | None) -> Order:
+def order_of(job: Job, out: Path) -> Order:
     """Return what every message of a run says."""
     return Order(
-        experiment=experiment.model_dump_json(),
+        experiment=job.experiment.model_dump_json(),
         server_round=0,
         learning_rate=0.0,
-        data_root=str(data_root.absolute()) if data_root else "",
+        data_root=str(job.root.absolute()) if job.root else "",
         state_dir=str(out.absolute() / run_directory.STATE),
     )
 
 
-def federated_strategy(
-    experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None
-) -> FederatedStrategy:
-    """Return the experiment's Strategy, after whatever its clients share before the first round."""
+def federated_strategy(job: Job, grid: Grid, out: Path, log: RunLog) -> FederatedStrategy:
+    """Return the job's Strategy, after whatever its clients share before the first round."""
+    experiment = job.experiment
     assert not isinstance(experiment.algorithm, Pate)
-    order = order_of(experiment, out, data_root)
+    order = order_of(job, out)
     strategy = FederatedStrategy(
         experiment.algorithm,
         experiment.aggregator,
@@ -110,8 +108,8 @@ def federated_strategy(
         )
     start = time.perf_counter()
     if isinstance(experiment.preprocess, DaFl):
-        _use_synthetic_records(experiment, strategy, grid, out, log, data_root)
-    dataset = load(experiment.data, data_root)
+        _use_synthetic_records(job, strategy, grid, out, log)
+    dataset = job.dataset
     strategy.most_examples = len(dataset.train) + (log.pool.num_synthetic if log.pool else 0)
     if isinstance(experiment.algorithm, Sharing):
         template = what_clients_share(experiment.algorithm, dataset.input_shape, dataset.num_classes)
@@ -121,36 +119,30 @@ def federated_strategy(
     return strategy
 
 
-def _use_synthetic_records(
-    experiment: Experiment, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog, data_root: Path | None
-) -> None:
-    assert isinstance(experiment.preprocess, DaFl)
+def _use_synthetic_records(job: Job, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> None:
+    assert isinstance(job.experiment.preprocess, DaFl)
     from fl_sim.simulation.dafl.synthesis import prepare_pool, warnings_of  # noqa: PLC0415 (the accountants load slowly)
 
-    log.pool = prepare_pool(experiment, strategy, grid, out, data_root)
+    log.pool = prepare_pool(job, strategy, grid, out)
     log.warnings += warnings_of(log.pool)
-    counts, note = [part.counts for part in log.pool.parts], load(experiment.data, data_root).note
-    log.warnings += write_samples(out, log.pool.path, counts, experiment.model_dump(), note)
+    counts = [part.counts for part in log.pool.parts]
+    log.warnings += write_samples(out, log.pool.path, counts, job.experiment.model_dump(), job.dataset.note)
     strategy.order = replace(strategy.order, synthetic=str(log.pool.path))
-    if experiment.preprocess.server_epochs and not log.rounds:
-        params = _trained_on_pool(
-            experiment, log.pool.path, experiment.preprocess.server_epochs, log.server.params, data_root
-        )
+    if (epochs := job.experiment.preprocess.server_epochs) and not log.rounds:
+        params = _trained_on_pool(job, log.pool.path, epochs, log.server.params)
         log.server = strategy.server = strategy.algorithm.init(params)
 
 
-def _trained_on_pool(
-    experiment: Experiment, pool: Path, server_epochs: int, params: Params, data_root: Path | None
-) -> Params:
+def _trained_on_pool(job: Job, pool: Path, server_epochs: int, params: Params) -> Params:
     """Return the model after the server's own epochs on the pool: post-processing, so it costs no privacy."""
-    dataset, device = load(experiment.data, data_root), device_of(experiment)
-    records = resident(read_pool(pool), dataset, device)
-    settings = replace(local_settings(experiment.local, experiment.local.learning_rate), epochs=server_epochs)
+    local, seed = job.experiment.local, job.experiment.seed
+    records = resident(read_pool(pool), job.dataset, job.device)
+    settings = replace(local_settings(local, local.learning_rate), epochs=server_epochs)
     task = LocalTask(0, 0, 1, len(records), settings, params)
-    trainer = Trainer(build_model(experiment, dataset).to(device), load_kernel()[0])
-    seeded = partial(seed_torch, experiment.seed, "server epochs")
+    seeded = partial(seed_torch, seed, "server epochs")
+    lesson = trainer.Job(task, LocalPlan(), records.whole(), rng(seed, "server epochs"), seeded)
     with torch_kept():
-        trained = trainer.train(Job(task, LocalPlan(), records.whole(), rng(experiment.seed, "server epochs"), seeded))
+        trained = job.trainer.train(lesson)
     if not is_finite({"params": trained.params}):
         raise RunError("training diverged on the synthetic records; try a smaller local.learning_rate")
     return trained.params

@@ -4,7 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from fl_sim.experiment.experiment import Experiment, build_model, experiment_from
+from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.job import Job
 from fl_sim.params import detached
 from fl_sim.settings_file import read_table
 from fl_sim.simulation.preparation import RunLog
@@ -13,7 +14,7 @@ from fl_sim.store.checkpoint import CHECKPOINT, read_checkpoint
 from fl_sim.store.files import is_partial, read_whole
 from fl_sim.store.locks import LOCK
 from fl_sim.store.seal import open_seal
-from fl_sim.types import Dataset, RunError, ServerState, UserError
+from fl_sim.types import RunError, ServerState, UserError
 from strategies.algorithm import what_clients_keep
 from strategies.global_dp import GlobalDP
 from strategies.pate.settings import Pate
@@ -60,15 +61,16 @@ def holds_run(experiment: Experiment, out: Path) -> bool:
     return False
 
 
-def take_up(experiment: Experiment, out: Path, dataset: Dataset) -> tuple[RunLog, int]:
+def take_up(job: Job, out: Path) -> tuple[RunLog, int]:
     """Make the run directory, or take it up; return what the run has to show so far, and the round to go on with.
 
     Raises UserError where what is there does not fit together, or does not fit the experiment: never goes on from less.
     """
+    experiment = job.experiment
     there = holds_run(experiment, out)
     if isinstance(experiment.aggregator, GlobalDP):
         _check_paid(out)
-    log = RunLog(_beginning(experiment, dataset))
+    log = RunLog(_beginning(job))
     checkpoint = None if isinstance(experiment.algorithm, Pate) else read_checkpoint(out, log.server)
     if there and checkpoint is not None:
         progress, log.server = checkpoint
@@ -101,11 +103,11 @@ def _settings(experiment: Experiment) -> dict[str, Any]:
     return experiment.model_dump(exclude={"engine", "round_timeout"})
 
 
-def _beginning(experiment: Experiment, dataset: Dataset) -> ServerState:
-    algorithm = experiment.algorithm
+def _beginning(job: Job) -> ServerState:
+    algorithm = job.experiment.algorithm
     if isinstance(algorithm, Pate):
         return ServerState({})
-    return algorithm.init(detached(build_model(experiment, dataset).named_parameters()))
+    return algorithm.init(detached(job.model().named_parameters()))
 
 
 def _check_paid(out: Path) -> None:

@@ -12,10 +12,9 @@ import torch
 from flwr.serverapp import Grid
 
 from clients.dafl.settings import DaFl
-from fl_sim.data import load
-from fl_sim.experiment.experiment import Experiment, build_model, client_shards, device_of, resolved
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.job import Job, job_of
 from fl_sim.kinds import kind_of, short_form
-from fl_sim.native.kernel import load_kernel
 from fl_sim.params import num_parameters
 from fl_sim.seeding import torch_kept
 from fl_sim.simulation.engine_choice import FLOWER, open_engine, threads_of
@@ -28,8 +27,7 @@ from fl_sim.store.locks import sole_run
 from fl_sim.store.run_directory import RoundRecord, coarse
 from fl_sim.store.tensors import write_private
 from fl_sim.training.loop import resident
-from fl_sim.training.trainer import Trainer
-from fl_sim.types import BudgetExhausted, Dataset, RunError
+from fl_sim.types import BudgetExhausted, RunError
 from strategies.fedavg import Centralized
 from strategies.flower import FederatedStrategy, run_round
 from strategies.global_dp import GlobalDP
@@ -93,22 +91,20 @@ def run(
     on, UserError for settings that cannot be run and for files that do not fit together; what is finished stays.
     """
     observer = observer or Silent()
-    experiment = resolved(experiment, data_root)
-    client_shards(experiment, data_root)  # an impossible split is refused before anything is written
+    job = job_of(experiment, data_root)  # an impossible split is refused before anything is written
     with in_words():
-        result = finished_result(experiment, out)
+        result = finished_result(job.experiment, out)
         if result is None or has_leftovers(out):
             out.mkdir(parents=True, exist_ok=True)
             with sole_run(out):
-                result = finished_result(experiment, out) or _run(experiment, out, data_root, observer, grid)
+                result = finished_result(job.experiment, out) or _run(job, out, observer, grid)
                 clean_up(out)
         return result
 
 
-def _run(
-    experiment: Experiment, out: Path, data_root: Path | None, observer: Observer, grid: Grid | None
-) -> dict[str, Any]:
-    log, first_round = take_up(experiment, out, load(experiment.data, data_root))
+def _run(job: Job, out: Path, observer: Observer, grid: Grid | None) -> dict[str, Any]:
+    experiment = job.experiment
+    log, first_round = take_up(job, out)
     log.warnings = _warnings(experiment, out, log)
     start = time.perf_counter()
     error: BaseException | None = None
@@ -116,18 +112,18 @@ def _run(
         try:
             # Under privacy who has answered when is the clients' own affair, on the screen, too.
             replied = Silent().replied if is_private(experiment) else observer.replied
-            own = nullcontext((grid, FLOWER)) if grid else open_engine(experiment, data_root, replied)
+            own = nullcontext((grid, FLOWER)) if grid else open_engine(job, replied)
             with in_words(), own as (opened, engine):
                 log.engine = engine.kind
                 observer.started(experiment, "\n".join([engine.why, *log.warnings]), first_round)
-                _train(experiment, opened, out, log, data_root, observer)
+                _train(job, opened, out, log, observer)
                 run_directory.write_model(out, log.server.params)
             status = "finished"
         except RunError as failure:
             status, error = "failed", failure
         except KeyboardInterrupt as interrupt:
             status, error = "interrupted", interrupt
-    result = _result(experiment, load(experiment.data, data_root), log, status, time.perf_counter() - start)
+    result = _result(job, log, status, time.perf_counter() - start)
     if error is None:
         run_directory.write_result(out, result)
         return result
@@ -149,29 +145,23 @@ def _told(error: BaseException | None, out: Path) -> dict[str, str]:
     return {"error": str(error)}
 
 
-def _train(
-    experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None, observer: Observer
-) -> None:
-    if not isinstance(experiment.algorithm, Pate):
-        main_loop(experiment, grid, out, log, data_root, observer)
+def _train(job: Job, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
+    if not isinstance(job.experiment.algorithm, Pate):
+        main_loop(job, grid, out, log, observer)
         return
     from fl_sim.simulation.pate.run import run_pate  # noqa: PLC0415 (the accountants load slowly)
 
-    run_pate(experiment, grid, out, log, data_root, say=observer.preparing, finished=observer.finished_round)
+    run_pate(job, grid, out, log, say=observer.preparing, finished=observer.finished_round)
 
 
-def main_loop(
-    experiment: Experiment, grid: Grid, out: Path, log: RunLog, data_root: Path | None, observer: Observer
-) -> None:
+def main_loop(job: Job, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
     """Run every round that ``log`` does not have yet: train, evaluate, record, checkpoint."""
+    experiment = job.experiment
     if isinstance(experiment.preprocess, DaFl):
         observer.preparing(f"clients make synthetic records, {kind_of(experiment.preprocess.generator)}")
-    strategy = federated_strategy(experiment, grid, out, log, data_root)
-    dataset = load(experiment.data, data_root)
-    device = device_of(experiment)
-    test = resident(dataset.test, dataset, device)
-    evaluator = Trainer(build_model(experiment, dataset).to(device), load_kernel()[0])
-    workers = threads_of(experiment.engine, experiment, data_root)
+    strategy = federated_strategy(job, grid, out, log)
+    test = resident(job.dataset.test, job.dataset, job.device)
+    workers = threads_of(experiment.engine, job)
     for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
         start = time.perf_counter()
         factor = experiment.local.schedule.factor(server_round, experiment.rounds)
@@ -183,7 +173,7 @@ def main_loop(
             break
         accuracy, loss = None, None
         if server_round % experiment.evaluate_every == 0 or _is_last(experiment, server_round, log.privacy):
-            accuracy, loss = evaluator.evaluate(
+            accuracy, loss = job.trainer.evaluate(
                 strategy.server.params, test.inputs, test.labels, scale=test.scale, workers=workers
             )
             if not math.isfinite(loss):
@@ -231,13 +221,14 @@ def _warnings(experiment: Experiment, out: Path, log: RunLog) -> list[str]:
     return [*warnings, advice] if advice else warnings
 
 
-def _result(experiment: Experiment, dataset: Dataset, log: RunLog, status: str, seconds: float) -> dict[str, Any]:
+def _result(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, Any]:
+    experiment = job.experiment
     accuracies = [record.test_accuracy for record in log.rounds if record.test_accuracy is not None]
     return {
         "status": status,
         "algorithm": kind_of(experiment.algorithm),
         "data": experiment.data,
-        "data_note": dataset.note,
+        "data_note": job.dataset.note,
         "partition": _split(experiment),
         "clients": experiment.num_clients,
         "model": experiment.model,

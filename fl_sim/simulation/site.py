@@ -17,17 +17,8 @@ from clients.dafl.settings import DaFl
 from clients.forest import RandomForest
 from clients.teacher import forest_votes, network_votes
 from fl_sim import models
-from fl_sim.data import load
-from fl_sim.experiment.experiment import (
-    Experiment,
-    InProcess,
-    Local,
-    build_model,
-    client_shards,
-    device_of,
-    precision_of,
-    public_split,
-)
+from fl_sim.experiment.experiment import Experiment, InProcess, Local
+from fl_sim.experiment.job import Job, job_of
 from fl_sim.seeding import rng
 from fl_sim.training.loop import resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Source
@@ -51,38 +42,40 @@ KEEP_ON_GPU = 0.25
 
 @lru_cache(maxsize=2)
 def site_of(experiment_json: str, data_root: str) -> Site:
-    """Return what a worker needs to play any client of the experiment; made once per process."""
-    experiment = Experiment.model_validate_json(experiment_json)
+    """Return what a worker elsewhere needs to play any client of the experiment; made once per process."""
     root = Path(data_root) if data_root else None
-    dataset = load(experiment.data, root)
-    device = device_of(experiment)
-    shards = client_shards(experiment, root)
-    own: Callable[[int], Records] = partial(_own_records, experiment, dataset, shards, device)
-    if _num_bytes(experiment, dataset, device) <= _room(device):
-        own = _in_memory(experiment, dataset, shards, device)
+    return site_for(job_of(Experiment.model_validate_json(experiment_json), root))
+
+
+def site_for(job: Job) -> Site:
+    """Return what a worker needs to play any client of ``job``."""
+    experiment = job.experiment
+    own: Callable[[int], Records] = partial(_own_records, job)
+    if _num_bytes(job) <= _room(job.device):
+        own = _in_memory(job)
 
     @lru_cache(maxsize=1)
     def pool(path: str) -> Records:
         images = read_pool(Path(path))
         if _is_noisy(experiment):  # the clients' own are no bytes, and one stack holds both
-            inputs, labels = to_tensors(images, dataset)
-            return Records.of(inputs.to(device), labels.to(device))
-        return resident(images, dataset, device).whole()
+            inputs, labels = to_tensors(images, job.dataset)
+            return Records.of(inputs.to(job.device), labels.to(job.device))
+        return resident(images, job.dataset, job.device).whole()
 
     return Site(
         algorithm=FedAvg() if isinstance(experiment.algorithm, Pate) else experiment.algorithm,
-        model=build_model(experiment, dataset).to(device),
+        model=job.model().to(job.device),
         records=partial(_records, experiment, own, pool),
         trains_on_own=partial(_trains_on_own, experiment),
-        synthesize=partial(_synthesize, experiment, dataset, own, root),
-        share=partial(_share, experiment, dataset.num_classes),
+        synthesize=partial(_synthesize, job, own),
+        share=partial(_share, experiment, job.dataset.num_classes),
         local_settings=partial(local_settings, experiment.local),
         num_clients=experiment.num_clients,
         seed=experiment.seed,
         threads=experiment.engine.threads,
-        precision=precision_of(experiment, device),
+        precision=job.precision,
         graphs=not isinstance(experiment.engine, InProcess) or experiment.engine.graphs,
-        vote=partial(_vote, experiment, dataset, own, root) if isinstance(experiment.algorithm, Pate) else None,
+        vote=_vote_of(job, own) if isinstance(experiment.algorithm, Pate) else None,
     )
 
 
@@ -108,38 +101,35 @@ def to_bytes(images: torch.Tensor) -> torch.Tensor:
     return ((images + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def _own_records(
-    experiment: Experiment, dataset: Dataset, shards: Sequence[NDArray[np.int64]], device: torch.device, client: int
-) -> Records:
-    examples = dataset.train.take(shards[client])
-    if not _is_noisy(experiment):
-        return resident(examples, dataset, device).whole()
-    inputs, labels = to_tensors(examples, dataset)
-    return Records.of(_as_seen_by(client, inputs, dataset, experiment).to(device), labels.to(device))
+def _own_records(job: Job, client: int) -> Records:
+    examples = job.dataset.train.take(job.shards[client])
+    if not _is_noisy(job.experiment):
+        return resident(examples, job.dataset, job.device).whole()
+    inputs, labels = to_tensors(examples, job.dataset)
+    return Records.of(_as_seen_by(client, inputs, job).to(job.device), labels.to(job.device))
 
 
-def _in_memory(
-    experiment: Experiment, dataset: Dataset, shards: Sequence[NDArray[np.int64]], device: torch.device
-) -> Callable[[int], Records]:
+def _in_memory(job: Job) -> Callable[[int], Records]:
     """Return ``_own_records`` out of one array with everybody's records, client by client."""
-    ends = np.cumsum([len(shard) for shard in shards]).tolist()
-    parts = [range(end - len(shard), end) for shard, end in zip(shards, ends, strict=True)]
-    everybody = dataset.train.take(np.concatenate(shards))
-    if _is_noisy(experiment):
-        inputs, labels = to_tensors(everybody, dataset)
+    ends = np.cumsum([len(shard) for shard in job.shards]).tolist()
+    parts = [range(end - len(shard), end) for shard, end in zip(job.shards, ends, strict=True)]
+    everybody = job.dataset.train.take(np.concatenate(job.shards))
+    if _is_noisy(job.experiment):
+        inputs, labels = to_tensors(everybody, job.dataset)
         for client, part in enumerate(parts):
             own = inputs[part.start : part.stop]
-            own.copy_(_as_seen_by(client, own, dataset, experiment))
-        source = Source(inputs.to(device), labels.to(device))
+            own.copy_(_as_seen_by(client, own, job))
+        source = Source(inputs.to(job.device), labels.to(job.device))
     else:
-        source = resident(everybody, dataset, device)
+        source = resident(everybody, job.dataset, job.device)
     return lambda client: Records(((source, parts[client]),))
 
 
-def _num_bytes(experiment: Experiment, dataset: Dataset, device: torch.device) -> int:
+def _num_bytes(job: Job) -> int:
     """Return how much memory the training set takes in the form in which it would stay there."""
-    as_bytes = stays_bytes(dataset.train, device) and not _is_noisy(experiment)
-    return (1 if as_bytes else 4) * dataset.train.inputs.size
+    records = job.dataset.train
+    as_bytes = stays_bytes(records, job.device) and not _is_noisy(job.experiment)
+    return (1 if as_bytes else 4) * records.inputs.size
 
 
 def _room(device: torch.device) -> float:
@@ -163,10 +153,8 @@ def _trains_on_own(experiment: Experiment, synthetic: str) -> bool:
 
 
 def _synthesize(
-    experiment: Experiment,
-    dataset: Dataset,
+    job: Job,
     own: Callable[[int], Records],
-    root: Path | None,
     clients: Sequence[tuple[int, Path]],
     check: Callable[[], None],
     policy: "Policy | None" = None,
@@ -175,12 +163,13 @@ def _synthesize(
     from clients.dafl.share import Client, make_shares  # noqa: PLC0415
     from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
 
+    experiment, dataset = job.experiment, job.dataset
     assert isinstance(experiment.preprocess, DaFl)
     releasing = []
     for client, folder in clients:
         inputs, labels = (tensor.cpu() for tensor in own(client).tensors())
         private = PrivateRecords(to_generator(inputs, dataset), labels, dataset.num_classes)
-        ledger = ledger_path(experiment, root, client)
+        ledger = ledger_path(job, client)
         if policy:  # what is private stays where the client wants it, not where the server says
             release = experiment.preprocess.release_of(client, experiment.seed)
             folder = policy.home / f"{ledger.parent.parent.name}-{ledger.parent.name}-{release}"  # noqa: PLW2901
@@ -197,28 +186,22 @@ def _said(share: "Share") -> Synthetic:
     return share.inputs, json.dumps(said)
 
 
-def _vote(
-    experiment: Experiment,
-    dataset: Dataset,
-    own: Callable[[int], Records],
-    data_root: Path | None,
-    trainer: Trainer,
-    client: int,
-) -> NDArray[np.int64]:
+def _vote_of(job: Job, own: Callable[[int], Records]) -> Callable[[Trainer, int], NDArray[np.int64]]:
+    """Return what trains a client as a teacher, and has it vote on the public pool."""
+    experiment, dataset = job.experiment, job.dataset
     assert isinstance(experiment.algorithm, Pate)
-    pool = _public_pool(experiment, data_root)
     teachers, seed = experiment.algorithm.teachers, experiment.seed
-    if isinstance(teachers, RandomForest):
-        return forest_votes(teachers, own(client), pool, client=client, seed=seed)
-    settings = local_settings(experiment.local, experiment.local.learning_rate)
-    build = partial(models.build, experiment.model, dataset.input_shape, dataset.num_classes)
-    return network_votes(trainer, build, settings, own(client), pool, client=client, seed=seed)
+    inputs, _ = to_tensors(experiment.algorithm.public_split(dataset, seed).pool, dataset)
+    pool = inputs.to(job.device)
 
+    def vote(trainer: Trainer, client: int) -> NDArray[np.int64]:
+        if isinstance(teachers, RandomForest):
+            return forest_votes(teachers, own(client), pool, client=client, seed=seed)
+        settings = local_settings(experiment.local, experiment.local.learning_rate)
+        build = partial(models.build, experiment.model, dataset.input_shape, dataset.num_classes)
+        return network_votes(trainer, build, settings, own(client), pool, client=client, seed=seed)
 
-@lru_cache(maxsize=1)
-def _public_pool(experiment: Experiment, data_root: Path | None) -> torch.Tensor:
-    inputs, _ = to_tensors(public_split(experiment, data_root).pool, load(experiment.data, data_root))
-    return inputs.to(device_of(experiment))
+    return vote
 
 
 def _share(
@@ -238,11 +221,12 @@ def _is_noisy(experiment: Experiment) -> bool:
     return isinstance(experiment.partition, FeatureNoise) and experiment.num_clients > 1
 
 
-def _as_seen_by(client: int, inputs: torch.Tensor, dataset: Dataset, experiment: Experiment) -> torch.Tensor:
+def _as_seen_by(client: int, inputs: torch.Tensor, job: Job) -> torch.Tensor:
+    experiment = job.experiment
     if not _is_noisy(experiment):
         return inputs
     assert isinstance(experiment.partition, FeatureNoise)
     variance = experiment.partition.noise_variance(client, experiment.clients)
     noise = rng(experiment.seed, "feature-noise", client).standard_normal(inputs.shape, dtype=np.float32)
-    _, std = _constants(dataset, inputs.ndim)
+    _, std = _constants(job.dataset, inputs.ndim)
     return inputs + torch.from_numpy(noise) * math.sqrt(variance) / std

@@ -8,19 +8,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from fl_sim.data import load
-from fl_sim.experiment.experiment import (
-    Experiment,
-    build_model,
-    client_shards,
-    experiment_from,
-    resolved,
-    with_overrides,
-)
+from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.experiment.job import Job, job_of
 from fl_sim.kinds import short_form
 from fl_sim.mistakes import explain
 from fl_sim.settings import Settings
@@ -128,22 +121,23 @@ def plan_table(settings: TableSettings, data_root: Path | None = None) -> Plan:
             raise UserError(f"grid.{key} = {values!r}: give a list of one or more values, such as {key} = [{values!r}]")
     if (num_cells := math.prod(map(len, grid.values()))) > MOST_CELLS:
         raise UserError(f"the grid has {num_cells:,} cells, a table at most {MOST_CELLS:,}: make several tables of it")
-    placed = [(point, *_placed(settings, point, data_root)) for point in _points(settings, grid)]
-    varied = differences([experiment for *_, experiment in placed])
+    placed = [(point, _placed(settings, point, data_root)) for point in _points(settings, grid)]
+    varied = differences([cell.experiment for _, cell in placed])
     cells: dict[tuple[str, str, int], Cell] = {}
     bounds: dict[str, None] = {}
-    for point, column, experiment in placed:
+    for point, (column, experiment, name, _) in placed:
         row = ", ".join([method(experiment, varied), *_further(point)])
         if _is_centralized(point["algorithm"]):
             bounds[row] = None
         place = (row, column, experiment.seed)
-        cell = Cell(*place, experiment, _directory(experiment, data_root))
+        cell = Cell(*place, experiment, name)
         assert cells.setdefault(place, cell) == cell, "two experiments of one name"
     rows = [row for row in dict.fromkeys(cell.row for cell in cells.values()) if row not in bounds] + list(bounds)
     columns = tuple(dict.fromkeys(cell.column for cell in cells.values()))
     ordered = sorted(cells.values(), key=lambda cell: (rows.index(cell.row), columns.index(cell.column)))
     federated_runs = [cell.experiment for cell in ordered if cell.row not in bounds]
-    words = caption(federated_runs or [cell.experiment for cell in ordered], data_root, has_bound=bool(bounds))
+    notes = {cell.experiment.data: cell.data_note for _, cell in placed}
+    words = caption(federated_runs or [cell.experiment for cell in ordered], notes, has_bound=bool(bounds))
     return Plan(tuple(rows), columns, tuple(ordered), frozenset(bounds), words)
 
 
@@ -164,14 +158,22 @@ def _points(settings: TableSettings, grid: Mapping[str, list[Any]]) -> Iterable[
             yield {**one, **dict(zip(order, values, strict=True))}
 
 
-def _placed(settings: TableSettings, point: Mapping[str, Any], data_root: Path | None) -> tuple[str, Experiment]:
-    """Return a point's column and experiment."""
+class _Placed(NamedTuple):
+    """What a point of the grid stands for. Its job is forgotten: thousands of splits would fill the memory."""
+
+    column: str
+    experiment: Experiment
+    name: str
+    data_note: str
+
+
+def _placed(settings: TableSettings, point: Mapping[str, Any], data_root: Path | None) -> _Placed:
     is_bound = _is_centralized(point["algorithm"])
-    experiment = _experiment(settings.base, _outside(point, FEDAVG, FEDAVG) if is_bound else point, data_root)
-    column = f"{data_label(experiment.data)} {label(experiment.partition)}"
+    job = _job(settings.base, _outside(point, FEDAVG, FEDAVG) if is_bound else point, data_root)
+    column = f"{data_label(job.experiment.data)} {label(job.experiment.partition)}"
     if is_bound:
-        experiment = _experiment(settings.base, _outside(point, CENTRALIZED, CENTRALIZED), data_root)
-    return column, experiment
+        job = _job(settings.base, _outside(point, CENTRALIZED, CENTRALIZED), data_root)
+    return _Placed(column, job.experiment, _directory(job), job.dataset.note)
 
 
 def _further(point: Mapping[str, Any]) -> list[str]:
@@ -193,18 +195,17 @@ def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
     return {"algorithm": "fedavg", **entry}
 
 
-def _experiment(base: Mapping[str, Any], point: Mapping[str, Any], data_root: Path | None) -> Experiment:
-    """Return one cell's experiment, checked as far as that is possible without running it."""
+def _job(base: Mapping[str, Any], point: Mapping[str, Any], data_root: Path | None) -> Job:
+    """Return one cell's job, checked as far as that is possible without running it."""
     try:
         table = _laid_over(base, {key: value for key, value in point.items() if "." not in key})
         table = with_overrides(table, [f"{key}={value}" for key, value in point.items() if "." in key])
-        experiment = resolved(experiment_from(table), data_root)
-        client_shards(experiment, data_root)
-        build_model(experiment, load(experiment.data, data_root))
+        job = job_of(experiment_from(table), data_root)
+        job.model()
     except UserError as error:
         where = ", ".join(f"{key}={text(value)}" for key, value in point.items())
         raise UserError(f"cell {where}: {error}") from error
-    return experiment
+    return job
 
 
 def _laid_over(base: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,8 +235,8 @@ def _flat(grid: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]
             yield prefix + key, value
 
 
-def _directory(experiment: Experiment, data_root: Path | None) -> str:
-    dataset = load(experiment.data, data_root)
+def _directory(job: Job) -> str:
+    experiment, dataset = job.experiment, job.dataset
     content = experiment.model_dump(mode="json", exclude={"engine", "round_timeout"})
     records = [len(dataset.train), len(dataset.test), dataset.note]
     digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]

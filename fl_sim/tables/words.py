@@ -2,11 +2,9 @@
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from clients.dafl.settings import DaFl, NoPreprocess
-from fl_sim.data import load
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import field_defaults, is_settings, kind_of, short_form, title_of
 from strategies.pate.settings import Pate
@@ -79,11 +77,14 @@ def text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def caption(experiments: Sequence[Experiment], data_root: Path | None, *, has_bound: bool) -> tuple[str, ...]:
-    """Return what a reader must know of the federated ``experiments`` of a table, a sentence a line."""
+def caption(experiments: Sequence[Experiment], notes: Mapping[str, str], *, has_bound: bool) -> tuple[str, ...]:
+    """Return what a reader must know of the federated ``experiments`` of a table, a sentence a line.
+
+    ``notes``: what is to be said of each data set.
+    """
     seeds = _values(e.seed for e in experiments)
     spread = f"mean ± sample standard deviation over seeds {seeds}" if ", " in seeds else f"one seed ({seeds})"
-    notes = {e.data: load(e.data, data_root).note for e in experiments}
+    noted = {data_label(e.data): notes.get(e.data) for e in experiments}
     measures = "last: after the last round; best: the best evaluated round, picked on the test set and so optimistic"
     bound = (
         "Centralized is the upper bound: the same model and optimiser with all training records in one place and as "
@@ -94,7 +95,7 @@ def caption(experiments: Sequence[Experiment], data_root: Path | None, *, has_bo
         f"{_values(data_label(e.data) for e in experiments)}; {_federation(experiments)}; {_training(experiments)}.",
         *_preprocessing([e.preprocess for e in experiments if isinstance(e.preprocess, DaFl)]),
         *_voting([e.algorithm for e in experiments if isinstance(e.algorithm, Pate)]),
-        *(f"{data_label(name)} here: {note}." for name, note in notes.items() if note),
+        *(f"{name} here: {note}." for name, note in noted.items() if note),
         *([bound] if has_bound else []),
     )
 

@@ -3,14 +3,20 @@
 Papernot et al. 2017 and 2018. With student "resnet" and a public pool out of the training set it is Diff-RN.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from clients.teacher import AnyTeacher, Network
 from fl_sim.settings import OneOf, Settings
+from fl_sim.types import Dataset, UserError
+from strategies.algorithm import Split
 from strategies.pate.labelling import Labelling
 from strategies.pate.mechanisms import LNMax, NoNoise
+from strategies.pate.public_split import PublicSplit, overlap, split_off
 from strategies.pate.student import FixMatch, Student, Supervised
 from strategies.pate.student_forest import ForestStudent
 from strategies.pate.student_gan import FeatureMatchingGan
@@ -68,6 +74,39 @@ class Pate(Settings):
                 "and do not publish the run, or take budget data-independent"
             )
         return self
+
+    def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
+        """Return how many epochs the student has: no more than steps. Raises UserError where it takes no such data."""
+        self.student.network(dataset.input_shape, dataset.num_classes)
+        return min(rounds, self.student.steps)
+
+    def public_split(self, dataset: Dataset, seed: int) -> PublicSplit:
+        """Return the private records, the public pool and the records to evaluate on."""
+        return split_off(dataset, self.public, self.public_records, seed)
+
+    def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
+        """Return each teacher's record indices into the training set: a part each of what is not in the public pool.
+
+        Raises UserError where the pool holds private records, unless they are to be dropped, and for a teacher that is
+        left without records.
+        """
+        public = self.public_split(dataset, seed)
+        parts = split(dataset.train.labels[public.private])
+        both = overlap(dataset.train.take(public.private), public.pool)
+        if both.any() and self.overlap == "refuse":
+            raise UserError(
+                f"{int(both.sum())} of {len(both)} private records of {dataset.name} are in the public pool, too (the "
+                f"first is training record {int(public.private[both.argmax()])}): what is public cannot be kept "
+                "private. Take a pool without them, or algorithm.overlap=drop-private, which leaves them out of the "
+                "teachers' shards"
+            )
+        shards = [public.private[part[~both[part]]] for part in parts]
+        if empty := [teacher for teacher, shard in enumerate(shards) if not len(shard)]:
+            raise UserError(
+                f"{len(empty)} of {len(shards)} teachers hold no record (the first is teacher {empty[0]}): take fewer "
+                "clients, or partition=iid"
+            )
+        return shards
 
     def advice(self, num_teachers: int) -> str:
         """Return a warning where the noise is about as large as all votes together, else nothing."""

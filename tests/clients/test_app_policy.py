@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from flwr.app import Context, Message, RecordDict
 
-from fl_sim.data import load
 from fl_sim.engines import wire
 from fl_sim.engines.inprocess import LocalGrid
-from fl_sim.experiment.experiment import Experiment, build_model, experiment_from, with_overrides
+from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
 from fl_sim.simulation.engine_choice import client_app
 from fl_sim.types import RunError
@@ -32,7 +32,7 @@ def ask(tmp_path: Path) -> Ask:
 
     def send(kind: str, policy: str, *overrides: str) -> Message:
         experiment, order = _order(tmp_path, *overrides)
-        params = detached(build_model(experiment, load("digits", None)).named_parameters())
+        params = detached(job_of(experiment).model().named_parameters())
         config: dict[str, bool | float | int | str] = {"partition-id": 3, "num-partitions": 10}
         if policy:
             (tmp_path / "policy.toml").write_text(policy)

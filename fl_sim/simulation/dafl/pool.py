@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from clients.dafl.settings import DaFl
 from clients.dafl.share import label_event
 from clients.policy import open_ledger
-from fl_sim.data import load as load_data
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.job import Job
 from fl_sim.privacy import events
 from fl_sim.privacy.accounting import Adjacency, adjacency
 from fl_sim.privacy.charge_log import Receipt
@@ -80,26 +80,19 @@ def da_fl(experiment: Experiment) -> DaFl:
     return experiment.preprocess
 
 
-def store(
-    folder: Path,
-    answers: Sequence[tuple[torch.Tensor, str]],
-    experiment: Experiment,
-    data_root: Path | None,
-    seconds: float,
-) -> None:
+def store(folder: Path, answers: Sequence[tuple[torch.Tensor, str]], job: Job, seconds: float) -> None:
     """Keep what clients answered: (records, what they say of them as JSON), by client.
 
     Raises RunError, with nothing kept, that names the first client whose answer is none.
     """
-    dataset = load_data(experiment.data, data_root)
     said = []
     for client, (records, text) in enumerate(answers):
         try:
-            part = _part(json.loads(text[:_MOST_SAID]), experiment, dataset)
-            _check_records(records, part, dataset)
+            part = _part(json.loads(text[:_MOST_SAID]), job)
+            _check_records(records, part, job.dataset)
         except (ValueError, RecursionError, RunError) as error:
             raise RunError(f"client {client} sent no synthetic records that can be used: {_words(error)}") from error
-        here = part.receipt is not None and _is_at(ledger_path(experiment, data_root, client), part.receipt)
+        here = part.receipt is not None and _is_at(ledger_path(job, client), part.receipt)
         said.append({**json.loads(text), "here": here})
     inputs = torch.cat([to_bytes(records) for records, _ in answers])
     labels = _labels([one["counts"] for one in said])
@@ -107,13 +100,13 @@ def store(
     write_text(folder / FACTS, json.dumps({"pool": path.name, "seconds": coarse(seconds), "clients": said}))
 
 
-def load(folder: Path, experiment: Experiment, data_root: Path | None, *, reused: bool) -> Pool:
+def load(folder: Path, job: Job, *, reused: bool) -> Pool:
     """Read a pool back.
 
     Raises UserError where it is damaged, RunError where a client's ledger does not hold what was paid for it.
     """
     try:
-        pool = _read(folder, experiment, load_data(experiment.data, data_root), reused=reused)
+        pool = _read(folder, job, reused=reused)
     except (OSError, ValueError, RecursionError, KeyError, TypeError, SafetensorError, RunError) as error:
         raise UserError(
             f"the pool in {folder} is damaged: delete that folder, and it is made again, which is a second release "
@@ -121,25 +114,26 @@ def load(folder: Path, experiment: Experiment, data_root: Path | None, *, reused
         ) from error
     for client, part in enumerate(pool.parts):
         if part.here:  # a client elsewhere holds its share against its own ledger
-            _hold_against_ledger(folder, part, experiment, data_root, client)
-    return replace(pool, together=_together(pool, experiment, data_root))
+            _hold_against_ledger(folder, part, job, client)
+    return replace(pool, together=_together(pool, job))
 
 
-def _part(value: object, experiment: Experiment, dataset: Dataset, *, stored: bool = False) -> ClientPart:
+def _part(value: object, job: Job, *, stored: bool = False) -> ClientPart:
     """Return what one client says. Raises ValueError or RunError where it says something else."""
     match value:
         case {"counts": list(counts), "refused": str(refused), "facts": dict(facts), "receipt": receipt, **more}:
             here = more.pop("here", False) if stored else False
         case _:
             raise ValueError("it does not say counts, refused, facts and receipt")
+    num_classes = job.dataset.num_classes
     if more or type(here) is not bool or len(refused) > _MOST_WORDS or not refused.isprintable():
         raise ValueError("it says more than it should")
-    if len(counts) != dataset.num_classes or not all(map(events.is_count, counts)):
-        raise ValueError(f"its counts are not {dataset.num_classes} whole numbers from 0 up, one for each class")
+    if len(counts) != num_classes or not all(map(events.is_count, counts)):
+        raise ValueError(f"its counts are not {num_classes} whole numbers from 0 up, one for each class")
     if bool(facts) != (receipt is not None) or (any(counts) and not facts):
         raise ValueError("it does not say what its records cost, and with what that was paid")
     if facts:
-        _check_facts(facts, da_fl(experiment), dataset.num_classes)
+        _check_facts(facts, da_fl(job.experiment), num_classes)
     return ClientPart(tuple(counts), refused, facts, Receipt.from_json(receipt) if facts else None, here)
 
 
@@ -166,16 +160,17 @@ def _check_records(records: torch.Tensor, part: ClientPart, dataset: Dataset) ->
         raise ValueError("its records are not all numbers in [-1, 1]")
 
 
-def _read(folder: Path, experiment: Experiment, dataset: Dataset, *, reused: bool) -> Pool:
-    facts = json.loads(_bounded(folder / FACTS, _MOST_SAID * (1 + experiment.num_clients)))
+def _read(folder: Path, job: Job, *, reused: bool) -> Pool:
+    dataset, num_clients = job.dataset, job.experiment.num_clients
+    facts = json.loads(_bounded(folder / FACTS, _MOST_SAID * (1 + num_clients)))
     match facts:
         case {"pool": str(name), "seconds": seconds, "clients": list(clients), **more}:
             pass
         case _:
             raise ValueError(f"{FACTS} holds no pool")
-    if more or not _NAME.fullmatch(name) or not events.is_number(seconds) or len(clients) != experiment.num_clients:
+    if more or not _NAME.fullmatch(name) or not events.is_number(seconds) or len(clients) != num_clients:
         raise ValueError(f"{FACTS} holds another pool")
-    parts = tuple(_part(one, experiment, dataset, stored=True) for one in clients)
+    parts = tuple(_part(one, job, stored=True) for one in clients)
     labels = _labels([part.counts for part in parts])
     size = len(labels) * (math.prod(dataset.input_shape) + labels.element_size())
     content = _bounded(folder / name, size + _MOST_SAID)
@@ -197,17 +192,15 @@ def _is_at(path: Path, receipt: Receipt) -> bool:
         return False
 
 
-def _hold_against_ledger(
-    folder: Path, part: ClientPart, experiment: Experiment, data_root: Path | None, client: int
-) -> None:
-    path, settings = ledger_path(experiment, data_root, client), da_fl(experiment)
+def _hold_against_ledger(folder: Path, part: ClientPart, job: Job, client: int) -> None:
+    path, settings = ledger_path(job, client), da_fl(job.experiment)
     try:
         charges = open_ledger(path, part.receipt, f"client {client}'s part of the pool in {folder}").charges
     except RunError as error:
         raise RunError(
             f"{error}. Here a new run means to delete {folder} first: the pool is then made again and paid for again"
         ) from error
-    name, generator = settings.release_of(client, experiment.seed), events.from_json(part.facts["generator"])
+    name, generator = settings.release_of(client, job.experiment.seed), events.from_json(part.facts["generator"])
     said = {
         f"labels {name}": events.from_json(part.facts["labels"]),
         f"generator {name}": dp_event.SelfComposedDpEvent(generator, part.facts["generator_steps"]),
@@ -220,11 +213,11 @@ def _hold_against_ledger(
         )
 
 
-def _together(pool: Pool, experiment: Experiment, data_root: Path | None) -> Together | None:
+def _together(pool: Pool, job: Job) -> Together | None:
     if not all(part.here for part in pool.parts if part.receipt):
         return None
     try:
-        return all_together(experiment, data_root, da_fl(experiment).delta)
+        return all_together(job, da_fl(job.experiment).delta)
     except (RunError, UserError):
         return None
 

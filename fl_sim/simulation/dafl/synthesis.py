@@ -13,8 +13,8 @@ from pathlib import Path
 from flwr.serverapp import Grid
 
 from fl_sim.data import fingerprint
-from fl_sim.data import load as load_data
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.simulation.dafl.pool import FACTS, Pool, da_fl, load, store
 from fl_sim.store.files import folder_of, write_whole
@@ -25,27 +25,24 @@ from strategies.flower import FederatedStrategy, synthesize_before_training
 _FORMAT = 2
 
 
-def prepare_pool(
-    experiment: Experiment, strategy: FederatedStrategy, grid: Grid, out: Path, data_root: Path | None
-) -> Pool:
-    """Return the experiment's pool, from an earlier run where there is one, and put a copy into the run directory.
+def prepare_pool(job: Job, strategy: FederatedStrategy, grid: Grid, out: Path) -> Pool:
+    """Return the job's pool, from an earlier run where there is one, and put a copy into the run directory.
 
     Raises RunError where a client fails, or where the main task would have nothing to train on.
     """
-    folder = pools_root() / pool_key(experiment, data_root)
+    folder = pools_root() / pool_key(job)
     folder.mkdir(parents=True, exist_ok=True)
     with alone_in(folder):
         reused = (folder / FACTS).exists()
         if not reused:
             start = time.perf_counter()
             order = replace(strategy.order, state_dir=str(folder / "clients"))
-            dataset = load_data(experiment.data, data_root)
             answers = synthesize_before_training(
-                strategy, grid, order, dataset.train, dataset.num_classes, experiment.round_timeout
+                strategy, grid, order, job.dataset.train, job.dataset.num_classes, job.experiment.round_timeout
             )
-            store(folder, answers, experiment, data_root, time.perf_counter() - start)
-        pool = load(folder, experiment, data_root, reused=reused)
-    if not pool.num_synthetic and da_fl(experiment).train_on == "synthetic":
+            store(folder, answers, job, time.perf_counter() - start)
+        pool = load(folder, job, reused=reused)
+    if not pool.num_synthetic and da_fl(job.experiment).train_on == "synthetic":
         raise RunError(f"no client released a synthetic record: {pool.parts[0].refused}")
     copy = out.absolute() / pool.path.name
     write_whole(copy, pool.path.read_bytes())
@@ -57,13 +54,14 @@ def pools_root() -> Path:
     return folder_of("FL_SIM_POOLS", "XDG_CACHE_HOME", "~/.cache", "pools")
 
 
-def pool_key(experiment: Experiment, data_root: Path | None) -> str:
-    """Return the name of the experiment's pool: a digest of all that determines it."""
+def pool_key(job: Job) -> str:
+    """Return the name of the job's pool: a digest of all that determines it."""
+    experiment = job.experiment
     settings = experiment.model_dump(mode="json", include={"partition", "clients", "seed", "preprocess"})
     for afterwards in ("train_on", "server_epochs"):
         del settings["preprocess"][afterwards]
     digest = hashlib.sha256(
-        json.dumps([_FORMAT, settings, fingerprint(experiment.data, data_root)], sort_keys=True).encode()
+        json.dumps([_FORMAT, settings, fingerprint(experiment.data, job.root)], sort_keys=True).encode()
     )
     return f"{experiment.data.partition(':')[0]}-{digest.hexdigest()[:20]}"
 

@@ -20,9 +20,9 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from fl_sim.data import fingerprint, load
+from fl_sim.data import fingerprint
 from fl_sim.engines.wire import Order
-from fl_sim.experiment.experiment import Experiment, public_split
+from fl_sim.experiment.job import Job
 from fl_sim.simulation.dafl.synthesis import pools_root
 from fl_sim.store.files import explain, read_whole
 from fl_sim.store.locks import alone_in
@@ -57,21 +57,21 @@ class Votes:
         return replace(self, predictions=self.predictions[:, rows], counts=self.counts[rows], rows=self.rows[rows])
 
 
-def prepare_votes(experiment: Experiment, grid: Grid, order: Order, data_root: Path | None) -> Votes:
-    """Return the votes of the experiment's teachers on its public pool, from an earlier run where there is one.
+def prepare_votes(job: Job, grid: Grid, order: Order) -> Votes:
+    """Return the votes of the job's teachers on its public pool, from an earlier run where there is one.
 
     A teacher that fails votes for class 0 throughout, where labels are to be private: see ``ask_teachers``. Raises
     RunError where labels are not, UserError where what is kept is damaged.
     """
-    folder, booth = pools_root() / votes_key(experiment, data_root), _booth(experiment, data_root)
-    settings = experiment.algorithm
+    folder, booth = pools_root() / votes_key(job), _booth(job)
+    settings, timeout = job.experiment.algorithm, job.experiment.round_timeout
     assert isinstance(settings, Pate)
     private = not isinstance(settings.labelling.mechanism, NoNoise)
     with alone_in_cache(folder):
         reused = (folder / _FACTS).exists()
         if not reused:
             start = time.perf_counter()
-            predictions, silent = ask_teachers(grid, order, experiment.round_timeout, **asdict(booth), private=private)
+            predictions, silent = ask_teachers(grid, order, timeout, **asdict(booth), private=private)
             content = as_npy(predictions.astype(booth.dtype))
             write_private(folder / _VOTES, content)
             facts = {"seconds": time.perf_counter() - start, "silent": silent, "sha256": _digest(content)}
@@ -86,11 +86,12 @@ def prepare_votes(experiment: Experiment, grid: Grid, order: Order, data_root: P
     return Votes(votes, counts, rows, folder, kept.seconds, reused)
 
 
-def votes_key(experiment: Experiment, data_root: Path | None) -> str:
+def votes_key(job: Job) -> str:
     """Return the name of the votes: a digest of all that determines them, the students and the noise left out."""
+    experiment = job.experiment
     settings = experiment.model_dump(mode="json", include={"partition", "clients", "seed", "model", "local"})
     pate = experiment.algorithm.model_dump(mode="json", include={"teachers", "public", "public_records", "overlap"})
-    records = fingerprint(experiment.data, data_root, with_test=True)
+    records = fingerprint(experiment.data, job.root, with_test=True)
     digest = hashlib.sha256(json.dumps([_FORMAT, settings, pate, records], sort_keys=True).encode())
     return f"{experiment.data.partition(':')[0]}-votes-{digest.hexdigest()[:20]}"
 
@@ -140,9 +141,11 @@ class _Facts(BaseModel):
     sha256: str
 
 
-def _booth(experiment: Experiment, data_root: Path | None) -> _Booth:
-    pool, dataset = public_split(experiment, data_root).pool, load(experiment.data, data_root)
-    return _Booth(experiment.clients, len(pool), dataset.num_classes)
+def _booth(job: Job) -> _Booth:
+    algorithm = job.experiment.algorithm
+    assert isinstance(algorithm, Pate)
+    pool = algorithm.public_split(job.dataset, job.experiment.seed).pool
+    return _Booth(job.experiment.clients, len(pool), job.dataset.num_classes)
 
 
 def _read_votes(folder: Path, booth: _Booth) -> tuple[NDArray[np.int64], _Facts]:

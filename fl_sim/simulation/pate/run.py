@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from fl_sim.data import load
-from fl_sim.experiment.experiment import Experiment, device_of, public_split
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.seeding import seed_torch, torch_kept
@@ -38,11 +38,10 @@ LABELS, QUERIES, PRIVATE = "labels.npy", "queries.npy", "private.json"
 
 
 def run_pate(
-    experiment: Experiment,
+    job: Job,
     grid: Grid,
     out: Path,
     log: RunLog,
-    data_root: Path | None,
     *,
     say: Callable[[str], None],
     finished: Callable[[RoundRecord], None],
@@ -52,14 +51,15 @@ def run_pate(
     Raises RunError where no teacher votes, no query is answered or the student diverges; where the votes get no noise,
     also where one teacher fails.
     """
-    settings, start = experiment.algorithm, time.perf_counter()
+    experiment, start = job.experiment, time.perf_counter()
+    settings = experiment.algorithm
     assert isinstance(settings, Pate)
-    dataset, split = load(experiment.data, data_root), public_split(experiment, data_root)
+    split = settings.public_split(job.dataset, experiment.seed)
     log.pate = PateLog()
     say(f"{experiment.clients} teachers train, and vote on {len(split.pool)} public records")
-    votes = prepare_votes(experiment, grid, order_of(experiment, out, data_root), data_root)
+    votes = prepare_votes(job, grid, order_of(job, out))
     voted = time.perf_counter()
-    rows = _asked(settings, split.pool, dataset)
+    rows = _asked(settings, split.pool, job.dataset)
     votes, pool = votes.about(rows), split.pool.take(rows)
     released = release_labels(settings, votes, experiment.seed, out)
     _write_labels(out, settings, votes, released, pool)
@@ -76,7 +76,7 @@ def run_pate(
             f"none of {released.labelled.num_asked} queries was answered: give a larger algorithm.labelling.epsilon, "
             "or a lower threshold"
         )
-    student = _Training(experiment, dataset, split.evaluation, epsilon, log, out, finished)
+    student = _Training(job, split.evaluation, epsilon, log, out, finished)
     model = student.train(pool, released)
     log.server = ServerState({name: value.detach().cpu() for name, value in model.state_dict().items()})
 
@@ -93,22 +93,21 @@ class _Training:
 
     def __init__(
         self,
-        experiment: Experiment,
-        dataset: Dataset,
+        job: Job,
         evaluation: Examples,
         epsilon: float | None,
         log: RunLog,
         out: Path,
         finished: Callable[[RoundRecord], None],
     ) -> None:
+        experiment = job.experiment
         assert isinstance(experiment.algorithm, Pate)
-        self.experiment, self.dataset, self.epsilon = experiment, dataset, epsilon
+        self.experiment, self.dataset, self.device, self.epsilon = experiment, job.dataset, job.device, epsilon
         self.log, self.out, self.finished = log, out, finished
         self.settings = experiment.algorithm.student
         own = experiment.algorithm.student_seed
         self.seed = experiment.seed if own is None else own
-        self.device = device_of(experiment)
-        self.inputs, self.labels = (tensor.to(self.device) for tensor in to_tensors(evaluation, dataset))
+        self.inputs, self.labels = (tensor.to(self.device) for tensor in to_tensors(evaluation, job.dataset))
 
     def train(self, pool: Examples, released: Released) -> nn.Module:
         data = student_data(to_tensors(pool, self.dataset)[0], released.labelled, self.dataset.num_classes)

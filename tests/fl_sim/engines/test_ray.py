@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from fl_sim.data import load
 from fl_sim.engines.inprocess import CLIENT_RAISED, TOO_LATE, WORKER_DIED, Together
 from fl_sim.engines.ray_token import MODE, TOKEN
-from fl_sim.experiment.experiment import client_shards, experiment_from
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.job import job_of
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.training.loop import to_tensors
@@ -250,7 +251,7 @@ class Trigger(Silent):
     def finished_round(self, record: RoundRecord) -> None:
         self._start = time.monotonic()
         dataset = load("digits", None)
-        shard = client_shards(experiment_from({}), None)[3]
+        shard = job_of(experiment_from({})).shards[3]
         inputs, _ = to_tensors(dataset.train.take(shard[:1]), dataset)
         self._flag.write_text(json.dumps({"action": self._action, "record": inputs.flatten().tolist()}))
 

@@ -3,6 +3,7 @@
 import pytest
 
 from fl_sim.experiment.experiment import Auto, InProcess, Ray, experiment_from
+from fl_sim.experiment.job import job_of
 from fl_sim.simulation import engine_choice
 from fl_sim.simulation.engine_choice import choose, synthesis_seconds
 
@@ -10,16 +11,16 @@ from fl_sim.simulation.engine_choice import choose, synthesis_seconds
 def test_the_generators_time_is_that_of_all_steps_of_all_clients() -> None:
     def seconds(**generator: int) -> float:
         made = {"kind": "dp-cgan", "discriminator_width": 8, "generator_width": 8, "snapshots": 1, **generator}
-        return synthesis_seconds(experiment_from({"preprocess": {"kind": "da-fl", "generator": made}}), None)
+        return synthesis_seconds(job_of(experiment_from({"preprocess": {"kind": "da-fl", "generator": made}})))
 
     few, many = seconds(discriminator_steps=100), seconds(discriminator_steps=100_000)
     assert 0 < few < many / 50
-    assert synthesis_seconds(experiment_from({}), None) == 0
+    assert synthesis_seconds(job_of(experiment_from({}))) == 0
 
 
 def test_a_generator_of_one_release_is_timed_as_a_whole() -> None:
     made = experiment_from({"preprocess": {"kind": "da-fl", "generator": "mean-embedding"}})
-    assert 0 < synthesis_seconds(made, None) < 60
+    assert 0 < synthesis_seconds(job_of(made)) < 60
 
 
 @pytest.mark.parametrize(("training", "kind"), [(1.0, InProcess), (1000.0, Ray)])
@@ -31,6 +32,6 @@ def test_threads_train_generators_in_process_so_that_they_alone_do_not_call_for_
     monkeypatch.setattr(engine_choice.importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(engine_choice, "estimated_seconds", lambda *_: training)
     monkeypatch.setattr(engine_choice, "synthesis_seconds", lambda *_: 370.0)
-    engine, why = choose(experiment_from({"engine": Auto().model_dump()}), None)
+    engine, why = choose(job_of(experiment_from({"engine": Auto().model_dump()})))
     assert isinstance(engine, kind)
     assert f"about {training + 100:.0f} s of training in process" in why

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from fl_sim.data import load
+from fl_sim.experiment import job
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.kinds import short_form
 from fl_sim.settings_file import read_table
@@ -372,3 +373,11 @@ def test_ctrl_c_on_the_command_line_ends_cleanly(tmp_path: Path) -> None:
 
 def test_short_forms_are_what_a_user_would_type() -> None:
     assert [short_form(s) for s in (LabelK(k=2), Dirichlet(beta=0.05), Iid())] == ["label-2", "dirichlet:0.05", "iid"]
+
+
+def test_a_run_in_one_process_loads_and_splits_its_data_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, split, cut = [], [], Dirichlet.split
+    monkeypatch.setattr(job, "load", lambda *given: loaded.append(given) or load(*given))
+    monkeypatch.setattr(Dirichlet, "split", lambda self, *given: split.append(self) or cut(self, *given))
+    run(quick(partition="dirichlet:0.5"), tmp_path / "run")
+    assert (len(loaded), len(split)) == (1, 1)

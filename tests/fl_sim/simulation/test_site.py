@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fl_sim.data import load
-from fl_sim.experiment.experiment import client_shards, experiment_from, with_overrides
+from fl_sim.experiment.experiment import experiment_from, with_overrides
+from fl_sim.experiment.job import job_of
 from fl_sim.simulation import site as wiring
 from fl_sim.simulation.site import site_of, to_bytes, to_generator
 from fl_sim.training import loop
@@ -26,7 +27,7 @@ def test_a_site_holds_each_clients_own_records():
     made = _made("partition=label-1", "local.batch_size=7", "local.epochs=3", "engine.threads=1")
     site = site_of(made.model_dump_json(), "")
     assert site is site_of(made.model_dump_json(), "")
-    dataset, shards = load("digits", None), client_shards(made, None)
+    dataset, shards = load("digits", None), job_of(made).shards
     for client in (0, 9):
         inputs, labels = site.records(client, "").tensors()
         expected, _ = to_tensors(dataset.train.take(shards[client]), dataset)
@@ -48,7 +49,7 @@ def test_what_a_site_shares_is_seeded_by_client():
 
 def test_feature_noise_has_the_variance_of_the_client_in_units_of_raw_inputs():
     noisy = site_of(_made("partition=feature-noise:0.1").model_dump_json(), "")
-    dataset, shards = load("digits", None), client_shards(_made("partition=feature-noise:0.1"), None)
+    dataset, shards = load("digits", None), job_of(_made("partition=feature-noise:0.1")).shards
     for client in range(10):
         clean, _ = to_tensors(dataset.train.take(shards[client]), dataset)
         inputs, _ = noisy.records(client, "").tensors()
@@ -62,7 +63,7 @@ def test_feature_noise_of_two_clients_is_independent_and_differs_from_seed_to_se
     noises = {}
     for seed in (0, 1):
         made = _made("partition=feature-noise:0.1", f"seed={seed}")
-        site, dataset, shards = site_of(made.model_dump_json(), ""), load("digits", None), client_shards(made, None)
+        site, dataset, shards = site_of(made.model_dump_json(), ""), load("digits", None), job_of(made).shards
         for client in (0, 1):
             clean, _ = to_tensors(dataset.train.take(shards[client]), dataset)
             noise = site.records(client, "").tensors()[0].cpu() - clean

@@ -15,6 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.experiment.job import job_of
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.events import from_json
 from fl_sim.simulation.client_ledgers import all_together, ledger_path
@@ -42,8 +43,8 @@ def _answers(experiment: Experiment, folder: Path) -> list[Answer]:
 
 def _made(folder: Path, experiment: Experiment) -> Pool:
     folder.mkdir(exist_ok=True)
-    store(folder, _answers(experiment, folder), experiment, None, 1.0)
-    return load(folder, experiment, None, reused=False)
+    store(folder, _answers(experiment, folder), job_of(experiment), 1.0)
+    return load(folder, job_of(experiment), reused=False)
 
 
 def _put(key: str, value: Any) -> Change:
@@ -105,7 +106,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
 
 def _refused(answers: list[Answer], folder: Path, client: int = 1) -> str:
     with pytest.raises(RunError) as caught:
-        store(folder, answers, _order(), None, 1.0)
+        store(folder, answers, job_of(_order()), 1.0)
     assert str(caught.value).startswith(f"client {client} sent no synthetic records that can be used: ")
     assert "\n" not in str(caught.value)
     assert not list(folder.iterdir())
@@ -144,7 +145,7 @@ def test_no_answer_and_no_pool_file_ends_in_a_traceback(
     _refused([honest[0], (honest[1][0], text)], folder)
     (folder / FACTS).write_text(text)
     with pytest.raises(UserError, match="is damaged: delete that folder"):
-        load(folder, _order(), None, reused=True)
+        load(folder, job_of(_order()), reused=True)
 
 
 def test_a_damaged_pool_is_refused_in_one_sentence_whichever_byte_is_wrong(tmp_path: Path) -> None:
@@ -157,15 +158,15 @@ def test_a_damaged_pool_is_refused_in_one_sentence_whichever_byte_is_wrong(tmp_p
         for case in cases:
             (tmp_path / "pool" / name).write_bytes(case)
             with pytest.raises(UserError, match="is damaged: delete that folder, and it is made again") as caught:
-                load(tmp_path / "pool", _order(), None, reused=True)
+                load(tmp_path / "pool", job_of(_order()), reused=True)
             assert "\n" not in str(caught.value)
         (tmp_path / "pool" / name).unlink()
         (tmp_path / "pool" / name).symlink_to("/dev/zero")
         with pytest.raises(UserError, match="missing or far too large"):
-            load(tmp_path / "pool", _order(), None, reused=True)
+            load(tmp_path / "pool", job_of(_order()), reused=True)
         (tmp_path / "pool" / name).unlink()
         (tmp_path / "pool" / name).write_bytes(content)
-    assert load(tmp_path / "pool", _order(), None, reused=True).reused
+    assert load(tmp_path / "pool", job_of(_order()), reused=True).reused
 
 
 def _edited(folder: Path, change: Change) -> None:
@@ -186,27 +187,27 @@ def test_a_pool_file_that_tells_a_smaller_cost_than_the_ledger_is_not_believed(t
     _made(tmp_path / "pool", _order())
     _edited(tmp_path / "pool", change)
     with pytest.raises(UserError, match="is damaged"):
-        load(tmp_path / "pool", _order(), None, reused=True)
+        load(tmp_path / "pool", job_of(_order()), reused=True)
 
 
 def test_a_pool_whose_ledger_is_gone_or_shorter_is_refused_with_both_ways_on(tmp_path: Path) -> None:
     _made(tmp_path / "pool", _order())
-    ledger = ledger_path(_order(), None, 1)
+    ledger = ledger_path(job_of(_order()), 1)
     whole = ledger.read_bytes()
     for broken in (None, whole[: whole.rindex(b'{"release')]):
         ledger.unlink() if broken is None else ledger.write_bytes(broken)
         with pytest.raises(RunError, match=r"client-1\.jsonl .*client 1's part of the pool.*delete .*paid for again"):
-            load(tmp_path / "pool", _order(), None, reused=True)
+            load(tmp_path / "pool", job_of(_order()), reused=True)
     ledger.write_bytes(whole)
-    load(tmp_path / "pool", _order(), None, reused=True)
+    load(tmp_path / "pool", job_of(_order()), reused=True)
 
 
 def test_clients_elsewhere_keep_their_own_ledgers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("FL_SIM_LEDGERS", str(tmp_path / "client's own"))
         answers = _answers(_order(), tmp_path)
-    store(tmp_path, answers, _order(), None, 1.0)
-    pool = load(tmp_path, _order(), None, reused=True)
+    store(tmp_path, answers, job_of(_order()), 1.0)
+    pool = load(tmp_path, job_of(_order()), reused=True)
     assert not any(part.here for part in pool.parts)
     said = statement(pool, _order())
     assert said["epsilon"] > 0
@@ -227,7 +228,7 @@ def test_deleted_pools_other_settings_and_other_seeds_stay_on_the_bill(tmp_path:
     # Here all clients of an order pay the same, so that the joint bound is known exactly.
     counts: dict[Any, int] = {}
     for number, order in [(0, orders[0]), *enumerate(orders)]:
-        facts = load(tmp_path / str(number), order, None, reused=True).parts[0].facts
+        facts = load(tmp_path / str(number), job_of(order), reused=True).parts[0].facts
         for event in (from_json(facts["labels"]), from_json(facts["generator"])):
             counts[event] = counts.get(event, 0) + 1
     assert said[-1]["epsilon_together"] == pytest.approx(epsilon_of_counts(counts, 1e-5), rel=1e-9)
@@ -245,10 +246,10 @@ def test_a_run_that_releases_nothing_still_says_what_was_released_before(tmp_pat
 
 def test_a_ledger_that_cannot_be_read_makes_the_sum_unknown_and_not_smaller(tmp_path: Path) -> None:
     _made(tmp_path / "0", _order("seed=1"))
-    ledger_path(_order("seed=1"), None, 0).write_text("nonsense\n")
+    ledger_path(job_of(_order("seed=1")), 0).write_text("nonsense\n")
     pool = _made(tmp_path / "1", _order())
     with pytest.raises(RunError):
-        all_together(_order(), None, 1e-5)
+        all_together(job_of(_order()), 1e-5)
     said = statement(pool, _order())
     assert said["epsilon_together"] is None
     assert "cost together is not known here" in str(said["guarantee"])

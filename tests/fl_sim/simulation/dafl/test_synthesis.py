@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from fl_sim.data import load
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.experiment.job import Job, job_of
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.events import from_json
 from fl_sim.simulation.client_ledgers import fingerprint
@@ -33,6 +35,11 @@ class _Stop(Silent):
 
 def _made(*overrides: str) -> Experiment:
     return experiment_from(with_overrides({"preprocess": "da-fl"}, [*QUICK, *overrides]))
+
+
+def _job(*overrides: str) -> Job:
+    """Return a job whose data are the digits whatever they are called."""
+    return replace(job_of(_made()), experiment=_made(*overrides))
 
 
 def _statement(result: dict[str, Any], unit: str) -> dict[str, Any]:
@@ -76,7 +83,7 @@ def test_runs_that_differ_in_the_method_share_one_pool(tmp_path: Path, monkeypat
     ],
 )
 def test_a_pool_does_not_depend_on_the_main_task(change: str) -> None:
-    assert pool_key(_made(), None) == pool_key(_made(change), None)
+    assert pool_key(_job()) == pool_key(_job(change))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +96,7 @@ def test_a_pool_does_not_depend_on_the_main_task(change: str) -> None:
 )  # fmt: skip
 def test_a_pool_is_named_by_all_that_determines_it(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synthesis, "fingerprint", lambda data, root: data)
-    assert pool_key(_made(), None) != pool_key(_made(change), None)
+    assert pool_key(_job()) != pool_key(_job(change))
 
 
 def test_a_pool_is_named_by_the_records_themselves() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fl_sim.engines.wire import Order
 from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.job import job_of
 from fl_sim.simulation.pate import ensemble
 from fl_sim.simulation.pate.ensemble import Votes, prepare_votes
 from fl_sim.types import RunError, UserError
@@ -37,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def votes_of(experiment: Experiment = EXPERIMENT) -> Votes:
-    return prepare_votes(experiment, None, ORDER, None)  # type: ignore[arg-type]
+    return prepare_votes(job_of(experiment), None, ORDER)  # type: ignore[arg-type]
 
 
 def folder_in(tmp_path: Path) -> Path:

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from fl_sim.data import load
-from fl_sim.experiment.experiment import Experiment, experiment_from, public_split, with_overrides
+from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.experiment.job import job_of
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.simulation.pate import ensemble, noisy_labels
 from fl_sim.simulation.pate.ensemble import votes_key
@@ -25,6 +26,7 @@ from fl_sim.types import RunError, UserError
 from strategies.flower import ask_teachers
 from strategies.pate.labelling import UNANSWERED
 from strategies.pate.neighbours import representatives
+from strategies.pate.public_split import PublicSplit
 from strategies.pate.student import StudentData, Supervised
 
 QUICK = (
@@ -42,6 +44,10 @@ def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pate(*overrides: str) -> Experiment:
     return experiment_from(with_overrides({"algorithm": "pate"}, [*QUICK, *overrides]))
+
+
+def public_split(experiment: Experiment) -> PublicSplit:
+    return experiment.algorithm.public_split(load("digits"), experiment.seed)
 
 
 def test_a_student_learns_from_noisy_votes_and_the_bill_is_the_ledgers(tmp_path: Path) -> None:
@@ -64,7 +70,7 @@ def test_a_student_learns_from_noisy_votes_and_the_bill_is_the_ledgers(tmp_path:
 
 
 def test_representatives_are_asked_about_unless_the_pools_order_is_asked_for(tmp_path: Path) -> None:
-    pool, dataset = public_split(pate(), None).pool, load("digits")
+    pool, dataset = public_split(pate()).pool, load("digits")
     votes, rows = {}, {}
     for asking in ("representative", "in-order"):
         change = f"algorithm.asking={asking}", "algorithm.labelling.mechanism=none", "algorithm.keep_private=true"
@@ -99,7 +105,7 @@ def test_unanswered_queries_reach_no_student(tmp_path: Path, monkeypatch: pytest
     answered = labels != UNANSWERED
     assert 0 < result["pate"]["queries_answered"] == answered.sum() < 60
     assert seen[0].labels.tolist() == labels[answered].tolist()
-    pool = to_tensors(public_split(pate(), None).pool, load("digits"))[0]
+    pool = to_tensors(public_split(pate()).pool, load("digits"))[0]
     assert torch.equal(seen[0].labelled, pool[torch.from_numpy(rows[answered])])
     (said,) = result["privacy"]
     assert said["epsilon_realised"] < said["epsilon"]
@@ -112,7 +118,7 @@ def test_the_released_model_is_the_student(tmp_path: Path) -> None:
     dataset = load("digits")
     model = experiment.algorithm.student.network(dataset.input_shape, 10)
     model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
-    inputs, labels = to_tensors(public_split(experiment, None).evaluation, dataset)
+    inputs, labels = to_tensors(public_split(experiment).evaluation, dataset)
     assert evaluate(model, inputs, labels)[0] == result["final_accuracy"]
 
 
@@ -184,14 +190,14 @@ def test_a_students_own_seed_leaves_teachers_and_labels_alone(tmp_path: Path) ->
 @pytest.mark.parametrize("change", ["algorithm.queries=7", "algorithm.student=fixmatch", "rounds=9",
                                     "algorithm.labelling.mechanism=lnmax"])  # fmt: skip
 def test_votes_do_not_depend_on_what_is_done_with_them(change: str) -> None:
-    assert votes_key(pate(), None) == votes_key(pate(change), None)
+    assert votes_key(job_of(pate())) == votes_key(job_of(pate(change)))
 
 
 @pytest.mark.parametrize("change", ["seed=1", "clients=5", "model=mlp", "local.epochs=3", "partition=label-2",
                                     "algorithm.public_records=100", "algorithm.public=train",
                                     "algorithm.teachers=random-forest"])  # fmt: skip
 def test_votes_are_named_by_all_that_determines_them(change: str) -> None:
-    assert votes_key(pate(), None) != votes_key(pate(change), None)
+    assert votes_key(job_of(pate())) != votes_key(job_of(pate(change)))
 
 
 def test_damaged_votes_are_refused(tmp_path: Path) -> None:
@@ -337,7 +343,7 @@ def test_where_every_teacher_fails_the_reason_comes_from_none(tmp_path: Path) ->
 
 def test_settings_that_cannot_be_run_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     cases = {
-        "clients=1500": "1500 teachers",
+        "clients=1500": "1500 clients and only 1437 records",
         "algorithm.public_records=360": "leaves nothing to evaluate on",
         "algorithm.public_records=400": "choose algorithm.public_records from 1 to 359",
     }
@@ -373,7 +379,7 @@ def test_noise_that_drowns_the_votes_is_warned_about(tmp_path: Path) -> None:
 
 def test_a_table_names_splits_without_parameters_and_says_what_rounds_are() -> None:
     assert label(pate().partition) == "iid"
-    words = " ".join(caption([pate()], None, has_bound=False))
+    words = " ".join(caption([pate()], {}, has_bound=False))
     assert "rounds are epochs of the student" in words
 
 
@@ -402,7 +408,7 @@ def test_teachers_without_records_are_refused(tmp_path: Path) -> None:
 
 def test_a_pool_from_the_training_records_is_nobodys(tmp_path: Path) -> None:
     experiment = pate("algorithm.public=train", "algorithm.public_records=300")
-    split = public_split(experiment, None)
+    split = public_split(experiment)
     assert (len(split.private), len(split.pool), len(split.evaluation)) == (1137, 300, 360)
     everything = load("digits").train
     chosen = np.concatenate([everything.inputs[split.private], split.pool.inputs]).reshape(1437, -1)

@@ -1,0 +1,130 @@
+"""A job: an experiment and all that it needs to run, its data set, split and device, found once in each process."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from clients.dafl.settings import DaFl
+from fl_sim import models
+from fl_sim.data import load
+from fl_sim.experiment.experiment import Auto, Experiment, experiment_from
+from fl_sim.kinds import kind_of
+from fl_sim.native.kernel import load_kernel
+from fl_sim.seeding import rng
+from fl_sim.training.precision import Precision
+from fl_sim.training.trainer import Trainer
+from fl_sim.types import Dataset, UserError
+from partitions import Scheme
+from strategies.algorithm import Bounded, Dealing
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What ``run`` makes once, and every worker once more; all below is given this, and loads nothing again.
+
+    ``experiment``: resolved. ``shards``: each client's record indices into ``dataset.train``. ``device``: where this
+    process trains. ``root``: where data sets are looked for first.
+    """
+
+    experiment: Experiment
+    dataset: Dataset
+    shards: tuple[NDArray[np.int64], ...]
+    device: torch.device
+    root: Path | None
+
+    def model(self) -> nn.Module:
+        """Return the experiment's model with its initial weights, on the CPU."""
+        return models.build(
+            self.experiment.model, self.dataset.input_shape, self.dataset.num_classes, self.experiment.seed
+        )
+
+    @cached_property
+    def trainer(self) -> Trainer:
+        """Return what evaluates the experiment's model in this process, and can say what it trains in which way."""
+        return Trainer(self.model().to(self.device), load_kernel()[0])
+
+    @property
+    def precision(self) -> Precision:
+        """Return how exactly clients train in this process. Raises UserError as ``precision_of`` does."""
+        return precision_of(self.experiment, self.device)
+
+
+def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
+    """Return the job of ``experiment``, which need not be resolved.
+
+    Raises UserError for settings that do not fit the data, an impossible split, or a GPU that is not there.
+    """
+    dataset = load(experiment.data, data_root)
+    experiment = _resolved(experiment, dataset)
+    return Job(experiment, dataset, _shards(experiment, dataset), device_of(experiment), data_root)
+
+
+def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:
+    """Return ``experiment`` with every default that depends on the data filled in.
+
+    Raises UserError for settings that do not fit the data.
+    """
+    return _resolved(experiment, load(experiment.data, data_root))
+
+
+def shards_of(dataset: Dataset, scheme: Scheme, num_clients: int, seed: int) -> tuple[NDArray[np.int64], ...]:
+    """Return each client's record indices into the training set. Raises UserError for an impossible split."""
+    return _split(dataset, dataset.train.labels, scheme, num_clients, seed)
+
+
+def device_of(experiment: Experiment) -> torch.device:
+    """Return where this process trains. Raises UserError where a GPU is asked for and none is seen."""
+    if experiment.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda, but there is no CUDA device here; take device=cpu, or engine=ray engine.gpus=1")
+    return torch.device("cuda" if experiment.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def precision_of(experiment: Experiment, device: torch.device) -> Precision:
+    """Return how exactly clients train on ``device``. Raises UserError for a precision that changes nothing there."""
+    precision, engine = experiment.local.precision, experiment.engine
+    stacked = not isinstance(engine, Auto) and engine.stack > 1
+    if precision == "float32" or (precision == "bfloat16" and stacked):
+        return precision
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return precision
+    where = "a CPU" if device.type == "cpu" else "a GPU older than NVIDIA's Ampere"
+    raise UserError(f"local.precision={precision} changes nothing on {where}: leave it out, or train on a newer GPU")
+
+
+def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
+    if isinstance(experiment.preprocess, DaFl):
+        experiment.preprocess.generator_epsilon(dataset.num_classes)
+        if len(dataset.input_shape) != 3:
+            raise UserError(f"preprocess da-fl makes images, but the records of {experiment.data} are feature vectors")
+    filled: dict[str, Any] = {"model": experiment.model or models.default_model(dataset.input_shape)}
+    if isinstance(experiment.algorithm, Bounded):
+        filled |= {"rounds": experiment.algorithm.bound_rounds(experiment.rounds, dataset)}
+    given = {name: getattr(experiment, name) for name in Experiment.model_fields}
+    return experiment_from({**given, **filled})
+
+
+def _shards(experiment: Experiment, dataset: Dataset) -> tuple[NDArray[np.int64], ...]:
+    """Return what each client of ``experiment`` holds: its part of the training set, or what the algorithm says."""
+    algorithm, seed = experiment.algorithm, experiment.seed
+    if not isinstance(algorithm, Dealing):
+        return shards_of(dataset, experiment.partition, experiment.clients, seed)
+
+    def split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        return _split(dataset, labels, experiment.partition, experiment.clients, seed)
+
+    return tuple(algorithm.deal(dataset, split, seed))
+
+
+def _split(
+    dataset: Dataset, labels: NDArray[np.int64], scheme: Scheme, num_clients: int, seed: int
+) -> tuple[NDArray[np.int64], ...]:
+    try:
+        return tuple(scheme.split(np.asarray(labels), num_clients, rng(seed, "partition")))
+    except ValueError as error:
+        raise UserError(f"partition {kind_of(scheme)} of {dataset.name} over {num_clients} clients: {error}") from error
