@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 
+from fl_sim.data import load
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import resolved
 from fl_sim.kinds import kind_of, short_form
@@ -13,14 +14,19 @@ from fl_sim.report.progress import RunProgress
 from fl_sim.settings_file import read_table
 from fl_sim.simulation.preparation import is_private
 from fl_sim.simulation.run import run
+from fl_sim.tables.names import run_name
 from fl_sim.tables.plan import PRESETS, preset_names
 
+RESULTS = Path("results")
 
-def run_experiment(arguments: list[str], out: Path, data_root: Path | None, *, json_output: bool) -> None:
+
+def run_experiment(arguments: list[str], out: Path | None, data_root: Path | None, *, json_output: bool) -> None:
     """Run what ``[FILE or PRESET] [key=value ...]`` describes, and print what came of it."""
     experiment = parse_experiment(arguments)
     experiment = resolved(experiment, data_root)
+    out = out or RESULTS / run_name(experiment, load(experiment.data, data_root))
     with RunProgress(title_of(experiment), experiment.rounds, timed=not is_private(experiment)) as progress:
+        progress.say(f"results go to {out}")
         result = run(experiment, out, data_root, _Shown(progress))
     if json_output:
         typer.echo(json.dumps(result))

@@ -53,7 +53,10 @@ def options_of_every_verb(
 def run(
     arguments: _Settings = None,
     *,
-    out: Annotated[Path, typer.Option(help="Where results go; an unfinished run in it goes on.")] = Path("results/run"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where results go (default: results/NAME, after the settings); an unfinished run goes on."),
+    ] = None,
     data_root: _DataRoot = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:

@@ -1,10 +1,7 @@
 """A grid of experiments: methods in rows, data sets and splits in columns; every cell is checked before one runs."""
 
-import hashlib
 import itertools
-import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +15,9 @@ from fl_sim.kinds import short_form
 from fl_sim.mistakes import explain
 from fl_sim.settings import Settings
 from fl_sim.settings_file import read_table
+from fl_sim.tables.names import run_name
 from fl_sim.tables.words import caption, data_label, differences, label, method, text
 from fl_sim.types import UserError
-from strategies.fedavg import Centralized
 
 PRESETS = Path(__file__).parent / "presets"
 AXES = ("algorithm", "data", "partition", "seed")
@@ -173,7 +170,7 @@ def _placed(settings: TableSettings, point: Mapping[str, Any], data_root: Path |
     column = f"{data_label(job.experiment.data)} {label(job.experiment.partition)}"
     if is_bound:
         job = _job(settings.base, _outside(point, CENTRALIZED, CENTRALIZED), data_root)
-    return _Placed(column, job.experiment, _directory(job), job.dataset.note)
+    return _Placed(column, job.experiment, run_name(job.experiment, job.dataset), job.dataset.note)
 
 
 def _further(point: Mapping[str, Any]) -> list[str]:
@@ -233,13 +230,3 @@ def _flat(grid: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
-
-
-def _directory(job: Job) -> str:
-    experiment, dataset = job.experiment, job.dataset
-    content = experiment.model_dump(mode="json", exclude={"engine", "round_timeout"})
-    records = [len(dataset.train), len(dataset.test), dataset.note]
-    digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]
-    split = "" if isinstance(experiment.algorithm, Centralized) else short_form(experiment.partition)
-    readable = f"{method(experiment)} {experiment.data} {split} seed {experiment.seed}"
-    return f"{re.sub(r'[^a-z0-9.]+', '-', readable.lower())[:80].strip('-.')}-{digest}"

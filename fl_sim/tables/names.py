@@ -1,0 +1,24 @@
+"""The name of a run's directory where nobody chose one: readable, and different for different settings or records."""
+
+import hashlib
+import json
+import re
+
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.kinds import short_form
+from fl_sim.tables.words import method
+from fl_sim.types import Dataset
+from strategies.fedavg import Centralized
+
+
+def run_name(experiment: Experiment, dataset: Dataset) -> str:
+    """Return the name of a resolved experiment's directory, such as ``fedavg-digits-label-1-seed-0-1f0c2a9b``.
+
+    The engine has no part in it: another one goes on with the same run.
+    """
+    content = experiment.model_dump(mode="json", exclude={"engine", "round_timeout"})
+    records = [len(dataset.train), len(dataset.test), dataset.note]
+    digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]
+    split = "" if isinstance(experiment.algorithm, Centralized) else short_form(experiment.partition)
+    readable = f"{method(experiment)} {experiment.data} {split} seed {experiment.seed}"
+    return f"{re.sub(r'[^a-z0-9.]+', '-', readable.lower())[:80].strip('-.')}-{digest}"
