@@ -75,7 +75,7 @@ class Site:
         """Return what trains many clients of this experiment as one computation."""
         from fl_sim.training.stacked import StackedTrainer  # noqa: PLC0415 (torch.func loads slowly where it is first used)
 
-        return StackedTrainer(self.model, self.precision, graphs=self.graphs)
+        return StackedTrainer(self.model, self.precision, alone=self.trainer, graphs=self.graphs)
 
 
 SiteFactory = Callable[[str, str], Site]

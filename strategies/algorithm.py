@@ -31,6 +31,10 @@ Split: TypeAlias = Callable[[NDArray[np.int64]], Sequence[NDArray[np.int64]]]
 """labels -> each client's indices into them, by the experiment's partition; raises UserError where it is impossible."""
 
 
+_ONE_STEP = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
+"""A step for each record."""
+
+
 class Algorithm(LocalAlgorithm, Protocol):
     """A federated algorithm. The server half sees means over clients, never a client."""
 
@@ -113,12 +117,17 @@ def what_clients_share(algorithm: Sharing, input_shape: tuple[int, ...], num_cla
     return algorithm.share(inputs, labels, num_classes, rng(0, "template"))
 
 
+def what_clients_plan(algorithm: Algorithm, params: Params, pool: Params) -> LocalPlan:
+    """Return the plan of a client with one record in its first round; ``pool``: what clients share, no matter which."""
+    server = algorithm.init(params)
+    return algorithm.plan(LocalTask(1, 0, 1, 1, _ONE_STEP, server.params, server.broadcast, {}, pool))
+
+
 def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) -> ClientUpdate:
     """Return what becomes of a client's round of one step a record in which the model did not move."""
-    settings = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
-    task = LocalTask(1, 0, 1, num_examples, settings, server.params, server.broadcast)
+    task = LocalTask(1, 0, 1, num_examples, _ONE_STEP, server.params, server.broadcast)
     loss = 0.0 if num_examples else None
-    return algorithm.finish(task, Trained(server.params, {}, settings.num_steps(num_examples), loss))
+    return algorithm.finish(task, Trained(server.params, {}, _ONE_STEP.num_steps(num_examples), loss))
 
 
 def accumulated_momentum(num_steps: int, momentum: float) -> float:

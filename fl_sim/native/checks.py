@@ -6,10 +6,16 @@ import torch
 
 from fl_sim.native.layers import Stack
 from fl_sim.params import Layout, check_layout, num_in, vector_in
-from fl_sim.types import Params
+from fl_sim.types import Params, fields_in_use
 
 if TYPE_CHECKING:
     from fl_sim.native.kernel import Lesson
+
+TAKES = frozenset({
+    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",
+    "gradient_offset", "proximal_mu", "momentum_buffers", "mix",
+})  # fmt: skip
+"""The fields of LocalSettings and LocalPlan that the compiled trainer knows."""
 
 _COUNTING, _REAL = torch.int64, torch.float32
 
@@ -29,6 +35,8 @@ def check_lesson(stack: Stack, lesson: "Lesson") -> None:
     """Raise ValueError, which says what is wrong, where records, draws, pool or settings do not fit the model."""
     task, plan, inputs, labels, draws = lesson
     count, settings = len(labels), task.settings
+    if unknown := sorted((fields_in_use(settings) | fields_in_use(plan)) - TAKES):
+        raise ValueError(f"the compiled trainer does not know {', '.join(unknown)} of the plan")
     if count < 1 or settings.batch_size < 1 or settings.epochs < 1:
         raise ValueError(
             "local training needs a record, a batch and an epoch at least, not "

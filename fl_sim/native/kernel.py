@@ -212,8 +212,10 @@ def _failure(code: int, stack: Stack, what: str) -> Exception:
         return IndexError(f"a label is outside of the model's {stack.num_classes} classes")
     if code == 4:
         return IndexError("the order of the records or the mixing partners name records that are not there")
-    shape = tuple(stack.input_shape.tolist())
-    return ValueError(f"the model's layers do not fit each other or records of shape {shape}")
+    if code == 1:
+        shape = tuple(stack.input_shape.tolist())
+        return ValueError(f"the model's layers are unknown, or do not fit each other or records of shape {shape}")
+    return RuntimeError(f"the compiled trainer failed in {what} with the code {code}, which this version does not know")
 
 
 def _has_momentum(lesson: Lesson) -> bool:

@@ -108,14 +108,14 @@ class _Rows:
 
 def _add(rows: _Rows, module: nn.Module) -> bool:
     """Add what ``module`` consists of; return whether all of it is known."""
-    if any(getattr(module, hooks) for hooks in _HOOKS):
+    if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):
         return False
     if type(module) is nn.Sequential:
         return all(_add(rows, child) for child in module)
     if type(module) is ResidualBlock:
         return _add_block(rows, module)
     rows.seen.append(id(module))
-    if isinstance(module, nn.Flatten):
+    if type(module) is nn.Flatten:
         rows.is_flat = True
         return (module.start_dim, module.end_dim) == (1, -1)
     wants_flat = {nn.Linear: True, nn.ReLU: rows.is_flat}.get(type(module), False)
@@ -153,10 +153,12 @@ def _row(module: nn.Module) -> dict[str, int] | None:
         epsilon = int(np.float32(module.eps).view(np.int32))  # the bits: all fields are integers
         row |= {"inputs": module.num_channels, "parts": module.num_groups, "epsilon": epsilon, "bias": 1}
         return row if module.affine else None
-    return row if isinstance(module, nn.ReLU) else _window(row, module)
+    if isinstance(module, nn.ReLU):
+        return row
+    return _window(row, module) if isinstance(module, nn.Conv2d | nn.MaxPool2d) else None
 
 
-def _window(row: dict[str, int], module: nn.Module) -> dict[str, int] | None:
+def _window(row: dict[str, int], module: nn.Conv2d | nn.MaxPool2d) -> dict[str, int] | None:
     if isinstance(module, nn.Conv2d):
         if module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str):
             return None

@@ -25,8 +25,8 @@ from fl_sim.params import detached
 from fl_sim.seeding import rng
 from fl_sim.simulation.site import local_settings, site_for, site_of, to_generator
 from fl_sim.training.loop import to_tensors, train
-from fl_sim.types import LocalPlan, LocalSettings, LocalTask, UserError
-from strategies.fedmix import FedMix
+from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Params, UserError
+from strategies.algorithm import Sharing, what_clients_plan, what_clients_share
 from strategies.global_dp import GlobalDP
 from strategies.pate.settings import Pate
 
@@ -194,8 +194,19 @@ def trains_natively(job: Job) -> bool:
     """Say whether the native trainer takes this job's clients."""
     if job.device.type != "cpu":
         return False
-    linearised = isinstance(job.experiment.algorithm, FedMix)
-    return job.trainer.is_native(job.dataset.input_shape, linearised=linearised)
+    return job.trainer.is_native(job.dataset.input_shape, _plan_of(job))
+
+
+def _plan_of(job: Job) -> LocalPlan:
+    """Return what clients' plans look like, to be held against what trainers know."""
+    algorithm = job.experiment.algorithm
+    if isinstance(algorithm, Pate):
+        return LocalPlan()
+    pool: Params = {}
+    if isinstance(algorithm, Sharing):
+        template = what_clients_share(algorithm, job.dataset.input_shape, job.dataset.num_classes)
+        pool = {name: torch.zeros(1, *like.shape[1:], dtype=like.dtype) for name, like in template.items()}
+    return what_clients_plan(algorithm, detached(job.model().named_parameters()), pool)
 
 
 def trainer_line(job: Job, workers: int, stack: int = 1) -> str:

@@ -1,30 +1,43 @@
 """The local loop: minibatch SGD on one client's records, the same for every algorithm."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from fl_sim.params import check_layout, detached, layout_of
+from fl_sim.training.losses import LogitsOf, added_by, mixed_loss
 from fl_sim.training.precision import arithmetic
 from fl_sim.training.records import Scale, Source
-from fl_sim.types import ClientUpdate, Dataset, Examples, LocalPlan, LocalSettings, LocalTask, Mix, Params, Trained
+from fl_sim.types import (
+    Batch,
+    ClientUpdate,
+    Dataset,
+    Examples,
+    LocalPlan,
+    LocalSettings,
+    LocalTask,
+    Params,
+    Trained,
+    UserError,
+    fields_in_use,
+)
+
+TAKES = frozenset({
+    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",
+    "gradient_offset", "proximal_mu", "momentum_buffers", "mix", "loss_term",
+})  # fmt: skip
+"""The fields of LocalSettings and LocalPlan that ``train`` knows: all there are, as other trainers hand on to it."""
 
 EVALUATION_BATCH = 500
 """Records per forward pass of an evaluation: small enough for the cache, large enough for the operators."""
 
 EVALUATION_BATCH_ON_GPU = 2_000
 """The same where launches cost more than arithmetic does."""
-
-
-LogitsOf: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""(n, *input shape) records -> (n, classes) logits."""
-
-Slope: TypeAlias = Callable[[LogitsOf, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class LocalAlgorithm(Protocol):
@@ -77,8 +90,9 @@ def train(
 
     ``inputs``: (n, *input shape), normalised; ``labels``: (n,). ``model`` lends its architecture; its weights are
     overwritten. ``generator`` shuffles records and picks mixing partners. With n = 0 nothing is trained. Raises
-    ValueError where tensors are not the model's.
+    ValueError where tensors are not the model's, UserError where the plan asks for what no trainer knows.
     """
+    _check_known(plan, task.settings)
     weights: Params = dict(model.named_parameters())
     trainable = {name: weight for name, weight in weights.items() if weight.requires_grad}
     _check_plan(plan, weights, inputs)
@@ -91,7 +105,7 @@ def train(
     for _ in range(task.settings.epochs if len(labels) else 0):  # an empty split is one empty batch, of loss NaN
         order = torch.from_numpy(generator.permutation(len(labels))).to(inputs.device)
         for batch in torch.split(order, task.settings.batch_size):
-            loss = _loss(model, plan.mix, inputs[batch], labels[batch], generator)
+            loss = _loss(model, plan, anchor, inputs[batch], labels[batch], generator)
             gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
             with torch.no_grad():
                 for (name, weight), gradient in zip(trainable.items(), gradients, strict=True):
@@ -112,6 +126,15 @@ def _load(weights: Params, params: Params) -> None:
     check_layout("the weights", params, layout_of(weights))
     for name, weight in weights.items():
         weight.copy_(params[name])
+
+
+def _check_known(plan: LocalPlan, settings: LocalSettings) -> None:
+    for asked in (plan, settings):
+        if unknown := sorted(fields_in_use(asked) - TAKES):
+            raise UserError(
+                f"no trainer knows {', '.join(unknown)} of {type(asked).__name__}, which the plan asks for: "
+                "leave it at its default, or teach fl_sim.training.loop.train about it and name it in TAKES there"
+            )
 
 
 def _check_plan(plan: LocalPlan, weights: Params, inputs: torch.Tensor) -> None:
@@ -203,64 +226,27 @@ def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, wo
 
 
 def _loss(
-    model: nn.Module, mix: Mix | None, inputs: torch.Tensor, labels: torch.Tensor, generator: np.random.Generator
-) -> torch.Tensor:
-    if mix is None:
-        return functional.cross_entropy(model(inputs), labels)
-    chosen = int(generator.integers(len(mix.labels)))
-    partner, partner_label = mix.inputs[chosen].to(inputs.device), mix.labels[chosen].to(inputs.device)
-    return mixed_loss(model, inputs, labels, partner, partner_label, mix.weight, linearise=mix.linearise)
-
-
-def by_autograd(
-    logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logits, each record's cross-entropy, its gradient by the record), differentiable once more."""
-    records = inputs.requires_grad_()
-    logits = logits_of(records)
-    own = functional.cross_entropy(logits, labels, reduction="none")
-    # The gradient of the sum holds each record's own gradient; that of the batch mean would be B times too small.
-    (slope,) = torch.autograd.grad(own.sum(), records, create_graph=True)
-    return logits, own, slope
-
-
-def mixed_loss(
     model: nn.Module,
+    plan: LocalPlan,
+    anchor: Params,
     inputs: torch.Tensor,
     labels: torch.Tensor,
-    mean_input: torch.Tensor,
-    mean_label: torch.Tensor,
-    weight: float,
-    *,
-    linearise: bool,
+    generator: np.random.Generator,
 ) -> torch.Tensor:
-    """Return the batch mean of ``mixed_losses``."""
-    return mixed_losses(model, inputs, labels, mean_input, mean_label, weight, linearise=linearise).mean()
-
-
-def mixed_losses(
-    logits_of: LogitsOf,
-    inputs: torch.Tensor,
-    labels: torch.Tensor,
-    mean_input: torch.Tensor,
-    mean_label: torch.Tensor,
-    weight: float,
-    *,
-    linearise: bool,
-    slope: Slope = by_autograd,
-) -> torch.Tensor:
-    """Return, per record, FedMix's (``linearise``) or NaiveMix's loss (Yoon et al. 2021, eq. 3 and algorithm 2), (n,).
-
-    ``mean_input``: one averaged record, (*input shape); ``mean_label``: (classes,) proportions; ``weight``: lambda.
-    """
-    if not linearise:
-        logits = logits_of((1 - weight) * inputs + weight * mean_input)
-        own = functional.cross_entropy(logits, labels, reduction="none")
-        return (1 - weight) * own + weight * _soft_cross_entropy(logits, mean_label)
-    logits, own, gradient = slope(logits_of, (1 - weight) * inputs, labels)
-    expansion = (gradient * mean_input).flatten(1).sum(1)
-    return (1 - weight) * own + weight * _soft_cross_entropy(logits, mean_label) + weight * expansion
-
-
-def _soft_cross_entropy(logits: torch.Tensor, proportions: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits, proportions.expand_as(logits), reduction="none")
+    logits: torch.Tensor | None = None
+    if plan.mix is None:
+        logits = model(inputs)
+        loss = functional.cross_entropy(logits, labels)
+    else:
+        chosen = int(generator.integers(len(plan.mix.labels)))
+        partner, partner_label = plan.mix.inputs[chosen].to(inputs.device), plan.mix.labels[chosen].to(inputs.device)
+        loss = mixed_loss(model, inputs, labels, partner, partner_label, plan.mix.weight, linearise=plan.mix.linearise)
+    if plan.loss_term is None:
+        return loss
+    batch = Batch(
+        inputs, labels, torch.full((len(labels),), 1 / len(labels), device=inputs.device),
+        model(inputs) if logits is None else logits,  # a term is about the records as they are, not as they are mixed
+        dict(model.named_parameters()), anchor, _on(plan.loss_term.data, inputs.device),
+        lambda params, records: functional_call(model, dict(params), (records,)),
+    )  # fmt: skip
+    return loss + added_by(plan.loss_term, batch)

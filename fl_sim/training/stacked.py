@@ -17,8 +17,8 @@ from fl_sim.params import FlatParams, layout_of
 from fl_sim.training.cuda_graphs import Capture, Launcher, capture_on_cuda
 from fl_sim.training.precision import Precision, arithmetic
 from fl_sim.training.records import Source, merged
-from fl_sim.training.stacked_step import Kind, StackedStep
-from fl_sim.training.trainer import Job
+from fl_sim.training.stacked_step import TAKES, Kind, StackedStep
+from fl_sim.training.trainer import Job, Trainer
 from fl_sim.types import Params, Trained
 
 
@@ -27,7 +27,8 @@ class StackedTrainer:
 
     The model must draw no random numbers and treat every record by itself (no batch statistics). ``graphs``: whether a
     GPU is given a step as one launch from the second call on, if the first had the same records and kind of plan;
-    ``capture`` says how. Not for several threads at once.
+    ``capture`` says how. ``alone`` trains the clients whose plans no stack knows; PyTorch does unless it is given. Not
+    for several threads at once.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class StackedTrainer:
         model: nn.Module,
         precision: Precision = "float32",
         *,
+        alone: Trainer | None = None,
         graphs: bool = True,
         capture: Capture = capture_on_cuda,
     ) -> None:
         self._model = model
+        self._alone = alone or Trainer(model, None, precision)
         self._precision = precision
         self._graphs = graphs
         self._capture = capture
@@ -49,23 +52,37 @@ class StackedTrainer:
     def train(self, jobs: Sequence[Job]) -> list[Trained]:
         """Train every client from its own ``task.params``; returns one result per job, on the CPU.
 
-        All jobs share batch size, epochs, momentum, weight decay and kind of plan; learning rates may differ.
+        Clients whose settings and plans are of one kind (``Kind``) are one stack; learning rates may differ. A client
+        whose plan asks for what stacks do not know is trained by itself.
         """
-        by_steps = sorted(range(len(jobs)), key=lambda place: -_num_steps(jobs[place]))
-        ordered = [jobs[place] for place in by_steps]
-        if not ordered or not _num_steps(ordered[0]):
-            return [Trained(job.task.params, job.plan.momentum_buffers or {}, 0, None) for job in jobs]
-        with arithmetic(ordered[0].records.device, self._precision):
-            results = self._train(ordered)
-        return [trained for _, trained in sorted(zip(by_steps, results, strict=True), key=lambda pair: pair[0])]
+        proximal = any(job.plan.proximal_mu for job in jobs)
+        groups: dict[Kind | None, list[int]] = {}
+        for place, job in enumerate(jobs):
+            kind = Kind.of(job, proximal=proximal) if job.asks_for <= TAKES else None
+            groups.setdefault(kind, []).append(place)
+        results: dict[int, Trained] = {}
+        for kind, places in groups.items():
+            chosen = [jobs[place] for place in places]
+            trained = self._alone.train_all(chosen) if kind is None else self._train_stack(kind, chosen)
+            results.update(zip(places, trained, strict=True))
+        return [results[place] for place in range(len(jobs))]
 
     @property
     def num_graphs(self) -> int:
         """Return for how many numbers of clients a step is one launch."""
         return 0 if self._launcher is None else self._launcher.num_graphs
 
-    def _train(self, jobs: list[Job]) -> list[Trained]:
-        step, launch = self._prepared(jobs)
+    def _train_stack(self, kind: Kind, jobs: list[Job]) -> list[Trained]:
+        by_steps = sorted(range(len(jobs)), key=lambda place: -_num_steps(jobs[place]))
+        ordered = [jobs[place] for place in by_steps]
+        if not _num_steps(ordered[0]):
+            return [Trained(job.task.params, job.plan.momentum_buffers or {}, 0, None) for job in jobs]
+        with arithmetic(ordered[0].records.device, self._precision):
+            results = self._train(kind, ordered)
+        return [trained for _, trained in sorted(zip(by_steps, results, strict=True), key=lambda pair: pair[0])]
+
+    def _train(self, kind: Kind, jobs: list[Job]) -> list[Trained]:
+        step, launch = self._prepared(kind, jobs)
         steps = [_num_steps(job) for job in jobs]
         schedule = _schedule(jobs, steps, self._sources)
         step.load(jobs)
@@ -87,17 +104,13 @@ class StackedTrainer:
             for place, count in enumerate(steps)
         ]
 
-    def _prepared(self, jobs: list[Job]) -> tuple[StackedStep, Launcher]:
+    def _prepared(self, kind: Kind, jobs: list[Job]) -> tuple[StackedStep, Launcher]:
         """Return the step, which is a new one where the last one's does not fit, and what takes it."""
-        kind, mix = Kind.of(jobs), jobs[0].plan.mix
-        for job in jobs:  # every client of a run mixes with the same pool
-            assert (job.plan.mix and job.plan.mix.inputs) is (mix and mix.inputs)
         sources = list(dict.fromkeys(source for job in jobs for source, _ in job.records.parts))
         step, capture = self._step, self._capture if self._graphs and captures_on(jobs[0].records.device) else None
-        known = step is not None and step.kind == kind and len(jobs) <= step.capacity and sources == self._sources
-        if step is None or not known or (step.mix and step.mix.inputs) is not (mix and mix.inputs):
+        if step is None or step.kind != kind or len(jobs) > step.capacity or sources != self._sources:
             self._step = self._launcher = None  # their memory is free for the new ones
-            step = StackedStep(self._model, kind, merged(sources), mix, len(jobs), padded=capture is not None)
+            step = StackedStep(self._model, kind, merged(sources), jobs[0].plan, len(jobs), padded=capture is not None)
             self._step, self._sources = step, sources
             return step, Launcher(step, None)
         self._launcher = self._launcher or Launcher(step, capture)

@@ -4,8 +4,9 @@ So the step can be captured in a CUDA graph: it allocates nothing that outlives 
 the clients, their records and how many are still training from the buffers alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import torch
@@ -13,11 +14,17 @@ from torch import nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional
 
-from fl_sim.params import Layout, check_layout, layout_of
-from fl_sim.training.loop import LogitsOf, mixed_losses
+from fl_sim.params import Layout, check_layout, detached, layout_of
+from fl_sim.training.losses import LogitsOf, added_by, mixed_losses
 from fl_sim.training.records import Source
 from fl_sim.training.trainer import Job
-from fl_sim.types import Mix, Params
+from fl_sim.types import Batch, LocalPlan, LossTerm, Mix, Params
+
+TAKES = frozenset({
+    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",
+    "gradient_offset", "proximal_mu", "momentum_buffers", "mix", "loss_term",
+})  # fmt: skip
+"""The fields of LocalSettings and LocalPlan that ``StackedStep`` knows."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,8 @@ class Kind:
     """What is the same for all clients of a stack and decides what a step computes.
 
     ``warm``: the optimiser starts from buffers that the plans bring; ``offset``, ``proximal``: the plans have such.
+    ``mixing``: the mixing pool and how it is mixed in, as a key; ``term``: the loss term's function and the names,
+    shapes and types of its data.
     """
 
     layout: Layout
@@ -35,22 +44,29 @@ class Kind:
     warm: bool
     offset: bool
     proximal: bool
+    mixing: tuple[Hashable, ...] = ()
+    term: tuple[Hashable, ...] = ()
 
     @classmethod
-    def of(cls, jobs: Sequence[Job]) -> Self:
-        """Return what ``jobs`` have in common."""
-        kinds = {cls._of_one(job) for job in jobs}
-        proximal = any(kind.proximal for kind in kinds)
-        (common,) = {cls(**{**vars(kind), "proximal": proximal}) for kind in kinds}
-        return common
-
-    @classmethod
-    def _of_one(cls, job: Job) -> Self:
+    def of(cls, job: Job, *, proximal: bool) -> Self:
+        """Return the kind of ``job``, in a stack of which some are ``proximal``."""
         settings, plan = job.task.settings, job.plan
         return cls(
             layout_of(job.task.params), settings.batch_size, settings.epochs, settings.momentum, settings.weight_decay,
-            bool(plan.momentum_buffers), bool(plan.gradient_offset), bool(plan.proximal_mu),
+            bool(plan.momentum_buffers), bool(plan.gradient_offset), proximal, _key_of_mix(plan.mix),
+            _key_of_term(plan.loss_term),
         )  # fmt: skip
+
+
+def _key_of_mix(mix: Mix | None) -> tuple[Hashable, ...]:
+    """Return what two plans that mix alike have in common: the very same pool."""
+    return () if mix is None else (id(mix.inputs), id(mix.labels), mix.weight, mix.linearise)
+
+
+def _key_of_term(term: LossTerm | None) -> tuple[Hashable, ...]:
+    if term is None:
+        return ()
+    return (term.function, *((name, tuple(value.shape), value.dtype) for name, value in term.data.items()))
 
 
 class StackedStep:
@@ -63,12 +79,17 @@ class StackedStep:
     """
 
     def __init__(
-        self, model: nn.Module, kind: Kind, source: Source, mix: Mix | None, capacity: int, *, padded: bool
+        self, model: nn.Module, kind: Kind, source: Source, plan: LocalPlan, capacity: int, *, padded: bool
     ) -> None:
-        self.kind, self.mix, self.capacity, self.padded = kind, mix, capacity, padded
+        self.kind, self.capacity, self.padded = kind, capacity, padded
+        self._mix, self._term = plan.mix, plan.loss_term
         self._model, self._source, device = model, source, source.inputs.device
         check_layout("the model's weights", dict(model.named_parameters()), kind.layout)
-        self._trainable = _trainable(model, source)
+        data = {} if plan.loss_term is None else plan.loss_term.data
+        self._data = {
+            name: torch.zeros(capacity, *like.shape, dtype=like.dtype, device=device) for name, like in data.items()
+        }
+        self._trainable = self._moved_by_the_loss()
         shapes = dict(kind.layout)
         self.params = _room(shapes, capacity, device)
         moved = shapes if kind.warm else {name: shapes[name] for name in self._trainable if kind.momentum}
@@ -78,11 +99,11 @@ class StackedStep:
         self.weights = torch.zeros(capacity, kind.batch_size, device=device)
         self.partners = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.active = torch.zeros((), dtype=torch.int64, device=device)
-        self._anchor = _room(shapes if kind.proximal else {}, capacity, device)
+        self._anchor = _room(shapes if kind.proximal or plan.loss_term else {}, capacity, device)
         self._offset = _room(shapes if kind.offset else {}, capacity, device)
         self._rates, self._proximal_mu = (torch.zeros(capacity, device=device) for _ in range(2))
         self._places = torch.arange(capacity, device=device)
-        pool = (torch.zeros(1), torch.zeros(1)) if mix is None else (mix.inputs, mix.labels)
+        pool = (torch.zeros(1), torch.zeros(1)) if plan.mix is None else (plan.mix.inputs, plan.mix.labels)
         self._pool = [part.to(device) for part in pool]
 
     def load(self, jobs: Sequence[Job]) -> None:
@@ -91,6 +112,7 @@ class StackedStep:
         _fill(self.params, start)
         _fill(self._anchor, start)
         _fill(self._offset, [job.plan.gradient_offset or {} for job in jobs])
+        _fill(self._data, [job.plan.loss_term.data if job.plan.loss_term else {} for job in jobs])
         for buffer in self.buffers.values():
             buffer.zero_()
         if self.kind.warm:
@@ -137,32 +159,60 @@ class StackedStep:
         """Return the gradients and losses of all clients, by ``vmap`` over one client's."""
         moving = {name: self.params[name][:width] for name in self._trainable}
         fixed = {name: value[:width] for name, value in self.params.items() if name not in moving}
-        others = [part[self.partners[:width]] for part in self._pool]
-        found: tuple[Params, torch.Tensor] = vmap(grad_and_value(self._loss))(moving, fixed, *records, *others)
+        pool_inputs, pool_labels = self._pool
+        chosen = self.partners[:width]
+        partners = pool_inputs[chosen], pool_labels[chosen]
+        others = [{name: value[:width] for name, value in tensors.items()} for tensors in (self._anchor, self._data)]
+        found: tuple[Params, torch.Tensor]
+        found = vmap(grad_and_value(self._loss))(moving, fixed, records, partners, *others)
         return found
 
     def _loss(
         self,
         moving: Params,
         fixed: Params,
-        inputs: torch.Tensor,
-        labels: torch.Tensor,
-        weights: torch.Tensor,
-        mean_inputs: torch.Tensor,
-        mean_labels: torch.Tensor,
+        records: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        partner: tuple[torch.Tensor, torch.Tensor],
+        anchor: Params,
+        data: Params,
     ) -> torch.Tensor:
-        def logits_of(records: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = functional_call(self._model, {**moving, **fixed}, (records,))
-            return logits
-
-        if self.mix is None:
-            losses = functional.cross_entropy(logits_of(inputs), labels, reduction="none")
+        inputs, labels, weights = records
+        params = {**moving, **fixed}
+        logits_of = partial(self._logits_of, params)
+        logits: torch.Tensor | None = None
+        if self._mix is None:
+            logits = logits_of(inputs)
+            losses = functional.cross_entropy(logits, labels, reduction="none")
         else:
             losses = mixed_losses(
-                logits_of, inputs, labels, mean_inputs, mean_labels, self.mix.weight,
-                linearise=self.mix.linearise, slope=_slope,
-            )  # fmt: skip
-        return (losses * weights).sum()
+                logits_of, inputs, labels, *partner, self._mix.weight, linearise=self._mix.linearise, slope=_slope
+            )
+        loss = (losses * weights).sum()
+        if self._term is None:
+            return loss
+        logits = logits_of(inputs) if logits is None else logits
+        return loss + added_by(
+            self._term, Batch(inputs, labels, weights, logits, params, anchor, data, self._logits_of)
+        )
+
+    def _logits_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = functional_call(self._model, dict(params), (records,))
+        return logits
+
+    def _moved_by_the_loss(self) -> list[str]:
+        """Return the parameters that the loss depends on: local SGD, weight decay included, leaves the others alone."""
+        weights = dict(self._model.named_parameters())
+        named = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        inputs, labels = self._source.normalised(self._source.inputs[:1]), self._source.labels[:1]
+        logits = self._model(inputs)
+        loss = logits.sum()
+        if self._term is not None:
+            data = {name: value[0] for name, value in self._data.items()}
+            ones = torch.ones(1, device=inputs.device)
+            batch = Batch(inputs, labels, ones, logits, weights, detached(weights.items()), data, self._logits_of)
+            loss = loss + added_by(self._term, batch)
+        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        return [name for name, gradient in zip(named, found, strict=True) if gradient is not None]
 
 
 def _slope(
@@ -177,14 +227,6 @@ def _slope(
 
     slope, (logits, own) = grad(total, has_aux=True)(inputs)
     return logits, own, slope
-
-
-def _trainable(model: nn.Module, source: Source) -> list[str]:
-    """Return the parameters that the loss depends on: local SGD, weight decay included, leaves the others alone."""
-    named = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
-    logits = model(source.normalised(source.inputs[:1]))
-    found = torch.autograd.grad(logits.sum(), [weight for _, weight in named], allow_unused=True)
-    return [name for (name, _), gradient in zip(named, found, strict=True) if gradient is not None]
 
 
 def _room(shapes: Mapping[str, tuple[int, ...]], capacity: int, device: torch.device) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock, local
 
 import numpy as np
@@ -14,13 +15,15 @@ import torch
 from torch import nn
 
 from fl_sim import models
+from fl_sim.native.checks import TAKES
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import Stack, describe
 from fl_sim.params import is_finite, vector_in
-from fl_sim.training.loop import EVALUATION_BATCH, LogitsOf, evaluate, ready, score, train
+from fl_sim.training.loop import EVALUATION_BATCH, evaluate, ready, score, train
+from fl_sim.training.losses import LogitsOf
 from fl_sim.training.precision import Precision, arithmetic
 from fl_sim.training.records import Records, Scale
-from fl_sim.types import LocalPlan, LocalTask, Params, Trained
+from fl_sim.types import LocalPlan, LocalTask, Params, Trained, fields_in_use
 
 _PLAIN = {
     nn.Sequential, nn.Identity, nn.Flatten, nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.ReLU,
@@ -43,6 +46,11 @@ class Job:
     generator: np.random.Generator
     seed_torch: Callable[[], None] = lambda: None
 
+    @cached_property
+    def asks_for(self) -> frozenset[str]:
+        """Return the fields of the settings and of the plan that a trainer must know in order to take this job."""
+        return fields_in_use(self.task.settings) | fields_in_use(self.plan)
+
 
 class Trainer:
     """Trains and evaluates; ``model`` lends its architecture, and its weights may be overwritten.
@@ -61,13 +69,10 @@ class Trainer:
         self._lock = Lock()
         self._thread = local()
 
-    def is_native(self, input_shape: tuple[int, ...], *, linearised: bool = False) -> bool:
-        """Say whether the compiled trainer takes this model on records of ``input_shape``.
-
-        ``linearised``: under FedMix's loss, which needs second derivatives.
-        """
+    def is_native(self, input_shape: tuple[int, ...], plan: LocalPlan = LocalPlan()) -> bool:  # noqa: B008 (frozen)
+        """Say whether the compiled trainer takes this model on records of ``input_shape``, for such a ``plan``."""
         stack = self._stack(input_shape) if self._kernel is not None else None
-        return stack is not None and (not linearised or stack.is_piecewise_linear)
+        return stack is not None and fields_in_use(plan) <= TAKES and _mixes(plan, stack)
 
     def is_parallel(self, input_shape: tuple[int, ...]) -> bool:
         """Say whether several threads train at once."""
@@ -163,13 +168,21 @@ def _draws_nothing(module: nn.Module) -> bool:
 
 def _fits(job: Job, stack: Stack) -> bool:
     """Say whether the compiled trainer takes this job on a model that it knows."""
-    warm, mix = job.plan.momentum_buffers, job.plan.mix
+    warm = job.plan.momentum_buffers
     return (
-        len(job.records) > 0
+        job.asks_for <= TAKES
+        and _mixes(job.plan, stack)
+        and len(job.records) > 0
         and all(_is_plain(source.inputs) for source, _ in job.records.parts)
         and (not warm or warm.keys() == job.task.params.keys())
-        and (mix is None or (_is_plain(mix.inputs) and _is_plain(mix.labels)))
-        and (mix is None or not mix.linearise or stack.is_piecewise_linear)
+    )
+
+
+def _mixes(plan: LocalPlan, stack: Stack) -> bool:
+    """Say whether the compiled trainer knows how the plan mixes; FedMix's loss needs second derivatives."""
+    mix = plan.mix
+    return mix is None or (
+        _is_plain(mix.inputs) and _is_plain(mix.labels) and (not mix.linearise or stack.is_piecewise_linear)
     )
 
 

@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from fl_sim.params import detached
 from fl_sim.seeding import rng
-from fl_sim.training.loop import mixed_loss, train
+from fl_sim.training.loop import train
+from fl_sim.training.losses import mixed_loss
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Mix
 from strategies.fedmix import FedMix, NaiveMix, averages
 
