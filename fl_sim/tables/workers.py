@@ -1,22 +1,21 @@
 """Runs side by side in worker processes that import torch once and are used again; a dying worker costs one run."""
 
-import multiprocessing
-import os
-import shutil
+import json
+import re
 import signal
-import threading
+import subprocess
+import sys
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from fl_sim.experiment.experiment import Experiment, InProcess
 from fl_sim.simulation.engine_choice import cores
-from fl_sim.simulation.run import run
 from fl_sim.store import run_directory
 from fl_sim.store.locks import sole_run
 from fl_sim.store.run_directory import RoundRecord
@@ -67,7 +66,13 @@ class Failed:
 
 Event: TypeAlias = Started | Preparing | RoundDone | Finished | Failed
 
-_UP = "up"  # what a worker says first, once it has imported what it needs
+UP: Final = "up"  # what a worker says first, once it has imported what it needs
+
+_START: Final = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from fl_sim.tables.worker import work; work(int(sys.argv[2]))"
+)
+"""A worker's program. multiprocessing's would import the caller's main module again: a script would run twice."""
 
 
 def finished_result(directory: Path) -> dict[str, Any] | None:
@@ -82,9 +87,10 @@ def run_all(
     """Run every experiment in ``out / name``, at most ``jobs`` at once, and tell what happens as it happens.
 
     A finished run is only reported; an unfinished one goes on at its checkpoint. Closing the generator, or an exception
-    inside it, stops the workers at once; what they finished stays. Raises RunError while another process is at it, and
-    where a worker cannot start, which is the fault of no run.
+    inside it, stops the workers at once; what they finished stays. Raises UserError for a class that workers cannot
+    import, RunError while another process is at it, and where a worker cannot start, which is the fault of no run.
     """
+    _check_importable(runs.values())
     out.mkdir(parents=True, exist_ok=True)
     with sole_run(out):
         waiting: deque[tuple[str, Experiment]] = deque()
@@ -119,37 +125,55 @@ def _with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
     return Experiment.model_validate({**dict(experiment), "engine": share})
 
 
+def _check_importable(experiments: Iterable[Experiment]) -> None:
+    """Raise UserError where a class is the caller's main module's, which no other process can import."""
+    for experiment in experiments:
+        if found := re.search(r'"__main__:([^":]+)', experiment.model_dump_json()):
+            name = found[1]
+            raise UserError(
+                f"{name} is defined in the script or notebook itself, from which a table's worker processes cannot "
+                f"import it: put it in a module beside it, for example mine.py, and write 'from mine import {name}'"
+            )
+
+
 class _Worker:
     """A process that runs one experiment at a time."""
 
     def __init__(self, out: Path, data_root: Path | None) -> None:
         self._out, self._data_root = out, data_root
         self.name, self._is_up = "", False
-        self.process, self.connection = _spawn(out, data_root)
+        self.process, self.connection = _spawn()
 
     def take(self, name: str, experiment: Experiment) -> None:
         """Start a run, in a new process where the old one died. A death just now is noticed at the next event."""
         self.name = name
         if self.connection.closed:
-            self.process, self.connection = _spawn(self._out, self._data_root)
+            self.process, self.connection = _spawn()
             self._is_up = False
         with suppress(ConnectionError):
-            self.connection.send((name, experiment.model_dump_json()))
+            self.connection.send((name, experiment.model_dump_json(), self._out / name, self._data_root))
 
     def next_event(self) -> Event | None:
         """Return what the worker says, or that it died; None where it is up. Raises RunError where it cannot start."""
         try:
             said: Event | str = self.connection.recv()
         except (EOFError, OSError):  # OSError: it was killed in the middle of a word
-            self.process.join(_SECONDS_TO_STOP)
-            self.connection.close()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_SECONDS_TO_STOP)
+            self.close()
             if not self._is_up:
-                raise RunError(_why_none_starts(self.process.exitcode)) from None
-            return Failed(self.name, _why_it_died(self.process.exitcode))
+                raise RunError(_why_none_starts(self.process.returncode)) from None
+            return Failed(self.name, _why_it_died(self.process.returncode))
         if isinstance(said, str):
-            self._is_up = said == _UP
+            self._is_up = said == UP
             return None
         return said
+
+    def close(self) -> None:
+        """Close both pipes to a process that has ended."""
+        self.connection.close()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
 
 
 def _why_it_died(code: int | None) -> str:
@@ -171,8 +195,7 @@ def _why_none_starts(code: int | None) -> str:
     how = f"exit code {code}" if code is None or code >= 0 else f"killed by signal {-code}"
     return (
         f"a worker process could not start ({how}): it prints the reason itself, above this line. Where it is a module "
-        'that cannot be imported, mend that; a script that fills a table needs if __name__ == "__main__" around its '
-        f"calls. {stays}"
+        f"that cannot be imported, mend that. {stays}"
     )
 
 
@@ -184,19 +207,20 @@ def _go_on(worker: _Worker, workers: list[_Worker], waiting: deque[tuple[str, Ex
         _stop([worker])
 
 
-def _spawn(out: Path, data_root: Path | None) -> tuple[SpawnProcess, Connection]:
-    context = multiprocessing.get_context("spawn")
+def _spawn() -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a worker. It lives no longer than its standard input, whose other end is this process's alone."""
+    ours, theirs = Pipe()
+    command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
     # Ctrl-C reaches every process of the terminal; only the parent answers it, and workers inherit the mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, out, data_root), daemon=True)
-        process.start()
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])  # noqa: S603 (our own)
     except OSError as error:
+        ours.close()
         raise RunError(f"a worker process could not be started: {error}; fewer --jobs need fewer of them") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    theirs.close()
+        theirs.close()
     return process, ours
 
 
@@ -204,62 +228,9 @@ def _stop(workers: list[_Worker]) -> None:
     for worker in workers:
         worker.process.terminate()
     for worker in workers:
-        worker.process.join(_SECONDS_TO_STOP)
-        if worker.process.is_alive():
+        try:
+            worker.process.wait(_SECONDS_TO_STOP)
+        except subprocess.TimeoutExpired:
             worker.process.kill()
-            worker.process.join()
-        worker.connection.close()
-
-
-class _Told:
-    """Passes what a run says on to the parent."""
-
-    def __init__(self, name: str, connection: Connection) -> None:
-        self._name, self._connection = name, connection
-
-    def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
-        """Tell where the run begins."""
-        del experiment, engine
-        self._connection.send(Started(self._name, first_round))
-
-    def preparing(self, what: str) -> None:
-        """Tell what happens before the first round."""
-        self._connection.send(Preparing(self._name, what))
-
-    def replied(self, replies: int) -> None:
-        """Tell nothing: rounds are news enough."""
-
-    def finished_round(self, record: RoundRecord) -> None:
-        """Tell of a round."""
-        self._connection.send(RoundDone(self._name, record))
-
-
-def _work(connection: Connection, out: Path, data_root: Path | None) -> None:
-    """Run what the parent sends until it stops sending."""
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    connection.send(_UP)
-    with suppress(EOFError):
-        while True:
-            name, settings = connection.recv()
-            connection.send(_attempt(name, Experiment.model_validate_json(settings), out / name, data_root, connection))
-
-
-def _attempt(
-    name: str, experiment: Experiment, directory: Path, data_root: Path | None, connection: Connection
-) -> Event:
-    if directory.exists() and not (directory / run_directory.CONFIG).exists():
-        shutil.rmtree(directory)  # killed before its first file was whole
-    try:
-        return Finished(name, run(experiment, directory, data_root, _Told(name, connection)))
-    except (RunError, UserError) as error:
-        return Failed(name, str(error))
-    except Exception as error:  # noqa: BLE001 (one cell's surprise must not end the others; it is reported)
-        return Failed(name, f"{type(error).__name__}: {error}")
-
-
-def _die_with_parent() -> None:
-    """End this process when the parent is gone, however it went: a resumed table must find nobody writing."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
+            worker.process.wait()
+        worker.close()

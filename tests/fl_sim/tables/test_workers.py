@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +12,8 @@ import pytest
 from fl_sim.experiment.experiment import Auto, Experiment, InProcess, Ray
 from fl_sim.tables import workers
 from fl_sim.tables.workers import Failed, _why_it_died, _why_none_starts, _with_share_of_cores, _Worker, run_all
-from fl_sim.types import RunError
+from fl_sim.types import RunError, UserError
+from strategies.fedavg import FedAvg
 
 
 @pytest.mark.parametrize(("jobs", "clients"), [(1, 8), (2, 4), (3, 2), (8, 1), (20, 1)])
@@ -60,22 +63,47 @@ def test_a_worker_that_cannot_start_ends_the_table_and_blames_no_cell(
 
 
 def test_no_more_processes_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(_: object) -> None:
+    def none_left(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(workers.SpawnProcess, "start", none_left)
+    monkeypatch.setattr(workers.subprocess, "Popen", none_left)
     with pytest.raises(RunError, match=r"could not be started: .*temporarily unavailable; fewer --jobs"):
         list(run_all(RUNS, tmp_path / "out", 2, None))
 
 
 def test_a_worker_killed_in_the_middle_of_a_word_costs_its_cell_alone() -> None:
-    ours, theirs = workers.multiprocessing.Pipe()
+    ours, theirs = workers.Pipe()
     os.write(theirs.fileno(), b"\0\0\1\0the first few of 256 bytes")
     theirs.close()
     worker = object.__new__(_Worker)
     vars(worker).update(name="first", _is_up=True, connection=ours)
-    vars(worker).update(process=SimpleNamespace(join=lambda _: None, exitcode=-9))
+    vars(worker).update(process=SimpleNamespace(wait=lambda _: None, returncode=-9, stdin=None))
     event = worker.next_event()
     assert isinstance(event, Failed)
     assert event.name == "first"
     assert "killed by signal 9" in event.error
+
+
+def test_a_class_of_the_script_itself_is_named_before_any_worker_starts(tmp_path: Path) -> None:
+    mine = type("Mine", (FedAvg,), {"__module__": "__main__", "__qualname__": "Mine"})
+    with pytest.raises(UserError, match=r"Mine is defined in the script .* put it in a module"):
+        list(run_all({"mine": Experiment(algorithm=mine())}, tmp_path / "out", 1, None))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_script_without_a_main_guard_fills_a_table_and_runs_once(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from strategies.fedavg import FedAvg\n\n\nclass Mine(FedAvg):\n    pass\n")
+    (tmp_path / "script.py").write_text(
+        "from pathlib import Path\n"
+        "from mine import Mine\n"
+        "from fl_sim.experiment.experiment import Experiment\n"
+        "from fl_sim.tables.workers import Finished, run_all\n"
+        "print('once')\n"
+        "small = Experiment(algorithm=Mine(), model='logistic', rounds=1)\n"
+        "print([event.result['algorithm'] for event in run_all({'a': small}, Path('out'), 1, None) "
+        "if isinstance(event, Finished)])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.splitlines() == ["once", "['mine:Mine']"], done.stderr

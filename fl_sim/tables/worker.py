@@ -1,0 +1,70 @@
+"""The other end of ``fl_sim.tables.workers``: a process that runs one experiment after another."""
+
+import os
+import shutil
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.simulation.run import run
+from fl_sim.store.run_directory import CONFIG, RoundRecord
+from fl_sim.tables.workers import UP, Event, Failed, Finished, Preparing, RoundDone, Started
+from fl_sim.types import RunError, UserError
+
+_STANDARD_INPUT = 0
+
+
+def work(descriptor: int) -> None:
+    """Run what the parent sends through the pipe ``descriptor``, until it stops sending or is gone."""
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    connection = Connection(descriptor)
+    connection.send(UP)
+    with suppress(EOFError):
+        while True:
+            name, settings, directory, data_root = connection.recv()
+            connection.send(_attempt(name, Experiment.model_validate_json(settings), directory, data_root, connection))
+
+
+class _Told:
+    """Passes what a run says on to the parent."""
+
+    def __init__(self, name: str, connection: Connection) -> None:
+        self._name, self._connection = name, connection
+
+    def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
+        """Tell where the run begins."""
+        del experiment, engine
+        self._connection.send(Started(self._name, first_round))
+
+    def preparing(self, what: str) -> None:
+        """Tell what happens before the first round."""
+        self._connection.send(Preparing(self._name, what))
+
+    def replied(self, replies: int) -> None:
+        """Tell nothing: rounds are news enough."""
+
+    def finished_round(self, record: RoundRecord) -> None:
+        """Tell of a round."""
+        self._connection.send(RoundDone(self._name, record))
+
+
+def _attempt(
+    name: str, experiment: Experiment, directory: Path, data_root: Path | None, connection: Connection
+) -> Event:
+    if directory.exists() and not (directory / CONFIG).exists():
+        shutil.rmtree(directory)  # killed before its first file was whole
+    try:
+        return Finished(name, run(experiment, directory, data_root, _Told(name, connection)))
+    except (RunError, UserError) as error:
+        return Failed(name, str(error))
+    except Exception as error:  # noqa: BLE001 (one cell's surprise must not end the others; it is reported)
+        return Failed(name, f"{type(error).__name__}: {error}")
+
+
+def _die_with_parent() -> None:
+    """End this process when the parent is gone, however it went: a resumed table must find nobody writing."""
+    while os.read(_STANDARD_INPUT, 1):
+        pass
+    os._exit(1)
