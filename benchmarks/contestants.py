@@ -24,7 +24,8 @@ from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
 from fl_sim.simulation.engine_choice import open_engine
-from fl_sim.simulation.preparation import RunLog, federated_strategy
+from fl_sim.simulation.preparation import federated_strategy
+from fl_sim.simulation.run_log import RunLog
 from fl_sim.training.loop import to_tensors
 from strategies.flower import run_round
 
@@ -78,7 +79,7 @@ def ours(experiment: Experiment) -> Iterator[Round]:
     job = job_of(experiment)
     log = RunLog(experiment.algorithm.init(detached(job.model().named_parameters())))
     with tempfile.TemporaryDirectory() as out, open_engine(job, lambda _: None) as (grid, _):
-        strategy = federated_strategy(job, grid, Path(out), log)
+        strategy = federated_strategy(job, experiment.algorithm, grid, Path(out), log)
         yield lambda server_round: void(run_round(strategy, grid, server_round, 0.01, 600))
 
 

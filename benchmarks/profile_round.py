@@ -80,7 +80,7 @@ class Clock:
 def watched(clock: Clock) -> Iterator[None]:
     """Time the functions that make up a round."""
     import clients.app
-    import fl_sim.simulation.run
+    import fl_sim.simulation.rounds
     import fl_sim.simulation.site
     import fl_sim.training.trainer
     from fl_sim.engines import wire
@@ -102,7 +102,7 @@ def watched(clock: Clock) -> Iterator[None]:
         ("sampling", FixedSize, "sample"),
         ("aggregation", WeightedMean, "mean"),
         ("evaluation", fl_sim.training.trainer.Trainer, "evaluate"),
-        ("checkpoint and log", fl_sim.simulation.run, "_keep"),
+        ("checkpoint and log", fl_sim.simulation.rounds, "_keep"),
         *(("algorithm", kind, name) for kind in (Averaging, Scaffold) for name in ("plan", "finish", "merge")),
     ]
     if kernel is not None:

@@ -61,7 +61,7 @@ CASES = (
     _quick("global-dp", *PRIVATE, "clients=20", "partition=iid"),
     _quick("global-dp, scaffold", *PRIVATE, "algorithm=scaffold"),
     _quick("da-fl, mean embedding", *POOL),
-    _quick("da-fl, dp-cgan", *POOL[:2], "preprocess.generator=dp-cgan", "preprocess.generator.steps=5"),
+    _quick("da-fl, dp-cgan", *POOL[:2], "preprocess.generator=dp-cgan", "preprocess.generator.discriminator_steps=20"),
     _quick("pate, supervised", *PATE, "algorithm.student=supervised"),
     _quick("pate, fixmatch", *PATE, "algorithm.student=fixmatch", "algorithm.student.steps=20"),
     _quick("resumed, scaffold", "algorithm=scaffold", rounds=400, resumed=True),

@@ -16,8 +16,9 @@ from fl_sim.engines import wire
 from fl_sim.experiment.experiment import Experiment, InProcess, Ray, experiment_from
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.params import detached, flattened
-from fl_sim.simulation.engine_choice import open_engine, stack_of, together_of
-from fl_sim.simulation.site import site_of
+from fl_sim.simulation.capacity import stack_of
+from fl_sim.simulation.engine_choice import open_engine, together_of
+from fl_sim.simulation.procedure import site_of
 from fl_sim.types import Params, UserError
 
 MODELS = """

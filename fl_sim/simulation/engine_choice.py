@@ -3,7 +3,6 @@
 import gc
 import importlib.util
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,21 +22,17 @@ from fl_sim.experiment.job import Job
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached
 from fl_sim.seeding import rng
-from fl_sim.simulation.site import local_settings, site_for, site_of, to_generator
+from fl_sim.simulation.capacity import cores, generator_threads, stack_of, workers_of
+from fl_sim.simulation.procedure import procedure_of, site_of
+from fl_sim.simulation.site import local_settings, to_generator
 from fl_sim.training.loop import to_tensors, train
-from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Params, UserError
-from strategies.algorithm import Sharing, what_clients_plan, what_clients_share
-from strategies.global_dp import GlobalDP
-from strategies.pate.settings import Pate
+from fl_sim.types import LocalPlan, LocalSettings, LocalTask, UserError
 
 RAY_START_SECONDS = 10.0
 """What starting Ray and importing torch in its actors costs (6 to 12 s measured on two cores)."""
 
 PROBE_STEPS = 8
 """Minibatch steps that are timed to guess how long the job takes."""
-
-STACK_ON_GPU = 100
-"""Clients that are trained as one computation on a GPU unless the experiment says otherwise."""
 
 RAY_SHARE_PER_CORE = 0.9
 """How much of a further core Ray turns into speed."""
@@ -96,7 +91,7 @@ def client_app() -> ClientApp:
 
 def _site_here(job: Job) -> SiteFactory:
     """Return what gives the clients of this process their site: the job that the run has made already."""
-    made = cache(lambda: site_for(job))
+    made = cache(lambda: procedure_of(job).site())
     return lambda *_: made()
 
 
@@ -140,73 +135,11 @@ def _why_alone(job: Job, workers: int) -> str:
     return "Ray is not installed" if importlib.util.find_spec("ray") is None else ""
 
 
-def cores() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def generator_threads(engine: Engine) -> int:
-    """Return how many threads of this process train clients' generators: they are trained on the CPU, by PyTorch."""
-    return (engine.workers if isinstance(engine, InProcess) else 0) or cores()
-
-
-def workers_of(engine: Engine, job: Job) -> int:
-    """Return how many clients ``engine`` trains at a time in this process."""
-    if not isinstance(engine, InProcess):
-        return 1
-    return min(threads_of(engine, job), job.experiment.num_clients)
-
-
-def threads_of(engine: Engine, job: Job) -> int:
-    """Return how many threads of this process may run the job's model at once."""
-    if job.device.type != "cpu" or not job.trainer.is_parallel(job.dataset.input_shape):
-        return 1
-    return (engine.workers if isinstance(engine, InProcess) else 0) or cores()
-
-
-def stack_of(engine: Engine, job: Job) -> int:
-    """Return how many clients ``engine`` trains as one computation; 1 means it does not stack them.
-
-    Always 1 under Global DP: the last bits of a client in a stack depend on the others, by which one client would move
-    every update. Raises UserError where more are asked for than the model allows.
-    """
-    if isinstance(engine, Auto) or engine.stack == 1 or isinstance(job.experiment.aggregator, GlobalDP):
-        return 1
-    asked = engine.stack or _stack_on_gpu(engine, job)
-    stackable = asked == 1 or job.trainer.is_stackable()
-    if not stackable and engine.stack:
-        raise UserError(
-            f"engine.stack={engine.stack}: this model cannot be trained on many clients at once, as it draws random "
-            "numbers, or is made of layers that are not known to treat every record by itself; leave engine.stack out"
-        )
-    return min(asked, job.experiment.num_clients) if stackable else 1
-
-
-def _stack_on_gpu(engine: InProcess | Ray, job: Job) -> int:
-    experiment = job.experiment
-    if isinstance(engine, InProcess):
-        return STACK_ON_GPU if job.device.type == "cuda" else 1
-    share = math.ceil(experiment.sampler.expected_size(experiment.num_clients) / max(1, engine.actors))
-    return min(STACK_ON_GPU, share) if engine.gpus else 1
-
-
 def trains_natively(job: Job) -> bool:
     """Say whether the native trainer takes this job's clients."""
     if job.device.type != "cpu":
         return False
-    return job.trainer.is_native(job.dataset.input_shape, _plan_of(job))
-
-
-def _plan_of(job: Job) -> LocalPlan:
-    """Return what clients' plans look like, to be held against what trainers know."""
-    algorithm = job.experiment.algorithm
-    if isinstance(algorithm, Pate):
-        return LocalPlan()
-    pool: Params = {}
-    if isinstance(algorithm, Sharing):
-        template = what_clients_share(algorithm, job.dataset.input_shape, job.dataset.num_classes)
-        pool = {name: torch.zeros(1, *like.shape[1:], dtype=like.dtype) for name, like in template.items()}
-    return what_clients_plan(algorithm, detached(job.model().named_parameters()), pool)
+    return job.trainer.is_native(job.dataset.input_shape, procedure_of(job).typical_plan())
 
 
 def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
@@ -229,8 +162,7 @@ def estimated_seconds(job: Job) -> float:
     settings = local_settings(experiment.local, experiment.local.learning_rate)
     sizes = [len(shard) for shard in job.shards]
     cohort = experiment.sampler.expected_size(experiment.num_clients)
-    rounds = 1 if isinstance(experiment.algorithm, Pate) else experiment.rounds
-    num_steps = rounds * cohort * sum(settings.num_steps(size) for size in sizes) / len(sizes)
+    num_steps = procedure_of(job).num_trainings * cohort * sum(settings.num_steps(size) for size in sizes) / len(sizes)
     sample = dataset.test.take(np.arange(min(len(dataset.test), PROBE_STEPS * settings.batch_size)))
     inputs, labels = to_tensors(sample, dataset)
     model = job.model()

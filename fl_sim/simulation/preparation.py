@@ -1,10 +1,9 @@
 """Before the first round: the experiment's Strategy, and what clients share or release beforehand."""
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import Grid
 
@@ -15,49 +14,17 @@ from fl_sim.experiment.job import Job
 from fl_sim.params import is_finite
 from fl_sim.report.figures.samples import write_samples
 from fl_sim.seeding import rng, seed_torch, torch_kept
+from fl_sim.simulation.run_log import RunLog
 from fl_sim.simulation.site import local_settings, read_pool
 from fl_sim.store import run_directory
-from fl_sim.store.run_directory import RoundRecord
-from fl_sim.store.seal import Seal
 from fl_sim.store.tensors import save_by_content
 from fl_sim.training import trainer
 from fl_sim.training.loop import resident
-from fl_sim.types import LocalPlan, LocalTask, Params, RunError, ServerState
-from strategies.algorithm import Sharing, what_clients_share
+from fl_sim.types import LocalPlan, LocalTask, Params, RunError
+from strategies.algorithm import Algorithm, Sharing, what_clients_share
 from strategies.flower import FederatedStrategy, share_before_training
 from strategies.global_dp import GlobalDP
 from strategies.pate.settings import Pate
-
-if TYPE_CHECKING:
-    from fl_sim.simulation.dafl.pool import Pool
-    from strategies.private import PrivateRounds
-
-
-@dataclass
-class PateLog:
-    """What ``result.json`` says of the vote and the labels: nothing in it is private."""
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    statements: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass
-class RunLog:
-    """What a run has to show so far."""
-
-    server: ServerState
-    rounds: list[RoundRecord] = field(default_factory=list)
-    preprocess_seconds: float = 0.0
-    engine: str = ""
-    stopped: str = ""
-    privacy: "PrivateRounds | None" = None
-    pool: "Pool | None" = None
-    pate: PateLog | None = None
-    warnings: list[str] = field(default_factory=list)
-    chain: str = ""
-    clipping_norm: float | None = None
-    receipt: dict[str, Any] | None = None
-    seal: Seal | None = None
 
 
 def is_private(experiment: Experiment) -> bool:
@@ -80,13 +47,12 @@ def order_of(job: Job, out: Path) -> Order:
     )
 
 
-def federated_strategy(job: Job, grid: Grid, out: Path, log: RunLog) -> FederatedStrategy:
+def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, log: RunLog) -> FederatedStrategy:
     """Return the job's Strategy, after whatever its clients share before the first round."""
     experiment = job.experiment
-    assert not isinstance(experiment.algorithm, Pate)
     order = order_of(job, out)
     strategy = FederatedStrategy(
-        experiment.algorithm,
+        algorithm,
         experiment.aggregator,
         experiment.sampler,
         log.server,
@@ -111,8 +77,8 @@ def federated_strategy(job: Job, grid: Grid, out: Path, log: RunLog) -> Federate
         _use_synthetic_records(job, strategy, grid, out, log)
     dataset = job.dataset
     strategy.most_examples = len(dataset.train) + (log.pool.num_synthetic if log.pool else 0)
-    if isinstance(experiment.algorithm, Sharing):
-        template = what_clients_share(experiment.algorithm, dataset.input_shape, dataset.num_classes)
+    if isinstance(algorithm, Sharing):
+        template = what_clients_share(algorithm, dataset.input_shape, dataset.num_classes)
         shared = share_before_training(strategy, grid, template, experiment.round_timeout)
         strategy.order = replace(strategy.order, pool=str(save_by_content(out.absolute(), "pool", shared)))
     log.preprocess_seconds = time.perf_counter() - start

@@ -5,19 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from fl_sim.experiment.experiment import Experiment, experiment_from
-from fl_sim.experiment.job import Job
-from fl_sim.params import detached
 from fl_sim.settings_file import read_table
-from fl_sim.simulation.preparation import RunLog
+from fl_sim.simulation.procedure import Procedure
+from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import CHECKPOINT, read_checkpoint
 from fl_sim.store.files import is_partial, read_whole
 from fl_sim.store.locks import LOCK
 from fl_sim.store.seal import open_seal
-from fl_sim.types import RunError, ServerState, UserError
-from strategies.algorithm import what_clients_keep
+from fl_sim.types import RunError, UserError
 from strategies.global_dp import GlobalDP
-from strategies.pate.settings import Pate
 
 
 def finished_result(experiment: Experiment, out: Path) -> dict[str, Any] | None:
@@ -61,17 +58,17 @@ def holds_run(experiment: Experiment, out: Path) -> bool:
     return False
 
 
-def take_up(job: Job, out: Path) -> tuple[RunLog, int]:
+def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
     """Make the run directory, or take it up; return what the run has to show so far, and the round to go on with.
 
     Raises UserError where what is there does not fit together, or does not fit the experiment: never goes on from less.
     """
-    experiment = job.experiment
+    experiment = procedure.job.experiment
     there = holds_run(experiment, out)
     if isinstance(experiment.aggregator, GlobalDP):
         _check_paid(out)
-    log = RunLog(_beginning(job))
-    checkpoint = None if isinstance(experiment.algorithm, Pate) else read_checkpoint(out, log.server)
+    log = RunLog(procedure.beginning())
+    checkpoint = read_checkpoint(out, log.server)
     if there and checkpoint is not None:
         progress, log.server = checkpoint
         log.rounds = run_directory.keep_rounds(out, progress.last_round, progress.chain)
@@ -80,8 +77,7 @@ def take_up(job: Job, out: Path) -> tuple[RunLog, int]:
         _clear(out)
         run_directory.write_config(out, experiment.model_dump(exclude_none=True))
         log.chain = run_directory.chain_start(out)
-    algorithm = experiment.algorithm
-    if not isinstance(algorithm, Pate) and (state := what_clients_keep(algorithm, log.server)):
+    if state := procedure.kept_by_clients(log.server):
         log.seal = open_seal(out / run_directory.STATE, experiment.num_clients, len(log.rounds), state)
     return log, len(log.rounds) + 1
 
@@ -101,13 +97,6 @@ def clean_up(out: Path) -> None:
 
 def _settings(experiment: Experiment) -> dict[str, Any]:
     return experiment.model_dump(exclude={"engine", "round_timeout"})
-
-
-def _beginning(job: Job) -> ServerState:
-    algorithm = job.experiment.algorithm
-    if isinstance(algorithm, Pate):
-        return ServerState({})
-    return algorithm.init(detached(job.model().named_parameters()))
 
 
 def _check_paid(out: Path) -> None:

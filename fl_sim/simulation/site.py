@@ -9,25 +9,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from clients.app import Site, Synthetic
 from clients.dafl.settings import DaFl
-from clients.forest import RandomForest
-from clients.teacher import forest_votes, network_votes
-from fl_sim import models
 from fl_sim.experiment.experiment import Experiment, InProcess, Local
-from fl_sim.experiment.job import Job, job_of
+from fl_sim.experiment.job import Job
 from fl_sim.seeding import rng
-from fl_sim.training.loop import resident, stays_bytes, to_tensors
+from fl_sim.training.loop import LocalAlgorithm, resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Source
-from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Examples, LocalSettings
 from partitions import FeatureNoise
 from strategies.algorithm import Sharing
-from strategies.fedavg import FedAvg
-from strategies.pate.settings import Pate
 
 if TYPE_CHECKING:
     from clients.dafl.share import Share
@@ -40,15 +33,8 @@ KEEP_ON_GPU = 0.25
 """Training sets that take up no larger a part of a GPU's memory stay there, as bytes if they are images."""
 
 
-@lru_cache(maxsize=2)
-def site_of(experiment_json: str, data_root: str) -> Site:
-    """Return what a worker elsewhere needs to play any client of the experiment; made once per process."""
-    root = Path(data_root) if data_root else None
-    return site_for(job_of(Experiment.model_validate_json(experiment_json), root))
-
-
-def site_for(job: Job) -> Site:
-    """Return what a worker needs to play any client of ``job``."""
+def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
+    """Return what a worker needs to play any client of ``job``, which trains as ``algorithm`` says."""
     experiment = job.experiment
     own: Callable[[int], Records] = partial(_own_records, job)
     if _num_bytes(job) <= _room(job.device):
@@ -63,7 +49,7 @@ def site_for(job: Job) -> Site:
         return resident(images, job.dataset, job.device).whole()
 
     return Site(
-        algorithm=FedAvg() if isinstance(experiment.algorithm, Pate) else experiment.algorithm,
+        algorithm=algorithm,
         model=job.model().to(job.device),
         records=partial(_records, experiment, own, pool),
         trains_on_own=partial(_trains_on_own, experiment),
@@ -75,7 +61,6 @@ def site_for(job: Job) -> Site:
         threads=experiment.engine.threads,
         precision=job.precision,
         graphs=not isinstance(experiment.engine, InProcess) or experiment.engine.graphs,
-        vote=_vote_of(job, own) if isinstance(experiment.algorithm, Pate) else None,
     )
 
 
@@ -184,24 +169,6 @@ def _said(share: "Share") -> Synthetic:
     receipt = share.receipt and share.receipt.to_json()
     said = {"counts": share.counts.tolist(), "refused": share.refused, "facts": share.facts, "receipt": receipt}
     return share.inputs, json.dumps(said)
-
-
-def _vote_of(job: Job, own: Callable[[int], Records]) -> Callable[[Trainer, int], NDArray[np.int64]]:
-    """Return what trains a client as a teacher, and has it vote on the public pool."""
-    experiment, dataset = job.experiment, job.dataset
-    assert isinstance(experiment.algorithm, Pate)
-    teachers, seed = experiment.algorithm.teachers, experiment.seed
-    inputs, _ = to_tensors(experiment.algorithm.public_split(dataset, seed).pool, dataset)
-    pool = inputs.to(job.device)
-
-    def vote(trainer: Trainer, client: int) -> NDArray[np.int64]:
-        if isinstance(teachers, RandomForest):
-            return forest_votes(teachers, own(client), pool, client=client, seed=seed)
-        settings = local_settings(experiment.local, experiment.local.learning_rate)
-        build = partial(models.build, experiment.model, dataset.input_shape, dataset.num_classes)
-        return network_votes(trainer, build, settings, own(client), pool, client=client, seed=seed)
-
-    return vote
 
 
 def _share(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from fl_sim.experiment.experiment import Experiment, InProcess
-from fl_sim.simulation.engine_choice import cores
+from fl_sim.simulation.capacity import cores
 from fl_sim.store import run_directory
 from fl_sim.store.locks import sole_run
 from fl_sim.store.run_directory import RoundRecord

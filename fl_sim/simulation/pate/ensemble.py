@@ -57,21 +57,21 @@ class Votes:
         return replace(self, predictions=self.predictions[:, rows], counts=self.counts[rows], rows=self.rows[rows])
 
 
-def prepare_votes(job: Job, grid: Grid, order: Order) -> Votes:
+def prepare_votes(job: Job, settings: Pate, grid: Grid, order: Order) -> Votes:
     """Return the votes of the job's teachers on its public pool, from an earlier run where there is one.
 
     A teacher that fails votes for class 0 throughout, where labels are to be private: see ``ask_teachers``. Raises
     RunError where labels are not, UserError where what is kept is damaged.
     """
-    folder, booth = pools_root() / votes_key(job), _booth(job)
-    settings, timeout = job.experiment.algorithm, job.experiment.round_timeout
-    assert isinstance(settings, Pate)
+    folder, booth = pools_root() / votes_key(job), _booth(job, settings)
     private = not isinstance(settings.labelling.mechanism, NoNoise)
     with alone_in_cache(folder):
         reused = (folder / _FACTS).exists()
         if not reused:
             start = time.perf_counter()
-            predictions, silent = ask_teachers(grid, order, timeout, **asdict(booth), private=private)
+            predictions, silent = ask_teachers(
+                grid, order, job.experiment.round_timeout, **asdict(booth), private=private
+            )
             content = as_npy(predictions.astype(booth.dtype))
             write_private(folder / _VOTES, content)
             facts = {"seconds": time.perf_counter() - start, "silent": silent, "sha256": _digest(content)}
@@ -141,10 +141,8 @@ class _Facts(BaseModel):
     sha256: str
 
 
-def _booth(job: Job) -> _Booth:
-    algorithm = job.experiment.algorithm
-    assert isinstance(algorithm, Pate)
-    pool = algorithm.public_split(job.dataset, job.experiment.seed).pool
+def _booth(job: Job, settings: Pate) -> _Booth:
+    pool = settings.public_split(job.dataset, job.experiment.seed).pool
     return _Booth(job.experiment.clients, len(pool), job.dataset.num_classes)
 
 

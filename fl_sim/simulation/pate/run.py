@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.privacy.rounding import rounded_up
@@ -22,7 +21,8 @@ from fl_sim.seeding import seed_torch, torch_kept
 from fl_sim.simulation.pate.ensemble import Votes, as_npy, prepare_votes, write_private_votes
 from fl_sim.simulation.pate.noisy_labels import LEDGER, Released, release_labels
 from fl_sim.simulation.pate.statements import data_dependent, statements_of
-from fl_sim.simulation.preparation import PateLog, RunLog, order_of
+from fl_sim.simulation.preparation import order_of
+from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
 from fl_sim.store.files import write_whole
 from fl_sim.store.run_directory import RoundRecord, coarse
@@ -39,6 +39,7 @@ LABELS, QUERIES, PRIVATE = "labels.npy", "queries.npy", "private.json"
 
 def run_pate(
     job: Job,
+    settings: Pate,
     grid: Grid,
     out: Path,
     log: RunLog,
@@ -52,31 +53,29 @@ def run_pate(
     also where one teacher fails.
     """
     experiment, start = job.experiment, time.perf_counter()
-    settings = experiment.algorithm
-    assert isinstance(settings, Pate)
     split = settings.public_split(job.dataset, experiment.seed)
-    log.pate = PateLog()
+    log.facts["pate"] = {}
     say(f"{experiment.clients} teachers train, and vote on {len(split.pool)} public records")
-    votes = prepare_votes(job, grid, order_of(job, out))
+    votes = prepare_votes(job, settings, grid, order_of(job, out))
     voted = time.perf_counter()
     rows = _asked(settings, split.pool, job.dataset)
     votes, pool = votes.about(rows), split.pool.take(rows)
     released = release_labels(settings, votes, experiment.seed, out)
     _write_labels(out, settings, votes, released, pool)
-    log.pate.statements = statements_of(experiment, votes, released)
-    epsilon = log.pate.statements[0]["epsilon"]
+    log.statements = statements_of(experiment, settings, votes, released)
+    epsilon = log.statements[0]["epsilon"]
     say(_spent(settings, votes, released, epsilon))
     log.preprocess_seconds = time.perf_counter() - start
-    log.pate.facts = _facts(experiment, votes, released, pool, len(split.evaluation)) | {
-        "seconds": {"teachers": coarse(voted - start), "teachers_when_trained": coarse(votes.seconds),
-                    "labels": coarse(log.preprocess_seconds - (voted - start))},
-    }  # fmt: skip
+    seconds = {"teachers": coarse(voted - start), "teachers_when_trained": coarse(votes.seconds),
+               "labels": coarse(log.preprocess_seconds - (voted - start))}  # fmt: skip
+    facts = _facts(settings, votes, released, pool)
+    log.facts["pate"] = facts | {"evaluation_records": len(split.evaluation), "seconds": seconds}
     if not released.labelled.num_answered:
         raise RunError(
             f"none of {released.labelled.num_asked} queries was answered: give a larger algorithm.labelling.epsilon, "
             "or a lower threshold"
         )
-    student = _Training(job, split.evaluation, epsilon, log, out, finished)
+    student = _Training(job, settings, split.evaluation, epsilon, log, out, finished)
     model = student.train(pool, released)
     log.server = ServerState({name: value.detach().cpu() for name, value in model.state_dict().items()})
 
@@ -94,6 +93,7 @@ class _Training:
     def __init__(
         self,
         job: Job,
+        settings: Pate,
         evaluation: Examples,
         epsilon: float | None,
         log: RunLog,
@@ -101,11 +101,9 @@ class _Training:
         finished: Callable[[RoundRecord], None],
     ) -> None:
         experiment = job.experiment
-        assert isinstance(experiment.algorithm, Pate)
         self.experiment, self.dataset, self.device, self.epsilon = experiment, job.dataset, job.device, epsilon
         self.log, self.out, self.finished = log, out, finished
-        self.settings = experiment.algorithm.student
-        own = experiment.algorithm.student_seed
+        self.settings, own = settings.student, settings.student_seed
         self.seed = experiment.seed if own is None else own
         self.inputs, self.labels = (tensor.to(self.device) for tensor in to_tensors(evaluation, job.dataset))
 
@@ -184,19 +182,15 @@ def _spent(settings: Pate, votes: Votes, released: Released, epsilon: float | No
     return f"{line}; data-dependent epsilon {shown}: PRIVATE, as it is computed from the votes; do not publish it"
 
 
-def _facts(
-    experiment: Experiment, votes: Votes, released: Released, pool: Examples, num_evaluation: int
-) -> dict[str, Any]:
-    settings, labelled = experiment.algorithm, released.labelled
-    assert isinstance(settings, Pate)
+def _facts(settings: Pate, votes: Votes, released: Released, pool: Examples) -> dict[str, Any]:
+    labelled = released.labelled
     answered = np.flatnonzero(labelled.labels != UNANSWERED)
     right = labelled.labels[answered] == pool.labels[answered]
     return {
-        "teachers": experiment.clients,
+        "teachers": len(votes.predictions),
         "teacher": settings.teachers.kind,
         "mechanism": settings.labelling.mechanism.model_dump(),
         "public_records": len(pool),
-        "evaluation_records": num_evaluation,
         "queries_asked": labelled.num_asked,
         "queries_answered": labelled.num_answered,
         "label_accuracy": float(right.mean()) if len(right) else None,

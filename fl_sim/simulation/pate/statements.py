@@ -41,7 +41,7 @@ _CLASSES_ARE_PUBLIC: Final = (
 )
 
 
-def statements_of(experiment: Experiment, votes: Votes, released: Released) -> list[dict[str, Any]]:
+def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released: Released) -> list[dict[str, Any]]:
     """Return the privacy statements of ``result.json``; the first one's epsilon is the labels' and the student's.
 
     One record in the place of another is in the same teacher's shard, so a vote a query moves, as it does where the
@@ -49,8 +49,6 @@ def statements_of(experiment: Experiment, votes: Votes, released: Released) -> l
     record more would change the shuffle of an IID split, and with it every teacher; so there one record is replaced,
     and the number of records is public.
     """
-    settings = experiment.algorithm
-    assert isinstance(settings, Pate)
     ledger, labelling = released.ledger, settings.labelling
     relation, public = _neighbours(experiment.partition)
     terms = replace(ledger.terms, adjacency=relation)

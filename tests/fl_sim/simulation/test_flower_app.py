@@ -23,8 +23,8 @@ from fl_sim.experiment.experiment import experiment_from
 from fl_sim.simulation import flower_app
 from fl_sim.simulation.engine_choice import client_app
 from fl_sim.simulation.flower_app import read_experiment, read_out, server_app
+from fl_sim.simulation.procedure import site_of
 from fl_sim.simulation.run import run
-from fl_sim.simulation.site import site_of
 from fl_sim.store.run_directory import read_result, read_rounds
 from fl_sim.types import UserError
 

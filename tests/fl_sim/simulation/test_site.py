@@ -13,7 +13,8 @@ from fl_sim.data import load
 from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation import site as wiring
-from fl_sim.simulation.site import site_of, to_bytes, to_generator
+from fl_sim.simulation.procedure import site_of
+from fl_sim.simulation.site import to_bytes, to_generator
 from fl_sim.training import loop
 from fl_sim.training.loop import to_tensors
 from fl_sim.types import LocalSettings

@@ -21,7 +21,7 @@ from fl_sim.privacy.events import from_json
 from fl_sim.simulation.client_ledgers import all_together, ledger_path
 from fl_sim.simulation.dafl.bill import statement
 from fl_sim.simulation.dafl.pool import FACTS, Pool, load, store
-from fl_sim.simulation.site import site_of
+from fl_sim.simulation.procedure import site_of
 from fl_sim.types import RunError, UserError
 
 Answer = tuple[torch.Tensor, str]

@@ -38,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def votes_of(experiment: Experiment = EXPERIMENT) -> Votes:
-    return prepare_votes(job_of(experiment), None, ORDER)  # type: ignore[arg-type]
+    return prepare_votes(job_of(experiment), experiment.algorithm, None, ORDER)  # type: ignore[arg-type]
 
 
 def folder_in(tmp_path: Path) -> Path:

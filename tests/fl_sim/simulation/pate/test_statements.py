@@ -39,7 +39,9 @@ def said(folder: Path, experiment: Experiment, agreement: float = 0.7) -> tuple[
     votes = Votes(predictions, counts, np.arange(40), folder / "cache", 1.0, reused=False)
     folder.mkdir(exist_ok=True)
     released = release_labels(experiment.algorithm, votes, 0, folder)
-    return statements_of(experiment, votes, released)[0], int((released.labelled.labels != UNANSWERED).sum())
+    return statements_of(experiment, experiment.algorithm, votes, released)[0], int(
+        (released.labelled.labels != UNANSWERED).sum()
+    )
 
 
 def test_confident_without_a_budget_promises_what_all_queries_could_cost_and_not_what_these_did(tmp_path: Path) -> None:

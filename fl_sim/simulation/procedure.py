@@ -1,0 +1,67 @@
+"""How a run proceeds: in federated rounds, or by a vote. Chosen here, and nowhere else."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+from flwr.serverapp import Grid
+
+from clients.app import Site
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.job import Job, job_of
+from fl_sim.simulation.pate.procedure import Voting
+from fl_sim.simulation.rounds import Rounds
+from fl_sim.simulation.run_log import Observer, RunLog
+from fl_sim.types import LocalPlan, Payloads, ServerState
+from strategies.pate.settings import Pate
+
+
+class Procedure(Protocol):
+    """What depends on how a run proceeds; all else about a run is the same for every algorithm."""
+
+    @property
+    def job(self) -> Job:
+        """Return what is run."""
+        ...
+
+    @property
+    def num_trainings(self) -> int:
+        """Return how often a client that is always there trains."""
+        ...
+
+    def typical_plan(self) -> LocalPlan:
+        """Return what clients' plans look like, to be held against what trainers take."""
+        ...
+
+    def site(self) -> Site:
+        """Return what a worker needs to play any client."""
+        ...
+
+    def beginning(self) -> ServerState:
+        """Return what the server starts from."""
+        ...
+
+    def kept_by_clients(self, server: ServerState) -> Payloads:
+        """Return the names and shapes of what a client keeps from one round for its next; nothing for most."""
+        ...
+
+    def warnings(self, out: Path, log: RunLog) -> list[str]:
+        """Return what a user must know beforehand."""
+        ...
+
+    def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
+        """Do all that ``log`` does not have yet. Raises RunError where that cannot go on."""
+        ...
+
+
+def procedure_of(job: Job) -> Procedure:
+    """Return how a run of ``job`` proceeds."""
+    algorithm = job.experiment.algorithm
+    return Voting(job, algorithm) if isinstance(algorithm, Pate) else Rounds(job, algorithm)
+
+
+@lru_cache(maxsize=2)
+def site_of(experiment_json: str, data_root: str) -> Site:
+    """Return what a worker elsewhere needs to play any client of the experiment; made once per process."""
+    root = Path(data_root) if data_root else None
+    return procedure_of(job_of(Experiment.model_validate_json(experiment_json), root)).site()

@@ -1,0 +1,98 @@
+"""What ``result.json`` says."""
+
+import importlib.metadata
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.job import Job
+from fl_sim.kinds import kind_of, short_form
+from fl_sim.params import num_parameters
+from fl_sim.simulation.preparation import is_private
+from fl_sim.simulation.run_log import RunLog
+from fl_sim.store import run_directory
+from fl_sim.store.run_directory import coarse
+from fl_sim.store.tensors import write_private
+from fl_sim.types import RunError
+from strategies.fedavg import Centralized
+
+VERSIONS = ("fl-sim", "flwr", "torch", "numpy")
+
+
+def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, Any]:
+    """Return what ``result.json`` says of a run that took ``seconds``."""
+    experiment = job.experiment
+    accuracies = [record.test_accuracy for record in log.rounds if record.test_accuracy is not None]
+    return {
+        "status": status,
+        "algorithm": kind_of(experiment.algorithm),
+        "data": experiment.data,
+        "data_note": job.dataset.note,
+        "partition": _split(experiment),
+        "clients": experiment.num_clients,
+        "model": experiment.model,
+        "num_parameters": num_parameters(log.server.params),
+        "seed": experiment.seed,
+        "engine": log.engine,
+        "precision": experiment.local.precision,
+        "rounds": len(log.rounds),
+        "final_accuracy": accuracies[-1] if accuracies else None,
+        "best_accuracy": max(accuracies, default=None),
+        "preprocess": _preprocess(experiment, log),
+        **log.facts,
+        "privacy": _privacy(experiment, log),
+        "stopped": log.stopped,
+        "warnings": log.warnings,
+        "chain": log.chain,
+        "seconds": _seconds(experiment, log, seconds),
+        "versions": {name: _version(name) for name in VERSIONS},
+    }
+
+
+def told(error: BaseException | None, out: Path) -> dict[str, str]:
+    """Return what ``result.json`` says of a failure; what clients said in private goes into a file of its own."""
+    if not isinstance(error, RunError):
+        return {}
+    if error.private:
+        with suppress(OSError):
+            write_private(out / run_directory.PRIVATE_ERRORS, f"{error.private}\n".encode())
+    return {"error": str(error)}
+
+
+def _split(experiment: Experiment) -> str:
+    return "centralized" if isinstance(experiment.algorithm, Centralized) else short_form(experiment.partition)
+
+
+def _seconds(experiment: Experiment, log: RunLog, total: float) -> dict[str, float]:
+    train = sum(record.seconds or 0.0 for record in log.rounds)
+    if not is_private(experiment):
+        return {"preprocess": log.preprocess_seconds, "train": train, "total": total}
+    return {"preprocess": coarse(log.preprocess_seconds), "train": coarse(total), "total": coarse(total)}
+
+
+def _preprocess(experiment: Experiment, log: RunLog) -> dict[str, object]:
+    if log.pool is None:
+        return {"kind": experiment.preprocess.kind}
+    from fl_sim.simulation.dafl.synthesis import summary  # noqa: PLC0415 (the accountants load slowly)
+
+    return summary(log.pool, experiment)
+
+
+def _privacy(experiment: Experiment, log: RunLog) -> list[dict[str, object]]:
+    """Return a statement for each unit that something was paid for."""
+    statements = [*log.statements]
+    if log.privacy is not None:
+        statements.append(log.privacy.statement(experiment.rounds))
+    if log.pool is not None:
+        from fl_sim.simulation.dafl.bill import NOT_PER_CLIENT, statement  # noqa: PLC0415 (the accountants load slowly)
+
+        statements = [one | {"does_not_cover": f"{one['does_not_cover']}{NOT_PER_CLIENT}"} for one in statements]
+        statements.append(statement(log.pool, experiment))
+    return statements
+
+
+def _version(name: str) -> str:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return "not installed"

@@ -1,0 +1,137 @@
+"""Federated rounds: the main loop, and what a run with a federated algorithm needs beside it."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from flwr.serverapp import Grid
+
+from clients.app import Site
+from clients.dafl.settings import DaFl
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.job import Job
+from fl_sim.kinds import kind_of
+from fl_sim.params import detached
+from fl_sim.simulation.capacity import threads_of
+from fl_sim.simulation.preparation import federated_strategy, is_private
+from fl_sim.simulation.run_log import Observer, RunLog
+from fl_sim.simulation.site import site_for
+from fl_sim.store import run_directory
+from fl_sim.store.checkpoint import Progress, write_checkpoint
+from fl_sim.store.run_directory import RoundRecord
+from fl_sim.training.loop import resident
+from fl_sim.types import BudgetExhausted, LocalPlan, Params, Payloads, RunError, ServerState
+from strategies.algorithm import Algorithm, Sharing, what_clients_keep, what_clients_plan, what_clients_share
+from strategies.flower import FederatedStrategy, run_round
+from strategies.global_dp import GlobalDP
+
+if TYPE_CHECKING:
+    from strategies.private import PrivateRounds
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The procedure of a federated algorithm: one model, trained by clients in rounds."""
+
+    job: Job
+    algorithm: Algorithm
+
+    def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
+        """Run every round that ``log`` does not have yet: train, evaluate, record, checkpoint."""
+        experiment = self.job.experiment
+        if isinstance(experiment.preprocess, DaFl):
+            observer.preparing(f"clients make synthetic records, {kind_of(experiment.preprocess.generator)}")
+        strategy = federated_strategy(self.job, self.algorithm, grid, out, log)
+        evaluate = _evaluation(self.job)
+        for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
+            start = time.perf_counter()
+            rate = experiment.local.learning_rate * experiment.local.schedule.factor(server_round, experiment.rounds)
+            try:
+                done = run_round(strategy, grid, server_round, rate, experiment.round_timeout)
+            except BudgetExhausted as spent:
+                log.stopped = f"privacy budget spent after {len(log.rounds)} rounds ({spent})"
+                break
+            accuracy, loss = None, None
+            if server_round % experiment.evaluate_every == 0 or _is_last(experiment, server_round, log.privacy):
+                accuracy, loss = evaluate(strategy.server.params)
+                if not math.isfinite(loss):
+                    raise RunError(
+                        f"the test loss is {loss} after round {server_round}: training diverges, try smaller learning "
+                        "rates"
+                    )
+            epsilon = strategy.privacy.ledger.epsilon if strategy.privacy else None
+            seconds = None if is_private(experiment) else time.perf_counter() - start
+            record = RoundRecord(
+                server_round, accuracy, loss, done.train_loss, epsilon, done.cohort_size, rate, seconds
+            )
+            _keep(out, log, strategy, record)
+            observer.finished_round(record)
+
+    @property
+    def num_trainings(self) -> int:
+        """Return how often a client that is always there trains."""
+        return self.job.experiment.rounds
+
+    def typical_plan(self) -> LocalPlan:
+        """Return what clients' plans look like, to be held against what trainers take."""
+        dataset, pool = self.job.dataset, {}
+        if isinstance(self.algorithm, Sharing):
+            template = what_clients_share(self.algorithm, dataset.input_shape, dataset.num_classes)
+            pool = {name: torch.zeros(1, *like.shape[1:], dtype=like.dtype) for name, like in template.items()}
+        return what_clients_plan(self.algorithm, detached(self.job.model().named_parameters()), pool)
+
+    def site(self) -> Site:
+        """Return what a worker needs to play any client."""
+        return site_for(self.job, self.algorithm)
+
+    def beginning(self) -> ServerState:
+        """Return what the server starts from: the model with its initial weights."""
+        return self.algorithm.init(detached(self.job.model().named_parameters()))
+
+    def kept_by_clients(self, server: ServerState) -> Payloads:
+        """Return the names and shapes of what a client keeps from one round for its next."""
+        return what_clients_keep(self.algorithm, server)
+
+    def warnings(self, out: Path, log: RunLog) -> list[str]:
+        """Return what a user must know before the first round."""
+        experiment = self.job.experiment
+        kept = (
+            f"what clients keep between rounds is private: it lies in {out / run_directory.STATE}, for your eyes only, "
+            "until the run has finished"
+        )
+        warnings = [kept] if log.seal and is_private(experiment) else []
+        if not isinstance(experiment.aggregator, GlobalDP):
+            return warnings
+        from fl_sim.privacy.planning import delta_advice  # noqa: PLC0415 (the accountants load slowly)
+
+        advice = delta_advice(experiment.aggregator.delta, experiment.num_clients)
+        return [*warnings, advice] if advice else warnings
+
+
+def _evaluation(job: Job) -> Callable[[Params], tuple[float, float]]:
+    """Return what measures a model on the test records: accuracy in [0, 1] and mean cross-entropy."""
+    test = resident(job.dataset.test, job.dataset, job.device)
+    workers = threads_of(job.experiment.engine, job)
+    return lambda params: job.trainer.evaluate(params, test.inputs, test.labels, scale=test.scale, workers=workers)
+
+
+def _is_last(experiment: Experiment, server_round: int, privacy: "PrivateRounds | None") -> bool:
+    return server_round == experiment.rounds or (privacy is not None and not privacy.affords_another())
+
+
+def _keep(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundRecord) -> None:
+    """Put a finished round on the disk. The checkpoint comes last: whoever finds it finds all that it counts on."""
+    if log.seal is not None:
+        log.seal.put(record.round, strategy.cohort.tolist())
+    log.server = strategy.server
+    log.chain = run_directory.append_round(out, record, log.chain)
+    log.rounds.append(record)
+    progress = Progress(record.round, log.chain)
+    if strategy.privacy is not None:
+        receipt = strategy.privacy.ledger.receipt.to_json()
+        progress = Progress(record.round, log.chain, strategy.privacy.clipping_norm, receipt)
+    write_checkpoint(out, progress, log.server)

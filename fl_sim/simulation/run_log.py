@@ -1,0 +1,72 @@
+"""What a run has to show so far, and who is told of it."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.store.run_directory import RoundRecord
+from fl_sim.store.seal import Seal
+from fl_sim.types import ServerState
+
+if TYPE_CHECKING:
+    from fl_sim.simulation.dafl.pool import Pool
+    from strategies.private import PrivateRounds
+
+
+@dataclass
+class RunLog:
+    """What a run has to show so far.
+
+    ``facts`` and ``statements`` (of privacy) are a procedure's own: they go into ``result.json`` as they are.
+    """
+
+    server: ServerState
+    rounds: list[RoundRecord] = field(default_factory=list)
+    preprocess_seconds: float = 0.0
+    engine: str = ""
+    stopped: str = ""
+    privacy: "PrivateRounds | None" = None
+    pool: "Pool | None" = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    statements: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    chain: str = ""
+    clipping_norm: float | None = None
+    receipt: dict[str, Any] | None = None
+    seal: Seal | None = None
+
+
+class Observer(Protocol):
+    """Whoever shows progress."""
+
+    def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
+        """Hear which engine was taken and why, and where the run begins (above 1 where it goes on after a crash)."""
+        ...
+
+    def preparing(self, what: str) -> None:
+        """Hear what clients do before the first round; ``replied`` counts who is done."""
+        ...
+
+    def replied(self, replies: int) -> None:
+        """Hear how many clients of the current exchange have answered."""
+        ...
+
+    def finished_round(self, record: RoundRecord) -> None:
+        """Hear of a round."""
+        ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
+        """Ignore the start."""
+
+    def preparing(self, what: str) -> None:
+        """Ignore what is prepared."""
+
+    def replied(self, replies: int) -> None:
+        """Ignore a reply."""
+
+    def finished_round(self, record: RoundRecord) -> None:
+        """Ignore a round."""

@@ -1,0 +1,36 @@
+"""How a run proceeds is chosen by its algorithm, once."""
+
+import numpy as np
+
+from fl_sim.experiment.experiment import experiment_from, with_overrides
+from fl_sim.experiment.job import Job, job_of
+from fl_sim.simulation.procedure import procedure_of
+from fl_sim.types import ServerState
+
+
+def _job(*overrides: str) -> Job:
+    return job_of(experiment_from(with_overrides({"model": "logistic", "clients": 4}, list(overrides))))
+
+
+def test_a_federated_algorithm_trains_in_every_round_and_no_client_votes() -> None:
+    job = _job("algorithm=scaffold", "rounds=7")
+    procedure = procedure_of(job)
+    server = procedure.beginning()
+    site = procedure.site()
+    assert (procedure.num_trainings, site.vote) == (7, None)
+    assert site.algorithm == job.experiment.algorithm
+    assert server.params.keys() == dict(job.model().named_parameters()).keys()
+    assert set(procedure.kept_by_clients(server)) == {"control"}
+
+
+def test_teachers_train_once_vote_on_the_public_pool_and_keep_nothing() -> None:
+    job = _job("algorithm=pate", "algorithm.public_records=30", "local.epochs=1")
+    procedure = procedure_of(job)
+    site = procedure.site()
+    assert procedure.num_trainings == 1
+    assert procedure.beginning() == ServerState({})
+    assert procedure.kept_by_clients(ServerState({})) == {}
+    assert site.vote is not None
+    votes = site.vote(site.trainer, 2)
+    assert votes.shape == (30,)
+    assert np.array_equal(votes, site.vote(site.trainer, 2))
