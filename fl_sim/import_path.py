@@ -43,7 +43,7 @@ def load_object(path: str, what: str) -> Any:
         meant = f"did you mean {guess[0]!r}?" if guess else f"its names are {', '.join(there) or 'none'}"
         raise UserError(
             f"{what} {path!r} cannot be imported: module {module_name!r} ({getattr(module, '__file__', 'built in')}) "
-            f"has no {name!r}; {_in_one_line(meant)}"
+            f"has no {name!r}; {in_one_line(meant)}"
         )
     return getattr(module, name)
 
@@ -56,11 +56,14 @@ def make_current_folder_importable() -> str:
     return folder
 
 
-def _failed(path: str, what: str, error: BaseException) -> UserError:
-    said = _in_one_line(f"{type(error).__name__}: {error}")
-    return UserError(f"{what} {path!r} cannot be imported: its module failed with {said}; mend the module")
-
-
-def _in_one_line(text: str) -> str:
+def in_one_line(said: BaseException | str) -> str:
+    """Return an error's type and text, or a text, without line breaks, and without what goes on for a page."""
+    text = said if isinstance(said, str) else f"{type(said).__name__}: {said}"
     line = " ".join(text.split())
     return line if len(line) <= _MOST_LETTERS else f"{line[:_MOST_LETTERS]}..."
+
+
+def _failed(path: str, what: str, error: BaseException) -> UserError:
+    return UserError(
+        f"{what} {path!r} cannot be imported: its module failed with {in_one_line(error)}; mend the module"
+    )

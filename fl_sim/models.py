@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from fl_sim.import_path import load_object
+from fl_sim.own_model import build_own
 from fl_sim.seeding import seed_torch, torch_alone
 from fl_sim.types import UserError
 
@@ -96,33 +96,18 @@ def default_model(input_shape: Shape) -> str:
 def build(name: str, input_shape: Shape, num_classes: int, seed: int) -> nn.Module:
     """Build the model called ``name``: one of ours, or ``package.module:factory`` of the user's own.
 
-    A factory is called as ``factory(input_shape, num_classes)``. Initial weights depend on ``seed`` alone. Raises
-    UserError for an unknown name, a factory that cannot be imported, and a model with buffers: running statistics (as
-    in BatchNorm) are not parameters, no algorithm here averages them, and they would leave a client un-noised.
+    Initial weights depend on ``seed`` alone. Raises UserError for an unknown name, and for a model of the user's own
+    that cannot be trained here (``build_own``).
     """
-    factory = _imported(name) if ":" in name else MODELS.get(name)
-    if factory is None:
+    if ":" in name:
+        return build_own(name, input_shape, num_classes, seed)
+    if name not in MODELS:
         raise UserError(
             f"unknown model {name!r}; choose one of {', '.join(MODELS)}, or give your own as package.module:factory"
         )
     with torch_alone():
         seed_torch(seed, "model")
-        model = factory(input_shape, num_classes)
-    if not isinstance(model, nn.Module):
-        raise UserError(f"model {name!r} returned {type(model).__name__}, not a torch.nn.Module")
-    if buffers := [buffer for buffer, _ in model.named_buffers()]:
-        raise UserError(
-            f"model {name!r} keeps running statistics ({buffers[0]}, ...), which federated averaging would lose: "
-            "use nn.GroupNorm, or a norm with track_running_stats=False"
-        )
-    return model
-
-
-def _imported(path: str) -> Factory:
-    factory: Factory = load_object(path, "model")
-    if not callable(factory):
-        raise UserError(f"model {path!r} is {factory!r}, not a function of (input_shape, num_classes)")
-    return factory
+        return MODELS[name](input_shape, num_classes)
 
 
 def _image(input_shape: Shape, name: str, smallest: int) -> tuple[int, int, int]:

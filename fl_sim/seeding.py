@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
-_ONE_AT_A_TIME = Lock()
+_ONE_AT_A_TIME = RLock()  # a user's factory may build one of our models inside its own
 
 
 def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:

@@ -22,6 +22,7 @@ from fl_sim.engines.inprocess import CLIENT_RAISED, TOO_LATE, WORKER_DIED, Toget
 from fl_sim.engines.ray_token import MODE, TOKEN
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
+from fl_sim.import_path import load_object
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.training.loop import to_tensors
@@ -40,15 +41,15 @@ PROJECT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def misbehaving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """A module of the user's own, on the path of this process alone, and one Ray for all tests here."""
+    """A module of the user's own in the current folder, which nobody put on the path, and one Ray for all tests."""
     folder = tmp_path_factory.mktemp("users_code")
     shutil.copy(Path(__file__).with_name("misbehaving.py"), folder / "users_misbehaving.py")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [entry for entry in sys.path if entry])
         start_or_join(RayResources(actors=4), 4)
-        import users_misbehaving  # noqa: PLC0415
-
-        yield users_misbehaving
+        load_object("users_misbehaving:client_app", "app")
+        yield sys.modules["users_misbehaving"]
         stop_or_leave()
 
 

@@ -1,0 +1,127 @@
+"""The user's own model, ``model=package.module:factory``: built, tried on two records, and refused in words."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fl_sim.errors import UserError
+from fl_sim.import_path import in_one_line, load_object
+from fl_sim.seeding import seed_torch, torch_alone
+
+WANTED = "a function of (input_shape, num_classes) that returns a fresh torch.nn.Module"
+
+
+def build_own(path: str, input_shape: tuple[int, ...], num_classes: int, seed: int) -> nn.Module:
+    """Return what the factory at the import path ``path`` makes; its initial weights depend on ``seed`` alone.
+
+    Raises UserError, which says which model and what is wanted, for a factory that fails, for anything but a module
+    that makes (n, classes) float32 logits of (n, *input_shape) float32 records, has float32 parameters of known sizes
+    some of which are trained, and whose buffers, if any, are the same at all times: they are not averaged, and
+    statistics of a client's records would leave it without noise.
+    """
+    factory = _factory(path)
+    with torch_alone():
+        model = _made(path, factory, input_shape, num_classes, seed)
+        _check_parameters(path, model)
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        _check_logits(path, model, input_shape, num_classes)
+        if before:
+            _check_buffers(path, model, before, _made(path, factory, input_shape, num_classes, seed + 1))
+    return model
+
+
+def _factory(path: str) -> Callable[..., Any]:
+    found: Any = load_object(path, "model")
+    if isinstance(found, nn.Module) or not callable(found):
+        raise UserError(f"model {path!r} is {in_one_line(repr(found))}, not {WANTED}")
+    factory: Callable[..., Any] = found
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # some that are written in C have none
+        return factory
+    try:
+        signature.bind((), 0)
+    except TypeError as error:
+        raise UserError(f"model {path!r} takes {in_one_line(str(signature))}, but must be {WANTED}") from error
+    return factory
+
+
+def _made(
+    path: str, factory: Callable[..., Any], input_shape: tuple[int, ...], num_classes: int, seed: int
+) -> nn.Module:
+    seed_torch(seed, "model")
+    try:
+        model = factory(input_shape, num_classes)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"model {path!r} failed when it was called with ({input_shape}, {num_classes}): {in_one_line(error)}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model {path!r} returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _check_parameters(path: str, model: nn.Module) -> None:
+    named = dict(model.named_parameters())
+    if not any(weight.requires_grad for weight in named.values()):
+        has = "only frozen parameters (requires_grad=False)" if named else "no parameters"
+        raise UserError(f"model {path!r} has {has}: there is nothing to train")
+    if lazy := [name for name, value in (*named.items(), *model.named_buffers()) if is_lazy(value)]:
+        raise UserError(
+            f"model {path!r} leaves sizes open until the first batch ({lazy[0]}): give them, such as nn.Linear instead "
+            "of nn.LazyLinear, from input_shape"
+        )
+    if other := [(name, weight.dtype) for name, weight in named.items() if weight.dtype != torch.float32]:
+        name, dtype = other[0]
+        raise UserError(
+            f"model {path!r} holds {str(dtype).removeprefix('torch.')} parameters ({name}): they must be float32; "
+            "local.precision chooses what products are computed in"
+        )
+
+
+def _check_logits(path: str, model: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> None:
+    device = next(model.parameters()).device
+    records = torch.randn(2, *input_shape, generator=torch.Generator().manual_seed(0)).to(device)
+    was_training = model.training
+    try:
+        logits = model.train()(records)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"model {path!r} cannot take records of shape {input_shape}: {in_one_line(error)}") from error
+    finally:
+        model.train(was_training)
+    if not isinstance(logits, torch.Tensor):
+        raise UserError(
+            f"model {path!r} makes {type(logits).__name__} of a batch, not a tensor of logits: return these alone"
+        )
+    if tuple(logits.shape) != (2, num_classes) or logits.dtype != torch.float32:
+        raise UserError(
+            f"model {path!r} makes {str(logits.dtype).removeprefix('torch.')} of shape {tuple(logits.shape)} of 2 "
+            f"records, not float32 logits of shape (2, {num_classes})"
+        )
+    if not logits.requires_grad:
+        raise UserError(
+            f"model {path!r} makes logits that depend on none of its trained parameters: is there a torch.no_grad or a "
+            "detach in its forward?"
+        )
+
+
+def _check_buffers(path: str, model: nn.Module, before: dict[str, torch.Tensor], other: nn.Module) -> None:
+    """Raise UserError for buffers that a forward pass has changed since ``before``, or that another seed changes."""
+    for name, buffer in model.named_buffers():
+        if name not in before or not torch.equal(buffer, before[name]):
+            raise UserError(
+                f"model {path!r} keeps running statistics ({name}), which federated averaging would lose: use "
+                "nn.GroupNorm, or a norm with track_running_stats=False"
+            )
+    for name, buffer in other.named_buffers():
+        if name not in before or not torch.equal(buffer, before[name]):
+            raise UserError(
+                f"model {path!r} draws the buffer {name} at random, and buffers are not sent to clients: make it an "
+                "nn.Parameter with requires_grad=False"
+            )
