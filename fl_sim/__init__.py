@@ -1,3 +1,41 @@
-"""fl-sim: federated-learning simulation that is correct, fast and honest about privacy."""
+"""fl-sim: federated-learning simulation that is correct, fast and honest about privacy.
+
+>>> import fl_sim
+>>> result = fl_sim.run({"algorithm": "scaffold", "rounds": 1}, out=folder, progress=False)
+>>> len(result.rounds), result.privacy
+(1, ())
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fl_sim.errors import RunError, UserError
+    from fl_sim.experiment.experiment import Experiment
+    from fl_sim.interface import RunResult, TableResult, run, table
 
 __version__ = "0.1.0"
+
+__all__ = ["Experiment", "RunError", "RunResult", "TableResult", "UserError", "__version__", "run", "table"]
+
+_HOME = {
+    "Experiment": "fl_sim.experiment.experiment",
+    "RunError": "fl_sim.errors",
+    "RunResult": "fl_sim.interface",
+    "TableResult": "fl_sim.interface",
+    "UserError": "fl_sim.errors",
+    "run": "fl_sim.interface",
+    "table": "fl_sim.interface",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: all of it at once would make ``fl-sim --help`` wait for torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'fl_sim' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, for completion."""
+    return __all__

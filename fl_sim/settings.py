@@ -54,7 +54,7 @@ class OneOf:
             return in_union(value) if type(value) in members else self._checked(value)
 
         def serialize(value: Any, in_union: Callable[[Any], Any], info: Any) -> Any:
-            return in_union(value) if type(value) in members else _dumped(value, info.mode)
+            return in_union(value) if type(value) in members else as_table(value, info.mode)
 
         shown = core_schema.wrap_serializer_function_ser_schema(serialize, info_arg=True, schema=union)
         return core_schema.no_info_wrap_validator_function(validate, union, serialization=shown)
@@ -194,6 +194,12 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
     return inner, own if isinstance(own, type) and issubclass(own, BaseModel) else None
 
 
+def as_table(value: Any, mode: str = "python") -> Json:
+    """Return the table with a ``kind`` that stands for a settings object; ``mode`` is pydantic's."""
+    content: Json = TypeAdapter[Any](type(value)).dump_python(value, mode="json" if mode == "json" else "python")
+    return {"kind": kind_of(value), **{name: part for name, part in content.items() if name != "kind"}}
+
+
 def parse(value: str | Mapping[str, Any], annotated: Any, what: str) -> Any:
     """Return the settings that a short form, an import path or a table stands for.
 
@@ -228,8 +234,3 @@ def _members(protocol: type | None) -> list[str]:
             names = [*vars(base).get("__annotations__", {}), *vars(base)]
             declared |= dict.fromkeys(name for name in names if not name.startswith("_"))
     return list(declared)
-
-
-def _dumped(value: Any, mode: str) -> Json:
-    content: Json = TypeAdapter[Any](type(value)).dump_python(value, mode="json" if mode == "json" else "python")
-    return {"kind": kind_of(value), **{name: part for name, part in content.items() if name != "kind"}}

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fl_sim.cli.run import RESULTS, run_experiment
+from fl_sim.cli.run import run_experiment
+from fl_sim.interface import RESULTS
 from fl_sim.store.run_directory import read_rounds
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -32,6 +33,16 @@ def test_runs_without_out_have_a_directory_each_and_find_it_again(
     assert again == first
     assert [path.name for path in sorted(RESULTS.iterdir())] == sorted(path.name for path in first)
     assert all(read_rounds(path) for path in first)
+
+
+def test_the_example_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (example,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    small = '"rounds": 1, "model": "logistic"'
+    quick = example.replace('"rounds": 5', small).replace('{"partition"', f'{{{small}, "partition"')
+    assert quick.count(small) == 2
+    exec(compile(quick.replace("]}})", "]}}, jobs=1)"), "README.md", "exec"), {})
+    assert (tmp_path / "results").is_dir()
 
 
 def _directories(runs: list[list[str]], capsys: pytest.CaptureFixture[str]) -> list[Path]:

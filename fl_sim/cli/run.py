@@ -1,37 +1,26 @@
 """``fl-sim run``: one experiment."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from fl_sim.data import load
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
-from fl_sim.experiment.job import resolved
-from fl_sim.kinds import kind_of, short_form
-from fl_sim.report.progress import RunProgress
+from fl_sim.interface import run
 from fl_sim.settings_file import read_table
-from fl_sim.simulation.preparation import is_private
-from fl_sim.simulation.run import run
-from fl_sim.tables.names import run_name
+from fl_sim.tables.filling import took
 from fl_sim.tables.plan import PRESETS, preset_names
-
-RESULTS = Path("results")
 
 
 def run_experiment(arguments: list[str], out: Path | None, data_root: Path | None, *, json_output: bool) -> None:
     """Run what ``[FILE or PRESET] [key=value ...]`` describes, and print what came of it."""
-    experiment = parse_experiment(arguments)
-    experiment = resolved(experiment, data_root)
-    out = out or RESULTS / run_name(experiment, load(experiment.data, data_root))
-    with RunProgress(title_of(experiment), experiment.rounds, timed=not is_private(experiment)) as progress:
-        progress.say(f"results go to {out}")
-        result = run(experiment, out, data_root, _Shown(progress))
+    result = run(parse_experiment(arguments), out=out, data_root=data_root)
     if json_output:
-        typer.echo(json.dumps(result))
+        typer.echo(json.dumps(result.facts))
     else:
-        _print(result, out)
+        _print(result.facts, result.directory)
 
 
 def parse_experiment(arguments: list[str]) -> Experiment:
@@ -50,27 +39,7 @@ def _table_of(name: str) -> dict[str, Any]:
     return read_table(preset if name in preset_names() and not Path(name).exists() else Path(name))
 
 
-def title_of(experiment: Experiment) -> str:
-    """Return a run's short name for people."""
-    return f"{kind_of(experiment.algorithm)} on {experiment.data} {short_form(experiment.partition)}"
-
-
-class _Shown:
-    """Passes what a run says on to its progress display."""
-
-    def __init__(self, progress: RunProgress) -> None:
-        self._progress = progress
-        self.preparing = progress.preparing
-        self.replied = progress.replied
-        self.finished_round = progress.finished_round
-
-    def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
-        del experiment
-        self._progress.say(engine)
-        self._progress.started(first_round)
-
-
-def _print(result: dict[str, Any], out: Path) -> None:
+def _print(result: Mapping[str, Any], out: Path) -> None:
     note = f" ({result['data_note']})" if result["data_note"] else ""
     typer.echo(
         f"{result['algorithm']} on {result['data']}{note}, {result['partition']}, {result['clients']} clients, "
@@ -92,13 +61,7 @@ def _print(result: dict[str, Any], out: Path) -> None:
     typer.echo(f"results in {out}")
 
 
-def took(result: dict[str, Any]) -> str:
-    """Return how long a run took; of a private one it is known only roughly."""
-    seconds = result["seconds"]["total"]
-    return f"at most {seconds:g} s" if result["privacy"] else f"{seconds:.1f} s"
-
-
-def _in_words(made: dict[str, Any]) -> str:
+def _in_words(made: Mapping[str, Any]) -> str:
     origin = "from an earlier run with the same settings" if made["reused"] else "made in this run"
     return (
         f"{made['kind']}: {made['num_synthetic']} synthetic records by {made['generator']} (gamma {made['gamma']:g}, "

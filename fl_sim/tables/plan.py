@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.kinds import short_form
-from fl_sim.mistakes import explain
+from fl_sim.mistakes import explain, guess
 from fl_sim.settings import Settings
 from fl_sim.settings_file import read_table
 from fl_sim.tables.names import run_name
@@ -82,18 +82,31 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
+def preset_path(name: str) -> Path:
+    """Return the file of the preset ``name``, or the one at that path. Raises UserError where there is neither."""
+    presets = preset_names()
+    path = PRESETS / f"{name}.toml" if name in presets else Path(name)
+    if not path.exists():
+        raise UserError(f"no file or preset {name!r}{guess(name, presets)}; presets: {', '.join(presets)}")
+    return path
+
+
 def read_settings(path: Path, overrides: list[str]) -> TableSettings:
-    """Read a table's TOML file and lay ``key=value`` settings over it.
+    """Read a table's TOML file and lay ``key=value`` settings over it, as ``table_settings`` does."""
+    return table_settings(read_table(path), overrides, str(path))
+
+
+def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -> TableSettings:
+    """Return the settings of a ``table`` from ``where`` with ``key=value`` settings over it.
 
     Keys that the grid spans take lists (``seed=0,1,2``), all others go to [base]. Raises UserError for invalid ones.
     """
-    table = read_table(path)
     centralized = [text.partition("=")[2] for text in overrides if text.startswith("centralized=")]
-    table |= {"centralized": centralized[-1]} if centralized else {}
+    table = {**table, **({"centralized": centralized[-1]} if centralized else {})}
     try:
         settings = TableSettings.model_validate(table)
     except ValidationError as error:
-        raise UserError(f"{path}: {explain(error, TableSettings, '')}") from error
+        raise UserError(f"{where}: {explain(error, TableSettings, '')}") from error
     grid = dict(_flat(settings.grid))
     # Cells side by side already fill the cores.
     start = {"engine": "inprocess", **settings.base}

@@ -1,0 +1,173 @@
+"""fl-sim from Python: ``fl_sim.run``, ``fl_sim.table`` and what they return."""
+
+import hashlib
+import importlib
+import io
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fl_sim.data import load
+from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.job import resolved
+from fl_sim.kinds import is_settings, kind_of, short_form
+from fl_sim.report.progress import RunProgress
+from fl_sim.report.release import Release
+from fl_sim.report.table import SeedResult, Table, markdown
+from fl_sim.settings import as_table
+from fl_sim.simulation import run as simulation
+from fl_sim.simulation.preparation import is_private
+from fl_sim.store.run_directory import RoundRecord, read_rounds
+from fl_sim.tables.filling import Board, conclude, fill
+from fl_sim.tables.names import run_name
+from fl_sim.tables.plan import plan_table, preset_path, read_settings, table_settings
+
+RESULTS = Path("results")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run came to.
+
+    ``experiment``: with all defaults filled in. ``rounds``: one record each; accuracies are in [0, 1], and None in
+    rounds without evaluation. ``privacy``: a statement for each unit that is protected, none where nothing is.
+    ``facts``: all that ``result.json`` in ``directory`` says.
+    """
+
+    experiment: Experiment
+    directory: Path
+    rounds: tuple[RoundRecord, ...] = field(repr=False)
+    final_accuracy: float | None
+    best_accuracy: float | None
+    privacy: tuple[Release, ...]
+    facts: Mapping[str, Any] = field(repr=False)
+
+    def to_pandas(self) -> Any:
+        """Return a pandas DataFrame with a row for each round. Raises UserError where pandas is not installed."""
+        return _data_frame(asdict(record) for record in self.rounds)
+
+
+@dataclass(frozen=True)
+class TableResult:
+    """A table as far as it is filled, and the ``directory`` that holds it and its runs."""
+
+    directory: Path
+    table: Table = field(repr=False)
+
+    @property
+    def cells(self) -> tuple[SeedResult, ...]:
+        """Return what each run came to: accuracies in [0, 1], or the error of one that failed."""
+        return self.table.results
+
+    def to_markdown(self) -> str:
+        """Return what ``fl-sim table`` prints."""
+        return markdown(self.table)
+
+    _repr_markdown_ = to_markdown  # what a notebook shows
+
+    def to_pandas(self) -> Any:
+        """Return a pandas DataFrame with a row for each run. Raises UserError where pandas is not installed."""
+        return _data_frame(
+            {
+                "method": cell.row, "column": cell.column, "seed": cell.seed, "status": cell.status,
+                "final_accuracy": cell.last, "best_accuracy": cell.best, "error": cell.error,
+                "directory": str(self.directory / cell.directory),
+            }
+            for cell in self.cells
+        )  # fmt: skip
+
+
+def run(
+    experiment: Experiment | Mapping[str, Any] | None = None,
+    *,
+    out: str | Path | None = None,
+    data_root: str | Path | None = None,
+    progress: bool = True,
+) -> RunResult:
+    """Run an experiment, or take up or read back the run of it that ``out`` holds, and return what came of it.
+
+    ``experiment``: an Experiment, or settings as a TOML file has them; None is the default experiment. ``out``: by
+    default ``results/NAME``, named after the settings. ``data_root``: where data sets are looked for first.
+    ``progress``: whether it is shown on standard error. Raises UserError for settings that cannot be run, RunError
+    where the run cannot go on; what is finished stays.
+    """
+    root = _path(data_root)
+    given = experiment if isinstance(experiment, Experiment) else experiment_from(experiment or {})
+    chosen = resolved(given, root)
+    directory = _path(out) or RESULTS / run_name(chosen, load(chosen.data, root))
+    title = f"{kind_of(chosen.algorithm)} on {chosen.data} {short_form(chosen.partition)}"
+    stream = None if progress else io.StringIO()
+    with RunProgress(title, chosen.rounds, stream, timed=not is_private(chosen)) as shown:
+        shown.say(f"results go to {directory}")
+        facts = simulation.run(chosen, directory, root, _Shown(shown))
+    releases = tuple(Release.model_validate(release) for release in facts["privacy"])
+    rounds = tuple(read_rounds(directory))
+    return RunResult(chosen, directory, rounds, facts["final_accuracy"], facts["best_accuracy"], releases, facts)
+
+
+def table(
+    plan: str | Path | Mapping[str, Any] = "digits",
+    *,
+    out: str | Path | None = None,
+    jobs: int | None = None,
+    data_root: str | Path | None = None,
+    progress: bool = True,
+) -> TableResult:
+    """Run a grid of experiments in worker processes and return the table; what is finished is not run again.
+
+    ``plan``: the name of a preset, the path of a TOML file, or its content: ``{"base": {...}, "grid": {...}}``, in
+    which settings objects may stand, too. ``out``: by default ``results/NAME``, for a plan from Python
+    ``results/table-DIGEST``. ``jobs``: runs side by side (default: one a core). A run that fails is a cell that says
+    so. Raises UserError for a plan that cannot be run.
+    """
+    if isinstance(plan, Mapping):
+        content = _plain(plan)
+        settings = table_settings(content, [], "the table")
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:8]
+        name = f"table-{digest}"
+    else:
+        path = preset_path(str(plan))
+        settings, name = read_settings(path, []), path.stem
+    root, directory = _path(data_root), _path(out) or RESULTS / name
+    board = Board(settings, plan_table(settings, root))
+    fill(board, directory, jobs, root, progress=progress)
+    return TableResult(directory, conclude(board, directory)[0])
+
+
+class _Shown:
+    """Passes what a run says on to its progress display."""
+
+    def __init__(self, progress: RunProgress) -> None:
+        self._progress = progress
+        self.preparing = progress.preparing
+        self.replied = progress.replied
+        self.finished_round = progress.finished_round
+
+    def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
+        del experiment
+        self._progress.say(engine)
+        self._progress.started(first_round)
+
+
+def _path(given: str | Path | None) -> Path | None:
+    return None if given is None else Path(given)
+
+
+def _plain(value: Any) -> Any:
+    """Return a part of a plan with tables in place of settings objects."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | range):
+        return [_plain(inner) for inner in value]
+    return as_table(value) if is_settings(type(value)) else value
+
+
+def _data_frame(rows: Iterable[Mapping[str, Any]]) -> Any:
+    try:
+        pandas = importlib.import_module("pandas")
+    except ModuleNotFoundError as error:
+        raise UserError("to_pandas() needs pandas, which fl-sim does not install: pip install pandas") from error
+    return pandas.DataFrame(list(rows))

@@ -1,0 +1,116 @@
+"""A table is filled: its runs are run, and what is known is written after each of them."""
+
+import io
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fl_sim.report.bills import bills_of
+from fl_sim.report.release import Release
+from fl_sim.report.runs import Problem, read_all
+from fl_sim.report.table import SeedResult, Table, write_table
+from fl_sim.report.table_progress import TableProgress
+from fl_sim.simulation.capacity import cores
+from fl_sim.tables.plan import Cell, Plan, TableSettings
+from fl_sim.tables.words import data_label
+from fl_sim.tables.workers import Event, Failed, Finished, Preparing, RoundDone, Started, run_all
+
+CELLS = "cells"
+
+
+@dataclass
+class Board:
+    """What is known of each run."""
+
+    settings: TableSettings
+    plan: Plan
+    outcomes: dict[str, Finished | Failed] = field(default_factory=dict)
+
+    def num_finished(self) -> int:
+        """Return how many runs are done."""
+        return sum(isinstance(outcome, Finished) for outcome in self.outcomes.values())
+
+    def failures(self) -> list[str]:
+        """Return which runs failed, and of what."""
+        return [f"{name} ({outcome.error})" for name, outcome in self.outcomes.items() if isinstance(outcome, Failed)]
+
+    def table(self) -> Table:
+        """Return the table as far as it is filled."""
+        plan = self.plan
+        results = tuple(self._result(cell) for cell in plan.cells)
+        settings = json.loads(self.settings.model_dump_json())  # unlike model_dump it leaves no inf, which is no JSON
+        return Table(plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings)
+
+    def _result(self, cell: Cell) -> SeedResult:
+        place = (cell.row, cell.column, cell.seed)
+        directory = f"{CELLS}/{cell.name}"
+        outcome = self.outcomes.get(cell.name)
+        if outcome is None:
+            return SeedResult(*place, "missing", directory)
+        if isinstance(outcome, Failed):
+            return SeedResult(*place, "failed", directory, error=outcome.error)
+        result = outcome.result
+        releases = tuple(Release.model_validate(release) for release in result["privacy"])
+        return SeedResult(
+            *place, "finished", directory, result["final_accuracy"], result["best_accuracy"], releases=releases
+        )
+
+
+def fill(board: Board, out: Path, jobs: int | None, data_root: Path | None, *, progress: bool = True) -> None:
+    """Run all runs of ``board`` that are not finished, ``jobs`` at once (None: one a core), and note the outcomes.
+
+    ``progress``: whether it is shown on standard error. Raises what ``run_all`` raises; a run that fails is noted.
+    """
+    labels = {
+        cell.name: f"{cell.row}, {_place(cell, board.plan)}, seed {cell.seed}" for cell in reversed(board.plan.cells)
+    }
+    runs = board.plan.runs
+    rounds = {labels[name]: experiment.rounds for name, experiment in runs.items()}
+    with (
+        TableProgress(rounds, None if progress else io.StringIO()) as shown,
+        closing(run_all(runs, out / CELLS, jobs or min(cores(), len(runs)), data_root)) as events,
+    ):
+        for event in events:
+            _tell(shown, labels[event.name], event)
+            if isinstance(event, Finished | Failed):
+                board.outcomes[event.name] = event
+                write_table(out, board.table())
+
+
+def conclude(board: Board, out: Path) -> tuple[Table, list[Problem]]:
+    """Write the table with what all runs in its directory cost together, also those that it does not show.
+
+    Return it with the runs whose cost could not be read.
+    """
+    bills = bills_of(read_all([out / CELLS]))
+    table = replace(board.table(), bill=bills.bills)
+    write_table(out, table)
+    return table, list(bills.problems)
+
+
+def took(result: Mapping[str, Any]) -> str:
+    """Return how long a run took; of a private one it is known only roughly."""
+    seconds = result["seconds"]["total"]
+    return f"at most {seconds:g} s" if result["privacy"] else f"{seconds:.1f} s"
+
+
+def _place(cell: Cell, plan: Plan) -> str:
+    return data_label(cell.experiment.data) if cell.row in plan.upper_bounds else cell.column
+
+
+def _tell(progress: TableProgress, label: str, event: Event) -> None:
+    match event:
+        case Started(first_round=first_round):
+            progress.started(label, first_round)
+        case Preparing(what=what):
+            progress.preparing(label, what)
+        case RoundDone(record=record):
+            progress.finished_round(label, record)
+        case Finished(result=result):
+            last, best = result["final_accuracy"], result["best_accuracy"]
+            progress.closed(label, f"last {100 * last:.1f} %, best {100 * best:.1f} %, {took(result)}")
+        case Failed(error=error):
+            progress.closed(label, f"failed: {error}")

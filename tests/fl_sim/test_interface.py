@@ -1,0 +1,75 @@
+"""fl-sim as a library: what a script or a notebook calls, and what it gets back."""
+
+import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import fl_sim
+from fl_sim import Experiment
+from strategies.fedprox import FedProx
+
+SMALL = {"model": "logistic", "rounds": 2, "engine": "inprocess"}
+
+
+def test_a_run_returns_its_rounds_and_where_they_lie_and_finds_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = fl_sim.run(SMALL)
+    assert "round 2/2" in capsys.readouterr().err
+    assert [record.round for record in result.rounds] == [1, 2]
+    assert result.final_accuracy == result.rounds[-1].test_accuracy == result.facts["final_accuracy"]
+    assert result.privacy == ()
+    assert result.directory.parent == Path("results")
+    again = fl_sim.run(Experiment.model_validate(SMALL), progress=False)
+    assert again == result
+    assert capsys.readouterr().err == ""
+    with pytest.raises(FrozenInstanceError):
+        result.rounds = ()
+
+
+def test_a_private_run_states_its_epsilon(tmp_path: Path) -> None:
+    private = {**SMALL, "aggregator": {"kind": "global-dp", "epsilon": 8}, "sampler": "poisson:0.5", "partition": "iid"}
+    (release,) = fl_sim.run(private, out=str(tmp_path / "run"), progress=False).privacy
+    assert release.unit == "client"
+    assert release.epsilon is not None
+    assert 0 < release.epsilon <= 8
+
+
+def test_a_table_takes_objects_and_returns_a_cell_for_each_run(tmp_path: Path) -> None:
+    plan = {"base": SMALL, "grid": {"algorithm": ["fedavg", FedProx(mu=0.3)]}, "centralized": False}
+    filled = fl_sim.table(plan, out=tmp_path / "table", jobs=1, progress=False)
+    assert [(cell.row, cell.status) for cell in filled.cells] == [
+        ("FedAvg", "finished"),
+        ("FedProx (mu=0.3)", "finished"),
+    ]
+    assert filled.to_markdown() == (tmp_path / "table" / "table.md").read_text().rstrip("\n")
+    run = fl_sim.run(SMALL, out=filled.directory / filled.cells[0].directory, progress=False)
+    assert run.final_accuracy == filled.cells[0].last
+
+
+def test_records_go_to_pandas_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = fl_sim.run(SMALL, out=tmp_path / "run", progress=False)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(fl_sim.UserError, match="pip install pandas"):
+        result.to_pandas()
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
+    assert [row["test_accuracy"] for row in result.to_pandas()] == [one.test_accuracy for one in result.rounds]
+
+
+def test_bad_input_is_the_users_error() -> None:
+    with pytest.raises(fl_sim.UserError, match="did you mean 'algorithm'"):
+        fl_sim.run({"algoritm": "fedavg"})
+    with pytest.raises(fl_sim.UserError, match=r"no file or preset 'digit'.*did you mean 'digits'"):
+        fl_sim.table("digit")
+    with pytest.raises(fl_sim.UserError, match="the table: unknown key 'grit'"):
+        fl_sim.table({"grit": {}})
+
+
+def test_the_package_names_what_is_public_and_nothing_else() -> None:
+    assert all(getattr(fl_sim, name) is not None for name in dir(fl_sim))
+    with pytest.raises(AttributeError, match="no attribute 'runs'"):
+        _ = fl_sim.runs
