@@ -7,6 +7,8 @@
 """
 
 import importlib
+import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,3 +41,20 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """Return the public names, for completion."""
     return __all__
+
+
+def _refuse_shadows() -> None:
+    """Raise ImportError where something of the user's is found in place of a package that belongs to fl-sim."""
+    here = Path(__file__).resolve().parents[1]
+    for name in ("strategies", "clients", "partitions"):
+        spec = importlib.util.find_spec(name)
+        found = Path(spec.origin).resolve() if spec is not None and spec.origin is not None else None
+        if found is not None and found != here / name / "__init__.py":
+            is_folder = found.name == "__init__.py"
+            shadow, folder = (f"{name}/", found.parents[1]) if is_folder else (found.name, found.parent)
+            raise ImportError(
+                f"{shadow} in {folder} hides fl-sim's package {name}: rename it, or start Python in another folder"
+            )
+
+
+_refuse_shadows()

@@ -1,5 +1,6 @@
 """fl-sim as a library: what a script or a notebook calls, and what it gets back."""
 
+import subprocess
 import sys
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -67,6 +68,26 @@ def test_bad_input_is_the_users_error() -> None:
         fl_sim.table("digit")
     with pytest.raises(fl_sim.UserError, match="the table: unknown key 'grit'"):
         fl_sim.table({"grit": {}})
+
+
+@pytest.mark.parametrize("shadow", ["clients.py", "strategies/__init__.py", "partitions/__init__.py"])
+def test_a_file_of_the_users_that_hides_a_package_of_ours_is_named(tmp_path: Path, shadow: str) -> None:
+    (tmp_path / shadow).parent.mkdir(exist_ok=True)
+    (tmp_path / shadow).write_text("mine = 1\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import fl_sim"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    name = shadow.removesuffix("__init__.py")
+    hidden = name.strip("/").removesuffix(".py")
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: {name} in {tmp_path} hides fl-sim's package {hidden}: "
+        "rename it, or start Python in another folder"
+    )
+
+
+def test_a_folder_that_hides_nothing_is_let_be(tmp_path: Path) -> None:
+    (tmp_path / "strategies").mkdir()
+    subprocess.run([sys.executable, "-c", "import fl_sim"], cwd=tmp_path, timeout=60, check=True)
 
 
 def test_the_package_names_what_is_public_and_nothing_else() -> None:
