@@ -1,23 +1,32 @@
 """``fl-sim table`` as typed: files, resuming, failures, interrupts and exit codes."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fl_sim.__main__ import main
+from fl_sim.tables import workers
 from fl_sim.tables.plan import preset_names
 
 ROOT = Path(__file__).parents[3]
 QUICK = ["model=logistic", "rounds=2", "algorithm=fedavg,scaffold", "partition=label-1"]
+ONE = [*QUICK, "rounds=1", "algorithm=fedavg", "centralized=false", "--jobs", "1"]
 LONG = ["model=logistic", "rounds=300", "algorithm=fedavg,scaffold", "partition=label-1"]
-MEDIUM = [*LONG, "rounds=30", "centralized=false"]
+MEDIUM = [*LONG, "rounds=30", "centralized=false", "--jobs", "1"]
+PATIENCE = 120.0
+"""Seconds for what takes one on an idle machine."""
 DYING = """
 import os
 import signal
@@ -46,9 +55,34 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """Leave no process of its session behind where a test fails."""
+    with process:
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def cells_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run cells in threads of this process: a worker process takes seconds to start."""
+
+    def spawn(out: Path, data_root: Path | None) -> tuple[SimpleNamespace, Connection]:
+        ours, theirs = multiprocessing.Pipe()
+        thread = threading.Thread(target=workers._work, args=(theirs, out, data_root), daemon=True)
+        thread.start()
+        return SimpleNamespace(terminate=ours.close, join=thread.join, is_alive=thread.is_alive), ours
+
+    monkeypatch.setattr(workers, "_spawn", spawn)
+    monkeypatch.setattr(workers, "_die_with_parent", lambda: None)
+
+
 def wait_for_a_round(out: Path, process: subprocess.Popen[str], least: int) -> None:
     """Return once some cell has finished ``least`` rounds."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not any(log.read_text().count("\n") >= least for log in out.glob("cells/*/rounds.jsonl")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -57,7 +91,7 @@ def wait_for_a_round(out: Path, process: subprocess.Popen[str], least: int) -> N
 
 def wait_for_the_end_of_all(session: int) -> None:
     """Return once no process of a session is left; multiprocessing's own tracker goes a moment after its parent."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while left := processes_of_session(session):
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
@@ -76,25 +110,30 @@ def table_of(out: Path) -> str:
     return (out / "table.json").read_text()
 
 
-def test_number_of_jobs_does_not_change_the_table_and_a_second_call_runs_nothing(
+def test_number_of_jobs_does_not_change_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert typed(monkeypatch, *QUICK, "seed=0,1", "--jobs", "1", "--out", str(tmp_path / "one"), "--json") == 0
+    assert typed(monkeypatch, *QUICK, "--jobs", "1", "--out", str(tmp_path / "one"), "--json") == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out) == json.loads(table_of(tmp_path / "one"))
-    assert "[6/6]" in printed.err
-    assert typed(monkeypatch, *QUICK, "seed=0,1", "--jobs", "2", "--out", str(tmp_path / "two")) == 0
+    assert "[3/3]" in printed.err
+    assert typed(monkeypatch, *QUICK, "--jobs", "2", "--out", str(tmp_path / "two")) == 0
     assert table_of(tmp_path / "two") == table_of(tmp_path / "one")
     assert capsys.readouterr().out.startswith("| Method | digits 1-Label last | digits 1-Label best |")
 
-    logs = {path: path.stat().st_mtime_ns for path in tmp_path.glob("two/cells/*/rounds.jsonl")}
-    assert len(logs) == 6
-    assert typed(monkeypatch, *QUICK, "seed=0,1,2", "--jobs", "1", "--out", str(tmp_path / "two")) == 0
-    again = {path: path.stat().st_mtime_ns for path in tmp_path.glob("two/cells/*/rounds.jsonl")}
+
+@pytest.mark.usefixtures("cells_in_threads")
+def test_another_call_runs_what_is_missing_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert typed(monkeypatch, *QUICK, "--jobs", "1", "--out", str(tmp_path)) == 0
+    logs = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*/rounds.jsonl")}
+    assert len(logs) == 3
+    assert typed(monkeypatch, *QUICK, "seed=0,1", "--jobs", "1", "--out", str(tmp_path)) == 0
+    again = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*/rounds.jsonl")}
     assert {path: again[path] for path in logs} == logs
-    assert len(again) == 9
+    assert len(again) == 6
 
 
+@pytest.mark.usefixtures("cells_in_threads")
 def test_a_diverging_cell_is_shown_as_failed_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +168,7 @@ DA_FL = """
 model = "logistic"
 rounds = 1
 partition = "label-1"
+clients = 3
 [grid]
 algorithm = [
     "fedavg",
@@ -139,12 +179,13 @@ algorithm = [
 """
 
 
+@pytest.mark.usefixtures("quick_accounting", "cells_in_threads")
 def test_rows_with_synthetic_records_share_a_pool_and_say_what_is_protected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "grid.toml").write_text(DA_FL)
     out = tmp_path / "out"
-    assert typed(monkeypatch, str(tmp_path / "grid.toml"), "--jobs", "2", "--out", str(out)) == 0
+    assert typed(monkeypatch, str(tmp_path / "grid.toml"), "--jobs", "1", "--out", str(out)) == 0
     printed = capsys.readouterr()
     assert "| DA-FL (epsilon=10, generator=mean-embedding) + SCAFFOLD |" in printed.out
     assert "No privacy guarantee: FedAvg, DA-FL (epsilon=inf, generator=mean-embedding) + FedAvg" in printed.out
@@ -170,11 +211,29 @@ def test_rows_with_synthetic_records_share_a_pool_and_say_what_is_protected(
     json.loads(table_of(out), parse_constant=pytest.fail)  # inf is no JSON
 
 
-def test_ctrl_c_stops_at_once_prints_what_is_finished_and_leaves_no_process(tmp_path: Path) -> None:
-    process = started(*LONG, "--jobs", "2", "--out", str(tmp_path))
-    wait_for_a_round(tmp_path, process, 2)
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """A table on its way, in a process of its own."""
+    out = tmp_path_factory.mktemp("running")
+    with ended(started(*LONG, "--jobs", "2", "--out", str(out))) as process:
+        wait_for_a_round(out, process, 2)
+        yield out, process
+
+
+def test_two_commands_cannot_fill_one_directory(
+    running: tuple[Path, subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, process = running
+    assert typed(monkeypatch, *LONG, "--out", str(out)) == 1
+    assert f"is being written by process {process.pid}, started" in capsys.readouterr().err
+
+
+def test_ctrl_c_stops_at_once_prints_what_is_finished_and_leaves_no_process(
+    running: tuple[Path, subprocess.Popen[str]],
+) -> None:
+    _, process = running
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "| FedAvg |" in out
     assert "of 3 cells are finished" in err
@@ -183,50 +242,42 @@ def test_ctrl_c_stops_at_once_prints_what_is_finished_and_leaves_no_process(tmp_
     wait_for_the_end_of_all(process.pid)
 
 
+@pytest.mark.usefixtures("cells_in_threads")  # but not in the command that is killed
 def test_after_kill_9_the_same_command_gives_the_same_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed = tmp_path / "killed"
-    process = started(*MEDIUM, "--jobs", "2", "--out", str(killed))
-    wait_for_a_round(killed, process, 5)
-    process.kill()
-    process.communicate(timeout=20)
-    wait_for_the_end_of_all(process.pid)
-    assert typed(monkeypatch, *MEDIUM, "--jobs", "2", "--out", str(killed)) == 0
+    with ended(started(*MEDIUM, "--out", str(killed))) as process:
+        wait_for_a_round(killed, process, 5)
+        process.kill()
+        process.communicate(timeout=PATIENCE)
+        wait_for_the_end_of_all(process.pid)
+    assert typed(monkeypatch, *MEDIUM, "--out", str(killed)) == 0
     assert "goes on after round" in capsys.readouterr().err
-    assert typed(monkeypatch, *MEDIUM, "--jobs", "2", "--out", str(tmp_path / "whole")) == 0
+    assert typed(monkeypatch, *MEDIUM, "--out", str(tmp_path / "whole")) == 0
     assert table_of(killed) == table_of(tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("cells_in_threads")
 def test_a_cell_killed_before_its_first_file_was_whole_runs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert typed(monkeypatch, *QUICK, "centralized=false", "--out", str(tmp_path)) == 0
+    assert typed(monkeypatch, *ONE, "--out", str(tmp_path)) == 0
     before = table_of(tmp_path)
     cell = next(tmp_path.glob("cells/fedavg-*"))
     for file in cell.iterdir():
         file.unlink()
     (cell / ".config.toml.part").write_text('data = "dig')
-    assert typed(monkeypatch, *QUICK, "centralized=false", "--out", str(tmp_path)) == 0
+    assert typed(monkeypatch, *ONE, "--out", str(tmp_path)) == 0
     assert table_of(tmp_path) == before
 
 
-def test_two_commands_cannot_fill_one_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    process = started(*LONG, "--jobs", "1", "--out", str(tmp_path))
-    wait_for_a_round(tmp_path, process, 1)
-    assert typed(monkeypatch, *LONG, "--out", str(tmp_path)) == 1
-    assert f"is being written by process {process.pid}, started" in capsys.readouterr().err
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
-
-
+@pytest.mark.usefixtures("cells_in_threads")
 def test_a_terminal_gets_a_drawn_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert typed(monkeypatch, *QUICK, "centralized=false", "rounds=1", "--out", str(tmp_path)) == 0
+    assert typed(monkeypatch, *ONE, "--out", str(tmp_path)) == 0
     out = capsys.readouterr().out
     assert "┃" in out
     assert "No privacy guarantee: any method here." in out

@@ -33,6 +33,8 @@ from strategies.private import open_private_rounds
 from strategies.samplers import Everyone, FixedSize, Poisson
 from strategies.scaffold import Scaffold
 
+pytestmark = pytest.mark.usefixtures("quick_accounting")
+
 QUICK = {"model": "logistic", "rounds": 4, "clients": 12, "partition": "iid", "engine": "inprocess"}
 
 

@@ -23,6 +23,8 @@ from fl_sim.simulation.run import Silent, run
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.types import RunError, UserError
 
+pytestmark = pytest.mark.usefixtures("quick_accounting")
+
 QUICK = ("model=logistic", "rounds=2", "engine=inprocess", "preprocess.generator=mean-embedding")
 
 SEEDED = ("preprocess.noise=seeded", "preprocess.labels.epsilon=0.5")
