@@ -27,6 +27,8 @@ pytestmark = [
 ]
 
 PROJECT = Path(__file__).parents[3]
+PATIENCE = 60.0
+"""Seconds for what takes one on an idle machine, and would never happen by itself."""
 
 METHODS = (
     "NodeInfoGcsService/GetAllNodeInfo", "NodeManagerService/GetNodeStats", "ObjectManagerService/Push",
@@ -61,7 +63,7 @@ def own_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRay]:
     driver = subprocess.Popen(
         [*command, "engine.actors=1", "--out", str(out)], cwd=PROJECT, stderr=subprocess.DEVNULL, env=environment
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not read_rounds(out) and time.monotonic() < deadline:
         time.sleep(0.1)
     [folder] = [word for child in psutil.Process(driver.pid).children() for word in child.cmdline()[-1:]
@@ -145,14 +147,14 @@ def test_no_other_user_reads_the_files_of_a_runs_own_ray(own_ray: OwnRay) -> Non
     assert any(path.is_relative_to(own_ray.folder) for path in logs)
 
 
-def test_nothing_of_ray_outlives_its_killed_run_by_ten_seconds(own_ray: OwnRay) -> None:  # the last test of this run
+def test_nothing_of_ray_outlives_its_killed_run(own_ray: OwnRay) -> None:  # the last test of this run
     processes = [psutil.Process(pid) for pid in processes_of(str(own_ray.folder))]
     assert {"gcs_server", "raylet"} <= {process.name() for process in processes}
     os.kill(own_ray.driver.pid, signal.SIGKILL)
     own_ray.driver.wait()
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE)
     assert alive == []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while own_ray.folder.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not own_ray.folder.exists()

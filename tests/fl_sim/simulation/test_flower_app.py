@@ -111,7 +111,7 @@ def flwr(tmp_path: Path) -> Iterator[dict[str, str]]:
     }
     for pid in daemons(ports["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"]):
         os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while daemons(ports["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert daemons(ports["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"]) == []

@@ -11,6 +11,7 @@ import sysconfig
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,59 +96,76 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture
-def deployment(tmp_path: Path) -> Iterator[Deployment]:
-    """A SuperLink that knows the keys of nodes 0 and 1."""
+@contextmanager
+def superlink(folder: Path) -> Iterator[Deployment]:
+    """Start a SuperLink that knows the keys of nodes 0 and 1."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
-        "FLWR_HOME": str(tmp_path / "home"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_HOME": str(folder / "home"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
     }  # fmt: skip
-    made = Deployment(tmp_path, free_port(), environment)
+    made = Deployment(folder, free_port(), environment)
     made.do(made.command("keys"))
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home/config.toml").write_text(made.command("config"))
-    made.start(made.command("superlink"), "superlink.log")
-    made.said("superlink.log", "Uvicorn running on https://")
-    assert made.do(made.command("register")).count("registered successfully") == 2
-    yield made
+    (folder / "home").mkdir()
+    (folder / "home/config.toml").write_text(made.command("config"))
+    try:
+        made.start(made.command("superlink"), "superlink.log")
+        made.said("superlink.log", "Uvicorn running on https://")
+        assert made.do(made.command("register")).count("registered successfully") == 2
+        yield made
+    finally:
+        end(made)
+
+
+def end(made: Deployment) -> None:
     processes = [psutil.Process(started.pid) for started in made.started if started.poll() is None]
     everything = [child for process in processes for child in [*process.children(recursive=True), process]]
     for process in everything:
         process.send_signal(signal.SIGKILL)
     for started in made.started:
         started.wait()
-    psutil.wait_procs(everything, timeout=10)
+    psutil.wait_procs(everything, timeout=PATIENCE)
 
 
-def test_a_superlink_takes_the_nodes_whose_keys_it_knows_and_no_others(deployment: Deployment) -> None:
+@pytest.fixture
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    with superlink(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A SuperLink with nodes 0 and 1."""
+    with superlink(tmp_path_factory.mktemp("two-nodes")) as made:
+        for number in (0, 1):
+            made.start(made.node(number, f"node-{number}"), f"node-{number}.log")
+        yield made
+
+
+def test_a_superlink_takes_the_nodes_whose_keys_it_knows_and_no_others(two_nodes: Deployment) -> None:
     with pytest.raises(OSError, match=r"(?i)closed|reset"):  # TLS is not left to those who connect
-        urllib.request.urlopen(f"http://127.0.0.1:{deployment.port}", timeout=10)
-    deployment.do("ssh-keygen -q -t ecdsa -b 384 -N '' -f stranger")
-    for number in (0, 1):
-        deployment.start(deployment.node(number, f"node-{number}"), f"node-{number}.log")
+        urllib.request.urlopen(f"http://127.0.0.1:{two_nodes.port}", timeout=60)
+    two_nodes.do("ssh-keygen -q -t ecdsa -b 384 -N '' -f stranger")
     refused = {
-        "stranger": (deployment.node(1, "stranger"), "could not establish a connection to the SuperLink"),
-        "no-key": (deployment.node(1, ""), "could not establish a connection to the SuperLink"),
-        "no-tls": (deployment.node(1, "", tls="--insecure"), "Connection attempt failed"),
+        "stranger": (two_nodes.node(1, "stranger"), "could not establish a connection to the SuperLink"),
+        "no-key": (two_nodes.node(1, ""), "could not establish a connection to the SuperLink"),
+        "no-tls": (two_nodes.node(1, "", tls="--insecure"), "Connection attempt failed"),
     }
     for name, (command, _) in refused.items():
-        deployment.start(command, f"{name}.log")
+        two_nodes.start(command, f"{name}.log")
     for name, (_, said) in refused.items():
-        deployment.said(f"{name}.log", said)
+        two_nodes.said(f"{name}.log", said)
     for number in (0, 1):
-        deployment.said(f"node-{number}.log", "SuperNode ID")
-    assert (deployment.folder / "superlink.log").read_text().count("[Fleet.ActivateNode] Activated") == 2
+        two_nodes.said(f"node-{number}.log", "SuperNode ID")
+    assert (two_nodes.folder / "superlink.log").read_text().count("[Fleet.ActivateNode] Activated") == 2
 
 
-def test_two_nodes_train_a_round(deployment: Deployment) -> None:
+def test_two_nodes_train_a_round(two_nodes: Deployment) -> None:
     if os.getloadavg()[0] > 3 * (os.cpu_count() or 1):
         pytest.skip("Flower gives each of its processes a minute to start, and this machine is too busy for that")
     for number in (0, 1):
-        deployment.start(deployment.node(number, f"node-{number}"), f"node-{number}.log")
-    for number in (0, 1):
-        deployment.said(f"node-{number}.log", "SuperNode ID")
-    out = deployment.folder / "run"
-    result = deployment.run(out, "rounds = 1")
+        two_nodes.said(f"node-{number}.log", "SuperNode ID")
+    out = two_nodes.folder / "run"
+    result = two_nodes.run(out, "rounds = 1")
     assert (result["status"], result["engine"]) == ("finished", "flower")
     assert [record.cohort for record in read_rounds(out)] == [2]
 

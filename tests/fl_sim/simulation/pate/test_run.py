@@ -306,16 +306,6 @@ def test_random_forests_teach_a_random_forest(tmp_path: Path) -> None:
     assert result["pate"]["teacher"] == "random-forest"
 
 
-@pytest.mark.ray
-def test_engines_agree_on_the_votes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    for engine in ("inprocess", "ray:2"):
-        monkeypatch.setenv("FL_SIM_POOLS", str(tmp_path / engine[:3]))
-        run(pate(f"engine={engine}", "algorithm.keep_private=true"), tmp_path / f"run-{engine[:3]}")
-        seen.append(np.load(tmp_path / f"run-{engine[:3]}" / "votes.npy"))
-    assert np.array_equal(*seen)
-
-
 def test_a_teacher_that_fails_stops_no_private_run_but_one_without_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
