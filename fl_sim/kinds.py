@@ -1,6 +1,6 @@
 """Kinds: what a settings class is called, what it is made of, and how it is written."""
 
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel
@@ -18,7 +18,7 @@ def field_defaults(settings: type) -> dict[str, Any]:
     """Return {field: default} of a settings class, in order; works for pydantic models and dataclasses."""
     if issubclass(settings, BaseModel):
         return {name: field.default for name, field in settings.model_fields.items()}
-    return {name: field.default for name, field in settings.__dataclass_fields__.items()}  # type: ignore[attr-defined]
+    return {field.name: field.default for field in fields(settings)}
 
 
 def is_settings(settings: type) -> bool:
