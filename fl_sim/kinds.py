@@ -18,6 +18,7 @@ def field_defaults(settings: type) -> dict[str, Any]:
     """Return {field: default} of a settings class, in order; works for pydantic models and dataclasses."""
     if issubclass(settings, BaseModel):
         return {name: field.default for name, field in settings.model_fields.items()}
+    assert is_dataclass(settings)
     return {field.name: field.default for field in fields(settings)}
 
 

@@ -1,7 +1,6 @@
 """``fl-sim table`` as typed: files, resuming, failures, interrupts and exit codes."""
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from fl_sim.__main__ import main
-from fl_sim.tables import workers
+from fl_sim.tables import worker, workers
 from fl_sim.tables.plan import preset_names
 
 ROOT = Path(__file__).parents[3]
@@ -70,14 +70,15 @@ def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
 def cells_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run cells in threads of this process: a worker process takes seconds to start."""
 
-    def spawn(out: Path, data_root: Path | None) -> tuple[SimpleNamespace, Connection]:
-        ours, theirs = multiprocessing.Pipe()
-        thread = threading.Thread(target=workers._work, args=(theirs, out, data_root), daemon=True)
+    def spawn() -> tuple[SimpleNamespace, Connection]:
+        ours, theirs = Pipe()
+        thread = threading.Thread(target=worker.work, args=(os.dup(theirs.fileno()),), daemon=True)
         thread.start()
-        return SimpleNamespace(terminate=ours.close, join=thread.join, is_alive=thread.is_alive), ours
+        theirs.close()
+        return SimpleNamespace(terminate=ours.close, wait=thread.join, stdin=None), ours
 
     monkeypatch.setattr(workers, "_spawn", spawn)
-    monkeypatch.setattr(workers, "_die_with_parent", lambda: None)
+    monkeypatch.setattr(worker, "_die_with_parent", lambda: None)
 
 
 def wait_for_a_round(out: Path, process: subprocess.Popen[str], least: int) -> None:
