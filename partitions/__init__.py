@@ -9,7 +9,7 @@ from partitions.feature_noise import FeatureNoise
 from partitions.iid import Iid
 from partitions.label_k import LabelK
 from partitions.quantity import Quantity
-from partitions.scheme import Scheme
+from partitions.scheme import FeatureSkew, Scheme
 from partitions.shards import Shards
 
 AnyScheme: TypeAlias = LabelK | Dirichlet | Iid | Shards | Quantity | FeatureNoise
@@ -19,6 +19,7 @@ __all__ = [
     "AnyScheme",
     "Dirichlet",
     "FeatureNoise",
+    "FeatureSkew",
     "Iid",
     "ImpossibleSplit",
     "LabelK",

@@ -1,5 +1,6 @@
 """Feature noise: IID records, inputs noisier from client to client (NIID-Bench, Li et al. 2022, 4.2)."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,7 +15,7 @@ from partitions.iid import Iid
 class FeatureNoise:
     """Equal IID parts; client i of K sees inputs with Gaussian noise of variance ``sigma`` * i / K, i = 1..K.
 
-    The split itself changes no input: whoever feeds a client adds noise of ``noise_variance`` to what the client sees.
+    The split itself changes no input, what a client sees of it does.
     """
 
     kind: Literal["feature-noise"] = field(default="feature-noise", kw_only=True)
@@ -38,6 +39,19 @@ class FeatureNoise:
         Raises ImpossibleSplit for more clients than records.
         """
         return Iid().split(labels, num_partitions, rng)
+
+    def seen_by(
+        self,
+        client: int,
+        num_partitions: int,
+        inputs: NDArray[np.float32],
+        std: NDArray[np.float32],
+        rng: np.random.Generator,
+    ) -> NDArray[np.float32]:
+        """Return ``inputs`` with the noise of ``client`` on them; see ``partitions.scheme.FeatureSkew``."""
+        noise = rng.standard_normal(inputs.shape, dtype=np.float32)
+        seen: NDArray[np.float32] = inputs + noise * math.sqrt(self.noise_variance(client, num_partitions)) / std
+        return seen
 
     def noise_variance(self, client: int, num_partitions: int) -> float:
         """Return the variance of the noise on the inputs (in units of 1, before normalisation) of ``client``, from 0.

@@ -1,6 +1,6 @@
-"""What a scheme is: a frozen dataclass that deals records out to clients."""
+"""What a scheme is: a frozen dataclass that deals records out to clients, and may change what they see of them."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,5 +19,24 @@ class Scheme(Protocol):
         """Return ``num_partitions`` disjoint sorted index arrays into ``labels``, shape (records,).
 
         Raises ImpossibleSplit, a ValueError, where that cannot be done.
+        """
+        ...
+
+
+@runtime_checkable
+class FeatureSkew(Protocol):
+    """A scheme of whose records each client sees something of its own: noise, another angle, other colours."""
+
+    def seen_by(
+        self,
+        client: int,
+        num_partitions: int,
+        inputs: NDArray[np.float32],
+        std: NDArray[np.float32],
+        rng: np.random.Generator,
+    ) -> NDArray[np.float32]:
+        """Return what ``client``, from 0, sees of its ``inputs``, shape (records, ...); they are left as they are.
+
+        They are normalised, so 1 of a raw input is 1 / ``std`` here; ``std`` has a value a channel and fits them.
         """
         ...

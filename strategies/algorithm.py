@@ -78,6 +78,15 @@ class Bounded(Protocol):
         ...
 
 
+@runtime_checkable
+class Noted(Protocol):
+    """An algorithm that must be explained below a table in which it stands beside others."""
+
+    def note(self) -> str:
+        """Return what a reader must know of it, a sentence in one line."""
+        ...
+
+
 class Averaging(Settings):
     """FedAvg's behaviour, of which every algorithm here changes one or two of the four parts."""
 

@@ -1,5 +1,6 @@
 """A job: an experiment and all that it needs to run, its data set, split and device, found once in each process."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -118,13 +119,29 @@ def _shards(experiment: Experiment, dataset: Dataset) -> tuple[NDArray[np.int64]
     def split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
         return _split(dataset, labels, experiment.partition, experiment.clients, seed)
 
-    return tuple(algorithm.deal(dataset, split, seed))
+    shards = algorithm.deal(dataset, split, seed)
+    return _checked(shards, experiment.num_clients, len(dataset.train), f"algorithm {kind_of(algorithm)}")
 
 
 def _split(
     dataset: Dataset, labels: NDArray[np.int64], scheme: Scheme, num_clients: int, seed: int
 ) -> tuple[NDArray[np.int64], ...]:
     try:
-        return tuple(scheme.split(np.asarray(labels), num_clients, rng(seed, "partition")))
+        parts = scheme.split(np.asarray(labels), num_clients, rng(seed, "partition"))
     except ValueError as error:
         raise UserError(f"partition {kind_of(scheme)} of {dataset.name} over {num_clients} clients: {error}") from error
+    return _checked(parts, num_clients, len(labels), f"partition {kind_of(scheme)}")
+
+
+def _checked(
+    parts: Sequence[NDArray[np.int64]], num_clients: int, num_records: int, giver: str
+) -> tuple[NDArray[np.int64], ...]:
+    """Return what ``giver``, who may be the user's own, dealt out. Raises UserError unless it is a part a client."""
+    if len(parts) != num_clients:
+        raise UserError(f"{giver} gave {len(parts)} parts for {num_clients} clients: it must give one for each")
+    indices = np.concatenate([part for part in parts if len(part)] or [np.zeros(0, dtype=np.int64)])
+    if indices.ndim != 1 or indices.dtype.kind not in "iu" or not ((indices >= 0) & (indices < num_records)).all():
+        raise UserError(f"{giver} gave parts that are not arrays of record indices from 0 to {num_records - 1}")
+    if len(indices) and (counts := np.bincount(indices)).max() > 1:
+        raise UserError(f"{giver} gave record {int(counts.argmax())} to several clients: parts must be disjoint")
+    return tuple(part.astype(np.int64, copy=False) for part in parts)

@@ -1,7 +1,6 @@
 """What a worker needs to play any client of an experiment: its records, the pool's, and what it shares."""
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -15,11 +14,12 @@ from clients.app import Site, Synthetic
 from clients.dafl.settings import DaFl
 from fl_sim.experiment.experiment import Experiment, InProcess, Local
 from fl_sim.experiment.job import Job
+from fl_sim.kinds import kind_of
 from fl_sim.seeding import rng
 from fl_sim.training.loop import LocalAlgorithm, resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Source
-from fl_sim.types import Dataset, Examples, LocalSettings
-from partitions import FeatureNoise
+from fl_sim.types import Dataset, Examples, LocalSettings, UserError
+from partitions import FeatureSkew
 from strategies.algorithm import Sharing
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
     @lru_cache(maxsize=1)
     def pool(path: str) -> Records:
         images = read_pool(Path(path))
-        if _is_noisy(experiment):  # the clients' own are no bytes, and one stack holds both
+        if _is_skewed(experiment):  # the clients' own are no bytes, and one stack holds both
             inputs, labels = to_tensors(images, job.dataset)
             return Records.of(inputs.to(job.device), labels.to(job.device))
         return resident(images, job.dataset, job.device).whole()
@@ -88,7 +88,7 @@ def to_bytes(images: torch.Tensor) -> torch.Tensor:
 
 def _own_records(job: Job, client: int) -> Records:
     examples = job.dataset.train.take(job.shards[client])
-    if not _is_noisy(job.experiment):
+    if not _is_skewed(job.experiment):
         return resident(examples, job.dataset, job.device).whole()
     inputs, labels = to_tensors(examples, job.dataset)
     return Records.of(_as_seen_by(client, inputs, job).to(job.device), labels.to(job.device))
@@ -99,7 +99,7 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
     ends = np.cumsum([len(shard) for shard in job.shards]).tolist()
     parts = [range(end - len(shard), end) for shard, end in zip(job.shards, ends, strict=True)]
     everybody = job.dataset.train.take(np.concatenate(job.shards))
-    if _is_noisy(job.experiment):
+    if _is_skewed(job.experiment):
         inputs, labels = to_tensors(everybody, job.dataset)
         for client, part in enumerate(parts):
             own = inputs[part.start : part.stop]
@@ -113,7 +113,7 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
 def _num_bytes(job: Job) -> int:
     """Return how much memory the training set takes in the form in which it would stay there."""
     records = job.dataset.train
-    as_bytes = stays_bytes(records, job.device) and not _is_noisy(job.experiment)
+    as_bytes = stays_bytes(records, job.device) and not _is_skewed(job.experiment)
     return (1 if as_bytes else 4) * records.inputs.size
 
 
@@ -183,17 +183,22 @@ def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]
     return torch.tensor(dataset.mean).reshape(shape), torch.tensor(dataset.std).reshape(shape)
 
 
-def _is_noisy(experiment: Experiment) -> bool:
-    """Say whether clients see their records with noise on them, which are bytes no more."""
-    return isinstance(experiment.partition, FeatureNoise) and experiment.num_clients > 1
+def _is_skewed(experiment: Experiment) -> bool:
+    """Say whether clients see something of their own in their records, which are bytes no more."""
+    return isinstance(experiment.partition, FeatureSkew) and experiment.num_clients > 1
 
 
 def _as_seen_by(client: int, inputs: torch.Tensor, job: Job) -> torch.Tensor:
     experiment = job.experiment
-    if not _is_noisy(experiment):
+    scheme: object = experiment.partition
+    if not _is_skewed(experiment) or not isinstance(scheme, FeatureSkew):
         return inputs
-    assert isinstance(experiment.partition, FeatureNoise)
-    variance = experiment.partition.noise_variance(client, experiment.clients)
-    noise = rng(experiment.seed, "feature-noise", client).standard_normal(inputs.shape, dtype=np.float32)
     _, std = _constants(job.dataset, inputs.ndim)
-    return inputs + torch.from_numpy(noise) * math.sqrt(variance) / std
+    generator = rng(experiment.seed, "feature-noise", client)
+    seen = scheme.seen_by(client, experiment.clients, inputs.numpy(), std.numpy(), generator)
+    if seen.shape != inputs.shape or seen.dtype != np.float32:
+        raise UserError(
+            f"partition {kind_of(scheme)}: seen_by gave {seen.dtype} of shape {seen.shape} for records that are "
+            f"float32 of shape {tuple(inputs.shape)}; it must keep both"
+        )
+    return torch.from_numpy(seen)

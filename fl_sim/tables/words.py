@@ -7,7 +7,7 @@ from typing import Any
 from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import field_defaults, is_settings, kind_of, short_form, title_of
-from strategies.pate.settings import Pate
+from strategies.algorithm import Noted
 
 _DATA = {
     "mnist": "MNIST",
@@ -94,7 +94,7 @@ def caption(experiments: Sequence[Experiment], notes: Mapping[str, str], *, has_
         f"Test accuracy in percent, {spread}. {measures}.",
         f"{_values(data_label(e.data) for e in experiments)}; {_federation(experiments)}; {_training(experiments)}.",
         *_preprocessing([e.preprocess for e in experiments if isinstance(e.preprocess, DaFl)]),
-        *_voting([e.algorithm for e in experiments if isinstance(e.algorithm, Pate)]),
+        *dict.fromkeys(e.algorithm.note() for e in experiments if isinstance(e.algorithm, Noted)),
         *(f"{name} here: {note}." for name, note in noted.items() if note),
         *([bound] if has_bound else []),
     )
@@ -131,18 +131,6 @@ def _preprocessing(chosen: Sequence[DaFl]) -> list[str]:
     if any(one.server_epochs for one in chosen):
         epochs = _values(one.server_epochs for one in chosen)
         line += f" Epochs the server trains the first model on the pool: {epochs}."
-    return [line]
-
-
-def _voting(chosen: Sequence[Pate]) -> list[str]:
-    if not chosen:
-        return []
-    pool = "the first test records" if all(one.public == "test" for one in chosen) else "a part of the records"
-    line = (
-        f"PATE: clients are teachers that train once, for the local epochs given, and vote on a public pool, {pool}; "
-        "rounds are epochs of the student, and accuracy is measured on the test records outside the pool, so it is not "
-        "measured on the same records as that of other methods."
-    )
     return [line]
 
 

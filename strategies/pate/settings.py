@@ -108,6 +108,15 @@ class Pate(Settings):
             )
         return shards
 
+    def note(self) -> str:
+        """Return what a reader of a table must know of it."""
+        pool = "the first test records" if self.public == "test" else "a part of the training records"
+        return (
+            "PATE: clients are teachers that train once, for the local epochs given, and vote on a public pool, "
+            f"{pool}; rounds are epochs of the student, and accuracy is measured on the test records outside the pool, "
+            "so it is not measured on the same records as that of other methods."
+        )
+
     def advice(self, num_teachers: int) -> str:
         """Return a warning where the noise is about as large as all votes together, else nothing."""
         mechanism = self.labelling.mechanism

@@ -23,6 +23,13 @@ def test_feature_noise_splits_as_iid_does_and_its_variance_rises_to_sigma():
     assert [FeatureNoise(sigma=0.4).noise_variance(i, 4) for i in range(4)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
 
 
+def test_feature_noise_is_in_units_of_raw_inputs_and_leaves_the_records_as_they_are():
+    inputs, std = np.ones((50, 2, 8, 8), dtype=np.float32), np.array([0.5, 2.0], dtype=np.float32).reshape(1, 2, 1, 1)
+    seen = FeatureNoise(sigma=0.4).seen_by(3, 4, inputs, std, np.random.default_rng(0))
+    assert (seen.shape, seen.dtype, inputs.max()) == (inputs.shape, np.float32, 1.0)
+    assert ((seen - 1) * std).var(axis=(0, 2, 3)) == pytest.approx([0.4, 0.4], rel=0.1)
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     num_clients=st.integers(1, 20), shards_per_client=st.integers(1, 4), extra=st.integers(0, 200),

@@ -1,13 +1,20 @@
 """A job: what an experiment needs to run, found once, and what data, split and device must be for that."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from fl_sim.data import load
-from fl_sim.experiment.experiment import experiment_from, with_overrides
+from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import device_of, job_of, precision_of, resolved
-from fl_sim.types import UserError
+from fl_sim.types import Dataset, UserError
+from strategies.algorithm import Split
+from strategies.fedavg import FedAvg
 
 
 def _made(*overrides):
@@ -73,3 +80,55 @@ def test_a_precision_is_refused_where_it_would_change_nothing(monkeypatch):
         precision_of(_made("local.precision=tf32"), gpu)
     with pytest.raises(UserError, match="bfloat16"):
         _made("local.precision=float16")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A scheme that deals out what it is told to, right or wrong."""
+
+    parts: tuple[tuple[float, ...], ...] = ()
+
+    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> list[Any]:
+        return [np.array(part) if part else np.array([]) for part in self.parts]
+
+
+def test_an_own_scheme_may_leave_clients_empty():
+    first, second = job_of(Experiment(partition=Given(((5, 3), ())), clients=2)).shards
+    assert (first.tolist(), second.tolist(), second.dtype) == ([5, 3], [], np.int64)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (((1,), (2,), (3,)), "Given gave 3 parts for 2 clients: it must give one for each"),
+        (((1,), (2, 1)), "Given gave record 1 to several clients: parts must be disjoint"),
+        (((1,), (0.5,)), "Given gave parts that are not arrays of record indices from 0 to 1436"),
+        (((1,), (-1,)), "not arrays of record indices from 0 to 1436"),
+        (((1437,), (2,)), "not arrays of record indices from 0 to 1436"),
+    ],
+)
+def test_parts_that_are_none_are_refused_with_the_name_of_who_gave_them(parts, message):
+    with pytest.raises(UserError, match=message):
+        job_of(Experiment(partition=Given(parts), clients=2))
+
+
+class Hoarding(FedAvg):
+    """Client 0 gets the last record of everybody else's part as well; it ends after 3 rounds."""
+
+    def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
+        parts = split(dataset.train.labels)
+        taken = np.array([part[-1] for part in parts[1:]])
+        return [np.concatenate([parts[0], taken]), *(part[:-1] for part in parts[1:])]
+
+    def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
+        return min(rounds, 3)
+
+
+def test_an_own_algorithm_may_deal_the_records_and_end_by_itself():
+    plain = job_of(Experiment(partition="iid", clients=4))
+    made = job_of(Experiment(partition="iid", clients=4, algorithm=Hoarding(), rounds=8))
+    assert [len(shard) for shard in made.shards] == [
+        len(plain.shards[0]) + 3,
+        *(len(one) - 1 for one in plain.shards[1:]),
+    ]
+    assert (plain.experiment.rounds, made.experiment.rounds) == (20, 3)

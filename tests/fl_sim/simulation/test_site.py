@@ -1,8 +1,11 @@
 """A site: what a worker needs to play any client, with and without a pool of synthetic records."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,14 +13,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fl_sim.data import load
-from fl_sim.experiment.experiment import experiment_from, with_overrides
+from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation import site as wiring
-from fl_sim.simulation.procedure import site_of
+from fl_sim.simulation.procedure import procedure_of, site_of
 from fl_sim.simulation.site import to_bytes, to_generator
 from fl_sim.training import loop
 from fl_sim.training.loop import to_tensors
-from fl_sim.types import LocalSettings
+from fl_sim.types import LocalSettings, UserError
+from partitions import Iid
 
 
 def _made(*overrides):
@@ -159,3 +163,27 @@ def test_generators_see_images_between_minus_one_and_one_and_bytes_come_back() -
 def test_a_byte_is_the_nearest_to_what_a_generator_made(value: float) -> None:
     byte = int(to_bytes(torch.tensor([value])))
     assert abs((byte / 127.5 - 1) - value) <= 1 / 255 + 1e-6
+
+
+@dataclass(frozen=True)
+class Dimmed(Iid):
+    """Client i sees its records i times as bright; with ``wrong`` it sees fewer of them."""
+
+    wrong: bool = False
+
+    def seen_by(self, client: int, num_partitions: int, inputs: Any, std: Any, rng: np.random.Generator) -> Any:
+        return inputs[1:] if self.wrong else inputs * np.float32(client)
+
+
+def test_an_own_scheme_changes_what_clients_see_in_memory_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, plain = (job_of(Experiment(partition=scheme, clients=4)) for scheme in (Dimmed(), Iid()))
+    assert np.array_equal(np.concatenate(job.shards), np.concatenate(plain.shards))
+    expected = procedure_of(plain).site().records(3, "").tensors()[0]
+    for room in (wiring.KEEP_BYTES, 0):
+        monkeypatch.setattr(wiring, "KEEP_BYTES", room)
+        assert torch.equal(procedure_of(job).site().records(3, "").tensors()[0], 3 * expected)
+
+
+def test_a_scheme_must_not_change_the_shape_of_what_clients_see() -> None:
+    with pytest.raises(UserError, match=r"Dimmed: seen_by gave float32 of shape .* it must keep both"):
+        procedure_of(job_of(Experiment(partition=Dimmed(wrong=True), clients=4))).site()

@@ -9,6 +9,7 @@ import pytest
 from clients.dafl.settings import DaFl
 from fl_sim.tables.plan import PRESETS, TableSettings, plan_table, preset_names, read_settings
 from fl_sim.types import UserError
+from strategies.fedavg import FedAvg
 
 BASE = {"model": "logistic", "rounds": 1, "engine": "inprocess"}
 
@@ -218,3 +219,14 @@ def test_every_preset_is_a_valid_table_file() -> None:
 def test_a_grid_that_nobody_could_read_is_refused_before_it_is_checked() -> None:
     with pytest.raises(UserError, match=r"the grid has 1,000,000 cells, a table at most 10,000"):
         plan_table(settings(seed=list(range(1000)), rounds=list(range(1, 1001))))
+
+
+class Explained(FedAvg):
+    def note(self) -> str:
+        return "Explained: clients are asked nicely."
+
+
+def test_what_an_algorithm_says_of_itself_stands_below_the_table_once() -> None:
+    plan = plan_table(settings(algorithm=["fedavg", f"{__name__}:Explained"], seed=[0, 1]))
+    assert plan.caption.count("Explained: clients are asked nicely.") == 1
+    assert not any("asked nicely" in line for line in plan_table(settings(algorithm=["fedavg"])).caption)
