@@ -61,4 +61,5 @@ def _shares(held: NDArray[np.int64], total: int, coins: np.random.RandomState) -
         whole[chosen] += 1
         remainder[largest] = -1.0
         left -= len(chosen)
-    return whole.astype(np.int64)
+    dealt: NDArray[np.int64] = whole.astype(np.int64)
+    return dealt

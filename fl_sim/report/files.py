@@ -120,6 +120,7 @@ class Outcome(Facts):
     """What a report needs of ``result.json``; accuracies in [0, 1]."""
 
     algorithm: str = ""
+    titles: dict[Literal["algorithm", "preprocess"], Annotated[str, Field(max_length=100)]] = {}
     status: Literal["finished", "failed", "interrupted"]
     data_note: str
     partition: str

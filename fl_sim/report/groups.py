@@ -86,8 +86,8 @@ def group(runs: Sequence[Run]) -> tuple[list[Group], list[Problem]]:
     groups = []
     for by_seed in members.values():
         same = tuple(sorted(by_seed.values(), key=lambda run: run.config.seed))
-        first = same[0]
-        groups.append(Group(_method(first), first.config.data, _note(first, notes), split_of(first), same))
+        first, told = same[0], next((run for run in same if run.outcome), same[0])
+        groups.append(Group(_method(told), first.config.data, _note(first, notes), split_of(first), same))
     groups.sort(key=lambda one: min(position[id(run)] for run in one.runs))
     return groups, doubles
 
@@ -128,8 +128,9 @@ def parameters(one: Group) -> str:
 
 
 def _method(run: Run) -> str:
-    name = _NAMES.get(run.config.algorithm.kind, run.config.algorithm.kind)
-    before = run.preprocess
+    kind, before = run.config.algorithm.kind, run.preprocess
+    titles = run.outcome.titles if run.outcome else {}
+    name = titles.get("algorithm") or _NAMES.get(kind, kind.rpartition(":")[2])
     return f"{_PREPROCESSES.get(before['kind'], before['kind'])} + {name}" if before else name
 
 

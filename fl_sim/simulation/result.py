@@ -7,7 +7,7 @@ from typing import Any
 
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
-from fl_sim.kinds import kind_of, short_form
+from fl_sim.kinds import kind_of, short_form, title_of
 from fl_sim.params import num_parameters
 from fl_sim.simulation.preparation import is_private
 from fl_sim.simulation.run_log import RunLog
@@ -27,6 +27,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
     return {
         "status": status,
         "algorithm": kind_of(experiment.algorithm),
+        "titles": {"algorithm": title_of(experiment.algorithm), "preprocess": title_of(experiment.preprocess)},
         "data": experiment.data,
         "data_note": job.dataset.note,
         "partition": _split(experiment),

@@ -2,6 +2,9 @@
 
 import pytest
 
+from fl_sim.experiment.experiment import AnyAlgorithm
+from fl_sim.kinds import kinds
+from fl_sim.testing import check
 from strategies.algorithm import Sharing, accumulated_momentum
 from strategies.fedavg import FedAvg
 from strategies.fedmix import FedMix, NaiveMix
@@ -52,3 +55,8 @@ def test_only_the_mixing_algorithms_share_before_the_first_round():
 )
 def test_defaults_are_the_published_ones(algorithm, published):
     assert algorithm.model_dump(exclude={"kind"}) == published
+
+
+@pytest.mark.parametrize("kind", sorted(kinds(AnyAlgorithm).keys() - {"pate"}))  # which has no rounds to merge
+def test_every_kind_keeps_the_laws(kind):
+    check(kinds(AnyAlgorithm)[kind]())

@@ -1,0 +1,49 @@
+"""FedDyn: an algorithm of your own in one file (Acar et al. 2021, "Dynamic Regularization", algorithm 1).
+
+    fl-sim run algorithm=feddyn:FedDyn algorithm.alpha=0.1
+
+in the folder of this file, and likewise in a table, in TOML, and from Python as ``Experiment(algorithm=FedDyn())``.
+"""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from fl_sim.params import add, scale, subtract, zeros_like
+from fl_sim.types import Aggregate, ClientUpdate, LocalPlan, LocalTask, Params, ServerState, Trained
+from strategies.algorithm import Averaging, Weighting
+
+
+class FedDyn(Averaging):
+    """Clients minimise F_i(w) - <g_i, w> + alpha/2 |w - x|^2, so that all of them agree at the optimum (algorithm 1).
+
+    g_i is kept by client i and becomes the gradient of F_i at its own model; h, on the server, is their mean.
+    """
+
+    title: ClassVar[str] = "FedDyn"
+    weighting: ClassVar[Weighting] = "uniform"
+    alpha: float = Field(0.01, gt=0)
+
+    def init(self, params: Params) -> ServerState:
+        """Start from ``params`` with h = 0."""
+        return ServerState(params, memory={"h": zeros_like(params)})
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Add -g_i + alpha (w - x) to every gradient."""
+        return LocalPlan(gradient_offset=scale(_g_i(task), -1.0), proximal_mu=self.alpha)
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Send y_i - x; keep g_i - alpha (y_i - x)."""
+        delta = subtract(trained.params, task.params)
+        g_i = add(_g_i(task), delta, -self.alpha)
+        return ClientUpdate({"delta": delta}, task.num_examples, trained.loss, state={"g_i": g_i})
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Set h to h - alpha |S|/K mean(y_i - x), and x to mean(y_i) - h / alpha."""
+        delta = aggregate.payloads["delta"]
+        h = add(server.memory["h"], delta, -self.alpha * aggregate.participation)
+        return ServerState(add(add(server.params, delta), h, -1 / self.alpha), memory={"h": h})
+
+
+def _g_i(task: LocalTask) -> Params:
+    return task.state.get("g_i") or zeros_like(task.params)

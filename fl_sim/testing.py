@@ -1,0 +1,226 @@
+"""Does an algorithm keep the laws that every algorithm must keep? For those of this project and for your own.
+
+    from fl_sim.testing import check
+    check(FedDyn(alpha=0.1))
+
+A test of a few seconds on embedded data. It says nothing about the algorithm's formulas: test those against the paper.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from fl_sim import models
+from fl_sim.data import load
+from fl_sim.experiment.experiment import Experiment, InProcess, Local, experiment_from
+from fl_sim.kinds import title_of
+from fl_sim.native.kernel import load_kernel
+from fl_sim.params import detached, is_finite, layout_of, num_parameters, scale
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.seeding import rng
+from fl_sim.simulation.run import run
+from fl_sim.simulation.run_log import Silent
+from fl_sim.store.run_directory import RoundRecord
+from fl_sim.training.loop import to_tensors
+from fl_sim.training.records import Records
+from fl_sim.training.trainer import Job, Trainer
+from fl_sim.types import Aggregate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState, Trained
+from partitions import Iid
+from strategies.aggregators import WeightedMean
+from strategies.algorithm import Algorithm, Sharing, what_clients_send
+from strategies.global_dp import GlobalDP
+
+ROUNDING = 1e-4
+"""How far engines may lie apart, relative to the length of what was learnt: float32 sums in another order."""
+
+
+class BrokenLaw(AssertionError):  # noqa: N818 (what was found out, not what went wrong)
+    """A law that the algorithm breaks, in a sentence."""
+
+
+def check(algorithm: Algorithm) -> None:
+    """Hold ``algorithm``, a settings object, to the laws. Raises BrokenLaw with the first one that it breaks.
+
+    1. It can be written down and read back. 2. Every client, one without records, too, sends the same names and shapes,
+    and finite numbers. 3. A client without records counts nothing. 4. The server's state keeps its names and shapes.
+    5. Compiled trainer, PyTorch and stacks end in the same model but for float32 rounding. 6. A run that was
+    interrupted goes on to the same bits. 7. Under Global DP no client moves the mean by more than the clipping norm
+    allows, or the algorithm is refused there.
+    """
+    for law in (_is_written_down, _sends_the_same_shapes, _engines_agree, _resumes_to_the_same_bits, _is_clipped_whole):
+        law(algorithm)
+
+
+def _is_written_down(algorithm: Algorithm) -> None:
+    experiment = Experiment(algorithm=algorithm)
+    if experiment_from(experiment.model_dump(mode="json")) != experiment:
+        raise BrokenLaw(f"{title_of(algorithm)} written down and read back is another one: {algorithm!r}")
+
+
+def _sends_the_same_shapes(algorithm: Algorithm) -> None:
+    server, wanted = _started(algorithm)
+    for records in (0, 1, 7):
+        update = _update(algorithm, server, records)
+        _expect_payloads(algorithm, update.payloads, wanted, f"a client with {records} records")
+        if update.num_examples != records:
+            raise BrokenLaw(
+                f"{title_of(algorithm)}: a client with {records} records says it has {update.num_examples}: its "
+                "num_examples must be the task's, so that a client without records counts nothing"
+            )
+        again = _update(algorithm, server, records, update.state)
+        _expect_payloads(algorithm, again.payloads, wanted, f"a client with {records} records in its second round")
+    updates = [_update(algorithm, server, records) for records in (3, 5)]
+    aggregate = _mean(algorithm, [(update.payloads, update.num_examples) for update in updates])
+    merged = algorithm.merge(server, aggregate)
+    before, after = (_layouts(one) for one in (server, merged))
+    if before != after:
+        raise BrokenLaw(f"{title_of(algorithm)}: merge turned a server state of {before} into one of {after}")
+    if not is_finite({"params": merged.params}):
+        raise BrokenLaw(f"{title_of(algorithm)}: merge made numbers that are not finite")
+
+
+def _engines_agree(algorithm: Algorithm) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        alone = _trained(algorithm, Path(folder) / "alone", InProcess(stack=1))
+        stacked = _trained(algorithm, Path(folder) / "stacked", InProcess(stack=4))
+    _expect_close(algorithm, "a stack of clients", stacked, alone, _initial())
+    kernel, _ = load_kernel()
+    if kernel is None:
+        return
+    server, _ = _started(algorithm)
+    compiled, by_pytorch = (_local(algorithm, server, 40, trainer=Trainer(_model(), own)) for own in (kernel, None))
+    _expect_close(algorithm, "the compiled trainer", compiled.params, by_pytorch.params, server.params)
+
+
+def _resumes_to_the_same_bits(algorithm: Algorithm) -> None:
+    class Break(Silent):
+        def finished_round(self, record: RoundRecord) -> None:
+            if record.round == 2:
+                raise KeyboardInterrupt
+
+    with tempfile.TemporaryDirectory() as folder:
+        whole = _trained(algorithm, Path(folder) / "whole", InProcess(stack=1))
+        try:
+            _trained(algorithm, Path(folder) / "broken off", InProcess(stack=1), Break())
+        except KeyboardInterrupt:
+            resumed = _trained(algorithm, Path(folder) / "broken off", InProcess(stack=1))
+    if any(not torch.equal(whole[name], resumed[name]) for name in whole):
+        raise BrokenLaw(
+            f"{title_of(algorithm)}: a run that was interrupted after round 2 ended in other bits than an undisturbed "
+            "one: all that rounds hand on must be in ServerState (server) and ClientUpdate.state (clients)"
+        )
+
+
+def _is_clipped_whole(algorithm: Algorithm) -> None:
+    try:
+        experiment = Experiment(algorithm=algorithm, aggregator=GlobalDP(noise_multiplier=0.0), clients=4)
+    except ValueError:
+        return  # refused, which keeps the law
+    server, wanted = _started(algorithm)
+    honest = [_update(algorithm, server, records).payloads for records in (3, 5)]
+    loud = {name: scale(params, 1e6) for name, params in honest[0].items()}
+    released = [_release(experiment, wanted, payloads) for payloads in (honest, [loud, honest[1]], honest[1:])]
+    limit = 2 * 1.0 / len(honest)  # sums of two clients, each clipped to norm 1, divided by 2
+    for one, other in ((released[0], released[1]), (released[1], released[2])):
+        if (moved := _distance(one.payloads, other.payloads)) > limit * (1 + 1e-6):
+            raise BrokenLaw(f"{title_of(algorithm)}: one client moved the private mean by {moved:g}, above {limit:g}")
+    algorithm.merge(server, released[0])
+
+
+def _release(experiment: Experiment, template: Payloads, sent: list[Payloads]) -> Aggregate:
+    assert isinstance(experiment.aggregator, GlobalDP)
+    replies = tuple(Reply(client, payloads, 1, None) for client, payloads in enumerate(sent))
+    return experiment.aggregator.mean(Cohort(1, replies, 4, 2.0), noise=Noise.seeded(0), template=template)
+
+
+def _model() -> torch.nn.Module:
+    dataset = load("digits")
+    return models.build("logistic", dataset.input_shape, dataset.num_classes, seed=0)
+
+
+def _initial() -> Params:
+    return detached(_model().named_parameters())
+
+
+def _started(algorithm: Algorithm) -> tuple[ServerState, Payloads]:
+    server = algorithm.init(_initial())
+    return server, what_clients_send(algorithm, server)
+
+
+def _update(algorithm: Algorithm, server: ServerState, records: int, state: Payloads | None = None) -> Any:
+    trained = _local(algorithm, server, records, state=state)
+    return algorithm.finish(_task(algorithm, server, records, state), trained)
+
+
+def _local(
+    algorithm: Algorithm,
+    server: ServerState,
+    records: int,
+    *,
+    state: Payloads | None = None,
+    trainer: Trainer | None = None,
+) -> Trained:
+    task, dataset = _task(algorithm, server, records, state), load("digits")
+    inputs, labels = to_tensors(dataset.train.take(torch.arange(records).numpy()), dataset)
+    job = Job(task, algorithm.plan(task), Records.of(inputs, labels), rng(0, "batches", 0, 1))
+    return (trainer or Trainer(_model(), None)).train(job)
+
+
+def _task(algorithm: Algorithm, server: ServerState, records: int, state: Payloads | None) -> LocalTask:
+    settings = LocalSettings(learning_rate=0.1, momentum=0.9, weight_decay=1e-4, batch_size=4, epochs=2)
+    return LocalTask(1, 0, 4, records, settings, server.params, server.broadcast, state or {}, _pool(algorithm))
+
+
+def _pool(algorithm: Algorithm) -> Params:
+    if not isinstance(algorithm, Sharing):
+        return {}
+    dataset = load("digits")
+    inputs, labels = to_tensors(dataset.train.take(torch.arange(20).numpy()), dataset)
+    return algorithm.share(inputs, labels, dataset.num_classes, rng(0, "share", 0))
+
+
+def _trained(algorithm: Algorithm, out: Path, engine: InProcess, observer: Silent | None = None) -> Params:
+    local = Local(epochs=1, batch_size=32, learning_rate=0.1, momentum=0.9)
+    experiment = Experiment(
+        algorithm=algorithm, partition=Iid(), clients=4, model="logistic", rounds=4, local=local, engine=engine
+    )
+    run(experiment, out, observer=observer)
+    return load_file(out / "model.safetensors")
+
+
+def _mean(algorithm: Algorithm, sent: list[tuple[Payloads, int]]) -> Aggregate:
+    replies = tuple(Reply(client, payloads, count, None) for client, (payloads, count) in enumerate(sent))
+    aggregate = WeightedMean().mean(Cohort(1, replies, len(sent), float(len(sent))), algorithm.weighting)
+    assert aggregate is not None
+    return aggregate
+
+
+def _expect_payloads(algorithm: Algorithm, sent: Payloads, wanted: Payloads, who: str) -> None:
+    layouts = [{name: dict(layout_of(params)) for name, params in one.items()} for one in (sent, wanted)]
+    if layouts[0] != layouts[1]:
+        raise BrokenLaw(f"{title_of(algorithm)}: {who} sends {layouts[0]}, one without records sends {layouts[1]}")
+    if not is_finite(sent):
+        raise BrokenLaw(f"{title_of(algorithm)}: {who} sends numbers that are not finite")
+
+
+def _expect_close(algorithm: Algorithm, who: str, one: Params, other: Params, start: Params) -> None:
+    gap = _distance({"": one}, {"": other})
+    moved = _distance({"": other}, {"": start})
+    if gap > ROUNDING * max(moved, 1e-3):
+        raise BrokenLaw(
+            f"{title_of(algorithm)}: {who} ends {gap:.3g} away from PyTorch, one client at a time, where training "
+            f"moved the model by {moved:.3g}: a part of the plan is not trained alike"
+        )
+
+
+def _distance(one: Payloads, other: Payloads) -> float:
+    gaps = (one[name][key].double() - other[name][key].double() for name in one for key in one[name])
+    return float(sum(float(gap.pow(2).sum()) for gap in gaps) ** 0.5)
+
+
+def _layouts(server: ServerState) -> dict[str, Any]:
+    groups = {"params": server.params, **server.broadcast, **server.memory}
+    return {name: (num_parameters(params), dict(layout_of(params))) for name, params in groups.items()}

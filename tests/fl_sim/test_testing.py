@@ -1,0 +1,101 @@
+"""The check of an algorithm sees each kind of mistake that it is there for."""
+
+from itertools import count
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from fl_sim.params import add, scale, zeros_like
+from fl_sim.testing import BrokenLaw, check
+from fl_sim.types import Aggregate, ClientUpdate, LocalPlan, LocalTask, ServerState, Trained
+from strategies.algorithm import Averaging
+
+_calls = count()
+
+
+class Silent(Averaging):
+    """A client without records sends nothing."""
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        update = super().finish(task, trained)
+        return update if task.num_examples else ClientUpdate({}, 0)
+
+
+class Everybody(Averaging):
+    """A client without records counts, too."""
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        return ClientUpdate(super().finish(task, trained).payloads, 1, trained.loss)
+
+
+class PerStep(Averaging):
+    """Divides by the number of steps, which is 0 without records."""
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        update = super().finish(task, trained)
+        one = {name: value / torch.tensor(trained.num_steps) for name, value in update.payloads["delta"].items()}
+        return ClientUpdate({"delta": one}, task.num_examples, trained.loss)
+
+
+class Growing(Averaging):
+    """Sends more in its second round."""
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        delta = super().finish(task, trained).payloads["delta"]
+        more = {"again": delta} if task.state else {}
+        return ClientUpdate({"delta": delta, **more}, task.num_examples, trained.loss, {"kept": delta})
+
+
+class Forgetting(Averaging):
+    """Loses what the server remembers."""
+
+    def init(self, params: Any) -> ServerState:
+        return ServerState(params, memory={"momentum": zeros_like(params)})
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        return ServerState(add(server.params, aggregate.payloads["delta"]))
+
+
+class Exploding(Averaging):
+    """Makes infinite numbers."""
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        return ServerState(scale(server.params, float("inf")))
+
+
+class Elsewhere(Averaging):
+    """Keeps what rounds hand on where no checkpoint finds it."""
+
+    rounds: ClassVar[dict[int, int]] = {}
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        self.rounds[0] = self.rounds.get(0, 0) + 1
+        return ServerState(add(server.params, aggregate.payloads["delta"], 1 / self.rounds[0]))
+
+
+class Restless(Averaging):
+    """Plans another step every time it is asked, so that no two trainers do the same."""
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        return LocalPlan(proximal_mu=1.0 + next(_calls) % 2)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (Silent(), "a client with 1 records sends .*, one without records sends {}"),
+        (Everybody(), "a client with 0 records says it has 1"),
+        (PerStep(), "a client with 0 records sends numbers that are not finite"),
+        (Growing(), "in its second round sends"),
+        (Forgetting(), "merge turned a server state of"),
+        (Exploding(), "merge made numbers that are not finite"),
+        (Elsewhere(), "a run that was interrupted after round 2 ended in other bits|a stack of clients ends"),
+        (Restless(), "ends .* away from PyTorch, .* not trained alike"),
+    ],
+    ids=lambda one: type(one).__name__ if isinstance(one, Averaging) else "",
+)
+def test_a_broken_law_is_named(algorithm: Averaging, message: str) -> None:
+    with pytest.raises(BrokenLaw, match=message) as caught:
+        check(algorithm)
+    assert type(algorithm).__name__ in str(caught.value)
