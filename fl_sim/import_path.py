@@ -23,8 +23,9 @@ def load_object(path: str, what: str) -> Any:
     not exist or fails while it is imported, and a name that is not in it.
     """
     module_name, _, name = path.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), name)):
-        raise UserError(f"{what} {path!r} is no import path: write package.module:name, for example mine:{what}")
+    if len(path) > _MOST_LETTERS or not all(part.isidentifier() for part in (*module_name.split("."), name)):
+        said = in_one_line(repr(path))
+        raise UserError(f"{what} {said} is no import path: write package.module:name, for example mine:{what}")
     folder = make_current_folder_importable()
     try:
         module = importlib.import_module(module_name)

@@ -8,6 +8,7 @@ from pathlib import Path
 from fl_sim.data.known import DIGITS, KNOWN, NAMES, KnownSet, Layout
 from fl_sim.errors import UserError
 from fl_sim.import_path import IMPORT_PATH
+from fl_sim.mistakes import shortened
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ def find(name: str, data_root: Path | None = None) -> Source | None:
     if colon and text and prefix in {"npz", "folder"}:
         path = _absolute(Path(text))
         if prefix == "npz":
-            return Source("npz", path) if path.is_file() else None
-        return Source("folder", path) if path.is_dir() else None
+            return Source("npz", path) if os.path.isfile(path) else None  # noqa: PTH113 (no error for a long name)
+        return Source("folder", path) if os.path.isdir(path) else None  # noqa: PTH112
     known = KNOWN.get(name)
     if known is None and IMPORT_PATH.fullmatch(name):
         return Source("own", data_root)
@@ -71,7 +72,8 @@ def describe_missing(name: str, data_root: Path | None = None) -> str:
     known = KNOWN.get(name)
     if known is None:
         kind, _, text = name.partition(":")
-        return f"{name}: there is no {'file' if kind == 'npz' else 'folder'} {_absolute(Path(text))}"
+        what, place = "file" if kind == "npz" else "folder", shortened(str(_absolute(Path(text))))
+        return f"{shortened(name)}: there is no {what} {place}"
     looked = ", ".join(f"{root.path} ({root.origin}{_lack(root.path, known)})" for root in roots(data_root))
     return (
         f"{name} was not found in {looked}; put {wanted_files(name)}, into one of these directories, or use the "
@@ -114,6 +116,6 @@ def _unknown(name: str) -> str:
     close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.6)
     guess = f" (did you mean {close[0]!r}?)" if close else ""
     return (
-        f"unknown data set {name!r}{guess}; valid: {', '.join(NAMES)}, npz:PATH, folder:PATH, or your own as "
-        "package.module:function"
+        f"unknown data set {shortened(name)!r}{guess}; valid: {', '.join(NAMES)}, npz:PATH, folder:PATH, or your own "
+        "as package.module:function"
     )

@@ -200,3 +200,10 @@ def test_choices_made_on_training_records_are_named():
     assert "generators" in tuned_on("mnist")
     assert "PATE" in tuned_on("mnist")
     assert tuned_on("npz:mnist.npz") == tuned_on("cifar10") == ""
+
+
+@pytest.mark.parametrize("name", ["9" * 5000, "npz:" + "9" * 5000, "folder:" + "9" * 5000, f"{'m' * 5000}:f"])
+def test_a_refusal_quotes_no_more_of_a_name_than_anybody_reads(name):
+    with pytest.raises(UserError) as caught:
+        load(name)
+    assert len(str(caught.value)) < 2000
