@@ -1,5 +1,6 @@
 """Compile the kernel for this machine's processor. Needs nothing but Python, so that an installation can use it."""
 
+import hashlib
 import os
 import platform
 import re
@@ -13,6 +14,9 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 LIBRARY = FOLDER / "libkernel.so"
 SOURCE = FOLDER / "kernel.cpp"
+
+SOURCES_DIGEST = "7c901fab0e5c6b2c5d2c74b37bf15ea0"
+"""What ``sources_digest`` says of this version: a copy of the program that has no sources knows its kernel by it."""
 
 COMPILE_SECONDS = 300.0
 """How long a compiler may take (9 s measured)."""
@@ -51,6 +55,29 @@ def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = ()) -> None
         raise NoCompiler(f"{command[0]} failed: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def find_library() -> Path:
+    """Return where the kernel lies: beside this file, or in another copy of fl-sim on the import path.
+
+    Flower runs the app from a copy that holds neither the kernel nor its sources; there, that of the fl-sim that is
+    installed serves, if it is made of the very same sources. Where there is none, returns where it would lie.
+    """
+    if LIBRARY.exists():
+        return LIBRARY
+    for entry in sys.path:
+        folder = Path(entry or ".").absolute() / "fl_sim" / "native"
+        if (folder / LIBRARY.name).is_file() and sources_digest(folder) == SOURCES_DIGEST:
+            return folder / LIBRARY.name
+    return LIBRARY
+
+
+def sources_digest(folder: Path = FOLDER) -> str:
+    """Return a digest of the kernel's C++ sources in ``folder``, by their names and contents."""
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 def processor() -> str:

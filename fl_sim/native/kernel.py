@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from fl_sim.native.checks import check_lesson, check_records, vector_of
-from fl_sim.native.compiling import LIBRARY, NEEDED, processor
+from fl_sim.native.compiling import NEEDED, find_library, processor
 from fl_sim.native.layers import FIELDS, Stack
 from fl_sim.params import FlatParams, num_in
 from fl_sim.types import LocalPlan, LocalTask, Params, Trained
@@ -136,8 +136,9 @@ class Kernel:
 
 
 @lru_cache(maxsize=1)
-def load_kernel(path: Path = LIBRARY) -> tuple[Kernel | None, str]:
-    """Return (the kernel, nothing), or (None, why there is none here)."""
+def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
+    """Return (the kernel, nothing), or (None, why there is none here). ``path``: unless given, ``find_library``'s."""
+    path = path or find_library()
     if not path.exists():
         return None, "it was not compiled (python -m fl_sim.native does that)"
     try:

@@ -1,6 +1,7 @@
 """Building the native trainer never fails an installation, and a library for another processor is never called."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,35 @@ def test_a_library_for_another_processor_is_not_used(tmp_path: Path, monkeypatch
     kernel, why_not = load_kernel.__wrapped__(tmp_path / "other.so")
     assert kernel is None
     assert "avx9000" in why_not
+
+
+def test_a_copy_without_sources_knows_its_kernel_by_their_digest() -> None:
+    found = compiling.sources_digest()
+    assert found == compiling.SOURCES_DIGEST, f"the sources have changed: set SOURCES_DIGEST in compiling.py to {found}"
+
+
+def test_a_copy_without_a_kernel_takes_that_of_the_same_sources_on_the_import_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(name: str, addition: str, *, with_sources: bool = True) -> Path:
+        folder = tmp_path / name / "fl_sim" / "native"
+        folder.mkdir(parents=True)
+        for path in compiling.FOLDER.iterdir():
+            if with_sources and path.suffix in {".cpp", ".h"}:
+                (folder / path.name).write_bytes(path.read_bytes())
+        if addition:
+            (folder / "sgd.h").write_text(addition)
+        (folder / "libkernel.so").write_text("a kernel")
+        return folder / "libkernel.so"
+
+    installed("bare", "", with_sources=False)
+    installed("other", "// another step")
+    own = tmp_path / "copy" / "libkernel.so"
+    monkeypatch.setattr(compiling, "LIBRARY", own)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / name) for name in ("nowhere", "bare", "other", "same")])
+    assert compiling.find_library() == own  # none fits
+    same = installed("same", "")
+    assert compiling.find_library() == same
+    own.parent.mkdir()
+    own.write_text("its own")
+    assert compiling.find_library() == own

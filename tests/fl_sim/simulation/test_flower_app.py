@@ -17,13 +17,11 @@ import torch
 from flwr.app import Context, RecordDict
 from safetensors.torch import load_file
 
-import clients.app
 from fl_sim.engines.inprocess import InProcessGrid
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.simulation import flower_app
 from fl_sim.simulation.engine_choice import client_app
 from fl_sim.simulation.flower_app import read_experiment, read_out, server_app
-from fl_sim.simulation.procedure import site_of
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_result, read_rounds
 from fl_sim.types import UserError
@@ -126,11 +124,18 @@ def daemons(port: str) -> list[int]:
     return [int(row[0]) for row in ours if not row[1].startswith("Z")]
 
 
+def test_flowers_copy_holds_all_that_the_app_reads() -> None:
+    """Flower packs text files of these kinds alone; the kernel, whose sources are no such, is looked for elsewhere."""
+    packed, unread = {".py", ".toml", ".json", ".md", ".yaml"}, {".pyc", ".cpp", ".h", ".so"}
+    rooms = [PROJECT / name for name in ("fl_sim", "strategies", "clients", "partitions")]
+    files = [path for room in rooms for path in room.rglob("*") if path.is_file()]
+    assert len(files) > 100
+    assert [path for path in files if path.suffix not in packed | unread and path.name != "py.typed"] == []
+
+
 @pytest.mark.ray
 @pytest.mark.skipif(sys.platform == "win32", reason="Flower's local SuperLink is a POSIX daemon")
-def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(
-    tmp_path: Path, flwr: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(tmp_path: Path, flwr: dict[str, str]) -> None:
     (tmp_path / "experiment.toml").write_text(tomli_w.dumps(QUICK))
     out = tmp_path / "flower"
     command = [
@@ -142,8 +147,6 @@ def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(
     # flwr's exit code says nothing about the run, so what counts is what the run left.
     log = finished.stdout + finished.stderr
     assert (read_result(out) or {}).get("status") == "finished", log
-    monkeypatch.setattr(clients.app, "load_kernel", lambda: (None, "Flower copies Python files alone"))
-    site_of.cache_clear()  # a site made earlier trains natively
     run(experiment_from(QUICK), tmp_path / "own", grid=InProcessGrid(client_app(), 3))
     assert_same(out, tmp_path / "own")
     assert (read_result(out) or {})["engine"] == "flower"
