@@ -23,7 +23,7 @@ from fl_sim.store.tensors import load_state, save_state
 from fl_sim.training.loop import LocalAlgorithm
 from fl_sim.training.precision import Precision
 from fl_sim.training.records import Records
-from fl_sim.training.trainer import Job, Trainer
+from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Trained
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class _Turn:
     message: Message
     order: wire.Order
     site: Site
-    job: Job
+    job: LocalJob
 
     def reply(self, trained: Trained) -> Message:
         """Keep the client's state for its next round, and answer."""
@@ -243,7 +243,7 @@ class _Turns:
         _set_threads(site.threads)
         generator = rng(site.seed, "batches", client, order.server_round)
         seeded = partial(seed_torch, site.seed, "local", client, order.server_round)
-        return _Turn(message, order, site, Job(task, site.algorithm.plan(task), records, generator, seeded))
+        return _Turn(message, order, site, LocalJob(task, site.algorithm.plan(task), records, generator, seeded))
 
     def _unpacked(self, message: Message) -> tuple[wire.Order, Params, Payloads]:
         content = message.content

@@ -18,7 +18,7 @@ from fl_sim.params import detached
 from fl_sim.seeding import rng, seed_torch
 from fl_sim.settings import Settings
 from fl_sim.training.records import Records
-from fl_sim.training.trainer import Job, Trainer
+from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, RunError
 
 
@@ -49,7 +49,7 @@ def network_votes(
     model = build(int(rng(seed, "teacher", client).integers(2**31)))
     task = LocalTask(1, client, 1, len(records), settings, detached(model.named_parameters()))
     seeded = partial(seed_torch, seed, "teacher", client)
-    job = Job(task, LocalPlan(), records, rng(seed, "teacher batches", client), seeded)
+    job = LocalJob(task, LocalPlan(), records, rng(seed, "teacher batches", client), seeded)
     trained = trainer.train(job)
     return votes_of(trainer.logits(model.to(pool.device), trained.params, pool))
 

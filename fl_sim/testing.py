@@ -26,7 +26,7 @@ from fl_sim.simulation.run_log import Silent
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.records import Records
-from fl_sim.training.trainer import Job, Trainer
+from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Aggregate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState, Trained
 from partitions import Iid
 from strategies.aggregators import WeightedMean
@@ -165,7 +165,7 @@ def _local(
 ) -> Trained:
     task, dataset = _task(algorithm, server, records, state), load("digits")
     inputs, labels = to_tensors(dataset.train.take(torch.arange(records).numpy()), dataset)
-    job = Job(task, algorithm.plan(task), Records.of(inputs, labels), rng(0, "batches", 0, 1))
+    job = LocalJob(task, algorithm.plan(task), Records.of(inputs, labels), rng(0, "batches", 0, 1))
     return (trainer or Trainer(_model(), None)).train(job)
 
 

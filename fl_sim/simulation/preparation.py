@@ -18,8 +18,8 @@ from fl_sim.simulation.run_log import RunLog
 from fl_sim.simulation.site import local_settings, read_pool
 from fl_sim.store import run_directory
 from fl_sim.store.tensors import save_by_content
-from fl_sim.training import trainer
 from fl_sim.training.loop import resident
+from fl_sim.training.trainer import LocalJob
 from fl_sim.types import LocalPlan, LocalTask, Params, RunError
 from strategies.algorithm import Algorithm, Sharing, what_clients_share
 from strategies.flower import FederatedStrategy, share_before_training
@@ -106,9 +106,9 @@ def _trained_on_pool(job: Job, pool: Path, server_epochs: int, params: Params) -
     settings = replace(local_settings(local, local.learning_rate), epochs=server_epochs)
     task = LocalTask(0, 0, 1, len(records), settings, params)
     seeded = partial(seed_torch, seed, "server epochs")
-    lesson = trainer.Job(task, LocalPlan(), records.whole(), rng(seed, "server epochs"), seeded)
+    local_job = LocalJob(task, LocalPlan(), records.whole(), rng(seed, "server epochs"), seeded)
     with torch_kept():
-        trained = job.trainer.train(lesson)
+        trained = job.trainer.train(local_job)
     if not is_finite({"params": trained.params}):
         raise RunError("training diverged on the synthetic records; try a smaller local.learning_rate")
     return trained.params

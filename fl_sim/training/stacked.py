@@ -18,7 +18,7 @@ from fl_sim.training.cuda_graphs import Capture, Launcher, capture_on_cuda
 from fl_sim.training.precision import Precision, arithmetic
 from fl_sim.training.records import Source, merged
 from fl_sim.training.stacked_step import TAKES, Kind, StackedStep
-from fl_sim.training.trainer import Job, Trainer
+from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Params, Trained
 
 
@@ -49,7 +49,7 @@ class StackedTrainer:
         self._step: StackedStep | None = None
         self._launcher: Launcher | None = None
 
-    def train(self, jobs: Sequence[Job]) -> list[Trained]:
+    def train(self, jobs: Sequence[LocalJob]) -> list[Trained]:
         """Train every client from its own ``task.params``; returns one result per job, on the CPU.
 
         Clients whose settings and plans are of one kind (``Kind``) are one stack; learning rates may differ. A client
@@ -72,7 +72,7 @@ class StackedTrainer:
         """Return for how many numbers of clients a step is one launch."""
         return 0 if self._launcher is None else self._launcher.num_graphs
 
-    def _train_stack(self, kind: Kind, jobs: list[Job]) -> list[Trained]:
+    def _train_stack(self, kind: Kind, jobs: list[LocalJob]) -> list[Trained]:
         by_steps = sorted(range(len(jobs)), key=lambda place: -_num_steps(jobs[place]))
         ordered = [jobs[place] for place in by_steps]
         if not _num_steps(ordered[0]):
@@ -81,7 +81,7 @@ class StackedTrainer:
             results = self._train(kind, ordered)
         return [trained for _, trained in sorted(zip(by_steps, results, strict=True), key=lambda pair: pair[0])]
 
-    def _train(self, kind: Kind, jobs: list[Job]) -> list[Trained]:
+    def _train(self, kind: Kind, jobs: list[LocalJob]) -> list[Trained]:
         step, launch = self._prepared(kind, jobs)
         steps = [_num_steps(job) for job in jobs]
         schedule = _schedule(jobs, steps, self._sources)
@@ -104,7 +104,7 @@ class StackedTrainer:
             for place, count in enumerate(steps)
         ]
 
-    def _prepared(self, kind: Kind, jobs: list[Job]) -> tuple[StackedStep, Launcher]:
+    def _prepared(self, kind: Kind, jobs: list[LocalJob]) -> tuple[StackedStep, Launcher]:
         """Return the step, which is a new one where the last one's does not fit, and what takes it."""
         sources = list(dict.fromkeys(source for job in jobs for source, _ in job.records.parts))
         step, capture = self._step, self._capture if self._graphs and captures_on(jobs[0].records.device) else None
@@ -135,7 +135,7 @@ class _Schedule:
     partners: torch.Tensor
 
 
-def _schedule(jobs: list[Job], steps: list[int], sources: list[Source]) -> _Schedule:
+def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> _Schedule:
     """Draw what ``fl_sim.training.loop.train`` draws from every client's generator, in the same order."""
     size = jobs[0].task.settings.batch_size
     rows = np.zeros((steps[0], len(jobs), size), dtype=np.int64)
@@ -164,5 +164,5 @@ def _rows(stacked: Params, count: int) -> list[Params]:
     return [FlatParams(row, layout) for row in flat]
 
 
-def _num_steps(job: Job) -> int:
+def _num_steps(job: LocalJob) -> int:
     return job.task.settings.num_steps(len(job.records))

@@ -17,7 +17,7 @@ from torch.nn import functional
 from fl_sim.params import Layout, check_layout, detached, layout_of
 from fl_sim.training.losses import LogitsOf, added_by, mixed_losses
 from fl_sim.training.records import Source
-from fl_sim.training.trainer import Job
+from fl_sim.training.trainer import LocalJob
 from fl_sim.types import Batch, LocalPlan, LossTerm, Mix, Params
 
 TAKES = frozenset({
@@ -48,7 +48,7 @@ class Kind:
     term: tuple[Hashable, ...] = ()
 
     @classmethod
-    def of(cls, job: Job, *, proximal: bool) -> Self:
+    def of(cls, job: LocalJob, *, proximal: bool) -> Self:
         """Return the kind of ``job``, in a stack of which some are ``proximal``."""
         settings, plan = job.task.settings, job.plan
         return cls(
@@ -106,7 +106,7 @@ class StackedStep:
         pool = (torch.zeros(1), torch.zeros(1)) if plan.mix is None else (plan.mix.inputs, plan.mix.labels)
         self._pool = [part.to(device) for part in pool]
 
-    def load(self, jobs: Sequence[Job]) -> None:
+    def load(self, jobs: Sequence[LocalJob]) -> None:
         """Put the clients where they start."""
         start = [job.task.params for job in jobs]
         _fill(self.params, start)

@@ -34,7 +34,7 @@ _PLAIN = {
 
 
 @dataclass(frozen=True)
-class Job:
+class LocalJob:
     """One client's local training: what ``fl_sim.training.loop.train`` takes besides the model.
 
     ``seed_torch`` is called before PyTorch trains, for what PyTorch draws by itself (dropout).
@@ -82,7 +82,7 @@ class Trainer:
         """Say whether fl_sim.training.stacked takes this model: no random numbers, and no record looks at another."""
         return self._draws_nothing
 
-    def train_all(self, jobs: Sequence[Job]) -> list[Trained]:
+    def train_all(self, jobs: Sequence[LocalJob]) -> list[Trained]:
         """Train clients, one after another, in as few calls of the compiled trainer as may be."""
         stack = self._native(jobs[0])
         if stack is None or self._kernel is None or any(self._native(job) is not stack for job in jobs):
@@ -93,7 +93,7 @@ class Trainer:
         ]
         return self._kernel.train(stack, lessons)
 
-    def train(self, job: Job) -> Trained:
+    def train(self, job: LocalJob) -> Trained:
         """Train one client."""
         if self._native(job) is not None:
             return self.train_all([job])[0]
@@ -143,7 +143,7 @@ class Trainer:
         weights = vector_in(params, stack.layout)
         return (lambda records: kernel.infer(stack, weights, records)) if _is_plain(weights) else None
 
-    def _native(self, job: Job) -> Stack | None:
+    def _native(self, job: LocalJob) -> Stack | None:
         """Return the form in which the compiled trainer takes the model, where it takes ``job``."""
         stack = self._stack(job.records.input_shape) if self._kernel is not None else None
         return stack if stack is not None and _fits(job, stack) else None
@@ -166,7 +166,7 @@ def _draws_nothing(module: nn.Module) -> bool:
     return kind in _PLAIN or kind.__module__ == models.__name__
 
 
-def _fits(job: Job, stack: Stack) -> bool:
+def _fits(job: LocalJob, stack: Stack) -> bool:
     """Say whether the compiled trainer takes this job on a model that it knows."""
     warm = job.plan.momentum_buffers
     return (

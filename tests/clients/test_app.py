@@ -19,7 +19,7 @@ from fl_sim.seeding import rng, seed_torch
 from fl_sim.store.tensors import load_state
 from fl_sim.training.loop import train
 from fl_sim.training.records import Records
-from fl_sim.training.trainer import Job
+from fl_sim.training.trainer import LocalJob
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask
 from strategies.algorithm import what_clients_send
 from strategies.fedavg import FedAvg
@@ -192,7 +192,7 @@ def test_clients_trained_together_answer_as_they_do_alone(tmp_path: Path, stacke
     for client, reply in enumerate(together):
         records = _records(client, "")
         task = LocalTask(1, client, 4, len(records), _local(0.1), play.params)
-        trained = trainer.train(Job(task, LocalPlan(), records, rng(0, "batches", client, 1)))
+        trained = trainer.train(LocalJob(task, LocalPlan(), records, rng(0, "batches", client, 1)))
         update = wire.read_update(client, reply.content, {"delta": play.params})
         assert update.num_examples == len(records)
         assert (update.loss is None) == (trained.loss is None) == (client == 3)

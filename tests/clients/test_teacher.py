@@ -14,7 +14,7 @@ from fl_sim import models
 from fl_sim.data import load
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.records import Records
-from fl_sim.training.trainer import Job, Trainer
+from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import LocalSettings, RunError, Trained
 
 BUILD = partial(models.build, "logistic", (1, 8, 8), 10)
@@ -44,7 +44,7 @@ def test_teachers_differ_in_their_weights_batches_and_coins() -> None:
     drawn: dict[tuple[int, int], list[object]] = {}
 
     class Watched(Trainer):
-        def train(self, job: Job) -> Trained:
+        def train(self, job: LocalJob) -> Trained:
             with torch.random.fork_rng(devices=[]):
                 job.seed_torch()
                 coins = torch.rand(3).tolist()

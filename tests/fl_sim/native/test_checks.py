@@ -14,7 +14,7 @@ from fl_sim.native.layers import FIELDS, Stack, describe
 from fl_sim.params import FlatParams, detached, flattened, layout_of
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.records import Records
-from fl_sim.training.trainer import Job, Trainer
+from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Mix, Params, RunError
 
 SHAPE, COUNT = (2, 8, 8), 9
@@ -218,7 +218,7 @@ def test_whichever_trainer_takes_a_client_wrong_shapes_are_refused(spoil: str, *
     task, plan, inputs, labels, _ = WRONG[spoil][0](lesson())
     if spoil == "momentum":
         plan = replace(plan, momentum_buffers=changed(plan.momentum_buffers or {}, "0.bias", torch.zeros(1)))
-    job = Job(task, plan, Records.of(inputs, labels), rng(0, "test"))
+    job = LocalJob(task, plan, Records.of(inputs, labels), rng(0, "test"))
     with pytest.raises(ValueError, match="do not fit the model"):
         Trainer(model(), kernel() if native else None).train(job)
 

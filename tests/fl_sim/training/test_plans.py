@@ -18,7 +18,7 @@ from fl_sim.training import loop, stacked_step
 from fl_sim.training.loop import train
 from fl_sim.training.records import Records
 from fl_sim.training.stacked import StackedTrainer
-from fl_sim.training.trainer import Job, Trainer
+from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import (
     Batch,
     LocalPlan,
@@ -66,7 +66,7 @@ def like(params: Params, seed: int) -> Params:
 POOL = torch.ones(2, *SHAPE), torch.full((2, CLASSES), 1 / 3)
 
 
-def jobs(plan_of: Callable[[LocalTask], LocalPlan], settings: LocalSettings = SETTINGS) -> list[Job]:
+def jobs(plan_of: Callable[[LocalTask], LocalPlan], settings: LocalSettings = SETTINGS) -> list[LocalJob]:
     params = detached(model().named_parameters())
     made = []
     for client, size in enumerate(SIZES):
@@ -74,24 +74,24 @@ def jobs(plan_of: Callable[[LocalTask], LocalPlan], settings: LocalSettings = SE
         task = LocalTask(1, client, len(SIZES), size, settings, params, state={"previous": like(params, client)})
         inputs = torch.randn(size, *SHAPE, generator=generator)
         labels = torch.randint(0, CLASSES, (size,), generator=generator)
-        made.append(Job(task, plan_of(task), Records.of(inputs, labels), rng(0, "batches", client)))
+        made.append(LocalJob(task, plan_of(task), Records.of(inputs, labels), rng(0, "batches", client)))
     return made
 
 
-def by_loop(given: Sequence[Job]) -> list[Trained]:
+def by_loop(given: Sequence[LocalJob]) -> list[Trained]:
     return [train(model(), job.task, job.plan, *job.records.tensors(), job.generator) for job in given]
 
 
-def by_trainer(given: Sequence[Job]) -> list[Trained]:
+def by_trainer(given: Sequence[LocalJob]) -> list[Trained]:
     return Trainer(model(), load_kernel()[0]).train_all(given)
 
 
-def one_by_one(given: Sequence[Job]) -> list[Trained]:
+def one_by_one(given: Sequence[LocalJob]) -> list[Trained]:
     trainer = Trainer(model(), load_kernel()[0])
     return [trainer.train(job) for job in given]
 
 
-def by_stack(given: Sequence[Job]) -> list[Trained]:
+def by_stack(given: Sequence[LocalJob]) -> list[Trained]:
     return StackedTrainer(model()).train(given)
 
 
@@ -239,7 +239,7 @@ def test_a_stack_mixes_as_each_round_says() -> None:
     trainer, first = StackedTrainer(model()), jobs(lambda task: LocalPlan())
     for weight in (0.1, 0.6):
 
-        def again(weight: float = weight) -> list[Job]:
+        def again(weight: float = weight) -> list[LocalJob]:
             plan = LocalPlan(mix=Mix(*POOL, weight, linearise=False))
             return [replace(job, plan=plan, generator=rng(1, "batches", job.task.client)) for job in first]
 
@@ -255,7 +255,7 @@ def test_a_parameter_that_the_term_alone_moves_is_moved_in_a_stack_too() -> None
     def pull(batch: Batch) -> torch.Tensor:
         return batch.params["centre"].pow(2).sum()
 
-    def made() -> list[Job]:
+    def made() -> list[LocalJob]:
         params = detached(partly().named_parameters())
         plan = LocalPlan(loss_term=LossTerm(pull))
         return [

@@ -15,7 +15,7 @@ from fl_sim.training.loop import LocalAlgorithm, train
 from fl_sim.training.precision import Precision
 from fl_sim.training.records import Records, Scale, Source
 from fl_sim.training.stacked import StackedTrainer
-from fl_sim.training.trainer import Job
+from fl_sim.training.trainer import LocalJob
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Params
 from strategies.fedavg import FedAvg
 from strategies.fedmix import FedMix, NaiveMix
@@ -42,7 +42,9 @@ def noise(params: Params, seed: int) -> Params:
     return {name: 0.01 * torch.randn(value.shape, generator=generator) for name, value in params.items()}
 
 
-def jobs(algorithm: LocalAlgorithm, name: str, settings: LocalSettings = SETTINGS, device: str = "cpu") -> list[Job]:
+def jobs(
+    algorithm: LocalAlgorithm, name: str, settings: LocalSettings = SETTINGS, device: str = "cpu"
+) -> list[LocalJob]:
     params = detached(model(name).named_parameters())
     generator = torch.Generator().manual_seed(0)
     pool = {"inputs": torch.randn(3, *SHAPE, generator=generator), "labels": torch.full((3, 10), 0.1)}
@@ -55,7 +57,7 @@ def jobs(algorithm: LocalAlgorithm, name: str, settings: LocalSettings = SETTING
         )  # fmt: skip
         inputs = torch.randn(size, *SHAPE, generator=generator).to(device)
         labels = torch.randint(0, 10, (size,), generator=generator).to(device)
-        made.append(Job(task, algorithm.plan(task), Records.of(inputs, labels), rng(0, "batches", client)))
+        made.append(LocalJob(task, algorithm.plan(task), Records.of(inputs, labels), rng(0, "batches", client)))
     return made
 
 
@@ -63,7 +65,7 @@ def flat(params: Params) -> torch.Tensor:
     return torch.cat([value.double().cpu().reshape(-1) for value in params.values()])
 
 
-def assert_agree(made: Callable[[], list[Job]], name: str, device: str = "cpu", within: float = 5e-5) -> None:
+def assert_agree(made: Callable[[], list[LocalJob]], name: str, device: str = "cpu", within: float = 5e-5) -> None:
     found, expected = made(), made()
     for job, twin, trained in zip(found, expected, StackedTrainer(model(name, device)).train(found), strict=True):
         alone = train(model(name, device), twin.task, twin.plan, *twin.records.tensors(), twin.generator)
@@ -96,7 +98,7 @@ def test_without_momentum_or_decay_it_is_plain_sgd() -> None:
 
 
 def test_warm_momentum_goes_on_where_it_was() -> None:
-    def warm() -> list[Job]:
+    def warm() -> list[LocalJob]:
         return [
             replace(job, plan=LocalPlan(momentum_buffers=noise(job.task.params, job.task.client)))
             for job in jobs(FedAvg(), "mlp")
@@ -112,7 +114,7 @@ def test_frozen_and_unused_parameters_stay_as_they_were() -> None:
         made.get_parameter("1.weight").requires_grad = False
         return made
 
-    def made() -> list[Job]:
+    def made() -> list[LocalJob]:
         params = detached(partly().named_parameters())
         return [replace(job, task=replace(job.task, params=params)) for job in jobs(FedAvg(), "mlp")]
 
@@ -140,7 +142,7 @@ def test_bfloat16_stays_near_and_keeps_float32_weights() -> None:
         assert moved == 0 or not torch.equal(flat(one.params), flat(two.params))
 
 
-def as_bytes(made: list[Job], sources: int, device: str = "cpu") -> list[Job]:
+def as_bytes(made: list[LocalJob], sources: int, device: str = "cpu") -> list[LocalJob]:
     """Return ``made`` with other records: every client's a range of bytes that lie in one source or in several."""
     generator = torch.Generator().manual_seed(7)
     scale = Scale(torch.full((1, 1, 1, 1), 33.3), torch.full((1, 1, 1, 1), 78.6)).to(torch.device(device))
@@ -215,14 +217,14 @@ def test_what_a_stack_keeps_in_memory_is_of_this_round(algorithm: LocalAlgorithm
     first = as_bytes(jobs(algorithm, "mlp", settings), 1)  # the same records each time, or the trainer starts anew
     for server_round in range(3):
 
-        def made(server_round: int = server_round) -> list[Job]:
+        def made(server_round: int = server_round) -> list[LocalJob]:
             turned = []
             for job in first:
                 moved_on = noise(job.task.params, 90 + server_round)
                 params = {name: value + moved_on[name] for name, value in job.task.params.items()}
                 state = {name: noise(params, 10 * server_round + job.task.client) for name in job.task.state}
                 task = replace(job.task, params=params, state=state)
-                turned.append(Job(task, algorithm.plan(task), job.records, rng(0, "batches", job.task.client)))
+                turned.append(LocalJob(task, algorithm.plan(task), job.records, rng(0, "batches", job.task.client)))
             return turned
 
         for twin, trained in zip(made(), trainer.train(made()), strict=True):

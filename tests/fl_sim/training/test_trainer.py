@@ -16,7 +16,7 @@ from fl_sim.params import detached, zeros_like
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.training.loop import EVALUATION_BATCH, LocalAlgorithm, evaluate, train
 from fl_sim.training.records import Records
-from fl_sim.training.trainer import Job, Trainer
+from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Params, Trained
 from strategies.fedavg import FedAvg
 from strategies.fedmix import FedMix, NaiveMix
@@ -63,7 +63,7 @@ def noise(params: Params, seed: int) -> Params:
     return {name: 0.01 * torch.randn(value.shape, generator=generator) for name, value in params.items()}
 
 
-def jobs(algorithm: LocalAlgorithm, name: str = "niid-cnn") -> list[Job]:
+def jobs(algorithm: LocalAlgorithm, name: str = "niid-cnn") -> list[LocalJob]:
     params = detached(model(name).named_parameters())
     made = []
     for client, size in enumerate(SIZES):
@@ -75,11 +75,11 @@ def jobs(algorithm: LocalAlgorithm, name: str = "niid-cnn") -> list[Job]:
         )  # fmt: skip
         inputs = torch.randn(size, *shape_for(name), generator=generator)
         labels = torch.randint(0, 10, (size,), generator=generator)
-        made.append(Job(task, algorithm.plan(task), Records.of(inputs, labels), rng(0, "batches", client)))
+        made.append(LocalJob(task, algorithm.plan(task), Records.of(inputs, labels), rng(0, "batches", client)))
     return made
 
 
-def train_cohort(model: nn.Module, jobs: Sequence[Job], threads: int) -> list[Trained]:
+def train_cohort(model: nn.Module, jobs: Sequence[LocalJob], threads: int) -> list[Trained]:
     trainer = Trainer(model, load_kernel()[0])
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(trainer.train, jobs))
@@ -174,7 +174,7 @@ def test_the_bits_of_pytorch_do_not_depend_on_the_number_of_threads() -> None:
     lent = unknown()
     params = detached(lent.named_parameters())
 
-    def made() -> list[Job]:
+    def made() -> list[LocalJob]:
         return [replace(job, task=replace(job.task, params=params), plan=LocalPlan()) for job in jobs(FedProx())[:4]]
 
     alone, together = (train_cohort(lent, made(), threads) for threads in (1, 3))
@@ -188,9 +188,9 @@ def test_a_model_with_dropout_draws_from_its_own_seed_in_any_order() -> None:
         dropping = nn.Sequential(nn.Flatten(), nn.Linear(256, 10), nn.Dropout(0.5))
     params = detached(dropping.named_parameters())
 
-    def made() -> list[Job]:
+    def made() -> list[LocalJob]:
         return [
-            Job(
+            LocalJob(
                 LocalTask(1, client, 4, 20, SETTINGS, params), LocalPlan(),
                 Records.of(torch.ones(20, *SHAPE), torch.arange(20) % 10), rng(0, "batches", client),
                 lambda client=client: seed_torch(0, "local", client),
