@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fl_sim.store.run_directory import read_result, read_rounds
+from fl_sim.store.run_directory import PRIVATE_ERRORS, read_result, read_rounds
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="the commands are for a POSIX shell"),
@@ -185,7 +185,8 @@ def test_a_node_with_a_policy_refuses_and_the_run_says_so(deployment: Deployment
     pools = '[preprocess]\nkind = "da-fl"\ntrain_on = "synthetic"\ngenerator = "mean-embedding"\nepsilon = 20.0'
     pooled = deployment.run(deployment.folder / "pooled", "rounds = 1", pools)
     assert pooled["status"] == "failed"
-    assert "policy allows epsilon 10" in str(pooled["error"])
+    assert "client 1" in str(pooled["error"])  # whose words, where records are to stay private, are for the owner alone
+    assert "policy allows epsilon 10" in (deployment.folder / "pooled" / PRIVATE_ERRORS).read_text()
 
 
 @pytest.mark.slow
