@@ -3,12 +3,12 @@
 import copy
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from clients.dafl.settings import DaFl, NoPreprocess
-from fl_sim.kinds import kind_of
+from fl_sim.kinds import kind_of, kinds
 from fl_sim.mistakes import explain, shortened
 from fl_sim.settings import OneOf, Settings, group_in, parse
 from fl_sim.settings_file import MOST_LEVELS
@@ -22,6 +22,7 @@ from strategies.fedmix import FedMix, NaiveMix
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
 from strategies.global_dp import GlobalDP
+from strategies.pate.mechanisms import NoNoise
 from strategies.pate.settings import Pate, start_of
 from strategies.samplers import AnySampler, Everyone, FixedSize, Poisson, Sampler
 from strategies.scaffold import Scaffold
@@ -209,6 +210,15 @@ class Experiment(Settings):
                     f"algorithm pate has teachers vote once, all of them, and adds the noise itself: {name} "
                     f"{kind_of(given)} has no place in it, leave it out"
                 )
+        assert isinstance(self.algorithm, Pate)
+        if type(self.partition) not in get_args(AnyScheme) and not isinstance(
+            self.algorithm.labelling.mechanism, NoNoise
+        ):
+            raise ValueError(
+                f"algorithm pate over partition {kind_of(self.partition)}: how many teachers one record more can "
+                "change is not known of a split of your own, so no epsilon could be printed; take one of "
+                f"{', '.join(kinds(AnyScheme))}, or algorithm.labelling.mechanism=none"
+            )
 
     def _synthetic(self, settings: DaFl) -> None:
         if isinstance(self.algorithm, Centralized):
@@ -221,7 +231,12 @@ class Experiment(Settings):
 
     def _private(self) -> None:
         kind = kind_of(self.algorithm)
-        if not isinstance(self.sampler, Everyone | FixedSize | Poisson):
+        if type(self.aggregator) is not GlobalDP:
+            raise ValueError(
+                f"aggregator {kind_of(self.aggregator)} changes global-dp, so what it protects is not known here and "
+                "no epsilon could be printed: take global-dp itself, or derive from WeightedMean, without a guarantee"
+            )
+        if type(self.sampler) not in {Everyone, FixedSize, Poisson}:
             raise ValueError(
                 f"sampler {kind_of(self.sampler)} cannot run under aggregator global-dp: how much it amplifies privacy "
                 "is not proven here; take full, fixed-size or poisson"

@@ -14,17 +14,20 @@ import tomli_w
 from numpy.typing import NDArray
 from pydantic import ConfigDict
 
+from clients.dafl.mean_embedding import MeanEmbedding
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.kinds import kind_of, short_form, title_of
 from fl_sim.params import scale
 from fl_sim.settings import ENTRY_POINTS, Settings
+from fl_sim.simulation.run import run
 from fl_sim.types import Aggregate, ClientUpdate, Cohort, LocalTask, Trained
 from partitions import LabelK, Scheme
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import Averaging, Weighting
 from strategies.fedavg import FedAvg
-from strategies.samplers import Coins
+from strategies.global_dp import GlobalDP
+from strategies.samplers import Coins, Poisson
 
 
 class Doubled(Averaging):
@@ -196,9 +199,61 @@ def test_what_is_no_such_kind_is_refused_in_one_line(field: str, value: Any, mes
     assert str(caught.value).startswith(field)
 
 
-def test_an_own_sampler_states_no_amplification_under_global_dp() -> None:
-    with pytest.raises(UserError, match=r"FirstOnes cannot run under aggregator global-dp: .* is not proven"):
-        experiment_from({"sampler": FirstOnes(), "aggregator": "global-dp"})
+class OftenButNotSaid(Poisson):
+    """Takes part twice as often as it says."""
+
+    def sample(self, num_clients: int, coins: Coins) -> NDArray[np.int64]:
+        return np.union1d(super().sample(num_clients, coins), super().sample(num_clients, coins))
+
+
+class Quiet(GlobalDP):
+    """Global DP without its noise."""
+
+    def event(self) -> Any:
+        return GlobalDP(noise_multiplier=10.0).event()
+
+
+class EveryClass(LabelK):
+    """One of ours, dealt otherwise."""
+
+
+class OwnEmbedding(MeanEmbedding):
+    """One of ours under another name."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sampler": FirstOnes(), "aggregator": "global-dp"}, "FirstOnes cannot run under .*: .* is not proven"),
+        ({"sampler": OftenButNotSaid(), "aggregator": "global-dp"}, "OftenButNotSaid cannot run under"),
+        ({"aggregator": Quiet(), "clients": 20}, "Quiet changes global-dp, so what it protects is not known here"),
+        ({"algorithm": "pate", "partition": EveryClass()}, "EveryClass: how many teachers one record more can change"),
+        ({"algorithm": "pate", "partition": InOrder()}, "InOrder: how many teachers one record more can change"),
+    ],
+)  # fmt: skip
+def test_where_an_epsilon_would_rest_on_code_that_nobody_here_has_proven_it_is_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        experiment_from(settings)
+
+
+def test_without_noise_teachers_may_be_split_in_any_way() -> None:
+    plain = {"kind": "pate", "labelling": {"mechanism": "none"}}
+    assert experiment_from({"algorithm": plain, "partition": InOrder()}).partition == InOrder()
+
+
+def test_of_an_own_generator_the_statement_says_whose_word_its_cost_is(tmp_path: Path) -> None:
+    preprocess = {"kind": "da-fl", "generator": OwnEmbedding(frequencies=10), "gamma": 0.2}
+    settings = {"preprocess": preprocess, "clients": 2, "partition": "iid", "rounds": 1, "engine": "inprocess",
+                "model": "logistic"}  # fmt: skip
+    result = run(experiment_from(settings), tmp_path)
+    [statement] = result["privacy"]
+    assert (
+        f"the generator {HERE}:OwnEmbedding, which is not part of fl-sim, costs what it states"
+        in (statement["does_not_cover"])
+    )
+    assert result["preprocess"]["generator"] == f"{HERE}:OwnEmbedding"
 
 
 class Kinded(Averaging):

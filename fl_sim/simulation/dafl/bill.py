@@ -9,19 +9,21 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 from dp_accounting import dp_event
 
-from clients.dafl.settings import DaFl
+from clients.dafl.settings import AnyGenerator, DaFl
 from fl_sim.data import tuned_on
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.kinds import kind_of
 from fl_sim.privacy import events
 from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts, none_if_infinite
 from fl_sim.privacy.ledger import Ledger, Terms
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.simulation.client_ledgers import Together
 from fl_sim.simulation.dafl.pool import Pool, da_fl
+from strategies.global_dp import GlobalDP
 
 NOT_PER_CLIENT = (
     " The pool of synthetic records that clients released before training: it is protected per record, not per client."
@@ -129,9 +131,14 @@ def _does_not_cover(experiment: Experiment, settings: DaFl) -> str:
         "How many records a client holds, gamma and the range of the label picker are treated as public. A person with "
         "several records pays for each of them."
     )
+    if type(settings.generator) not in get_args(AnyGenerator):
+        public += (
+            f" That the generator {kind_of(settings.generator)}, which is not part of fl-sim, costs what it states is "
+            "its author's word."
+        )
     if settings.train_on == "synthetic":
         return public
-    if experiment.aggregator.kind == "global-dp":
+    if isinstance(experiment.aggregator, GlobalDP):
         task = "The main task trains on raw records; what leaves it is protected per client, by the other statement."
     else:
         task = (
