@@ -1,12 +1,16 @@
 """What several test files share: a model whose loss is written down by hand, and a federation without an engine."""
 
 import importlib.util
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +25,7 @@ from fl_sim.engines.ray_token import choose_token
 from fl_sim.params import detached
 from fl_sim.privacy import loss_distribution, renyi
 from fl_sim.seeding import rng
+from fl_sim.tables import worker, workers
 from fl_sim.training.loop import train
 from fl_sim.types import ClientUpdate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState
 from strategies.aggregators import WeightedMean
@@ -98,6 +103,21 @@ def quick_accounting(coarse_losses: None, monkeypatch: pytest.MonkeyPatch) -> It
     renyi.rdp_curve.cache_clear()
     yield
     renyi.rdp_curve.cache_clear()
+
+
+@pytest.fixture
+def cells_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run cells in threads of this process: a worker process takes seconds to start."""
+
+    def spawn() -> tuple[SimpleNamespace, Connection]:
+        ours, theirs = Pipe()
+        thread = threading.Thread(target=worker.work, args=(os.dup(theirs.fileno()),), daemon=True)
+        thread.start()
+        theirs.close()
+        return SimpleNamespace(terminate=ours.close, wait=thread.join, stdin=None), ours
+
+    monkeypatch.setattr(workers, "_spawn", spawn)
+    monkeypatch.setattr(worker, "_die_with_parent", lambda: None)
 
 
 class Bowl(nn.Module):

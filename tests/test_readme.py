@@ -35,6 +35,7 @@ def test_runs_without_out_have_a_directory_each_and_find_it_again(
     assert all(read_rounds(path) for path in first)
 
 
+@pytest.mark.usefixtures("cells_in_threads")
 def test_the_example_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (example,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -43,6 +44,15 @@ def test_the_example_in_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert quick.count(small) == 2
     exec(compile(quick.replace("]}})", "]}}, jobs=1)"), "README.md", "exec"), {})
     assert (tmp_path / "results").is_dir()
+
+
+def test_links_and_paths_lead_somewhere() -> None:
+    top = Path(__file__).parents[1]
+    for page in (top / "README.md", top / "CONTRIBUTING.md", *sorted((top / "docs").glob("*.md"))):
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+        assert [link for link in links if not (page.parent / link).exists()] == [], page
+    named = re.findall(r"`((?:fl_sim|strategies|clients|partitions|docs|benchmarks|examples)/[\w/.]+)`", README)
+    assert [path for path in named if not (top / path).exists()] == []
 
 
 def _directories(runs: list[list[str]], capsys: pytest.CaptureFixture[str]) -> list[Path]:

@@ -55,7 +55,7 @@ def _row(name: str, source: Source | None) -> dict[str, Any]:
 def _where(source: Source | None) -> str:
     if source is None:
         return "missing"
-    return f"{source.layout:8} {source.path}" if source.path else "embedded in fl-sim"
+    return f"{source.layout:8} {source.path}" if source.path else "embedded in scikit-learn"
 
 
 def _say(check: Check) -> None:

@@ -40,6 +40,7 @@ def test_a_private_run_states_its_epsilon(tmp_path: Path) -> None:
     assert 0 < release.epsilon <= 8
 
 
+@pytest.mark.usefixtures("cells_in_threads")
 def test_a_table_takes_objects_and_returns_a_cell_for_each_run(tmp_path: Path) -> None:
     plan = {"base": SMALL, "grid": {"algorithm": ["fedavg", FedProx(mu=0.3)]}, "centralized": False}
     filled = fl_sim.table(plan, out=tmp_path / "table", jobs=1, progress=False)

@@ -5,19 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from fl_sim.__main__ import main
-from fl_sim.tables import worker, workers
 from fl_sim.tables.plan import preset_names
 
 ROOT = Path(__file__).parents[3]
@@ -64,21 +59,6 @@ def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-@pytest.fixture
-def cells_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run cells in threads of this process: a worker process takes seconds to start."""
-
-    def spawn() -> tuple[SimpleNamespace, Connection]:
-        ours, theirs = Pipe()
-        thread = threading.Thread(target=worker.work, args=(os.dup(theirs.fileno()),), daemon=True)
-        thread.start()
-        theirs.close()
-        return SimpleNamespace(terminate=ours.close, wait=thread.join, stdin=None), ours
-
-    monkeypatch.setattr(workers, "_spawn", spawn)
-    monkeypatch.setattr(worker, "_die_with_parent", lambda: None)
 
 
 def wait_for_a_round(out: Path, process: subprocess.Popen[str], least: int) -> None:

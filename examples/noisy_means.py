@@ -1,0 +1,71 @@
+"""A generator of your own: every class is its noisy mean image. Simple, private, and its bill is one Gaussian release.
+
+    fl-sim run preprocess=da-fl preprocess.generator=noisy_means:NoisyMeans
+
+It says what it will cost before it looks at a record (``bill``), and ``generate`` adds just the noise that was billed.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from dp_accounting import GaussianDpEvent, NonPrivateDpEvent
+from numpy.typing import NDArray
+from pydantic import Field
+
+from clients.dafl.generator import Bill, Made, PrivateRecords, Request, nothing
+from clients.dafl.mean_embedding import Release
+from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.planning import noise_multiplier
+from fl_sim.settings import Settings
+
+
+class NoisyMeans(Settings):
+    """Release the sum and the number of each class's records once; draw images around their mean, ``spread`` apart."""
+
+    spread: float = Field(0.2, ge=0)
+
+    def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> Bill:
+        """Price one Gaussian release; epsilon inf means no noise."""
+        del num_records, num_classes
+        if math.isinf(epsilon):
+            return Bill(NonPrivateDpEvent(), steps=1, noise_multiplier=0.0, sampling_rate=1.0)
+        multiplier = noise_multiplier(lambda event: event, 1, epsilon, delta)
+        return Bill(GaussianDpEvent(multiplier), steps=1, noise_multiplier=multiplier, sampling_rate=1.0)
+
+    def generate(
+        self,
+        records: PrivateRecords,
+        counts: NDArray[np.int64],
+        bill: Bill,
+        noise: Noise,
+        generator: np.random.Generator,
+    ) -> torch.Tensor:
+        """Return ``counts`` images of each class. All that touches ``records`` goes through ``Release``."""
+        shape = records.inputs.shape[1:]
+        points = records.inputs.numpy().reshape(len(records.inputs), -1).astype(np.float64)
+        one = math.sqrt(points.shape[1])  # as long as the longest record, so that counts are about as exact as pixels
+        features = np.concatenate([np.full((len(points), 1), one), points], axis=1)
+        release = Release(bill.noise_multiplier, noise, "sums and counts")
+        sums, _ = release.sums(features, math.sqrt(2) * one, records.labels.numpy(), records.num_classes)
+        means = sums[:, 1:] / np.maximum(sums[:, :1] / one, 1.0)
+        around = np.repeat(means, counts, axis=0)
+        made = around + self.spread * generator.standard_normal(around.shape)
+        return torch.from_numpy(made.clip(-1, 1).astype(np.float32)).reshape(-1, *shape)
+
+    def generate_stacked(self, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
+        """Take one client after another; a failure is one client's alone."""
+        made: list[Made] = []
+        for one in requests:
+            check()
+            try:
+                made.append(self.generate(one.records, one.counts, one.bill, one.noise, one.generator))
+            except Exception as error:  # noqa: BLE001 (whatever a client's data raises is this one client's failure)
+                made.append(error)
+        return made
+
+    def shortened(self, steps: int) -> "tuple[NoisyMeans, float]":
+        """Return itself: there is nothing to shorten."""
+        del steps
+        return self, 1.0

@@ -1,0 +1,30 @@
+"""A split of your own: one client holds most of the records, the others share the rest.
+
+    fl-sim run partition=one_big_client:OneBigClient partition.share=0.7
+
+A scheme is a frozen dataclass with a method ``split``; it needs numpy alone.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitions import ImpossibleSplit
+
+
+@dataclass(frozen=True)
+class OneBigClient:
+    """Client 0 holds ``share`` of all records, the others equal parts of the rest, all drawn at random."""
+
+    share: float = 0.5
+
+    def split(
+        self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
+    ) -> list[NDArray[np.int64]]:
+        """Return disjoint sorted indices into ``labels``. Raises ImpossibleSplit, which becomes the user's message."""
+        if not 0 < self.share < 1 or num_partitions < 2:
+            raise ImpossibleSplit(f"share={self.share:g} of {num_partitions} clients: take 0 < share < 1 and 2 clients")
+        shuffled = rng.permutation(len(labels))
+        first = round(self.share * len(labels))
+        return [np.sort(part) for part in (shuffled[:first], *np.array_split(shuffled[first:], num_partitions - 1))]

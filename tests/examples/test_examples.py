@@ -1,0 +1,113 @@
+"""Every example runs as its first lines say, in small; and is what it says it is."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fl_sim
+from fl_sim.cli.run import parse_experiment
+from fl_sim.kinds import kind_of, title_of
+from fl_sim.testing import check
+from fl_sim.types import Cohort, Reply
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+COMMANDS = {
+    path.stem: shlex.split(command[1])
+    for path in sorted(EXAMPLES.glob("*.py"))
+    if (command := re.search(r"^    fl-sim run (.*)$", path.read_text(), re.MULTILINE))
+}
+SMALL = ["rounds=1", "clients=3", "engine=inprocess"]
+
+
+@pytest.fixture(autouse=True)
+def _found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+def test_there_is_one_for_every_extension_point() -> None:
+    keys = {word.partition("=")[0] for words in COMMANDS.values() for word in words if ":" in word}
+    assert keys == {"algorithm", "partition", "data", "model", "aggregator", "preprocess.generator"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_command_in_an_example_runs_what_is_in_it(name: str, tmp_path: Path) -> None:
+    result = fl_sim.run(parse_experiment([*COMMANDS[name], *SMALL]), out=tmp_path, progress=False)
+    assert result.facts["status"] == "finished"
+    written = (tmp_path / "config.toml").read_text()
+    assert f'"{next(word for word in COMMANDS[name] if f"={name}:" in word).partition("=")[2]}"' in written
+
+
+def experiment(name: str) -> Any:
+    return parse_experiment(COMMANDS[name])
+
+
+def test_the_loss_term_keeps_the_laws_and_does_something(tmp_path: Path) -> None:
+    distilled = experiment("distillation").algorithm
+    assert (kind_of(distilled), title_of(distilled)) == ("distillation:Distilled", "FedGKD")
+    check(distilled)
+    losses = [
+        fl_sim.run({"algorithm": {"kind": "distillation:Distilled", "gamma": gamma}, "model": "logistic", "rounds": 1},
+                   out=tmp_path / str(gamma), progress=False).rounds[0].test_loss
+        for gamma in (0.0, 5.0)
+    ]  # fmt: skip
+    assert losses[0] != losses[1]
+
+
+def test_one_client_of_the_split_holds_its_share() -> None:
+    parts = experiment("one_big_client").partition.split(np.zeros(100, np.int64), 4, np.random.default_rng(0))
+    assert [len(part) for part in parts] == [70, 10, 10, 10]
+    assert sorted(np.concatenate(parts)) == list(range(100))
+    with pytest.raises(fl_sim.UserError, match="take 0 < share < 1"):
+        fl_sim.run({"partition": {"kind": "one_big_client:OneBigClient", "share": 2.0}})
+
+
+def test_a_broken_client_does_not_move_the_median_far() -> None:
+    updates = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0]), torch.tensor([1e9, -1e9])]
+    replies = tuple(Reply(client, {"delta": {"w": update}}, 1, 0.0) for client, update in enumerate(updates))
+    aggregate = experiment("median").aggregator.mean(Cohort(1, (*replies, Reply(3, {}, 0, None)), 4, 4.0), "examples")
+    assert aggregate.payloads["delta"]["w"].tolist() == [3.0, -1.0]
+    assert aggregate.participation == 0.75
+
+
+def test_without_noise_the_generator_returns_the_means_of_the_classes() -> None:
+    from clients.dafl.generator import PrivateRecords  # noqa: PLC0415
+    from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
+
+    generator = sys.modules["noisy_means"].NoisyMeans(spread=0.0)
+    inputs = torch.tensor([0.5, -0.5, 1.0, 0.0]).reshape(4, 1, 1, 1)
+    records = PrivateRecords(inputs, torch.tensor([0, 0, 1, 1]), 3)
+    bill = generator.bill(4, 3, float("inf"), 1e-5)
+    made = generator.generate(records, np.array([1, 2, 0]), bill, Noise.seeded(0), np.random.default_rng(0))
+    assert made.flatten().tolist() == [0.0, 0.5, 0.5]
+    assert generator.bill(4, 3, 1.0, 1e-5).noise_multiplier > 3
+
+
+@pytest.mark.usefixtures("cells_in_threads")
+def test_the_sweep_draws_its_picture(tmp_path: Path) -> None:
+    import sweep  # noqa: PLC0415
+
+    picture = sweep.sweep([0.1, 1.0], [0], {"model": "logistic", "rounds": 1}, tmp_path / "out")
+    assert picture.stat().st_size > 1000
+
+
+def test_what_the_recipes_show_is_in_the_examples() -> None:
+    recipes = (EXAMPLES.parent / "docs" / "adding.md").read_text()
+    files = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
+    blocks = re.findall(r"^```python\n(.*?)^```", recipes, re.MULTILINE | re.DOTALL)
+    shown = [block for block in blocks if "check(" not in block]
+    assert len(shown) >= 5
+    assert all(any(_lines(block) in _lines(text) for text in files.values()) for block in shown)
+    assert all(f"(../examples/{name})" in recipes for name in files)
+    for name, words in COMMANDS.items():
+        assert any(f"fl-sim run {shlex.join(words[:count])}`" in recipes for count in range(1, len(words) + 1)), name
+
+
+def _lines(text: str) -> str:
+    """Return ``text`` without indentation and blank lines."""
+    return "\n".join(stripped for line in text.splitlines() if (stripped := line.strip()))
