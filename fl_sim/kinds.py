@@ -53,8 +53,3 @@ def short_form(value: Any) -> str:
         return kind
     given = getattr(value, parameter)
     return f"{kind.removesuffix('-k')}-{given}" if kind.endswith("-k") else f"{kind}:{given}"
-
-
-def importable_elsewhere(value: Any) -> bool:
-    """Say whether another process finds the class of a settings value: not where a script or a notebook defines it."""
-    return type(value).__module__ != "__main__"

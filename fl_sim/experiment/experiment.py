@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
@@ -264,6 +265,15 @@ class Experiment(Settings):
     def num_clients(self) -> int:
         """Return the number of simulated clients: one where training is centralized."""
         return 1 if isinstance(self.algorithm, Centralized) else self.clients
+
+
+def defined_in_script(experiment: Experiment) -> str:
+    """Return the name of a class or function that the running script or notebook defines, empty where there is none.
+
+    No other process can import it.
+    """
+    found = re.search(r'"__main__:([^":]+)', experiment.model_dump_json())
+    return found[1] if found else ""
 
 
 def experiment_from(table: Mapping[str, Any]) -> Experiment:

@@ -17,7 +17,7 @@ from clients.app import SiteFactory, build_client_app, synthesize_together, trai
 from clients.dafl.settings import DaFl
 from fl_sim.engines.inprocess import Generators, InProcessGrid, LocalGrid, Progress, Together
 from fl_sim.engines.ray_token import choose_token
-from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray
+from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray, defined_in_script
 from fl_sim.experiment.job import Job
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached
@@ -108,6 +108,11 @@ def together_of(job: Job, site_of: SiteFactory, stack: int) -> Together | None:
 def choose(job: Job) -> tuple[Engine, str]:
     """Return the engine to use and why."""
     experiment, engine = job.experiment, job.experiment.engine
+    if isinstance(engine, Ray) and (script := defined_in_script(experiment)):
+        raise UserError(
+            f"engine=ray: {script} is defined in the script that runs, where no other process finds it: put it in a "
+            "module of its own, or take engine=inprocess"
+        )
     if not isinstance(engine, Auto):
         return engine, f"engine {engine.kind}, as asked for"
     workers = min(cores(), max(1, round(experiment.sampler.expected_size(experiment.num_clients))))
@@ -126,6 +131,8 @@ def choose(job: Job) -> tuple[Engine, str]:
 
 def _why_alone(job: Job, workers: int) -> str:
     """Return why ``workers`` actors of Ray would be of no use, empty where they might."""
+    if script := defined_in_script(job.experiment):
+        return f"no other process finds {script}, which the script that runs defines"
     if job.device.type == "cuda":
         return "there is a GPU, which one process keeps busy"
     if workers < 2:

@@ -1,7 +1,6 @@
 """Runs side by side in worker processes that import torch once and are used again; a dying worker costs one run."""
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from fl_sim.experiment.experiment import Experiment, InProcess
+from fl_sim.experiment.experiment import Experiment, InProcess, defined_in_script
 from fl_sim.simulation.capacity import cores
 from fl_sim.store import run_directory
 from fl_sim.store.locks import sole_run
@@ -128,8 +127,7 @@ def _with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
 def _check_importable(experiments: Iterable[Experiment]) -> None:
     """Raise UserError where a class is the caller's main module's, which no other process can import."""
     for experiment in experiments:
-        if found := re.search(r'"__main__:([^":]+)', experiment.model_dump_json()):
-            name = found[1]
+        if name := defined_in_script(experiment):
             raise UserError(
                 f"{name} is defined in the script or notebook itself, from which a table's worker processes cannot "
                 f"import it: put it in a module beside it, for example mine.py, and write 'from mine import {name}'"

@@ -17,9 +17,11 @@ from pydantic import ConfigDict
 from clients.dafl.mean_embedding import MeanEmbedding
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.experiment.job import job_of
 from fl_sim.kinds import kind_of, short_form, title_of
 from fl_sim.params import scale
 from fl_sim.settings import ENTRY_POINTS, Settings
+from fl_sim.simulation.engine_choice import choose
 from fl_sim.simulation.run import run
 from fl_sim.types import Aggregate, ClientUpdate, Cohort, LocalTask, Trained
 from partitions import LabelK, Scheme
@@ -266,3 +268,13 @@ def test_a_name_that_a_class_gives_itself_is_not_its_kind() -> None:
     experiment = Experiment(algorithm=Kinded())
     assert experiment.model_dump()["algorithm"] == {"kind": f"{HERE}:Kinded"}
     assert experiment_from(experiment.model_dump()) == experiment
+
+
+def test_what_a_script_defines_stays_in_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kinded, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "Kinded", Kinded, raising=False)
+    settings = {"algorithm": Kinded(), "model": "dafl-cnn"}
+    with pytest.raises(UserError, match="engine=ray: Kinded is defined in the script that runs"):
+        choose(job_of(experiment_from({**settings, "engine": "ray"})))
+    engine, why = choose(job_of(experiment_from({**settings, "engine": "auto"})))
+    assert (engine.kind, "no other process finds Kinded" in why) == ("inprocess", True)
