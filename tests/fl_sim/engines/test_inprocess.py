@@ -37,7 +37,7 @@ def app() -> ClientApp:
         if client == 1 and action == "exit":
             raise SystemExit(3)
         if client == 1 and action == "sleep":
-            time.sleep(0.2)
+            time.sleep(0.7)
         return Message(RecordDict({"report": MetricRecord({"client": client})}), reply_to=message)
 
     return made
@@ -78,7 +78,7 @@ def test_a_client_that_raises_is_one_error_reply_and_no_more(action: str, reason
 
 def test_clients_whose_turn_does_not_come_before_the_deadline_are_error_replies() -> None:
     grid = InProcessGrid(app(), 3)
-    replies = grid.send_and_receive(messages(grid, "sleep"), timeout=0.1)
+    replies = grid.send_and_receive(messages(grid, "sleep"), timeout=0.5)
     assert [reply.has_error() for reply in replies] == [False, False, True]
     assert replies[2].error.code == TOO_LATE
     assert "its turn did not come" in replies[2].error.reason
@@ -108,7 +108,7 @@ def test_workers_answer_side_by_side_and_in_the_order_of_messages() -> None:
 
 def test_workers_keep_the_deadline() -> None:
     grid = InProcessGrid(app(), 8, workers=2)
-    replies = grid.send_and_receive([messages(grid, "sleep")[1] for _ in range(6)], timeout=0.1)
+    replies = grid.send_and_receive([messages(grid, "sleep")[1] for _ in range(6)], timeout=0.5)
     grid.close()
     assert [reply.has_error() for reply in replies] == [False, False, True, True, True, True]
     assert {reply.error.code for reply in replies[2:]} == {TOO_LATE}
@@ -260,11 +260,11 @@ def test_generators_stop_at_their_next_step_after_ctrl_c() -> None:
 
 def test_generators_keep_the_deadline() -> None:
     def release(piece: Sequence[Message], check: Callable[[], None]) -> list[Message]:
-        time.sleep(0.2)
+        time.sleep(0.7)
         return reports(piece)
 
     grid = InProcessGrid(app(), 20, generators=Generators(release, 1))
-    replies = grid.send_and_receive(asked(grid), timeout=0.1)
+    replies = grid.send_and_receive(asked(grid), timeout=0.5)
     grid.close()
     assert [reply.has_error() for reply in replies] == [False] * 10 + [True] * 10
 
