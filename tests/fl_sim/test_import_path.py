@@ -29,6 +29,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
+def test_a_module_in_the_current_folder_serves_and_hides_nothing_that_is_installed(here: Path) -> None:
+    assert load_object("users_fine:build", "model")() == 7
+    assert load_object("users_fine:number", "model") == 3
+    assert sys.path.count(str(here)) == 1
+    assert sys.path[-1] == str(here)
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
