@@ -71,6 +71,28 @@ def test_bad_input_is_the_users_error() -> None:
         fl_sim.table({"grit": {}})
 
 
+SCRIPT = """
+import sys
+import fl_sim
+from mine import Mine
+print("once")
+small = {"model": "logistic", "rounds": 1, "engine": "inprocess"}
+print(fl_sim.run(small, progress=False).facts["status"])
+print({"torchvision", "sklearn", "scipy", "PIL", "matplotlib", "dp_accounting", "opacus", "ray"} & set(sys.modules))
+plan = {"base": small, "grid": {"algorithm": [Mine()]}, "centralized": False}
+print(*[(cell.row, cell.status) for cell in fl_sim.table(plan, jobs=1, progress=False).cells])
+"""
+
+
+def test_a_script_needs_no_main_guard_and_a_plain_run_no_library_that_takes_seconds(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from strategies.fedavg import FedAvg\n\n\nclass Mine(FedAvg):\n    pass\n")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.splitlines() == ["once", "finished", "set()", "('Mine', 'finished')"], done.stderr
+
+
 @pytest.mark.parametrize("shadow", ["clients.py", "strategies/__init__.py", "partitions/__init__.py"])
 def test_a_file_of_the_users_that_hides_a_package_of_ours_is_named(tmp_path: Path, shadow: str) -> None:
     (tmp_path / shadow).parent.mkdir(exist_ok=True)

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,21 +87,3 @@ def test_a_class_of_the_script_itself_is_named_before_any_worker_starts(tmp_path
     with pytest.raises(UserError, match=r"Mine is defined in the script .* put it in a module"):
         list(run_all({"mine": Experiment(algorithm=mine())}, tmp_path / "out", 1, None))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_script_without_a_main_guard_fills_a_table_and_runs_once(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from strategies.fedavg import FedAvg\n\n\nclass Mine(FedAvg):\n    pass\n")
-    (tmp_path / "script.py").write_text(
-        "from pathlib import Path\n"
-        "from mine import Mine\n"
-        "from fl_sim.experiment.experiment import Experiment\n"
-        "from fl_sim.tables.workers import Finished, run_all\n"
-        "print('once')\n"
-        "small = Experiment(algorithm=Mine(), model='logistic', rounds=1)\n"
-        "print([event.result['algorithm'] for event in run_all({'a': small}, Path('out'), 1, None) "
-        "if isinstance(event, Finished)])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.stdout.splitlines() == ["once", "['mine:Mine']"], done.stderr
