@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional
 
-from fl_sim.params import Layout, check_layout, detached, layout_of
+from fl_sim.params import Layout, check_layout, layout_of
 from fl_sim.training.losses import LogitsOf, added_by, mixed_losses
 from fl_sim.training.records import Source
 from fl_sim.training.trainer import LocalJob
@@ -209,7 +209,8 @@ class StackedStep:
         if self._term is not None:
             data = {name: value[0] for name, value in self._data.items()}
             ones = torch.ones(1, device=inputs.device)
-            batch = Batch(inputs, labels, ones, logits, weights, detached(weights.items()), data, self._logits_of)
+            anchor = {name: weight.detach() for name, weight in weights.items()}
+            batch = Batch(inputs, labels, ones, logits, weights, anchor, data, self._logits_of)
             loss = loss + added_by(self._term, batch)
         found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         return [name for name, gradient in zip(named, found, strict=True) if gradient is not None]

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fl_sim.models import MODELS
 from fl_sim.training.records import Scale, Source
 from fl_sim.training.stacked_step import Kind, StackedStep
-from fl_sim.types import LocalPlan, Mix
+from fl_sim.types import Batch, LocalPlan, LossTerm, Mix
 
 META = torch.device("meta")
 """A device without memory, on which to ask for a number, or how many are not zero, is an error."""
@@ -41,7 +41,15 @@ def step_on_meta(name: str, *, linearise: bool | None) -> StackedStep:
     mix = None if linearise is None else Mix(*pool, 0.1, linearise)
     layout = tuple((part, tuple(weight.shape)) for part, weight in model.named_parameters())
     kind = Kind(layout, 16, 1, 0.9, 1e-4, warm=True, offset=True, proximal=True)
-    return StackedStep(model, kind, source, LocalPlan(mix=mix), 6, padded=True)
+    term = LossTerm(pull, {"target": torch.zeros(10, device=META)})
+    return StackedStep(model, kind, source, LocalPlan(mix=mix, loss_term=term), 6, padded=True)
+
+
+def pull(batch: Batch) -> torch.Tensor:
+    """A loss term that looks at all there is."""
+    received = batch.logits_of(batch.anchor, batch.inputs)
+    apart = (batch.logits - received - batch.data["target"]).pow(2).sum(1)
+    return apart + torch.stack([weight.pow(2).sum() for weight in batch.params.values()]).sum()
 
 
 @pytest.mark.parametrize("linearise", [None, True, False])
