@@ -146,8 +146,11 @@ def coarse(seconds: float) -> float:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, surviving a power cut."""
-    write_whole(path, text.encode())
+    """Write a file whole or not at all, surviving a power cut.
+
+    Half a character, as a damaged JSON file may hold, is written as its number.
+    """
+    write_whole(path, text.encode(errors="backslashreplace"))
 
 
 def _content(out: Path) -> bytes:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -71,7 +72,7 @@ def read_votes(path: Path) -> labelling_cost.Counts:
             votes = np.lib.format.read_array(file, allow_pickle=False)
     except FileNotFoundError as error:
         raise UserError(f"no such file: {path} (votes are a .npy file, written with numpy.save)") from error
-    except (OSError, ValueError, EOFError, MemoryError) as error:
+    except (OSError, ValueError, EOFError, MemoryError, SyntaxError, TokenError) as error:  # headers are read as Python
         raise UserError(f"{path} is no .npy file of numbers ({error}): write the counts with numpy.save") from error
     try:
         return labelling_cost.valid_counts(votes)

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -209,7 +210,10 @@ def _agreement(name: str, where: str, shots: Sequence[Shot]) -> tuple[list[Pictu
 
 def _votes(path: Path) -> NDArray[np.int64]:
     """Return the votes, (queries, classes). Raises OSError or ValueError for anything else."""
-    votes = np.load(path, mmap_mode="r", allow_pickle=False)  # a map is refused where the file holds less than it says
+    try:
+        votes = np.load(path, mmap_mode="r", allow_pickle=False)  # a map: it is refused where the file is too short
+    except (SyntaxError, TokenError) as error:  # numpy reads the header as Python
+        raise ValueError(f"{path.name} has a damaged header") from error
     if (
         not isinstance(votes, np.ndarray)
         or votes.ndim != 2

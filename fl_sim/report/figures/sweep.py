@@ -34,7 +34,8 @@ def draw(sweep: Sweep) -> "Figure":
 
     figure = Figure(figsize=(8.0, 4.6 + 0.24 * len(sweep.lines)), layout="constrained")
     axes = figure.subplots()
-    finite = sorted({point.value for line in sweep.lines for point in line.points if math.isfinite(point.value)})
+    values = sorted({point.value for line in sweep.lines for point in line.points if math.isfinite(point.value)})
+    finite = [_place(value) for value in values]
     infinity = finite[-1] * (finite[-1] / finite[0]) ** 0.2 * 2 if finite else 1.0
     for line, style in zip(sweep.lines, styled([line.label for line in sweep.lines]), strict=True):
         _draw_line(axes, line, style, infinity)
@@ -43,7 +44,8 @@ def draw(sweep: Sweep) -> "Figure":
         shown = f"{_BASELINE}: {label}, {point.mean:.1f} % ({_seeds(point)})"
         axes.axhline(point.mean, color="black", linestyle=(0, (2.5, 1.2)), linewidth=1.4, label=plain(shown))
     has_infinity = any(math.isinf(point.value) for line in sweep.lines for point in line.points)
-    _ticks(axes, [*finite, *([infinity] if has_infinity else [])], has_infinity=has_infinity)
+    texts = [f"{value:g}" for value in values]
+    _ticks(axes, [*finite, *([infinity] if has_infinity else [])], texts, has_infinity=has_infinity)
     axes.set_xlabel(f"{sweep.setting} (log scale)\n{textwrap.fill(_meaning(sweep), 100)}", fontsize=9)
     axes.set(ylabel="final test accuracy (%)", ylim=(0, 100), yticks=range(0, 101, 10))
     axes.grid(color="0.92", linewidth=0.8)
@@ -62,7 +64,7 @@ def draw(sweep: Sweep) -> "Figure":
 
 def _draw_line(axes: "Axes", line: Line, style: Style, infinity: float) -> None:
     color, dashes, marker = style
-    places = [point.value if math.isfinite(point.value) else infinity for point in line.points]
+    places = [_place(point.value) if math.isfinite(point.value) else infinity for point in line.points]
     means = [point.mean for point in line.points]
     last = len(places) - math.isinf(line.points[-1].value)
     axes.plot(places[:last], means[:last], color=color, linewidth=1.6, dashes=dashes or (1, 0))
@@ -76,11 +78,15 @@ def _draw_line(axes: "Axes", line: Line, style: Style, infinity: float) -> None:
     )  # fmt: skip
 
 
-def _ticks(axes: "Axes", places: Sequence[float], *, has_infinity: bool) -> None:
+def _place(value: float) -> float:
+    """Return where a value stands on the axis: beyond these no scale of floats can be drawn."""
+    return min(max(value, 1e-100), 1e100)
+
+
+def _ticks(axes: "Axes", places: Sequence[float], texts: list[str], *, has_infinity: bool) -> None:
     axes.set_xscale("log")
-    texts = [f"{place:g}" for place in places]
     if has_infinity:
-        texts[-1] = "inf\n(no noise,\nno guarantee)"
+        texts = [*texts, "inf\n(no noise,\nno guarantee)"]
         if len(places) > 1:
             axes.axvline(math.sqrt(places[-2] * places[-1]), color="0.8", linewidth=0.8)
     axes.set_xticks(places, texts)

@@ -126,3 +126,11 @@ def test_every_mixture_of_numbers_and_infinity_is_drawn(write_experiment, found,
             write_experiment(f"{epsilon}-{seed}", 0.5 + seed / 10, preprocess={"epsilon": epsilon}, seed=seed)
     (picture,) = draw_sweeps(found())
     assert len(picture.png) > 5000
+
+
+def test_values_that_no_axis_holds_are_drawn_at_its_end(write_experiment, found):
+    for name, epsilon in (("b", 1.0), ("c", 1e308), ("d", math.inf)):
+        write_experiment(name, 0.5, preprocess={"epsilon": epsilon})
+    (axes,) = draw(found()[0]).axes
+    assert [text.get_text() for text in axes.get_xticklabels()][:2] == ["1", "1e+308"]
+    axes.figure.canvas.draw()

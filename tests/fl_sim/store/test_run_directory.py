@@ -14,6 +14,7 @@ from fl_sim.store.run_directory import (
     read_result,
     read_rounds,
     write_config,
+    write_text,
 )
 from fl_sim.types import UserError
 
@@ -99,3 +100,8 @@ def test_private_times_fall_on_a_coarse_grid() -> None:
     assert {coarse(seconds) for seconds in (0.0, 3.7, 9.99, 10.0)} == {10.0}
     assert [coarse(seconds) for seconds in (10.01, 599.0, 601.0, 36_001.0)] == [60.0, 600.0, 3600.0, 360_000.0]
     assert all(coarse(seconds) >= seconds for seconds in (0.1, 15.0, 3_000.0, 50_000.0, 3_000_000.0))
+
+
+def test_half_a_character_is_written_as_its_number(tmp_path: Path) -> None:
+    write_text(tmp_path / "page.html", "a\ud800b")
+    assert (tmp_path / "page.html").read_text() == "a\\ud800b"

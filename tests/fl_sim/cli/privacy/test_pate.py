@@ -140,7 +140,10 @@ def test_senseless_parameters_are_refused(votes: Path, arguments: tuple[str, ...
 def test_files_that_hold_no_votes_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "counts.npy"
     assert "no such file" in refusal(path, *GNMAX)
-    for content in (b"", b"1,2\n3,4\n", b"\x93NUMPY\x01\x00\x10\x00garbage"):
+    for content in (
+        b"", b"1,2\n3,4\n", b"\x93NUMPY\x01\x00\x10\x00garbage", b"\x93NUMPY\x01\x00\x0c\x00{'descr': (}",
+        b"\x93NUMPY\x01\x00\x0c\x00{'descr': \x00}", b'\x93NUMPY\x01\x00\x04\x00"""\n',
+    ):  # fmt: skip
         path.write_bytes(content)
         assert "no .npy file of numbers" in refusal(path, *GNMAX)
     np.save(path, np.array([[3, 0], None], dtype=object), allow_pickle=True)

@@ -55,6 +55,12 @@ def pictures(top: Path) -> dict[str, Picture]:
     return {one.name: one for one in found}
 
 
+def npy(header: str) -> bytes:
+    """Return a .npy file of version 1 with a header of one's own."""
+    content = header.encode("latin1")
+    return b"\x93NUMPY\x01\x00" + len(content).to_bytes(2, "little") + content
+
+
 def test_each_figure_says_which_epsilon_it_shows(tmp_path: Path) -> None:
     for number, gamma in enumerate((0.05, 0.1, 0.2)):
         write_run(tmp_path / f"run{number}", gamma=gamma)
@@ -84,9 +90,10 @@ def test_the_agreement_is_drawn_where_votes_were_kept_and_says_that_it_is_privat
     assert "do not publish" in drawn.caption[1]
 
 
-def test_votes_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("header", ["", "{'descr': (}", "{'descr': '<i8', \x8b", "{'descr': \0}", '"""'])
+def test_votes_that_cannot_be_read_are_named(tmp_path: Path, header: str) -> None:
     write_run(tmp_path / "run", kept=True)
-    (tmp_path / "run" / VOTES).write_bytes(b"nothing")
+    (tmp_path / "run" / VOTES).write_bytes(npy(header) if header else b"nothing")
     drawn, problems = pate_pictures(group(find([tmp_path]).runs)[0])
     assert not drawn
     assert "its votes cannot be shown" in problems[0].error
