@@ -115,3 +115,18 @@ def test_nothing_is_fused_with_what_a_shortcut_reads() -> None:
     block.body = nn.Sequential(nn.ReLU(), nn.MaxPool2d(3, 1, 1))
     model = nn.Sequential(nn.Conv2d(2, 8, 1), block, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 2))
     assert [row[0] for row in rows(model, (2, 4, 4))] == [0, 2, 1, 5, 1, 3]
+
+
+class Upside(nn.Flatten):
+    """A layer of the user's own that is called like one of PyTorch's."""
+
+    def forward(self, inputs):
+        return super().forward(inputs).flip(1)
+
+
+def test_a_layer_that_only_looks_like_a_known_one_is_none():
+    own_forward = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    own_forward[1].forward = lambda inputs: inputs[:, :3]
+    for model in (nn.Sequential(Upside(), nn.Linear(64, 3)), own_forward):
+        assert describe(model, (1, 8, 8)) is None
+    assert describe(nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), (1, 8, 8)) is not None
