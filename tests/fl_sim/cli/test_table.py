@@ -25,11 +25,14 @@ PATIENCE = 120.0
 DYING = """
 import os
 import signal
+import sys
 from torch import nn
 
 class Dying(nn.Linear):
     def forward(self, inputs):
-        os.kill(os.getpid(), signal.SIGKILL)
+        if "pytest" not in sys.modules:  # in the worker, not where the table is planned
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(inputs.flatten(1))
 
 def factory(input_shape, num_classes):
     return Dying(64, num_classes)
