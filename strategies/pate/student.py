@@ -65,6 +65,11 @@ class StudentData:
 class Student(Protocol):
     """A way to train a student."""
 
+    @property
+    def steps(self) -> int:
+        """Return how many steps training takes; a run's rounds are equal parts of them."""
+        ...
+
     def network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
         """Return the student before training, with weights from torch's global generator."""
         ...

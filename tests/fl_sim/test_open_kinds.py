@@ -13,6 +13,7 @@ import pytest
 import tomli_w
 from numpy.typing import NDArray
 from pydantic import ConfigDict
+from torch import nn
 
 from clients.dafl.mean_embedding import MeanEmbedding
 from fl_sim.errors import UserError
@@ -83,6 +84,16 @@ class Uniform(Settings):
 
 class Unfinished(Settings):
     """Lacks all that an algorithm has."""
+
+
+class Endless(Settings):
+    """A student that does not say how many steps it takes."""
+
+    def network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        return nn.Linear(1, num_classes)
+
+    def train(self, data: Any, model: nn.Module, seed: int, watch: Any = None) -> nn.Module:
+        return model
 
 
 class Loose:
@@ -238,6 +249,11 @@ def test_where_an_epsilon_would_rest_on_code_that_nobody_here_has_proven_it_is_r
 ) -> None:
     with pytest.raises(UserError, match=message):
         experiment_from(settings)
+
+
+def test_a_student_says_how_many_steps_it_takes() -> None:
+    with pytest.raises(UserError, match="Endless' lacks steps"):
+        experiment_from({"algorithm": {"kind": "pate", "student": Endless()}})
 
 
 def test_without_noise_teachers_may_be_split_in_any_way() -> None:
