@@ -14,7 +14,7 @@ from dp_accounting import GaussianDpEvent, NonPrivateDpEvent
 from numpy.typing import NDArray
 from pydantic import Field
 
-from clients.dafl.generator import Bill, Made, PrivateRecords, Request, nothing
+from clients.dafl.generator import Bill, Made, PrivateRecords, Request, each_alone, nothing
 from clients.dafl.mean_embedding import Release
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.planning import noise_multiplier
@@ -56,14 +56,7 @@ class NoisyMeans(Settings):
 
     def generate_stacked(self, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
         """Take one client after another; a failure is one client's alone."""
-        made: list[Made] = []
-        for one in requests:
-            check()
-            try:
-                made.append(self.generate(one.records, one.counts, one.bill, one.noise, one.generator))
-            except Exception as error:  # noqa: BLE001 (whatever a client's data raises is this one client's failure)
-                made.append(error)
-        return made
+        return each_alone(self.generate, requests, check)
 
     def shortened(self, steps: int) -> "tuple[NoisyMeans, float]":
         """Return itself: there is nothing to shorten."""

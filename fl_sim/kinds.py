@@ -26,7 +26,7 @@ def is_settings(settings: type) -> bool:
     """Say whether values of a class are frozen and made of fields that can be written down."""
     if issubclass(settings, BaseModel):
         return bool(settings.model_config.get("frozen"))
-    return is_dataclass(settings) and bool(settings.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+    return is_dataclass(settings) and bool(settings.__dataclass_params__.frozen)  # type: ignore[attr-defined]  # typeshed has no such name
 
 
 def kind_of(value: Any) -> str:

@@ -97,12 +97,7 @@ class OneOf:
         kind = table.get("kind")
         if self.wants is None or not isinstance(kind, str) or not IMPORT_PATH.fullmatch(kind):
             return in_union(table)
-        loaded = self._load(kind)
-        own = {name: value for name, value in table.items() if name != "kind"}
-        try:
-            return TypeAdapter[Any](loaded).validate_python(own)
-        except ValidationError as error:
-            raise UserError(explain(error, loaded, "")) from error
+        return _made(self._load(kind), table, "")
 
     def _load(self, path: str, instead: Iterable[str] = ()) -> Any:
         """Return the class at ``path``. Raises UserError, with a guess among ``instead``, unless it is one to take."""
@@ -210,10 +205,17 @@ def parse(value: str | Mapping[str, Any], annotated: Any, what: str) -> Any:
     own = one_of.class_of(table, union)
     if own is None:
         raise UserError(f"{what} needs a kind, one of {', '.join(kinds(union))}; got {table.get('kind')!r}")
+    return _made(own, table, what)
+
+
+def _made(settings: type, table: Mapping[str, Any], what: str) -> Any:
+    """Return the ``settings`` that ``table``, whose kind is theirs, stands for."""
     try:
-        return TypeAdapter[Any](own).validate_python({name: part for name, part in table.items() if name != "kind"})
+        return TypeAdapter[Any](settings).validate_python(
+            {name: part for name, part in table.items() if name != "kind"}
+        )
     except ValidationError as error:
-        raise UserError(explain(error, own, what)) from error
+        raise UserError(explain(error, settings, what)) from error
 
 
 def _one_of(field: FieldInfo) -> OneOf | None:

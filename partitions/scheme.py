@@ -9,10 +9,6 @@ from numpy.typing import NDArray
 class Scheme(Protocol):
     """A way to split a data set over clients: one of those in this package, or the user's own."""
 
-    def __hash__(self) -> int:
-        """Return a hash: frozen dataclasses have one."""
-        ...
-
     def split(
         self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
     ) -> list[NDArray[np.int64]]:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from clients.dafl.generator import Bill, Made, PrivateRecords, Request, nothing
+from clients.dafl.generator import Bill, Made, PrivateRecords, Request, each_alone, nothing
 from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_norm_on_grid
 from fl_sim.settings import Settings
 
@@ -94,14 +94,7 @@ class MeanEmbedding(Settings):
 
     def generate_stacked(self, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
         """Take one client after another: a second each, and nothing in it that many could share."""
-        made: list[Made] = []
-        for one in requests:
-            check()
-            try:
-                made.append(self.generate(one.records, one.counts, one.bill, one.noise, one.generator))
-            except Exception as error:  # noqa: BLE001 (whatever a client's data raises is this one client's failure)
-                made.append(error)
-        return made
+        return each_alone(self.generate, requests, check)
 
     def shortened(self, steps: int) -> "tuple[MeanEmbedding, float]":  # noqa: ARG002 (the slot's)
         """Return itself: there is nothing to shorten."""

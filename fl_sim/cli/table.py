@@ -9,6 +9,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fl_sim.errors import RunError, UserError
+from fl_sim.interface import RESULTS
 from fl_sim.report.table import MEASURES, Table, as_json, markdown, notes, texts
 from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.plan import plan_table, preset_path, read_settings
@@ -21,7 +22,7 @@ def fill_table(
     path, overrides = _parse(arguments)
     settings = read_settings(path, overrides)
     plan = plan_table(settings, data_root)
-    out = out or Path("results") / path.stem
+    out = out or RESULTS / path.stem
     board = Board(settings, plan)
     try:
         fill(board, out, jobs, data_root)

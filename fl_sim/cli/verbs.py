@@ -123,11 +123,17 @@ def table(
 def partition(
     *,
     data: Annotated[
-        str, typer.Option(help="digits, mnist, fashion-mnist, cifar10, cifar100, svhn, npz:PATH, folder:PATH.")
+        str,
+        typer.Option(
+            help="digits, mnist, fashion-mnist, cifar10, cifar100, svhn, npz:PATH, folder:PATH, or MODULE:FUNCTION."
+        ),
     ] = "digits",
     scheme: Annotated[
         str,
-        typer.Option(help="label-1, label-2, ..., dirichlet:BETA, iid, shards:S, quantity:BETA, feature-noise:SIGMA."),
+        typer.Option(
+            help="label-1, label-2, ..., dirichlet:BETA, iid, shards:S, quantity:BETA, feature-noise:SIGMA, or your "
+            "own as MODULE:CLASS."
+        ),
     ] = "label-1",
     clients: Annotated[int, typer.Option(min=1, help="Number of clients.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="The run with this seed gets this very split.")] = 0,
