@@ -29,11 +29,11 @@ import torch
 from dp_accounting import dp_event
 from safetensors.torch import load_file
 
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.privacy.accounting import amplify_poisson, epsilon
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store.run_directory import RoundRecord, read_rounds
-from fl_sim.types import RunError, UserError
 
 ROUNDS, STOPPED_AFTER, DELTA, RATE = 4, 2, 1e-3, 0.4
 SLOW = 60.0

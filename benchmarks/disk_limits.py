@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store.files import explain
 from fl_sim.store.run_directory import PRIVATE_ERRORS, RoundRecord, read_result
-from fl_sim.types import RunError, UserError
 
 _QUICK = {"model": "logistic", "rounds": 3, "clients": 4, "engine": "inprocess"}
 PLAIN = experiment_from(_QUICK)

@@ -27,7 +27,8 @@ from fl_sim.data import idx, npz
 from fl_sim.data.folder import read as read_folder
 from fl_sim.data.known import KNOWN, KnownSet
 from fl_sim.data.uci import read as read_uci
-from fl_sim.types import Dataset, UserError
+from fl_sim.errors import UserError
+from fl_sim.types import Dataset
 
 MOST_SECONDS = 20.0
 _CLAIMS = (

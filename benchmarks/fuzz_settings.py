@@ -22,10 +22,10 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel
 
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation.run import run
-from fl_sim.types import RunError, UserError
 
 MOST_CHARACTERS = 3200
 """A message of five mistakes is no longer."""

@@ -28,11 +28,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 
 from fl_sim.engines import wire
 from fl_sim.engines.inprocess import LocalGrid
+from fl_sim.errors import RunError
 from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.terms import Terms
-from fl_sim.types import Examples, Payloads, RunError
+from fl_sim.types import Examples, Payloads
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import what_clients_send, what_clients_share
 from strategies.answers import find_population

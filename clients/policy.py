@@ -22,6 +22,7 @@ from typing import Final
 from dp_accounting import dp_event
 from pydantic import Field, ValidationError
 
+from fl_sim.errors import RunError, UserError
 from fl_sim.mistakes import explain
 from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts
 from fl_sim.privacy.charge_log import Receipt
@@ -31,7 +32,6 @@ from fl_sim.settings import Settings
 from fl_sim.settings_file import parse_table
 from fl_sim.store.locks import alone_in
 from fl_sim.store.tensors import write_private
-from fl_sim.types import RunError, UserError
 
 RECORD_TERMS: Final = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, 1e-5)
 """The terms of every client's ledger, which takes releases of any budget and delta: these are checked elsewhere."""

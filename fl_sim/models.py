@@ -7,9 +7,9 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from fl_sim.errors import UserError
 from fl_sim.own_model import build_own
 from fl_sim.seeding import seed_torch, torch_alone
-from fl_sim.types import UserError
 
 Shape: TypeAlias = tuple[int, ...]
 Factory: TypeAlias = Callable[[Shape, int], nn.Module]

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Final
 
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 MOST_BYTES: Final = 2**20
 """A settings file is no longer: the longest ones, with a number for each of 10,000 clients, have a tenth of it."""

@@ -8,10 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_sim.errors import BudgetExhausted as BudgetExhausted  # noqa: PLC0414 (said so for mypy)
-from fl_sim.errors import Malformed as Malformed  # noqa: PLC0414
-from fl_sim.errors import RunError as RunError  # noqa: PLC0414
-from fl_sim.errors import UserError as UserError  # noqa: PLC0414
+from fl_sim.errors import RunError
 
 Params: TypeAlias = Mapping[str, torch.Tensor]
 """Named float32 tensors: a model's trainable parameters, or anything of their shape (an update, a control variate).

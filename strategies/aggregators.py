@@ -3,9 +3,10 @@
 import math
 from typing import Literal, Protocol
 
+from fl_sim.errors import RunError
 from fl_sim.params import is_finite, weighted_mean
 from fl_sim.settings import Settings
-from fl_sim.types import Aggregate, Cohort, Reply, RunError
+from fl_sim.types import Aggregate, Cohort, Reply
 from strategies.algorithm import Weighting
 
 

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 
 from fl_sim.engines import wire
 from fl_sim.engines.inprocess import LocalGrid
-from fl_sim.types import Malformed, RunError
+from fl_sim.errors import Malformed, RunError
 
 Read = TypeVar("Read")
 

@@ -15,9 +15,10 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fl_sim.engines import wire
+from fl_sim.errors import Malformed, RunError
 from fl_sim.params import flattened, is_finite
 from fl_sim.seeding import rng
-from fl_sim.types import Aggregate, Cohort, Examples, Malformed, Params, Payloads, Reply, RunError, ServerState
+from fl_sim.types import Aggregate, Cohort, Examples, Params, Payloads, Reply, ServerState
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import Algorithm, what_clients_send
 from strategies.answers import (

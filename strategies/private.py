@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fl_sim.errors import Malformed, RunError
 from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.ledger import Ledger, Terms
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.store.run_directory import LEDGER
-from fl_sim.types import Aggregate, Cohort, Malformed, RunError, ServerState
+from fl_sim.types import Aggregate, Cohort, ServerState
 from strategies.algorithm import Algorithm, what_clients_send
 from strategies.answers import UNQUOTED, in_words
 from strategies.global_dp import COVERS, DOES_NOT_COVER, GlobalDP

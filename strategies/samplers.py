@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
+from fl_sim.errors import UserError
 from fl_sim.privacy.mechanisms import takes_part
 from fl_sim.settings import Settings
-from fl_sim.types import UserError
 
 if TYPE_CHECKING:
     from dp_accounting.dp_event import DpEvent

@@ -13,13 +13,14 @@ import torch
 from flwr.app import Message
 
 from fl_sim.engines import wire
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, InProcess, Ray, experiment_from
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.params import detached, flattened
 from fl_sim.simulation.capacity import stack_of
 from fl_sim.simulation.engine_choice import open_engine, together_of
 from fl_sim.simulation.procedure import site_of
-from fl_sim.types import Params, UserError
+from fl_sim.types import Params
 
 MODELS = """
 from torch import nn

@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store.run_directory import RoundRecord, read_rounds
-from fl_sim.types import Params, UserError
+from fl_sim.types import Params
 
 MODEL = """
 from torch import nn

@@ -8,7 +8,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from fl_sim.types import Dataset, Examples, UserError
+from fl_sim.errors import UserError
+from fl_sim.types import Dataset, Examples
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from clients.dafl.dpcgan.settings import DpCgan
 from clients.dafl.generator import Generator
 from clients.dafl.labels import ExponentialMechanism, LabelPicker
 from clients.dafl.mean_embedding import MeanEmbedding
+from fl_sim.errors import UserError
 from fl_sim.settings import OneOf, Settings
-from fl_sim.types import UserError
 
 AnyGenerator: TypeAlias = DpCgan | MeanEmbedding
 

@@ -26,6 +26,7 @@ from safetensors.torch import save
 from clients.dafl.generator import Bill, Made, PrivateRecords, Request, nothing
 from clients.dafl.settings import DaFl
 from clients.policy import Policy, open_ledger
+from fl_sim.errors import RunError, UserError
 from fl_sim.privacy import events
 from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.ledger import Ledger
@@ -33,7 +34,6 @@ from fl_sim.privacy.mechanisms import Noise
 from fl_sim.seeding import rng
 from fl_sim.store.files import explain
 from fl_sim.store.tensors import write_private
-from fl_sim.types import RunError, UserError
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")

@@ -4,7 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.data.known import KnownSet
-from fl_sim.types import Dataset, Examples, UserError
+from fl_sim.errors import UserError
+from fl_sim.types import Dataset, Examples
 
 
 def known_dataset(

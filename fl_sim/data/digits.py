@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.data.known import DIGITS
-from fl_sim.types import Dataset, Examples, UserError
+from fl_sim.errors import UserError
+from fl_sim.types import Dataset, Examples
 
 NUM_TRAIN, NUM_TEST = 1437, 360
 MEAN, STD = (0.3054,), (0.3760,)

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.data.checked import in_one_line, own_dataset
-from fl_sim.types import Dataset, Examples, UserError
+from fl_sim.errors import UserError
+from fl_sim.types import Dataset, Examples
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
 _GREY, _COLOUR = frozenset({"1", "L"}), frozenset({"P", "RGB", "RGBA"})

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.data.known import KnownSet
-from fl_sim.types import Examples, UserError
+from fl_sim.errors import UserError
+from fl_sim.types import Examples
 
 
 def read(root: Path, known: KnownSet) -> tuple[Examples, Examples]:

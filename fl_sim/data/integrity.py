@@ -8,7 +8,7 @@ from pathlib import Path
 from fl_sim.data.known import KNOWN, KnownSet
 from fl_sim.data.places import Source, describe_missing, find
 from fl_sim.data.reading import read
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from fl_sim.data.checked import as_labels, in_one_line, known_dataset, own_dataset
 from fl_sim.data.known import KnownSet
-from fl_sim.types import Dataset, Examples, UserError
+from fl_sim.errors import UserError
+from fl_sim.types import Dataset, Examples
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 _OPTIONAL = ("mean", "std", "jpeg_train", "jpeg_test")

@@ -11,7 +11,8 @@ from fl_sim.data.checked import known_dataset
 from fl_sim.data.known import KNOWN
 from fl_sim.data.places import Source, describe_missing, find
 from fl_sim.data.torchvision_files import download, read_cifar, read_svhn
-from fl_sim.types import Dataset, UserError
+from fl_sim.errors import UserError
+from fl_sim.types import Dataset
 
 
 def load(name: str, data_root: Path | None = None) -> Dataset:

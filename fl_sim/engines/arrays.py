@@ -10,7 +10,7 @@ import torch
 from flwr.app import Array
 from numpy.typing import NDArray
 
-from fl_sim.types import Malformed
+from fl_sim.errors import Malformed
 
 
 class TensorArray(Array):

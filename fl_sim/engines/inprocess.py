@@ -22,7 +22,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fl_sim.engines import wire
-from fl_sim.types import RunError, UserError
+from fl_sim.errors import RunError, UserError
 
 CLIENT_RAISED, WORKER_DIED, TOO_LATE = 1, 2, 3
 """Error codes of the replies that stand for a client that did not answer."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fl_sim.engines import ray_keeper
 from fl_sim.engines.ray_token import choose_token, is_own_token
-from fl_sim.types import RunError, UserError
+from fl_sim.errors import RunError, UserError
 
 CONNECT_SECONDS = 5.0
 """How long a cluster may take to accept a connection."""

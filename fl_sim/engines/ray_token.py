@@ -4,7 +4,7 @@ import os
 import secrets
 import sys
 
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 """What Ray reads: whether its servers ask for a token, and which."""

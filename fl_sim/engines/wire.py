@@ -18,8 +18,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from numpy.typing import NDArray
 
 from fl_sim.engines.arrays import TensorArray, numbers_in, tensor_in
+from fl_sim.errors import Malformed
 from fl_sim.params import FlatParams, Layout, flattened, is_finite, layout_of, num_in
-from fl_sim.types import Malformed, Params, Payloads, Reply
+from fl_sim.types import Params, Payloads, Reply
 
 TRAIN, SHARE, SYNTHESIZE, VOTE, WHO = "train", "train.share", "train.synthesize", "train.vote", "query"
 """Message types: one round's local training; sharing before the first round; releasing synthetic records before that;

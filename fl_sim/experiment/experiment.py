@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from clients.dafl.settings import DaFl, NoPreprocess
+from fl_sim.errors import UserError
 from fl_sim.kinds import kind_of, kinds
 from fl_sim.mistakes import explain, shortened
 from fl_sim.settings import OneOf, Settings, group_in, parse
 from fl_sim.settings_file import MOST_LEVELS
 from fl_sim.training.precision import Precision
-from fl_sim.types import UserError
 from partitions import AnyScheme, LabelK, Scheme
 from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, Sharing

@@ -26,11 +26,11 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 from dp_accounting import NeighboringRelation, dp_event
 
+from fl_sim.errors import UserError
 from fl_sim.privacy import loss_distribution
 from fl_sim.privacy.pure import BoundedRangeDpEvent, pure_epsilon
 from fl_sim.privacy.renyi import ORDERS, Curve, checked, epsilons_of_curves, rdp_curve
 from fl_sim.privacy.rounding import rounded_up
-from fl_sim.types import UserError
 
 Accountant: TypeAlias = Literal["rdp", "pld"]
 

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO, Final, NoReturn
 
 from dp_accounting import dp_event
 
+from fl_sim.errors import RunError, UserError
 from fl_sim.privacy import events
 from fl_sim.store.files import sync_folder
-from fl_sim.types import RunError, UserError
 
 _FORMAT: Final = 2
 _LONGEST_LINE: Final = 64 * 1024  # bytes; what this program writes has a few hundred

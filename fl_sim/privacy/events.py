@@ -5,9 +5,9 @@ from typing import Any, Final
 
 from dp_accounting import dp_event
 
+from fl_sim.errors import RunError
 from fl_sim.privacy.accounting import unrolled
 from fl_sim.privacy.pure import BoundedRangeDpEvent
-from fl_sim.types import RunError
 
 _PLAIN: Final[dict[str, tuple[type, dict[str, str]]]] = {
     "gaussian": (dp_event.GaussianDpEvent, {"noise_multiplier": "noise_multiplier"}),

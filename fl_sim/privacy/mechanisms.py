@@ -16,8 +16,8 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 
+from fl_sim.errors import UserError
 from fl_sim.privacy.grid import GAUSSIAN, LAPLACE, TOLERANCE, Law, exact_step, grid_spacing
-from fl_sim.types import UserError
 
 _BLOCK: Final = 2**15  # numbers that are made at a time: they stay in the processor's cache
 _LEAST_NOISE: Final = 1e-6  # clipping norms; epsilon is beyond 10^11 there

@@ -7,8 +7,8 @@ from typing import Final
 from dp_accounting import dp_event
 from scipy.optimize import brentq
 
+from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import Accountant, epsilon_of_counts
-from fl_sim.types import UserError
 
 _TOLERANCE: Final = 1e-4
 _MOST_NOISE: Final = 1e7

@@ -17,8 +17,8 @@ from dp_accounting.rdp import RdpAccountant
 from numpy.typing import NDArray
 from scipy.special import gammaln, logsumexp
 
+from fl_sim.errors import UserError
 from fl_sim.privacy.pure import bounded_loss_curve, pure_epsilon
-from fl_sim.types import UserError
 
 Curve: TypeAlias = NDArray[np.float64]
 """Renyi divergences at ``ORDERS``; curves of independent releases add."""

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import Accountant, Adjacency, valid_delta
-from fl_sim.types import UserError
 
 
 @dataclass(frozen=True)

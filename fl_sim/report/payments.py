@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fl_sim.errors import RunError
 from fl_sim.privacy import events
 from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.bill import Counts, Paid, Payment
@@ -11,7 +12,6 @@ from fl_sim.report.files import Outcome
 from fl_sim.report.groups import split_of
 from fl_sim.report.release import Release
 from fl_sim.report.runs import Run
-from fl_sim.types import RunError
 
 
 def paid_by(run: Run) -> tuple[Paid, str]:

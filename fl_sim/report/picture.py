@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from fl_sim.errors import UserError
 from fl_sim.report.files import CellFile, Outcome, RunConfig, TableFile, read_json
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.settings_file import read_table
 from fl_sim.store.run_directory import CONFIG, RESULT, ROUNDS, RoundRecord, read_rounds
-from fl_sim.types import UserError
 
 TABLE = "table.json"
 _DEEPEST = 6

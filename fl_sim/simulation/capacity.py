@@ -3,9 +3,9 @@
 import math
 import os
 
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.job import Job
-from fl_sim.types import UserError
 from strategies.global_dp import GlobalDP
 
 STACK_ON_GPU = 100

@@ -17,6 +17,7 @@ from clients.app import SiteFactory, build_client_app, synthesize_together, trai
 from clients.dafl.settings import DaFl
 from fl_sim.engines.inprocess import Generators, InProcessGrid, LocalGrid, Progress, Together
 from fl_sim.engines.ray_token import choose_token
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray, defined_in_script
 from fl_sim.experiment.job import Job
 from fl_sim.native.kernel import load_kernel
@@ -26,7 +27,7 @@ from fl_sim.simulation.capacity import cores, generator_threads, stack_of, worke
 from fl_sim.simulation.procedure import procedure_of, site_of
 from fl_sim.simulation.site import local_settings, to_generator
 from fl_sim.training.loop import to_tensors, train
-from fl_sim.types import LocalPlan, LocalSettings, LocalTask, UserError
+from fl_sim.types import LocalPlan, LocalSettings, LocalTask
 
 RAY_START_SECONDS = 10.0
 """What starting Ray and importing torch in its actors costs (6 to 12 s measured on two cores)."""

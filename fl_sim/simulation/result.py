@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of, short_form, title_of
@@ -14,7 +15,6 @@ from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import coarse
 from fl_sim.store.tensors import write_private
-from fl_sim.types import RunError
 from strategies.fedavg import Centralized
 
 VERSIONS = ("fl-sim", "flwr", "torch", "numpy")

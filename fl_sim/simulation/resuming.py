@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.settings_file import read_table
 from fl_sim.simulation.procedure import Procedure
@@ -13,7 +14,6 @@ from fl_sim.store.checkpoint import CHECKPOINT, read_checkpoint
 from fl_sim.store.files import is_partial, read_whole
 from fl_sim.store.locks import LOCK
 from fl_sim.store.seal import open_seal
-from fl_sim.types import RunError, UserError
 from strategies.global_dp import GlobalDP
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from flwr.serverapp import Grid
 
+from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import job_of
 from fl_sim.seeding import torch_kept
@@ -21,7 +22,6 @@ from fl_sim.simulation.run_log import Observer, Silent
 from fl_sim.store import run_directory
 from fl_sim.store.files import in_words
 from fl_sim.store.locks import sole_run
-from fl_sim.types import RunError
 
 
 def run(

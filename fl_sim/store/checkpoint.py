@@ -12,9 +12,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from fl_sim.errors import UserError
 from fl_sim.params import is_finite
 from fl_sim.store.files import read_whole, write_whole
-from fl_sim.types import Params, Payloads, ServerState, UserError
+from fl_sim.types import Params, Payloads, ServerState
 
 CHECKPOINT = "checkpoint.safetensors"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import Final
 
-from fl_sim.types import RunError, UserError
+from fl_sim.errors import RunError, UserError
 
 _PARTIAL: Final = re.compile(r"\..+\.(\d+)\.\d+\.part")
 """What a file is called while it is written: the number of its writer's process, and of its thread."""

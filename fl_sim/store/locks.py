@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+from fl_sim.errors import RunError
 from fl_sim.store.files import remove_partial
-from fl_sim.types import RunError
 
 LOCK: Final = ".lock"
 _PATIENCE: Final = 2.0  # seconds of waiting in silence

@@ -16,8 +16,8 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors.torch import save
 
+from fl_sim.errors import UserError
 from fl_sim.store.files import append_line, read_whole, write_whole
-from fl_sim.types import UserError
 
 CONFIG, ROUNDS, MODEL, RESULT, STATE, LEDGER = (
     "config.toml", "rounds.jsonl", "model.safetensors", "result.json", "clients", "ledger.jsonl",

@@ -9,9 +9,10 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from fl_sim.errors import UserError
 from fl_sim.store.files import read_whole, write_whole
 from fl_sim.store.tensors import forget_from, keeps, kept
-from fl_sim.types import Payloads, UserError
+from fl_sim.types import Payloads
 
 SEAL = "seal.json"
 

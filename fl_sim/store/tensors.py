@@ -19,9 +19,10 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save
 
+from fl_sim.errors import RunError
 from fl_sim.params import FlatParams, Layout, flattened, layout_of, num_in
 from fl_sim.store.files import in_words, naming, read_whole, write_all, write_whole
-from fl_sim.types import Params, Payloads, RunError
+from fl_sim.types import Params, Payloads
 
 STATES, LAYOUT = "states.bin", "layout.json"
 """The file of all clients' states, and what a state consists of."""

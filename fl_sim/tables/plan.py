@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.kinds import short_form
@@ -17,7 +18,6 @@ from fl_sim.settings import Settings
 from fl_sim.settings_file import read_table
 from fl_sim.tables.names import run_name
 from fl_sim.tables.words import caption, data_label, differences, label, method, text
-from fl_sim.types import UserError
 
 PRESETS = Path(__file__).parent / "presets"
 AXES = ("algorithm", "data", "partition", "seed")

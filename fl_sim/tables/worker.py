@@ -7,11 +7,11 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import CONFIG, RoundRecord
 from fl_sim.tables.workers import UP, Event, Failed, Finished, Preparing, RoundDone, Started
-from fl_sim.types import RunError, UserError
 
 _STANDARD_INPUT = 0
 

@@ -13,12 +13,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, InProcess, defined_in_script
 from fl_sim.simulation.capacity import cores
 from fl_sim.store import run_directory
 from fl_sim.store.locks import sole_run
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.types import RunError, UserError
 
 _SECONDS_TO_STOP = 5.0
 

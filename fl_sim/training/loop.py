@@ -9,6 +9,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from fl_sim.errors import UserError
 from fl_sim.params import check_layout, detached, layout_of
 from fl_sim.training.losses import LogitsOf, added_by, mixed_loss
 from fl_sim.training.precision import arithmetic
@@ -23,7 +24,6 @@ from fl_sim.types import (
     LocalTask,
     Params,
     Trained,
-    UserError,
     fields_in_use,
 )
 

@@ -6,7 +6,8 @@ from typing import TypeAlias
 import torch
 from torch.nn import functional
 
-from fl_sim.types import Batch, LossTerm, UserError
+from fl_sim.errors import UserError
+from fl_sim.types import Batch, LossTerm
 
 LogitsOf: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """(n, *input shape) records -> (n, classes) logits."""

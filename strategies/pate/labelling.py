@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from fl_sim.errors import UserError
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.settings import OneOf, Settings
-from fl_sim.types import UserError
 from strategies.pate.mechanisms import LNMax, Mechanism, NoNoise
 
 if TYPE_CHECKING:

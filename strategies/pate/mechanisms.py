@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from fl_sim.errors import UserError
 from fl_sim.privacy.mechanisms import Noise, add_noise
 from fl_sim.settings import Settings
-from fl_sim.types import UserError
 
 if TYPE_CHECKING:
     from dp_accounting import dp_event

@@ -7,8 +7,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_sim.errors import UserError
 from fl_sim.seeding import rng
-from fl_sim.types import Dataset, Examples, UserError
+from fl_sim.types import Dataset, Examples
 
 Source: TypeAlias = Literal["test", "train"]
 

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from clients.teacher import AnyTeacher, Network
+from fl_sim.errors import UserError
 from fl_sim.settings import OneOf, Settings
-from fl_sim.types import Dataset, UserError
+from fl_sim.types import Dataset
 from strategies.algorithm import Split
 from strategies.pate.labelling import Labelling
 from strategies.pate.mechanisms import LNMax, NoNoise

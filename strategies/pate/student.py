@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn import functional
 
 from fl_sim import models
+from fl_sim.errors import UserError
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.settings import Settings
-from fl_sim.types import UserError
 from strategies.pate.augmentation import Augmentation
 from strategies.pate.neighbours import spread
 

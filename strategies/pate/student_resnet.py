@@ -12,9 +12,9 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional
 
+from fl_sim.errors import UserError
 from fl_sim.seeding import seed_torch, torch_kept
 from fl_sim.settings import Settings
-from fl_sim.types import UserError
 from strategies.pate.augmentation import Augmentation
 from strategies.pate.student import StudentData, Watch, batches, descend, generator_for, nobody, set_rate, view
 

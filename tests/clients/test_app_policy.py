@@ -8,11 +8,11 @@ from flwr.app import Context, Message, RecordDict
 
 from fl_sim.engines import wire
 from fl_sim.engines.inprocess import LocalGrid
+from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
 from fl_sim.simulation.engine_choice import client_app
-from fl_sim.types import RunError
 
 POOLED = ("preprocess=da-fl", "preprocess.generator=mean-embedding", "preprocess.epsilon=8")
 

@@ -10,10 +10,10 @@ import torch
 from dp_accounting import dp_event
 
 from clients.policy import Policy, read_policy
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.simulation.procedure import site_of
-from fl_sim.types import RunError, UserError
 
 GAUSSIAN = dp_event.GaussianDpEvent(5.0)
 

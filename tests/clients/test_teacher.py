@@ -12,10 +12,11 @@ from clients.forest import RandomForest
 from clients.teacher import forest_votes, network_votes, votes_of
 from fl_sim import models
 from fl_sim.data import load
+from fl_sim.errors import RunError
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
-from fl_sim.types import LocalSettings, RunError, Trained
+from fl_sim.types import LocalSettings, Trained
 
 BUILD = partial(models.build, "logistic", (1, 8, 8), 10)
 SETTINGS = LocalSettings(0.03, 0.9, 5e-3, 32, 10)

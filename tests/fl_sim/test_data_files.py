@@ -12,7 +12,7 @@ from scipy.io import savemat
 
 from fl_sim.data import find, load, verify
 from fl_sim.data.known import KNOWN
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (6, 28, 28), dtype=np.uint8)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fl_sim.data import load
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 
 @pytest.fixture(autouse=True)

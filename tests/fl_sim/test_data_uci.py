@@ -8,7 +8,7 @@ import pytest
 from fl_sim.data import load, verify
 from fl_sim.data.known import KNOWN
 from fl_sim.data.uci import _DIABETES, _DIABETES_NUMBERS
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 ADULT = (
     "45, Private, 1, Bachelors, 8, Divorced, Sales, Unmarried, White, Female, 0, 0, 99, United-States, <=50K{dot}\n"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fl_sim.errors import UserError
 from fl_sim.import_path import load_object
-from fl_sim.types import UserError
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fl_sim import models
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 MNIST, DIGITS, CIFAR = (1, 28, 28), (1, 8, 8), (3, 32, 32)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fl_sim import models
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 SHAPE, CLASSES = (1, 8, 8), 4
 
@@ -16,7 +16,7 @@ import functools
 import torch
 from torch import nn
 from fl_sim import models
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 def tiny(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))

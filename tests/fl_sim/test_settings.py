@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, ValidationError
 
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from, parse_scheme, with_overrides
 from fl_sim.kinds import field_defaults, kinds
 from fl_sim.mistakes import explain, guess
 from fl_sim.settings import OneOf, Settings, parse
-from fl_sim.types import UserError
 from partitions import Dirichlet, Iid, LabelK, Shards
 
 

@@ -9,8 +9,8 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_sim.errors import UserError
 from fl_sim.settings_file import MOST_BYTES, parse_table, read_table
-from fl_sim.types import UserError
 
 ANY_TEXT = st.text() | st.text(alphabet="[]{}=.,\"'#\n ae1-+_", max_size=200)
 

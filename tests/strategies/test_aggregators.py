@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from fl_sim.errors import RunError
 from fl_sim.params import flattened
-from fl_sim.types import Cohort, Reply, RunError
+from fl_sim.types import Cohort, Reply
 from strategies.aggregators import WeightedMean
 
 

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 
 from fl_sim.engines import wire
 from fl_sim.engines.inprocess import InProcessGrid
-from fl_sim.types import Malformed, RunError
+from fl_sim.errors import Malformed, RunError
 from strategies.flower import ask_teachers
 
 RECORDS, CLASSES = 4, 3

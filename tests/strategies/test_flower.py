@@ -14,7 +14,8 @@ from flwr.serverapp.strategy import Strategy
 
 from fl_sim.engines import wire
 from fl_sim.engines.inprocess import InProcessGrid, LocalGrid
-from fl_sim.types import Examples, RunError
+from fl_sim.errors import RunError
+from fl_sim.types import Examples
 from strategies.answers import Population, find_population
 from strategies.fedavg import FedAvg
 from strategies.flower import run_round, share_before_training, synthesize_before_training

@@ -10,8 +10,8 @@ from flwr.clientapp import ClientApp
 
 from fl_sim.engines import wire
 from fl_sim.engines.inprocess import InProcessGrid, LocalGrid
+from fl_sim.errors import BudgetExhausted, RunError
 from fl_sim.seeding import rng
-from fl_sim.types import BudgetExhausted, RunError
 from strategies.fedavg import FedAvg
 from strategies.flower import run_round
 from strategies.global_dp import GlobalDP

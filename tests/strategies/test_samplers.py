@@ -7,8 +7,8 @@ from math import sqrt
 import numpy as np
 import pytest
 
+from fl_sim.errors import UserError
 from fl_sim.seeding import rng
-from fl_sim.types import UserError
 from strategies.samplers import Everyone, FixedSize, Poisson
 
 ROUNDS = 20_000

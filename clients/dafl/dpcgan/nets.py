@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fl_sim.errors import UserError
 from fl_sim.models import Shape
-from fl_sim.types import UserError
 
 Map: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 

@@ -25,9 +25,9 @@ from pydantic import Field
 
 from clients.dafl.dpcgan.training import Client, Training
 from clients.dafl.generator import Bill, Made, PrivateRecords, Request, nothing
+from fl_sim.errors import RunError, UserError
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.settings import Settings
-from fl_sim.types import RunError, UserError
 
 
 class DpCgan(Settings):

@@ -14,9 +14,9 @@ from clients.dafl.dpcgan.clipping import Pairs, clipped_sums
 from clients.dafl.dpcgan.nets import Networks, generated, paper, scored, small
 from clients.dafl.dpcgan.weights import Adam, Weights
 from clients.dafl.generator import Request
+from fl_sim.errors import RunError
 from fl_sim.privacy.mechanisms import add_noise, clipping_norm_on_grid, takes_part
 from fl_sim.seeding import torch_alone
-from fl_sim.types import RunError
 
 if TYPE_CHECKING:
     from clients.dafl.dpcgan.settings import DpCgan

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from clients.dafl.labels import ExponentialMechanism, Geometric
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 _LARGEST_RANGE: Final = 10**6
 _BAR: Final = 40

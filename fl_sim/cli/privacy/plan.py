@@ -9,6 +9,7 @@ from typing import Any, Final
 from dp_accounting import dp_event
 from matplotlib.figure import Figure
 
+from fl_sim.errors import UserError
 from fl_sim.privacy import events
 from fl_sim.privacy.accounting import (
     Accountant,
@@ -22,7 +23,6 @@ from fl_sim.privacy.accounting import (
 from fl_sim.privacy.planning import delta_advice, noise_multiplier, steps_that_fit
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.report.picture import save_plot
-from fl_sim.types import UserError
 
 _MOST_STEPS: Final = 10**18
 _ACCOUNTANTS: Final[tuple[Accountant, ...]] = ("rdp", "pld")

@@ -13,10 +13,10 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import valid_delta
 from fl_sim.privacy.pate import gnmax, lnmax
 from fl_sim.privacy.renyi import ORDERS, epsilons_of_curves
-from fl_sim.types import UserError
 
 Counts: TypeAlias = NDArray[np.int64]
 """Votes per query and class, shape (queries, classes); every row adds up to the number of teachers."""

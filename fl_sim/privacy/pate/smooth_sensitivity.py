@@ -19,10 +19,10 @@ from typing import Final
 import numpy as np
 from scipy.special import log_ndtr, ndtri
 
+from fl_sim.errors import UserError
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import gnmax, lnmax
 from fl_sim.privacy.pate.labelling_cost import Counts, Floats, GNMaxCost, LNMaxCost
-from fl_sim.types import UserError
 
 _CELLS_PER_VOTE: Final = 8
 _SHIFT: Final = 2 * _CELLS_PER_VOTE + 1  # how many cells one vote moves a gap by, at most; one is for rounding

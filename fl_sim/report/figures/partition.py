@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from clients.dafl.settings import DaFl
 from clients.dafl.share import label_event
 from clients.policy import open_ledger
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.privacy import events
@@ -30,7 +31,7 @@ from fl_sim.simulation.site import read_pool, to_bytes
 from fl_sim.store.files import read_whole
 from fl_sim.store.run_directory import coarse, write_text
 from fl_sim.store.tensors import save_by_content
-from fl_sim.types import Dataset, RunError, UserError
+from fl_sim.types import Dataset
 
 FACTS: Final = "pool.json"
 _NAME: Final = re.compile(r"synthetic-[0-9a-f]{16}\.safetensors")

@@ -13,13 +13,13 @@ from pathlib import Path
 from flwr.serverapp import Grid
 
 from fl_sim.data import fingerprint
+from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.simulation.dafl.pool import FACTS, Pool, da_fl, load, store
 from fl_sim.store.files import folder_of, write_whole
 from fl_sim.store.locks import alone_in
-from fl_sim.types import RunError
 from strategies.flower import FederatedStrategy, synthesize_before_training
 
 _FORMAT = 2

@@ -22,12 +22,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fl_sim.data import fingerprint
 from fl_sim.engines.wire import Order
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.job import Job
 from fl_sim.simulation.dafl.synthesis import pools_root
 from fl_sim.store.files import explain, read_whole
 from fl_sim.store.locks import alone_in
 from fl_sim.store.tensors import write_private
-from fl_sim.types import RunError, UserError
 from strategies.flower import ask_teachers
 from strategies.pate.labelling import count_votes
 from strategies.pate.mechanisms import NoNoise

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
+from fl_sim.errors import RunError, UserError
 from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise
@@ -24,7 +25,6 @@ from fl_sim.privacy.pate.labelling_cost import GNMaxCost, LNMaxCost
 from fl_sim.simulation.pate.ensemble import Votes, alone_in_cache
 from fl_sim.store.files import read_whole
 from fl_sim.store.tensors import write_private
-from fl_sim.types import RunError, UserError
 from strategies.pate.labelling import UNANSWERED, Labelled, Labelling, answer_to, label
 from strategies.pate.settings import Pate
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from fl_sim.errors import RunError
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.privacy.rounding import rounded_up
@@ -28,7 +29,7 @@ from fl_sim.store.files import write_whole
 from fl_sim.store.run_directory import RoundRecord, coarse
 from fl_sim.store.tensors import write_private
 from fl_sim.training.loop import EVALUATION_BATCH, to_tensors
-from fl_sim.types import Dataset, Examples, RunError, ServerState
+from fl_sim.types import Dataset, Examples, ServerState
 from strategies.pate.labelling import UNANSWERED, Labelled
 from strategies.pate.neighbours import representatives
 from strategies.pate.settings import Pate

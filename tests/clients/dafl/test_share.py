@@ -17,9 +17,9 @@ from clients.dafl.mean_embedding import MeanEmbedding
 from clients.dafl.settings import DaFl
 from clients.dafl.share import Client, Share, make_share, make_shares
 from fl_sim.data import load
+from fl_sim.errors import RunError, UserError
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.events import from_json
-from fl_sim.types import RunError, UserError
 
 
 def _records(client_class: int = 3) -> PrivateRecords:

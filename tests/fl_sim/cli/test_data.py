@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from fl_sim.cli.verbs import data_app as app
 from fl_sim.data import NAMES
-from fl_sim.types import RunError, UserError
+from fl_sim.errors import RunError, UserError
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fl_sim.cli.verbs import app
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 
 def run(*arguments):

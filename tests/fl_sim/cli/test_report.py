@@ -8,11 +8,11 @@ import typer
 from typer.testing import CliRunner
 
 from fl_sim.cli.verbs import report
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.report.groups import _NAMES, _PREPROCESSES
 from fl_sim.simulation.run import run as run_experiment
 from fl_sim.tables.words import label, method
-from fl_sim.types import UserError
 
 app = typer.Typer()
 app.command()(report)

@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 from fl_sim.data import load
 from fl_sim.engines.inprocess import CLIENT_RAISED, TOO_LATE, WORKER_DIED, Together
 from fl_sim.engines.ray_token import MODE, TOKEN
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.import_path import load_object
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.training.loop import to_tensors
-from fl_sim.types import RunError, UserError
 
 start = pytest.importorskip("fl_sim.engines.ray_start")  # before Ray itself: it sets what Ray reads when imported
 import ray  # noqa: E402
@@ -163,7 +163,7 @@ def test_what_the_cluster_does_not_have_is_the_users_mistake(misbehaving: Module
 def test_an_address_where_no_cluster_is_is_the_users_mistake_and_said_at_once() -> None:
     code = """
 from fl_sim.engines.ray_start import RayResources, start_or_join
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 for address in ("127.0.0.1:9", "somewhere", "ray://127.0.0.1:10001"):
     try:
         start_or_join(RayResources(address=address), 1)

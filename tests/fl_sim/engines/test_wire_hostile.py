@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fl_sim.engines import wire
 from fl_sim.engines.arrays import numbers_in
-from fl_sim.types import Malformed
+from fl_sim.errors import Malformed
 
 TEMPLATE = {"delta": {"w": torch.zeros(2, 3), "b": torch.zeros(2)}}
 LAYOUT = '[["w", [2, 3]], ["b", [2]]]'

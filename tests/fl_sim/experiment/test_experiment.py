@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from fl_sim.errors import UserError
 from fl_sim.experiment import experiment as wiring
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import resolved
 from fl_sim.seeding import rng
 from fl_sim.settings_file import read_table
 from fl_sim.store import run_directory
-from fl_sim.types import UserError
 from partitions import Dirichlet, LabelK
 from strategies.fedavg import Centralized, FedAvg
 from strategies.fedprox import FedProx

@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from fl_sim.data import load
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import device_of, job_of, precision_of, resolved
-from fl_sim.types import Dataset, UserError
+from fl_sim.types import Dataset
 from strategies.algorithm import Split
 from strategies.fedavg import FedAvg
 

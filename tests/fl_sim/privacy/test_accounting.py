@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
+from fl_sim.errors import UserError
 from fl_sim.privacy import loss_distribution
 from fl_sim.privacy.accounting import (
     ORDERS,
@@ -26,7 +27,6 @@ from fl_sim.privacy.accounting import (
     rdp_curve,
     supports_pld,
 )
-from fl_sim.types import UserError
 
 Gaussian = dp_event.GaussianDpEvent
 

@@ -12,10 +12,10 @@ from dp_accounting import dp_event
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fl_sim.errors import BudgetExhausted, RunError, UserError
 from fl_sim.privacy.accounting import Adjacency, amplify_poisson, epsilon
 from fl_sim.privacy.charge_log import Charge, Receipt
 from fl_sim.privacy.ledger import Ledger, Terms
-from fl_sim.types import BudgetExhausted, RunError, UserError
 
 POISSON = amplify_poisson(dp_event.GaussianDpEvent(1.0), 0.1)
 TERMS = Terms("client", Adjacency.ADD_OR_REMOVE_ONE, 1e-5)
@@ -278,7 +278,7 @@ from pathlib import Path
 from dp_accounting import dp_event
 from fl_sim.privacy.accounting import Adjacency, amplify_poisson, epsilon
 from fl_sim.privacy.ledger import Ledger, Terms
-from fl_sim.types import BudgetExhausted
+from fl_sim.errors import BudgetExhausted
 
 event = amplify_poisson(dp_event.GaussianDpEvent(1.0), 0.1)
 budget = epsilon([event] * 40, 1e-5)

@@ -10,11 +10,11 @@ from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_sim.errors import BudgetExhausted, RunError, UserError
 from fl_sim.privacy import events
 from fl_sim.privacy.accounting import ORDERS, Adjacency, adjacency, amplify_fixed_size, amplify_poisson, epsilon
 from fl_sim.privacy.ledger import Ledger, Terms
 from fl_sim.privacy.pure import BoundedRangeDpEvent
-from fl_sim.types import BudgetExhausted, RunError, UserError
 
 pytestmark = pytest.mark.usefixtures("coarse_losses")
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from fl_sim.errors import UserError
 from fl_sim.privacy.grid import grid_spacing
 from fl_sim.privacy.mechanisms import (
     Noise,
@@ -18,7 +19,6 @@ from fl_sim.privacy.mechanisms import (
     next_clipping_norm,
     update_noise_multiplier,
 )
-from fl_sim.types import UserError
 
 NOISE = Noise.seeded(0)
 

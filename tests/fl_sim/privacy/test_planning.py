@@ -7,9 +7,9 @@ from dp_accounting import dp_event
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import Accountant, amplify_fixed_size, amplify_poisson, epsilon_of_counts
 from fl_sim.privacy.planning import delta_advice, noise_multiplier, steps_that_fit
-from fl_sim.types import UserError
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")  # which figure it is that is kept to is tested elsewhere
 

@@ -9,9 +9,9 @@ from dp_accounting import dp_event
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_sim.errors import BudgetExhausted
 from fl_sim.privacy.accounting import Adjacency, amplify_poisson, bounds, epsilon, single_steps
 from fl_sim.privacy.ledger import Ledger, Terms
-from fl_sim.types import BudgetExhausted
 
 ROUND = amplify_poisson(dp_event.GaussianDpEvent(6.0), 0.1)
 TEST, ANSWER = dp_event.GaussianDpEvent(60.0), dp_event.GaussianDpEvent(20.0)

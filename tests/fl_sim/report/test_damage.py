@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from fl_sim.cli.verbs import report
+from fl_sim.errors import UserError
 from fl_sim.privacy import bill
-from fl_sim.types import UserError
 
 app = typer.Typer()
 app.command()(report)

@@ -18,13 +18,13 @@ from flwr.app import Context, RecordDict
 from safetensors.torch import load_file
 
 from fl_sim.engines.inprocess import InProcessGrid
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.simulation import flower_app
 from fl_sim.simulation.engine_choice import client_app
 from fl_sim.simulation.flower_app import read_experiment, read_out, server_app
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_result, read_rounds
-from fl_sim.types import UserError
 
 PROJECT = Path(__file__).parents[3]
 QUICK = {"model": "logistic", "rounds": 2, "clients": 3, "partition": "dirichlet:0.3", "engine": "inprocess"}

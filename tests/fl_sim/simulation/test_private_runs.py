@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from fl_sim.__main__ import main
 from fl_sim.engines import wire
 from fl_sim.engines.inprocess import CLIENT_RAISED, InProcessGrid, failure
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.privacy.accounting import Adjacency, amplify_fixed_size, amplify_poisson, epsilon
 from fl_sim.simulation.engine_choice import client_app
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
-from fl_sim.types import RunError, UserError
 from strategies.algorithm import what_clients_send
 from strategies.fedavg import FedAvg
 from strategies.fednova import FedNova

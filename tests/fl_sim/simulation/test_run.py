@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from fl_sim.data import load
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment import job
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.kinds import short_form
@@ -22,7 +23,6 @@ from fl_sim.simulation.run import Silent, run
 from fl_sim.store import files, run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.training.loop import to_tensors
-from fl_sim.types import RunError, UserError
 from partitions import Dirichlet, Iid, LabelK
 
 LONG = {"model": "logistic", "rounds": 100_000, "engine": "inprocess", "algorithm": "scaffold"}

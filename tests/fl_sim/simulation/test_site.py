@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fl_sim.data import load
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation import site as wiring
@@ -20,7 +21,7 @@ from fl_sim.simulation.procedure import procedure_of, site_of
 from fl_sim.simulation.site import to_bytes, to_generator
 from fl_sim.training import loop
 from fl_sim.training.loop import to_tensors
-from fl_sim.types import LocalSettings, UserError
+from fl_sim.types import LocalSettings
 from partitions import Iid
 
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from fl_sim.errors import UserError
 from fl_sim.store.checkpoint import Progress, read_checkpoint, write_checkpoint
-from fl_sim.types import ServerState, UserError
+from fl_sim.types import ServerState
 
 PROGRESS = Progress(7, "ab" * 32, 0.1 + 0.2, {"ledger": "id", "charges": 3, "digest": "cd"})
 

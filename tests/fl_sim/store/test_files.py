@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from fl_sim.errors import RunError
 from fl_sim.store.files import append_line, explain, in_words, is_partial, remove_partial, write_whole
-from fl_sim.types import RunError
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from fl_sim.errors import RunError
 from fl_sim.store import locks
 from fl_sim.store.locks import alone_in, sole_run
-from fl_sim.types import RunError
 
 _HOLD = """
 import sys, time

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fl_sim.errors import UserError
 from fl_sim.store.run_directory import (
     RoundRecord,
     append_round,
@@ -16,7 +17,6 @@ from fl_sim.store.run_directory import (
     write_config,
     write_text,
 )
-from fl_sim.types import UserError
 
 
 def _record(number: int, accuracy: float = 0.5) -> RoundRecord:

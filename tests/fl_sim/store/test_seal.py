@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fl_sim.errors import UserError
 from fl_sim.store.seal import open_seal
 from fl_sim.store.tensors import load_state, save_state
-from fl_sim.types import UserError
 
 PAGE = 4096
 

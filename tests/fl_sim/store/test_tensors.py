@@ -9,9 +9,9 @@ from threading import Barrier
 import pytest
 import torch
 
+from fl_sim.errors import RunError
 from fl_sim.store import tensors
 from fl_sim.store.tensors import load_state, save_state
-from fl_sim.types import RunError
 
 
 def _state(value):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from clients.dafl.settings import DaFl
+from fl_sim.errors import UserError
 from fl_sim.tables.plan import PRESETS, TableSettings, plan_table, preset_names, read_settings
-from fl_sim.types import UserError
 from strategies.fedavg import FedAvg
 
 BASE = {"model": "logistic", "rounds": 1, "engine": "inprocess"}

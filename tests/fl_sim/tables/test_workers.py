@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Auto, Experiment, InProcess, Ray
 from fl_sim.tables import workers
 from fl_sim.tables.workers import Failed, _why_it_died, _why_none_starts, _with_share_of_cores, _Worker, run_all
-from fl_sim.types import RunError, UserError
 from strategies.fedavg import FedAvg
 
 

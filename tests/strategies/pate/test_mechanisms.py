@@ -10,12 +10,12 @@ from dp_accounting import dp_event
 from pydantic import ValidationError
 from scipy import stats
 
+from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import ORDERS, compose, delta_profile, epsilon_of_counts
 from fl_sim.privacy.audit import EPSILONS, ProfileAudit, World, audit_profile, noise_calibration, run_mechanism
 from fl_sim.privacy.grid import grid_spacing
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import labelling_cost
-from fl_sim.types import UserError
 from strategies.pate.labelling import UNANSWERED, Labelled, Labelling, count_votes, label
 from strategies.pate.mechanisms import ConfidentGNMax, GNMax, LNMax, Mechanism, NoNoise, Voting
 

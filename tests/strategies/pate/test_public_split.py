@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from fl_sim.data import load
-from fl_sim.types import Examples, UserError
+from fl_sim.errors import UserError
+from fl_sim.types import Examples
 from strategies.pate.public_split import overlap, split_off
 
 

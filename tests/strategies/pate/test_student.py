@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from fl_sim.data import load
+from fl_sim.errors import UserError
 from fl_sim.training.loop import to_tensors
-from fl_sim.types import UserError
 from strategies.pate.augmentation import Augmentation
 from strategies.pate.student import FixMatch, Student, StudentData, Supervised, batches, predict, student_cnn
 from strategies.pate.student_gan import FeatureMatchingGan, GaussianNoise, gan_classifier

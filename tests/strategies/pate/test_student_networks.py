@@ -6,9 +6,9 @@ import torch
 
 from clients.forest import RandomForest
 from fl_sim.data import load
+from fl_sim.errors import UserError
 from fl_sim.seeding import rng
 from fl_sim.training.loop import to_tensors
-from fl_sim.types import UserError
 from strategies.pate.student import StudentData, predict
 from strategies.pate.student_forest import Forest, ForestStudent, forest_of
 from strategies.pate.student_gan import FeatureMatchingGan, conv_classifier, gan_classifier, start_from

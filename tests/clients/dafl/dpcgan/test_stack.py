@@ -15,9 +15,9 @@ from clients.dafl.dpcgan.settings import DpCgan
 from clients.dafl.dpcgan.training import Client
 from clients.dafl.dpcgan.weights import Adam
 from clients.dafl.generator import Bill, PrivateRecords, Request
+from fl_sim.errors import RunError
 from fl_sim.privacy.audit import noise_calibration
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.types import RunError
 
 SETTINGS = DpCgan(discriminator_steps=9, batch_size=20, ratio=2, discriminator_width=8, generator_width=8)
 CLIENTS = {0: (60, [0]), 1: (7, [2, 1]), 2: (200, [0, 1, 2]), 3: (33, [1]), 4: (1, [2])}

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from fl_sim.cli.privacy.pate import PRIVATE
 from fl_sim.cli.privacy.verbs import app
-from fl_sim.types import UserError
+from fl_sim.errors import UserError
 
 LNMAX = ("--mechanism", "lnmax", "--gamma", "0.05")
 GNMAX = ("--mechanism", "gnmax", "--sigma", "40")

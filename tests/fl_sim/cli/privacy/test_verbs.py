@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from fl_sim.cli.privacy import audit
 from fl_sim.cli.privacy.audit import TRUE_MECHANISM, TRUE_SAMPLING, Finding, audit_global_dp
 from fl_sim.cli.privacy.verbs import app
+from fl_sim.errors import UserError
 from fl_sim.privacy import loss_distribution
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.types import UserError
 
 POISSON = ("global-dp", "--sampling-rate", "0.1")
 FIXED = ("global-dp", "--clients", "1000", "--cohort", "30")

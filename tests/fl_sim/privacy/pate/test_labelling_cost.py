@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import ORDERS, compose, epsilon_of_curve, rdp_curve
 from fl_sim.privacy.pate import gnmax, labelling_cost, lnmax
-from fl_sim.types import UserError
 
 ALL = np.array(ORDERS)
 COSTS = [

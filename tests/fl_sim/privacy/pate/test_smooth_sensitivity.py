@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
+from fl_sim.errors import UserError
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import labelling_cost
 from fl_sim.privacy.pate.smooth_sensitivity import Terms, planned, release, smooth_sensitivity
-from fl_sim.types import UserError
 
 COSTS = [
     labelling_cost.GNMaxCost(1.0),

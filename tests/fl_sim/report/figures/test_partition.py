@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fl_sim.errors import UserError
 from fl_sim.report.figures.partition import _bubbles, _heat_map, draw_partition
-from fl_sim.types import UserError
 
 
 @pytest.mark.parametrize("num_clients", [1, 10, 30, 31, 1000])

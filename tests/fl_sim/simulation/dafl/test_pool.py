@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
 from fl_sim.privacy.accounting import epsilon_of_counts
@@ -22,7 +23,6 @@ from fl_sim.simulation.client_ledgers import all_together, ledger_path
 from fl_sim.simulation.dafl.bill import statement
 from fl_sim.simulation.dafl.pool import FACTS, Pool, load, store
 from fl_sim.simulation.procedure import site_of
-from fl_sim.types import RunError, UserError
 
 Answer = tuple[torch.Tensor, str]
 Change = Callable[[dict[str, Any]], Any]

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from fl_sim.data import load
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.privacy.accounting import epsilon_of_counts
@@ -21,7 +22,6 @@ from fl_sim.simulation.dafl import synthesis
 from fl_sim.simulation.dafl.synthesis import pool_key
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store.run_directory import RoundRecord, read_rounds
-from fl_sim.types import RunError, UserError
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from fl_sim.data import load
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
 from fl_sim.privacy.accounting import epsilon_of_counts
@@ -22,7 +23,6 @@ from fl_sim.simulation.run import Silent, run
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.tables.words import caption, label
 from fl_sim.training.loop import to_tensors
-from fl_sim.types import RunError, UserError
 from strategies.flower import ask_teachers
 from strategies.pate.labelling import UNANSWERED
 from strategies.pate.neighbours import representatives
