@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fl_sim.local_plan import LocalPlan, Mix
 from fl_sim.models import ResidualBlock
 from fl_sim.native.compiling import compile_kernel
 from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
@@ -37,7 +38,7 @@ from fl_sim.native.layers import FIELDS, Stack, describe
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.loop import train
-from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Mix, Params, Trained
+from fl_sim.types import LocalSettings, LocalTask, Params, Trained
 
 ROUNDING = 1e-5
 """How far results may lie from float64's, as a share of how far training moved the model, where PyTorch's do not."""

@@ -15,12 +15,13 @@ from torch import nn
 
 from clients.forest import RandomForest, as_table
 from fl_sim.errors import RunError
+from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
 from fl_sim.seeding import rng, seed_torch
 from fl_sim.settings import Settings
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
-from fl_sim.types import LocalPlan, LocalSettings, LocalTask
+from fl_sim.types import LocalSettings, LocalTask
 
 
 class Network(Settings):

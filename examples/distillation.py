@@ -2,7 +2,7 @@
 
     fl-sim run algorithm=distillation:Distilled algorithm.gamma=0.2
 
-What a term may look at is ``fl_sim.types.Batch``.
+What a term may look at is ``fl_sim.local_plan.Batch``.
 """
 
 from typing import ClassVar
@@ -11,7 +11,8 @@ import torch
 from pydantic import Field
 from torch.nn import functional
 
-from fl_sim.types import Batch, LocalPlan, LocalTask, LossTerm
+from fl_sim.local_plan import Batch, LocalPlan, LossTerm
+from fl_sim.types import LocalTask
 from strategies.algorithm import Averaging
 
 

@@ -9,8 +9,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from fl_sim.local_plan import LocalPlan
 from fl_sim.params import add, scale, subtract, zeros_like
-from fl_sim.types import Aggregate, ClientUpdate, LocalPlan, LocalTask, Params, ServerState, Trained
+from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
 from strategies.algorithm import Averaging, Weighting
 
 

@@ -1,14 +1,12 @@
 """The values that flow through the program: frozen, and innocent of algorithms, engines and libraries above torch."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from fl_sim.errors import RunError
 
 Params: TypeAlias = Mapping[str, torch.Tensor]
 """Named float32 tensors: a model's trainable parameters, or anything of their shape (an update, a control variate).
@@ -86,7 +84,10 @@ class LocalSettings:
 
 @dataclass(frozen=True)
 class LocalTask:
-    """What one client is asked to do in one round, with all it may look at."""
+    """What one client is asked to do in one round, with all it may look at.
+
+    ``class_counts``: how many of its ``num_examples`` records are of each class, which it alone knows.
+    """
 
     server_round: int
     client: int
@@ -97,102 +98,22 @@ class LocalTask:
     broadcast: Payloads = field(default_factory=dict)
     state: Payloads = field(default_factory=dict)
     pool: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Mix:
-    """A loss that mixes each batch with one averaged record of the pool (FedMix, NaiveMix).
-
-    ``inputs``: (pool size, *input shape), normalised; ``labels``: (pool size, classes), class proportions.
-    ``linearise`` chooses FedMix's first-order expansion over NaiveMix's plain interpolation.
-    """
-
-    inputs: torch.Tensor
-    labels: torch.Tensor
-    weight: float
-    linearise: bool
-
-    def __post_init__(self) -> None:
-        """Raise RunError where a record of the pool has no label, or a label no record."""
-        if len(self.inputs) != len(self.labels):
-            raise RunError(
-                f"the mixing pool holds {len(self.inputs)} averaged records and {len(self.labels)} rows of class "
-                "proportions: a client shared more of one than of the other"
-            )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What a loss term may look at: one SGD step of one client, with n records.
-
-    ``inputs``: (n, *input shape), normalised; ``labels``: (n,); ``weights``: (n,), each record's part in a mean over
-    the batch. They add up to 1, and are 0 for the records that fill a smaller batch up where clients are stacked.
-    ``logits``: (n, classes), what the model in training makes of the records; ``params``: that model, to be
-    differentiated; ``anchor``: the model that the client received; ``data``: what the term brought along.
-    ``logits_of(params, inputs)``: what the same architecture makes of records under other parameters.
-    """
-
-    inputs: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
-    logits: torch.Tensor
-    params: Params
-    anchor: Params
-    data: Params
-    logits_of: Callable[[Params, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class LossTerm:
-    """An algorithm's own addition to the loss: ``function(batch)`` joins the cross-entropy (or ``mix``).
-
-    ``function``: made of differentiable torch operations, without a choice that depends on numbers in tensors, as many
-    clients go through it at once; the same object for all clients, such as a function of a module or a method of the
-    algorithm. It returns one number per record, (n,), whose mean counts, or one number, (), that counts as it is.
-    ``data``: this client's tensors for it, each of the same shape for all clients.
-    """
-
-    function: Callable[[Batch], torch.Tensor]
-    data: Params = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class LocalPlan:
-    """What an algorithm adds to local SGD, as data, so that one definition serves one client or a stack of them.
-
-    gradient <- gradient + ``gradient_offset`` + ``proximal_mu`` * (w - anchor), before weight decay and momentum;
-    the anchor is the model the client received. ``momentum_buffers`` starts the optimiser warm; ``mix`` is the loss,
-    and ``loss_term`` is added to it. A trainer that does not know a field that is in use hands the client on.
-    """
-
-    gradient_offset: Params | None = None
-    proximal_mu: float = 0.0
-    momentum_buffers: Params | None = None
-    mix: Mix | None = None
-    loss_term: LossTerm | None = None
-
-
-def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:
-    """Return the names of the fields that differ from their defaults, and of those that have none."""
-    return frozenset(part.name for part in fields(values) if not _is_default(getattr(values, part.name), part))
-
-
-def _is_default(value: Any, part: Any) -> bool:
-    default = part.default if part.default_factory is MISSING else part.default_factory()
-    return value is default or (value == default) is True  # a tensor compared with a number is a tensor
+    class_counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Trained:
     """What local training hands back: the new model, the optimiser's buffers, the steps taken, the mean training loss.
 
-    ``loss`` is None where no step was taken (an empty shard).
+    ``loss`` is None where no step was taken (an empty shard). ``feature_sums``: (C, d), the sum over the client's
+    records of each class of what enters the new model's last linear layer, where the plan asks for it.
     """
 
     params: Params
     momentum_buffers: Params
     num_steps: int
     loss: float | None
+    feature_sums: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

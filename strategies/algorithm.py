@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fl_sim.local_plan import LocalPlan
 from fl_sim.params import add, subtract
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings
@@ -15,7 +16,6 @@ from fl_sim.types import (
     Aggregate,
     ClientUpdate,
     Dataset,
-    LocalPlan,
     LocalSettings,
     LocalTask,
     Params,

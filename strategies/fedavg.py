@@ -6,7 +6,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.types import ClientUpdate, Dataset, LocalPlan, LocalTask, Trained
+from fl_sim.local_plan import LocalPlan
+from fl_sim.types import ClientUpdate, Dataset, LocalTask, Trained
 from strategies.algorithm import Averaging, Split
 
 

@@ -10,7 +10,8 @@ import torch
 from pydantic import Field
 from torch.nn import functional
 
-from fl_sim.types import LocalPlan, LocalTask, Mix
+from fl_sim.local_plan import LocalPlan, Mix
+from fl_sim.types import LocalTask
 from strategies.algorithm import Averaging
 
 

@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from fl_sim.types import LocalPlan, LocalTask
+from fl_sim.local_plan import LocalPlan
+from fl_sim.types import LocalTask
 from strategies.algorithm import Averaging
 
 

@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fl_sim.local_plan import fields_in_use
 from fl_sim.native.layers import Stack
 from fl_sim.params import Layout, check_layout, num_in, vector_in
-from fl_sim.types import Params, fields_in_use
+from fl_sim.types import Params
 
 if TYPE_CHECKING:
     from fl_sim.native.kernel import Lesson

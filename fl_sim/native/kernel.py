@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fl_sim.local_plan import LocalPlan
 from fl_sim.native.checks import check_lesson, check_records, vector_of
 from fl_sim.native.compiling import NEEDED, find_library, processor
 from fl_sim.native.layers import FIELDS, Stack
 from fl_sim.params import FlatParams, num_in
-from fl_sim.types import LocalPlan, LocalTask, Params, Trained
+from fl_sim.types import LocalTask, Params, Trained
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 

@@ -20,6 +20,7 @@ from fl_sim.engines.ray_token import choose_token
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray, defined_in_script
 from fl_sim.experiment.job import Job
+from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached
 from fl_sim.seeding import rng
@@ -27,7 +28,7 @@ from fl_sim.simulation.capacity import cores, generator_threads, stack_of, worke
 from fl_sim.simulation.procedure import procedure_of, site_of
 from fl_sim.simulation.site import local_settings, to_generator
 from fl_sim.training.loop import to_tensors, train
-from fl_sim.types import LocalPlan, LocalSettings, LocalTask
+from fl_sim.types import LocalSettings, LocalTask
 
 RAY_START_SECONDS = 10.0
 """What starting Ray and importing torch in its actors costs (6 to 12 s measured on two cores)."""

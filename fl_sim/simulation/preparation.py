@@ -12,6 +12,7 @@ from fl_sim.engines.wire import Order
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
+from fl_sim.local_plan import LocalPlan
 from fl_sim.params import is_finite
 from fl_sim.report.figures.samples import write_samples
 from fl_sim.seeding import rng, seed_torch, torch_kept
@@ -21,7 +22,7 @@ from fl_sim.store import run_directory
 from fl_sim.store.tensors import save_by_content
 from fl_sim.training.loop import resident
 from fl_sim.training.trainer import LocalJob
-from fl_sim.types import LocalPlan, LocalTask, Params
+from fl_sim.types import LocalTask, Params
 from strategies.algorithm import Algorithm, Sharing, what_clients_share
 from strategies.flower import FederatedStrategy, share_before_training
 from strategies.global_dp import GlobalDP

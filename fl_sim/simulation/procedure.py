@@ -9,10 +9,11 @@ from flwr.serverapp import Grid
 from clients.app import Site
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of
+from fl_sim.local_plan import LocalPlan
 from fl_sim.simulation.pate.procedure import Voting
 from fl_sim.simulation.rounds import Rounds
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.types import LocalPlan, Payloads, ServerState
+from fl_sim.types import Payloads, ServerState
 from strategies.pate.settings import Pate
 
 

@@ -16,6 +16,7 @@ from fl_sim.errors import BudgetExhausted, RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
+from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
 from fl_sim.simulation.capacity import threads_of
 from fl_sim.simulation.preparation import federated_strategy, is_private
@@ -25,7 +26,7 @@ from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, write_checkpoint
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.training.loop import resident
-from fl_sim.types import LocalPlan, Params, Payloads, ServerState
+from fl_sim.types import Params, Payloads, ServerState
 from strategies.algorithm import Algorithm, Sharing, what_clients_keep, what_clients_plan, what_clients_share
 from strategies.flower import FederatedStrategy, run_round
 from strategies.global_dp import GlobalDP

@@ -10,22 +10,12 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from fl_sim.errors import UserError
+from fl_sim.local_plan import Batch, LocalPlan, fields_in_use
 from fl_sim.params import check_layout, detached, layout_of
 from fl_sim.training.losses import LogitsOf, added_by, mixed_loss
 from fl_sim.training.precision import arithmetic
 from fl_sim.training.records import Scale, Source
-from fl_sim.types import (
-    Batch,
-    ClientUpdate,
-    Dataset,
-    Examples,
-    LocalPlan,
-    LocalSettings,
-    LocalTask,
-    Params,
-    Trained,
-    fields_in_use,
-)
+from fl_sim.types import ClientUpdate, Dataset, Examples, LocalSettings, LocalTask, Params, Trained
 
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",

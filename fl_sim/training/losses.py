@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from fl_sim.errors import UserError
-from fl_sim.types import Batch, LossTerm
+from fl_sim.local_plan import Batch, LossTerm
 
 LogitsOf: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """(n, *input shape) records -> (n, classes) logits."""

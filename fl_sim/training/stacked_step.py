@@ -14,11 +14,12 @@ from torch import nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import functional
 
+from fl_sim.local_plan import Batch, LocalPlan, LossTerm, Mix
 from fl_sim.params import Layout, check_layout, layout_of
 from fl_sim.training.losses import LogitsOf, added_by, mixed_losses
 from fl_sim.training.records import Source
 from fl_sim.training.trainer import LocalJob
-from fl_sim.types import Batch, LocalPlan, LossTerm, Mix, Params
+from fl_sim.types import Params
 
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fl_sim import models
+from fl_sim.local_plan import LocalPlan, fields_in_use
 from fl_sim.native.checks import TAKES
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import Stack, describe
@@ -23,7 +24,7 @@ from fl_sim.training.loop import EVALUATION_BATCH, evaluate, ready, score, train
 from fl_sim.training.losses import LogitsOf
 from fl_sim.training.precision import Precision, arithmetic
 from fl_sim.training.records import Records, Scale
-from fl_sim.types import LocalPlan, LocalTask, Params, Trained, fields_in_use
+from fl_sim.types import LocalTask, Params, Trained
 
 _PLAIN = {
     nn.Sequential, nn.Identity, nn.Flatten, nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.ReLU,

@@ -14,13 +14,14 @@ from torch import nn
 from clients.app import Site, build_client_app, synthesize_together, train_together
 from fl_sim.engines import wire
 from fl_sim.engines.inprocess import Generators, InProcessGrid, Together
+from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
 from fl_sim.seeding import rng, seed_torch
 from fl_sim.store.tensors import load_state
 from fl_sim.training.loop import train
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob
-from fl_sim.types import LocalPlan, LocalSettings, LocalTask
+from fl_sim.types import LocalSettings, LocalTask
 from strategies.algorithm import what_clients_send
 from strategies.fedavg import FedAvg
 from strategies.fedmix import FedMix

@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from fl_sim.local_plan import LocalPlan
 from fl_sim.params import add, scale, zeros_like
 from fl_sim.testing import BrokenLaw, check
-from fl_sim.types import Aggregate, ClientUpdate, LocalPlan, LocalTask, ServerState, Trained
+from fl_sim.types import Aggregate, ClientUpdate, LocalTask, ServerState, Trained
 from strategies.algorithm import Averaging
 
 _calls = count()

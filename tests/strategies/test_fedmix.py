@@ -6,11 +6,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fl_sim.local_plan import LocalPlan, Mix
 from fl_sim.params import detached
 from fl_sim.seeding import rng
 from fl_sim.training.loop import train
 from fl_sim.training.losses import mixed_loss
-from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Mix
+from fl_sim.types import LocalSettings, LocalTask
 from strategies.fedmix import FedMix, NaiveMix, averages
 
 SHAPE, CLASSES = (2, 3), 4

@@ -15,12 +15,13 @@ from clients.forest import RandomForest
 from clients.teacher import forest_votes, network_votes
 from fl_sim import models
 from fl_sim.experiment.job import Job
+from fl_sim.local_plan import LocalPlan
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import local_settings, site_for
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import Trainer
-from fl_sim.types import LocalPlan, Payloads, ServerState
+from fl_sim.types import Payloads, ServerState
 from strategies.fedavg import FedAvg
 from strategies.pate.settings import Pate
 

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from fl_sim.errors import RunError
+from fl_sim.local_plan import LocalPlan, Mix
 from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
 from fl_sim.native.layers import FIELDS, Stack, describe
 from fl_sim.params import FlatParams, detached, flattened, layout_of
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
-from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Mix, Params
+from fl_sim.types import LocalSettings, LocalTask, Params
 
 SHAPE, COUNT = (2, 8, 8), 9
 pytestmark = pytest.mark.skipif(load_kernel()[0] is None, reason=f"no native trainer: {load_kernel()[1]}")

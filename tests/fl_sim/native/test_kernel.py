@@ -8,13 +8,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fl_sim.local_plan import LocalPlan, Mix
 from fl_sim.models import MODELS, ResidualBlock
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import describe
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng
 from fl_sim.training.loop import train
-from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Mix, Params, Trained
+from fl_sim.types import LocalSettings, LocalTask, Params, Trained
 
 ROUNDING = 2e-5
 """How far results may lie apart, as a share of how far training moved the model; 1e-7 to 6e-6 is seen."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from fl_sim.errors import UserError
+from fl_sim.local_plan import Batch, LocalPlan, LossTerm, Mix, fields_in_use
 from fl_sim.native import checks
 from fl_sim.native.kernel import Draws, Lesson, load_kernel
 from fl_sim.native.layers import describe
@@ -20,7 +21,7 @@ from fl_sim.training.loop import train
 from fl_sim.training.records import Records
 from fl_sim.training.stacked import StackedTrainer
 from fl_sim.training.trainer import LocalJob, Trainer
-from fl_sim.types import Batch, LocalPlan, LocalSettings, LocalTask, LossTerm, Mix, Params, Trained, fields_in_use
+from fl_sim.types import LocalSettings, LocalTask, Params, Trained
 
 SHAPE, CLASSES = (1, 4, 4), 3
 SIZES = (5, 16, 0, 7)

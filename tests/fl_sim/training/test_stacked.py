@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from fl_sim.local_plan import LocalPlan
 from fl_sim.models import MODELS
 from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
@@ -16,7 +17,7 @@ from fl_sim.training.precision import Precision
 from fl_sim.training.records import Records, Scale, Source
 from fl_sim.training.stacked import StackedTrainer
 from fl_sim.training.trainer import LocalJob
-from fl_sim.types import LocalPlan, LocalSettings, LocalTask, Params
+from fl_sim.types import LocalSettings, LocalTask, Params
 from strategies.fedavg import FedAvg
 from strategies.fedmix import FedMix, NaiveMix
 from strategies.fednova import FedNova

@@ -7,10 +7,10 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fl_sim.local_plan import Batch, LocalPlan, LossTerm, Mix
 from fl_sim.models import MODELS
 from fl_sim.training.records import Scale, Source
 from fl_sim.training.stacked_step import Kind, StackedStep
-from fl_sim.types import Batch, LocalPlan, LossTerm, Mix
 
 META = torch.device("meta")
 """A device without memory, on which to ask for a number, or how many are not zero, is an error."""

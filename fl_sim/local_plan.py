@@ -1,0 +1,176 @@
+"""What an algorithm asks of local training, as data: one definition for one client, a stack, the compiled trainer."""
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+import torch
+
+from fl_sim.errors import RunError
+from fl_sim.types import LocalSettings, Params
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A loss that mixes each batch with one averaged record of the pool (FedMix, NaiveMix).
+
+    ``inputs``: (pool size, *input shape), normalised; ``labels``: (pool size, classes), class proportions.
+    ``linearise`` chooses FedMix's first-order expansion over NaiveMix's plain interpolation.
+    """
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    weight: float
+    linearise: bool
+
+    def __post_init__(self) -> None:
+        """Raise RunError where a record of the pool has no label, or a label no record."""
+        if len(self.inputs) != len(self.labels):
+            raise RunError(
+                f"the mixing pool holds {len(self.inputs)} averaged records and {len(self.labels)} rows of class "
+                "proportions: a client shared more of one than of the other"
+            )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a loss term may look at: one SGD step of one client, with n records.
+
+    ``inputs``: (n, *input shape), normalised; ``labels``: (n,); ``weights``: (n,), each record's part in a mean over
+    the batch. They add up to 1, and are 0 for the records that fill a smaller batch up where clients are stacked.
+    ``logits``: (n, classes), what the model in training makes of the records; ``params``: that model, to be
+    differentiated; ``anchor``: the model that the client received; ``data``: what the term brought along.
+    ``logits_of(params, inputs)``: what the same architecture makes of records under other parameters.
+    """
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    logits: torch.Tensor
+    params: Params
+    anchor: Params
+    data: Params
+    logits_of: Callable[[Params, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """An algorithm's own addition to the loss: ``function(batch)`` joins the cross-entropy (or ``mix``).
+
+    ``function``: made of differentiable torch operations, without a choice that depends on numbers in tensors, as many
+    clients go through it at once; the same object for all clients, such as a function of a module or a method of the
+    algorithm. It returns one number per record, (n,), whose mean counts, or one number, (), that counts as it is.
+    ``data``: this client's tensors for it, each of the same shape for all clients.
+    """
+
+    function: Callable[[Batch], torch.Tensor]
+    data: Params = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Pulls what the model says of a record towards what the received model said of it.
+
+    Adds ``weight`` * T^2 * KL(softmax(received logits / T) || softmax(own logits / T)), the mean over the batch, with
+    T the ``temperature``; the received model is not differentiated. Both softmaxes run over the ``classes``, (C,) bool,
+    or over all where that is None, and leave out a record's own class where ``exclude_true``. Where no class is left,
+    the term is 0. Logits are those of the model: neither shifted nor scaled.
+    """
+
+    weight: float
+    temperature: float = 1.0
+    classes: torch.Tensor | None = None
+    exclude_true: bool = False
+
+
+@dataclass(frozen=True)
+class Suppression:
+    """Lowers the logit of a class where the record is of another one (FedVLS, eq. 5).
+
+    Adds ``weight`` * sum over classes c of ``shares[c]`` * log(mean over the batch of [label != c] exp(logit c)).
+    ``shares``: (C,), what part of the client's records each class is. A class that is every record's adds nothing.
+    """
+
+    shares: torch.Tensor
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Ascent:
+    """Takes the gradient after a step uphill: sharpness-aware minimisation (Foret et al. 2021).
+
+    With g the gradient of the loss at w, over all parameters, uphill is w + ``radius`` * g / (||g|| + 1e-12); where
+    ``adaptive``, w + ``radius`` * w^2 g / (|| |w| g || + 1e-12) (Kwon et al. 2021). The gradient becomes
+    (1 - ``share``) * g + ``share`` * (that of the same batch uphill).
+    """
+
+    radius: float
+    adaptive: bool = False
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Draws the features of a record to those of the received model, away from those of another one (MOON, eq. 3).
+
+    Features z are what enters the last linear layer. Adds ``weight`` * softplus((cos(z, z of ``previous``) -
+    cos(z, z of the received model)) / ``temperature``), the mean over the batch; only z is differentiated.
+    """
+
+    weight: float
+    temperature: float
+    previous: Params
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Pulls the features of a record to the prototype of its class (FedProto, eq. 6).
+
+    Adds ``weight`` * ||z - ``prototypes[label]``||^2, the mean over the batch, 0 for classes that are not ``present``.
+    ``prototypes``: (C, d); ``present``: (C,) bool.
+    """
+
+    prototypes: torch.Tensor
+    present: torch.Tensor
+    weight: float
+
+
+@dataclass(frozen=True)
+class LocalPlan:
+    """What an algorithm adds to local SGD, as data, so that one definition serves one client or a stack of them.
+
+    The loss is the mean cross-entropy of ``logit_scale`` * logits + ``logit_shift`` ((C,) each; a shift of -inf takes a
+    class out of the softmax), or what ``mix`` makes of the batch; ``distillation``, ``suppression``, ``contrast``,
+    ``pull`` and ``loss_term`` are added to it. Its gradient is taken where ``ascent`` says. Then
+
+    gradient <- ``gradient_scale`` * gradient + ``gradient_offset`` + ``proximal_mu`` * (w - anchor)
+
+    before weight decay and momentum; the anchor is the model the client received. ``momentum_buffers`` starts the
+    optimiser warm. ``class_features`` asks for ``Trained.feature_sums``. A trainer that does not know a field that is
+    in use hands the client on.
+    """
+
+    gradient_offset: Params | None = None
+    proximal_mu: float = 0.0
+    gradient_scale: float = 1.0
+    momentum_buffers: Params | None = None
+    mix: Mix | None = None
+    logit_shift: torch.Tensor | None = None
+    logit_scale: torch.Tensor | None = None
+    distillation: Distillation | None = None
+    suppression: Suppression | None = None
+    ascent: Ascent | None = None
+    contrast: Contrast | None = None
+    pull: Pull | None = None
+    loss_term: LossTerm | None = None
+    class_features: bool = False
+
+
+def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:
+    """Return the names of the fields that differ from their defaults, and of those that have none."""
+    return frozenset(part.name for part in fields(values) if not _is_default(getattr(values, part.name), part))
+
+
+def _is_default(value: Any, part: Any) -> bool:
+    default = part.default if part.default_factory is MISSING else part.default_factory()
+    return value is default or (value == default) is True  # a tensor compared with a number is a tensor
