@@ -17,14 +17,13 @@ from torch import nn
 
 from fl_sim.engines import wire
 from fl_sim.engines.inprocess import Play, Release, partition_of, raised
+from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.native.kernel import load_kernel
 from fl_sim.seeding import rng, seed_torch
 from fl_sim.store.tensors import load_state, save_state
-from fl_sim.training.loop import LocalAlgorithm
-from fl_sim.training.precision import Precision
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
-from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Trained
+from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Precision, Trained
 
 if TYPE_CHECKING:
     from clients.policy import Policy

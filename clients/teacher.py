@@ -4,24 +4,27 @@ Papernot et al. 2017, "Semi-supervised knowledge transfer for deep learning from
 A teacher never leaves its client; what leaves is one class per public record, for the aggregator alone.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from clients.forest import RandomForest, as_table
 from fl_sim.errors import RunError
+from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
 from fl_sim.seeding import rng, seed_torch
 from fl_sim.settings import Settings
-from fl_sim.training.records import Records
-from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import LocalSettings, LocalTask
+
+if TYPE_CHECKING:
+    from fl_sim.training.records import Records
+    from fl_sim.training.trainer import Trainer
 
 
 class Network(Settings):
@@ -35,7 +38,7 @@ AnyTeacher: TypeAlias = Network | RandomForest
 
 def network_votes(
     trainer: Trainer,
-    build: Callable[[int], nn.Module],
+    build: Callable[[int], torch.nn.Module],
     settings: LocalSettings,
     records: Records,
     pool: torch.Tensor,
@@ -48,6 +51,8 @@ def network_votes(
     ``build(number)`` returns a network with the initial weights that ``number`` determines. May be called from several
     threads. Raises RunError where the network's outputs are not finite.
     """
+    from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (needs torch as it is imported)
+
     model = build(int(rng(seed, "teacher", client).integers(2**31)))
     task = LocalTask(1, client, 1, len(records), settings, detached(model.named_parameters()))
     seeded = partial(seed_torch, seed, "teacher", client)

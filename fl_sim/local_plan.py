@@ -1,13 +1,14 @@
 """What an algorithm asks of local training, as data: one definition for one client, a stack, the compiled trainer."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
-
-import torch
+from typing import Any, Protocol
 
 from fl_sim.errors import RunError
-from fl_sim.types import LocalSettings, Params
+from fl_sim.late_torch import torch
+from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Params, Trained
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,18 @@ class LocalPlan:
     pull: Pull | None = None
     loss_term: LossTerm | None = None
     class_features: bool = False
+
+
+class LocalAlgorithm(Protocol):
+    """The half of an algorithm that runs on a client."""
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Say what the algorithm adds to local SGD."""
+        ...
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Say what is sent and what the client keeps."""
+        ...
 
 
 def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:

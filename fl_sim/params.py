@@ -1,19 +1,26 @@
 """Arithmetic on named tensors: small, pure, always in the order of the first argument's names."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-
+from fl_sim.late_torch import torch
 from fl_sim.types import Params, Payloads
 
 Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes of tensors that lie one behind the other in a vector."""
 
 
-class FlatParams(Mapping[str, torch.Tensor]):
+if TYPE_CHECKING:
+    _NamedTensors: TypeAlias = Mapping[str, torch.Tensor]
+else:
+    _NamedTensors = Mapping  # settings are read before torch is there
+
+
+class FlatParams(_NamedTensors):
     """Named tensors in one vector, ``flat``, so that arithmetic on all of them is one operation.
 
     The tensors by name are views of the vector, made when they are first asked for. Like all values that flow through

@@ -1,5 +1,7 @@
 """Randomness derived by purpose: every generator is a pure function of the seed, what it is for, and for whom."""
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,9 +9,10 @@ from threading import RLock
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
+
+from fl_sim.late_torch import torch
 
 _ONE_AT_A_TIME = RLock()  # a user's factory may build one of our models inside its own
 

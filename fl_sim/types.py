@@ -1,14 +1,17 @@
 """The values that flow through the program: frozen, and innocent of algorithms, engines and libraries above torch."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-Params: TypeAlias = Mapping[str, torch.Tensor]
+from fl_sim.late_torch import torch
+
+Params: TypeAlias = "Mapping[str, torch.Tensor]"
 """Named float32 tensors: a model's trainable parameters, or anything of their shape (an update, a control variate).
 
 Nobody writes to them, so that those in one process may be the same in many places; many lie in one vector
@@ -17,6 +20,9 @@ Nobody writes to them, so that those in one process may be the same in many plac
 
 Payloads: TypeAlias = dict[str, Params]
 """Named groups of tensors, such as ``{"delta": ..., "control_delta": ...}``."""
+
+Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
+"""How exactly products are computed."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Examples:
         """Return the number of records."""
         return len(self.labels)
 
-    def take(self, indices: NDArray[np.int64]) -> "Examples":
+    def take(self, indices: NDArray[np.int64]) -> Examples:
         """Copy the records at ``indices``, in that order."""
         return Examples(self.inputs[indices], self.labels[indices])
 

@@ -1,17 +1,18 @@
 """What an algorithm is: a frozen settings object with a client half (plan, finish) and a server half (init, merge)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from fl_sim.local_plan import LocalPlan
+from fl_sim.late_torch import torch
+from fl_sim.local_plan import LocalAlgorithm, LocalPlan
 from fl_sim.params import add, subtract
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings
-from fl_sim.training.loop import LocalAlgorithm
 from fl_sim.types import (
     Aggregate,
     ClientUpdate,

@@ -3,13 +3,14 @@
 The averages leave the clients without noise: neither method has a privacy guarantee, with any aggregator.
 """
 
+from __future__ import annotations
+
 from typing import Literal
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch.nn import functional
 
+from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalPlan, Mix
 from fl_sim.types import LocalTask
 from strategies.algorithm import Averaging
@@ -66,7 +67,7 @@ def averages(
     """
     groups = len(labels) // records_per_average
     chosen = torch.from_numpy(generator.permutation(len(labels))[: groups * records_per_average])
-    proportions = functional.one_hot(labels[chosen], num_classes).to(torch.float32)
+    proportions = torch.nn.functional.one_hot(labels[chosen], num_classes).to(torch.float32)
     return {
         "inputs": inputs[chosen].reshape(groups, records_per_average, *inputs.shape[1:]).mean(1),
         "labels": proportions.reshape(groups, records_per_average, num_classes).mean(1),

@@ -1,10 +1,12 @@
 """FedNova: normalised averaging, so that many local steps do not pull harder (Wang et al. 2020, eq. 6-8)."""
 
+from __future__ import annotations
+
 from typing import Literal
 
-import torch
 from pydantic import Field
 
+from fl_sim.late_torch import torch
 from fl_sim.params import add, scale, subtract
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, ServerState, Trained
 from strategies.algorithm import Averaging, accumulated_momentum

@@ -4,14 +4,16 @@ w <- w + (1/m) (sum_k Delta_k / max(1, |Delta_k| / S) + N(0, z^2 S^2 I)), with a
 sampled, and adaptive clipping (Andrew et al. 2021, algorithm 1) in place of the paper's median of norms, which leaks.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import numpy as np
-import torch
 from pydantic import BeforeValidator, Field, model_validator
 
+from fl_sim.late_torch import torch
 from fl_sim.params import FlatParams, layout_of, num_in, num_parameters, vector_in
 from fl_sim.privacy.mechanisms import (
     Noise,
@@ -80,13 +82,13 @@ class GlobalDP(Settings):
     adaptive_clipping: Annotated[AdaptiveClipping | None, BeforeValidator(_no_raw_median)] = None
 
     @model_validator(mode="after")
-    def _noise_is_affordable(self) -> "GlobalDP":
+    def _noise_is_affordable(self) -> GlobalDP:
         if self.adaptive_clipping is not None:
             chosen = self.adaptive_clipping.count_noise
             update_noise_multiplier(self.noise_multiplier, self.noise_multiplier if chosen is None else chosen)
         return self
 
-    def event(self) -> "dp_event.DpEvent":
+    def event(self) -> dp_event.DpEvent:
         """Return what one round costs before any sampling, with z relative to ONE client's clipping norm.
 
         Adaptive clipping is inside: update noise and count noise together are worth z. To replace a client moves the

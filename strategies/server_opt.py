@@ -1,16 +1,18 @@
 """Server optimisers: the mean update as a pseudo-gradient (Hsu et al. 2019; Reddi et al. 2021, algorithm 2)."""
 
-from collections.abc import Callable
-from typing import Literal
+from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
 from pydantic import Field
 
+from fl_sim.late_torch import torch
 from fl_sim.params import add, zeros_like
 from fl_sim.types import Aggregate, Params, ServerState
 from strategies.algorithm import Averaging
 
-SecondMoment = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+SecondMoment: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
 """(v, Delta) -> v of the next round."""
 
 

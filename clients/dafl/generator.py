@@ -1,13 +1,15 @@
 """What a private generator is given and what it states before it starts: every kind fits the same slot of DA-FL."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from fl_sim.late_torch import torch
 from fl_sim.privacy.mechanisms import Noise
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ class Bill:
     ``refused``: why nothing can be released within the budget; empty where it can. A refused bill costs nothing.
     """
 
-    event: "dp_event.DpEvent"
+    event: dp_event.DpEvent
     steps: int
     noise_multiplier: float
     sampling_rate: float
@@ -52,7 +54,7 @@ class Request:
     generator: np.random.Generator
 
 
-Made: TypeAlias = torch.Tensor | Exception
+Made: TypeAlias = "torch.Tensor | Exception"
 """One client's synthetic records, or why it has none: one client's failure is not the others'."""
 
 
@@ -61,7 +63,7 @@ def nothing() -> None:
 
 
 def each_alone(
-    generate: "Callable[[PrivateRecords, NDArray[np.int64], Bill, Noise, np.random.Generator], torch.Tensor]",
+    generate: Callable[[PrivateRecords, NDArray[np.int64], Bill, Noise, np.random.Generator], torch.Tensor],
     requests: Sequence[Request],
     check: Callable[[], None] = nothing,
 ) -> list[Made]:
@@ -110,6 +112,6 @@ class Generator(Protocol):
         """
         ...
 
-    def shortened(self, steps: int) -> "tuple[Generator, float]":
+    def shortened(self, steps: int) -> tuple[Generator, float]:
         """Return a generator of which a release takes about this share of the time, to guess the time from."""
         ...

@@ -6,17 +6,19 @@ is post-processing: both are shrunk as far as they may be noise, the second mome
 images have in common, and images are drawn from the normal distribution with these moments, the one of largest entropy.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
 from clients.dafl.generator import Bill, Made, PrivateRecords, Request, each_alone, nothing
+from fl_sim.late_torch import torch
 from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_norm_on_grid
 from fl_sim.settings import Settings
 
@@ -96,7 +98,7 @@ class MeanEmbedding(Settings):
         """Take one client after another: a second each, and nothing in it that many could share."""
         return each_alone(self.generate, requests, check)
 
-    def shortened(self, steps: int) -> "tuple[MeanEmbedding, float]":  # noqa: ARG002 (the slot's)
+    def shortened(self, steps: int) -> tuple[MeanEmbedding, float]:  # noqa: ARG002 (the slot's)
         """Return itself: there is nothing to shorten."""
         return self, 1.0
 

@@ -14,7 +14,7 @@ from fl_sim.kinds import kind_of, kinds
 from fl_sim.mistakes import explain, shortened
 from fl_sim.settings import OneOf, Settings, group_in, parse
 from fl_sim.settings_file import MOST_LEVELS
-from fl_sim.training.precision import Precision
+from fl_sim.types import Precision
 from partitions import AnyScheme, LabelK, Scheme
 from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, Sharing

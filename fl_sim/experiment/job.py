@@ -19,9 +19,8 @@ from fl_sim.experiment.experiment import Auto, Experiment, experiment_from
 from fl_sim.kinds import kind_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.seeding import rng
-from fl_sim.training.precision import Precision
 from fl_sim.training.trainer import Trainer
-from fl_sim.types import Dataset
+from fl_sim.types import Dataset, Precision
 from partitions import Scheme
 from strategies.algorithm import Bounded, Dealing
 

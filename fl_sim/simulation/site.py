@@ -16,8 +16,9 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, InProcess, Local
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
+from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.seeding import rng
-from fl_sim.training.loop import LocalAlgorithm, resident, stays_bytes, to_tensors
+from fl_sim.training.loop import resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Source
 from fl_sim.types import Dataset, Examples, LocalSettings
 from partitions import FeatureSkew

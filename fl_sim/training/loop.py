@@ -1,7 +1,6 @@
 """The local loop: minibatch SGD on one client's records, the same for every algorithm."""
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from fl_sim.params import check_layout, detached, layout_of
 from fl_sim.training.losses import LogitsOf, added_by, mixed_loss
 from fl_sim.training.precision import arithmetic
 from fl_sim.training.records import Scale, Source
-from fl_sim.types import ClientUpdate, Dataset, Examples, LocalSettings, LocalTask, Params, Trained
+from fl_sim.types import Dataset, Examples, LocalSettings, LocalTask, Params, Trained
 
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",
@@ -28,18 +27,6 @@ EVALUATION_BATCH = 500
 
 EVALUATION_BATCH_ON_GPU = 2_000
 """The same where launches cost more than arithmetic does."""
-
-
-class LocalAlgorithm(Protocol):
-    """The half of an algorithm that runs on a client."""
-
-    def plan(self, task: LocalTask) -> LocalPlan:
-        """Say what the algorithm adds to local SGD."""
-        ...
-
-    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Say what is sent and what the client keeps."""
-        ...
 
 
 def to_tensors(examples: Examples, dataset: Dataset) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, TypeAlias
 
 import torch
 
-Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
+from fl_sim.types import Precision
 
 
 @contextmanager

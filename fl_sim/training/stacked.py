@@ -15,11 +15,11 @@ from torch import nn
 from fl_sim.native.kernel import Draws
 from fl_sim.params import FlatParams, layout_of
 from fl_sim.training.cuda_graphs import Capture, Launcher, capture_on_cuda
-from fl_sim.training.precision import Precision, arithmetic
+from fl_sim.training.precision import arithmetic
 from fl_sim.training.records import Source, merged
 from fl_sim.training.stacked_step import TAKES, Kind, StackedStep
 from fl_sim.training.trainer import LocalJob, Trainer
-from fl_sim.types import Params, Trained
+from fl_sim.types import Params, Precision, Trained
 
 
 class StackedTrainer:

@@ -22,9 +22,9 @@ from fl_sim.native.layers import Stack, describe
 from fl_sim.params import is_finite, vector_in
 from fl_sim.training.loop import EVALUATION_BATCH, evaluate, ready, score, train
 from fl_sim.training.losses import LogitsOf
-from fl_sim.training.precision import Precision, arithmetic
+from fl_sim.training.precision import arithmetic
 from fl_sim.training.records import Records, Scale
-from fl_sim.types import LocalTask, Params, Trained
+from fl_sim.types import LocalTask, Params, Precision, Trained
 
 _PLAIN = {
     nn.Sequential, nn.Identity, nn.Flatten, nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.ReLU,

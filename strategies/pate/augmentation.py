@@ -1,11 +1,12 @@
 """Random views of images, one drawn per image: small moves (weak), large ones with a part erased (strong)."""
 
+from __future__ import annotations
+
 import math
 
-import torch
 from pydantic import Field
-from torch.nn import functional
 
+from fl_sim.late_torch import torch
 from fl_sim.settings import Settings
 
 
@@ -46,11 +47,11 @@ class Augmentation(Settings):
         if self.flip:
             across = across * torch.where(torch.rand(len(images), 1, generator=generator) < 0.5, -1.0, 1.0)
         where = torch.stack([across, down], dim=1).to(images.device)
-        grid = functional.affine_grid(where, list(images.shape), align_corners=False)
+        grid = torch.nn.functional.affine_grid(where, list(images.shape), align_corners=False)
         bends = torch.randn(len(images), 2, 5, 5, generator=generator).to(images.device) * self.elastic * reach
-        smooth = functional.interpolate(bends, list(images.shape[2:]), mode="bicubic", align_corners=True)
+        smooth = torch.nn.functional.interpolate(bends, list(images.shape[2:]), mode="bicubic", align_corners=True)
         grid = grid + smooth.permute(0, 2, 3, 1)
-        return functional.grid_sample(images, grid, padding_mode="border", align_corners=False)
+        return torch.nn.functional.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
 def _erased(images: torch.Tensor, generator: torch.Generator, longest: float) -> torch.Tensor:

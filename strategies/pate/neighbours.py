@@ -6,12 +6,14 @@ one speaks for. Labels spread over the graph of nearest neighbours (Zhou et al. 
 and at released labels alone, so none of it costs anything.
 """
 
+from __future__ import annotations
+
 from typing import Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.nn import functional
+
+from fl_sim.late_torch import torch
 
 _DIRECTIONS: Final = 8
 _MOST_COMPARED: Final = 10_000
@@ -85,21 +87,21 @@ def descriptors(inputs: torch.Tensor) -> torch.Tensor:
         rows = (rows - rows.mean(dim=0)) / rows.std(dim=0).clamp(min=1e-6)
     else:
         rows = torch.cat([_gradients(part) for part in torch.split(inputs, 500)])
-    return functional.normalize(rows, dim=1)
+    return torch.nn.functional.normalize(rows, dim=1)
 
 
 def _gradients(images: torch.Tensor) -> torch.Tensor:
     """Return histograms of the directions in which images change, in overlapping cells, (n, directions * cells)."""
     smooth = 3 if min(images.shape[2:]) >= 16 else 1
     around = 2 + smooth // 2
-    grey = functional.pad(images.mean(dim=1, keepdim=True), (around, around, around, around), mode="replicate")
-    grey = functional.avg_pool2d(grey, smooth, 1)
+    grey = torch.nn.functional.pad(images.mean(dim=1, keepdim=True), (around, around, around, around), mode="replicate")
+    grey = torch.nn.functional.avg_pool2d(grey, smooth, 1)
     across, down = grey[:, :, 1:-1, 2:] - grey[:, :, 1:-1, :-2], grey[:, :, 2:, 1:-1] - grey[:, :, :-2, 1:-1]
     strength, angle = (across.square() + down.square()).sqrt(), torch.atan2(down, across)
     directions = torch.arange(_DIRECTIONS).view(1, -1, 1, 1) * (2 * torch.pi / _DIRECTIONS)
-    votes = strength * functional.relu(torch.cos(angle - directions)) ** 4
+    votes = strength * torch.nn.functional.relu(torch.cos(angle - directions)) ** 4
     cell = max(2, min(images.shape[2:]) // 9)
-    cells = functional.avg_pool2d(functional.avg_pool2d(votes, 3, 1, 1), cell + 2, cell).flatten(2)
+    cells = torch.nn.functional.avg_pool2d(torch.nn.functional.avg_pool2d(votes, 3, 1, 1), cell + 2, cell).flatten(2)
     even: torch.Tensor = cells / (cells.norm(dim=1, keepdim=True) + 0.5)
     return even.flatten(1).sqrt()
 

@@ -6,31 +6,30 @@ has not learnt them by heart yet disagrees with the wrong ones), and believes ne
 All is post-processing of the labels: no epsilon.
 """
 
+from __future__ import annotations
+
 import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-import torch
 from pydantic import Field
-from torch import nn
-from torch.nn import functional
 
-from fl_sim import models
 from fl_sim.errors import UserError
+from fl_sim.late_torch import torch
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.settings import Settings
 from strategies.pate.augmentation import Augmentation
 from strategies.pate.neighbours import spread
 
 _EVALUATION_BATCH = 500
-_Move: TypeAlias = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
-Watch: TypeAlias = Callable[[int, float, nn.Module], None]
+_Move: TypeAlias = "Callable[[torch.Tensor, torch.Generator], torch.Tensor]"
+Watch: TypeAlias = "Callable[[int, float, torch.nn.Module], None]"
 """Called after every step with the steps so far, its learning rate and the model as it would be returned now."""
 
 
-def nobody(step: int, learning_rate: float, model: nn.Module) -> None:
+def nobody(step: int, learning_rate: float, model: torch.nn.Module) -> None:
     """Watch nothing."""
     del step, learning_rate, model
 
@@ -56,7 +55,7 @@ class StudentData:
         if not ((self.labels >= 0) & (self.labels < self.num_classes)).all():
             raise UserError(f"labels lie outside 0 to {self.num_classes - 1}: leave unanswered queries out")
 
-    def to(self, device: torch.device) -> "StudentData":
+    def to(self, device: torch.device) -> StudentData:
         """Return the same on ``device``."""
         labelled, labels, unlabelled = (part.to(device) for part in (self.labelled, self.labels, self.unlabelled))
         return StudentData(labelled, labels, unlabelled, self.num_classes)
@@ -70,11 +69,11 @@ class Student(Protocol):
         """Return how many steps training takes; a run's rounds are equal parts of them."""
         ...
 
-    def network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         """Return the student before training, with weights from torch's global generator."""
         ...
 
-    def train(self, data: StudentData, model: nn.Module, seed: int, watch: Watch = nobody) -> nn.Module:
+    def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
         """Return a trained copy of ``model``, in evaluation mode; it may keep running statistics of the public pool."""
         ...
 
@@ -89,11 +88,15 @@ class Supervised(Settings):
     weight_decay: float = Field(0.02, ge=0)
     augmentation: Augmentation = Augmentation()
 
-    def network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         """Return ``student_cnn`` for images, a perceptron for tables of numbers."""
-        return student_cnn(input_shape, num_classes) if len(input_shape) == 3 else models.mlp(input_shape, num_classes)
+        from fl_sim import models  # noqa: PLC0415 (needs torch as it is imported)
+        from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
 
-    def train(self, data: StudentData, model: nn.Module, seed: int, watch: Watch = nobody) -> nn.Module:
+        build = networks.student_cnn if len(input_shape) == 3 else models.mlp
+        return build(input_shape, num_classes)
+
+    def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
         """Return a trained copy of ``model``, in evaluation mode."""
         with torch_kept():
             seed_torch(seed, "supervised student")
@@ -105,7 +108,7 @@ class Supervised(Settings):
                 rate = set_rate(optimizer, self.learning_rate * _rise_and_cosine(step, self.steps))
                 batch = next(labelled)
                 views = view(self.augmentation.strong, data.labelled[batch], generator)
-                descend(optimizer, functional.cross_entropy(model.train()(views), data.labels[batch]))
+                descend(optimizer, torch.nn.functional.cross_entropy(model.train()(views), data.labels[batch]))
                 watch(step + 1, rate, model)
         return model.eval()
 
@@ -131,16 +134,18 @@ class FixMatch(Settings):
     doubt_after: float = Field(0.06, ge=0, le=1)
     augmentation: Augmentation = Augmentation(rotation=15, scale=0.12, shear=0.2, shift=0.1, elastic=0.05, erase=0.2)
 
-    def network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         """Return ``student_cnn``. Raises UserError for records that are no images."""
+        from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
+
         if len(input_shape) != 3:
             raise UserError(
                 f"student fixmatch learns from moved views of images, and these records have shape {input_shape}: take "
                 "student supervised or random-forest"
             )
-        return student_cnn(input_shape, num_classes)
+        return networks.student_cnn(input_shape, num_classes)
 
-    def train(self, data: StudentData, model: nn.Module, seed: int, watch: Watch = nobody) -> nn.Module:
+    def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
         """Return a trained copy of ``model``, in evaluation mode."""
         if len(data.unlabelled) == 0 or data.unlabelled.ndim != 4:
             raise UserError(
@@ -157,7 +162,9 @@ class FixMatch(Settings):
 class _FixMatchRun:
     """One training: the network, the average of its weights, how often it predicts each class, what neighbours say."""
 
-    def __init__(self, settings: FixMatch, data: StudentData, model: nn.Module, generator: torch.Generator) -> None:
+    def __init__(
+        self, settings: FixMatch, data: StudentData, model: torch.nn.Module, generator: torch.Generator
+    ) -> None:
         self.settings, self.data, self.model, self.generator = settings, data, model, generator
         self.average = copy.deepcopy(model).eval()
         self.trusted = torch.ones(len(data.labels))
@@ -168,7 +175,7 @@ class _FixMatchRun:
             shares = shares[len(data.labels) :].square()  # the shares themselves are too modest
             self.spread = shares / shares.sum(dim=1, keepdim=True)
 
-    def result(self, watch: Watch) -> nn.Module:
+    def result(self, watch: Watch) -> torch.nn.Module:
         settings, data = self.settings, self.data
         optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -201,8 +208,8 @@ class _FixMatchRun:
         views = [view(moves.strong, records, self.generator) for records in (data.labelled[labelled], public)]
         logits = self.model(torch.cat(views))
         ours, theirs = logits[: len(labelled)], logits[len(labelled) :]
-        supervised = functional.cross_entropy(ours, labels, reduction="none") * self.trusted[labelled]
-        consistent = functional.cross_entropy(theirs, pseudo, reduction="none") * (sure >= settings.threshold)
+        supervised = torch.nn.functional.cross_entropy(ours, labels, reduction="none") * self.trusted[labelled]
+        consistent = torch.nn.functional.cross_entropy(theirs, pseudo, reduction="none") * (sure >= settings.threshold)
         return supervised.mean() + consistent.mean()
 
     def _aligned(self, guess: torch.Tensor) -> torch.Tensor:
@@ -217,22 +224,7 @@ class _FixMatchRun:
         return agrees if agrees.mean() >= 0.5 else torch.ones_like(agrees)
 
 
-def student_cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Return a small convolutional network with BatchNorm, whose statistics are those of public records."""
-    channels, height, width = input_shape
-
-    def block(inputs: int, outputs: int, kernel: int, stride: int) -> list[nn.Module]:
-        convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
-        return [convolution, nn.BatchNorm2d(outputs), nn.LeakyReLU(0.1)]
-
-    flat = 64 * (-(-height // 4) // 2) * (-(-width // 4) // 2)
-    return nn.Sequential(
-        *block(channels, 32, 5, 2), *block(32, 64, 3, 2), *block(64, 64, 3, 1),
-        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(flat, num_classes),
-    )  # fmt: skip
-
-
-def predict(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+def predict(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     """Return the class of each record, shape (n,)."""
     model.eval()
     with torch.no_grad():
@@ -273,7 +265,7 @@ def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
     optimizer.step()
 
 
-def move_average(average: nn.Module, model: nn.Module, keep: float) -> None:
+def move_average(average: torch.nn.Module, model: torch.nn.Module, keep: float) -> None:
     """Move the weights and statistics of ``average`` towards those of ``model``, keeping the share ``keep``."""
     with torch.no_grad():
         for mean, value in zip(average.state_dict().values(), model.state_dict().values(), strict=True):

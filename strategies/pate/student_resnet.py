@@ -4,22 +4,21 @@ Residual networks: He et al. 2016, section 4.2 (three stages on small images); b
 records and their statistics are public, so BatchNorm is sound here.
 """
 
+from __future__ import annotations
+
 import copy
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field
-from torch import nn
-from torch.nn import functional
 
 from fl_sim.errors import UserError
+from fl_sim.late_torch import torch
 from fl_sim.seeding import seed_torch, torch_kept
 from fl_sim.settings import Settings
 from strategies.pate.augmentation import Augmentation
 from strategies.pate.student import StudentData, Watch, batches, descend, generator_for, nobody, set_rate, view
 
 _BOTTLENECK_FROM = 6
-_WIDENING = 4
 
 
 class ResidualStudent(Settings):
@@ -43,23 +42,16 @@ class ResidualStudent(Settings):
     decay_at: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = (0.5, 0.75)
     augmentation: Augmentation = Augmentation(rotation=0, scale=0, shear=0, shift=0.25, elastic=0, erase=0, flip=True)
 
-    def network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    def network(self, input_shape: tuple[int, ...], num_classes: int) -> torch.nn.Module:
         """Return the residual network. Raises UserError for records that are no images of at least 4x4."""
         if len(input_shape) != 3 or min(input_shape[1:]) < 4:
             raise UserError(f"student resnet needs images of at least 4x4, these records have shape {input_shape}")
-        deep = self.block == "bottleneck" or (self.block == "auto" and self.blocks >= _BOTTLENECK_FROM)
-        layers: list[nn.Module] = [_conv(input_shape[0], self.width, 3), _norm(self.norm, self.width), nn.ReLU()]
-        inputs = self.width
-        for stage in range(3):
-            width = self.width * 2**stage
-            for number in range(self.blocks):
-                stride = 2 if stage and not number else 1
-                block = _Block(inputs, width, stride, self.norm, deep=deep)
-                layers.append(block)
-                inputs = block.outputs
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes))
+        from strategies.pate import networks  # noqa: PLC0415 (needs torch as it is imported)
 
-    def train(self, data: StudentData, model: nn.Module, seed: int, watch: Watch = nobody) -> nn.Module:
+        deep = self.block == "bottleneck" or (self.block == "auto" and self.blocks >= _BOTTLENECK_FROM)
+        return networks.residual_network(input_shape, num_classes, self.blocks, self.width, self.norm, deep=deep)
+
+    def train(self, data: StudentData, model: torch.nn.Module, seed: int, watch: Watch = nobody) -> torch.nn.Module:
         """Return a trained copy of ``model``, in evaluation mode."""
         with torch_kept():
             seed_torch(seed, "resnet student")
@@ -72,7 +64,7 @@ class ResidualStudent(Settings):
                 rate = set_rate(optimizer, self.rate(step))
                 batch = next(labelled)
                 views = view(self.augmentation.strong, data.labelled[batch], generator)
-                descend(optimizer, functional.cross_entropy(model.train()(views), data.labels[batch]))
+                descend(optimizer, torch.nn.functional.cross_entropy(model.train()(views), data.labels[batch]))
                 watch(step + 1, rate, model)
         return model.eval()
 
@@ -80,39 +72,3 @@ class ResidualStudent(Settings):
         """Return the learning rate of a step, which are numbered from 0."""
         passed = sum(step >= share * self.steps for share in self.decay_at)
         return float(self.learning_rate * 0.1**passed)
-
-
-class _Block(nn.Module):
-    """A residual block: basic, or bottleneck where ``deep``."""
-
-    def __init__(self, inputs: int, width: int, stride: int, norm: str, *, deep: bool) -> None:
-        super().__init__()
-        self.outputs = width * _WIDENING if deep else width
-        if deep:
-            body = [
-                _conv(inputs, width, 1), _norm(norm, width), nn.ReLU(),
-                _conv(width, width, 3, stride), _norm(norm, width), nn.ReLU(),
-                _conv(width, self.outputs, 1), _norm(norm, self.outputs),
-            ]  # fmt: skip
-        else:
-            body = [
-                _conv(inputs, width, 3, stride), _norm(norm, width), nn.ReLU(),
-                _conv(width, width, 3), _norm(norm, width),
-            ]  # fmt: skip
-        self.body = nn.Sequential(*body)
-        same = stride == 1 and inputs == self.outputs
-        self.shortcut = (
-            nn.Identity() if same else nn.Sequential(_conv(inputs, self.outputs, 1, stride), _norm(norm, self.outputs))
-        )
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map (batch, inputs, h, w) to (batch, outputs, h / stride, w / stride)."""
-        return torch.relu(self.body(inputs) + self.shortcut(inputs))
-
-
-def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
-
-
-def _norm(kind: str, channels: int) -> nn.Module:
-    return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(8, channels)

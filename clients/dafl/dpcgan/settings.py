@@ -13,21 +13,25 @@ generator of random numbers. The stack shares nothing but the time that it takes
 itself is a stack of one, and gets the same bits.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from clients.dafl.dpcgan.training import Client, Training
 from clients.dafl.generator import Bill, Made, PrivateRecords, Request, nothing
 from fl_sim.errors import RunError, UserError
+from fl_sim.late_torch import torch
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.settings import Settings
+
+if TYPE_CHECKING:
+    from clients.dafl.dpcgan.training import Client
 
 
 class DpCgan(Settings):
@@ -105,6 +109,8 @@ class DpCgan(Settings):
 
     def generate_stacked(self, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
         """Train all clients as one stack: see ``Generator``. The paper's networks, whose steps are long, one by one."""
+        from clients.dafl.dpcgan.training import Client, Training  # noqa: PLC0415 (needs torch as it is imported)
+
         made: list[Made] = [torch.empty(0, *request.records.inputs.shape[1:]) for request in requests]
         clients: dict[int, Client] = {}
         for place, request in enumerate(requests):
@@ -126,7 +132,7 @@ class DpCgan(Settings):
                 made[place] = error
         return made
 
-    def shortened(self, steps: int) -> "tuple[DpCgan, float]":
+    def shortened(self, steps: int) -> tuple[DpCgan, float]:
         """Return the same of ``steps`` D steps at most."""
         fewer = min(steps, self.discriminator_steps)
         return self.model_copy(update={"discriminator_steps": fewer}), fewer / self.discriminator_steps

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from fl_sim.local_plan import LocalPlan
+from fl_sim.local_plan import LocalAlgorithm, LocalPlan
 from fl_sim.models import MODELS
 from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training import stacked
-from fl_sim.training.loop import LocalAlgorithm, train
+from fl_sim.training.loop import train
 from fl_sim.training.precision import Precision
 from fl_sim.training.records import Records, Scale, Source
 from fl_sim.training.stacked import StackedTrainer

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from fl_sim.local_plan import LocalPlan
+from fl_sim.local_plan import LocalAlgorithm, LocalPlan
 from fl_sim.models import MODELS
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, zeros_like
 from fl_sim.seeding import rng, seed_torch, torch_kept
-from fl_sim.training.loop import EVALUATION_BATCH, LocalAlgorithm, evaluate, train
+from fl_sim.training.loop import EVALUATION_BATCH, evaluate, train
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import LocalSettings, LocalTask, Params, Trained

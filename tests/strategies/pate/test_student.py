@@ -9,8 +9,9 @@ from fl_sim.data import load
 from fl_sim.errors import UserError
 from fl_sim.training.loop import to_tensors
 from strategies.pate.augmentation import Augmentation
-from strategies.pate.student import FixMatch, Student, StudentData, Supervised, batches, predict, student_cnn
-from strategies.pate.student_gan import FeatureMatchingGan, GaussianNoise, gan_classifier
+from strategies.pate.networks import GaussianNoise, gan_classifier, student_cnn
+from strategies.pate.student import FixMatch, Student, StudentData, Supervised, batches, predict
+from strategies.pate.student_gan import FeatureMatchingGan
 
 SHAPE = (1, 8, 8)
 SMALL = Augmentation(rotation=10, scale=0.1, shear=0.1, shift=0.15, elastic=0.05, erase=0.25)
