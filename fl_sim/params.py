@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Sequence, ValuesView
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from fl_sim.late_torch import torch
 from fl_sim.types import Params, Payloads
@@ -14,13 +14,7 @@ Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes of tensors that lie one behind the other in a vector."""
 
 
-if TYPE_CHECKING:
-    _NamedTensors: TypeAlias = Mapping[str, torch.Tensor]
-else:
-    _NamedTensors = Mapping  # settings are read before torch is there
-
-
-class FlatParams(_NamedTensors):
+class FlatParams(Params):
     """Named tensors in one vector, ``flat``, so that arithmetic on all of them is one operation.
 
     The tensors by name are views of the vector, made when they are first asked for. Like all values that flow through

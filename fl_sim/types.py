@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.late_torch import torch
 
-Params: TypeAlias = "Mapping[str, torch.Tensor]"
+if TYPE_CHECKING:
+    Params: TypeAlias = Mapping[str, torch.Tensor]
+else:
+    Params = Mapping  # settings are read before torch is there
 """Named float32 tensors: a model's trainable parameters, or anything of their shape (an update, a control variate).
 
 Nobody writes to them, so that those in one process may be the same in many places; many lie in one vector

@@ -8,15 +8,18 @@ from typing import Any
 import typer
 
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
-from fl_sim.interface import run
+from fl_sim.importing import importing
 from fl_sim.settings_file import read_table
-from fl_sim.tables.filling import took
 from fl_sim.tables.plan import PRESETS, preset_names
+from fl_sim.tables.words import took
 
 
 def run_experiment(arguments: list[str], out: Path | None, data_root: Path | None, *, json_output: bool) -> None:
     """Run what ``[FILE or PRESET] [key=value ...]`` describes, and print what came of it."""
-    result = run(parse_experiment(arguments), out=out, data_root=data_root)
+    experiment = parse_experiment(arguments)
+    with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
+        from fl_sim.interface import run  # noqa: PLC0415
+    result = run(experiment, out=out, data_root=data_root)
     if json_output:
         typer.echo(json.dumps(result.facts))
     else:

@@ -10,6 +10,7 @@ import typer
 
 import fl_sim
 from fl_sim.cli.privacy.verbs import app as privacy_app
+from fl_sim.importing import importing
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _DataRoot = Annotated[Path | None, typer.Option(help="Where data sets lie (else $FL_SIM_DATA, then your cache).")]
@@ -81,7 +82,8 @@ def run(
 
       fl-sim run experiment.toml algorithm=fedprox algorithm.mu=0.1 sampler=fixed-size:10 engine=ray:4
     """
-    from fl_sim.cli.run import run_experiment  # noqa: PLC0415 (see above)
+    with importing():
+        from fl_sim.cli.run import run_experiment  # noqa: PLC0415 (see above)
 
     run_experiment(arguments or [], out, data_root, json_output=json_output)
 
@@ -114,7 +116,8 @@ def table(
 
       fl-sim table grid.toml rounds=50 seed=0,1,2 algorithm=fedavg,scaffold
     """
-    from fl_sim.cli.table import fill_table  # noqa: PLC0415 (see above)
+    with importing():
+        from fl_sim.cli.table import fill_table  # noqa: PLC0415 (see above)
 
     fill_table(arguments or [], out, jobs, data_root, json_output=json_output)
 
@@ -153,7 +156,8 @@ def partition(
 
       fl-sim partition --data mnist --scheme dirichlet:0.05 --clients 100 --plot split.png --data-root ROOT
     """
-    from fl_sim.cli.partition import show_partition  # noqa: PLC0415 (see above)
+    with importing():
+        from fl_sim.cli.partition import show_partition  # noqa: PLC0415 (see above)
 
     show_partition(data, scheme, clients, seed, plot, data_root, json_output=json_output)
 
@@ -184,7 +188,8 @@ def report(
 
       fl-sim report results/fedavg results/scaffold --out results/comparison
     """
-    from fl_sim.cli.report import write_report  # noqa: PLC0415 (see above)
+    with importing():
+        from fl_sim.cli.report import write_report  # noqa: PLC0415 (see above)
 
     write_report(directories, out, json_output=json_output)
 
@@ -197,7 +202,8 @@ def list_data(*, data_root: _DataRoot = None, json_output: _Json = False) -> Non
 
       fl-sim data list --data-root ROOT
     """
-    from fl_sim.cli.data import show_found  # noqa: PLC0415 (see above)
+    with importing():
+        from fl_sim.cli.data import show_found  # noqa: PLC0415 (see above)
 
     show_found(data_root, json_output=json_output)
 
@@ -219,7 +225,8 @@ def verify_data(
 
       fl-sim data verify mnist npz:my.npz --data-root ROOT
     """
-    from fl_sim.cli.data import verify_all  # noqa: PLC0415 (see above)
+    with importing():
+        from fl_sim.cli.data import verify_all  # noqa: PLC0415 (see above)
 
     verify_all(names or [], data_root, json_output=json_output)
 

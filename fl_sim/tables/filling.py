@@ -2,11 +2,9 @@
 
 import io
 import json
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from fl_sim.report.bills import bills_of
 from fl_sim.report.release import Release
@@ -15,7 +13,7 @@ from fl_sim.report.table import SeedResult, Table, write_table
 from fl_sim.report.table_progress import TableProgress
 from fl_sim.simulation.capacity import cores
 from fl_sim.tables.plan import Cell, Plan, TableSettings
-from fl_sim.tables.words import data_label
+from fl_sim.tables.words import data_label, took
 from fl_sim.tables.workers import Event, Failed, Finished, Preparing, RoundDone, Started, run_all
 
 CELLS = "cells"
@@ -89,12 +87,6 @@ def conclude(board: Board, out: Path) -> tuple[Table, list[Problem]]:
     table = replace(board.table(), bill=bills.bills)
     write_table(out, table)
     return table, list(bills.problems)
-
-
-def took(result: Mapping[str, Any]) -> str:
-    """Return how long a run took; of a private one it is known only roughly."""
-    seconds = result["seconds"]["total"]
-    return f"at most {seconds:g} s" if result["privacy"] else f"{seconds:.1f} s"
 
 
 def _place(cell: Cell, plan: Plan) -> str:

@@ -5,19 +5,22 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
-from fl_sim.experiment.job import Job, job_of
+from fl_sim.importing import importing
 from fl_sim.kinds import short_form
 from fl_sim.mistakes import explain, guess
 from fl_sim.settings import Settings
 from fl_sim.settings_file import read_table
 from fl_sim.tables.names import run_name
 from fl_sim.tables.words import caption, data_label, differences, label, method, text
+
+if TYPE_CHECKING:
+    from fl_sim.experiment.job import Job
 
 PRESETS = Path(__file__).parent / "presets"
 AXES = ("algorithm", "data", "partition", "seed")
@@ -205,12 +208,15 @@ def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
     return {"algorithm": "fedavg", **entry}
 
 
-def _job(base: Mapping[str, Any], point: Mapping[str, Any], data_root: Path | None) -> Job:
+def _job(base: Mapping[str, Any], point: Mapping[str, Any], data_root: Path | None) -> "Job":
     """Return one cell's job, checked as far as that is possible without running it."""
     try:
         table = _laid_over(base, {key: value for key, value in point.items() if "." not in key})
         table = with_overrides(table, [f"{key}={value}" for key, value in point.items() if "." in key])
-        job = job_of(experiment_from(table), data_root)
+        experiment = experiment_from(table)
+        with importing():  # now: a mistake in the settings is told without waiting for torch
+            from fl_sim.experiment.job import job_of  # noqa: PLC0415
+        job = job_of(experiment, data_root)
         job.model()
     except UserError as error:
         where = ", ".join(f"{key}={text(value)}" for key, value in point.items())

@@ -140,3 +140,9 @@ def _gammas(chosen: DaFl) -> Any:
 
 def _values(values: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(str(value) for value in values))
+
+
+def took(result: Mapping[str, Any]) -> str:
+    """Return how long a run took; of a private one it is known only roughly."""
+    seconds = result["seconds"]["total"]
+    return f"at most {seconds:g} s" if result["privacy"] else f"{seconds:.1f} s"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fl_sim.errors import UserError
+from fl_sim.importing import importing
 
 if TYPE_CHECKING:
     from fl_sim.cli.privacy.plan import Sampling
@@ -117,7 +118,8 @@ def labels(
 
       fl-sim privacy labels --records 600 --gamma 0.05 --epsilon 0.1 --range 400 --mechanism geometric --json
     """
-    from fl_sim.cli.privacy import labels  # noqa: PLC0415 (slow imports, only here)
+    with importing():
+        from fl_sim.cli.privacy import labels  # noqa: PLC0415 (slow imports, only here)
 
     found = labels.answer(mechanism, records, gamma, epsilon, largest, classes=classes, false_positive=false_positive)
     typer.echo(json.dumps(found) if json_output else labels.in_words(found))
@@ -150,7 +152,8 @@ def pate(  # noqa: PLR0913 (one parameter per option)
 
       fl-sim privacy pate --votes counts.npy --mechanism confident --sigma 40 --threshold 200 --sigma-threshold 150
     """
-    from fl_sim.cli.privacy import pate  # noqa: PLC0415 (slow imports, only here)
+    with importing():
+        from fl_sim.cli.privacy import pate  # noqa: PLC0415 (slow imports, only here)
 
     question = pate.Question(mechanism, gamma, sigma, threshold, sigma_threshold, delta, epsilon)
     question.cost()
@@ -181,11 +184,12 @@ def audit(
 
       fl-sim privacy audit --noise-multiplier 1.0 --runs 4000
     """
-    from dp_accounting import GaussianDpEvent  # noqa: PLC0415
+    with importing():
+        from dp_accounting import GaussianDpEvent  # noqa: PLC0415
 
-    from fl_sim.cli.privacy.audit import TRUE_MECHANISM, audit_global_dp  # noqa: PLC0415 (slow imports, only here)
-    from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415
-    from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
+        from fl_sim.cli.privacy.audit import TRUE_MECHANISM, audit_global_dp  # noqa: PLC0415 (slow imports, only here)
+        from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415
+        from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
 
     noise = Noise.secret() if seed is None else Noise.seeded(seed)
     findings = audit_global_dp(noise_multiplier, num_runs=runs, noise=noise)
@@ -212,7 +216,8 @@ def audit(
 
 
 def _sampling(unit: str, rate: float | None, cohort: int | None, population: int | None) -> "Sampling":
-    from fl_sim.cli.privacy.plan import Sampling  # noqa: PLC0415
+    with importing():
+        from fl_sim.cli.privacy.plan import Sampling  # noqa: PLC0415
 
     if rate is None and (cohort is None or population is None):
         raise UserError(f"how are {unit}s sampled? Give --sampling-rate Q, or --{unit}s K and --cohort m")
@@ -236,7 +241,8 @@ def _plan(
     plot: Path | None,
     json_output: bool,
 ) -> None:
-    from fl_sim.cli.privacy import plan  # noqa: PLC0415
+    with importing():
+        from fl_sim.cli.privacy import plan  # noqa: PLC0415
 
     question = plan.Question(sampling, noise, steps, target, delta, accountant)
     answer: dict[str, Any] = plan.answer(question)

@@ -39,6 +39,22 @@ def test_help_the_version_and_typos_are_answered_without_a_slow_import() -> None
     assert "Did you mean '--out'?" in done.stderr
 
 
+def test_mistakes_in_settings_are_told_without_torch() -> None:
+    asked = {"run dataset=digits": "did you mean 'data'?", "run algorithm=fedavgg": "fedavg",
+             "run local.epochs=0": "local.epochs",
+             "run clients=ten": "clients", "run algorithm=pate algorithm.student=fixmatchh": "fixmatch",
+             "run preprocess=da-fl preprocess.generator=gan": "dp-cgan", "run nowhere.toml": "nowhere.toml",
+             "table digts": "digits", "table digits local.epoch=2": "did you mean 'epochs'?"}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, json.dumps(list(asked))], capture_output=True, text=True, timeout=60, check=True
+    )
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["answers"] == dict.fromkeys(asked, 2)
+    assert not set(HEAVY) & set(told["imported"])
+    for line, hint in zip(done.stderr.splitlines(), asked.values(), strict=True):
+        assert hint in line
+
+
 def test_the_version_is_that_of_the_distribution() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert fl_sim.__version__ == project["version"]

@@ -1,0 +1,42 @@
+"""A table on the screen: in colour at a terminal, as Markdown in a pipe, as JSON where that is asked for."""
+
+import json
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from fl_sim.report.table import MEASURES, Table, as_json, markdown, notes, texts
+from fl_sim.tables.filling import Board, conclude
+
+
+def print_table(board: Board, out: Path, *, json_output: bool) -> None:
+    """Write and print what is known of a table, and the files of it that could not be read."""
+    table, problems = conclude(board, out)
+    _show(table, json_output=json_output)
+    for problem in problems:
+        typer.echo(f"warning: {problem.path}: {problem.error}", err=True)
+
+
+def _show(table: Table, *, json_output: bool) -> None:
+    console = Console()
+    if json_output:
+        typer.echo(json.dumps(as_json(table)))
+    elif console.is_terminal:
+        console.print(_for_terminal(table))
+        for note in notes(table):
+            console.print(note, highlight=False, markup=False)
+    else:
+        typer.echo(markdown(table))
+
+
+def _for_terminal(table: Table) -> RichTable:
+    shown = RichTable("Method")
+    for column in table.columns:
+        for measure in MEASURES:
+            shown.add_column(Text(f"{column}\n{measure}"), justify="right")
+    for row, cells in texts(table):
+        shown.add_row(Text(row), *(Text(text, "bold green" if best else "") for text, best in cells))
+    return shown
