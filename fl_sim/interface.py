@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fl_sim.data import load
 from fl_sim.errors import UserError
@@ -16,14 +16,15 @@ from fl_sim.experiment.job import resolved
 from fl_sim.kinds import is_settings, kind_of, short_form
 from fl_sim.report.progress import RunProgress
 from fl_sim.report.release import Release
-from fl_sim.report.table import SeedResult, Table, markdown
 from fl_sim.settings import as_table
 from fl_sim.simulation import run as simulation
 from fl_sim.simulation.preparation import is_private
 from fl_sim.store.run_directory import RoundRecord, read_rounds
-from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.names import run_name
 from fl_sim.tables.plan import plan_table, preset_path, read_settings, table_settings
+
+if TYPE_CHECKING:
+    from fl_sim.report.table import SeedResult, Table
 
 RESULTS = Path("results")
 
@@ -55,15 +56,17 @@ class TableResult:
     """A table as far as it is filled, and the ``directory`` that holds it and its runs."""
 
     directory: Path
-    table: Table = field(repr=False)
+    table: "Table" = field(repr=False)
 
     @property
-    def cells(self) -> tuple[SeedResult, ...]:
+    def cells(self) -> "tuple[SeedResult, ...]":
         """Return what each run came to: accuracies in [0, 1], or the error of one that failed."""
         return self.table.results
 
     def to_markdown(self) -> str:
         """Return what ``fl-sim table`` prints."""
+        from fl_sim.report.table import markdown  # noqa: PLC0415 (of no use to a single run)
+
         return markdown(self.table)
 
     _repr_markdown_ = to_markdown  # what a notebook shows
@@ -123,6 +126,8 @@ def table(
     ``results/table-DIGEST``. ``jobs``: runs side by side (default: one a core). A run that fails is a cell that says
     so. Raises UserError for a plan that cannot be run.
     """
+    from fl_sim.tables.filling import Board, conclude, fill  # noqa: PLC0415 (of no use to a single run)
+
     if isinstance(plan, Mapping):
         content = _plain(plan)
         settings = table_settings(content, [], "the table")
