@@ -1,5 +1,6 @@
 """What several test files share: a model whose loss is written down by hand, and a federation without an engine."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -35,6 +36,15 @@ from strategies.samplers import Everyone, Sampler
 
 hypothesis_settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis_settings.load_profile("repeatable")
+
+gc.disable()  # until all tests are imported: what that makes stays to the end, and none of it is garbage
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage from now on, and only in what the tests themselves make."""
+    gc.freeze()
+    gc.enable()
+
 
 choose_token()  # for tests that start a Ray of their own, before any test imports Ray
 

@@ -67,10 +67,14 @@ Event: TypeAlias = Started | Preparing | RoundDone | Finished | Failed
 
 UP: Final = "up"  # what a worker says first, once it has imported what it needs
 
-_START: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from fl_sim.tables.worker import work; work(int(sys.argv[2]))"
-)
+_START: Final = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from fl_sim.importing import importing
+with importing():
+    from fl_sim.tables.worker import work
+work(int(sys.argv[2]))
+"""
 """A worker's program. multiprocessing's would import the caller's main module again: a script would run twice."""
 
 
