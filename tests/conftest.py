@@ -48,6 +48,9 @@ def pytest_collection_finish() -> None:
 
 choose_token()  # for tests that start a Ray of their own, before any test imports Ray
 
+_INTERVAL, _COARSE_INTERVAL = loss_distribution._INTERVAL, 1e-2
+_SERIES, _FEW_ORDERS = renyi._SERIES, renyi._SERIES[::16]
+
 Shard = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -97,22 +100,27 @@ def _own_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FL_SIM_LEDGERS", str(tmp_path / ".ledgers"))
 
 
+@pytest.fixture(autouse=True)
+def _fineness_of_accounting(request: pytest.FixtureRequest) -> None:
+    """Let the accountants work as finely as the test asks for; what they remember lasts until a test asks otherwise."""
+    quick = "quick_accounting" in request.fixturenames
+    coarse = quick or "coarse_losses" in request.fixturenames
+    if (interval := _COARSE_INTERVAL if coarse else _INTERVAL) != loss_distribution._INTERVAL:
+        loss_distribution._INTERVAL = interval  # type: ignore[misc]
+        loss_distribution.epsilon.cache_clear()
+    if len(renyi._SERIES) != len(series := _FEW_ORDERS if quick else _SERIES):
+        renyi._SERIES = series  # type: ignore[misc]
+        renyi.rdp_curve.cache_clear()
+
+
 @pytest.fixture
-def coarse_losses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def coarse_losses() -> None:
     """Let the PLD accountant work on a grid a hundred times coarser: still an upper bound, in a tenth of the time."""
-    monkeypatch.setattr(loss_distribution, "_INTERVAL", 1e-2)
-    loss_distribution.epsilon.cache_clear()
-    yield
-    loss_distribution.epsilon.cache_clear()
 
 
 @pytest.fixture
-def quick_accounting(coarse_losses: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick_accounting() -> None:
     """Let both accountants find a larger upper bound in a tenth of the time, where the figure is not what is tested."""
-    monkeypatch.setattr(renyi, "_SERIES", renyi._SERIES[::16])
-    renyi.rdp_curve.cache_clear()
-    yield
-    renyi.rdp_curve.cache_clear()
 
 
 @pytest.fixture

@@ -94,6 +94,7 @@ def table_of(out: Path) -> str:
     return (out / "table.json").read_text()
 
 
+@pytest.mark.usefixtures("cells_in_threads")
 def test_number_of_jobs_does_not_change_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,7 +66,7 @@ def broken_app() -> ClientApp:
 
 
 class Misbehaving(nn.Module):
-    """Logistic regression that, once FLAG is there, fails at the batches with the record that FLAG holds."""
+    """Logistic regression that, once FLAG is there, dies of the record that FLAG holds."""
 
     def __init__(self, num_features: int, num_classes: int) -> None:
         super().__init__()
@@ -75,11 +75,9 @@ class Misbehaving(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs: torch.Tensor = self.linear(inputs.flatten(1))
         if self.training and FLAG.exists():
-            flag = json.loads(FLAG.read_text())
-            if (inputs.flatten(1) == torch.tensor(flag["record"])).all(1).any():
-                if flag["action"] == "nan":
-                    return outputs * torch.nan
-                misbehave(flag["action"])
+            record = torch.tensor(json.loads(FLAG.read_text()))
+            if (inputs.flatten(1) == record).all(1).any():
+                misbehave("kill")
         return outputs
 
 

@@ -136,11 +136,12 @@ def test_flowers_copy_holds_all_that_the_app_reads() -> None:
 @pytest.mark.ray
 @pytest.mark.skipif(sys.platform == "win32", reason="Flower's local SuperLink is a POSIX daemon")
 def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(tmp_path: Path, flwr: dict[str, str]) -> None:
-    (tmp_path / "experiment.toml").write_text(tomli_w.dumps(QUICK))
+    two = {**QUICK, "clients": 2}
+    (tmp_path / "experiment.toml").write_text(tomli_w.dumps(two))
     out = tmp_path / "flower"
     command = [
         "flwr", "run", str(PROJECT), "--stream",
-        "--federation-config", "num-supernodes=3 client-resources-num-cpus=1",
+        "--federation-config", "num-supernodes=2 client-resources-num-cpus=2",
         "-c", f'experiment="{tmp_path / "experiment.toml"}" out="{out}"',
     ]  # fmt: skip
     log, tries = "Failed to start local SuperLink", 0
@@ -149,6 +150,6 @@ def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(tmp_path: Path, 
         log, tries = done.stdout + done.stderr, tries + 1
     # flwr's exit code says nothing about the run, so what counts is what the run left.
     assert (read_result(out) or {}).get("status") == "finished", log
-    run(experiment_from(QUICK), tmp_path / "own", grid=InProcessGrid(client_app(), 3))
+    run(experiment_from(two), tmp_path / "own", grid=InProcessGrid(client_app(), 2))
     assert_same(out, tmp_path / "own")
     assert (read_result(out) or {})["engine"] == "flower"

@@ -5,20 +5,25 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from flwr.app import Message
 from safetensors.torch import load_file
 
+from fl_sim.__main__ import main
 from fl_sim.data import load
+from fl_sim.engines.inprocess import TOO_LATE, InProcessGrid, failure
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment import job
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.kinds import short_form
 from fl_sim.settings_file import read_table
+from fl_sim.simulation.engine_choice import client_app
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store import files, run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
@@ -208,6 +213,24 @@ def test_divergence_stops_the_run_names_client_and_round_and_keeps_what_there_is
     assert all(bool(torch.isfinite(value).all()) for value in kept.values())
 
 
+def test_a_client_that_does_not_answer_in_a_rounds_time_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    waited: list[float | None] = []
+
+    class Hanging(InProcessGrid):
+        def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
+            waited.append(timeout)
+            late = failure(messages[3], TOO_LATE, "no answer within 7 s: it was still training")
+            replies = super()._exchange(messages, timeout)
+            return replies if len(waited) == 1 else [*replies[:3], late, *replies[4:]]
+
+    with pytest.raises(RunError, match="client 3 in round 2 failed: no answer within 7 s: it was still training"):
+        run(quick(round_timeout=7), tmp_path / "run", grid=Hanging(client_app(), 10))
+    assert waited == [7, 7]
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["status"], result["rounds"]) == ("failed", 1)
+    assert [record.round for record in read_rounds(tmp_path / "run")] == [1]
+
+
 def test_a_run_never_overwrites_another(tmp_path: Path) -> None:
     run(quick(), tmp_path / "run")
     with pytest.raises(UserError, match=r"other settings \(rounds\)"):
@@ -337,30 +360,26 @@ def test_a_run_leaves_torch_as_it_found_it(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_ctrl_c_on_the_command_line_ends_cleanly(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "fl_sim",
-        "run",
-        "model=logistic",
-        "rounds=2000",
-        "engine=inprocess",
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    process = subprocess.Popen(
-        command, cwd=Path(__file__).parents[3], stderr=subprocess.PIPE, text=True, env=os.environ
-    )
-    deadline = time.monotonic() + 240
-    while len(read_rounds(tmp_path / "run")) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130
+def test_ctrl_c_on_the_command_line_ends_cleanly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    long = ["model=logistic", "rounds=100000", "engine=inprocess"]
+    monkeypatch.setattr(sys, "argv", ["fl-sim", "run", *long, "--out", str(out)])
+
+    def press() -> None:
+        while len(read_rounds(out)) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    errors = capsys.readouterr().err
     assert "Traceback" not in errors
     assert "interrupted" in errors
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = json.loads((out / "result.json").read_text())
     assert result["status"] == "interrupted"
     assert result["rounds"] >= 2
 

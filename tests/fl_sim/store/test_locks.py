@@ -37,14 +37,28 @@ def another_process_in(folder: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_the_second_run_is_refused_with_the_first_ones_number_and_start(tmp_path: Path) -> None:
+def test_another_process_is_named_to_the_second_run_and_to_the_one_that_waits_and_goes_on_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(locks, "_PATIENCE", 0.05)
     with another_process_in(tmp_path) as first:
         when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
         match = rf"{re.escape(str(tmp_path))} is being written by process {first.pid}, started {when}: wait for it, or"
         with pytest.raises(RunError, match=match), sole_run(tmp_path):
             pass
         assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
-    with sole_run(tmp_path):  # the first was killed, and its file is still there
+        threading.Timer(0.4, first.kill).start()
+        with alone_in(tmp_path):
+            first.wait()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"waiting for process {first.pid}, started 2" in said
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_a_file_that_a_killed_process_left_is_no_lock(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("1 of somebody")
+    with sole_run(tmp_path):
         pass
     assert not (tmp_path / ".lock").exists()
 
@@ -58,19 +72,6 @@ def test_one_process_is_refused_as_well(tmp_path: Path) -> None:
         pass
     with sole_run(tmp_path):
         pass
-
-
-def test_the_waiting_one_says_for_whom_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(locks, "_PATIENCE", 0.05)
-    with another_process_in(tmp_path) as first:
-        threading.Timer(0.4, first.kill).start()
-        with alone_in(tmp_path):
-            first.wait()
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert f"waiting for process {first.pid}, started 2" in said
 
 
 def test_many_that_wait_are_alone_one_after_the_other(tmp_path: Path) -> None:
