@@ -249,7 +249,9 @@ def _by_pytorch(case: Case, lesson: Lesson, dtype: torch.dtype) -> Trained:
     mix = None if plan.mix is None else replace(
         plan.mix, inputs=plan.mix.inputs.to(dtype), labels=plan.mix.labels.to(dtype)
     )  # fmt: skip
-    plan = LocalPlan(cast(plan.gradient_offset), plan.proximal_mu, cast(plan.momentum_buffers), mix)
+    plan = replace(
+        plan, gradient_offset=cast(plan.gradient_offset), momentum_buffers=cast(plan.momentum_buffers), mix=mix
+    )
     task = replace(task, params=cast(task.params) or {})
     return train(copy.deepcopy(case.model).to(dtype), task, plan, inputs.to(dtype), labels, rng(0, "draws"))
 

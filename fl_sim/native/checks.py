@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fl_sim.local_plan import fields_in_use
-from fl_sim.native.layers import Stack
+from fl_sim.local_plan import LocalPlan, fields_in_use
+from fl_sim.native.layers import FIELDS, Stack
 from fl_sim.params import Layout, check_layout, num_in, vector_in
 from fl_sim.types import Params
 
@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",
-    "gradient_offset", "proximal_mu", "momentum_buffers", "mix",
+    "gradient_offset", "proximal_mu", "momentum_buffers", "mix", "gradient_scale", "logit_scale", "logit_shift",
 })  # fmt: skip
 """The fields of LocalSettings and LocalPlan that the compiled trainer knows."""
+
+TERMS = frozenset({"logit_scale", "logit_shift"})
+"""Those of them that change the loss, and that no mixed loss can have beside it."""
 
 _COUNTING, _REAL = torch.int64, torch.float32
 
@@ -46,10 +49,27 @@ def check_lesson(stack: Stack, lesson: "Lesson") -> None:
     check_records(stack, "the records", inputs, count)
     _expect("the labels", labels, _COUNTING, (count,))
     _expect("the order of the records", torch.from_numpy(draws.order), _COUNTING, (settings.epochs, count))
+    for what, values, dtype, shape in tensors_of(plan, stack):
+        _expect(what, values, dtype, shape)
     if (mix := plan.mix) is not None:
+        if terms := sorted(fields_in_use(plan) & TERMS):
+            raise ValueError(f"the compiled trainer knows no mixing with {', '.join(terms)}")
         check_records(stack, "the mixing pool's records", mix.inputs, len(mix.inputs))
         _expect("the mixing pool's labels", mix.labels, _REAL, (len(mix.inputs), stack.num_classes))
         _expect("the mixing partners", torch.from_numpy(draws.partners), _COUNTING, (settings.num_steps(count),))
+
+
+def tensors_of(plan: LocalPlan, stack: Stack) -> list[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]]:
+    """Return the tensors of the terms in use: what they are, the values, and the type and shape that they must have."""
+    given = [
+        ("the scale of the logits", plan.logit_scale, _REAL, ("outputs",)),
+        ("the shift of the logits", plan.logit_shift, _REAL, ("outputs",)),
+    ]
+    sized = [(what, values, dtype, sizes) for what, values, dtype, sizes in given if values is not None]
+    return [
+        (what, values, dtype, tuple(int(stack.layers[-1, FIELDS.index(size)]) for size in sizes))
+        for what, values, dtype, sizes in sized
+    ]
 
 
 def check_records(stack: Stack, what: str, inputs: torch.Tensor, count: int) -> None:

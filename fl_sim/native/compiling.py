@@ -15,7 +15,7 @@ FOLDER = Path(__file__).resolve().parent
 LIBRARY = FOLDER / "libkernel.so"
 SOURCE = FOLDER / "kernel.cpp"
 
-SOURCES_DIGEST = "7c901fab0e5c6b2c5d2c74b37bf15ea0"
+SOURCES_DIGEST = "7bfa483a82e83c3c446ce203a8bb63d5"
 """What ``sources_digest`` says of this version: a copy of the program that has no sources knows its kernel by it."""
 
 COMPILE_SECONDS = 300.0

@@ -27,7 +27,7 @@
 
 namespace {
 
-constexpr int VERSION = 4;  // of the functions below; sizes and fields speak for themselves
+constexpr int VERSION = 5;  // of the functions below; sizes and fields speak for themselves
 
 // kernel.py fills it in, field by field.
 struct Request {
@@ -43,7 +43,8 @@ struct Request {
     const int64_t* partners;                       // [step]
     int64_t num_partners;                          // records of the mixing pool
     int64_t num_examples, epochs, batch_size, linearise;
-    float learning_rate, momentum, weight_decay, proximal_mu, own_weight, partner_weight;
+    float learning_rate, momentum, weight_decay, proximal_mu, own_weight, partner_weight, gradient_scale;
+    Terms terms;
 };
 
 // A thread's last network again, where it has the same shape: its memory costs more to take than some clients to train.
@@ -94,7 +95,7 @@ int train(const Request& request, double* mean_loss) {
     if (request.warm) std::copy(request.warm, request.warm + request.num_params + LANES, request.buffers);
     else if (request.buffers) std::fill(request.buffers, request.buffers + request.num_params + LANES, 0.0f);
     const Sgd sgd{request.learning_rate, request.momentum, request.weight_decay, request.proximal_mu,
-                  request.params, request.buffers, request.anchor, request.offset};
+                  request.gradient_scale, request.params, request.buffers, request.anchor, request.offset};
     const Mix mix{request.partner_inputs, request.partner_labels, request.own_weight, request.partner_weight,
                   request.linearise != 0};
     double total = 0;
@@ -103,8 +104,9 @@ int train(const Request& request, double* mean_loss) {
         for (int64_t first = 0; first < count; first += batch_size, steps++) {
             const int here = int(std::min(batch_size, count - first));
             const Batch batch{request.labels, request.order + epoch * count + first, here, (here + LANES - 1) / LANES,
-                              classes, request.partners ? &mix : nullptr, request.partners ? request.partners[steps] : 0};
-            total += network->step(request.inputs, batch, sgd);
+                              classes, request.partners ? &mix : nullptr, request.partners ? request.partners[steps] : 0,
+                              request.terms.any() ? &request.terms : nullptr};
+            total += network->descend(request.inputs, batch, request.params, sgd);
         }
     *mean_loss = total / double(steps);
     return 0;
@@ -122,7 +124,7 @@ int infer(const Request& request, float* logits) {
     network->start(request.params);
     for (int64_t first = 0; first < count; first += batch_size) {
         const int here = int(std::min(batch_size, count - first));
-        const Batch batch{nullptr, order.data() + first, here, (here + LANES - 1) / LANES, classes, nullptr, 0};
+        const Batch batch{nullptr, order.data() + first, here, (here + LANES - 1) / LANES, classes, nullptr, 0, nullptr};
         network->infer(request.inputs, batch, request.params, logits + first * classes);
     }
     return 0;

@@ -5,42 +5,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fl_sim.local_plan import LocalPlan
-from fl_sim.native.checks import check_lesson, check_records, vector_of
+from fl_sim.native.checks import check_records, vector_of
 from fl_sim.native.compiling import NEEDED, find_library, processor
 from fl_sim.native.layers import FIELDS, Stack
+from fl_sim.native.request import Held, Request, has_momentum, padded
 from fl_sim.params import FlatParams, num_in
-from fl_sim.types import LocalTask, Params, Trained
-
-_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+from fl_sim.types import LocalTask, Trained
 
 _TOGETHER = 64  # records that go through the network together where nothing is trained: they share the weights' way
 
-_SPARE = 16  # numbers behind the last parameter that the kernel reads and writes back: its widest vectors
-
-
-class _Request(ctypes.Structure):
-    """``Request`` of kernel.cpp."""
-
-    _fields_: ClassVar[list[tuple[str, Any]]] = [
-        ("layers", _POINTER), ("num_layers", _LONG), ("input_shape", _POINTER), ("num_params", _LONG),
-        ("params", _POINTER), ("buffers", _POINTER), ("anchor", _POINTER), ("warm", _POINTER), ("offset", _POINTER),
-        ("inputs", _POINTER), ("labels", _POINTER), ("order", _POINTER),
-        ("partner_inputs", _POINTER), ("partner_labels", _POINTER), ("partners", _POINTER), ("num_partners", _LONG),
-        ("num_examples", _LONG), ("epochs", _LONG), ("batch_size", _LONG), ("linearise", _LONG),
-        ("learning_rate", _FLOAT), ("momentum", _FLOAT), ("weight_decay", _FLOAT), ("proximal_mu", _FLOAT),
-        ("own_weight", _FLOAT), ("partner_weight", _FLOAT),
-    ]  # fmt: skip
-
-
-_VERSION = 4  # of the library's functions
-_LAYOUT = _VERSION * 1_000_000 + 1000 * ctypes.sizeof(_Request) + len(FIELDS)
+_VERSION = 5  # of the library's functions
+_LAYOUT = _VERSION * 1_000_000 + 1000 * ctypes.sizeof(Request) + len(FIELDS)
 """What a library of the same version calls fl_sim_layout."""
 
 
@@ -94,18 +76,18 @@ class Kernel:
         tensors of other lengths or types than the model and the task ask for.
         """
         size = num_in(stack.layout)
-        params, buffers = (torch.empty(len(lessons), _padded(size)) for _ in range(2))
+        params, buffers = (torch.empty(len(lessons), padded(size)) for _ in range(2))
         results = list(zip(lessons, params.unbind(), buffers.unbind(), strict=True))
-        held = _Held(stack)
-        requests = (_Request * len(lessons))(*(held.request(*result) for result in results))
+        held = Held(stack)
+        requests = (Request * len(lessons))(*(held.request(*result) for result in results))
         losses = (ctypes.c_double * len(lessons))()
-        failed = self.library.fl_sim_train(requests, _LONG(len(lessons)), losses)
+        failed = self.library.fl_sim_train(requests, ctypes.c_int64(len(lessons)), losses)
         if failed:
             raise _failure(failed, stack, "local training")
         return [
             Trained(
                 params=FlatParams(own_params[:size], stack.layout),
-                momentum_buffers=FlatParams(own_buffers[:size], stack.layout) if _has_momentum(lesson) else {},
+                momentum_buffers=FlatParams(own_buffers[:size], stack.layout) if has_momentum(lesson) else {},
                 num_steps=lesson.task.settings.num_steps(len(lesson.labels)),
                 loss=loss,
             )
@@ -125,12 +107,12 @@ class Kernel:
         logits = torch.empty(len(records), stack.num_classes)
         if not len(records):
             return logits
-        request = _Request(
+        request = Request(
             layers=stack.pointers[0], num_layers=len(stack.layers), input_shape=stack.pointers[1],
             num_params=len(weights), params=weights.data_ptr(), inputs=records.data_ptr(), num_examples=len(records),
             batch_size=_TOGETHER,
         )  # fmt: skip
-        failed = self.library.fl_sim_infer(ctypes.byref(request), _POINTER(logits.data_ptr()))
+        failed = self.library.fl_sim_infer(ctypes.byref(request), ctypes.c_void_p(logits.data_ptr()))
         if failed:
             raise _failure(failed, stack, "evaluation")
         return logits
@@ -157,55 +139,6 @@ def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
     return Kernel(library), ""
 
 
-class _Held:
-    """Holds what the kernel reads until the call is over; what clients share, such as the model, is there once."""
-
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
-        self._padded: dict[int, torch.Tensor] = {}
-        self._tensors: list[torch.Tensor] = []
-
-    def request(self, lesson: Lesson, params: torch.Tensor, buffers: torch.Tensor) -> _Request:
-        """Ask for one client's training, whose results go to ``params`` and, with momentum, ``buffers``."""
-        check_lesson(self._stack, lesson)
-        task, plan, inputs, labels, draws = lesson
-        settings, stack = task.settings, self._stack
-        records, targets = self._whole(inputs), self._whole(labels)
-        request = _Request(
-            layers=stack.pointers[0], num_layers=len(stack.layers), input_shape=stack.pointers[1],
-            num_params=num_in(stack.layout), params=params.data_ptr(),
-            buffers=buffers.data_ptr() if _has_momentum(lesson) else None,
-            anchor=self._vector("the weights", task.params),
-            warm=self._vector("the momentum buffers", plan.momentum_buffers or None),
-            offset=self._vector("the gradient offsets", plan.gradient_offset or None),
-            inputs=records, labels=targets, order=self._array(draws.order), num_examples=len(labels),
-            epochs=settings.epochs, batch_size=min(settings.batch_size, len(labels)),
-            learning_rate=settings.learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay,
-            proximal_mu=plan.proximal_mu,
-        )  # fmt: skip
-        if (mix := plan.mix) is not None:
-            request.partner_inputs, request.partner_labels = self._whole(mix.inputs), self._whole(mix.labels)
-            request.partners, request.num_partners = self._array(draws.partners), len(mix.labels)
-            request.linearise = int(mix.linearise)
-            request.own_weight, request.partner_weight = 1 - mix.weight, mix.weight
-        return request
-
-    def _whole(self, values: torch.Tensor) -> int:
-        self._tensors.append(values.contiguous())
-        return self._tensors[-1].data_ptr()
-
-    def _array(self, values: NDArray[np.int64]) -> int:
-        return self._whole(torch.from_numpy(values))
-
-    def _vector(self, what: str, params: Params | None) -> int | None:
-        if params is None:
-            return None
-        if id(params) not in self._padded:
-            vector = vector_of(what, params, self._stack.layout)
-            self._padded[id(params)] = torch.cat([vector, torch.zeros(_padded(len(vector)) - len(vector))])
-        return self._padded[id(params)].data_ptr()
-
-
 def _failure(code: int, stack: Stack, what: str) -> Exception:
     """Return what the library's ``code`` means."""
     if code == 2:
@@ -218,12 +151,3 @@ def _failure(code: int, stack: Stack, what: str) -> Exception:
         shape = tuple(stack.input_shape.tolist())
         return ValueError(f"the model's layers are unknown, or do not fit each other or records of shape {shape}")
     return RuntimeError(f"the compiled trainer failed in {what} with the code {code}, which this version does not know")
-
-
-def _has_momentum(lesson: Lesson) -> bool:
-    return bool(lesson.task.settings.momentum or lesson.plan.momentum_buffers)
-
-
-def _padded(size: int) -> int:
-    """Return how many numbers a vector of ``size`` takes: the next one begins where the kernel's vectors do."""
-    return -(-size // _SPARE) * _SPARE + _SPARE

@@ -1,4 +1,4 @@
-// Linear layers: over all groups of a minibatch at once, with the step of SGD taken as soon as a gradient is known.
+// Linear layers: over all groups of a minibatch at once; a gradient goes to its sink as soon as it is known.
 #pragma once
 
 #include "sgd.h"
@@ -116,9 +116,10 @@ void products(const Slopes& given, const Take& take) {
     for (; first < given.inputs; first += LANES) product_columns<1, 8>(given, first, take);
 }
 
-// Steps a linear layer's weights.
-void linear_steps(const Sgd& sgd, const Slopes& given) {
-    products(given, [&](long at, vec gradient, long count) { sgd.step(at, gradient, count); });
+// Hands over the gradient of a linear layer's weights.
+template <class Sink>
+void linear_steps(const Sink& sink, const Slopes& given) {
+    products(given, [&](long at, vec gradient, long count) { sink.step(at, gradient, count); });
 }
 
 // Adds to a gradient, which is LANES longer than it has numbers: the later of two rows that overlap there comes last.

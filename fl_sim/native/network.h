@@ -10,6 +10,7 @@
 #include "norm.h"
 #include "planes.h"
 #include "routed.h"
+#include "terms.h"
 #include "winograd.h"
 
 namespace {
@@ -32,17 +33,15 @@ class Network {
         gradients_.resize(graph_.num_params + LANES);
     }
 
-    // One step on ``batch``; returns its mean loss.
-    double step(const float* inputs, const Batch& batch, const Sgd& sgd) {
-        start(sgd.params);
-        forward(inputs, batch, sgd.params);
-        double loss = 0;
-        for (int group = 0; group < origins_; group++)
-            loss += group_loss(batch, group, logits_.data() + group * batch.classes,
-                               groups_ > origins_ ? logits_.data() + (origins_ + group) * batch.classes : nullptr);
+    // Hands the gradient of the batch's mean loss at ``params`` to ``sink``; returns the loss.
+    template <class Sink>
+    double descend(const float* inputs, const Batch& batch, const float* params, const Sink& sink) {
+        start(params);
+        forward(inputs, batch, params);
+        const double loss = turn(batch);
         std::fill(gradients_.begin(), gradients_.end(), 0.0f);
-        const vec* boundary = linear_backward(batch.count, sgd);
-        spatial_backward(batch.count, boundary, sgd);
+        const vec* boundary = linear_backward(batch.count, params, sink);
+        spatial_backward(batch.count, boundary, params, sink);
         return loss / batch.count;
     }
 
@@ -149,8 +148,21 @@ class Network {
         for (long at = 0; layer.relu && at < origins_ * outputs; at++) product.out[at] = out[at] > 0.0f ? product.out[at] : vec{};
     }
 
-    // Steps the linear layers; returns the gradient of what the first of them reads.
-    const vec* linear_backward(int count, const Sgd& sgd) {
+    // Turns the logits into the gradient of the batch's mean loss; returns the sum of its records' losses.
+    double turn(const Batch& batch) {
+        double loss = 0;
+        for (int group = 0; group < origins_; group++) {
+            vec* logits = logits_.data() + group * batch.classes;
+            if (batch.terms) adjust(*batch.terms, batch.classes, logits);
+            loss += group_loss(batch, group, logits, groups_ > origins_ ? logits + origins_ * batch.classes : nullptr);
+            if (batch.terms) adjust_back(*batch.terms, batch.classes, logits);
+        }
+        return loss;
+    }
+
+    // Hands over the gradient of the linear layers; returns that of what the first of them reads.
+    template <class Sink>
+    const vec* linear_backward(int count, const float* params, const Sink& sink) {
         vec *slopes = logits_.data(), *next = other_.data();
         for (int index = num_layers() - 1; index >= graph_.first_linear; index--) {
             const Layer& layer = graph_.layers[index];
@@ -159,11 +171,11 @@ class Network {
                 const vec* out = graph_.nodes[index + 1].at(0);
                 for (long at = 0; at < groups_ * outputs; at++) slopes[at] = out[at % half] > 0.0f ? slopes[at] : vec{};
             }
-            if (index > 0)  // before the step: with the weights of the way forward
-                multiply({slopes, outputs, next, inputs, sgd.params + layer.weight, 1, inputs, nullptr, false}, groups_);
+            if (index > 0)  // first, as a sink may step: with the weights of the way forward
+                multiply({slopes, outputs, next, inputs, params + layer.weight, 1, inputs, nullptr, false}, groups_);
             to_rows(graph_.nodes[index].at(0), inputs, groups_, rows_.data());
             const int records = groups_ == origins_ ? count : groups_ * LANES;  // those that are missing have slope 0
-            linear_steps(sgd, {layer.weight, inputs, outputs, reinterpret_cast<const float*>(slopes), rows_.data(),
+            linear_steps(sink, {layer.weight, inputs, outputs, reinterpret_cast<const float*>(slopes), rows_.data(),
                                long(groups_) * LANES, records});
             if (layer.has_bias) {
                 for (long o = 0; o < outputs; o++) {
@@ -171,14 +183,15 @@ class Network {
                     for (int group = 0; group < origins_; group++) total += slopes[group * outputs + o];
                     gradients_[layer.bias + o] = sum(total);
                 }
-                sgd.step_range(gradients_.data(), layer.bias, outputs);
+                step_range(sink, gradients_.data(), layer.bias, outputs);
             }
             std::swap(slopes, next);
         }
         return slopes;
     }
 
-    void spatial_backward(int count, const vec* boundary, const Sgd& sgd) {
+    template <class Sink>
+    void spatial_backward(int count, const vec* boundary, const float* params, const Sink& sink) {
         for (int group = 0; group < groups_; group++) {
             for (Node& node : graph_.nodes) node.is_known = false;
             const int here = std::min(LANES, count - group % origins_ * LANES);
@@ -187,14 +200,14 @@ class Network {
                 const bool is_last = index + 1 == graph_.first_linear;
                 const vec* gradient =
                     is_last ? boundary + group * graph_.layers[index + 1].in.features() : graph_.slots[slot].data();
-                backward(index, group, here, gradient, sgd.params);
+                backward(index, group, here, gradient, params);
             }
         }
         for (int index = 0; index < graph_.first_linear; index++) {
             Layer& layer = graph_.layers[index];
             if (is_routed(layer)) finish_routes(routes_[index], layer, gradients_.data() + layer.weight);
             else if (is_winograd(layer)) finish_winograd(winograds_[index], layer, gradients_.data() + layer.weight);
-            sgd.step_range(gradients_.data(), layer.weight, layer.num_weights() + layer.num_biases());
+            step_range(sink, gradients_.data(), layer.weight, layer.num_weights() + layer.num_biases());
         }
     }
 

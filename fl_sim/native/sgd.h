@@ -5,16 +5,20 @@
 
 namespace {
 
-// torch.optim.SGD's step. All arrays are LANES longer than they have parameters.
+// Where the parts of a gradient go as soon as they are known. A sink has a function
+//     step(at, gradient, count): ``count`` numbers of the gradient, at most LANES, those of the parameters from ``at`` on;
+// what lies behind them is written as it was.
+//
+// This one takes torch.optim.SGD's step. All arrays are LANES longer than they have parameters.
 struct Sgd {
-    float learning_rate, momentum, weight_decay, proximal_mu;
+    float learning_rate, momentum, weight_decay, proximal_mu, gradient_scale;
     float *params, *buffers;       // buffers are not touched without momentum
     const float *anchor, *offset;  // offset: null where there is none
 
-    // Steps ``count`` parameters, at most LANES; those behind them are written as they were.
     inline __attribute__((always_inline)) void step(long at, vec gradient, long count) const {
         const ivec is_mine = LANE < int32_t(std::min<long>(count, LANES));
         const vec weight = load(params + at);
+        if (gradient_scale != 1) gradient *= gradient_scale;
         if (offset) gradient += load(offset + at);
         if (proximal_mu != 0) gradient += proximal_mu * (weight - load(anchor + at));
         if (weight_decay != 0) gradient += weight_decay * weight;
@@ -25,11 +29,12 @@ struct Sgd {
         }
         store(params + at, is_mine ? weight - learning_rate * gradient : weight);
     }
-
-    // Steps ``count`` parameters from ``at`` on; ``gradients``: of all parameters.
-    void step_range(const float* gradients, long at, long count) const {
-        for (long done = 0; done < count; done += LANES) step(at + done, load(gradients + at + done), count - done);
-    }
 };
+
+// Hands over the gradient of ``count`` parameters from ``at`` on; ``gradients``: of all parameters.
+template <class Sink>
+void step_range(const Sink& sink, const float* gradients, long at, long count) {
+    for (long done = 0; done < count; done += LANES) sink.step(at + done, load(gradients + at + done), count - done);
+}
 
 }  // namespace

@@ -16,7 +16,7 @@ from torch import nn
 
 from fl_sim import models
 from fl_sim.local_plan import LocalPlan, fields_in_use
-from fl_sim.native.checks import TAKES
+from fl_sim.native.checks import TAKES, TERMS, tensors_of
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import Stack, describe
 from fl_sim.params import is_finite, vector_in
@@ -73,7 +73,7 @@ class Trainer:
     def is_native(self, input_shape: tuple[int, ...], plan: LocalPlan = LocalPlan()) -> bool:  # noqa: B008 (frozen)
         """Say whether the compiled trainer takes this model on records of ``input_shape``, for such a ``plan``."""
         stack = self._stack(input_shape) if self._kernel is not None else None
-        return stack is not None and fields_in_use(plan) <= TAKES and _mixes(plan, stack)
+        return stack is not None and fields_in_use(plan) <= TAKES and _suits(plan, stack)
 
     def is_parallel(self, input_shape: tuple[int, ...]) -> bool:
         """Say whether several threads train at once."""
@@ -172,19 +172,22 @@ def _fits(job: LocalJob, stack: Stack) -> bool:
     warm = job.plan.momentum_buffers
     return (
         job.asks_for <= TAKES
-        and _mixes(job.plan, stack)
+        and _suits(job.plan, stack)
         and len(job.records) > 0
         and all(_is_plain(source.inputs) for source, _ in job.records.parts)
         and (not warm or warm.keys() == job.task.params.keys())
     )
 
 
-def _mixes(plan: LocalPlan, stack: Stack) -> bool:
-    """Say whether the compiled trainer knows how the plan mixes; FedMix's loss needs second derivatives."""
+def _suits(plan: LocalPlan, stack: Stack) -> bool:
+    """Say whether the compiled trainer knows the plan's parts together; FedMix's loss needs second derivatives."""
     mix = plan.mix
-    return mix is None or (
-        _is_plain(mix.inputs) and _is_plain(mix.labels) and (not mix.linearise or stack.is_piecewise_linear)
-    )
+    if mix is None:
+        return all(
+            values.device.type == "cpu" and values.dtype is dtype for _, values, dtype, _ in tensors_of(plan, stack)
+        )
+    is_taken = _is_plain(mix.inputs) and _is_plain(mix.labels) and (not mix.linearise or stack.is_piecewise_linear)
+    return is_taken and not fields_in_use(plan) & TERMS
 
 
 def _is_plain(values: torch.Tensor) -> bool:

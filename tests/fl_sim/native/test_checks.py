@@ -52,7 +52,8 @@ def lesson() -> Lesson:
     """What is right in every part, so that each test can spoil one."""
     params = detached(model().named_parameters())
     like = {name: torch.zeros_like(value) for name, value in params.items()}
-    plan = LocalPlan(dict(like), 0.1, dict(like), mix(torch.zeros(5, *SHAPE), torch.full((5, 3), 1 / 3)))
+    pool = mix(torch.zeros(5, *SHAPE), torch.full((5, 3), 1 / 3))
+    plan = LocalPlan(dict(like), 0.1, momentum_buffers=dict(like), mix=pool)
     task = LocalTask(1, 0, 1, COUNT, LocalSettings(0.1, 0.9, 0.0, 4, 2), params)
     draws = Draws.of(task, plan, COUNT, rng(0, "test"))
     return Lesson(task, plan, torch.zeros(COUNT, *SHAPE), torch.zeros(COUNT, dtype=torch.int64), draws)

@@ -1,0 +1,107 @@
+"""What the kernel is asked for, as it reads it: numbers, and where in memory tensors lie."""
+
+import ctypes
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_sim.local_plan import LocalPlan
+from fl_sim.native.checks import check_lesson, vector_of
+from fl_sim.native.layers import Stack
+from fl_sim.params import num_in
+from fl_sim.types import Params
+
+if TYPE_CHECKING:
+    from fl_sim.native.kernel import Lesson
+
+_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+_SPARE = 16  # numbers behind the last parameter that the kernel reads and writes back: its widest vectors
+
+
+class Terms(ctypes.Structure):
+    """``Terms`` of terms.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [("scale", _POINTER), ("shift", _POINTER)]
+
+
+class Request(ctypes.Structure):
+    """``Request`` of kernel.cpp."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("layers", _POINTER), ("num_layers", _LONG), ("input_shape", _POINTER), ("num_params", _LONG),
+        ("params", _POINTER), ("buffers", _POINTER), ("anchor", _POINTER), ("warm", _POINTER), ("offset", _POINTER),
+        ("inputs", _POINTER), ("labels", _POINTER), ("order", _POINTER),
+        ("partner_inputs", _POINTER), ("partner_labels", _POINTER), ("partners", _POINTER), ("num_partners", _LONG),
+        ("num_examples", _LONG), ("epochs", _LONG), ("batch_size", _LONG), ("linearise", _LONG),
+        ("learning_rate", _FLOAT), ("momentum", _FLOAT), ("weight_decay", _FLOAT), ("proximal_mu", _FLOAT),
+        ("own_weight", _FLOAT), ("partner_weight", _FLOAT), ("gradient_scale", _FLOAT),
+        ("terms", Terms),
+    ]  # fmt: skip
+
+
+class Held:
+    """Holds what the kernel reads until the call is over; what clients share, such as the model, is there once."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._padded: dict[int, torch.Tensor] = {}
+        self._tensors: list[torch.Tensor] = []
+
+    def request(self, lesson: "Lesson", params: torch.Tensor, buffers: torch.Tensor) -> Request:
+        """Ask for one client's training, whose results go to ``params`` and, with momentum, ``buffers``."""
+        check_lesson(self._stack, lesson)
+        task, plan, inputs, labels, draws = lesson
+        settings, stack = task.settings, self._stack
+        records, targets = self._whole(inputs), self._whole(labels)
+        request = Request(
+            layers=stack.pointers[0], num_layers=len(stack.layers), input_shape=stack.pointers[1],
+            num_params=num_in(stack.layout), params=params.data_ptr(),
+            buffers=buffers.data_ptr() if has_momentum(lesson) else None,
+            anchor=self._vector("the weights", task.params),
+            warm=self._vector("the momentum buffers", plan.momentum_buffers or None),
+            offset=self._vector("the gradient offsets", plan.gradient_offset or None),
+            inputs=records, labels=targets, order=self._array(draws.order), num_examples=len(labels),
+            epochs=settings.epochs, batch_size=min(settings.batch_size, len(labels)),
+            learning_rate=settings.learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay,
+            proximal_mu=plan.proximal_mu, gradient_scale=plan.gradient_scale, terms=self._terms(plan),
+        )  # fmt: skip
+        if (mix := plan.mix) is not None:
+            request.partner_inputs, request.partner_labels = self._whole(mix.inputs), self._whole(mix.labels)
+            request.partners, request.num_partners = self._array(draws.partners), len(mix.labels)
+            request.linearise = int(mix.linearise)
+            request.own_weight, request.partner_weight = 1 - mix.weight, mix.weight
+        return request
+
+    def _terms(self, plan: LocalPlan) -> Terms:
+        scale, shift = plan.logit_scale, plan.logit_shift
+        return Terms(
+            scale=None if scale is None else self._whole(scale), shift=None if shift is None else self._whole(shift)
+        )
+
+    def _whole(self, values: torch.Tensor) -> int:
+        self._tensors.append(values.contiguous())
+        return self._tensors[-1].data_ptr()
+
+    def _array(self, values: NDArray[np.int64]) -> int:
+        return self._whole(torch.from_numpy(values))
+
+    def _vector(self, what: str, params: Params | None) -> int | None:
+        if params is None:
+            return None
+        if id(params) not in self._padded:
+            vector = vector_of(what, params, self._stack.layout)
+            self._padded[id(params)] = torch.cat([vector, torch.zeros(padded(len(vector)) - len(vector))])
+        return self._padded[id(params)].data_ptr()
+
+
+def has_momentum(lesson: "Lesson") -> bool:
+    """Say whether the optimiser keeps momentum buffers."""
+    return bool(lesson.task.settings.momentum or lesson.plan.momentum_buffers)
+
+
+def padded(size: int) -> int:
+    """Return how many numbers a vector of ``size`` takes: the next one begins where the kernel's vectors do."""
+    return -(-size // _SPARE) * _SPARE + _SPARE

@@ -1,0 +1,183 @@
+"""What a plan does to the loss and its gradient: the compiled trainer against autograd of the formula in float64."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fl_sim.local_plan import LocalPlan, Mix
+from fl_sim.models import MODELS
+from fl_sim.native.kernel import Draws, Kernel, Lesson
+from fl_sim.native.layers import describe
+from fl_sim.params import detached, flattened
+from fl_sim.seeding import rng, torch_kept
+from fl_sim.training.records import Records
+from fl_sim.training.trainer import LocalJob, Trainer
+from fl_sim.types import LocalSettings, LocalTask, Params, Trained
+
+CLASSES, COUNT = 5, 45
+SETTINGS = LocalSettings(0.05, 0.9, 1e-3, batch_size=20, epochs=2)  # the last batch of an epoch has 5 records
+SHAPES = {"niid-cnn": (1, 16, 16), "dafl-cnn": (3, 8, 8), "mlp": (13,), "logistic": (13,), "resnet": (3, 6, 6)}
+ROUNDING = 3e-5
+"""How far results may lie from float64's, as a share of how far training moved the model."""
+
+INFINITE = float("inf")
+VALUES = torch.tensor([0.3, -0.7, 0.0, 1.1, 0.4])
+
+
+def model_of(name: str) -> nn.Sequential:
+    with torch_kept():
+        torch.manual_seed(5)
+        made = MODELS[name](SHAPES[name], CLASSES)
+    assert isinstance(made, nn.Sequential)
+    return made
+
+
+def records(name: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 4, (COUNT,), generator=generator)  # nothing is of the last class
+    return torch.randn(COUNT, *SHAPES[name], generator=generator), labels
+
+
+def lesson(name: str, plan: LocalPlan, seed: int = 0, settings: LocalSettings = SETTINGS) -> Lesson:
+    inputs, labels = records(name, seed)
+    params = detached(model_of(name).named_parameters())
+    task = LocalTask(1, 0, 1, COUNT, settings, params)
+    return Lesson(task, plan, inputs, labels, Draws.of(task, plan, COUNT, rng(0, "terms")))
+
+
+def by_kernel(kernel: Kernel, name: str, given: Lesson) -> Trained:
+    stack = describe(model_of(name), SHAPES[name])
+    assert stack is not None
+    return kernel.train(stack, [given])[0]
+
+
+def loss_of(model: nn.Sequential, plan: LocalPlan, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The batch's loss as fl_sim.local_plan words it."""
+    logits = model(inputs)
+    scale = torch.ones(CLASSES) if plan.logit_scale is None else plan.logit_scale
+    shift = torch.zeros(CLASSES) if plan.logit_shift is None else plan.logit_shift
+    return functional.cross_entropy(scale * logits + shift, labels)
+
+
+def by_formula(name: str, given: Lesson) -> tuple[Params, float]:
+    """SGD in float64 on ``loss_of``: the parameters and the mean loss."""
+    task, plan, inputs, labels, draws = given
+    settings, model = task.settings, model_of(name).double()
+    weights = dict(model.named_parameters())
+    anchor = {key: value.detach().clone() for key, value in weights.items()}
+    buffers, losses = {key: torch.zeros_like(value) for key, value in weights.items()}, []
+    for order in draws.order:
+        for batch in torch.split(torch.from_numpy(order), settings.batch_size):
+            loss = loss_of(model, plan, inputs[batch].double(), labels[batch])
+            losses.append(float(loss.detach()))
+            gradients = torch.autograd.grad(loss, list(weights.values()))
+            for (key, weight), gradient in zip(weights.items(), gradients, strict=True):
+                with torch.no_grad():
+                    step = plan.gradient_scale * gradient + plan.proximal_mu * (weight - anchor[key])
+                    if plan.gradient_offset:
+                        step = step + plan.gradient_offset[key]
+                    buffers[key] = settings.momentum * buffers[key] + step + settings.weight_decay * weight
+                    weight.sub_(settings.learning_rate * buffers[key])
+    return detached(weights.items()), float(np.mean(losses))
+
+
+def moved(params: Params, start: Params) -> torch.Tensor:
+    return torch.cat([(params[key].double() - start[key].double()).reshape(-1) for key in start])
+
+
+def agree(kernel: Kernel, name: str, plan: LocalPlan) -> None:
+    """Assert that the kernel follows the formula, on one of three sets of records: see test_kernel.agree."""
+    errors = []
+    for seed in range(3):
+        given = lesson(name, plan, seed)
+        found, (expected, loss) = by_kernel(kernel, name, given), by_formula(name, given)
+        truth = moved(expected, given.task.params)
+        error = float((moved(found.params, given.task.params) - truth).norm() / truth.norm())
+        errors.append(max(error, abs(found.loss / loss - 1)))
+        if errors[-1] <= ROUNDING:
+            return
+    raise AssertionError(errors)
+
+
+def same_bits(left: Trained, right: Trained) -> bool:
+    return torch.equal(flattened(left.params).flat, flattened(right.params).flat) and left.loss == right.loss
+
+
+def offset(name: str) -> Params:
+    generator = torch.Generator().manual_seed(9)
+    named = model_of(name).named_parameters()
+    return {key: 0.02 * torch.randn(value.shape, generator=generator) for key, value in named}
+
+
+ADJUSTED = LocalPlan(logit_scale=VALUES.abs() + 0.2, logit_shift=-VALUES)
+ABSENT = LocalPlan(logit_shift=torch.tensor([0.1, -0.4, 0.0, 0.2, -INFINITE]))
+PLANS: dict[str, LocalPlan] = {"scale and shift": ADJUSTED, "a class that leaves the softmax": ABSENT}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_term_follows_its_formula_on_every_model(kernel: Kernel, name: str, plan: str) -> None:
+    agree(kernel, name, PLANS[plan])
+
+
+def test_the_gradient_is_scaled_before_anything_is_added_to_it(kernel: Kernel) -> None:
+    agree(kernel, "mlp", LocalPlan(gradient_offset=offset("mlp"), proximal_mu=0.5, gradient_scale=0.3))
+
+
+NOTHING: dict[str, LocalPlan] = {
+    "scale 1": LocalPlan(logit_scale=torch.ones(CLASSES)), "shift 0": LocalPlan(logit_shift=torch.zeros(CLASSES)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("nothing", NOTHING)
+@pytest.mark.parametrize("name", ["dafl-cnn", "mlp"])
+def test_a_term_of_no_strength_is_plain_sgd_bit_for_bit(kernel: Kernel, name: str, nothing: str) -> None:
+    plain = by_kernel(kernel, name, lesson(name, LocalPlan()))
+    assert same_bits(by_kernel(kernel, name, lesson(name, NOTHING[nothing])), plain)
+
+
+def test_a_label_that_has_left_the_softmax_has_an_infinite_loss(kernel: Kernel) -> None:
+    shift = torch.zeros(CLASSES)
+    shift[0] = -INFINITE
+    assert by_kernel(kernel, "mlp", lesson("mlp", LocalPlan(logit_shift=shift))).loss == INFINITE
+
+
+POOL = torch.zeros(2, *SHAPES["mlp"]), torch.full((2, CLASSES), 1 / CLASSES)
+MIX = Mix(*POOL, 0.1, linearise=False)
+FOREIGN: dict[str, tuple[LocalPlan, Callable[[LocalPlan], LocalPlan], str]] = {
+    "a scale too short": (ADJUSTED, lambda had: replace(had, logit_scale=VALUES[:4]), r"scale of the logits .*\(4,\)"),
+    "a shift in a table": (ADJUSTED, lambda had: replace(had, logit_shift=VALUES[None]), r"shift of the logits .*1, 5"),
+    "doubles": (ADJUSTED, lambda had: replace(had, logit_shift=VALUES.double()), "float64"),
+    "mixing": (ADJUSTED, lambda had: replace(had, mix=MIX), "no mixing with logit_scale, logit_sh"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil", FOREIGN)
+def test_what_does_not_fit_is_refused_in_words(kernel: Kernel, spoil: str) -> None:
+    right, spoiled, said = FOREIGN[spoil]
+    by_kernel(kernel, "mlp", lesson("mlp", right))
+    with pytest.raises(ValueError, match=said):
+        by_kernel(kernel, "mlp", lesson("mlp", spoiled(right)))
+
+
+HANDED_ON = ["doubles", "mixing"]
+
+
+@pytest.mark.parametrize("spoil", HANDED_ON)
+def test_what_pytorch_could_do_is_handed_on_to_it(kernel: Kernel, spoil: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("fl_sim.training.trainer.train", lambda model, task, plan, *_: asked.append(plan))
+    right, spoiled, _ = FOREIGN[spoil]
+    trainer = Trainer(copy.deepcopy(model_of("mlp")), kernel)
+    for plan in (right, spoiled(right)):
+        given = lesson("mlp", plan)
+        trainer.train(LocalJob(given.task, plan, Records.of(given.inputs, given.labels), rng(0, "terms")))
+        assert trainer.is_native(SHAPES["mlp"], plan) == (plan is right)
+    assert len(asked) == 1
