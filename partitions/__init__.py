@@ -9,7 +9,7 @@ from partitions.feature_noise import FeatureNoise
 from partitions.iid import Iid
 from partitions.label_k import LabelK
 from partitions.quantity import Quantity
-from partitions.scheme import FeatureSkew, Scheme
+from partitions.scheme import EvaluationSkew, FeatureSkew, Scheme
 from partitions.shards import Shards
 
 AnyScheme: TypeAlias = LabelK | Dirichlet | Iid | Shards | Quantity | FeatureNoise
@@ -18,6 +18,7 @@ AnyScheme: TypeAlias = LabelK | Dirichlet | Iid | Shards | Quantity | FeatureNoi
 __all__ = [
     "AnyScheme",
     "Dirichlet",
+    "EvaluationSkew",
     "FeatureNoise",
     "FeatureSkew",
     "Iid",

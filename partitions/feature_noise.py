@@ -1,4 +1,7 @@
-"""Feature noise: IID records, inputs noisier from client to client (NIID-Bench, Li et al. 2022, 4.2)."""
+"""Feature noise: IID records, inputs noisier from client to client (NIID-Bench, Li et al. 2022, 4.2).
+
+The paper and its program are different: see ``FeatureNoise.variant``. Say which one a table has.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -13,13 +16,17 @@ from partitions.iid import Iid
 
 @dataclass(frozen=True)
 class FeatureNoise:
-    """Equal IID parts; client i of K sees inputs with Gaussian noise of variance ``sigma`` * i / K, i = 1..K.
+    """Equal IID parts; each client sees its inputs with Gaussian noise of its own strength, in units of raw inputs.
 
-    The split itself changes no input, what a client sees of it does.
+    ``variant`` "paper": client i of K has noise of *variance* ``sigma`` * i / K, i = 1..K, and test records have none.
+    "niid-bench", the published program: client i has noise of *standard deviation* ``sigma`` * i / (K - 1), i = 0..K-1,
+    and test records are noisy, too: the program tests on a copy of the test set for each client, here test record j
+    has the noise of client j mod K, of which there are as many.
     """
 
     kind: Literal["feature-noise"] = field(default="feature-noise", kw_only=True)
     sigma: float = 0.1
+    variant: Literal["paper", "niid-bench"] = "paper"
 
     __pydantic_config__ = STRICT
 
@@ -28,8 +35,8 @@ class FeatureNoise:
 
     @property
     def title(self) -> str:
-        """Return the short form."""
-        return f"feature-noise:{self.sigma}"
+        """Return the short form, and whose definition it is where that is not the paper's."""
+        return f"feature-noise:{self.sigma}" + (", niid-bench" if self.variant == "niid-bench" else "")
 
     def split(
         self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
@@ -53,9 +60,23 @@ class FeatureNoise:
         seen: NDArray[np.float32] = inputs + noise * math.sqrt(self.noise_variance(client, num_partitions)) / std
         return seen
 
+    def evaluated_on(
+        self, num_partitions: int, inputs: NDArray[np.float32], std: NDArray[np.float32], rng: np.random.Generator
+    ) -> NDArray[np.float32]:
+        """Return the test ``inputs`` as the model is tested on them; see ``partitions.scheme.EvaluationSkew``."""
+        if self.variant == "paper":
+            return inputs
+        seen = inputs.copy()
+        for client in range(num_partitions):
+            seen[client::num_partitions] = self.seen_by(client, num_partitions, seen[client::num_partitions], std, rng)
+        return seen
+
     def noise_variance(self, client: int, num_partitions: int) -> float:
         """Return the variance of the noise on the inputs (in units of 1, before normalisation) of ``client``, from 0.
 
-        Client 0 is the paper's i = 1, so nobody is free of noise and the last client has ``sigma``.
+        Client 0 is the paper's i = 1, so nobody is free of noise and the last client has ``sigma``. In the program
+        client 0 has none, and the last one has ``sigma`` squared.
         """
+        if self.variant == "niid-bench":
+            return (self.sigma * client / max(1, num_partitions - 1)) ** 2
         return self.sigma * (client + 1) / num_partitions

@@ -7,19 +7,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitions.assign import STRICT, check_beta, check_sizes, cut, group
+from partitions.errors import ImpossibleSplit
+
+USUAL_MIN_SIZE = 10
+"""NIID-Bench's least number of records a client."""
+
+_MOST_DRAWS = 1000
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """Client sizes ~ Dir(``beta``) of all records, whatever their label; small ``beta`` leaves some clients empty."""
+    """Client sizes ~ Dir(``beta``) of all records, whatever their label, redrawn until every client holds enough.
+
+    ``min_size``: an explicit number is a promise, kept or refused; 0 takes the first draw. The default (None) aims at
+    NIID-Bench's 10; where 1000 draws do not reach it (a small ``beta``, many clients), the last one stands as it is,
+    empty shards and all.
+    """
 
     kind: Literal["quantity"] = field(default="quantity", kw_only=True)
     beta: float = 0.5
+    min_size: int | None = None
 
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
+        if self.min_size is not None and self.min_size < 0:
+            raise ImpossibleSplit(f"min_size={self.min_size} must be at least 0")
 
     @property
     def title(self) -> str:
@@ -31,10 +45,26 @@ class Quantity:
     ) -> list[NDArray[np.int64]]:
         """Return ``num_partitions`` disjoint sorted index arrays that cover every record.
 
-        Raises ImpossibleSplit for more clients than records.
+        Raises ImpossibleSplit for more clients than records, or an explicit ``min_size`` that the draws do not reach.
         """
         check_sizes(len(labels), num_partitions)
-        sizes = cut(rng.dirichlet(np.full(num_partitions, self.beta)), len(labels))
+        sizes = self._sizes(len(labels), num_partitions, rng)
         owner = np.empty(len(labels), dtype=np.int64)
         owner[rng.permutation(len(labels))] = np.repeat(np.arange(num_partitions), sizes)
         return group(owner, num_partitions)
+
+    def _sizes(self, num_records: int, num_partitions: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        wanted = USUAL_MIN_SIZE if self.min_size is None else self.min_size
+        num_draws, most = (_MOST_DRAWS if wanted * num_partitions <= num_records else 1), 0
+        for _ in range(num_draws):
+            sizes = cut(rng.dirichlet(np.full(num_partitions, self.beta)), num_records)
+            if (smallest := int(sizes.min())) >= wanted:
+                return sizes
+            most = max(most, smallest)
+        if self.min_size is not None:
+            raise ImpossibleSplit(
+                f"quantity:{self.beta:g} of {num_records} records over {num_partitions} clients with "
+                f"min_size={self.min_size}: in {num_draws} draws the smallest client held {most} records at best; use "
+                "min_size=0, fewer clients or a larger beta"
+            )
+        return sizes

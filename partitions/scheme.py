@@ -36,3 +36,14 @@ class FeatureSkew(Protocol):
         They are normalised, so 1 of a raw input is 1 / ``std`` here; ``std`` has a value a channel and fits them.
         """
         ...
+
+
+@runtime_checkable
+class EvaluationSkew(Protocol):
+    """A scheme that changes the records which the global model is tested on, too."""
+
+    def evaluated_on(
+        self, num_partitions: int, inputs: NDArray[np.float32], std: NDArray[np.float32], rng: np.random.Generator
+    ) -> NDArray[np.float32]:
+        """Return test ``inputs``, shape (records, ...), as ``FeatureSkew.seen_by`` does for a client's."""
+        ...

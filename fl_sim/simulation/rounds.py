@@ -21,11 +21,10 @@ from fl_sim.params import detached
 from fl_sim.simulation.capacity import threads_of
 from fl_sim.simulation.preparation import federated_strategy, is_private
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.site import site_for
+from fl_sim.simulation.site import evaluation_records, site_for
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, write_checkpoint
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.training.loop import resident
 from fl_sim.types import Params, Payloads, ServerState
 from strategies.algorithm import Algorithm, Sharing, what_clients_keep, what_clients_plan, what_clients_share
 from strategies.flower import FederatedStrategy, run_round
@@ -116,7 +115,7 @@ class Rounds:
 
 def _evaluation(job: Job) -> Callable[[Params], tuple[float, float]]:
     """Return what measures a model on the test records: accuracy in [0, 1] and mean cross-entropy."""
-    test = resident(job.dataset.test, job.dataset, job.device)
+    test = evaluation_records(job)
     workers = threads_of(job.experiment.engine, job)
     return lambda params: job.trainer.evaluate(params, test.inputs, test.labels, scale=test.scale, workers=workers)
 

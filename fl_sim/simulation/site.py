@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from clients.app import Site, Synthetic
@@ -21,7 +22,7 @@ from fl_sim.seeding import rng
 from fl_sim.training.loop import resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Source
 from fl_sim.types import Dataset, Examples, LocalSettings
-from partitions import FeatureSkew
+from partitions import EvaluationSkew, FeatureSkew
 from strategies.algorithm import Sharing
 
 if TYPE_CHECKING:
@@ -185,6 +186,18 @@ def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]
     return torch.tensor(dataset.mean).reshape(shape), torch.tensor(dataset.std).reshape(shape)
 
 
+def evaluation_records(job: Job) -> Source:
+    """Return the test records as the global model is tested on them, on the job's device."""
+    scheme: object = job.experiment.partition
+    if not isinstance(scheme, EvaluationSkew) or job.experiment.num_clients == 1:
+        return resident(job.dataset.test, job.dataset, job.device)
+    inputs, labels = to_tensors(job.dataset.test, job.dataset)
+    _, std = _constants(job.dataset, inputs.ndim)
+    generator = rng(job.experiment.seed, "test feature-noise")
+    seen = scheme.evaluated_on(job.experiment.clients, inputs.numpy(), std.numpy(), generator)
+    return Source(_kept_shape(scheme, "evaluated_on", seen, inputs).to(job.device), labels.to(job.device))
+
+
 def _is_skewed(experiment: Experiment) -> bool:
     """Say whether clients see something of their own in their records, which are bytes no more."""
     return isinstance(experiment.partition, FeatureSkew) and experiment.num_clients > 1
@@ -198,9 +211,13 @@ def _as_seen_by(client: int, inputs: torch.Tensor, job: Job) -> torch.Tensor:
     _, std = _constants(job.dataset, inputs.ndim)
     generator = rng(experiment.seed, "feature-noise", client)
     seen = scheme.seen_by(client, experiment.clients, inputs.numpy(), std.numpy(), generator)
+    return _kept_shape(scheme, "seen_by", seen, inputs)
+
+
+def _kept_shape(scheme: object, method: str, seen: NDArray[np.float32], inputs: torch.Tensor) -> torch.Tensor:
     if seen.shape != inputs.shape or seen.dtype != np.float32:
         raise UserError(
-            f"partition {kind_of(scheme)}: seen_by gave {seen.dtype} of shape {seen.shape} for records that are "
+            f"partition {kind_of(scheme)}: {method} gave {seen.dtype} of shape {seen.shape} for records that are "
             f"float32 of shape {tuple(inputs.shape)}; it must keep both"
         )
     return torch.from_numpy(seen)

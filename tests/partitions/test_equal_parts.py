@@ -30,6 +30,16 @@ def test_feature_noise_is_in_units_of_raw_inputs_and_leaves_the_records_as_they_
     assert ((seen - 1) * std).var(axis=(0, 2, 3)) == pytest.approx([0.4, 0.4], rel=0.1)
 
 
+def test_the_published_programs_feature_noise_is_a_standard_deviation_and_reaches_the_test_records():
+    scheme, std = FeatureNoise(sigma=0.5, variant="niid-bench"), np.array([0.25], dtype=np.float32).reshape(1, 1, 1, 1)
+    assert [scheme.noise_variance(i, 3) for i in range(3)] == pytest.approx([0.0, 0.25**2, 0.5**2])
+    inputs = np.ones((900, 1, 8, 8), dtype=np.float32)
+    tested = (scheme.evaluated_on(3, inputs, std, np.random.default_rng(0)) - 1) * 0.25
+    assert [tested[client::3].std() for client in range(3)] == pytest.approx([0.0, 0.25, 0.5], rel=0.02)
+    assert FeatureNoise(sigma=0.5).evaluated_on(3, inputs, std, np.random.default_rng(0)) is inputs
+    assert inputs.max() == 1.0
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     num_clients=st.integers(1, 20), shards_per_client=st.integers(1, 4), extra=st.integers(0, 200),

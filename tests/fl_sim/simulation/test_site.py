@@ -18,7 +18,7 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation import site as wiring
 from fl_sim.simulation.procedure import procedure_of, site_of
-from fl_sim.simulation.site import to_bytes, to_generator
+from fl_sim.simulation.site import evaluation_records, to_bytes, to_generator
 from fl_sim.training import loop
 from fl_sim.training.loop import to_tensors
 from fl_sim.types import LocalSettings
@@ -63,6 +63,16 @@ def test_feature_noise_has_the_variance_of_the_client_in_units_of_raw_inputs():
         variance = 0.1 * (client + 1) / 10  # sigma i / K, i = 1..K
         assert float(noise.var()) == pytest.approx(variance, rel=4.5 * math.sqrt(2 / len(noise)))
         assert abs(float(noise.mean())) < 4.5 * math.sqrt(variance / len(noise))
+
+
+def test_the_model_is_tested_on_noisy_records_only_where_the_published_program_does_so():
+    for variant, noisy in [("paper", False), ("niid-bench", True)]:
+        job = job_of(_made("partition=feature-noise:0.3", f"partition.variant={variant}"))
+        clean, labels = to_tensors(job.dataset.test, job.dataset)
+        tested = evaluation_records(job)
+        assert torch.equal(tested.labels.cpu(), labels)
+        assert torch.equal(tested.inputs.cpu()[::10], clean[::10])  # client 0 has no noise in that program
+        assert torch.equal(tested.inputs.cpu(), clean) is not noisy
 
 
 def test_feature_noise_of_two_clients_is_independent_and_differs_from_seed_to_seed():
