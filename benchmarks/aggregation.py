@@ -19,7 +19,7 @@ import torch
 from flwr.app import Message
 
 from fl_sim.engines import wire
-from fl_sim.engines.inprocess import LocalGrid
+from fl_sim.engines.grid import LocalGrid
 from fl_sim.params import FlatParams, flattened
 from fl_sim.types import Cohort, Reply
 from strategies.aggregators import WeightedMean

@@ -27,7 +27,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 from fl_sim.engines import wire
-from fl_sim.engines.inprocess import LocalGrid
+from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError
 from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.ledger import Ledger

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fl_sim.engines import wire
-from fl_sim.engines.inprocess import Play, Release, partition_of, raised
+from fl_sim.engines.grid import partition_of, raised
+from fl_sim.engines.pieces import Play, Release
 from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.native.kernel import load_kernel
 from fl_sim.seeding import rng, seed_torch
@@ -141,7 +142,7 @@ def train_together(site_of: SiteFactory, *, stacked: bool = False) -> Play:
     def play(messages: Sequence[Message]) -> list[Message]:
         try:
             return trained(messages)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (as in fl_sim.engines.inprocess.answer)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (as in fl_sim.engines.grid.answer)
             if len(messages) == 1:
                 return [raised(messages[0], error)]
             return [reply for message in messages for reply in play([message])]
@@ -157,7 +158,7 @@ def synthesize_together(site_of: SiteFactory) -> Release:
         replies: Sequence[Message | BaseException]
         try:
             replies = _synthesized(turns, messages, [partition_of(message) for message in messages], check)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (as in fl_sim.engines.inprocess.answer)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (as in fl_sim.engines.grid.answer)
             replies = [error] * len(messages)
         return [
             reply if isinstance(reply, Message) else raised(message, reply)

@@ -10,7 +10,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fl_sim.engines import wire
-from fl_sim.engines.inprocess import LocalGrid
+from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import Malformed, RunError
 
 Read = TypeVar("Read")

@@ -21,7 +21,7 @@ from hypothesis import settings as hypothesis_settings
 from torch import nn
 
 from fl_sim.engines import wire
-from fl_sim.engines.inprocess import LocalGrid
+from fl_sim.engines.grid import LocalGrid
 from fl_sim.engines.ray_token import choose_token
 from fl_sim.params import detached
 from fl_sim.privacy import loss_distribution, renyi

@@ -12,7 +12,8 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fl_sim.engines import wire
-from fl_sim.engines.inprocess import Clients, LocalGrid, Progress, Together
+from fl_sim.engines.grid import LocalGrid, Progress
+from fl_sim.engines.pieces import Clients, Together
 from fl_sim.engines.ray_start import (
     ENVIRONMENT,
     RayResources,

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from flwr.app import Message
 
-from fl_sim.engines.inprocess import TOO_LATE, WORKER_DIED, failure, partition_of
+from fl_sim.engines.grid import TOO_LATE, WORKER_DIED, failure, partition_of
 
 LEAST_SECONDS, MOST_SECONDS = 0.02, 1.0
 """About how much work a worker is given at a time: more than a call costs (4 ms), less than anyone would wait."""

@@ -15,7 +15,9 @@ from flwr.clientapp import ClientApp
 
 from clients.app import SiteFactory, build_client_app, synthesize_together, train_together
 from clients.dafl.settings import DaFl
-from fl_sim.engines.inprocess import Generators, InProcessGrid, LocalGrid, Progress, Together
+from fl_sim.engines.grid import LocalGrid, Progress
+from fl_sim.engines.inprocess import Generators, InProcessGrid
+from fl_sim.engines.pieces import Together
 from fl_sim.engines.ray_token import choose_token
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray, defined_in_script

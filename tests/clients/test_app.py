@@ -13,7 +13,8 @@ from torch import nn
 
 from clients.app import Site, build_client_app, synthesize_together, train_together
 from fl_sim.engines import wire
-from fl_sim.engines.inprocess import Generators, InProcessGrid, Together
+from fl_sim.engines.inprocess import Generators, InProcessGrid
+from fl_sim.engines.pieces import Together
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
 from fl_sim.seeding import rng, seed_torch

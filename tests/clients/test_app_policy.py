@@ -7,7 +7,7 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 
 from fl_sim.engines import wire
-from fl_sim.engines.inprocess import LocalGrid
+from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of

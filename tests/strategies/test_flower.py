@@ -13,7 +13,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Strategy
 
 from fl_sim.engines import wire
-from fl_sim.engines.inprocess import InProcessGrid, LocalGrid
+from fl_sim.engines.grid import LocalGrid
+from fl_sim.engines.inprocess import InProcessGrid
 from fl_sim.errors import RunError
 from fl_sim.types import Examples
 from strategies.answers import Population, find_population

@@ -9,7 +9,8 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fl_sim.engines import wire
-from fl_sim.engines.inprocess import InProcessGrid, LocalGrid
+from fl_sim.engines.grid import LocalGrid
+from fl_sim.engines.inprocess import InProcessGrid
 from fl_sim.errors import BudgetExhausted, RunError
 from fl_sim.seeding import rng
 from strategies.fedavg import FedAvg

@@ -12,7 +12,8 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from fl_sim.engines.inprocess import Play, answer
+from fl_sim.engines.grid import answer
+from fl_sim.engines.pieces import Play
 
 FLAG = Path(__file__).with_name("flag.json")
 

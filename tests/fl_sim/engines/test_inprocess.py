@@ -12,16 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_sim.engines import wire
-from fl_sim.engines.inprocess import (
-    CLIENT_RAISED,
-    STEPS_AT_A_TIME,
-    TOO_LATE,
-    Generators,
-    InProcessGrid,
-    Play,
-    Together,
-    partition_of,
-)
+from fl_sim.engines.grid import CLIENT_RAISED, TOO_LATE, partition_of
+from fl_sim.engines.inprocess import Generators, InProcessGrid
+from fl_sim.engines.pieces import STEPS_AT_A_TIME, Play, Together
 
 
 def app() -> ClientApp:

@@ -18,7 +18,8 @@ from flwr.app import Message
 from safetensors.torch import load_file
 
 from fl_sim.data import load
-from fl_sim.engines.inprocess import CLIENT_RAISED, TOO_LATE, WORKER_DIED, Together
+from fl_sim.engines.grid import CLIENT_RAISED, TOO_LATE, WORKER_DIED
+from fl_sim.engines.pieces import Together
 from fl_sim.engines.ray_token import MODE, TOKEN
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import experiment_from

@@ -8,7 +8,8 @@ from flwr.clientapp import ClientApp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_sim.engines.inprocess import TOO_LATE, WORKER_DIED, InProcessGrid, node_context
+from fl_sim.engines.grid import TOO_LATE, WORKER_DIED, node_context
+from fl_sim.engines.inprocess import InProcessGrid
 from fl_sim.engines.work import LEAST_SECONDS, MAX_DEATHS, MOST_SECONDS, Work
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from fl_sim.__main__ import main
 from fl_sim.engines import wire
-from fl_sim.engines.inprocess import CLIENT_RAISED, InProcessGrid, failure
+from fl_sim.engines.grid import CLIENT_RAISED, failure
+from fl_sim.engines.inprocess import InProcessGrid
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.privacy.accounting import Adjacency, amplify_fixed_size, amplify_poisson, epsilon
