@@ -60,7 +60,7 @@ def make_current_folder_importable() -> str:
 def in_one_line(said: BaseException | str) -> str:
     """Return an error's type and text, or a text, without line breaks, and without what goes on for a page."""
     text = said if isinstance(said, str) else f"{type(said).__name__}: {said}"
-    line = " ".join(text.split())
+    line = " ".join(text.split()).removesuffix(":")
     return line if len(line) <= _MOST_LETTERS else f"{line[:_MOST_LETTERS]}..."
 
 

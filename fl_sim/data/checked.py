@@ -66,10 +66,5 @@ def as_labels(labels: NDArray[np.generic], where: str) -> NDArray[np.int64]:
     return labels.reshape(-1).astype(np.int64)
 
 
-def in_one_line(error: BaseException) -> str:
-    """Return what an error of another library says, short enough to stand in a message."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]
-
-
 def _type(part: Examples) -> str:
     return f"{part.inputs.dtype} of shape {part.inputs.shape[1:]}"

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import in_one_line, own_dataset
+from fl_sim.data.checked import own_dataset
 from fl_sim.errors import UserError
+from fl_sim.import_path import in_one_line
 from fl_sim.types import Dataset, Examples
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})

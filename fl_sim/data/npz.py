@@ -10,9 +10,10 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import as_labels, in_one_line, known_dataset, own_dataset
+from fl_sim.data.checked import as_labels, known_dataset, own_dataset
 from fl_sim.data.known import KnownSet
 from fl_sim.errors import UserError
+from fl_sim.import_path import in_one_line
 from fl_sim.types import Dataset, Examples
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")

@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fl_sim.data.checked import in_one_line
 from fl_sim.data.known import KnownSet
 from fl_sim.errors import UserError
+from fl_sim.import_path import in_one_line
 from fl_sim.types import Dataset, Examples
 
 Row: TypeAlias = Mapping[str, str]
