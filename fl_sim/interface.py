@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import io
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,10 +19,9 @@ from fl_sim.report.progress import RunProgress
 from fl_sim.report.release import Release
 from fl_sim.settings import as_table
 from fl_sim.simulation import run as simulation
-from fl_sim.simulation.preparation import is_private
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.tables.names import run_name
-from fl_sim.tables.plan import plan_table, preset_path, read_settings, table_settings
+from fl_sim.tables.plan import file_or_preset, plan_table, read_settings, table_settings
 
 if TYPE_CHECKING:
     from fl_sim.report.table import SeedResult, Table
@@ -103,7 +103,7 @@ def run(
     directory = _path(out) or RESULTS / run_name(chosen, load(chosen.data, root))
     title = f"{kind_of(chosen.algorithm)} on {chosen.data} {short_form(chosen.partition)}"
     stream = None if progress else io.StringIO()
-    with RunProgress(title, chosen.rounds, stream, timed=not is_private(chosen)) as shown:
+    with RunProgress(title, chosen.rounds, stream, timed=not chosen.is_private) as shown:
         shown.say(f"results go to {directory}")
         facts = simulation.run(chosen, directory, root, _Shown(shown))
     releases = tuple(Release.model_validate(release) for release in facts["privacy"])
@@ -121,7 +121,7 @@ def table(
 ) -> TableResult:
     """Run a grid of experiments in worker processes and return the table; what is finished is not run again.
 
-    ``plan``: the name of a preset, the path of a TOML file, or its content: ``{"base": {...}, "grid": {...}}``, in
+    ``plan``: the name of a preset, else the path of a TOML file, or its content: ``{"base": {...}, "grid": {...}}``, in
     which settings objects may stand, too. ``out``: by default ``results/NAME``, for a plan from Python
     ``results/table-DIGEST``. ``jobs``: runs side by side (default: one a core). A run that fails is a cell that says
     so. Raises UserError for a plan that cannot be run.
@@ -134,7 +134,9 @@ def table(
         digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:8]
         name = f"table-{digest}"
     else:
-        path = preset_path(str(plan))
+        path, which = file_or_preset(str(plan))
+        if which and progress:
+            print(which, file=sys.stderr)
         settings, name = read_settings(path, []), path.stem
     root, directory = _path(data_root), _path(out) or RESULTS / name
     board = Board(settings, plan_table(settings, root))

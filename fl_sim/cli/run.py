@@ -10,7 +10,7 @@ import typer
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.importing import importing
 from fl_sim.settings_file import read_table
-from fl_sim.tables.plan import PRESETS, preset_names
+from fl_sim.tables.plan import file_or_preset
 from fl_sim.tables.words import took
 
 
@@ -31,15 +31,18 @@ def parse_experiment(arguments: list[str]) -> Experiment:
     files = [argument for argument in arguments if "=" not in argument]
     if len(files) > 1:
         raise typer.BadParameter(f"one FILE at most, got {', '.join(files)}; settings are given as key=value")
-    table = _table_of(files[0]) if files else {}
+    table = read_table(named(files[0])) if files else {}
     return experiment_from(
         with_overrides(table.get("base", table), [argument for argument in arguments if "=" in argument])
     )
 
 
-def _table_of(name: str) -> dict[str, Any]:
-    preset = PRESETS / f"{name}.toml"
-    return read_table(preset if name in preset_names() and not Path(name).exists() else Path(name))
+def named(name: str) -> Path:
+    """Return the file that FILE or PRESET stands for, and say which was taken where both are there."""
+    path, which = file_or_preset(name)
+    if which:
+        typer.echo(which, err=True)
+    return path
 
 
 def _print(result: Mapping[str, Any], out: Path) -> None:

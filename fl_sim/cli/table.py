@@ -4,9 +4,10 @@ from pathlib import Path
 
 import typer
 
+from fl_sim.cli.run import named
 from fl_sim.errors import RunError, UserError
 from fl_sim.importing import importing
-from fl_sim.tables.plan import plan_table, preset_path, read_settings
+from fl_sim.tables.plan import plan_table, read_settings
 
 
 def fill_table(
@@ -42,4 +43,4 @@ def _parse(arguments: list[str]) -> tuple[Path, list[str]]:
     names = [argument for argument in arguments if "=" not in argument]
     if len(names) > 1:
         raise UserError(f"one FILE or PRESET at most, got {', '.join(names)}; settings are given as key=value")
-    return preset_path(names[0] if names else "digits"), [argument for argument in arguments if "=" in argument]
+    return named(names[0] if names else "digits"), [argument for argument in arguments if "=" in argument]

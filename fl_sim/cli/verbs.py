@@ -16,7 +16,10 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _DataRoot = Annotated[Path | None, typer.Option(help="Where data sets lie (else $FL_SIM_DATA, then your cache).")]
 _Settings = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[FILE or PRESET] [KEY=VALUE]...", help="A TOML file, or a preset, and settings over it."),
+    typer.Argument(
+        metavar="[FILE or PRESET] [KEY=VALUE]...",
+        help="A preset (digits, mnist), else a TOML file (./mnist if it is called like one), and settings over it.",
+    ),
 ]
 
 app = typer.Typer(

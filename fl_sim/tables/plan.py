@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +14,7 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.importing import importing
 from fl_sim.kinds import short_form
-from fl_sim.mistakes import explain, guess
+from fl_sim.mistakes import explain, guess, shortened
 from fl_sim.settings import Settings
 from fl_sim.settings_file import read_table
 from fl_sim.tables.names import run_name
@@ -85,13 +86,22 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
-def preset_path(name: str) -> Path:
-    """Return the file of the preset ``name``, or the one at that path. Raises UserError where there is neither."""
-    presets = preset_names()
-    path = PRESETS / f"{name}.toml" if name in presets else Path(name)
-    if not path.exists():
-        raise UserError(f"no file or preset {name!r}{guess(name, presets)}; presets: {', '.join(presets)}")
-    return path
+def file_or_preset(name: str) -> tuple[Path, str]:
+    """Return the file of the preset ``name``, else the one at that path; and which was taken where there are both.
+
+    So a preset's name means the same in every folder. Raises UserError where there is neither.
+    """
+    presets, there = preset_names(), Path(name)
+    if name in presets:
+        which = f"{name} is taken for the preset; the file of that name in this folder is ./{name}"
+        return PRESETS / f"{name}.toml", which if there.is_file() else ""
+    with suppress(OSError):  # what no path can be is refused when it is read
+        if not there.exists():
+            raise UserError(
+                f"no file or preset {shortened(name)!r}{guess(name, presets)}; presets: {', '.join(presets)} (settings "
+                "are given as key=value, for example rounds=50)"
+            )
+    return there, ""
 
 
 def read_settings(path: Path, overrides: list[str]) -> TableSettings:
