@@ -1,11 +1,70 @@
-"""Kinds: what a settings class is called, what it is made of, and how it is written."""
+"""Kinds: what a settings class is called, what it is made of, how it is written, and what it may say of itself."""
 
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Final, get_args, get_origin
+from typing import Any, ClassVar, Final, Protocol, get_args, get_origin, runtime_checkable
 
 from pydantic import BaseModel
 
 _OURS: Final = frozenset({"fl_sim", "strategies", "clients", "partitions"})
+
+
+class Choices(Protocol):
+    """What else an experiment is made of, as a kind's ``check`` sees it."""
+
+    @property
+    def clients(self) -> int:
+        """Return how many clients are asked for."""
+        ...
+
+    @property
+    def partition(self) -> object:
+        """Return the split."""
+        ...
+
+    @property
+    def algorithm(self) -> object:
+        """Return the algorithm."""
+        ...
+
+    @property
+    def aggregator(self) -> object:
+        """Return what makes the mean of a round's updates."""
+        ...
+
+    @property
+    def sampler(self) -> object:
+        """Return what draws the cohorts."""
+        ...
+
+    @property
+    def preprocess(self) -> object:
+        """Return what clients do before the first round."""
+        ...
+
+
+@runtime_checkable
+class Checking(Protocol):
+    """A kind that does not go together with everything else."""
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError, in a line that says what to change, for an ``experiment`` that it has no place in."""
+        ...
+
+
+@runtime_checkable
+class Starting(Protocol):
+    """A kind with which other settings of an experiment start from values that suit it."""
+
+    starts_with: ClassVar[Mapping[str, Any]]
+    """{setting: value}; of a table, what the user does not set."""
+
+
+@runtime_checkable
+class Promising(Protocol):
+    """A kind that may promise privacy: then a run shows nothing about single clients, not even how long they take."""
+
+    is_private: ClassVar[bool]
 
 
 def kinds(union: Any) -> dict[str, type]:

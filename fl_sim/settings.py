@@ -189,6 +189,25 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
     return inner, own if isinstance(own, type) and issubclass(own, BaseModel) else None
 
 
+def chosen_class(settings: type[BaseModel], table: Mapping[str, Any], name: str) -> type | None:
+    """Return the class of the kind that ``table`` chooses for the field ``name`` of ``settings``, in whatever form.
+
+    None where it is unknown: validation says so later.
+    """
+    field = settings.model_fields[name]
+    given, one_of = table.get(name, field.default), _one_of(field)
+    assert one_of is not None, "a field of one kind alone"
+    try:
+        if isinstance(given, str):
+            given = one_of.expand(given, field.annotation)
+        if isinstance(given, Mapping):
+            found: type | None = one_of.class_of({"kind": field.default.kind, **given}, field.annotation)
+            return found
+    except UserError:
+        return None
+    return type(given)
+
+
 def as_table(value: Any, mode: str = "python") -> Json:
     """Return the table with a ``kind`` that stands for a settings object; ``mode`` is pydantic's."""
     content: Json = TypeAdapter[Any](type(value)).dump_python(value, mode="json" if mode == "json" else "python")

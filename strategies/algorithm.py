@@ -71,6 +71,13 @@ class Dealing(Protocol):
 
 
 @runtime_checkable
+class Central(Protocol):
+    """An algorithm without clients: one holder has all that is dealt, whatever the split and the number of clients."""
+
+    is_central: ClassVar[bool]
+
+
+@runtime_checkable
 class Bounded(Protocol):
     """An algorithm with an end of its own, or one that does not take all data."""
 

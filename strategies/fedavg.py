@@ -1,14 +1,18 @@
 """FedAvg: the mean of the clients' models (McMahan et al. 2017, algorithm 1); and the centralized upper bound."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from clients.dafl.settings import NoPreprocess
+from fl_sim.kinds import Choices
 from fl_sim.local_plan import LocalPlan
 from fl_sim.types import ClientUpdate, Dataset, LocalTask, Trained
 from strategies.algorithm import Averaging, Split
+from strategies.global_dp import GlobalDP
+from strategies.samplers import Everyone
 
 
 class FedAvg(Averaging):
@@ -25,6 +29,16 @@ class Centralized(Averaging):
     """
 
     kind: Literal["centralized"] = "centralized"
+    is_central: ClassVar[bool] = True
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for what only clients can do: take part at times, hide in a crowd, make records."""
+        if not isinstance(experiment.sampler, Everyone):
+            raise ValueError("algorithm centralized has a single client that is always there: leave sampler at full")
+        if isinstance(experiment.aggregator, GlobalDP):
+            raise ValueError("algorithm centralized has one client: client-level privacy would hide all of its data")
+        if not isinstance(experiment.preprocess, NoPreprocess):
+            raise ValueError("algorithm centralized has all records in one place: preprocess da-fl is for clients")
 
     def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
         """Return everything, for the one holder there is."""

@@ -6,10 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import Choices
 from fl_sim.late_torch import torch
 from fl_sim.params import add, scale, subtract
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, ServerState, Trained
 from strategies.algorithm import Averaging, accumulated_momentum
+from strategies.global_dp import GlobalDP
 
 
 class FedNova(Averaging):
@@ -21,6 +23,14 @@ class FedNova(Averaging):
 
     kind: Literal["fednova"] = "fednova"
     tau_eff: float | None = Field(None, gt=0)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError where noise would drown what clients send."""
+        if isinstance(experiment.aggregator, GlobalDP) and self.tau_eff is None:
+            raise ValueError(
+                "algorithm fednova under aggregator global-dp needs a public algorithm.tau_eff, such as the usual "
+                "number of local steps: otherwise clients send their a_i, which drowns the update in the joint clip"
+            )
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Send the normalised update (y_i - x) / a_i, and a_i itself for tau_eff."""

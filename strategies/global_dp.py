@@ -7,8 +7,8 @@ sampled, and adaptive clipping (Andrew et al. 2021, algorithm 1) in place of the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
@@ -73,6 +73,8 @@ class GlobalDP(Settings):
     """
 
     kind: Literal["global-dp"] = "global-dp"
+    is_private: ClassVar[bool] = True
+    starts_with: ClassVar[Mapping[str, Any]] = {"sampler": {"kind": "poisson"}}
     noise_multiplier: float = Field(1.0, ge=0)
     clipping_norm: float = Field(1.0, gt=0)
     delta: float = Field(1e-5, gt=0, lt=1)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from fl_sim.errors import UserError
+from fl_sim.kinds import Choices
 from fl_sim.privacy.mechanisms import takes_part
 from fl_sim.settings import Settings
 
@@ -60,15 +61,16 @@ class FixedSize(Settings):
     kind: Literal["fixed-size"] = "fixed-size"
     cohort_size: int = Field(10, ge=1)
 
+    def check(self, experiment: Choices) -> None:
+        """Raise UserError where there are fewer clients than ``cohort_size``."""
+        self._check(experiment.clients)
+
     def sample(self, num_clients: int, coins: Coins) -> NDArray[np.int64]:
         """Return the round's clients, ascending: those with the smallest coins.
 
         Raises UserError where there are fewer than ``cohort_size``.
         """
-        if self.cohort_size > num_clients:
-            raise UserError(
-                f"sampler fixed-size:{self.cohort_size} wants more clients than the {num_clients} there are"
-            )
+        self._check(num_clients)
         drawn = coins(num_clients)
         while len(np.unique(drawn)) < num_clients:  # equal coins have no order, and any rule would favour somebody
             drawn = coins(num_clients)
@@ -84,6 +86,12 @@ class FixedSize(Settings):
         """Return the cohort size."""
         del num_clients
         return float(self.cohort_size)
+
+    def _check(self, num_clients: int) -> None:
+        if self.cohort_size > num_clients:
+            raise UserError(
+                f"sampler fixed-size:{self.cohort_size} wants more clients than the {num_clients} there are"
+            )
 
 
 class Poisson(Settings):

@@ -14,6 +14,7 @@ from clients.dafl.generator import Generator
 from clients.dafl.labels import ExponentialMechanism, LabelPicker
 from clients.dafl.mean_embedding import MeanEmbedding
 from fl_sim.errors import UserError
+from fl_sim.kinds import Choices
 from fl_sim.settings import OneOf, Settings
 
 AnyGenerator: TypeAlias = DpCgan | MeanEmbedding
@@ -40,6 +41,7 @@ class DaFl(Settings):
 
     kind: Literal["da-fl"] = "da-fl"
     title: ClassVar[str] = "DA-FL"
+    is_private: ClassVar[bool] = True
     epsilon: float = Field(10.0, gt=0, allow_inf_nan=True)
     delta: float = Field(1e-5, gt=0, lt=1)
     gamma: float = Field(0.05, gt=0, le=1)
@@ -49,6 +51,14 @@ class DaFl(Settings):
     train_on: Literal["own-and-synthetic", "synthetic"] = "own-and-synthetic"
     server_epochs: int = Field(0, ge=0)
     noise: Literal["secret", "seeded"] = "secret"
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError unless each client has a gamma."""
+        if self.client_gammas and len(self.client_gammas) != experiment.clients:
+            raise ValueError(
+                f"preprocess.client_gammas has {len(self.client_gammas)} values for {experiment.clients} clients: "
+                "give one for each, or preprocess.gamma for all"
+            )
 
     def gamma_of(self, client: int) -> float:
         """Return how many records ``client`` makes, as a share of those it holds."""

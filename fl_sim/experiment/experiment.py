@@ -4,27 +4,26 @@ import copy
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.errors import UserError
-from fl_sim.kinds import kind_of, kinds
+from fl_sim.kinds import Checking, Promising, kind_of
 from fl_sim.mistakes import explain, shortened
-from fl_sim.settings import OneOf, Settings, group_in, parse
+from fl_sim.settings import OneOf, Settings, chosen_class, group_in, parse
 from fl_sim.settings_file import MOST_LEVELS
 from fl_sim.types import Precision
 from partitions import AnyScheme, LabelK, Scheme
 from strategies.aggregators import Aggregator, WeightedMean
-from strategies.algorithm import Algorithm, Sharing
+from strategies.algorithm import Algorithm, Central, Sharing
 from strategies.fedavg import Centralized, FedAvg
 from strategies.fedmix import FedMix, NaiveMix
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
 from strategies.global_dp import GlobalDP
-from strategies.pate.mechanisms import NoNoise
-from strategies.pate.settings import Pate, start_of
+from strategies.pate.settings import Pate
 from strategies.samplers import AnySampler, Everyone, FixedSize, Poisson, Sampler
 from strategies.scaffold import Scaffold
 from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
@@ -175,60 +174,26 @@ class Experiment(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_kinds(cls, table: Any) -> Any:
-        """Let ``sampler.sampling_rate=0.2`` speak of the default sampler, which under privacy is poisson."""
+        """Fill in what the chosen kinds start with: ``sampler.sampling_rate=0.2`` is Poisson's under global-dp."""
         if not isinstance(table, dict):
             return table
-        aggregator = table.get("aggregator", "")
-        kind = aggregator.get("kind") if isinstance(aggregator, dict) else getattr(aggregator, "kind", aggregator)
-        filled = {"sampler": {}, **table} if kind == GlobalDP().kind else dict(table)
-        for key, value in start_of(filled.get("algorithm")).items():
-            given = filled.get(key, {})
-            filled[key] = {**value, **given} if isinstance(value, dict) and isinstance(given, dict) else given or value
-        if kind == GlobalDP().kind and isinstance(filled["sampler"], dict):
-            filled["sampler"] = {"kind": Poisson().kind, **filled["sampler"]}
+        filled = dict(table)
+        for part in ("algorithm", "aggregator"):
+            starts_with: Mapping[str, Any] = getattr(chosen_class(cls, table, part), "starts_with", {})
+            for key, value in starts_with.items():
+                given = filled.get(key, {})
+                both = isinstance(value, dict) and isinstance(given, dict)
+                filled[key] = {**value, **given} if both else filled.get(key, value)
         return filled
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:
-        if isinstance(self.algorithm, Centralized) and not isinstance(self.sampler, Everyone):
-            raise ValueError("algorithm centralized has a single client that is always there: leave sampler at full")
-        if isinstance(self.sampler, FixedSize) and self.sampler.cohort_size > self.clients:
-            raise ValueError(
-                f"sampler fixed-size:{self.sampler.cohort_size} wants more clients than the {self.clients} there are"
-            )
+        for part in (self.algorithm, self.aggregator, self.sampler, self.partition, self.preprocess):
+            if isinstance(part, Checking):
+                part.check(self)
         if isinstance(self.aggregator, GlobalDP):
             self._private()
-        if isinstance(self.preprocess, DaFl):
-            self._synthetic(self.preprocess)
-        if isinstance(self.algorithm, Pate):
-            self._voting()
         return self
-
-    def _voting(self) -> None:
-        for name, wanted in (("aggregator", WeightedMean()), ("sampler", Everyone()), ("preprocess", NoPreprocess())):
-            if (given := getattr(self, name)) != wanted:
-                raise ValueError(
-                    f"algorithm pate has teachers vote once, all of them, and adds the noise itself: {name} "
-                    f"{kind_of(given)} has no place in it, leave it out"
-                )
-        assert isinstance(self.algorithm, Pate)
-        if type(self.partition) not in get_args(AnyScheme) and not isinstance(
-            self.algorithm.labelling.mechanism, NoNoise
-        ):
-            raise ValueError(
-                f"algorithm pate over partition {kind_of(self.partition)}: how many teachers one record more can "
-                "change is not known of a split of your own, so no epsilon could be printed; take one of "
-                f"{', '.join(kinds(AnyScheme))}, or algorithm.labelling.mechanism=none"
-            )
-
-    def _synthetic(self, settings: DaFl) -> None:
-        if isinstance(self.algorithm, Centralized):
-            raise ValueError("algorithm centralized has all records in one place: preprocess da-fl is for clients")
-        if settings.client_gammas and len(settings.client_gammas) != self.clients:
-            raise ValueError(
-                f"preprocess.client_gammas has {len(settings.client_gammas)} values for {self.clients} clients: "
-                "give one for each, or preprocess.gamma for all"
-            )
 
     def _private(self) -> None:
         kind = kind_of(self.algorithm)
@@ -247,13 +212,6 @@ class Experiment(Settings):
                 f"algorithm {kind} cannot run under aggregator global-dp: its clients share averages of their records "
                 "without noise, which no noise on the updates makes good; take fedavg, fedprox, scaffold or another"
             )
-        if isinstance(self.algorithm, Centralized):
-            raise ValueError("algorithm centralized has one client: client-level privacy would hide all of its data")
-        if isinstance(self.algorithm, FedNova) and self.algorithm.tau_eff is None:
-            raise ValueError(
-                "algorithm fednova under aggregator global-dp needs a public algorithm.tau_eff, such as the usual "
-                "number of local steps: otherwise clients send their a_i, which drowns the update in the joint clip"
-            )
         if not isinstance(self.engine, Auto) and self.engine.stack > 1:
             raise ValueError(
                 f"engine.stack={self.engine.stack} has no place under aggregator global-dp: in a stack the last bits "
@@ -262,9 +220,20 @@ class Experiment(Settings):
             )
 
     @property
+    def is_central(self) -> bool:
+        """Say whether one client holds all records, whatever ``partition`` and ``clients`` are."""
+        return isinstance(self.algorithm, Central) and self.algorithm.is_central
+
+    @property
     def num_clients(self) -> int:
         """Return the number of simulated clients: one where training is centralized."""
-        return 1 if isinstance(self.algorithm, Centralized) else self.clients
+        return 1 if self.is_central else self.clients
+
+    @property
+    def is_private(self) -> bool:
+        """Say whether a run promises privacy to anybody: then it shows nothing about single clients, nor their time."""
+        parts: tuple[object, ...] = (self.algorithm, self.aggregator, self.preprocess)
+        return any(isinstance(part, Promising) and part.is_private for part in parts)
 
 
 def defined_in_script(experiment: Experiment) -> str:

@@ -117,13 +117,14 @@ class Seconds(Facts):
 
 
 class Outcome(Facts):
-    """What a report needs of ``result.json``; accuracies in [0, 1]."""
+    """What a report needs of ``result.json``; accuracies in [0, 1]. What does not say so may be private."""
 
     algorithm: str = ""
     titles: dict[Literal["algorithm", "preprocess"], Annotated[str, Field(max_length=100)]] = {}
     status: Literal["finished", "failed", "interrupted"]
     data_note: str
     partition: str
+    is_private: bool = True
     engine: str
     rounds: Count
     final_accuracy: Share | None

@@ -7,15 +7,9 @@ from typing import Any, TypeAlias
 
 from fl_sim.report.runs import Problem, Run
 
-CENTRALIZED, CENTRALIZED_NAME = "centralized", "Centralized"
-_NAMES = {
-    "fedavg": "FedAvg", "fedprox": "FedProx", "scaffold": "SCAFFOLD", "fednova": "FedNova", "fedmix": "FedMix",
-    "naivemix": "NaiveMix", "fedavgm": "FedAvgM", "fedadagrad": "FedAdagrad", "fedadam": "FedAdam",
-    "fedyogi": "FedYogi", "pate": "PATE", CENTRALIZED: CENTRALIZED_NAME,
-}  # fmt: skip
+_CENTRALIZED = "centralized"
 _NOT_COMPARED = {"seed", "engine", "round_timeout"}  # engines agree bit for bit
 _NOT_OF_CENTRALIZED = {"clients", "sampler", "aggregator", "partition", "preprocess"}
-_PREPROCESSES = {"da-fl": "DA-FL"}
 _IN_THE_NAME = {("algorithm", ""), ("preprocess", "")}
 _UNKNOWN_NOTE = "no finished run says whether these are the full data"
 
@@ -46,7 +40,7 @@ class Group:
     @property
     def is_bound(self) -> bool:
         """Return whether this is the upper bound, which belongs to every split of its data."""
-        return self.runs[0].config.algorithm.kind == CENTRALIZED
+        return any(split_of(run) == _CENTRALIZED for run in self.runs)
 
     @property
     def compared(self) -> dict[str, Any]:
@@ -72,7 +66,9 @@ class Panel:
 def group(runs: Sequence[Run]) -> tuple[list[Group], list[Problem]]:
     """Sort ``runs`` into groups; of runs with the same settings and seed one stays (a finished one where there is)."""
     notes: dict[str, set[str]] = {}
+    titles: dict[str, str] = {}
     for run in runs:
+        titles |= _titles(run)
         notes.setdefault(run.config.data, set()).update({run.outcome.data_note} if run.outcome else ())
     members: dict[str, dict[int, Run]] = {}
     doubles = []
@@ -86,8 +82,8 @@ def group(runs: Sequence[Run]) -> tuple[list[Group], list[Problem]]:
     groups = []
     for by_seed in members.values():
         same = tuple(sorted(by_seed.values(), key=lambda run: run.config.seed))
-        first, told = same[0], next((run for run in same if run.outcome), same[0])
-        groups.append(Group(_method(told), first.config.data, _note(first, notes), split_of(first), same))
+        first = same[0]
+        groups.append(Group(_method(first, titles), first.config.data, _note(first, notes), split_of(first), same))
     groups.sort(key=lambda one: min(position[id(run)] for run in one.runs))
     return groups, doubles
 
@@ -109,12 +105,15 @@ def panels(groups: Sequence[Group]) -> list[Panel]:
 def labels(groups: Sequence[Group], left_out: str = "") -> list[str]:
     """Name each group by its method and by those settings, but for ``left_out``, in which ``groups`` differ."""
     flat = [dict(_flat(_compared(one))) for one in groups]
+    of_clients = [own for one, own in zip(groups, flat, strict=True) if not one.is_bound]
     named = []
     for one, own in zip(groups, flat, strict=True):
         shown = [
             f"{place[0].removeprefix('algorithm.').removeprefix('preprocess.')}={_text(value)}"
             for place, value in sorted(own.items(), key=lambda item: not item[0][0].startswith("algorithm."))
-            if place not in _IN_THE_NAME and place[0] != left_out and _differs(place, flat)
+            if place not in _IN_THE_NAME
+            and place[0] != left_out
+            and _differs(place, of_clients if place[0].split(".")[0] in _NOT_OF_CENTRALIZED else flat)
         ]
         named.append(", ".join([one.method, *shown]))
     return named
@@ -127,19 +126,24 @@ def parameters(one: Group) -> str:
     return ", ".join(f"{name}={_text(value)}" for (name, _), value in flat if not isinstance(value, list) or value)
 
 
-def _method(run: Run) -> str:
-    kind, before = run.config.algorithm.kind, run.preprocess
-    titles = run.outcome.titles if run.outcome else {}
-    name = titles.get("algorithm") or _NAMES.get(kind, kind.rpartition(":")[2])
-    return f"{_PREPROCESSES.get(before['kind'], before['kind'])} + {name}" if before else name
+def _titles(run: Run) -> dict[str, str]:
+    """Return {kind: title} as far as ``run`` says how its kinds are written."""
+    told = run.outcome.titles if run.outcome else {}
+    kinds = {"algorithm": run.config.algorithm.kind, "preprocess": run.config.preprocess.kind}
+    return {kinds[part]: title for part, title in told.items()}
+
+
+def _method(run: Run, titles: Mapping[str, str]) -> str:
+    """Return how a run's method is written; by the names of its kinds where no run says better."""
+    kind, before = run.config.algorithm.kind, run.config.preprocess.kind
+    name = titles.get(kind, kind.rpartition(":")[2])
+    return f"{titles.get(before, before)} + {name}" if run.preprocess else name
 
 
 def _differs(place: Place, flat: Sequence[Mapping[Place, Any]]) -> bool:
     """Return whether those that can have a setting there differ in it."""
-    name, kinds = place
+    kinds = place[1]
     outer = [settings for settings in flat if not kinds or kinds in {inner for _, inner in settings}]
-    if name.split(".")[0] in _NOT_OF_CENTRALIZED:
-        outer = [settings for settings in outer if settings["algorithm", ""] != CENTRALIZED]
     return len({_text(settings.get(place)) for settings in outer}) > 1
 
 
@@ -170,8 +174,8 @@ def _note(run: Run, notes: Mapping[str, set[str]]) -> str:
 def split_of(run: Run) -> str:
     """Return the short form of a run's split, such as ``label-1`` or ``dirichlet:0.05``."""
     kind = run.config.partition.kind
-    if run.outcome or run.config.algorithm.kind == CENTRALIZED:
-        return run.outcome.partition if run.outcome else CENTRALIZED
+    if run.outcome or run.config.algorithm.kind == _CENTRALIZED:
+        return run.outcome.partition if run.outcome else _CENTRALIZED
     first = next((value for name, value in run.settings["partition"].items() if name != "kind"), None)
     if first is None:
         return kind

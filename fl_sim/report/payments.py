@@ -31,7 +31,7 @@ def payments_of(run: Run) -> tuple[Payment, ...] | None:
     Raises RunError, KeyError, TypeError or ValueError where its statements are not as this program writes them.
     """
     outcome = run.outcome
-    if outcome is None or (not outcome.privacy and not outcome.rounds and _is_private(run.settings)):
+    if outcome is None or (not outcome.privacy and not outcome.rounds and outcome.is_private):
         return None
     return tuple(_payment(release, outcome) for release in outcome.privacy)
 
@@ -83,12 +83,7 @@ def _is_bare(run: Run) -> bool:
         return False
     if any(release.epsilon is None for release in outcome.privacy):
         return True
-    if run.config.algorithm.kind == "pate" or "client" in {release.unit for release in outcome.privacy}:
+    if run.voted or "client" in {release.unit for release in outcome.privacy}:
         return False
     on_raw_records = run.config.preprocess.kind == "none" or run.settings["preprocess"].get("train_on") != "synthetic"
     return on_raw_records and outcome.rounds > 0
-
-
-def _is_private(settings: Mapping[str, Any]) -> bool:
-    kinds = {name: value.get("kind") for name, value in settings.items() if isinstance(value, Mapping)}
-    return kinds.get("aggregator") == "global-dp" or kinds.get("preprocess") == "da-fl" or kinds["algorithm"] == "pate"

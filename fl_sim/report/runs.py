@@ -35,6 +35,11 @@ class Run:
         return self.outcome.status if self.outcome else "unfinished"
 
     @property
+    def voted(self) -> bool:
+        """Return whether clients voted once, so that rounds are epochs of a student; as far as the run says so."""
+        return self.outcome is not None and self.outcome.pate is not None
+
+    @property
     def preprocess(self) -> Mapping[str, Any] | None:
         """Return the settings of what clients do before the first round, None where they do nothing."""
         return None if self.config.preprocess.kind == "none" else self.settings["preprocess"]

@@ -10,7 +10,6 @@ from flwr.serverapp import Grid
 from clients.dafl.settings import DaFl
 from fl_sim.engines.wire import Order
 from fl_sim.errors import RunError
-from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import is_finite
@@ -26,16 +25,6 @@ from fl_sim.types import LocalTask, Params
 from strategies.algorithm import Algorithm, Sharing, what_clients_share
 from strategies.flower import FederatedStrategy, share_before_training
 from strategies.global_dp import GlobalDP
-from strategies.pate.settings import Pate
-
-
-def is_private(experiment: Experiment) -> bool:
-    """Say whether a run promises privacy to anybody: then it shows nothing about single clients, their time neither."""
-    return (
-        isinstance(experiment.aggregator, GlobalDP)
-        or isinstance(experiment.preprocess, DaFl)
-        or isinstance(experiment.algorithm, Pate)
-    )
 
 
 def order_of(job: Job, out: Path) -> Order:

@@ -10,12 +10,10 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of, short_form, title_of
 from fl_sim.params import num_parameters
-from fl_sim.simulation.preparation import is_private
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import coarse
 from fl_sim.store.tensors import write_private
-from strategies.fedavg import Centralized
 
 VERSIONS = ("fl-sim", "flwr", "torch", "numpy")
 
@@ -32,6 +30,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "data_note": job.dataset.note,
         "partition": _split(experiment),
         "clients": experiment.num_clients,
+        "is_private": experiment.is_private,
         "model": experiment.model,
         "num_parameters": num_parameters(log.server.params),
         "seed": experiment.seed,
@@ -62,12 +61,12 @@ def told(error: BaseException | None, out: Path) -> dict[str, str]:
 
 
 def _split(experiment: Experiment) -> str:
-    return "centralized" if isinstance(experiment.algorithm, Centralized) else short_form(experiment.partition)
+    return "centralized" if experiment.is_central else short_form(experiment.partition)
 
 
 def _seconds(experiment: Experiment, log: RunLog, total: float) -> dict[str, float]:
     train = sum(record.seconds or 0.0 for record in log.rounds)
-    if not is_private(experiment):
+    if not experiment.is_private:
         return {"preprocess": log.preprocess_seconds, "train": train, "total": total}
     return {"preprocess": coarse(log.preprocess_seconds), "train": coarse(total), "total": coarse(total)}
 

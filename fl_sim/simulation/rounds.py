@@ -19,7 +19,7 @@ from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
 from fl_sim.simulation.capacity import threads_of
-from fl_sim.simulation.preparation import federated_strategy, is_private
+from fl_sim.simulation.preparation import federated_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import evaluation_records, site_for
 from fl_sim.store import run_directory
@@ -65,7 +65,7 @@ class Rounds:
                         "rates"
                     )
             epsilon = strategy.privacy.ledger.epsilon if strategy.privacy else None
-            seconds = None if is_private(experiment) else time.perf_counter() - start
+            seconds = None if experiment.is_private else time.perf_counter() - start
             record = RoundRecord(
                 server_round, accuracy, loss, done.train_loss, epsilon, done.cohort_size, rate, seconds
             )
@@ -104,7 +104,7 @@ class Rounds:
             f"what clients keep between rounds is private: it lies in {out / run_directory.STATE}, for your eyes only, "
             "until the run has finished"
         )
-        warnings = [kept] if log.seal and is_private(experiment) else []
+        warnings = [kept] if log.seal and experiment.is_private else []
         if not isinstance(experiment.aggregator, GlobalDP):
             return warnings
         from fl_sim.privacy.planning import delta_advice  # noqa: PLC0415 (the accountants load slowly)

@@ -14,7 +14,6 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import job_of
 from fl_sim.seeding import torch_kept
 from fl_sim.simulation.engine_choice import FLOWER, open_engine
-from fl_sim.simulation.preparation import is_private
 from fl_sim.simulation.procedure import Procedure, procedure_of
 from fl_sim.simulation.result import result_of, told
 from fl_sim.simulation.resuming import clean_up, finished_result, has_leftovers, take_up
@@ -60,7 +59,7 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
     with torch_kept(), _one_thread(experiment.engine.threads):
         try:
             # Under privacy who has answered when is the clients' own affair, on the screen, too.
-            replied = Silent().replied if is_private(experiment) else observer.replied
+            replied = Silent().replied if experiment.is_private else observer.replied
             own = nullcontext((grid, FLOWER)) if grid else open_engine(job, replied)
             with in_words(), own as (opened, engine):
                 log.engine = engine.kind

@@ -8,7 +8,6 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import short_form
 from fl_sim.tables.words import method
 from fl_sim.types import Dataset
-from strategies.fedavg import Centralized
 
 
 def run_name(experiment: Experiment, dataset: Dataset) -> str:
@@ -19,6 +18,6 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
     content = experiment.model_dump(mode="json", exclude={"engine", "round_timeout"})
     records = [len(dataset.train), len(dataset.test), dataset.note]
     digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]
-    split = "" if isinstance(experiment.algorithm, Centralized) else short_form(experiment.partition)
+    split = "" if experiment.is_central else short_form(experiment.partition)
     readable = f"{method(experiment)} {experiment.data} {split} seed {experiment.seed}"
     return f"{re.sub(r'[^a-z0-9.]+', '-', readable.lower())[:80].strip('-.')}-{digest}"

@@ -3,8 +3,8 @@
 Papernot et al. 2017 and 2018. With student "resnet" and a public pool out of the training set it is Diff-RN.
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,10 @@ from pydantic import Field, model_validator
 
 from clients.teacher import AnyTeacher, Network
 from fl_sim.errors import UserError
+from fl_sim.kinds import Choices, kind_of, kinds
 from fl_sim.settings import OneOf, Settings
 from fl_sim.types import Dataset
+from partitions import AnyScheme
 from strategies.algorithm import Split
 from strategies.pate.labelling import Labelling
 from strategies.pate.mechanisms import LNMax, NoNoise
@@ -25,12 +27,11 @@ from strategies.pate.student_resnet import ResidualStudent
 
 AnyStudent: TypeAlias = FixMatch | FeatureMatchingGan | Supervised | ResidualStudent | ForestStudent
 
-TEACHERS_START: dict[str, Any] = {
+_TEACHERS_START: Mapping[str, Any] = {
     "partition": "iid",
     "local": {"epochs": 50, "batch_size": 32, "learning_rate": 0.03, "weight_decay": 5e-3},
 }
-"""What an experiment starts from where this is its algorithm: small IID shards, gone through many times."""
-
+"""Small IID shards, gone through many times."""
 
 _VOTES_PER_NOISE = 3
 
@@ -52,6 +53,8 @@ class Pate(Settings):
 
     kind: Literal["pate"] = "pate"
     title: ClassVar[str] = "PATE"
+    is_private: ClassVar[bool] = True
+    starts_with: ClassVar[Mapping[str, Any]] = _TEACHERS_START
     queries: int = Field(1000, ge=1)
     asking: Literal["representative", "in-order"] = "representative"
     labelling: Labelling = Labelling()
@@ -75,6 +78,22 @@ class Pate(Settings):
                 "and do not publish the run, or take budget data-independent"
             )
         return self
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for what has no place in a vote, and for a split of which no epsilon is known."""
+        for name, wanted in (("aggregator", "mean"), ("sampler", "full"), ("preprocess", "none")):
+            if (given := kind_of(getattr(experiment, name))) != wanted:
+                raise ValueError(
+                    f"algorithm pate has teachers vote once, all of them, and adds the noise itself: {name} {given} "
+                    "has no place in it, leave it out"
+                )
+        if type(experiment.partition) in get_args(AnyScheme) or isinstance(self.labelling.mechanism, NoNoise):
+            return
+        raise ValueError(
+            f"algorithm pate over partition {kind_of(experiment.partition)}: how many teachers one record more can "
+            "change is not known of a split of your own, so no epsilon could be printed; take one of "
+            f"{', '.join(kinds(AnyScheme))}, or algorithm.labelling.mechanism=none"
+        )
 
     def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
         """Return how many epochs the student has: no more than steps. Raises UserError where it takes no such data."""
@@ -130,9 +149,3 @@ class Pate(Settings):
             f"noise of {scale:g} votes on the votes of {num_teachers} teachers: labels will be little better than "
             f"chance; take {_VOTES_PER_NOISE * scale:.0f} clients or more, or less noise for a larger epsilon"
         )
-
-
-def start_of(algorithm: Any) -> dict[str, Any]:
-    """Return the settings that an experiment with this ``algorithm``, in any form, starts from."""
-    kind = algorithm.get("kind") if isinstance(algorithm, dict) else getattr(algorithm, "kind", algorithm)
-    return TEACHERS_START if str(kind).partition(":")[0] == "pate" else {}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from fl_sim.report.groups import CENTRALIZED_NAME, Group, Panel
+from fl_sim.report.groups import Group, Panel
 from fl_sim.report.picture import Picture, file_names, plain, png
 from fl_sim.store.run_directory import RoundRecord
 
@@ -30,6 +30,7 @@ _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.5), (1.2, 1.2), (6, 1.5, 1.2
 _MARKERS = "os^DvPX<>*hd"
 _BOUND = ("black", (2.5, 1.2), "")
 _MOST_IN_ONE = 4
+_UNFINISHED = " (unfinished)"
 _MARKS_A_LINE = 8
 _SKEWED = 20
 """Losses further apart than this ratio are drawn on a logarithmic axis: one that diverges must not flatten the rest."""
@@ -108,7 +109,8 @@ def draw(panels: Sequence[Panel], measure: Measure, styles: Mapping[str, Style])
         axes.set_axis_off()
     if handles:
         # The upper bound is no method and comes last.
-        ordered = sorted(handles, key=lambda text: text.startswith(CENTRALIZED_NAME))
+        bounds = {plain(label) for panel in panels for label, one in panel.lines if one.is_bound}
+        ordered = sorted(handles, key=lambda text: text.removesuffix(_UNFINISHED) in bounds)
         figure.legend(
             handles=[handles[text] for text in ordered], labels=ordered, loc="outside lower center", ncols=columns,
             fontsize=9, frameon=False, handlelength=4.2, columnspacing=1.5,
@@ -130,7 +132,7 @@ def _draw_panel(axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[st
     nothing: list[str] = []
     for number, (label, one, drawn) in enumerate(curves):
         color, dashes, marker = _BOUND if one.is_bound else styles[label]
-        shown = plain(label if one.finished else f"{label} (unfinished)")
+        shown = plain(label if one.finished else f"{label}{_UNFINISHED}")
         if not drawn.rounds:
             nothing.append(shown)
             continue
@@ -158,7 +160,7 @@ def _draw_panel(axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[st
 
 
 def _x_label(panel: Panel) -> str:
-    voted = [one.runs[0].config.algorithm.kind == "pate" for _, one in panel.lines]
+    voted = [any(run.voted for run in one.runs) for _, one in panel.lines]
     if all(voted):
         return "epoch of the student"
     return "communication round (PATE: epoch of the student)" if any(voted) else "communication round"

@@ -55,7 +55,6 @@ def run_pate(
     """
     experiment, start = job.experiment, time.perf_counter()
     split = settings.public_split(job.dataset, experiment.seed)
-    log.facts["pate"] = {}
     say(f"{experiment.clients} teachers train, and vote on {len(split.pool)} public records")
     votes = prepare_votes(job, settings, grid, order_of(job, out))
     voted = time.perf_counter()

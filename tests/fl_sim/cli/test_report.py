@@ -10,9 +10,7 @@ from typer.testing import CliRunner
 from fl_sim.cli.verbs import report
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
-from fl_sim.report.groups import _NAMES, _PREPROCESSES
 from fl_sim.simulation.run import run as run_experiment
-from fl_sim.tables.words import label, method
 
 app = typer.Typer()
 app.command()(report)
@@ -117,14 +115,3 @@ def test_with_nothing_to_show_the_message_names_what_is_missing(tmp_path, make, 
     make(tmp_path / "place")
     with pytest.raises(UserError, match=message):
         run(tmp_path / "place")
-
-
-@pytest.mark.parametrize("kind", _NAMES)
-def test_methods_are_called_as_in_tables(kind):
-    settings = {"algorithm": kind, **({"partition": "iid", "clients": 1} if kind == "centralized" else {})}
-    assert label(experiment_from(settings).algorithm) == _NAMES[kind]
-
-
-def test_a_preprocessing_is_called_as_in_tables():
-    experiment = experiment_from({"preprocess": "da-fl"})
-    assert method(experiment) == f"{_PREPROCESSES[experiment.preprocess.kind]} + {_NAMES['fedavg']}"

@@ -8,6 +8,7 @@ import pytest
 import tomli_w
 from safetensors.numpy import save_file
 
+TITLES = {"fedavg": "FedAvg", "fedprox": "FedProx", "scaffold": "SCAFFOLD"}
 POOL = "synthetic-0123456789abcdef.safetensors"
 
 
@@ -23,10 +24,13 @@ def write_experiment(tmp_path):
             "algorithm": {"kind": "fedavg"}, "partition": {"kind": "label-k", "k": 1}, "local": {"epochs": 1},
             "preprocess": {"kind": "none"}, **changes,
         }  # fmt: skip
+        kind = settings["algorithm"]["kind"]
         result = {
-            "status": "finished", "data_note": note, "partition": f"label-{settings['partition']['k']}",
+            "status": "finished", "data_note": note,
+            "partition": kind if kind == "centralized" else f"label-{settings['partition']['k']}",
             "engine": "inprocess", "rounds": 1, "final_accuracy": accuracy, "best_accuracy": accuracy, "privacy": [],
             "seconds": {"preprocess": 0, "train": 1, "total": 2}, "versions": {}, "preprocess": {"kind": "none"},
+            "titles": {"algorithm": TITLES.get(kind, kind)},
         }  # fmt: skip
         if preprocess is not None:
             chosen = {
@@ -34,6 +38,7 @@ def write_experiment(tmp_path):
                 "generator": {"kind": "dp-cgan", "batch_size": 512}, "train_on": "own-and-synthetic", **preprocess,
             }  # fmt: skip
             settings["preprocess"] = chosen
+            result["titles"]["preprocess"] = "DA-FL"
             result["preprocess"] = {
                 "kind": "da-fl", "pool": POOL, "clients": [{"counts": list(own), "refused": ""} for own in counts]
             }  # fmt: skip

@@ -38,8 +38,12 @@ def test_a_run_under_global_dp_pays_with_its_ledgers_events(write_experiment):
 def test_a_published_cost_includes_the_labels_that_it_is_about(write_experiment, tmp_path):
     labels = PAID | {"unit": "record", "epsilon": 2.0}
     published = labels | {"ledger": f"{PAID['ledger']}, published", "epsilon": 2.5, "planned_events": None}
-    change(write_experiment("a", algorithm={"kind": "pate"}), privacy=[labels, published])
-    change(write_experiment("b", algorithm={"kind": "pate"}, seed=1), privacy=[labels])
+    voted = {
+        "teachers": 10, "mechanism": {"kind": "lnmax", "gamma": 0.1}, "evaluation_records": 9, "queries_asked": 9,
+        "queries_answered": 9, "label_accuracy": 0.5, "student": "fixmatch", "private_kept": False,
+    }  # fmt: skip
+    change(write_experiment("a", algorithm={"kind": "mine:Vote"}), privacy=[labels, published], pate=voted)
+    change(write_experiment("b", algorithm={"kind": "mine:Vote"}, seed=1), privacy=[labels], pate=voted)
     assert [bill["epsilon"] for bill in bills_of(read_all([tmp_path])).bills] == [2.5]
 
 

@@ -37,6 +37,7 @@ def write_run(tmp_path):
                 "learning_rate": 0.1, "seconds": 1.0}  # fmt: skip
         (path / "rounds.jsonl").write_text(json.dumps(line) + "\n" + json.dumps({**line, "round": 2}) + "\n")
         result = {"status": "finished", "data_note": "", "partition": "label-1", "engine": "inprocess", "rounds": 2,
+                  "titles": {"algorithm": "FedProx"},
                   "final_accuracy": 0.5, "best_accuracy": 0.5, "privacy": [],
                   "seconds": {"preprocess": 0, "train": 2, "total": 3}, "versions": {"torch": "9.9"}}  # fmt: skip
         (path / "result.json").write_text(json.dumps(result | changes))

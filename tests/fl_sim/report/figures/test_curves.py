@@ -13,12 +13,15 @@ from fl_sim.report.groups import group, labels, panels
 from fl_sim.report.runs import Run
 from fl_sim.store.run_directory import RoundRecord
 
+TITLES = {"fedavg": "FedAvg", "fedprox": "FedProx", "centralized": "Centralized", "mine:Bound": "My bound"}
+
 
 @pytest.fixture
 def run_of(tmp_path):
     """A run in memory: ``accuracies`` and ``losses`` by round."""
 
-    def make(name, accuracies=(0.1, 0.2), *, losses=None, status="finished", note="", labels_each=1, **changes):
+    def make(name, accuracies=(0.1, 0.2), *, losses=None, status="finished", note="", labels_each=1, pate=None,
+             **changes):  # fmt: skip
         algorithm = changes.pop("algorithm", {"kind": "fedavg"})
         settings = {
             "data": "digits", "seed": 0, "clients": 10, "rounds": len(accuracies), "model": "mlp",
@@ -30,11 +33,12 @@ def run_of(tmp_path):
             RoundRecord(number, accuracy, loss, None, None, 10, 0.1, 1.0)
             for number, (accuracy, loss) in enumerate(zip(accuracies, losses, strict=True), start=1)
         )
-        split = "centralized" if algorithm["kind"] == "centralized" else f"label-{labels_each}"
+        split = "centralized" if algorithm["kind"] in {"centralized", "mine:Bound"} else f"label-{labels_each}"
         outcome = None if status == "unfinished" else Outcome(
             status=status, data_note=note, partition=split, engine="inprocess", rounds=len(records),
             final_accuracy=accuracies[-1], best_accuracy=max(a or 0 for a in accuracies), privacy=[],
-            seconds=Seconds(preprocess=0, train=1, total=2), versions={},
+            seconds=Seconds(preprocess=0, train=1, total=2), versions={}, pate=pate,
+            titles={"algorithm": TITLES[algorithm["kind"]]} if algorithm["kind"] in TITLES else {},
         )  # fmt: skip
         return Run(tmp_path / name, RunConfig.model_validate(settings), settings, records, outcome)
 
@@ -106,6 +110,36 @@ def test_the_upper_bound_stands_in_every_split_of_its_data_and_of_no_other(run_o
         "digits, label-2": ["FedAvg", "Centralized"],
         "mnist, label-1": ["FedAvg"],
     }
+
+
+def test_an_upper_bound_of_the_users_own_is_told_by_its_split_and_stands_last(run_of):
+    runs = [run_of("bound", algorithm={"kind": "mine:Bound"}, clients=1), run_of("a"), run_of("b", clients=20)]
+    shown = panels(group(runs)[0])
+    assert [label for label, _ in shown[0].lines] == ["FedAvg, clients=10", "FedAvg, clients=20", "My bound"]
+    (legend,) = draw(shown, "accuracy", styles_of(shown)).legends
+    assert [text.get_text() for text in legend.get_texts()][-1] == "My bound"
+
+
+def test_an_unfinished_run_is_called_as_finished_ones_of_its_kind_are_else_by_its_kind(run_of):
+    unfinished = run_of("a", status="unfinished", algorithm={"kind": "fedprox", "mu": 0.1})
+    finished = run_of("b", algorithm={"kind": "fedprox", "mu": 0.2})
+    assert [one.method for one in group([unfinished])[0]] == ["fedprox"]
+    assert [one.method for one in group([unfinished, finished])[0]] == ["FedProx", "FedProx"]
+
+
+def test_rounds_of_a_run_that_voted_are_epochs_of_a_student_whatever_its_kind(run_of):
+    facts = {
+        "teachers": 10, "mechanism": {"kind": "none"}, "evaluation_records": 1, "queries_asked": 1,
+        "queries_answered": 1, "label_accuracy": 1.0, "student": "fixmatch", "private_kept": False,
+    }  # fmt: skip
+    voted, rounds = run_of("a", algorithm={"kind": "mine:Vote"}, pate=facts), run_of("b")
+    for runs, label in (
+        ([rounds], "communication round"),
+        ([voted], "epoch of the student"),
+        ([voted, rounds], "communication round (PATE: epoch of the student)"),
+    ):
+        shown = panels(group(runs)[0])
+        assert draw(shown, "loss", styles_of(shown)).axes[0].get_xlabel() == label
 
 
 def test_sixty_lines_have_sixty_styles_and_eleven_differ_without_colour(run_of):

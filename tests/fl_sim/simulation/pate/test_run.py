@@ -16,6 +16,7 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
 from fl_sim.privacy.accounting import epsilon_of_counts
+from fl_sim.report.runs import read_run
 from fl_sim.simulation.pate import ensemble, noisy_labels
 from fl_sim.simulation.pate.ensemble import votes_key
 from fl_sim.simulation.pate.run import evaluate
@@ -326,6 +327,7 @@ def test_a_teacher_that_fails_stops_no_private_run_but_one_without_noise(
 def test_where_every_teacher_fails_the_reason_comes_from_none(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"none of 6 teachers voted: local.learning_rate may be too large"):
         run(pate("local.learning_rate=1e30"), tmp_path / "run")
+    assert read_run(tmp_path / "run").status == "failed"
     with pytest.raises(RunError, match=r"teacher 0.*not finite"):
         run(pate("local.learning_rate=1e30", "algorithm.labelling.mechanism=none"), tmp_path / "plain")
     assert not list((tmp_path / ".pools").glob("digits-votes-*/votes.*"))
