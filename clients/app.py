@@ -42,6 +42,7 @@ class Site:
     synthetic records, empty where there is none. ``synthesize([(client, folder), ...], check)`` returns, for
     each client, its part of it and, as JSON, what it says of it, or what it raised; ``folder`` keeps what must survive
     until then, what ``check`` raises now and then ends all, and a further argument is the clients' own policy, if any.
+    ``class_counts(client, synthetic)`` says how many of these records are of each class.
     ``trains_on_own(synthetic)`` says whether ``records`` would hold the client's own.
     ``share(inputs, labels, client)`` is what it shares for the algorithm before the first round.
     ``local_settings(learning_rate)`` fills in a round's settings.
@@ -64,6 +65,7 @@ class Site:
     graphs: bool = True
     vote: Callable[[Trainer, int], NDArray[np.int64]] | None = None
     trains_on_own: Callable[[str], bool] = lambda _: True
+    class_counts: Callable[[int, str], tuple[int, ...]] = lambda *_: ()
 
     @cached_property
     def trainer(self) -> Trainer:
@@ -239,6 +241,7 @@ class _Turns:
             broadcast=broadcast,
             state=load_state(order.state_dir, client, order.server_round),
             pool=_read_pool(order.pool) if order.pool else {},
+            class_counts=site.class_counts(client, order.synthetic),
         )
         _set_threads(site.threads)
         generator = rng(site.seed, "batches", client, order.server_round)

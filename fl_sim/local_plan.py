@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Protocol
 
-from fl_sim.errors import RunError
+from fl_sim.errors import RunError, UserError
 from fl_sim.late_torch import torch
 from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Params, Trained
 
@@ -42,6 +42,8 @@ class Batch:
     ``logits``: (n, classes), what the model in training makes of the records; ``params``: that model, to be
     differentiated; ``anchor``: the model that the client received; ``data``: what the term brought along.
     ``logits_of(params, inputs)``: what the same architecture makes of records under other parameters.
+    ``features``: (n, d), what enters the last linear layer on the way to ``logits``, if ``LossTerm.features`` asks for
+    it; ``features_of(params, inputs)``: the same under other parameters.
     """
 
     inputs: torch.Tensor
@@ -52,6 +54,8 @@ class Batch:
     anchor: Params
     data: Params
     logits_of: Callable[[Params, torch.Tensor], torch.Tensor]
+    features_of: Callable[[Params, torch.Tensor], torch.Tensor]
+    features: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,13 @@ class LossTerm:
     ``function``: made of differentiable torch operations, without a choice that depends on numbers in tensors, as many
     clients go through it at once; the same object for all clients, such as a function of a module or a method of the
     algorithm. It returns one number per record, (n,), whose mean counts, or one number, (), that counts as it is.
-    ``data``: this client's tensors for it, each of the same shape for all clients.
+    ``data``: this client's tensors for it, each of the same shape for all clients. ``features``: whether it looks at
+    ``Batch.features``, for which the model needs a last linear layer.
     """
 
     function: Callable[[Batch], torch.Tensor]
     data: Params = field(default_factory=dict)
+    features: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ class Ascent:
 
     With g the gradient of the loss at w, over all parameters, uphill is w + ``radius`` * g / (||g|| + 1e-12); where
     ``adaptive``, w + ``radius`` * w^2 g / (|| |w| g || + 1e-12) (Kwon et al. 2021). The gradient becomes
-    (1 - ``share``) * g + ``share`` * (that of the same batch uphill).
+    (1 - ``share``) * g + ``share`` * (that of the same batch uphill). The loss that is reported is that at w.
     """
 
     radius: float
@@ -114,7 +120,8 @@ class Ascent:
 class Contrast:
     """Draws the features of a record to those of the received model, away from those of another one (MOON, eq. 3).
 
-    Features z are what enters the last linear layer. Adds ``weight`` * softplus((cos(z, z of ``previous``) -
+    Features z are what enters the last linear layer, flattened; cos divides by the product of the norms, each at least
+    1e-8. Adds ``weight`` * softplus((cos(z, z of ``previous``) -
     cos(z, z of the received model)) / ``temperature``), the mean over the batch; only z is differentiated.
     """
 
@@ -147,8 +154,11 @@ class LocalPlan:
     gradient <- ``gradient_scale`` * gradient + ``gradient_offset`` + ``proximal_mu`` * (w - anchor)
 
     before weight decay and momentum; the anchor is the model the client received. ``momentum_buffers`` starts the
-    optimiser warm. ``class_features`` asks for ``Trained.feature_sums``. A trainer that does not know a field that is
-    in use hands the client on.
+    optimiser warm. ``class_features`` asks for ``Trained.feature_sums``. What has the strength 0 (``weight``,
+    ``radius``, ``share``) is left out. A trainer that does not know a field that is in use hands the client on.
+
+    Raises UserError for a shift or a scale beside ``mix``: its soft labels are of classes that a client may not hold,
+    so what a client's own label counts say of the logits has no meaning there.
     """
 
     gradient_offset: Params | None = None
@@ -165,6 +175,14 @@ class LocalPlan:
     pull: Pull | None = None
     loss_term: LossTerm | None = None
     class_features: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise UserError for parts that do not go together."""
+        if self.mix is not None and (self.logit_shift is not None or self.logit_scale is not None):
+            raise UserError(
+                "a plan that mixes records (mix) cannot shift or scale logits (logit_shift, logit_scale): mixed labels "
+                "are of classes that the client may not hold; leave one of them out"
+            )
 
 
 class LocalAlgorithm(Protocol):

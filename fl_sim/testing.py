@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -170,8 +171,12 @@ def _local(
 
 
 def _task(algorithm: Algorithm, server: ServerState, records: int, state: Payloads | None) -> LocalTask:
-    settings = LocalSettings(learning_rate=0.1, momentum=0.9, weight_decay=1e-4, batch_size=4, epochs=2)
-    return LocalTask(1, 0, 4, records, settings, server.params, server.broadcast, state or {}, _pool(algorithm))
+    settings, dataset = LocalSettings(0.1, momentum=0.9, weight_decay=1e-4, batch_size=4, epochs=2), load("digits")
+    counts = np.bincount(dataset.train.labels[:records], minlength=dataset.num_classes)
+    return LocalTask(
+        1, 0, 4, records, settings, server.params, server.broadcast, state or {}, _pool(algorithm),
+        tuple(counts.tolist()),
+    )  # fmt: skip
 
 
 def _pool(algorithm: Algorithm) -> Params:

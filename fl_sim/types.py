@@ -95,7 +95,8 @@ class LocalSettings:
 class LocalTask:
     """What one client is asked to do in one round, with all it may look at.
 
-    ``class_counts``: how many of its ``num_examples`` records are of each class, which it alone knows.
+    ``class_counts``: how many of its ``num_examples`` records, synthetic ones included, are of each class, which it
+    alone knows.
     """
 
     server_round: int

@@ -134,10 +134,10 @@ def what_clients_share(algorithm: Sharing, input_shape: tuple[int, ...], num_cla
     return algorithm.share(inputs, labels, num_classes, rng(0, "template"))
 
 
-def what_clients_plan(algorithm: Algorithm, params: Params, pool: Params) -> LocalPlan:
+def what_clients_plan(algorithm: Algorithm, params: Params, pool: Params, num_classes: int) -> LocalPlan:
     """Return the plan of a client with one record in its first round; ``pool``: what clients share, no matter which."""
-    server = algorithm.init(params)
-    return algorithm.plan(LocalTask(1, 0, 1, 1, _ONE_STEP, server.params, server.broadcast, {}, pool))
+    server, counts = algorithm.init(params), (1, *[0] * (num_classes - 1))
+    return algorithm.plan(LocalTask(1, 0, 1, 1, _ONE_STEP, server.params, server.broadcast, {}, pool, counts))
 
 
 def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) -> ClientUpdate:

@@ -83,7 +83,8 @@ class Rounds:
         if isinstance(self.algorithm, Sharing):
             template = what_clients_share(self.algorithm, dataset.input_shape, dataset.num_classes)
             pool = {name: torch.zeros(1, *like.shape[1:], dtype=like.dtype) for name, like in template.items()}
-        return what_clients_plan(self.algorithm, detached(self.job.model().named_parameters()), pool)
+        params = detached(self.job.model().named_parameters())
+        return what_clients_plan(self.algorithm, params, pool, dataset.num_classes)
 
     def site(self) -> Site:
         """Return what a worker needs to play any client."""

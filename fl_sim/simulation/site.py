@@ -51,10 +51,17 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
             return Records.of(inputs.to(job.device), labels.to(job.device))
         return resident(images, job.dataset, job.device).whole()
 
+    records = partial(_records, experiment, own, pool)
+
+    @lru_cache(maxsize=2**16)  # a GPU is asked once for each client, not in every round
+    def class_counts(client: int, synthetic: str) -> tuple[int, ...]:
+        return records(client, synthetic).class_counts(job.dataset.num_classes)
+
     return Site(
         algorithm=algorithm,
         model=job.model().to(job.device),
-        records=partial(_records, experiment, own, pool),
+        records=records,
+        class_counts=class_counts,
         trains_on_own=partial(_trains_on_own, experiment),
         synthesize=partial(_synthesize, job, own),
         share=partial(_share, experiment, job.dataset.num_classes),

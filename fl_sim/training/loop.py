@@ -1,24 +1,29 @@
 """The local loop: minibatch SGD on one client's records, the same for every algorithm."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional
 
 from fl_sim.errors import UserError
-from fl_sim.local_plan import Batch, LocalPlan, fields_in_use
+from fl_sim.local_plan import Ascent, LocalPlan, fields_in_use
 from fl_sim.params import check_layout, detached, layout_of
-from fl_sim.training.losses import LogitsOf, added_by, mixed_loss
+from fl_sim.training.ascent import ascent_of, blended, uphill
+from fl_sim.training.features import feature_sums
+from fl_sim.training.losses import LogitsOf
+from fl_sim.training.objective import Objective
 from fl_sim.training.precision import arithmetic
 from fl_sim.training.records import Scale, Source
 from fl_sim.types import Dataset, Examples, LocalSettings, LocalTask, Params, Trained
 
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",
-    "gradient_offset", "proximal_mu", "momentum_buffers", "mix", "loss_term",
+    "gradient_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift", "logit_scale",
+    "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
 """The fields of LocalSettings and LocalPlan that ``train`` knows: all there are, as other trainers hand on to it."""
 
@@ -76,26 +81,51 @@ def train(
     with torch.no_grad():
         _load(weights, task.params)
     anchor, offset = _on(task.params, inputs.device), _on(plan.gradient_offset or {}, inputs.device)
+    objective = Objective.of(model, plan, anchor, inputs.device)
     momentum_buffers = _on(plan.momentum_buffers or {}, inputs.device, copy=True)
     model.train()
     losses: list[torch.Tensor] = []
     for _ in range(task.settings.epochs if len(labels) else 0):  # an empty split is one empty batch, of loss NaN
         order = torch.from_numpy(generator.permutation(len(labels))).to(inputs.device)
         for batch in torch.split(order, task.settings.batch_size):
-            loss = _loss(model, plan, anchor, inputs[batch], labels[batch], generator)
-            gradients = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
+            loss_of = partial(objective.loss, inputs[batch], labels[batch], objective.partner(generator))
+            loss, gradients = _gradients(loss_of, trainable, ascent_of(plan))
             with torch.no_grad():
-                for (name, weight), gradient in zip(trainable.items(), gradients, strict=True):
-                    if gradient is not None:
-                        corrected = _corrected(name, weight, gradient, anchor, offset, plan.proximal_mu)
-                        _sgd_step(name, weight, corrected, momentum_buffers, task.settings)
-            losses.append(loss.detach())
+                for name, gradient in gradients.items():
+                    corrected = _corrected(name, trainable[name], gradient, anchor, offset, plan)
+                    _sgd_step(name, trainable[name], corrected, momentum_buffers, task.settings)
+            losses.append(loss)
     return Trained(
         params=detached(weights.items()),
         momentum_buffers=detached(momentum_buffers.items()),
         num_steps=len(losses),
         loss=float(torch.stack(losses).mean()) if losses else None,
+        feature_sums=feature_sums(model, {}, inputs, labels) if plan.class_features else None,
     )
+
+
+def _gradients(
+    loss_of: Callable[[], torch.Tensor], weights: dict[str, torch.Tensor], ascent: Ascent | None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss and the gradients of those weights that it depends on."""
+    loss = loss_of()
+    gradients = _differentiated(loss, weights)
+    if ascent is None:
+        return loss.detach(), gradients
+    with torch.no_grad():
+        before = {name: weight.clone() for name, weight in weights.items()}
+        for name, value in uphill(weights, gradients, ascent).items():
+            weights[name].copy_(value)
+    above = _differentiated(loss_of(), weights)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(before[name])
+        return loss.detach(), blended(gradients, above, ascent)
+
+
+def _differentiated(loss: torch.Tensor, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(weights, found, strict=True) if gradient is not None}
 
 
 def _load(weights: Params, params: Params) -> None:
@@ -132,13 +162,15 @@ def _on(params: Params, device: torch.device, *, copy: bool = False) -> dict[str
 
 
 def _corrected(
-    name: str, weight: torch.Tensor, gradient: torch.Tensor, anchor: Params, offset: Params, proximal_mu: float
+    name: str, weight: torch.Tensor, gradient: torch.Tensor, anchor: Params, offset: Params, plan: LocalPlan
 ) -> torch.Tensor:
     # Never in place: autograd may hand the same tensor to two parameters.
+    if plan.gradient_scale != 1:
+        gradient = gradient * plan.gradient_scale
     if offset:
         gradient = gradient + offset[name]
-    if proximal_mu:
-        gradient = gradient.add(weight - anchor[name], alpha=proximal_mu)
+    if plan.proximal_mu:
+        gradient = gradient.add(weight - anchor[name], alpha=plan.proximal_mu)
     return gradient
 
 
@@ -200,30 +232,3 @@ def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, wo
         scores = list(pool.map(scored, *batches) if workers > 1 else map(scored, *batches))
     correct, loss = (sum(parts) for parts in zip(*torch.stack(scores).tolist(), strict=True))  # the GPU is waited for
     return correct / len(labels), loss / len(labels)
-
-
-def _loss(
-    model: nn.Module,
-    plan: LocalPlan,
-    anchor: Params,
-    inputs: torch.Tensor,
-    labels: torch.Tensor,
-    generator: np.random.Generator,
-) -> torch.Tensor:
-    logits: torch.Tensor | None = None
-    if plan.mix is None:
-        logits = model(inputs)
-        loss = functional.cross_entropy(logits, labels)
-    else:
-        chosen = int(generator.integers(len(plan.mix.labels)))
-        partner, partner_label = plan.mix.inputs[chosen].to(inputs.device), plan.mix.labels[chosen].to(inputs.device)
-        loss = mixed_loss(model, inputs, labels, partner, partner_label, plan.mix.weight, linearise=plan.mix.linearise)
-    if plan.loss_term is None:
-        return loss
-    batch = Batch(
-        inputs, labels, torch.full((len(labels),), 1 / len(labels), device=inputs.device),
-        model(inputs) if logits is None else logits,  # a term is about the records as they are, not as they are mixed
-        dict(model.named_parameters()), anchor, _on(plan.loss_term.data, inputs.device),
-        lambda params, records: functional_call(model, dict(params), (records,)),
-    )  # fmt: skip
-    return loss + added_by(plan.loss_term, batch)

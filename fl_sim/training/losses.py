@@ -1,4 +1,4 @@
-"""Losses of a batch beyond cross-entropy: mixed with averaged records, and an algorithm's own term."""
+"""Losses of a batch that is mixed with averaged records."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -6,32 +6,10 @@ from typing import TypeAlias
 import torch
 from torch.nn import functional
 
-from fl_sim.errors import UserError
-from fl_sim.local_plan import Batch, LossTerm
-
 LogitsOf: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """(n, *input shape) records -> (n, classes) logits."""
 
 Slope: TypeAlias = Callable[[LogitsOf, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-
-
-def added_by(term: LossTerm, batch: Batch) -> torch.Tensor:
-    """Return what ``term`` adds to the loss of ``batch``, ().
-
-    Raises UserError for anything but a tensor of one number per record, or of one for all of them.
-    """
-    added = term.function(batch)
-    shape = tuple(added.shape) if isinstance(added, torch.Tensor) else None
-    if shape == ():
-        return added
-    if shape == tuple(batch.labels.shape):
-        return (added * batch.weights).sum()
-    found = f"a {type(added).__name__}" if shape is None else f"a tensor of shape {shape}"
-    name = getattr(term.function, "__qualname__", repr(term.function))
-    raise UserError(
-        f"the loss term {name} returned {found} for {len(batch.labels)} records: it must return a tensor of one number "
-        f"per record, ({len(batch.labels)},), or of one number, ()"
-    )
 
 
 def by_autograd(

@@ -93,6 +93,11 @@ class Records:
         labels = [source.labels[rows.start : rows.stop] for source, rows in self.parts]
         return (inputs[0], labels[0]) if len(self.parts) == 1 else (torch.cat(inputs), torch.cat(labels))
 
+    def class_counts(self, num_classes: int) -> tuple[int, ...]:
+        """Return how many records are of each class."""
+        labels = torch.cat([source.labels[rows.start : rows.stop] for source, rows in self.parts])
+        return tuple(torch.bincount(labels, minlength=num_classes).tolist())
+
     def rows(self, first_of: dict[Source, int]) -> NDArray[np.int64]:
         """Return these records' places in the sources laid end to end, the first row of each in ``first_of``."""
         return np.concatenate([first_of[source] + np.arange(rows.start, rows.stop) for source, rows in self.parts])

@@ -15,9 +15,11 @@ from torch import nn
 from fl_sim.native.kernel import Draws
 from fl_sim.params import FlatParams, layout_of
 from fl_sim.training.cuda_graphs import Capture, Launcher, capture_on_cuda
+from fl_sim.training.features import feature_sums
 from fl_sim.training.precision import arithmetic
 from fl_sim.training.records import Source, merged
-from fl_sim.training.stacked_step import TAKES, Kind, StackedStep
+from fl_sim.training.stack_kind import TAKES, Kind
+from fl_sim.training.stacked_step import StackedStep
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Params, Precision, Trained
 
@@ -76,7 +78,13 @@ class StackedTrainer:
         by_steps = sorted(range(len(jobs)), key=lambda place: -_num_steps(jobs[place]))
         ordered = [jobs[place] for place in by_steps]
         if not _num_steps(ordered[0]):
-            return [Trained(job.task.params, job.plan.momentum_buffers or {}, 0, None) for job in jobs]
+            return [
+                Trained(
+                    job.task.params, job.plan.momentum_buffers or {}, 0, None,
+                    self._feature_sums(job, job.task.params),
+                )
+                for job in jobs
+            ]  # fmt: skip
         with arithmetic(ordered[0].records.device, self._precision):
             results = self._train(kind, ordered)
         return [trained for _, trained in sorted(zip(by_steps, results, strict=True), key=lambda pair: pair[0])]
@@ -100,9 +108,13 @@ class StackedTrainer:
                 momentum_buffers=buffers[place] if count or step.kind.warm else {},
                 num_steps=count,
                 loss=losses[place] / count if count else None,
+                feature_sums=self._feature_sums(jobs[place], params[place]),
             )
             for place, count in enumerate(steps)
         ]
+
+    def _feature_sums(self, job: LocalJob, params: Params) -> torch.Tensor | None:
+        return feature_sums(self._model, params, *job.records.tensors()) if job.plan.class_features else None
 
     def _prepared(self, kind: Kind, jobs: list[LocalJob]) -> tuple[StackedStep, Launcher]:
         """Return the step, which is a new one where the last one's does not fit, and what takes it."""
@@ -148,6 +160,7 @@ def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> 
         draws = Draws.of(job.task, job.plan, len(own), job.generator)
         batches = [order[first : first + size] for order in draws.order for first in range(0, len(own), size)]
         for step, batch in enumerate(batches):
+            rows[step, place] = own[batch[0]]  # a record of its own fills up: another's class may have a shift of -inf
             rows[step, place, : len(batch)] = own[batch]
             weights[step, place, : len(batch)] = 1 / len(batch)
         partners[: len(draws.partners), place] = draws.partners

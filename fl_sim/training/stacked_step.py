@@ -4,70 +4,25 @@ So the step can be captured in a CUDA graph: it allocates nothing that outlives 
 the clients, their records and how many are still training from the buffers alone.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Self
+from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call, grad, grad_and_value, vmap
+from torch.func import grad, grad_and_value, vmap
 from torch.nn import functional
 
-from fl_sim.local_plan import Batch, LocalPlan, LossTerm, Mix
-from fl_sim.params import Layout, check_layout, layout_of
-from fl_sim.training.losses import LogitsOf, added_by, mixed_losses
+from fl_sim.local_plan import Batch, LocalPlan
+from fl_sim.params import check_layout
+from fl_sim.training.ascent import blended, uphill
+from fl_sim.training.features import Network, with_features
+from fl_sim.training.losses import LogitsOf, mixed_losses
 from fl_sim.training.records import Source
+from fl_sim.training.stack_kind import Kind, adjustment_of
+from fl_sim.training.terms import added, adjusted, terms_of
 from fl_sim.training.trainer import LocalJob
 from fl_sim.types import Params
-
-TAKES = frozenset({
-    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",
-    "gradient_offset", "proximal_mu", "momentum_buffers", "mix", "loss_term",
-})  # fmt: skip
-"""The fields of LocalSettings and LocalPlan that ``StackedStep`` knows."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What is the same for all clients of a stack and decides what a step computes.
-
-    ``warm``: the optimiser starts from buffers that the plans bring; ``offset``, ``proximal``: the plans have such.
-    ``mixing``: the mixing pool and how it is mixed in, as a key; ``term``: the loss term's function and the names,
-    shapes and types of its data.
-    """
-
-    layout: Layout
-    batch_size: int
-    epochs: int
-    momentum: float
-    weight_decay: float
-    warm: bool
-    offset: bool
-    proximal: bool
-    mixing: tuple[Hashable, ...] = ()
-    term: tuple[Hashable, ...] = ()
-
-    @classmethod
-    def of(cls, job: LocalJob, *, proximal: bool) -> Self:
-        """Return the kind of ``job``, in a stack of which some are ``proximal``."""
-        settings, plan = job.task.settings, job.plan
-        return cls(
-            layout_of(job.task.params), settings.batch_size, settings.epochs, settings.momentum, settings.weight_decay,
-            bool(plan.momentum_buffers), bool(plan.gradient_offset), proximal, _key_of_mix(plan.mix),
-            _key_of_term(plan.loss_term),
-        )  # fmt: skip
-
-
-def _key_of_mix(mix: Mix | None) -> tuple[Hashable, ...]:
-    """Return what two plans that mix alike have in common: the very same pool."""
-    return () if mix is None else (id(mix.inputs), id(mix.labels), mix.weight, mix.linearise)
-
-
-def _key_of_term(term: LossTerm | None) -> tuple[Hashable, ...]:
-    if term is None:
-        return ()
-    return (term.function, *((name, tuple(value.shape), value.dtype) for name, value in term.data.items()))
 
 
 class StackedStep:
@@ -83,13 +38,11 @@ class StackedStep:
         self, model: nn.Module, kind: Kind, source: Source, plan: LocalPlan, capacity: int, *, padded: bool
     ) -> None:
         self.kind, self.capacity, self.padded = kind, capacity, padded
-        self._mix, self._term = plan.mix, plan.loss_term
-        self._model, self._source, device = model, source, source.inputs.device
+        self._mix, self._terms = plan.mix, terms_of(plan)
+        self._network, self._source, device = Network(model), source, source.inputs.device
         check_layout("the model's weights", dict(model.named_parameters()), kind.layout)
-        data = {} if plan.loss_term is None else plan.loss_term.data
-        self._data = {
-            name: torch.zeros(capacity, *like.shape, dtype=like.dtype, device=device) for name, like in data.items()
-        }
+        self._adjustment = _room_like(adjustment_of(plan), capacity, device)
+        self._data = [_room_like(term.data, capacity, device) for term in self._terms]
         self._trainable = self._moved_by_the_loss()
         shapes = dict(kind.layout)
         self.params = _room(shapes, capacity, device)
@@ -100,7 +53,7 @@ class StackedStep:
         self.weights = torch.zeros(capacity, kind.batch_size, device=device)
         self.partners = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.active = torch.zeros((), dtype=torch.int64, device=device)
-        self._anchor = _room(shapes if kind.proximal or plan.loss_term else {}, capacity, device)
+        self._anchor = _room(shapes if kind.proximal or self._terms else {}, capacity, device)
         self._offset = _room(shapes if kind.offset else {}, capacity, device)
         self._rates, self._proximal_mu = (torch.zeros(capacity, device=device) for _ in range(2))
         self._places = torch.arange(capacity, device=device)
@@ -113,7 +66,10 @@ class StackedStep:
         _fill(self.params, start)
         _fill(self._anchor, start)
         _fill(self._offset, [job.plan.gradient_offset or {} for job in jobs])
-        _fill(self._data, [job.plan.loss_term.data if job.plan.loss_term else {} for job in jobs])
+        _fill(self._adjustment, [adjustment_of(job.plan) for job in jobs])
+        terms = [terms_of(job.plan) for job in jobs]
+        for place, data in enumerate(self._data):
+            _fill(data, [own[place].data for own in terms])
         for buffer in self.buffers.values():
             buffer.zero_()
         if self.kind.warm:
@@ -141,6 +97,8 @@ class StackedStep:
         changing = [tensors[name][:width] for tensors in (self.params, self.buffers) if name in tensors]
         before = [] if live is None else [target.clone() for target in changing]
         weight, *buffers = changing
+        if self.kind.gradient_scale != 1:
+            gradient = gradient * self.kind.gradient_scale
         if self.kind.offset:
             gradient = gradient + self._offset[name][:width]
         if self.kind.proximal:
@@ -163,10 +121,20 @@ class StackedStep:
         pool_inputs, pool_labels = self._pool
         chosen = self.partners[:width]
         partners = pool_inputs[chosen], pool_labels[chosen]
-        others = [{name: value[:width] for name, value in tensors.items()} for tensors in (self._anchor, self._data)]
+        others = [{name: value[:width] for name, value in part.items()} for part in (self._anchor, self._adjustment)]
+        data = [{name: value[:width] for name, value in part.items()} for part in self._data]
         found: tuple[Params, torch.Tensor]
-        found = vmap(grad_and_value(self._loss))(moving, fixed, records, partners, *others)
+        found = vmap(self._gradient)(moving, fixed, records, partners, *others, data)
         return found
+
+    def _gradient(self, moving: Params, *rest: Any) -> tuple[Params, torch.Tensor]:
+        """Return one client's gradients and its loss."""
+        found: Params
+        found, loss = grad_and_value(self._loss)(moving, *rest)
+        if self.kind.ascent is None:
+            return found, loss
+        above = grad(self._loss)({**moving, **uphill(moving, found, self.kind.ascent)}, *rest)
+        return blended(found, above, self.kind.ascent), loss
 
     def _loss(
         self,
@@ -175,44 +143,68 @@ class StackedStep:
         records: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         partner: tuple[torch.Tensor, torch.Tensor],
         anchor: Params,
-        data: Params,
+        adjustment: Params,
+        data: Sequence[Params],
     ) -> torch.Tensor:
         inputs, labels, weights = records
         params = {**moving, **fixed}
-        logits_of = partial(self._logits_of, params)
-        logits: torch.Tensor | None = None
         if self._mix is None:
-            logits = logits_of(inputs)
-            losses = functional.cross_entropy(logits, labels, reduction="none")
+            logits, features = self._outputs(params, inputs)
+            shifted = adjusted(logits, adjustment.get("scale"), adjustment.get("shift"))
+            losses = functional.cross_entropy(shifted, labels, reduction="none")
         else:
+            logits_of = partial(self._network.logits_of, params)
             losses = mixed_losses(
                 logits_of, inputs, labels, *partner, self._mix.weight, linearise=self._mix.linearise, slope=_slope
             )
+            if self._terms:
+                logits, features = self._outputs(params, inputs)
         loss = (losses * weights).sum()
-        if self._term is None:
+        if not self._terms:
             return loss
-        logits = logits_of(inputs) if logits is None else logits
-        return loss + added_by(
-            self._term, Batch(inputs, labels, weights, logits, params, anchor, data, self._logits_of)
+        batch = Batch(
+            inputs,
+            labels,
+            weights,
+            logits,
+            params,
+            anchor,
+            {},
+            self._network.logits_of,
+            self._network.features_of,
+            features,
         )
+        return added(loss, self._terms, data, batch)
 
-    def _logits_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = functional_call(self._model, dict(params), (records,))
-        return logits
+    def _outputs(self, params: Params, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if any(term.features for term in self._terms):
+            return with_features(self._network.model, lambda: self._network.logits_of(params, records))
+        return self._network.logits_of(params, records), None
 
     def _moved_by_the_loss(self) -> list[str]:
         """Return the parameters that the loss depends on: local SGD, weight decay included, leaves the others alone."""
-        weights = dict(self._model.named_parameters())
+        weights = dict(self._network.model.named_parameters())
         named = {name: weight for name, weight in weights.items() if weight.requires_grad}
         inputs, labels = self._source.normalised(self._source.inputs[:1]), self._source.labels[:1]
-        logits = self._model(inputs)
+        logits, features = self._outputs(weights, inputs)
         loss = logits.sum()
-        if self._term is not None:
-            data = {name: value[0] for name, value in self._data.items()}
+        if self._terms:
             ones = torch.ones(1, device=inputs.device)
             anchor = {name: weight.detach() for name, weight in weights.items()}
-            batch = Batch(inputs, labels, ones, logits, weights, anchor, data, self._logits_of)
-            loss = loss + added_by(self._term, batch)
+            batch = Batch(
+                inputs,
+                labels,
+                ones,
+                logits,
+                weights,
+                anchor,
+                {},
+                self._network.logits_of,
+                self._network.features_of,
+                features,
+            )
+            data = [{name: value[0] for name, value in part.items()} for part in self._data]
+            loss = added(loss, self._terms, data, batch)
         found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         return [name for name, gradient in zip(named, found, strict=True) if gradient is not None]
 
@@ -233,6 +225,10 @@ def _slope(
 
 def _room(shapes: Mapping[str, tuple[int, ...]], capacity: int, device: torch.device) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(capacity, *shape, device=device) for name, shape in shapes.items()}
+
+
+def _room_like(tensors: Params, capacity: int, device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(capacity, *like.shape, dtype=like.dtype, device=device) for name, like in tensors.items()}
 
 
 def _fill(buffers: Params, parts: Sequence[Params]) -> None:

@@ -91,6 +91,18 @@ class Play:
         ]
 
 
+def test_a_task_says_how_many_records_are_of_each_class(tmp_path: Path) -> None:
+    class Told(FedAvg):
+        def plan(self, task):
+            told.append((task.client, task.class_counts))
+            return super().plan(task)
+
+    told, play = [], Play(Told(), tmp_path, pool="")
+    object.__setattr__(play.site_of("", ""), "class_counts", lambda client, synthetic: (client, len(synthetic)))
+    play.train(1, 0, 2)
+    assert told == [(0, (0, 0)), (2, (2, 0))]
+
+
 def _flat(payload):
     return torch.cat([value.flatten() for value in payload.values()])
 

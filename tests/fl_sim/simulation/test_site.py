@@ -152,6 +152,10 @@ def test_clients_train_on_their_own_records_and_the_pool(tmp_path: Path) -> None
     assert torch.equal(inputs[: len(own)], own)
     assert labels.tolist() == [*own_labels.tolist(), 1, 1, 4]
     assert inputs.shape == (len(own) + 3, 1, 8, 8)
+    counts = {2: len(own)}
+    assert site.class_counts(2, "") == tuple(counts.get(label, 0) for label in range(10))
+    counts |= {1: 2, 4: 1}
+    assert site.class_counts(2, _pool(tmp_path)) == tuple(counts.get(label, 0) for label in range(10))
 
 
 def test_training_on_the_pool_alone_touches_no_record_of_the_client(tmp_path: Path) -> None:

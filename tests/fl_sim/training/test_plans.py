@@ -10,15 +10,26 @@ from torch import nn
 from torch.nn import functional
 
 from fl_sim.errors import UserError
-from fl_sim.local_plan import Batch, LocalPlan, LossTerm, Mix, fields_in_use
+from fl_sim.local_plan import (
+    Ascent,
+    Batch,
+    Contrast,
+    Distillation,
+    LocalPlan,
+    LossTerm,
+    Mix,
+    Pull,
+    Suppression,
+    fields_in_use,
+)
 from fl_sim.native import checks
 from fl_sim.native.kernel import Draws, Lesson, load_kernel
 from fl_sim.native.layers import describe
 from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
-from fl_sim.training import loop, stacked_step
+from fl_sim.training import loop, stack_kind
 from fl_sim.training.loop import train
-from fl_sim.training.records import Records
+from fl_sim.training.records import Records, Source
 from fl_sim.training.stacked import StackedTrainer
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import LocalSettings, LocalTask, Params, Trained
@@ -141,8 +152,8 @@ def test_the_compiled_trainer_itself_refuses_what_it_does_not_know() -> None:
 
 def test_trainers_name_fields_that_there_are() -> None:
     there = {part.name for kind in (LocalPlan, LocalSettings) for part in fields(kind)}
-    assert there == loop.TAKES == stacked_step.TAKES
-    assert there - {"loss_term"} == checks.TAKES
+    assert there == loop.TAKES == stack_kind.TAKES
+    assert there - {"loss_term"} >= checks.TAKES
 
 
 def test_a_field_is_in_use_where_it_differs_from_its_default() -> None:
@@ -176,6 +187,69 @@ def distil(batch: Batch) -> torch.Tensor:
     received = batch.logits_of(batch.anchor, batch.inputs).softmax(1)
     own = functional.log_softmax(batch.logits, 1)
     return -(batch.weights @ ((previous + received) * own).sum(1))
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(11))
+
+
+PARTS: dict[str, Callable[[LocalTask], dict[str, Any]]] = {
+    "shift and scale": lambda task: {"logit_shift": task.client * numbers(CLASSES), "logit_scale": numbers(CLASSES)},
+    "distillation": lambda task: {"distillation": Distillation(2.0, 2.0, exclude_true=True)},
+    "distillation of some": lambda task: {"distillation": Distillation(2.0, classes=torch.arange(3) != task.client)},
+    "suppression": lambda task: {"suppression": Suppression(numbers(CLASSES).abs() * (1 + task.client), 0.5)},
+    "ascent": lambda task: {"ascent": Ascent(0.3, share=0.7), "gradient_scale": 0.5},
+    "adaptive ascent": lambda task: {"ascent": Ascent(0.9, adaptive=True), "proximal_mu": 0.3},
+    "contrast": lambda task: {"contrast": Contrast(5.0, 0.5, task.state["previous"])},
+    "pull": lambda task: {"pull": Pull(numbers(CLASSES, 6) + task.client, torch.arange(3) != 1, 0.3)},
+    "mix beside others": lambda task: {
+        "mix": Mix(*POOL, 0.1, linearise=True), "distillation": Distillation(2.0), "ascent": Ascent(0.3),
+        "suppression": Suppression(torch.ones(CLASSES)),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_of_a_plan_trains_alike_everywhere(part: str) -> None:
+    def planned(task: LocalTask) -> LocalPlan:
+        return LocalPlan(**PARTS[part](task))
+
+    expected = by_loop(jobs(planned))
+    assert_apart(expected, by_loop(jobs(lambda task: LocalPlan())))
+    for trained_by in (by_trainer, one_by_one, by_stack):
+        assert_near(trained_by(jobs(planned)), expected)
+
+
+@pytest.mark.parametrize("trained_by", [by_trainer, by_stack])
+def test_what_fills_batches_up_is_never_of_a_class_that_a_client_has_not(trained_by: Any) -> None:
+    """A record of somebody else's class would have an infinite loss, and that times a weight of 0 is no number."""
+
+    def of_one_class() -> list[LocalJob]:
+        made = jobs(
+            lambda task: LocalPlan(logit_shift=torch.where(torch.arange(3) == task.client % 3, 0.0, -torch.inf))
+        )
+        everybody = Source(
+            torch.cat([job.records.tensors()[0] for job in made]),
+            torch.cat([torch.full((len(job.records),), job.task.client % 3) for job in made]),
+        )
+        ends = [sum(SIZES[: client + 1]) for client in range(len(SIZES))]
+        parts = [range(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
+        return [replace(job, records=Records(((everybody, part),))) for job, part in zip(made, parts, strict=True)]
+
+    found = trained_by(of_one_class())
+    assert_near(found, by_loop(of_one_class()))
+    assert all(torch.isfinite(flat(one.params)).all() for one in found)
+
+
+@pytest.mark.parametrize("trained_by", [by_trainer, by_stack])
+def test_sums_of_features_are_handed_back_by_every_trainer(trained_by: Any) -> None:
+    planned = lambda task: LocalPlan(class_features=task.client != 1)  # noqa: E731
+    for one, other in zip(trained_by(jobs(planned)), by_loop(jobs(planned)), strict=True):
+        if other.feature_sums is None:
+            assert one.feature_sums is None
+        else:
+            assert one.feature_sums is not None
+            torch.testing.assert_close(one.feature_sums, other.feature_sums, rtol=1e-4, atol=1e-5)
 
 
 def with_term(function: Callable[[Batch], torch.Tensor], **parts: Any) -> Callable[[LocalTask], LocalPlan]:

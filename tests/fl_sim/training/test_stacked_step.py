@@ -7,10 +7,12 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fl_sim.local_plan import Batch, LocalPlan, LossTerm, Mix
+from fl_sim.local_plan import Ascent, Batch, Contrast, Distillation, LocalPlan, LossTerm, Mix, Pull, Suppression
 from fl_sim.models import MODELS
+from fl_sim.training.features import head_of
 from fl_sim.training.records import Scale, Source
-from fl_sim.training.stacked_step import Kind, StackedStep
+from fl_sim.training.stack_kind import Kind
+from fl_sim.training.stacked_step import StackedStep
 
 META = torch.device("meta")
 """A device without memory, on which to ask for a number, or how many are not zero, is an error."""
@@ -40,9 +42,27 @@ def step_on_meta(name: str, *, linearise: bool | None) -> StackedStep:
     pool = torch.empty(3, 1, 16, 16, device=META), torch.empty(3, 10, device=META)
     mix = None if linearise is None else Mix(*pool, 0.1, linearise)
     layout = tuple((part, tuple(weight.shape)) for part, weight in model.named_parameters())
-    kind = Kind(layout, 16, 1, 0.9, 1e-4, warm=True, offset=True, proximal=True)
-    term = LossTerm(pull, {"target": torch.zeros(10, device=META)})
-    return StackedStep(model, kind, source, LocalPlan(mix=mix, loss_term=term), 6, padded=True)
+    kind = Kind(
+        layout,
+        16,
+        1,
+        0.9,
+        1e-4,
+        warm=True,
+        offset=True,
+        proximal=True,
+        ascent=Ascent(0.1, share=0.5),
+        gradient_scale=0.5,
+    )
+    numbers, chosen = torch.zeros(10, device=META), torch.zeros(10, dtype=torch.bool, device=META)
+    plan = LocalPlan(
+        mix=mix, loss_term=LossTerm(pull, {"target": numbers}),
+        contrast=Contrast(1.0, 1.0, dict(model.named_parameters())),
+        distillation=Distillation(1.0, classes=chosen, exclude_true=True), suppression=Suppression(numbers),
+        pull=Pull(torch.zeros(10, head_of(model).in_features, device=META), chosen, 1.0),
+        **({} if mix else {"logit_shift": numbers, "logit_scale": numbers}),
+    )  # fmt: skip
+    return StackedStep(model, kind, source, plan, 6, padded=True)
 
 
 def pull(batch: Batch) -> torch.Tensor:

@@ -1,0 +1,82 @@
+"""What enters the last linear layer of a model: its features."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from fl_sim.errors import UserError
+from fl_sim.types import Params
+
+_BATCH = 500
+"""Records per forward pass."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What an architecture makes of records, (n, *input shape), under any parameters."""
+
+    model: nn.Module
+
+    def logits_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
+        """Return the logits, (n, classes)."""
+        logits: torch.Tensor = functional_call(self.model, dict(params), (records,))
+        return logits
+
+    def features_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
+        """Return the features, (n, d)."""
+        return with_features(self.model, partial(self.logits_of, params, records))[1]
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    """Return the module whose input is the features: the model's attribute ``head``, else its last nn.Linear.
+
+    Raises UserError where there is neither.
+    """
+    head = getattr(model, "head", None)
+    if isinstance(head, nn.Module):
+        return head
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise UserError(
+            "the algorithm needs features, which are what enters the last linear layer of a model, and "
+            f"{type(model).__name__} has none: name the module that makes logits of features head (self.head = ...), "
+            "or take another model"
+        )
+    return linear[-1]
+
+
+def with_features(model: nn.Module, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what ``forward``, a forward pass of ``model``, returns, (n, classes), and the features in it, (n, d)."""
+    entering: list[torch.Tensor] = []
+    hook = head_of(model).register_forward_pre_hook(lambda _, given: entering.append(given[0].flatten(1)))
+    try:
+        logits = forward()
+    finally:
+        hook.remove()
+    if len(entering) != 1:
+        raise UserError(
+            f"the head of {type(model).__name__} is called {len(entering)} times in a forward pass: features are what "
+            "enters it once; call the module that makes logits of features head"
+        )
+    return logits, entering[0]
+
+
+def feature_sums(model: nn.Module, params: Params, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return, on the CPU, the sum over the records of each class of their features under ``params``, (classes, d).
+
+    ``inputs``: (n, *input shape), normalised; ``labels``: (n,). n may be 0. ``model`` is left in evaluation mode.
+    """
+    model.eval()
+    placed = {name: value.to(inputs.device) for name, value in params.items()}
+    total = torch.zeros(())
+    with torch.no_grad():
+        for records, classes in zip(torch.split(inputs, _BATCH), torch.split(labels, _BATCH), strict=True):
+            logits, features = with_features(model, partial(Network(model).logits_of, placed, records))
+            of_class = classes.unsqueeze(1) == torch.arange(logits.shape[1], device=classes.device)
+            # A product of matrices adds up in the same order each time; index_add does not on a GPU.
+            total = total + (of_class.T.to(features.dtype) @ features).cpu()
+    return total

@@ -1,0 +1,69 @@
+"""The loss of a batch of one client, as its plan has it."""
+
+from dataclasses import dataclass
+from typing import Self, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fl_sim.local_plan import Batch, LocalPlan, LossTerm
+from fl_sim.training.features import Network, with_features
+from fl_sim.training.losses import mixed_loss
+from fl_sim.training.terms import added, adjusted, terms_of
+from fl_sim.types import Params
+
+Partner: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""An averaged record of the mixing pool, (*input shape), and its class proportions, (classes,)."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a model with its present weights loses on records: the plan's tensors lie on the device of the records."""
+
+    network: Network
+    plan: LocalPlan
+    anchor: Params
+    terms: tuple[LossTerm, ...]
+    data: tuple[Params, ...]
+    scale: torch.Tensor | None
+    shift: torch.Tensor | None
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: LocalPlan, anchor: Params, device: torch.device) -> Self:
+        """Return the objective of ``plan``; ``anchor``: the model that the client received, on ``device``."""
+        terms = terms_of(plan)
+        data = tuple({name: value.to(device) for name, value in term.data.items()} for term in terms)
+        scale, shift = (None if part is None else part.to(device) for part in (plan.logit_scale, plan.logit_shift))
+        return cls(Network(model), plan, anchor, terms, data, scale, shift)
+
+    def partner(self, generator: np.random.Generator) -> Partner | None:
+        """Draw the record that the next batch is mixed with, where the plan mixes."""
+        if (mix := self.plan.mix) is None:
+            return None
+        chosen, device = int(generator.integers(len(mix.labels))), next(iter(self.anchor.values())).device
+        return mix.inputs[chosen].to(device), mix.labels[chosen].to(device)
+
+    def loss(self, inputs: torch.Tensor, labels: torch.Tensor, partner: Partner | None) -> torch.Tensor:
+        """Return the loss, (), of records (n, *input shape) with labels (n,), to be differentiated."""
+        if (mix := self.plan.mix) is None or partner is None:
+            logits, features = self._outputs(inputs)
+            loss = functional.cross_entropy(adjusted(logits, self.scale, self.shift), labels)
+        else:
+            loss = mixed_loss(self.network.model, inputs, labels, *partner, mix.weight, linearise=mix.linearise)
+            if self.terms:  # they are about the records as they are, not as they are mixed
+                logits, features = self._outputs(inputs)
+        if not self.terms:
+            return loss
+        weights = torch.full((len(labels),), 1 / len(labels), dtype=logits.dtype, device=inputs.device)
+        batch = Batch(
+            inputs, labels, weights, logits, dict(self.network.model.named_parameters()), self.anchor, {},
+            self.network.logits_of, self.network.features_of, features,
+        )  # fmt: skip
+        return added(loss, self.terms, self.data, batch)
+
+    def _outputs(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if any(term.features for term in self.terms):
+            return with_features(self.network.model, lambda: self.network.model(inputs))
+        return self.network.model(inputs), None

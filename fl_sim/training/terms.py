@@ -1,0 +1,143 @@
+"""What a plan adds to the loss, each part written down once, for one client and for a stack of them.
+
+Records of weight 0, which fill batches up, add nothing, and no part makes a number of them that is not finite.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from fl_sim.errors import UserError
+from fl_sim.local_plan import Batch, LocalPlan, LossTerm
+from fl_sim.params import check_layout, layout_of
+from fl_sim.types import Params
+
+_FAR_BELOW = -1e30
+"""Stands for minus infinity where all of a row or a column may be left out: a softmax of -inf alone is not a number."""
+
+
+@dataclass(frozen=True)
+class _With:
+    """A function of a batch and of settings, the same as another one that has the same of both."""
+
+    function: Callable[..., torch.Tensor]
+    settings: tuple[Any, ...]
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        return self.function(batch, *self.settings)
+
+
+def terms_of(plan: LocalPlan) -> tuple[LossTerm, ...]:
+    """Return what ``plan`` adds to the loss, without what has weight 0; the algorithm's own term comes last."""
+    terms = []
+    if (part := plan.distillation) is not None and part.weight:
+        function = _With(distilled, (part.weight, part.temperature, part.exclude_true))
+        terms.append(LossTerm(function, {} if part.classes is None else {"classes": part.classes}))
+    if (low := plan.suppression) is not None and low.weight:
+        terms.append(LossTerm(_With(suppressed, (low.weight,)), {"shares": low.shares}))
+    if (apart := plan.contrast) is not None and apart.weight:
+        terms.append(LossTerm(_With(contrasted, (apart.weight, apart.temperature)), apart.previous, features=True))
+    if (pull := plan.pull) is not None and pull.weight:
+        data = {"prototypes": pull.prototypes, "present": pull.present}
+        terms.append(LossTerm(_With(pulled, (pull.weight,)), data, features=True))
+    return (*terms, *([] if plan.loss_term is None else [plan.loss_term]))
+
+
+def adjusted(logits: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tensor | None) -> torch.Tensor:
+    """Return ``scale`` * logits + ``shift`` for (n, classes) logits. A shift of -inf takes a class out of a softmax."""
+    if scale is not None:
+        _check("logit_scale", scale, logits.shape[1:])
+        logits = logits * scale
+    if shift is not None:
+        _check("logit_shift", shift, logits.shape[1:])
+        logits = logits + shift
+    return logits
+
+
+def added(loss: torch.Tensor, terms: Sequence[LossTerm], data: Sequence[Params], batch: Batch) -> torch.Tensor:
+    """Return ``loss``, (), and what ``terms`` add to it for ``batch``; ``data``: the tensors of each, on the device."""
+    for term, own in zip(terms, data, strict=True):
+        loss = loss + added_by(term, replace(batch, data=own))
+    return loss
+
+
+def added_by(term: LossTerm, batch: Batch) -> torch.Tensor:
+    """Return what ``term`` adds to the loss of ``batch``, ().
+
+    Raises UserError for anything but a tensor of one number per record, or of one for all of them.
+    """
+    added = term.function(batch)
+    shape = tuple(added.shape) if isinstance(added, torch.Tensor) else None
+    if shape == ():
+        return added
+    if shape == tuple(batch.labels.shape):
+        return (added * batch.weights).sum()
+    found = f"a {type(added).__name__}" if shape is None else f"a tensor of shape {shape}"
+    name = getattr(term.function, "__qualname__", repr(term.function))
+    raise UserError(
+        f"the loss term {name} returned {found} for {len(batch.labels)} records: it must return a tensor of one number "
+        f"per record, ({len(batch.labels)},), or of one number, ()"
+    )
+
+
+def distilled(batch: Batch, weight: float, temperature: float, exclude_true: bool) -> torch.Tensor:  # noqa: FBT001
+    """Return each record's part in what Distillation adds, (n,)."""
+    own, received = batch.logits, batch.logits_of(batch.anchor, batch.inputs).detach()
+    left_out = torch.zeros_like(own, dtype=torch.bool)
+    if "classes" in batch.data:
+        _check("the classes of a distillation", batch.data["classes"], own.shape[1:])
+        left_out = left_out | ~batch.data["classes"]
+    if exclude_true:
+        left_out = left_out | _of_class(batch)
+    # A class that is left out has probability 0 under both; where all are, both are uniform, and the rest is 0.
+    log_own, log_received = (
+        functional.log_softmax((logits / temperature).masked_fill(left_out, _FAR_BELOW), dim=1)
+        for logits in (own, received)
+    )
+    return weight * temperature**2 * (log_received.exp() * (log_received - log_own)).sum(1)
+
+
+def suppressed(batch: Batch, weight: float) -> torch.Tensor:
+    """Return what Suppression adds, (): a mean over the batch inside of a logarithm."""
+    _check("the shares of a suppression", batch.data["shares"], batch.logits.shape[1:])
+    counted = ~_of_class(batch) & (batch.weights > 0).unsqueeze(1)
+    mean = torch.where(counted, batch.logits + batch.weights.log().unsqueeze(1), _FAR_BELOW).logsumexp(0)
+    return (weight * batch.data["shares"] * torch.where(counted.any(0), mean, 0.0)).sum()
+
+
+def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
+    """Return each record's part in what Contrast adds, (n,)."""
+    assert batch.features is not None
+    check_layout("the contrast's previous weights", batch.data, layout_of(batch.anchor))
+    own, previous, received = (
+        functional.normalize(features, dim=1, eps=1e-8)
+        for features in (
+            batch.features,
+            *(batch.features_of(params, batch.inputs).detach() for params in (batch.data, batch.anchor)),
+        )
+    )
+    # One product with the difference, not two: its gradient is exactly 0 where both models are the same.
+    return weight * functional.softplus((own * (previous - received)).sum(1) / temperature)
+
+
+def pulled(batch: Batch, weight: float) -> torch.Tensor:
+    """Return each record's part in what Pull adds, (n,)."""
+    assert batch.features is not None
+    prototypes, present = batch.data["prototypes"], batch.data["present"]
+    _check("the prototypes", prototypes, (batch.logits.shape[1], batch.features.shape[1]))
+    _check("the present classes", present, batch.logits.shape[1:])
+    distances = (batch.features - prototypes[batch.labels]).pow(2).sum(1)
+    return weight * torch.where(present[batch.labels], distances, 0.0)
+
+
+def _of_class(batch: Batch) -> torch.Tensor:
+    """Return whether a record is of a class, (n, classes)."""
+    return batch.labels.unsqueeze(1) == torch.arange(batch.logits.shape[1], device=batch.labels.device)
+
+
+def _check(what: str, found: torch.Tensor, shape: Sequence[int]) -> None:
+    if tuple(found.shape) != tuple(shape):
+        raise UserError(f"{what} must have the shape {tuple(shape)} for this model, not {tuple(found.shape)}")
