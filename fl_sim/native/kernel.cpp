@@ -27,7 +27,7 @@
 
 namespace {
 
-constexpr int VERSION = 5;  // of the functions below; sizes and fields speak for themselves
+constexpr int VERSION = 6;  // of the functions below; sizes and fields speak for themselves
 
 // kernel.py fills it in, field by field.
 struct Request {
@@ -85,6 +85,20 @@ int fault_of(const Request& request) {
     return request.partners && !are_below(request.partners, steps, request.num_partners) ? 4 : 0;
 }
 
+// Writes the logits of all records under ``params``, [record][class].
+void write_logits(Network& network, const Request& request, const float* params, float* logits) {
+    const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
+    const int classes = num_classes(request);
+    std::vector<int64_t> order(count);
+    std::iota(order.begin(), order.end(), 0);
+    network.start(params);
+    for (int64_t first = 0; first < count; first += batch_size) {
+        const int here = int(std::min(batch_size, count - first));
+        const Batch batch{nullptr, order.data() + first, here, (here + LANES - 1) / LANES, classes, nullptr, 0, nullptr};
+        network.infer(request.inputs, batch, params, logits + first * classes);
+    }
+}
+
 int train(const Request& request, double* mean_loss) {
     if (const int fault = fault_of(request)) return fault;
     const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
@@ -98,6 +112,13 @@ int train(const Request& request, double* mean_loss) {
                   request.gradient_scale, request.params, request.buffers, request.anchor, request.offset};
     const Mix mix{request.partner_inputs, request.partner_labels, request.own_weight, request.partner_weight,
                   request.linearise != 0};
+    Terms terms = request.terms;
+    std::vector<float> received;  // what the received model says does not change: one pass serves all epochs
+    if (terms.distillation.weight != 0) {
+        received.resize(count * classes);
+        write_logits(*network, request, request.anchor, received.data());
+        terms.distillation.received = received.data();
+    }
     double total = 0;
     int64_t steps = 0;
     for (int64_t epoch = 0; epoch < request.epochs; epoch++)
@@ -105,7 +126,7 @@ int train(const Request& request, double* mean_loss) {
             const int here = int(std::min(batch_size, count - first));
             const Batch batch{request.labels, request.order + epoch * count + first, here, (here + LANES - 1) / LANES,
                               classes, request.partners ? &mix : nullptr, request.partners ? request.partners[steps] : 0,
-                              request.terms.any() ? &request.terms : nullptr};
+                              terms.any() ? &terms : nullptr};
             total += network->descend(request.inputs, batch, request.params, sgd);
         }
     *mean_loss = total / double(steps);
@@ -116,17 +137,9 @@ int infer(const Request& request, float* logits) {
     const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
     if (request.num_layers < 1) return 1;
     if (count < 1 || batch_size < 1) return 4;
-    const int classes = num_classes(request);
     Network* network = network_for(request, batch_size);
     if (!network) return 1;
-    std::vector<int64_t> order(count);
-    std::iota(order.begin(), order.end(), 0);
-    network->start(request.params);
-    for (int64_t first = 0; first < count; first += batch_size) {
-        const int here = int(std::min(batch_size, count - first));
-        const Batch batch{nullptr, order.data() + first, here, (here + LANES - 1) / LANES, classes, nullptr, 0, nullptr};
-        network->infer(request.inputs, batch, request.params, logits + first * classes);
-    }
+    write_logits(*network, request, request.params, logits);
     return 0;
 }
 

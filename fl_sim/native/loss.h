@@ -13,18 +13,14 @@ struct Mix {
     bool linearise;
 };
 
-// What a plan adds to the cross-entropy of logits, or does to them first.
-struct Terms {
-    const float *scale, *shift;  // [class], or null: cross-entropy is that of scale * logits + shift
-    bool any() const { return scale || shift; }
-};
+struct Terms;
 
 struct Batch {
     const int64_t *labels, *chosen;  // a label of every record there is; the batch's records
     int count, groups, classes;
     const Mix* mix;                  // null: plain
     int64_t partner;
-    const Terms* terms;              // null: none
+    const Terms* terms;              // of the loss, see terms.h; null: none
 };
 
 INLINE vec exponential(vec value) {

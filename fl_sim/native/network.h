@@ -151,11 +151,15 @@ class Network {
     // Turns the logits into the gradient of the batch's mean loss; returns the sum of its records' losses.
     double turn(const Batch& batch) {
         double loss = 0;
+        if (batch.terms) {
+            added_.assign(origins_ * batch.classes, vec{});
+            loss = add_terms(*batch.terms, batch, logits_.data(), added_.data());
+        }
         for (int group = 0; group < origins_; group++) {
             vec* logits = logits_.data() + group * batch.classes;
             if (batch.terms) adjust(*batch.terms, batch.classes, logits);
             loss += group_loss(batch, group, logits, groups_ > origins_ ? logits + origins_ * batch.classes : nullptr);
-            if (batch.terms) adjust_back(*batch.terms, batch.classes, logits);
+            if (batch.terms) adjust_back(*batch.terms, batch.classes, added_.data() + group * batch.classes, logits);
         }
         return loss;
     }
@@ -252,6 +256,7 @@ class Network {
     std::vector<Winograd> winograds_;  // likewise
     Tiles tiles_;
     std::vector<vec> logits_, other_;  // gradients between linear layers, [group][feature]
+    std::vector<vec> added_;           // what terms add to the gradient by the logits
     std::vector<vec> flat_;            // a group's inputs before they get a border
     std::vector<vec> rows_;            // a linear layer's inputs with the feature innermost
     std::vector<float> gradients_;

@@ -21,10 +21,27 @@ _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SPARE = 16  # numbers behind the last parameter that the kernel reads and writes back: its widest vectors
 
 
+class Distilled(ctypes.Structure):
+    """``Distillation`` of distillation.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("classes", _POINTER), ("received", _POINTER), ("weight", _FLOAT), ("temperature", _FLOAT),
+        ("exclude_true", _LONG),
+    ]  # fmt: skip
+
+
+class Suppressed(ctypes.Structure):
+    """``Suppression`` of suppression.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [("shares", _POINTER), ("weight", _FLOAT)]
+
+
 class Terms(ctypes.Structure):
     """``Terms`` of terms.h."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [("scale", _POINTER), ("shift", _POINTER)]
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("scale", _POINTER), ("shift", _POINTER), ("distillation", Distilled), ("suppression", Suppressed),
+    ]  # fmt: skip
 
 
 class Request(ctypes.Structure):
@@ -76,10 +93,18 @@ class Held:
         return request
 
     def _terms(self, plan: LocalPlan) -> Terms:
-        scale, shift = plan.logit_scale, plan.logit_shift
-        return Terms(
-            scale=None if scale is None else self._whole(scale), shift=None if shift is None else self._whole(shift)
-        )
+        terms = Terms(scale=self._given(plan.logit_scale), shift=self._given(plan.logit_shift))
+        if (distillation := plan.distillation) is not None:
+            terms.distillation = Distilled(
+                classes=self._given(distillation.classes), weight=distillation.weight,
+                temperature=distillation.temperature, exclude_true=int(distillation.exclude_true),
+            )  # fmt: skip
+        if (suppression := plan.suppression) is not None:
+            terms.suppression = Suppressed(self._whole(suppression.shares), suppression.weight)
+        return terms
+
+    def _given(self, values: torch.Tensor | None) -> int | None:
+        return None if values is None else self._whole(values)
 
     def _whole(self, values: torch.Tensor) -> int:
         self._tensors.append(values.contiguous())

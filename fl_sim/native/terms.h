@@ -1,11 +1,28 @@
-// What a plan does to the loss beside mixing: from raw logits to their gradient.
+// What a plan does to the loss beside mixing: from logits to their gradient.
 #pragma once
 
-#include "loss.h"
+#include "distillation.h"
+#include "suppression.h"
 
 namespace {
 
-// Turns a group's raw logits into those that cross-entropy is taken of.
+// request.py fills it in, field by field.
+struct Terms {
+    const float *scale, *shift;  // [class], or null: cross-entropy is that of scale * logits + shift, the other terms are not
+    Distillation distillation;
+    Suppression suppression;
+    bool any() const { return scale || shift || distillation.weight != 0 || suppression.weight != 0; }
+};
+
+// Adds the gradient of the terms beside cross-entropy to ``slopes``, [group][class]; returns their sum over the records.
+inline double add_terms(const Terms& terms, const Batch& batch, const vec* logits, vec* slopes) {
+    double total = terms.suppression.weight != 0 ? suppress(terms.suppression, batch, logits, slopes) : 0;
+    for (int group = 0; terms.distillation.weight != 0 && group < batch.groups; group++)
+        total += distil(terms.distillation, batch, group, logits + group * batch.classes, slopes + group * batch.classes);
+    return total;
+}
+
+// Turns a group's logits into those that cross-entropy is taken of.
 inline void adjust(const Terms& terms, int classes, vec* logits) {
     for (int k = 0; k < classes; k++) {
         if (terms.scale) logits[k] *= terms.scale[k];
@@ -13,9 +30,9 @@ inline void adjust(const Terms& terms, int classes, vec* logits) {
     }
 }
 
-// Turns the gradient by those into that by the raw logits.
-inline void adjust_back(const Terms& terms, int classes, vec* slopes) {
-    for (int k = 0; terms.scale && k < classes; k++) slopes[k] *= terms.scale[k];
+// Turns cross-entropy's gradient by those into that of the loss by the logits; ``added``: what other terms add to it.
+inline void adjust_back(const Terms& terms, int classes, const vec* added, vec* slopes) {
+    for (int k = 0; k < classes; k++) slopes[k] = (terms.scale ? slopes[k] * terms.scale[k] : slopes[k]) + added[k];
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fl_sim.local_plan import LocalPlan, Mix
+from fl_sim.local_plan import Distillation, LocalPlan, Mix, Suppression
 from fl_sim.models import MODELS
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import describe
@@ -58,24 +58,50 @@ def by_kernel(kernel: Kernel, name: str, given: Lesson) -> Trained:
     return kernel.train(stack, [given])[0]
 
 
-def loss_of(model: nn.Sequential, plan: LocalPlan, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of(
+    model: nn.Sequential, received: nn.Sequential, plan: LocalPlan, inputs: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
     """The batch's loss as fl_sim.local_plan words it."""
     logits = model(inputs)
     scale = torch.ones(CLASSES) if plan.logit_scale is None else plan.logit_scale
     shift = torch.zeros(CLASSES) if plan.logit_shift is None else plan.logit_shift
-    return functional.cross_entropy(scale * logits + shift, labels)
+    loss = functional.cross_entropy(scale * logits + shift, labels)
+    with torch.no_grad():
+        taught = received(inputs)
+    for record, label in enumerate(labels.tolist()):
+        loss = loss + distilled(plan.distillation, logits[record], taught[record], label) / len(labels)
+    return loss + suppressed(plan.suppression, logits, labels)
+
+
+def distilled(term: Distillation | None, own: torch.Tensor, received: torch.Tensor, label: int) -> torch.Tensor:
+    """One record's part, over the classes that take part and no others."""
+    if term is None:
+        return torch.zeros(())
+    allowed = range(CLASSES) if term.classes is None else term.classes.nonzero().flatten().tolist()
+    chosen = [k for k in allowed if not (term.exclude_true and k == label)]
+    own, received = (functional.log_softmax(one[chosen] / term.temperature, 0) for one in (own, received))
+    return term.weight * term.temperature**2 * (received.exp() * (received - own)).sum()
+
+
+def suppressed(term: Suppression | None, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(())
+    for k in range(CLASSES):
+        if term is not None and bool((labels != k).any()):
+            mean = logits[labels != k, k].exp().sum() / len(labels)
+            total = total + term.weight * term.shares[k] * mean.log()
+    return total
 
 
 def by_formula(name: str, given: Lesson) -> tuple[Params, float]:
     """SGD in float64 on ``loss_of``: the parameters and the mean loss."""
     task, plan, inputs, labels, draws = given
-    settings, model = task.settings, model_of(name).double()
+    settings, model, received = task.settings, model_of(name).double(), model_of(name).double()
     weights = dict(model.named_parameters())
     anchor = {key: value.detach().clone() for key, value in weights.items()}
     buffers, losses = {key: torch.zeros_like(value) for key, value in weights.items()}, []
     for order in draws.order:
         for batch in torch.split(torch.from_numpy(order), settings.batch_size):
-            loss = loss_of(model, plan, inputs[batch].double(), labels[batch])
+            loss = loss_of(model, received, plan, inputs[batch].double(), labels[batch])
             losses.append(float(loss.detach()))
             gradients = torch.autograd.grad(loss, list(weights.values()))
             for (key, weight), gradient in zip(weights.items(), gradients, strict=True):
@@ -118,7 +144,17 @@ def offset(name: str) -> Params:
 
 ADJUSTED = LocalPlan(logit_scale=VALUES.abs() + 0.2, logit_shift=-VALUES)
 ABSENT = LocalPlan(logit_shift=torch.tensor([0.1, -0.4, 0.0, 0.2, -INFINITE]))
-PLANS: dict[str, LocalPlan] = {"scale and shift": ADJUSTED, "a class that leaves the softmax": ABSENT}
+SOME, NONE = torch.tensor([False, True, True, False, True]), torch.zeros(CLASSES, dtype=torch.bool)
+SHARES = torch.tensor([0.3, 0.5, 0.0, 0.2, 0.0])
+PLANS: dict[str, LocalPlan] = {
+    "scale and shift": ADJUSTED,
+    "a class that leaves the softmax": ABSENT,
+    "all classes distilled": LocalPlan(distillation=Distillation(2.0)),
+    "those that are not true": LocalPlan(distillation=Distillation(1.5, 3.0, exclude_true=True)),
+    "some": LocalPlan(distillation=Distillation(1.5, 0.5, SOME, exclude_true=True)),
+    "suppression": LocalPlan(suppression=Suppression(SHARES, 0.7)),
+    "FedVLS": replace(ABSENT, distillation=Distillation(0.5, classes=SOME), suppression=Suppression(SHARES)),
+}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -133,6 +169,10 @@ def test_the_gradient_is_scaled_before_anything_is_added_to_it(kernel: Kernel) -
 
 NOTHING: dict[str, LocalPlan] = {
     "scale 1": LocalPlan(logit_scale=torch.ones(CLASSES)), "shift 0": LocalPlan(logit_shift=torch.zeros(CLASSES)),
+    "weight 0": LocalPlan(distillation=Distillation(0.0), suppression=Suppression(SHARES, 0.0)),
+    "no class": LocalPlan(distillation=Distillation(2.0, 3.0, NONE)),
+    "one class": LocalPlan(distillation=Distillation(2.0, 3.0, torch.arange(CLASSES) == 3)),
+    "no share": LocalPlan(suppression=Suppression(torch.zeros(CLASSES))),
 }  # fmt: skip
 
 
@@ -150,12 +190,22 @@ def test_a_label_that_has_left_the_softmax_has_an_infinite_loss(kernel: Kernel) 
 
 
 POOL = torch.zeros(2, *SHAPES["mlp"]), torch.full((2, CLASSES), 1 / CLASSES)
+DISTILLED = LocalPlan(distillation=Distillation(1.0, classes=SOME), suppression=Suppression(SHARES))
 MIX = Mix(*POOL, 0.1, linearise=False)
 FOREIGN: dict[str, tuple[LocalPlan, Callable[[LocalPlan], LocalPlan], str]] = {
     "a scale too short": (ADJUSTED, lambda had: replace(had, logit_scale=VALUES[:4]), r"scale of the logits .*\(4,\)"),
     "a shift in a table": (ADJUSTED, lambda had: replace(had, logit_shift=VALUES[None]), r"shift of the logits .*1, 5"),
     "doubles": (ADJUSTED, lambda had: replace(had, logit_shift=VALUES.double()), "float64"),
-    "mixing": (ADJUSTED, lambda had: replace(had, mix=MIX), "no mixing with logit_scale, logit_sh"),
+    "numbers for a mask": (
+        DISTILLED, lambda had: replace(had, distillation=Distillation(1.0, classes=SHARES)), "classes .* float32"
+    ),
+    "a mask too long": (
+        DISTILLED, lambda had: replace(had, distillation=Distillation(1.0, classes=SOME.repeat(2))), r"\(10,\)"
+    ),
+    "shares too few": (
+        DISTILLED, lambda had: replace(had, suppression=Suppression(SHARES[1:])), r"shares of the classes .*\(4,\)"
+    ),
+    "mixing with a teacher": (DISTILLED, lambda had: replace(had, mix=MIX), "no mixing with distillation, suppression"),
 }  # fmt: skip
 
 
@@ -167,7 +217,7 @@ def test_what_does_not_fit_is_refused_in_words(kernel: Kernel, spoil: str) -> No
         by_kernel(kernel, "mlp", lesson("mlp", spoiled(right)))
 
 
-HANDED_ON = ["doubles", "mixing"]
+HANDED_ON = ["doubles", "numbers for a mask", "mixing with a teacher"]
 
 
 @pytest.mark.parametrize("spoil", HANDED_ON)
@@ -181,3 +231,16 @@ def test_what_pytorch_could_do_is_handed_on_to_it(kernel: Kernel, spoil: str, mo
         trainer.train(LocalJob(given.task, plan, Records.of(given.inputs, given.labels), rng(0, "terms")))
         assert trainer.is_native(SHAPES["mlp"], plan) == (plan is right)
     assert len(asked) == 1
+
+
+def test_the_first_step_of_a_round_feels_no_teacher(kernel: Kernel) -> None:
+    """As long as own and received model are the same, they say the same."""
+    once = replace(SETTINGS, batch_size=COUNT, epochs=1)
+    plain, taught = (
+        by_kernel(kernel, "niid-cnn", lesson("niid-cnn", plan, settings=once))
+        for plan in (LocalPlan(), LocalPlan(distillation=Distillation(5.0, 2.0, exclude_true=True)))
+    )
+    start = lesson("niid-cnn", LocalPlan()).task.params
+    apart = moved(taught.params, start) - moved(plain.params, start)
+    assert float(apart.norm()) < 1e-5 * float(moved(plain.params, start).norm())
+    assert taught.loss == pytest.approx(plain.loss, rel=1e-6)
