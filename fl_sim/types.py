@@ -33,12 +33,14 @@ class Examples:
     """Labelled records.
 
     ``inputs``: uint8 images of shape (records, channels, height, width) in 0..255, or float32 features of shape
-    (records, features). ``labels``: int64 of shape (records,), values in 0..num_classes-1. Arrays may be read-only
+    (records, features). ``labels``: int64 of shape (records,), values in 0..num_classes-1. ``groups``: int64 of shape
+    (records,), where each record comes from (its writer, hospital or device), if that is known. Arrays may be read-only
     memory maps; nobody writes to them.
     """
 
     inputs: NDArray[np.uint8] | NDArray[np.float32]
     labels: NDArray[np.int64]
+    groups: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -46,7 +48,8 @@ class Examples:
 
     def take(self, indices: NDArray[np.int64]) -> Examples:
         """Copy the records at ``indices``, in that order."""
-        return Examples(self.inputs[indices], self.labels[indices])
+        groups = None if self.groups is None else self.groups[indices]
+        return Examples(self.inputs[indices], self.labels[indices], groups)
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,17 @@ from partitions.errors import ImpossibleSplit
 from partitions.feature_noise import FeatureNoise
 from partitions.iid import Iid
 from partitions.label_k import LabelK
+from partitions.natural import Natural
 from partitions.quantity import Quantity
-from partitions.scheme import EvaluationSkew, FeatureSkew, Scheme
+from partitions.scheme import ByGroup, EvaluationSkew, FeatureSkew, Scheme
 from partitions.shards import Shards
 
-AnyScheme: TypeAlias = LabelK | Dirichlet | Iid | Shards | Quantity | FeatureNoise
+AnyScheme: TypeAlias = LabelK | Dirichlet | Iid | Shards | Quantity | FeatureNoise | Natural
 """Every scheme that comes with fl-sim; ``kind`` tells them apart."""
 
 __all__ = [
     "AnyScheme",
+    "ByGroup",
     "Dirichlet",
     "EvaluationSkew",
     "FeatureNoise",
@@ -24,6 +26,7 @@ __all__ = [
     "Iid",
     "ImpossibleSplit",
     "LabelK",
+    "Natural",
     "Quantity",
     "Scheme",
     "Shards",

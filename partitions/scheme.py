@@ -20,6 +20,21 @@ class Scheme(Protocol):
 
 
 @runtime_checkable
+class ByGroup(Protocol):
+    """A scheme that looks at where records come from: ``split`` is for data sets that do not say so."""
+
+    def split_groups(
+        self, labels: NDArray[np.int64], groups: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
+    ) -> list[NDArray[np.int64]]:
+        """Return ``num_partitions`` disjoint sorted index arrays into ``labels``, shape (records,).
+
+        ``groups``: a number for each record, shape (records,): its writer, hospital or device. Raises ImpossibleSplit,
+        a ValueError, where that cannot be done.
+        """
+        ...
+
+
+@runtime_checkable
 class FeatureSkew(Protocol):
     """A scheme of whose records each client sees something of its own: noise, another angle, other colours."""
 

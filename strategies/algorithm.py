@@ -29,7 +29,10 @@ Weighting: TypeAlias = Literal["examples", "uniform"]
 """How clients count in the mean: by their number of records, or all the same."""
 
 Split: TypeAlias = Callable[[NDArray[np.int64]], Sequence[NDArray[np.int64]]]
-"""labels -> each client's indices into them, by the experiment's partition; raises UserError where it is impossible."""
+"""Records, as indices into the training set -> each client's indices into these, by the experiment's partition.
+
+Raises UserError where that is impossible.
+"""
 
 
 _ONE_STEP = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
@@ -72,7 +75,7 @@ class Dealing(Protocol):
 
 @runtime_checkable
 class Central(Protocol):
-    """An algorithm without clients: one holder has all that is dealt, whatever the split and the number of clients."""
+    """An algorithm without clients: one holder has all training records, whatever the split and number of clients."""
 
     is_central: ClassVar[bool]
 

@@ -1,16 +1,12 @@
 """FedAvg: the mean of the clients' models (McMahan et al. 2017, algorithm 1); and the centralized upper bound."""
 
-from collections.abc import Sequence
 from typing import ClassVar, Literal
-
-import numpy as np
-from numpy.typing import NDArray
 
 from clients.dafl.settings import NoPreprocess
 from fl_sim.kinds import Choices
 from fl_sim.local_plan import LocalPlan
-from fl_sim.types import ClientUpdate, Dataset, LocalTask, Trained
-from strategies.algorithm import Averaging, Split
+from fl_sim.types import ClientUpdate, LocalTask, Trained
+from strategies.algorithm import Averaging
 from strategies.global_dp import GlobalDP
 from strategies.samplers import Everyone
 
@@ -39,11 +35,6 @@ class Centralized(Averaging):
             raise ValueError("algorithm centralized has one client: client-level privacy would hide all of its data")
         if not isinstance(experiment.preprocess, NoPreprocess):
             raise ValueError("algorithm centralized has all records in one place: preprocess da-fl is for clients")
-
-    def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
-        """Return everything, for the one holder there is."""
-        del split, seed
-        return [np.arange(len(dataset.train))]
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Go on with the momentum of the round before."""

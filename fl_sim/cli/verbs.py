@@ -137,8 +137,8 @@ def partition(
     scheme: Annotated[
         str,
         typer.Option(
-            help="label-1, label-2, ..., dirichlet:BETA, iid, shards:S, quantity:BETA, feature-noise:SIGMA, or your "
-            "own as MODULE:CLASS."
+            help="label-1, label-2, ..., dirichlet:BETA, iid, shards:S, quantity:BETA, feature-noise:SIGMA, natural "
+            "(for data with groups), or your own as MODULE:CLASS."
         ),
     ] = "label-1",
     clients: Annotated[int, typer.Option(min=1, help="Number of clients.")] = 10,

@@ -17,7 +17,7 @@ from fl_sim.import_path import in_one_line
 from fl_sim.types import Dataset, Examples
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
-_OPTIONAL = ("mean", "std", "jpeg_train", "jpeg_test")
+_OPTIONAL = ("groups", "mean", "std", "jpeg_train", "jpeg_test")
 _LOCAL_HEADER_SIZE = 30
 
 
@@ -33,7 +33,8 @@ def read_own(name: str, path: Path) -> Dataset:
 
     Images are normalised by the file's arrays ``mean`` and ``std`` (in units of 1, one number or one a channel), or by
     0.5 and 0.5; features by ``mean`` and ``std`` or not at all. They are never computed from the training records: that
-    would be a statistic of the clients' private data.
+    would be a statistic of the clients' private data. ``groups``, if there: a whole number for each training record,
+    its writer, hospital or device, which partition=natural keeps together.
     """
     arrays = _read(path)
     train, test = _examples(path, arrays, "train"), _examples(path, arrays, "test")
@@ -128,7 +129,20 @@ def _map(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic] | None:
 
 def _examples(path: Path, arrays: Mapping[str, NDArray[np.generic]], split: str) -> Examples:
     x, y = f"x_{split}", f"y_{split}"
-    return Examples(_inputs(f"{path}: {x}", arrays[x]), as_labels(arrays[y], f"{path}: {y}"))
+    groups = arrays.get("groups") if split == "train" else None
+    labels = as_labels(arrays[y], f"{path}: {y}")
+    return Examples(
+        _inputs(f"{path}: {x}", arrays[x]), labels, None if groups is None else _groups(path, groups, len(labels))
+    )
+
+
+def _groups(path: Path, groups: NDArray[np.generic], num_records: int) -> NDArray[np.int64]:
+    if groups.dtype.kind not in "iu" or groups.shape != (num_records,):
+        raise UserError(
+            f"{path}: groups is {groups.dtype} of shape {groups.shape}; wanted is a whole number for each of "
+            f"{num_records} training records"
+        )
+    return groups.astype(np.int64)
 
 
 def _inputs(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDArray[np.float32]:

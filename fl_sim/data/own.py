@@ -56,6 +56,11 @@ def _check(part: Examples, num_classes: int, where: str) -> None:
             f"{where}: labels are {labels.dtype} of shape {labels.shape}; wanted is int64, one for each of "
             f"{len(inputs)} records, of which there is at least one"
         )
+    if part.groups is not None and (part.groups.dtype != np.int64 or part.groups.shape != labels.shape):
+        raise UserError(
+            f"{where}: groups are {part.groups.dtype} of shape {part.groups.shape}; wanted is int64, one for each of "
+            f"{len(inputs)} records"
+        )
     if labels.min() < 0 or labels.max() >= num_classes:
         raise UserError(f"{where}: labels run from {labels.min()} to {labels.max()}, wanted are 0 to {num_classes - 1}")
     if is_table and not np.isfinite(inputs).all():

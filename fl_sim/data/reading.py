@@ -37,6 +37,8 @@ def fingerprint(name: str, data_root: Path | None, *, with_test: bool = False) -
     for part in (dataset.train, dataset.test) if with_test else (dataset.train,):
         digest.update(np.ascontiguousarray(part.inputs).data)
         digest.update(np.ascontiguousarray(part.labels).data)
+        if part.groups is not None:
+            digest.update(np.ascontiguousarray(part.groups).data)
     return digest.hexdigest()
 
 

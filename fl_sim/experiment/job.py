@@ -21,7 +21,7 @@ from fl_sim.native.kernel import load_kernel
 from fl_sim.seeding import rng
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Precision
-from partitions import Scheme
+from partitions import ByGroup, Scheme
 from strategies.algorithm import Bounded, Dealing
 
 
@@ -76,7 +76,7 @@ def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:
 
 def shards_of(dataset: Dataset, scheme: Scheme, num_clients: int, seed: int) -> tuple[NDArray[np.int64], ...]:
     """Return each client's record indices into the training set. Raises UserError for an impossible split."""
-    return _split(dataset, dataset.train.labels, scheme, num_clients, seed)
+    return _split(dataset, np.arange(len(dataset.train)), scheme, num_clients, seed)
 
 
 def device_of(experiment: Experiment) -> torch.device:
@@ -113,21 +113,33 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
 def _shards(experiment: Experiment, dataset: Dataset) -> tuple[NDArray[np.int64], ...]:
     """Return what each client of ``experiment`` holds: its part of the training set, or what the algorithm says."""
     algorithm, seed = experiment.algorithm, experiment.seed
+    if experiment.is_central:
+        return (np.arange(len(dataset.train)),)
     if not isinstance(algorithm, Dealing):
         return shards_of(dataset, experiment.partition, experiment.clients, seed)
 
-    def split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
-        return _split(dataset, labels, experiment.partition, experiment.clients, seed)
+    def split(records: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        if len(np.unique(records)) < len(records):
+            raise UserError(
+                f"algorithm {kind_of(algorithm)}: deal calls split with one record several times; split takes indices "
+                "into the training set"
+            )
+        return _split(dataset, records, experiment.partition, experiment.clients, seed)
 
     shards = algorithm.deal(dataset, split, seed)
     return _checked(shards, experiment.num_clients, len(dataset.train), f"algorithm {kind_of(algorithm)}")
 
 
 def _split(
-    dataset: Dataset, labels: NDArray[np.int64], scheme: Scheme, num_clients: int, seed: int
+    dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_clients: int, seed: int
 ) -> tuple[NDArray[np.int64], ...]:
+    """Return each client's indices into ``records``, which are indices into the training set."""
+    labels, groups, coins = dataset.train.labels[records], dataset.train.groups, rng(seed, "partition")
     try:
-        parts = scheme.split(np.asarray(labels), num_clients, rng(seed, "partition"))
+        if groups is not None and isinstance(scheme, ByGroup):
+            parts = scheme.split_groups(labels, groups[records], num_clients, coins)
+        else:
+            parts = scheme.split(labels, num_clients, coins)
     except ValueError as error:
         raise UserError(f"partition {kind_of(scheme)} of {dataset.name} over {num_clients} clients: {error}") from error
     return _checked(parts, num_clients, len(labels), f"partition {kind_of(scheme)}")

@@ -111,7 +111,7 @@ class Pate(Settings):
         left without records.
         """
         public = self.public_split(dataset, seed)
-        parts = split(dataset.train.labels[public.private])
+        parts = split(public.private)
         both = overlap(dataset.train.take(public.private), public.pool)
         if both.any() and self.overlap == "refuse":
             raise UserError(

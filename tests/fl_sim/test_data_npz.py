@@ -76,6 +76,14 @@ def test_constants_in_the_file_are_used(tmp_path):
     assert dataset.std == (0.25, 0.25, 0.25)
 
 
+def test_groups_say_where_training_records_come_from(tmp_path):
+    dataset, _ = load_from(tmp_path, groups=np.array([5, 5, 9, 9, 5, 1], dtype=np.uint16))
+    assert dataset.train.groups.tolist() == [5, 5, 9, 9, 5, 1]
+    assert dataset.train.groups.dtype == np.int64
+    assert dataset.train.take(np.array([5, 0])).groups.tolist() == [1, 5]
+    assert dataset.test.groups is None
+
+
 def test_features_are_float32_and_left_as_they_are(tmp_path):
     x_train, x_test = np.linspace(0, 1, 12).reshape(6, 2), np.ones((3, 2), dtype=np.float32)
     dataset, _ = load_from(tmp_path, x_train=x_train, x_test=x_test)
@@ -110,6 +118,7 @@ NOT_FINITE = np.array([[0.0, 1.0], [np.nan, 0.0], [0.0, 1e300]] * 2)
         ({"mean": np.array(np.inf)}, "mean is not finite"),
         ({"std": np.array([0.1, 0.0, 0.2])}, "std must be above 0, got 0.0"),
         ({"y_train": np.array([0, 1, 2, None, "x", {}], dtype=object)}, "y_train.npy cannot .*never loaded"),
+        ({"groups": np.zeros(5, int)}, r"groups is int64 of shape \(5,\); wanted is a whole number for each of 6"),
     ],
 )  # fmt: skip
 def test_arrays_that_are_no_classification_data_are_refused_with_what_they_are(tmp_path, changes, message):

@@ -11,6 +11,7 @@ import pytest
 from fl_sim.data import fingerprint, load
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.job import job_of
 from fl_sim.simulation.run import run
 from fl_sim.types import Dataset, Examples
 
@@ -48,7 +49,13 @@ def with_train(inputs: Any = None, labels: Any = None) -> Callable[[Path | None]
     return changed(train=Examples(part.inputs if inputs is None else inputs, part.labels if labels is None else labels))
 
 
+def of_three_hospitals(data_root: Path | None) -> Dataset:
+    made = table(data_root)
+    return replace(made, train=replace(made.train, groups=np.arange(60) % 3 * 10))
+
+
 number = 7
+few_groups = changed(train=replace(table(None).train, groups=np.zeros(59, np.int64)))
 wide = with_train(inputs=np.zeros((60, 3), np.float32))
 doubles = with_train(inputs=np.zeros((60, 2)))
 short = with_train(labels=np.zeros(59, np.int64))
@@ -77,6 +84,32 @@ def test_what_a_ledger_is_named_by_are_the_records() -> None:
     assert fingerprint(f"{HERE}:table", None) == fingerprint(f"{HERE}:table", Path("/elsewhere"))
 
 
+def test_where_records_come_from_may_be_the_split(tmp_path: Path) -> None:
+    settings = {"data": f"{HERE}:of_three_hospitals", "model": "logistic", "partition": "natural", "clients": 3,
+                "rounds": 1, "engine": "inprocess"}  # fmt: skip
+    assert [shard.tolist() for shard in job_of(experiment_from(settings)).shards] == [
+        list(range(first, 60, 3)) for first in range(3)
+    ]
+    assert run(experiment_from(settings), tmp_path)["partition"] == "natural"
+    with pytest.raises(UserError, match=r"partition natural of .* over 4 clients: .* from 3 groups; use at most 3"):
+        job_of(experiment_from({**settings, "clients": 4}))
+    with pytest.raises(UserError, match=r"partition natural of digits .*does not say where its records come from"):
+        job_of(experiment_from({**settings, "data": "digits", "model": ""}))
+
+
+def test_teachers_hold_whole_groups_of_what_is_not_public() -> None:
+    votes = {"kind": "pate", "public": "train", "public_records": 12, "student": "supervised"}
+    settings = {"data": f"{HERE}:of_three_hospitals", "model": "logistic", "partition": "natural", "clients": 3,
+                "algorithm": votes}  # fmt: skip
+    shards = job_of(experiment_from(settings)).shards
+    assert sum(map(len, shards)) == 48
+    assert [set((shard % 3).tolist()) for shard in shards] == [{0}, {1}, {2}]
+
+
+def test_who_owns_records_is_a_part_of_what_they_are() -> None:
+    assert fingerprint(f"{HERE}:table", None) != fingerprint(f"{HERE}:of_three_hospitals", None)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -92,6 +125,7 @@ def test_what_a_ledger_is_named_by_are_the_records() -> None:
         ("lists", "must be NumPy arrays"),
         ("flat", r"std is \(0.0,\), wanted are 1 finite numbers, std above 0"),
         ("channels", "mean is"),
+        ("few_groups", r"groups are int64 of shape \(59,\); wanted is int64, one for each of 60 records"),
     ],
 )
 def test_what_is_no_data_set_is_refused_in_one_line(name: str, message: str) -> None:

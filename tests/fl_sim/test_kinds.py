@@ -1,13 +1,11 @@
 """What a kind says of itself counts for one of the user's own as for ours: where it fits, what it starts with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
@@ -15,10 +13,10 @@ from fl_sim.kinds import Choices
 from fl_sim.report.runs import read_run
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_rounds
-from fl_sim.types import Aggregate, Cohort, Dataset
+from fl_sim.types import Aggregate, Cohort
 from partitions import Iid, LabelK
 from strategies.aggregators import WeightedMean
-from strategies.algorithm import Averaging, Split, Weighting
+from strategies.algorithm import Averaging, Weighting
 from strategies.samplers import Everyone, Poisson
 
 
@@ -27,9 +25,6 @@ class Gathered(Averaging):
 
     is_central: ClassVar[bool] = True
     starts_with: ClassVar[Mapping[str, Any]] = {"partition": "iid", "local": {"momentum": 0.5, "epochs": 2}}
-
-    def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
-        return [np.arange(len(dataset.train))]
 
     def check(self, experiment: Choices) -> None:
         if not isinstance(experiment.sampler, Everyone):

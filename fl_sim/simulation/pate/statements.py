@@ -15,7 +15,7 @@ from fl_sim.privacy.rounding import rounded_up
 from fl_sim.privacy.statement import Words, statement
 from fl_sim.simulation.pate.ensemble import Votes
 from fl_sim.simulation.pate.noisy_labels import Released, publish_cost
-from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Quantity, Scheme, Shards
+from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Natural, Quantity, Scheme, Shards
 from strategies.pate.labelling import COVERS, DOES_NOT_COVER, UNANSWERED
 from strategies.pate.mechanisms import NoNoise
 from strategies.pate.settings import Pate
@@ -38,6 +38,10 @@ _BY_CLASS: Final = (LabelK, Dirichlet, Shards)
 _CLASSES_ARE_PUBLIC: Final = (
     " How many records of each class there are: the split over teachers follows it, so it is taken to be public, and "
     "one record of another class would move others between the teachers."
+)
+_GROUPS_ARE_PUBLIC: Final = (
+    " Which groups of records there are: the split deals them out to teachers, so they are taken to be public, and a "
+    "record that is alone in its group would move other groups between the teachers."
 )
 
 
@@ -72,6 +76,8 @@ def _neighbours(partition: Scheme) -> tuple[Adjacency, str]:
     """Return which neighbours a split over teachers keeps apart by one shard, and what it takes for public."""
     if type(partition) in _BY_NUMBER:
         return Adjacency.REPLACE_ONE, ""
+    if type(partition) is Natural:
+        return Adjacency.ADD_OR_REMOVE_ONE, _GROUPS_ARE_PUBLIC
     assert type(partition) in _BY_CLASS, f"nobody has said what {partition} does with one record more"
     return Adjacency.ADD_OR_REMOVE_ONE, _CLASSES_ARE_PUBLIC
 

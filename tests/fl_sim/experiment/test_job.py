@@ -117,12 +117,24 @@ class Hoarding(FedAvg):
     """Client 0 gets the last record of everybody else's part as well; it ends after 3 rounds."""
 
     def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
-        parts = split(dataset.train.labels)
+        parts = split(np.arange(len(dataset.train)))
         taken = np.array([part[-1] for part in parts[1:]])
         return [np.concatenate([parts[0], taken]), *(part[:-1] for part in parts[1:])]
 
     def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
         return min(rounds, 3)
+
+
+class ByLabels(FedAvg):
+    """Takes labels for records."""
+
+    def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
+        return split(dataset.train.labels)
+
+
+def test_an_own_algorithm_splits_records_and_not_their_labels():
+    with pytest.raises(UserError, match=r"ByLabels: .* split takes indices into the training set"):
+        job_of(Experiment(algorithm=ByLabels()))
 
 
 def test_an_own_algorithm_may_deal_the_records_and_end_by_itself():
