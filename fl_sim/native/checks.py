@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",
     "gradient_offset", "proximal_mu", "momentum_buffers", "mix", "gradient_scale", "logit_scale", "logit_shift",
-    "distillation", "suppression",
+    "distillation", "suppression", "ascent",
 })  # fmt: skip
 """The fields of LocalSettings and LocalPlan that the compiled trainer knows."""
 

@@ -27,7 +27,7 @@
 
 namespace {
 
-constexpr int VERSION = 6;  // of the functions below; sizes and fields speak for themselves
+constexpr int VERSION = 7;  // of the functions below; sizes and fields speak for themselves
 
 // kernel.py fills it in, field by field.
 struct Request {
@@ -45,6 +45,7 @@ struct Request {
     int64_t num_examples, epochs, batch_size, linearise;
     float learning_rate, momentum, weight_decay, proximal_mu, own_weight, partner_weight, gradient_scale;
     Terms terms;
+    Ascent ascent;
 };
 
 // A thread's last network again, where it has the same shape: its memory costs more to take than some clients to train.
@@ -127,7 +128,7 @@ int train(const Request& request, double* mean_loss) {
             const Batch batch{request.labels, request.order + epoch * count + first, here, (here + LANES - 1) / LANES,
                               classes, request.partners ? &mix : nullptr, request.partners ? request.partners[steps] : 0,
                               terms.any() ? &terms : nullptr};
-            total += network->descend(request.inputs, batch, request.params, sgd);
+            total += network->step(request.inputs, batch, sgd, request.ascent);
         }
     *mean_loss = total / double(steps);
     return 0;

@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include "ascent.h"
 #include "convolution.h"
 #include "graph.h"
 #include "linear.h"
@@ -33,16 +34,14 @@ class Network {
         gradients_.resize(graph_.num_params + LANES);
     }
 
-    // Hands the gradient of the batch's mean loss at ``params`` to ``sink``; returns the loss.
-    template <class Sink>
-    double descend(const float* inputs, const Batch& batch, const float* params, const Sink& sink) {
-        start(params);
-        forward(inputs, batch, params);
-        const double loss = turn(batch);
-        std::fill(gradients_.begin(), gradients_.end(), 0.0f);
-        const vec* boundary = linear_backward(batch.count, params, sink);
-        spatial_backward(batch.count, boundary, params, sink);
-        return loss / batch.count;
+    // One step on ``batch``; returns its mean loss before the step.
+    double step(const float* inputs, const Batch& batch, const Sgd& sgd, const Ascent& ascent) {
+        if (ascent.radius == 0) return descend(inputs, batch, sgd.params, sgd);
+        slope_.resize(graph_.num_params + LANES), above_.resize(graph_.num_params + LANES);
+        const double loss = descend(inputs, batch, sgd.params, Kept{slope_.data()});
+        climb(ascent, sgd.params, slope_.data(), graph_.num_params, above_.data());
+        descend(inputs, batch, above_.data(), Uphill{sgd, slope_.data(), ascent.share});
+        return loss;
     }
 
     // Lays the weights out as minibatches will need them.
@@ -60,6 +59,18 @@ class Network {
 
   private:
     int num_layers() const { return int(graph_.layers.size()); }
+
+    // Hands the gradient of the batch's mean loss at ``params`` to ``sink``; returns the loss.
+    template <class Sink>
+    double descend(const float* inputs, const Batch& batch, const float* params, const Sink& sink) {
+        start(params);
+        forward(inputs, batch, params);
+        const double loss = turn(batch);
+        std::fill(gradients_.begin(), gradients_.end(), 0.0f);
+        const vec* boundary = linear_backward(batch.count, params, sink);
+        spatial_backward(batch.count, boundary, params, sink);
+        return loss / batch.count;
+    }
 
     void forward(const float* inputs, const Batch& batch, const float* params) {
         origins_ = batch.groups;
@@ -260,6 +271,7 @@ class Network {
     std::vector<vec> flat_;            // a group's inputs before they get a border
     std::vector<vec> rows_;            // a linear layer's inputs with the feature innermost
     std::vector<float> gradients_;
+    std::vector<float> slope_, above_; // with an ascent: the gradient at the weights, and the weights uphill
     int groups_ = 0, origins_ = 0;     // of this minibatch: all, and those that are no derivatives
 };
 

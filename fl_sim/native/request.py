@@ -44,6 +44,12 @@ class Terms(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Climbed(ctypes.Structure):
+    """``Ascent`` of ascent.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [("radius", _FLOAT), ("share", _FLOAT), ("adaptive", _LONG)]
+
+
 class Request(ctypes.Structure):
     """``Request`` of kernel.cpp."""
 
@@ -55,7 +61,7 @@ class Request(ctypes.Structure):
         ("num_examples", _LONG), ("epochs", _LONG), ("batch_size", _LONG), ("linearise", _LONG),
         ("learning_rate", _FLOAT), ("momentum", _FLOAT), ("weight_decay", _FLOAT), ("proximal_mu", _FLOAT),
         ("own_weight", _FLOAT), ("partner_weight", _FLOAT), ("gradient_scale", _FLOAT),
-        ("terms", Terms),
+        ("terms", Terms), ("ascent", Climbed),
     ]  # fmt: skip
 
 
@@ -85,6 +91,8 @@ class Held:
             learning_rate=settings.learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay,
             proximal_mu=plan.proximal_mu, gradient_scale=plan.gradient_scale, terms=self._terms(plan),
         )  # fmt: skip
+        if (ascent := plan.ascent) is not None and ascent.share:
+            request.ascent = Climbed(ascent.radius, ascent.share, int(ascent.adaptive))
         if (mix := plan.mix) is not None:
             request.partner_inputs, request.partner_labels = self._whole(mix.inputs), self._whole(mix.labels)
             request.partners, request.num_partners = self._array(draws.partners), len(mix.labels)

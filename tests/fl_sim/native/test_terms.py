@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fl_sim.local_plan import Distillation, LocalPlan, Mix, Suppression
+from fl_sim.local_plan import Ascent, Distillation, LocalPlan, Mix, Suppression
 from fl_sim.models import MODELS
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import describe
@@ -101,9 +101,8 @@ def by_formula(name: str, given: Lesson) -> tuple[Params, float]:
     buffers, losses = {key: torch.zeros_like(value) for key, value in weights.items()}, []
     for order in draws.order:
         for batch in torch.split(torch.from_numpy(order), settings.batch_size):
-            loss = loss_of(model, received, plan, inputs[batch].double(), labels[batch])
-            losses.append(float(loss.detach()))
-            gradients = torch.autograd.grad(loss, list(weights.values()))
+            loss, gradients = gradients_of(model, received, plan, inputs[batch].double(), labels[batch])
+            losses.append(loss)
             for (key, weight), gradient in zip(weights.items(), gradients, strict=True):
                 with torch.no_grad():
                     step = plan.gradient_scale * gradient + plan.proximal_mu * (weight - anchor[key])
@@ -112,6 +111,26 @@ def by_formula(name: str, given: Lesson) -> tuple[Params, float]:
                     buffers[key] = settings.momentum * buffers[key] + step + settings.weight_decay * weight
                     weight.sub_(settings.learning_rate * buffers[key])
     return detached(weights.items()), float(np.mean(losses))
+
+
+def gradients_of(
+    model: nn.Sequential, received: nn.Sequential, plan: LocalPlan, inputs: torch.Tensor, labels: torch.Tensor
+) -> tuple[float, list[torch.Tensor]]:
+    """The loss at the weights, and the gradient where ``ascent`` says."""
+    weights = list(model.parameters())
+    loss = loss_of(model, received, plan, inputs, labels)
+    here = list(torch.autograd.grad(loss, weights))
+    if (ascent := plan.ascent) is None:
+        return float(loss.detach()), here
+    factors = [weight.detach().abs() if ascent.adaptive else torch.ones_like(weight) for weight in weights]
+    length = sum((factor * gradient).square().sum() for factor, gradient in zip(factors, here, strict=True)) ** 0.5
+    above = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight, factor, gradient in zip(above.parameters(), factors, here, strict=True):
+            weight.add_(ascent.radius * factor**2 * gradient / (length + 1e-12))
+    there = gradients_of(above, received, replace(plan, ascent=None), inputs, labels)[1]
+    blend = [(1 - ascent.share) * one + ascent.share * other for one, other in zip(here, there, strict=True)]
+    return float(loss.detach()), blend
 
 
 def moved(params: Params, start: Params) -> torch.Tensor:
@@ -153,6 +172,8 @@ PLANS: dict[str, LocalPlan] = {
     "those that are not true": LocalPlan(distillation=Distillation(1.5, 3.0, exclude_true=True)),
     "some": LocalPlan(distillation=Distillation(1.5, 0.5, SOME, exclude_true=True)),
     "suppression": LocalPlan(suppression=Suppression(SHARES, 0.7)),
+    "ascent": LocalPlan(ascent=Ascent(0.3)),
+    "adaptive ascent, a share": LocalPlan(ascent=Ascent(2.0, adaptive=True, share=0.6)),
     "FedVLS": replace(ABSENT, distillation=Distillation(0.5, classes=SOME), suppression=Suppression(SHARES)),
 }
 
@@ -164,7 +185,9 @@ def test_every_term_follows_its_formula_on_every_model(kernel: Kernel, name: str
 
 
 def test_the_gradient_is_scaled_before_anything_is_added_to_it(kernel: Kernel) -> None:
-    agree(kernel, "mlp", LocalPlan(gradient_offset=offset("mlp"), proximal_mu=0.5, gradient_scale=0.3))
+    offsets = LocalPlan(gradient_offset=offset("mlp"), proximal_mu=0.5, gradient_scale=0.3)
+    agree(kernel, "mlp", offsets)
+    agree(kernel, "mlp", replace(offsets, ascent=Ascent(0.2), distillation=Distillation(0.5)))
 
 
 NOTHING: dict[str, LocalPlan] = {
@@ -172,6 +195,9 @@ NOTHING: dict[str, LocalPlan] = {
     "weight 0": LocalPlan(distillation=Distillation(0.0), suppression=Suppression(SHARES, 0.0)),
     "no class": LocalPlan(distillation=Distillation(2.0, 3.0, NONE)),
     "one class": LocalPlan(distillation=Distillation(2.0, 3.0, torch.arange(CLASSES) == 3)),
+    "radius 0": LocalPlan(ascent=Ascent(0.0, share=0.5)),
+    "adaptive radius 0": LocalPlan(ascent=Ascent(0.0, adaptive=True)),
+    "nothing of the ascent": LocalPlan(ascent=Ascent(0.3, share=0.0)),
     "no share": LocalPlan(suppression=Suppression(torch.zeros(CLASSES))),
 }  # fmt: skip
 
