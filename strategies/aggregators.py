@@ -1,12 +1,16 @@
 """How a round's updates become the one mean that the server half of an algorithm sees."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from fl_sim.errors import RunError
-from fl_sim.params import is_finite, weighted_mean
+from fl_sim.late_torch import torch
+from fl_sim.params import FlatParams, flattened, is_finite, weighted_mean
 from fl_sim.settings import Settings
-from fl_sim.types import Aggregate, Cohort, Reply
+from fl_sim.types import Aggregate, Cohort, Payloads, Reply
 from strategies.algorithm import Weighting
 
 
@@ -43,6 +47,29 @@ class WeightedMean(Settings):
         for reply in apart if is_finite(payloads) else cohort.replies:
             _check_finite(reply, cohort.server_round)
         return Aggregate(payloads, participation=len(trained) / cohort.num_clients) if trained else None
+
+
+def trained_replies(cohort: Cohort) -> list[Reply]:
+    """Return the replies of clients that have records, for aggregators that look at single updates.
+
+    Raises RunError, naming client and round, where an update or a training loss is not finite.
+    """
+    for reply in cohort.replies:
+        _check_finite(reply, cohort.server_round)
+    return [reply for reply in cohort.replies if reply.num_examples > 0]
+
+
+def as_rows(replies: Sequence[Reply]) -> torch.Tensor:
+    """Return all payloads of each reply as one vector, (replies, numbers), in the order of the first one's names."""
+    order = list(replies[0].payloads)
+    return torch.stack([torch.cat([flattened(reply.payloads[name]).flat for name in order]) for reply in replies])
+
+
+def from_row(row: torch.Tensor, like: Payloads) -> Payloads:
+    """Return a vector of the kind that ``as_rows`` makes as payloads of the names and shapes of ``like``."""
+    parts = [flattened(params) for params in like.values()]
+    cut = row.split_with_sizes([part.flat.numel() for part in parts])
+    return {name: FlatParams(piece, part.layout) for name, part, piece in zip(like, parts, cut, strict=True)}
 
 
 def _has_finite_loss(reply: Reply) -> bool:

@@ -19,7 +19,7 @@ from fl_sim.errors import Malformed, RunError
 from fl_sim.params import flattened, is_finite
 from fl_sim.seeding import rng
 from fl_sim.types import Aggregate, Cohort, Examples, Params, Payloads, Reply, ServerState
-from strategies.aggregators import WeightedMean
+from strategies.aggregators import Aggregator
 from strategies.algorithm import Algorithm, what_clients_send
 from strategies.answers import (
     UNQUOTED,
@@ -33,6 +33,7 @@ from strategies.answers import (
     in_words,
     refusal,
 )
+from strategies.attacks import Attack, NoAttack, hostile_clients
 from strategies.global_dp import GlobalDP
 from strategies.samplers import Sampler
 
@@ -50,7 +51,7 @@ class FederatedStrategy(Strategy):
     """
 
     algorithm: Algorithm
-    aggregator: WeightedMean | GlobalDP
+    aggregator: Aggregator | GlobalDP
     sampler: Sampler
     server: ServerState
     order: wire.Order
@@ -58,6 +59,7 @@ class FederatedStrategy(Strategy):
     seed: int
     privacy: "PrivateRounds | None" = None
     most_examples: int = sys.maxsize
+    attack: Attack = field(default_factory=NoAttack)
     population: Population = field(default_factory=lambda: Population(()))
     cohort: NDArray[np.int64] = field(default_factory=lambda: np.arange(0))
 
@@ -85,6 +87,7 @@ class FederatedStrategy(Strategy):
         under privacy such a client counts as the zero vector, until nobody answers well any more.
         """
         answers = self._checked(server_round, list(replies))
+        answers = self._after_attack(answers)
         cohort = Cohort(server_round, answers, self.num_clients, self.sampler.expected_size(self.num_clients))
         aggregate = self._aggregate(cohort)
         if aggregate is not None:
@@ -115,6 +118,14 @@ class FederatedStrategy(Strategy):
 
     def summary(self) -> None:
         """Say nothing: progress belongs to whoever runs the strategy."""
+
+    def _after_attack(self, answers: tuple[Reply, ...]) -> tuple[Reply, ...]:
+        """Return the round's updates with those of hostile clients as the attack forges them."""
+        who = hostile_clients(self.attack, self.num_clients, self.seed)
+        if not (hostile := [reply for reply in answers if reply.client in who and reply.num_examples > 0]):
+            return answers
+        forged = {reply.client: reply for reply in self.attack.forged(hostile, len(answers))}
+        return tuple(forged.get(reply.client, reply) for reply in answers)
 
     def _aggregate(self, cohort: Cohort) -> Aggregate | None:
         if isinstance(self.aggregator, GlobalDP):

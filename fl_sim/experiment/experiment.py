@@ -18,15 +18,21 @@ from fl_sim.types import Precision
 from partitions import AnyScheme, LabelK, Scheme
 from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, Central, Sharing
+from strategies.attacks import AnyAttack, Attack, NoAttack
+from strategies.coordinate_median import CoordinateMedian
 from strategies.fedavg import Centralized, FedAvg
 from strategies.fedmix import FedMix, NaiveMix
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
+from strategies.geometric_median import GeometricMedian
 from strategies.global_dp import GlobalDP
+from strategies.krum import Krum, MultiKrum
+from strategies.norm_bound import NormBound
 from strategies.pate.settings import Pate
 from strategies.samplers import AnySampler, Everyone, FixedSize, Poisson, Sampler
 from strategies.scaffold import Scaffold
 from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from strategies.trimmed_mean import TrimmedMean
 
 AnyAlgorithm: TypeAlias = (
     FedAvg | FedProx | Scaffold | FedNova | FedMix | NaiveMix | FedAvgM | FedAdagrad | FedAdam | FedYogi | Centralized
@@ -34,7 +40,9 @@ AnyAlgorithm: TypeAlias = (
 )  # fmt: skip
 
 Partition: TypeAlias = Annotated[AnyScheme, OneOf("partition", Scheme)]
-AnyAggregator: TypeAlias = WeightedMean | GlobalDP
+AnyAggregator: TypeAlias = (
+    WeightedMean | GlobalDP | CoordinateMedian | TrimmedMean | Krum | MultiKrum | NormBound | GeometricMedian
+)
 Preprocess: TypeAlias = NoPreprocess | DaFl
 
 
@@ -163,6 +171,7 @@ class Experiment(Settings):
     aggregator: Annotated[AnyAggregator, OneOf("aggregator", Aggregator)] = WeightedMean()
     sampler: Annotated[AnySampler, OneOf("sampler", Sampler)] = Everyone()
     preprocess: Annotated[Preprocess, OneOf("preprocess")] = NoPreprocess()
+    attack: Annotated[AnyAttack, OneOf("attack", Attack)] = NoAttack()
     local: Local = Local()
     rounds: int = Field(20, ge=1, le=10**9)
     evaluate_every: int = Field(1, ge=1)
@@ -188,7 +197,7 @@ class Experiment(Settings):
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:
-        for part in (self.algorithm, self.aggregator, self.sampler, self.partition, self.preprocess):
+        for part in (self.algorithm, self.aggregator, self.sampler, self.partition, self.preprocess, self.attack):
             if isinstance(part, Checking):
                 part.check(self)
         if isinstance(self.aggregator, GlobalDP):

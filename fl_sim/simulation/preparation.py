@@ -50,6 +50,7 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
         order,
         experiment.num_clients,
         experiment.seed,
+        attack=experiment.attack,
     )
     if isinstance(experiment.aggregator, GlobalDP):
         from strategies.private import open_private_rounds  # noqa: PLC0415 (the accountants load slowly)

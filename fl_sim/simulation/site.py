@@ -1,7 +1,7 @@
 """What a worker needs to play any client of an experiment: its records, the pool's, and what it shares."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from fl_sim.training.records import Records, Source
 from fl_sim.types import Dataset, Examples, LocalSettings
 from partitions import EvaluationSkew, FeatureSkew
 from strategies.algorithm import Sharing
+from strategies.attacks import hostile_clients
 
 if TYPE_CHECKING:
     from clients.dafl.share import Share
@@ -97,7 +98,7 @@ def to_bytes(images: torch.Tensor) -> torch.Tensor:
 
 
 def _own_records(job: Job, client: int) -> Records:
-    examples = job.dataset.train.take(job.shards[client])
+    examples = _after_attack(job, job.dataset.train.take(job.shards[client]), {client: slice(None)})
     if not _is_skewed(job.experiment):
         return resident(examples, job.dataset, job.device).whole()
     inputs, labels = to_tensors(examples, job.dataset)
@@ -109,6 +110,7 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
     ends = np.cumsum([len(shard) for shard in job.shards]).tolist()
     parts = [range(end - len(shard), end) for shard, end in zip(job.shards, ends, strict=True)]
     everybody = job.dataset.train.take(np.concatenate(job.shards))
+    everybody = _after_attack(job, everybody, {client: slice(at.start, at.stop) for client, at in enumerate(parts)})
     if _is_skewed(job.experiment):
         inputs, labels = to_tensors(everybody, job.dataset)
         for client, part in enumerate(parts):
@@ -118,6 +120,16 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
     else:
         source = resident(everybody, job.dataset, job.device)
     return lambda client: Records(((source, parts[client]),))
+
+
+def _after_attack(job: Job, examples: Examples, places: Mapping[int, slice]) -> Examples:
+    """Return ``examples``, in which clients have these ``places``, with the labels that hostile ones train on."""
+    attack, experiment = job.experiment.attack, job.experiment
+    hostile = hostile_clients(attack, experiment.num_clients, experiment.seed) & set(places)
+    labels = examples.labels.copy() if hostile else examples.labels
+    for client in hostile:
+        labels[places[client]] = attack.poisoned(labels[places[client]], job.dataset.num_classes)
+    return Examples(examples.inputs, labels)
 
 
 def _num_bytes(job: Job) -> int:

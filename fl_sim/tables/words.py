@@ -104,7 +104,13 @@ def _federation(experiments: Sequence[Experiment]) -> str:
     clients, model = _values(e.clients for e in experiments), _values(e.model for e in experiments)
     sampler = _values(short_form(e.sampler) for e in experiments)
     aggregator = _values(short_form(e.aggregator) for e in experiments)
-    return f"{clients} clients, sampler {sampler}, aggregator {aggregator}, model {model}"
+    attacks = _values(_attack(e.attack) for e in experiments)
+    attack = "" if attacks == "none" else f", attack {attacks}"
+    return f"{clients} clients, sampler {sampler}, aggregator {aggregator}{attack}, model {model}"
+
+
+def _attack(attack: Any) -> str:
+    return f"{_short(attack)} by {attack.clients} of them" if attack.clients else "none"
 
 
 def _training(experiments: Sequence[Experiment]) -> str:

@@ -1,0 +1,162 @@
+"""Clients that do harm, for tables of aggregators against attacks: what they train on, or what they send, is wrong.
+
+Who they are is drawn once, from the experiment's seed. Nothing here protects or measures privacy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import NormalDist
+from typing import ClassVar, Literal, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from fl_sim.kinds import Choices, Promising, kind_of
+from fl_sim.late_torch import torch
+from fl_sim.seeding import rng
+from fl_sim.settings import Settings
+from fl_sim.types import Reply
+from strategies.aggregators import as_rows, from_row
+from strategies.algorithm import Dealing, Sharing
+
+
+class Attack(Protocol):
+    """What ``clients`` of the experiment's clients do."""
+
+    @property
+    def clients(self) -> int:
+        """Return how many clients are hostile."""
+        ...
+
+    def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
+        """Return the labels that a hostile client trains on in place of its own, (n,)."""
+        ...
+
+    def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
+        """Return what a round's ``hostile`` clients, at least one, send in place of what honest ones would have.
+
+        ``cohort_size``: how many clients the round has.
+        """
+        ...
+
+
+class _Attack(Settings):
+    """What all share: ``clients`` of them are hostile, and by themselves neither records nor updates change."""
+
+    clients: int = Field(2, ge=1)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError where the attack would not be what it says."""
+        kind = kind_of(self)
+        if self.clients >= experiment.clients:
+            raise ValueError(
+                f"attack {kind} by {self.clients} of {experiment.clients} clients leaves nobody to attack: set "
+                "attack.clients to less than clients"
+            )
+        for part in (experiment.algorithm, experiment.aggregator, experiment.preprocess):
+            if isinstance(part, Promising) and part.is_private:
+                raise ValueError(
+                    f"attack {kind} has no place beside {kind_of(part)}: what a single client sends is not looked at "
+                    "there, and a bill for clients that break the protocol would mean nothing; take another one, or "
+                    "attack=none"
+                )
+        if isinstance(experiment.algorithm, Sharing | Dealing):
+            raise ValueError(
+                f"attack {kind} has no place beside algorithm {kind_of(experiment.algorithm)}: it is on the updates of "
+                "rounds, and what hostile clients would share or be given before the first one is not modelled; take "
+                "fedavg, fedprox, scaffold or another"
+            )
+
+    def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
+        """Return the labels as they are."""
+        del num_classes
+        return labels
+
+    def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
+        """Return the replies as they are."""
+        del cohort_size
+        return hostile
+
+
+class NoAttack(Settings):
+    """All clients are honest."""
+
+    kind: Literal["none"] = "none"
+    clients: ClassVar[int] = 0
+
+    def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
+        """Return the labels as they are."""
+        del num_classes
+        return labels
+
+    def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
+        """Return the replies as they are."""
+        del cohort_size
+        return hostile
+
+
+class LabelFlip(_Attack):
+    """Hostile clients train on class C - 1 - y for y (Fang et al. 2020, section 5.1)."""
+
+    kind: Literal["label-flip"] = "label-flip"
+
+    def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
+        """Return C - 1 - y for every label y."""
+        return num_classes - 1 - labels
+
+
+class SignFlip(_Attack):
+    """Hostile clients train honestly and send -``strength`` times what comes of it (Li et al. 2019, section 5)."""
+
+    kind: Literal["sign-flip"] = "sign-flip"
+    strength: float = Field(1.0, gt=0)
+
+    def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
+        """Return all payloads times -``strength``."""
+        del cohort_size
+        return [_with(reply, as_rows([reply])[0] * -self.strength) for reply in hostile]
+
+
+class ALittleIsEnough(_Attack):
+    """ALIE: all hostile clients send mean - z * deviation of what they would have sent (Baruch et al. 2019, alg. 3).
+
+    ``deviations``: z, how far a number may lie from the mean before it is conspicuous; None takes the paper's, the
+    (n - f - s) / (n - f) quantile of the normal distribution, s = floor(n / 2 + 1) - f, of n clients with f hostile. A
+    hostile client that is alone knows no deviation and sends what an honest one would.
+    """
+
+    kind: Literal["alie"] = "alie"
+    deviations: float | None = Field(None, ge=0)
+    title: ClassVar[str] = "ALIE"
+
+    def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
+        """Return the same forged payloads for all of them."""
+        if len(hostile) == 1:
+            return hostile
+        rows = as_rows(hostile)
+        sent = rows.mean(dim=0) - self._z(cohort_size, len(hostile)) * rows.std(dim=0, correction=0)
+        return [_with(reply, sent) for reply in hostile]
+
+    def _z(self, count: int, hostile: int) -> float:
+        if self.deviations is not None:
+            return self.deviations
+        needed, honest = count // 2 + 1 - hostile, count - hostile
+        share = (honest - needed) / honest if honest else 1.0
+        return NormalDist().inv_cdf(min(max(share, 0.5), 0.999))
+
+
+AnyAttack: TypeAlias = NoAttack | LabelFlip | SignFlip | ALittleIsEnough
+
+
+def hostile_clients(attack: Attack, num_clients: int, seed: int) -> frozenset[int]:
+    """Return which clients are hostile: the same in every round, and on every engine."""
+    if not attack.clients:
+        return frozenset()
+    return frozenset(rng(seed, "hostile clients").choice(num_clients, attack.clients, replace=False).tolist())
+
+
+def _with(reply: Reply, row: torch.Tensor) -> Reply:
+    return replace(reply, payloads=from_row(row, reply.payloads))

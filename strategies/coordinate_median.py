@@ -1,0 +1,28 @@
+"""The coordinate-wise median of a round's updates (Yin et al. 2018, definition 1)."""
+
+from typing import ClassVar, Literal
+
+from fl_sim.settings import Settings
+from fl_sim.types import Aggregate, Cohort
+from strategies.aggregators import as_rows, from_row, trained_replies
+from strategies.algorithm import Weighting
+
+
+class CoordinateMedian(Settings):
+    """Of every number the middle one; of an even number of clients the mean of the two in the middle.
+
+    Fewer than half of the clients cannot move a number beyond what honest clients sent. Every client counts the same,
+    as the number of records that a client says it has is its own word. No privacy.
+    """
+
+    kind: Literal["median"] = "median"
+    title: ClassVar[str] = "coordinate median"
+
+    def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
+        """Return the medians of all payloads, or None where no client has records; see ``Aggregator``."""
+        del weighting
+        if not (replies := trained_replies(cohort)):
+            return None
+        ordered = as_rows(replies).sort(dim=0).values
+        middle = (ordered[(len(replies) - 1) // 2] + ordered[len(replies) // 2]) / 2
+        return Aggregate(from_row(middle, replies[0].payloads), len(replies) / cohort.num_clients)

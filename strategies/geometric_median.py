@@ -1,0 +1,36 @@
+"""RFA: the geometric median of a round's updates (Pillutla, Kakade, Harchaoui 2022, algorithm 2)."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.settings import Settings
+from fl_sim.types import Aggregate, Cohort
+from strategies.aggregators import as_rows, from_row, trained_replies
+from strategies.algorithm import Weighting
+
+
+class GeometricMedian(Settings):
+    """The point with the least sum of distances to the updates, by ``iterations`` of the smoothed Weiszfeld algorithm.
+
+    ``smoothing``: the paper's nu, the least distance that is divided by. Every client counts the same, as the number of
+    records that a client says it has is its own word (the paper weights by it). No privacy.
+    """
+
+    kind: Literal["geometric-median"] = "geometric-median"
+    iterations: int = Field(10, ge=1)
+    smoothing: float = Field(1e-6, gt=0)
+    title: ClassVar[str] = "geometric median"
+
+    def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
+        """Return the geometric median of all payloads, or None where no client has records; see ``Aggregator``."""
+        del weighting
+        if not (replies := trained_replies(cohort)):
+            return None
+        rows = as_rows(replies).double()
+        centre = rows.mean(dim=0)
+        for _ in range(self.iterations):
+            weights = 1 / (rows - centre).norm(dim=1).clamp(min=self.smoothing)
+            centre = (weights / weights.sum()) @ rows
+        median = centre.to(as_rows(replies[:1]).dtype)
+        return Aggregate(from_row(median, replies[0].payloads), len(replies) / cohort.num_clients)

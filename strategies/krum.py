@@ -1,0 +1,71 @@
+"""Krum and Multi-Krum: the updates that lie closest to their neighbours (Blanchard et al. 2017, section 4)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.errors import RunError
+from fl_sim.late_torch import torch
+from fl_sim.settings import Settings
+from fl_sim.types import Aggregate, Cohort
+from strategies.aggregators import as_rows, from_row, trained_replies
+from strategies.algorithm import Weighting
+
+
+class Krum(Settings):
+    """The one update with the least sum of squared distances to its n - ``hostile`` - 2 nearest neighbours.
+
+    ``hostile``: the paper's f, how many clients of a round may be. It needs n >= 2 ``hostile`` + 3 clients with records
+    in every round. Clients with unlike data are far from each other, too: under label skew it may follow one of them.
+    No privacy.
+    """
+
+    kind: Literal["krum"] = "krum"
+    hostile: int = Field(2, ge=0)
+    title: ClassVar[str] = "Krum"
+
+    def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
+        """Return the update with the least score, or None where no client has records; see ``Aggregator``."""
+        del weighting
+        return _closest(cohort, self.hostile, selected=1)
+
+
+class MultiKrum(Settings):
+    """The mean of the ``selected`` updates with the least scores (0: n - ``hostile``, as in the paper's section 4)."""
+
+    kind: Literal["multi-krum"] = "multi-krum"
+    hostile: int = Field(2, ge=0)
+    selected: int = Field(0, ge=0)
+    title: ClassVar[str] = "Multi-Krum"
+
+    def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
+        """Return the mean of the selected updates, or None where no client has records; see ``Aggregator``."""
+        del weighting
+        return _closest(cohort, self.hostile, self.selected)
+
+
+def _closest(cohort: Cohort, hostile: int, selected: int) -> Aggregate | None:
+    if not (replies := trained_replies(cohort)):
+        return None
+    count, wanted = len(replies), selected or len(replies) - hostile
+    if count < 2 * hostile + 3 or wanted > count:
+        raise RunError(
+            f"round {cohort.server_round} has {count} clients with records: krum with hostile={hostile} needs at least "
+            f"{max(2 * hostile + 3, wanted)}; set a smaller aggregator.hostile, or have more clients in a round"
+        )
+    rows = as_rows(replies)
+    scores = krum_scores(rows, hostile)
+    chosen = scores.argsort(stable=True)[:wanted].sort().values
+    return Aggregate(from_row(rows[chosen].mean(dim=0), replies[0].payloads), count / cohort.num_clients)
+
+
+def krum_scores(rows: torch.Tensor, hostile: int) -> torch.Tensor:
+    """Return, for each row, the sum of its squared distances to the n - ``hostile`` - 2 nearest others, (n,)."""
+    centred = (rows - rows.mean(dim=0)).double()  # distances are those of the differences, without losing their digits
+    products = centred @ centred.T
+    squares = products.diagonal()
+    distances = (squares[:, None] + squares[None, :] - 2 * products).clamp(min=0).fill_diagonal_(0)
+    nearest: torch.Tensor = distances.sort(dim=1).values[:, 1 : len(rows) - hostile - 1]
+    return nearest.sum(dim=1)

@@ -1,0 +1,100 @@
+"""Hostile clients: who they are, what they train on and send, and where an attack has no place."""
+
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+
+import fl_sim
+from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.job import job_of
+from fl_sim.simulation.rounds import Rounds
+from fl_sim.tables.plan import TableSettings, plan_table
+from fl_sim.types import Reply
+from strategies.attacks import ALittleIsEnough, LabelFlip, SignFlip, hostile_clients
+from strategies.fedavg import FedAvg
+
+IID = {"partition": "iid", "rounds": 2, "model": "mlp"}
+
+
+def _replies(rows):
+    return [Reply(client, {"delta": {"w": torch.tensor(row)}}, 5, 1.0) for client, row in enumerate(rows)]
+
+
+def _sent(replies):
+    return [reply.payloads["delta"]["w"].tolist() for reply in replies]
+
+
+def test_as_many_as_were_asked_for_are_hostile_and_always_the_same():
+    one = hostile_clients(LabelFlip(clients=3), 10, seed=5)
+    assert len(one) == 3
+    assert one == hostile_clients(SignFlip(clients=3), 10, seed=5) <= set(range(10))
+    assert len({hostile_clients(LabelFlip(clients=3), 10, seed) for seed in range(20)}) > 10
+
+
+def test_flipped_signs_and_forged_means_by_hand():
+    honest = [[1.0, -2.0], [3.0, 2.0]]
+    assert _sent(SignFlip(strength=2.0).forged(_replies(honest), 10)) == [[-2.0, 4.0], [-6.0, -4.0]]
+    forged = _sent(ALittleIsEnough(deviations=1.5).forged(_replies(honest), 10))
+    assert forged == [[2.0 - 1.5 * 1.0, 0.0 - 1.5 * 2.0]] * 2
+    assert _sent(ALittleIsEnough().forged(_replies(honest[:1]), 10)) == honest[:1]
+
+
+def test_the_papers_distance_from_the_mean():
+    # Baruch et al., section 3.3: of 50 clients 24 are hostile, s = 2, and z is 1.43.
+    rows = np.random.default_rng(0).normal(size=(24, 2)).astype(np.float32)
+    [sent, *_] = _sent(ALittleIsEnough().forged(_replies(rows.tolist()), 50))
+    z = (rows.mean(axis=0) - np.array(sent)) / rows.std(axis=0)
+    assert z == pytest.approx(NormalDist().inv_cdf(24 / 26), rel=1e-4)
+    assert z == pytest.approx(1.43, abs=0.01)
+
+
+def test_hostile_clients_train_on_flipped_labels_and_others_on_their_own():
+    attacked, plain = (job_of(experiment_from({**IID, **more})) for more in ({"attack": "label-flip:3"}, {}))
+    hostile = hostile_clients(attacked.experiment.attack, 10, 0)
+    sites = [Rounds(job, FedAvg()).site() for job in (attacked, plain)]
+    for client in range(10):
+        flipped, own = (site.records(client, "").tensors()[1] for site in sites)
+        assert torch.equal(flipped, 9 - own if client in hostile else own)
+    assert plain.dataset.train.labels.min() == 0
+
+
+def test_an_attack_hurts_the_plain_mean_and_a_median_withstands_it(tmp_path: Path) -> None:
+    def accuracy(**more):
+        settings = {**IID, "rounds": 4, "local": {"learning_rate": 0.05}, **more}
+        name = "-".join(map(str, more.values())).replace(":", "-") or "plain"
+        return fl_sim.run(settings, out=tmp_path / name, progress=False).final_accuracy
+
+    plain = accuracy()
+    harmed = accuracy(attack="sign-flip:4")
+    assert harmed < plain - 0.2
+    assert accuracy(attack="sign-flip:4", aggregator="median") > harmed + 0.1
+
+
+def test_a_tables_caption_names_the_attack_and_its_rows_tell_attacks_apart():
+    settings = TableSettings(base=IID, grid={"aggregator": ["mean", "krum:2"], "attack": ["none", "alie:3"]})
+    plan = plan_table(settings)
+    assert "FedAvg, aggregator=krum:2, attack=alie:3" in plan.rows
+    assert "attack none, alie:3 by 3 of them" in plan.caption[1]
+    [no_attack] = {caption for caption in plan_table(TableSettings(base=IID)).caption if "attack" in caption} or {""}
+    assert not no_attack
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"attack": "label-flip:10"}, "leaves nobody to attack: set attack.clients"),
+        ({"attack": "sign-flip", "aggregator": "global-dp"}, "no place beside global-dp"),
+        ({"attack": "sign-flip", "preprocess": "da-fl"}, "no place beside da-fl"),
+        ({"attack": "alie", "algorithm": "fedmix"}, "no place beside algorithm fedmix"),
+        ({"attack": "alie", "algorithm": "pate"}, "no place beside pate"),
+        ({"attack": "aliee"}, "did you mean 'alie'"),
+        ({"attack": {"kind": "alie", "deviations": -1}}, "attack.deviations"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_words(settings, why):
+    with pytest.raises(UserError, match=why):
+        experiment_from(settings)
