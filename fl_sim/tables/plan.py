@@ -29,7 +29,7 @@ AXES = ("algorithm", "data", "partition", "seed")
 
 CENTRALIZED: Mapping[str, Any] = {
     "algorithm": "centralized", "partition": "iid", "clients": 1, "sampler": "full", "aggregator": "mean",
-    "preprocess": "none",
+    "preprocess": "none", "attack": "none",
 }  # fmt: skip
 """What makes an experiment the upper bound, whatever the split and the clients of its column are."""
 
