@@ -6,7 +6,6 @@ It says what it will cost before it looks at a record (``bill``), and ``generate
 """
 
 import math
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from dp_accounting import GaussianDpEvent, NonPrivateDpEvent
 from numpy.typing import NDArray
 from pydantic import Field
 
-from clients.dafl.generator import Bill, Made, PrivateRecords, Request, each_alone, nothing
+from clients.dafl.generator import Bill, PrivateRecords
 from clients.dafl.mean_embedding import Release
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.planning import noise_multiplier
@@ -53,12 +52,3 @@ class NoisyMeans(Settings):
         around = np.repeat(means, counts, axis=0)
         made = around + self.spread * generator.standard_normal(around.shape)
         return torch.from_numpy(made.clip(-1, 1).astype(np.float32)).reshape(-1, *shape)
-
-    def generate_stacked(self, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
-        """Take one client after another; a failure is one client's alone."""
-        return each_alone(self.generate, requests, check)
-
-    def shortened(self, steps: int) -> "tuple[NoisyMeans, float]":
-        """Return itself: there is nothing to shorten."""
-        del steps
-        return self, 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,22 +62,6 @@ def nothing() -> None:
     """Do nothing."""
 
 
-def each_alone(
-    generate: Callable[[PrivateRecords, NDArray[np.int64], Bill, Noise, np.random.Generator], torch.Tensor],
-    requests: Sequence[Request],
-    check: Callable[[], None] = nothing,
-) -> list[Made]:
-    """Return what ``generate`` makes of one request after another: ``generate_stacked`` where nothing can be shared."""
-    made: list[Made] = []
-    for one in requests:
-        check()
-        try:
-            made.append(generate(one.records, one.counts, one.bill, one.noise, one.generator))
-        except Exception as error:  # noqa: BLE001 (whatever a client's data raises is this one client's failure)
-            made.append(error)
-    return made
-
-
 class Generator(Protocol):
     """A kind of private generator: frozen settings with a bill and a release. Unit: one record, add or remove."""
 
@@ -105,6 +89,11 @@ class Generator(Protocol):
         """
         ...
 
+
+@runtime_checkable
+class Stacking(Protocol):
+    """A generator that many clients' releases share work in; of any other, one client's is made after another's."""
+
     def generate_stacked(self, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
         """Do what ``generate`` does for each of many clients, with the same bits, in less time where that can be.
 
@@ -112,6 +101,25 @@ class Generator(Protocol):
         """
         ...
 
+
+@runtime_checkable
+class Shortening(Protocol):
+    """A generator whose time can be told from less than a whole release."""
+
     def shortened(self, steps: int) -> tuple[Generator, float]:
         """Return a generator of which a release takes about this share of the time, to guess the time from."""
         ...
+
+
+def generate_all(generator: Generator, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
+    """Return what ``generator`` makes of each request. ``check`` is called now and then; what it raises ends all."""
+    if isinstance(generator, Stacking):
+        return generator.generate_stacked(requests, check)
+    made: list[Made] = []
+    for one in requests:
+        check()
+        try:
+            made.append(generator.generate(one.records, one.counts, one.bill, one.noise, one.generator))
+        except Exception as error:  # noqa: BLE001 (whatever a client's data raises is this one client's failure)
+            made.append(error)
+    return made

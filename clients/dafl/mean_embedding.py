@@ -9,7 +9,6 @@ images have in common, and images are drawn from the normal distribution with th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from clients.dafl.generator import Bill, Made, PrivateRecords, Request, each_alone, nothing
+from clients.dafl.generator import Bill, PrivateRecords
 from fl_sim.late_torch import torch
 from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_norm_on_grid
 from fl_sim.settings import Settings
@@ -93,14 +92,6 @@ class MeanEmbedding(Settings):
             drawn = generator.standard_normal((counts[label], len(order))) @ root.T
             made.append(images_of(means[label] + drawn * units[label], order, shape))
         return torch.from_numpy(np.concatenate(made))
-
-    def generate_stacked(self, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
-        """Take one client after another: a second each, and nothing in it that many could share."""
-        return each_alone(self.generate, requests, check)
-
-    def shortened(self, steps: int) -> tuple[MeanEmbedding, float]:  # noqa: ARG002 (the slot's)
-        """Return itself: there is nothing to shorten."""
-        return self, 1.0
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from clients.dafl.generator import Bill, Made, PrivateRecords, Request, nothing
+from clients.dafl.generator import Bill, Made, PrivateRecords, Request, generate_all, nothing
 from clients.dafl.settings import DaFl
 from clients.policy import Policy, open_ledger
 from fl_sim.errors import RunError, UserError
@@ -100,7 +100,7 @@ def make_shares(
     begun = [_caught(_begin, settings, client, seed, public_records) for client in clients]
     requests = [one.request for one in begun if isinstance(one, _Paid)]
     try:
-        made = iter(settings.generator.generate_stacked(requests, check))
+        made = iter(generate_all(settings.generator, requests, check))
     except Exception as error:
         raise _without_its_words(error) from error
     return [

@@ -22,7 +22,6 @@ from fl_sim.engines.ray_token import choose_token
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray, defined_in_script
 from fl_sim.experiment.job import Job
-from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached
 from fl_sim.seeding import rng
@@ -173,14 +172,15 @@ def estimated_seconds(job: Job) -> float:
     settings = local_settings(experiment.local, experiment.local.learning_rate)
     sizes = [len(shard) for shard in job.shards]
     cohort = experiment.sampler.expected_size(experiment.num_clients)
-    num_steps = procedure_of(job).num_trainings * cohort * sum(settings.num_steps(size) for size in sizes) / len(sizes)
+    procedure = procedure_of(job)
+    num_steps = procedure.num_trainings * cohort * sum(settings.num_steps(size) for size in sizes) / len(sizes)
     sample = dataset.test.take(np.arange(min(len(dataset.test), PROBE_STEPS * settings.batch_size)))
     inputs, labels = to_tensors(sample, dataset)
     model = job.model()
     probe = LocalSettings(settings.learning_rate, settings.momentum, settings.weight_decay, settings.batch_size, 1)
     task = LocalTask(0, 0, 1, len(labels), probe, detached(model.named_parameters()))
     start = time.perf_counter()
-    trained = train(model, task, LocalPlan(), inputs, labels, rng(experiment.seed, "probe"))
+    trained = train(model, task, procedure.typical_plan(), inputs, labels, rng(experiment.seed, "probe"))
     return num_steps * (time.perf_counter() - start) / trained.num_steps
 
 
@@ -192,14 +192,17 @@ def synthesis_seconds(job: Job) -> float:
     experiment, dataset, settings = job.experiment, job.dataset, job.experiment.preprocess
     if not isinstance(settings, DaFl):
         return 0.0
-    from clients.dafl.generator import PrivateRecords  # noqa: PLC0415 (the accountants load slowly)
+    from clients.dafl.generator import Generator, PrivateRecords, Shortening  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
 
     num_records = sum(len(shard) for shard in job.shards) // experiment.num_clients
     inputs, _ = to_tensors(dataset.test.take(np.arange(min(len(dataset.test), num_records))), dataset)
     records = PrivateRecords(to_generator(inputs, dataset), torch.zeros(len(inputs), dtype=torch.int64), 1)
     counts = np.array([max(1, round(settings.gamma * len(inputs)))])
-    generator, share = settings.generator.shortened(PROBE_STEPS)
+    generator: Generator = settings.generator
+    share = 1.0
+    if isinstance(generator, Shortening):
+        generator, share = generator.shortened(PROBE_STEPS)
     bill = generator.bill(len(inputs), 1, math.inf, settings.delta)
     start = time.perf_counter()
     generator.generate(records, counts, bill, Noise.seeded(0), rng(experiment.seed, "probe"))

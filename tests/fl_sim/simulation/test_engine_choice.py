@@ -1,11 +1,16 @@
-"""Which trainer is said to take an experiment: the one that takes its clients' plans."""
+"""Which trainer is said to take an experiment, and what is timed for it: all that its clients' plans ask for."""
+
+from typing import Any
 
 import pytest
 
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
+from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import load_kernel
-from fl_sim.simulation.engine_choice import trainer_line, trains_natively
+from fl_sim.simulation import engine_choice
+from fl_sim.simulation.engine_choice import estimated_seconds, trainer_line, trains_natively
+from fl_sim.training.loop import train
 
 
 @pytest.mark.skipif(load_kernel()[0] is None, reason=f"no native trainer: {load_kernel()[1]}")
@@ -19,3 +24,18 @@ def test_the_native_trainer_is_named_where_it_takes_the_plans(algorithm: str, mo
     job = job_of(experiment_from({"data": "digits", "device": "cpu", "algorithm": algorithm, "model": model}))
     assert trains_natively(job) is native
     assert trainer_line(job, 2) == ("native trainer, 2 threads" if native else "PyTorch trains, 2 threads")
+
+
+@pytest.mark.parametrize("algorithm", ["fedmix", "scaffold", "fedavg"])
+def test_what_is_timed_is_training_by_the_algorithms_own_plan(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[LocalPlan] = []
+
+    def watched(model: Any, task: Any, plan: LocalPlan, *rest: Any) -> Any:
+        timed.append(plan)
+        return train(model, task, plan, *rest)
+
+    monkeypatch.setattr(engine_choice, "train", watched)
+    made = experiment_from({"device": "cpu", "algorithm": algorithm, "model": "logistic"})
+    assert estimated_seconds(job_of(made)) > 0
+    [plan] = timed
+    assert (plan.mix is not None, plan.gradient_offset is not None) == (algorithm == "fedmix", algorithm == "scaffold")
