@@ -54,6 +54,19 @@ _SERIES, _FEW_ORDERS = renyi._SERIES, renyi._SERIES[::16]
 Shard = tuple[torch.Tensor, torch.Tensor]
 
 
+LONGEST = (
+    "fl_sim/engines/test_ray.py", "test_engines_agree.py", "fl_sim/simulation/test_flower_deployment.py",
+    "fl_sim/cli/test_table.py", "fl_sim/simulation/test_flower_app.py", "fl_sim/engines/test_ray_doors.py",
+)  # fmt: skip
+"""Files that take half a minute and more, much of it in waiting for processes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files, so that no worker is left alone with one of them in the end."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 @pytest.fixture(scope="session")
 def load_benchmark() -> Callable[[str], ModuleType]:
     """Load a script of benchmarks/ from where it lies: other distributions have a package of that name."""

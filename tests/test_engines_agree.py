@@ -140,21 +140,27 @@ def test_the_engines_agree_on_the_votes_of_teachers(
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("generator", [{"kind": "mean-embedding"}, {"kind": "dp-cgan", "discriminator_steps": 4}])
+@pytest.mark.parametrize(
+    ("engine", "generator"),
+    [
+        ("ray:2", {"kind": "mean-embedding"}),
+        ("ray:1", {"kind": "dp-cgan", "discriminator_steps": 4, "batch_size": 400}),  # less than one client has
+    ],
+)
 def test_synthetic_records_with_seeded_noise_are_the_same_on_every_engine(
-    folder: Path, one_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generator: dict[str, Any]
+    folder: Path, one_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, generator: dict[str, Any]
 ) -> None:
     preprocess = {"kind": "da-fl", "generator": generator, "noise": "seeded", "gamma": 0.2}
     made = {}
-    for engine in ("inprocess", "ray:2"):
-        monkeypatch.setenv("FL_SIM_POOLS", str(tmp_path / f"pools of {engine}"))
+    for name in ("inprocess", engine):
+        monkeypatch.setenv("FL_SIM_POOLS", str(tmp_path / f"pools of {name}"))
         plain = settings("fedavg", "inprocess").model_dump()
-        experiment = experiment_from({**plain, "engine": engine, "preprocess": preprocess})
-        made[engine] = run(experiment, tmp_path / engine)["preprocess"]
+        experiment = experiment_from({**plain, "engine": name, "preprocess": preprocess})
+        made[name] = run(experiment, tmp_path / name)["preprocess"]
     assert not any(pool["reused"] for pool in made.values())
     assert made["inprocess"]["num_synthetic"] > 20
-    assert made["inprocess"]["pool"] == made["ray:2"]["pool"]  # named by content
-    assert_same_bits(tmp_path / "inprocess", tmp_path / "ray:2")
+    assert made["inprocess"]["pool"] == made[engine]["pool"]  # named by content
+    assert_same_bits(tmp_path / "inprocess", tmp_path / engine)
 
 
 @pytest.fixture(scope="module")

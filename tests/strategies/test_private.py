@@ -19,6 +19,8 @@ from strategies.global_dp import GlobalDP
 from strategies.private import open_private_rounds
 from strategies.samplers import FixedSize, Poisson
 
+pytestmark = pytest.mark.usefixtures("quick_accounting")
+
 MODEL = {"w": torch.zeros(2)}
 CLIENTS, ROUNDS = 40, 12
 SAMPLERS = [Poisson(sampling_rate=0.3), FixedSize(cohort_size=12)]

@@ -69,7 +69,7 @@ def test_epsilon_never_rises_with_noise(rate: float, noise: float, steps: int) -
 @given(
     st.lists(st.builds(poisson, st.sampled_from((0.01, 0.1, 1.0)), st.sampled_from((1.0, 1.5))), min_size=1, max_size=4)
 )
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=5)
 def test_composition_is_the_sum_of_the_renyi_curves(schedule: list[dp_event.DpEvent]) -> None:
     ours = epsilon(schedule, DELTA)
     assert ours == pytest.approx(epsilon_of_curve(sum(rdp_curve(event) for event in schedule), DELTA), rel=1e-12)
@@ -120,11 +120,12 @@ def test_fixed_size_curve_is_the_divergence_of_its_dominating_pair(order: float)
     rate, noise = 0.2, 1.3
 
     def log_density(point: float, shift: float) -> float:
-        parts = (
-            math.log(1 - rate) + stats.norm.logpdf(point, 0, noise),
-            math.log(rate) + stats.norm.logpdf(point, shift, noise),
+        stays, moves = (
+            math.log(1 - rate) - (point / noise) ** 2 / 2,
+            math.log(rate) - ((point - shift) / noise) ** 2 / 2,
         )
-        return float(np.logaddexp(*parts))
+        most = max(stays, moves)
+        return most + math.log1p(math.exp(min(stays, moves) - most)) - math.log(noise * math.sqrt(2 * math.pi))
 
     def log_integrand(point: float) -> float:
         return order * log_density(point, 2.0) + (1 - order) * log_density(point, -2.0)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from dp_accounting import dp_event
 from dp_accounting.rdp import compute_epsilon
 
+from fl_sim.privacy import loss_distribution
 from fl_sim.privacy.accounting import (
     ORDERS,
     amplify_fixed_size,
@@ -28,6 +30,15 @@ needs_reference = pytest.mark.skipif(not _REFERENCE, reason=f"no {_FILE}: set FL
 _ROWS = _REFERENCE.get("rows", [{"note": "no reference file", "epsilon": {}}])
 _SAMPLED = [row for row in _ROWS if "wor_pld_truncated_upper" in row["epsilon"]] or _ROWS
 _POINTS = _REFERENCE.get("calibration", [{}])
+
+
+@pytest.fixture
+def wide_interval(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take a tenth of the PLD's points: still within 3e-4 of the reference, in a fifth of the time."""
+    monkeypatch.setattr(loss_distribution, "_INTERVAL", 1e-3)
+    loss_distribution.epsilon.cache_clear()
+    yield
+    loss_distribution.epsilon.cache_clear()
 
 
 def _note(row: dict[str, Any]) -> str:
@@ -65,6 +76,7 @@ def test_rdp_at_integer_orders_matches_a_reference_by_quadrature(row: dict[str, 
 
 @needs_reference
 @pytest.mark.parametrize("row", _SAMPLED, ids=_note)
+@pytest.mark.usefixtures("wide_interval")
 def test_fixed_size_is_the_sound_bound_and_never_the_naive_one(row: dict[str, Any]) -> None:
     counts, known = {_fixed_size(row): row["steps"]}, row["epsilon"]
     by_pld = epsilon_of_counts(counts, row["delta"], accountant="pld")

@@ -46,13 +46,10 @@ def accuracy(student: Student, data: StudentData, inputs: torch.Tensor, labels: 
 
 
 def test_unlabelled_records_help() -> None:
-    data, inputs, labels = digits(30)
-    alone = accuracy(SUPERVISED, data, inputs, labels)
-    students = [FIXMATCH.train(data, network(seed), seed) for seed in (0, 1, 2)]
-    together = sum(float((predict(student, inputs) == labels).float().mean()) for student in students) / 3
-    assert alone > 0.75
-    assert together > alone
-    assert together > 0.88
+    data, inputs, labels = digits(20)
+    alone, together = (accuracy(student, data, inputs, labels) for student in (SUPERVISED, FIXMATCH))
+    assert alone > 0.65
+    assert together > alone + 0.05
 
 
 def test_the_gan_student_beats_its_classifier_alone() -> None:
@@ -67,8 +64,7 @@ def test_the_gan_student_beats_its_classifier_alone() -> None:
 
 def test_wrong_labels_are_doubted() -> None:
     data, inputs, labels = digits(100, num_wrong=20)
-    trusting = FIXMATCH.model_copy(update={"doubt_after": 1.0})
-    doubting = FIXMATCH.model_copy(update={"doubt_after": 0.15})
+    trusting, doubting = (FIXMATCH.model_copy(update={"doubt_after": share, "steps": 140}) for share in (1.0, 0.15))
     trusted, doubted = (accuracy(student, data, inputs, labels) for student in (trusting, doubting))
     assert doubted > trusted
     assert doubted > 0.9

@@ -32,6 +32,7 @@ def refusal(*arguments: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.usefixtures("quick_accounting")
 def test_epsilon_from_noise() -> None:
     plan = call(*POISSON, "--noise-multiplier", "1.0", "--rounds", "54", "--delta", "1e-5")
     assert plan["asked"] == "epsilon"
@@ -40,6 +41,7 @@ def test_epsilon_from_noise() -> None:
     assert plan["adjacency"] == "add-or-remove-one"
 
 
+@pytest.mark.usefixtures("coarse_losses")
 def test_noise_from_epsilon() -> None:
     plan = call(*POISSON, "--rounds", "100", "--epsilon", "8", "--delta", "1e-5")
     assert plan["asked"] == "noise_multiplier"
@@ -47,6 +49,7 @@ def test_noise_from_epsilon() -> None:
     assert plan["epsilon"] <= 8
 
 
+@pytest.mark.usefixtures("quick_accounting")
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_rounds_that_fit(accountant: str) -> None:
     known = (*POISSON, "--noise-multiplier", "1.0", "--accountant", accountant)
@@ -56,6 +59,7 @@ def test_rounds_that_fit(accountant: str) -> None:
     assert plan["epsilon"] <= 4 < call(*known, "--rounds", str(plan["steps"] + 1))["epsilon"]
 
 
+@pytest.mark.usefixtures("quick_accounting")
 def test_everything_given_tells_what_is_spent_and_what_would_fit() -> None:
     plan = call(*POISSON, "--noise-multiplier", "1.0", "--rounds", "200", "--epsilon", "8")
     assert plan["asked"] == "epsilon"
@@ -63,11 +67,13 @@ def test_everything_given_tells_what_is_spent_and_what_would_fit() -> None:
     assert plan["steps_that_fit"] < 200
 
 
+@pytest.mark.usefixtures("quick_accounting")
 def test_no_round_may_fit() -> None:
     plan = call("global-dp", "--sampling-rate", "1", "--noise-multiplier", "0.5", "--epsilon", "0.1")
     assert (plan["steps"], plan["epsilon"]) == (0, 0.0)
 
 
+@pytest.mark.usefixtures("quick_accounting")
 def test_fixed_size_is_replace_one_and_costs_more() -> None:
     rest = ("--noise-multiplier", "3.0", "--rounds", "50")
     fixed, poisson = call(*FIXED, *rest), call("global-dp", "--sampling-rate", "0.03", *rest)
@@ -86,6 +92,7 @@ def test_dp_sgd_is_about_records() -> None:
     assert batches["epsilon_pld"] == pytest.approx(0.8530, rel=1e-3)
 
 
+@pytest.mark.usefixtures("quick_accounting")
 def test_a_large_delta_is_warned_about_on_standard_error() -> None:
     arguments = [*FIXED, "--noise-multiplier", "3.0", "--rounds", "5", "--delta", "1e-3", "--json"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
@@ -94,6 +101,7 @@ def test_a_large_delta_is_warned_about_on_standard_error() -> None:
     assert not call(*FIXED, "--noise-multiplier", "3.0", "--rounds", "5", "--delta", "1e-5")["warnings"]
 
 
+@pytest.mark.usefixtures("quick_accounting")
 def test_people_get_lines_and_a_plot(tmp_path: Path) -> None:
     path = tmp_path / "epsilon.png"
     arguments = [*POISSON, "--noise-multiplier", "1.0", "--rounds", "3", "--epsilon", "4", "--plot", str(path)]
@@ -137,6 +145,7 @@ def test_people_get_lines_and_a_plot(tmp_path: Path) -> None:
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("quick_accounting")
 def test_mistakes_are_named_with_their_fix(arguments: Sequence[str], said: str) -> None:
     assert said in refusal(*arguments)
 
@@ -146,7 +155,7 @@ def findings() -> list[Finding]:
     """An audit whose noise is seeded, so that it ends the same every time; its faults are far beyond the limits."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loss_distribution, "_INTERVAL", 1e-2)  # the claim is still an upper bound
-        return audit_global_dp(1.0, num_runs=400, noise=Noise.seeded(0))
+        return audit_global_dp(1.0, num_runs=250, noise=Noise.seeded(0))
 
 
 def test_the_audit_clears_the_real_aggregator_and_catches_every_planted_fault(findings: list[Finding]) -> None:
@@ -158,11 +167,11 @@ def test_the_audit_clears_the_real_aggregator_and_catches_every_planted_fault(fi
     assert len(found) == 7
     for name, finding in found.items():
         assert finding.profile.refuted, name
-        assert min(finding.calibration.values()) < 1e-30, name
+        assert min(finding.calibration.values()) < 1e-20, name
 
 
 def test_the_audit_is_not_vacuous() -> None:
-    true = audit_global_dp(1.0, num_runs=4000, noise=Noise.seeded(2), only=TRUE_MECHANISM)[0]
+    true = audit_global_dp(1.0, num_runs=2000, noise=Noise.seeded(2), only=TRUE_MECHANISM)[0]
     assert not true.caught
     assert true.profile.power == pytest.approx(1.0, abs=0.1)
 
