@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",
     "gradient_offset", "proximal_mu", "momentum_buffers", "mix", "gradient_scale", "logit_scale", "logit_shift",
-    "distillation", "suppression", "ascent",
+    "distillation", "suppression", "ascent", "contrast", "pull",
 })  # fmt: skip
 """The fields of LocalSettings and LocalPlan that the compiled trainer knows."""
 
-TERMS = frozenset({"distillation", "suppression"})
+TERMS = frozenset({"distillation", "suppression", "contrast", "pull"})
 """Those of them that look at records as they are: of mixed ones the compiled trainer makes nothing else."""
 
 _COUNTING, _REAL, _CHOICE = torch.int64, torch.float32, torch.bool
@@ -62,12 +62,14 @@ def check_lesson(stack: Stack, lesson: "Lesson") -> None:
 
 def tensors_of(plan: LocalPlan, stack: Stack) -> list[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]]:
     """Return the tensors of the terms in use: what they are, the values, and the type and shape that they must have."""
-    taught, lowered = plan.distillation, plan.suppression
+    taught, lowered, pull = plan.distillation, plan.suppression, plan.pull
     given = [
         ("the scale of the logits", plan.logit_scale, _REAL, ("outputs",)),
         ("the shift of the logits", plan.logit_shift, _REAL, ("outputs",)),
         ("the distilled classes", None if taught is None else taught.classes, _CHOICE, ("outputs",)),
         ("the shares of the classes", None if lowered is None else lowered.shares, _REAL, ("outputs",)),
+        ("the prototypes", None if pull is None else pull.prototypes, _REAL, ("outputs", "inputs")),
+        ("the present classes", None if pull is None else pull.present, _CHOICE, ("outputs",)),
     ]
     sized = [(what, values, dtype, sizes) for what, values, dtype, sizes in given if values is not None]
     return [

@@ -27,7 +27,7 @@
 
 namespace {
 
-constexpr int VERSION = 7;  // of the functions below; sizes and fields speak for themselves
+constexpr int VERSION = 8;  // of the functions below; sizes and fields speak for themselves
 
 // kernel.py fills it in, field by field.
 struct Request {
@@ -86,8 +86,8 @@ int fault_of(const Request& request) {
     return request.partners && !are_below(request.partners, steps, request.num_partners) ? 4 : 0;
 }
 
-// Writes the logits of all records under ``params``, [record][class].
-void write_logits(Network& network, const Request& request, const float* params, float* logits) {
+// Writes the logits of all records under ``params``, [record][class], or their features, [record][feature].
+void write_rows(Network& network, const Request& request, const float* params, bool wants_features, float* rows) {
     const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
     const int classes = num_classes(request);
     std::vector<int64_t> order(count);
@@ -96,9 +96,42 @@ void write_logits(Network& network, const Request& request, const float* params,
     for (int64_t first = 0; first < count; first += batch_size) {
         const int here = int(std::min(batch_size, count - first));
         const Batch batch{nullptr, order.data() + first, here, (here + LANES - 1) / LANES, classes, nullptr, 0, nullptr};
-        network.infer(request.inputs, batch, params, logits + first * classes);
+        network.infer(request.inputs, batch, params, wants_features, rows + first * (wants_features ? network.num_features() : classes));
     }
 }
+
+// What terms compare every step with does not change while a client trains: one pass serves all epochs.
+class Memory {
+  public:
+    // Returns the request's terms, with what they compare with.
+    Terms prepare(Network& network, const Request& request) {
+        Terms terms = request.terms;
+        if (terms.distillation.weight != 0) {
+            logits_.resize(request.num_examples * num_classes(request));
+            write_rows(network, request, request.anchor, false, logits_.data());
+            terms.distillation.received = logits_.data();
+        }
+        if (terms.contrast.weight != 0) {
+            write_leads(network, request);
+            terms.contrast.leads = leads_.data();
+        }
+        return terms;
+    }
+
+  private:
+    void write_leads(Network& network, const Request& request) {
+        const long numbers = network.num_features();
+        std::vector<float> received(request.num_examples * numbers);
+        leads_.resize(received.size());
+        write_rows(network, request, request.terms.contrast.previous, true, leads_.data());
+        write_rows(network, request, request.anchor, true, received.data());
+        to_directions(leads_.data(), request.num_examples, numbers);
+        to_directions(received.data(), request.num_examples, numbers);
+        for (size_t at = 0; at < leads_.size(); at++) leads_[at] -= received[at];
+    }
+
+    std::vector<float> logits_, leads_;
+};
 
 int train(const Request& request, double* mean_loss) {
     if (const int fault = fault_of(request)) return fault;
@@ -113,13 +146,8 @@ int train(const Request& request, double* mean_loss) {
                   request.gradient_scale, request.params, request.buffers, request.anchor, request.offset};
     const Mix mix{request.partner_inputs, request.partner_labels, request.own_weight, request.partner_weight,
                   request.linearise != 0};
-    Terms terms = request.terms;
-    std::vector<float> received;  // what the received model says does not change: one pass serves all epochs
-    if (terms.distillation.weight != 0) {
-        received.resize(count * classes);
-        write_logits(*network, request, request.anchor, received.data());
-        terms.distillation.received = received.data();
-    }
+    Memory memory;
+    const Terms terms = memory.prepare(*network, request);
     double total = 0;
     int64_t steps = 0;
     for (int64_t epoch = 0; epoch < request.epochs; epoch++)
@@ -140,7 +168,7 @@ int infer(const Request& request, float* logits) {
     if (count < 1 || batch_size < 1) return 4;
     Network* network = network_for(request, batch_size);
     if (!network) return 1;
-    write_logits(*network, request, request.params, logits);
+    write_rows(*network, request, request.params, false, logits);
     return 0;
 }
 

@@ -21,7 +21,7 @@ from fl_sim.types import LocalTask, Trained
 
 _TOGETHER = 64  # records that go through the network together where nothing is trained: they share the weights' way
 
-_VERSION = 7  # of the library's functions
+_VERSION = 8  # of the library's functions
 _LAYOUT = _VERSION * 1_000_000 + 1000 * ctypes.sizeof(Request) + len(FIELDS)
 """What a library of the same version calls fl_sim_layout."""
 

@@ -11,6 +11,7 @@
 #include "norm.h"
 #include "planes.h"
 #include "routed.h"
+#include "rows.h"
 #include "terms.h"
 #include "winograd.h"
 
@@ -49,16 +50,21 @@ class Network {
         for (int index = 0; index < graph_.first_linear; index++) start(index, params);
     }
 
-    // Writes a batch's logits, [record][class]; the weights are those of the last ``start``.
-    void infer(const float* inputs, const Batch& batch, const float* params, float* logits) {
+    // Writes a batch's features (what enters the last layer), [record][feature], or its logits, [record][class]; the weights
+    // are those of the last ``start``.
+    void infer(const float* inputs, const Batch& batch, const float* params, bool wants_features, float* rows) {
         forward(inputs, batch, params);
+        const long numbers = wants_features ? num_features() : batch.classes;
+        const vec* from = wants_features ? features() : logits_.data();
         for (int record = 0; record < batch.count; record++)
-            for (int k = 0; k < batch.classes; k++)
-                *logits++ = logits_[record / LANES * batch.classes + k][record % LANES];
+            for (long i = 0; i < numbers; i++) *rows++ = from[record / LANES * numbers + i][record % LANES];
     }
+
+    long num_features() const { return graph_.layers.back().in.features(); }
 
   private:
     int num_layers() const { return int(graph_.layers.size()); }
+    const vec* features() { return graph_.nodes[num_layers() - 1].at(0); }
 
     // Hands the gradient of the batch's mean loss at ``params`` to ``sink``; returns the loss.
     template <class Sink>
@@ -67,7 +73,7 @@ class Network {
         forward(inputs, batch, params);
         const double loss = turn(batch);
         std::fill(gradients_.begin(), gradients_.end(), 0.0f);
-        const vec* boundary = linear_backward(batch.count, params, sink);
+        const vec* boundary = linear_backward(batch, params, sink);
         spatial_backward(batch.count, boundary, params, sink);
         return loss / batch.count;
     }
@@ -93,18 +99,10 @@ class Network {
         const bool is_bare = shape.border_y == 0 && shape.border_x == 0;
         vec* to = graph_.nodes[0].at(group);
         vec* flat = is_bare ? to : flat_.data();
-        for (long first = 0; first < features; first += LANES) {
-            const long here = std::min<long>(LANES, features - first);
-            vec block[LANES];
-            for (int lane = 0; lane < LANES; lane++)
-                block[lane] = lane < count ? load(inputs + chosen[lane] * features + first, features - first) : vec{};
-            transpose(block);
-            for (long i = 0; i < here; i++) {
-                vec value = block[i];
-                if (partner && !batch.mix->linearise) value = batch.mix->own * value + batch.mix->weight * partner[first + i];
-                else if (partner) value = group < origins_ ? batch.mix->own * value : spread(partner[first + i]);
-                flat[first + i] = value;
-            }
+        lay_out(inputs, chosen, count, features, flat);
+        for (long i = 0; partner && i < features; i++) {
+            if (!batch.mix->linearise) flat[i] = batch.mix->own * flat[i] + batch.mix->weight * partner[i];
+            else flat[i] = group < origins_ ? batch.mix->own * flat[i] : spread(partner[i]);
         }
         if (is_bare) return;
         for (int channel = 0; channel < shape.channels; channel++)
@@ -165,6 +163,10 @@ class Network {
         if (batch.terms) {
             added_.assign(origins_ * batch.classes, vec{});
             loss = add_terms(*batch.terms, batch, logits_.data(), added_.data());
+            if (batch.terms->look_at_features()) {
+                row_.resize(num_features()), pulled_.assign(origins_ * num_features(), vec{});
+                loss += add_feature_terms(*batch.terms, batch, features(), num_features(), row_.data(), pulled_.data());
+            }
         }
         for (int group = 0; group < origins_; group++) {
             vec* logits = logits_.data() + group * batch.classes;
@@ -177,7 +179,7 @@ class Network {
 
     // Hands over the gradient of the linear layers; returns that of what the first of them reads.
     template <class Sink>
-    const vec* linear_backward(int count, const float* params, const Sink& sink) {
+    const vec* linear_backward(const Batch& batch, const float* params, const Sink& sink) {
         vec *slopes = logits_.data(), *next = other_.data();
         for (int index = num_layers() - 1; index >= graph_.first_linear; index--) {
             const Layer& layer = graph_.layers[index];
@@ -188,8 +190,10 @@ class Network {
             }
             if (index > 0)  // first, as a sink may step: with the weights of the way forward
                 multiply({slopes, outputs, next, inputs, params + layer.weight, 1, inputs, nullptr, false}, groups_);
+            if (index + 1 == num_layers() && batch.terms && batch.terms->look_at_features())
+                for (long at = 0; at < origins_ * inputs; at++) next[at] += pulled_[at];
             to_rows(graph_.nodes[index].at(0), inputs, groups_, rows_.data());
-            const int records = groups_ == origins_ ? count : groups_ * LANES;  // those that are missing have slope 0
+            const int records = groups_ == origins_ ? batch.count : groups_ * LANES;  // those that are missing have slope 0
             linear_steps(sink, {layer.weight, inputs, outputs, reinterpret_cast<const float*>(slopes), rows_.data(),
                                long(groups_) * LANES, records});
             if (layer.has_bias) {
@@ -267,7 +271,8 @@ class Network {
     std::vector<Winograd> winograds_;  // likewise
     Tiles tiles_;
     std::vector<vec> logits_, other_;  // gradients between linear layers, [group][feature]
-    std::vector<vec> added_;           // what terms add to the gradient by the logits
+    std::vector<vec> added_, pulled_;  // what terms add to the gradient by the logits, and by the features
+    std::vector<vec> row_;             // a group's leads or prototypes
     std::vector<vec> flat_;            // a group's inputs before they get a border
     std::vector<vec> rows_;            // a linear layer's inputs with the feature innermost
     std::vector<float> gradients_;

@@ -36,11 +36,26 @@ class Suppressed(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [("shares", _POINTER), ("weight", _FLOAT)]
 
 
+class Contrasted(ctypes.Structure):
+    """``Contrast`` of contrast.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("previous", _POINTER), ("leads", _POINTER), ("weight", _FLOAT), ("temperature", _FLOAT)
+    ]  # fmt: skip
+
+
+class Pulled(ctypes.Structure):
+    """``Pull`` of pull.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [("prototypes", _POINTER), ("present", _POINTER), ("weight", _FLOAT)]
+
+
 class Terms(ctypes.Structure):
     """``Terms`` of terms.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("scale", _POINTER), ("shift", _POINTER), ("distillation", Distilled), ("suppression", Suppressed),
+        ("contrast", Contrasted), ("pull", Pulled),
     ]  # fmt: skip
 
 
@@ -109,6 +124,13 @@ class Held:
             )  # fmt: skip
         if (suppression := plan.suppression) is not None:
             terms.suppression = Suppressed(self._whole(suppression.shares), suppression.weight)
+        if (contrast := plan.contrast) is not None:
+            terms.contrast = Contrasted(
+                previous=self._vector("the contrast's previous weights", contrast.previous),
+                weight=contrast.weight, temperature=contrast.temperature,
+            )  # fmt: skip
+        if (pull := plan.pull) is not None:
+            terms.pull = Pulled(self._whole(pull.prototypes), self._whole(pull.present), pull.weight)
         return terms
 
     def _given(self, values: torch.Tensor | None) -> int | None:

@@ -1,7 +1,9 @@
 // What a plan does to the loss beside mixing: from logits to their gradient.
 #pragma once
 
+#include "contrast.h"
 #include "distillation.h"
+#include "pull.h"
 #include "suppression.h"
 
 namespace {
@@ -11,14 +13,31 @@ struct Terms {
     const float *scale, *shift;  // [class], or null: cross-entropy is that of scale * logits + shift, the other terms are not
     Distillation distillation;
     Suppression suppression;
-    bool any() const { return scale || shift || distillation.weight != 0 || suppression.weight != 0; }
+    Contrast contrast;
+    Pull pull;
+    bool look_at_features() const { return contrast.weight != 0 || pull.weight != 0; }
+    bool any() const {
+        return scale || shift || distillation.weight != 0 || suppression.weight != 0 || look_at_features();
+    }
 };
 
-// Adds the gradient of the terms beside cross-entropy to ``slopes``, [group][class]; returns their sum over the records.
+// Adds the gradient of the terms that look at logits to ``slopes``, [group][class]; returns their sum over the records.
 inline double add_terms(const Terms& terms, const Batch& batch, const vec* logits, vec* slopes) {
     double total = terms.suppression.weight != 0 ? suppress(terms.suppression, batch, logits, slopes) : 0;
     for (int group = 0; terms.distillation.weight != 0 && group < batch.groups; group++)
         total += distil(terms.distillation, batch, group, logits + group * batch.classes, slopes + group * batch.classes);
+    return total;
+}
+
+// Adds the gradient of the terms that look at features, [group][feature], to ``slopes``; returns their sum over the records.
+// ``row``: memory for ``numbers`` vectors.
+inline double add_feature_terms(const Terms& terms, const Batch& batch, const vec* features, long numbers, vec* row,
+                                vec* slopes) {
+    double total = 0;
+    for (int group = 0; group < batch.groups; group++, features += numbers, slopes += numbers) {
+        if (terms.contrast.weight != 0) total += contrast(terms.contrast, batch, group, features, numbers, row, slopes);
+        if (terms.pull.weight != 0) total += pull(terms.pull, batch, group, features, numbers, row, slopes);
+    }
     return total;
 }
 

@@ -20,6 +20,7 @@ from fl_sim.native.checks import TAKES, TERMS, tensors_of
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import Stack, describe
 from fl_sim.params import is_finite, vector_in
+from fl_sim.training.features import head_of
 from fl_sim.training.loop import EVALUATION_BATCH, evaluate, ready, score, train
 from fl_sim.training.losses import LogitsOf
 from fl_sim.training.precision import arithmetic
@@ -73,7 +74,7 @@ class Trainer:
     def is_native(self, input_shape: tuple[int, ...], plan: LocalPlan = LocalPlan()) -> bool:  # noqa: B008 (frozen)
         """Say whether the compiled trainer takes this model on records of ``input_shape``, for such a ``plan``."""
         stack = self._stack(input_shape) if self._kernel is not None else None
-        return stack is not None and fields_in_use(plan) <= TAKES and _suits(plan, stack)
+        return stack is not None and fields_in_use(plan) <= TAKES and _suits(plan, stack) and self._has_features(plan)
 
     def is_parallel(self, input_shape: tuple[int, ...]) -> bool:
         """Say whether several threads train at once."""
@@ -147,7 +148,13 @@ class Trainer:
     def _native(self, job: LocalJob) -> Stack | None:
         """Return the form in which the compiled trainer takes the model, where it takes ``job``."""
         stack = self._stack(job.records.input_shape) if self._kernel is not None else None
-        return stack if stack is not None and _fits(job, stack) else None
+        return stack if stack is not None and _fits(job, stack) and self._has_features(job.plan) else None
+
+    def _has_features(self, plan: LocalPlan) -> bool:
+        """Say whether the plan looks at no features, or at those that the compiled trainer takes for them."""
+        if not fields_in_use(plan) & {"contrast", "pull"}:
+            return True
+        return head_of(self._model) is [part for part in self._model.modules() if isinstance(part, nn.Linear)][-1]
 
     def _stack(self, input_shape: tuple[int, ...]) -> Stack | None:
         if input_shape not in self._stacks:

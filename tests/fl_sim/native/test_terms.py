@@ -1,6 +1,7 @@
 """What a plan does to the loss and its gradient: the compiled trainer against autograd of the formula in float64."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fl_sim.local_plan import Ascent, Distillation, LocalPlan, Mix, Suppression
+from fl_sim.local_plan import Ascent, Contrast, Distillation, LocalPlan, Mix, Pull, Suppression
 from fl_sim.models import MODELS
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import describe
@@ -70,7 +71,31 @@ def loss_of(
         taught = received(inputs)
     for record, label in enumerate(labels.tolist()):
         loss = loss + distilled(plan.distillation, logits[record], taught[record], label) / len(labels)
-    return loss + suppressed(plan.suppression, logits, labels)
+    loss = loss + suppressed(plan.suppression, logits, labels)
+    return loss + contrasted(plan.contrast, model, received, inputs) + pulled(plan.pull, model[:-1](inputs), labels)
+
+
+def contrasted(
+    term: Contrast | None, model: nn.Sequential, received: nn.Sequential, inputs: torch.Tensor
+) -> torch.Tensor:
+    if term is None:
+        return torch.zeros(())
+    previous = copy.deepcopy(received)
+    previous.load_state_dict(dict(term.previous))
+    own, before, now = (one[:-1](inputs).flatten(1) for one in (model, previous, received))
+    alive = own.detach().norm(dim=1) > 0  # a vector of zeros has no angle: cosine 0, gradient 0
+    cosines = [torch.zeros(len(inputs), dtype=torch.float64) for _ in range(2)]
+    for cosine, other in zip(cosines, (before, now), strict=True):
+        cosine[alive] = functional.cosine_similarity(own[alive], other[alive].detach())
+    return term.weight * functional.softplus((cosines[0] - cosines[1]) / term.temperature).mean()
+
+
+def pulled(term: Pull | None, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(())
+    for record, label in enumerate(labels.tolist()):
+        if term is not None and term.present[label]:
+            total = total + (features[record] - term.prototypes[label]).square().sum() * term.weight / len(labels)
+    return total
 
 
 def distilled(term: Distillation | None, own: torch.Tensor, received: torch.Tensor, label: int) -> torch.Tensor:
@@ -178,6 +203,29 @@ PLANS: dict[str, LocalPlan] = {
 }
 
 
+def contrast(name: str, weight: float = 3.0) -> Contrast:
+    params = detached(model_of(name).named_parameters())
+    return Contrast(weight, 0.5, {key: value + offset(name)[key] for key, value in params.items()})
+
+
+def pull(name: str, weight: float = 0.4) -> Pull:
+    """Towards prototypes of all classes but one, whose prototype is the mean of no records."""
+    prototypes = torch.randn(CLASSES, model_of(name)[-1].in_features, generator=torch.Generator().manual_seed(6))
+    prototypes[2] = torch.nan
+    return Pull(prototypes, torch.arange(CLASSES) != 2, weight)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_features_are_contrasted_and_pulled_on_every_model(kernel: Kernel, name: str) -> None:
+    agree(kernel, name, LocalPlan(contrast=contrast(name)))
+    agree(kernel, name, LocalPlan(pull=pull(name)))
+
+
+def test_all_terms_go_together(kernel: Kernel) -> None:
+    terms = replace(PLANS["FedVLS"], contrast=contrast("dafl-cnn"), pull=pull("dafl-cnn"), ascent=Ascent(0.1))
+    agree(kernel, "dafl-cnn", replace(terms, gradient_scale=0.5, proximal_mu=0.1))
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_term_follows_its_formula_on_every_model(kernel: Kernel, name: str, plan: str) -> None:
@@ -217,6 +265,7 @@ def test_a_label_that_has_left_the_softmax_has_an_infinite_loss(kernel: Kernel) 
 
 POOL = torch.zeros(2, *SHAPES["mlp"]), torch.full((2, CLASSES), 1 / CLASSES)
 DISTILLED = LocalPlan(distillation=Distillation(1.0, classes=SOME), suppression=Suppression(SHARES))
+PULLED = LocalPlan(contrast=contrast("mlp"), pull=pull("mlp"))
 MIX = Mix(*POOL, 0.1, linearise=False)
 FOREIGN: dict[str, tuple[LocalPlan, Callable[[LocalPlan], LocalPlan], str]] = {
     "a scale too short": (ADJUSTED, lambda had: replace(had, logit_scale=VALUES[:4]), r"scale of the logits .*\(4,\)"),
@@ -230,6 +279,15 @@ FOREIGN: dict[str, tuple[LocalPlan, Callable[[LocalPlan], LocalPlan], str]] = {
     ),
     "shares too few": (
         DISTILLED, lambda had: replace(had, suppression=Suppression(SHARES[1:])), r"shares of the classes .*\(4,\)"
+    ),
+    "a previous model that is none": (
+        PULLED, lambda had: replace(had, contrast=Contrast(1.0, 0.5, offset("dafl-cnn"))), "contrast's previous weights"
+    ),
+    "prototypes too short": (
+        PULLED, lambda had: replace(had, pull=replace(pull("mlp"), prototypes=torch.zeros(CLASSES, 99))), r"\(5, 100\)"
+    ),
+    "classes too few": (
+        PULLED, lambda had: replace(had, pull=replace(pull("mlp"), present=SOME[:3])), r"present classes .*\(3,\)"
     ),
     "mixing with a teacher": (DISTILLED, lambda had: replace(had, mix=MIX), "no mixing with distillation, suppression"),
 }  # fmt: skip
@@ -257,6 +315,44 @@ def test_what_pytorch_could_do_is_handed_on_to_it(kernel: Kernel, spoil: str, mo
         trainer.train(LocalJob(given.task, plan, Records.of(given.inputs, given.labels), rng(0, "terms")))
         assert trainer.is_native(SHAPES["mlp"], plan) == (plan is right)
     assert len(asked) == 1
+
+
+def test_a_model_whose_head_is_not_its_last_linear_layer_is_left_to_pytorch(kernel: Kernel) -> None:
+    """As its user says which layer's input the features are."""
+    made = nn.Sequential(OrderedDict(body=nn.Linear(13, 4), head=nn.Linear(4, 4), last=nn.Linear(4, CLASSES)))
+    trainer, params = Trainer(made, kernel), detached(made.named_parameters())
+    plans = (
+        LocalPlan(),
+        LocalPlan(contrast=Contrast(1.0, 0.5, params)),
+        LocalPlan(contrast=Contrast(0.0, 0.5, params)),
+    )
+    assert [trainer.is_native((13,), plan) for plan in plans] == [True, False, False]
+
+
+def test_no_contrast_where_previous_and_received_model_are_the_same(kernel: Kernel) -> None:
+    """Such as in a client's first round: the loss is a constant, its gradient exactly 0."""
+    plain = by_kernel(kernel, "niid-cnn", lesson("niid-cnn", LocalPlan()))
+    received = lesson("niid-cnn", LocalPlan()).task.params
+    found = by_kernel(kernel, "niid-cnn", lesson("niid-cnn", LocalPlan(contrast=Contrast(5.0, 0.5, received))))
+    assert torch.equal(flattened(found.params).flat, flattened(plain.params).flat)
+    assert found.loss == pytest.approx(plain.loss + 5 * np.log(2))
+
+
+def test_records_without_features_are_not_moved_by_a_contrast(kernel: Kernel) -> None:
+    """Where all ReLUs in front of the last layer are dead there is no angle to turn."""
+    given = lesson("mlp", LocalPlan())
+    dead = {key: value.clone() for key, value in given.task.params.items()}
+    dead["3.bias"] -= 100.0
+    given = given._replace(task=replace(given.task, params=dead))
+    plain = by_kernel(kernel, "mlp", given)
+    found = by_kernel(kernel, "mlp", given._replace(plan=LocalPlan(contrast=contrast("mlp"))))
+    assert torch.equal(flattened(found.params).flat, flattened(plain.params).flat)
+
+
+def test_contrast_and_pull_of_no_weight_are_plain_sgd_bit_for_bit(kernel: Kernel) -> None:
+    plain = by_kernel(kernel, "mlp", lesson("mlp", LocalPlan()))
+    nothing = LocalPlan(contrast=contrast("mlp", 0.0), pull=pull("mlp", 0.0))
+    assert same_bits(by_kernel(kernel, "mlp", lesson("mlp", nothing)), plain)
 
 
 def test_the_first_step_of_a_round_feels_no_teacher(kernel: Kernel) -> None:
