@@ -43,13 +43,18 @@ RAY_SHARE_PER_CORE = 0.9
 
 @dataclass(frozen=True)
 class Choice:
-    """The engine taken, and the reason in words."""
+    """The engine taken, and in words the reason, and who trains clients."""
 
     kind: str
     why: str
+    trainer: str
 
 
-FLOWER = Choice("flower", "engine flower: Flower's own runtime started this run")
+FLOWER = Choice(
+    "flower",
+    "engine flower: Flower's own runtime started this run",
+    "unknown: each node trains with what it has, the native trainer or PyTorch",
+)
 
 
 @contextmanager
@@ -59,7 +64,6 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
     num_clients, workers, stack = job.experiment.num_clients, workers_of(engine, job), stack_of(engine, job)
     if not (isinstance(engine, Ray) and engine.gpus):  # whose actors see GPUs that this process may not
         job.precision  # noqa: B018 (which raises)
-    why = f"{why}; {trainer_line(job, workers, stack)}"
     grid: LocalGrid
     if isinstance(engine, Ray):
         if importlib.util.find_spec("ray") is None:
@@ -81,7 +85,7 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
         )
     gc.freeze()  # what is imported stays: Python need not look through it for garbage every few rounds
     try:
-        yield grid, Choice(engine.kind, why)
+        yield grid, Choice(engine.kind, why, trainer_line(job, workers, stack))
     finally:
         gc.unfreeze()
         grid.close()

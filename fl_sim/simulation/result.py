@@ -35,6 +35,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "num_parameters": num_parameters(log.server.params),
         "seed": experiment.seed,
         "engine": log.engine,
+        "trainer": log.trainer,
         "precision": experiment.local.precision,
         "rounds": len(log.rounds),
         "final_accuracy": accuracies[-1] if accuracies else None,

@@ -62,8 +62,9 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
             replied = Silent().replied if experiment.is_private else observer.replied
             own = nullcontext((grid, FLOWER)) if grid else open_engine(job, replied)
             with in_words(), own as (opened, engine):
-                log.engine = engine.kind
-                observer.started(experiment, "\n".join([engine.why, *log.warnings]), first_round)
+                log.engine, log.trainer = engine.kind, engine.trainer
+                taken = f"{engine.why}; {engine.trainer}"
+                observer.started(experiment, "\n".join([taken, *log.warnings]), first_round)
                 procedure.run(opened, out, log, observer)
                 run_directory.write_model(out, log.server.params)
             status = "finished"

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 class RunLog:
     """What a run has to show so far.
 
-    ``facts`` and ``statements`` (of privacy) are a procedure's own: they go into ``result.json`` as they are.
+    ``engine``: its kind; ``trainer``: who trains clients, in words. ``facts`` and ``statements`` (of privacy) are a
+    procedure's own: they go into ``result.json`` as they are.
     """
 
     server: ServerState
     rounds: list[RoundRecord] = field(default_factory=list)
     preprocess_seconds: float = 0.0
     engine: str = ""
+    trainer: str = ""
     stopped: str = ""
     privacy: "PrivateRounds | None" = None
     pool: "Pool | None" = None

@@ -65,7 +65,9 @@ def test_the_server_app_runs_on_the_grid_it_is_given(tmp_path: Path) -> None:
     server_app(grid, context(tomli_w.dumps(QUICK), str(tmp_path / "flower")))
     run(experiment_from(QUICK), tmp_path / "own")
     assert_same(tmp_path / "flower", tmp_path / "own")
-    assert (read_result(tmp_path / "flower") or {})["engine"] == "flower"
+    flower, own = (read_result(tmp_path / name) or {} for name in ("flower", "own"))
+    assert (flower["engine"], flower["trainer"].partition(":")[0]) == ("flower", "unknown")
+    assert "train" in own["trainer"]
 
 
 @pytest.mark.ray

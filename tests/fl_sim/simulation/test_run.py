@@ -86,6 +86,8 @@ def test_a_run_leaves_the_promised_files_and_keys(tmp_path: Path) -> None:
         "partition",
         "seed",
         "engine",
+        "trainer",
+        "is_private",
         "final_accuracy",
         "best_accuracy",
         "privacy",
