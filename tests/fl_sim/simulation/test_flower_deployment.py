@@ -99,10 +99,13 @@ def free_port() -> int:
 @contextmanager
 def superlink(folder: Path) -> Iterator[Deployment]:
     """Start a SuperLink that knows the keys of nodes 0 and 1."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+    environment = {
+        **os.environ, "PYTHONPATH": str(folder / "own"),
         "FLWR_HOME": str(folder / "home"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
     }  # fmt: skip
+    (folder / "own").mkdir()
+    shutil.copy(PROJECT / "examples/feddyn.py", folder / "own")
     made = Deployment(folder, free_port(), environment)
     made.do(made.command("keys"))
     (folder / "home").mkdir()
@@ -159,14 +162,15 @@ def test_a_superlink_takes_the_nodes_whose_keys_it_knows_and_no_others(two_nodes
     assert (two_nodes.folder / "superlink.log").read_text().count("[Fleet.ActivateNode] Activated") == 2
 
 
-def test_two_nodes_train_a_round(two_nodes: Deployment) -> None:
+def test_two_nodes_train_a_round_by_an_algorithm_from_a_file_of_ones_own(two_nodes: Deployment) -> None:
     if os.getloadavg()[0] > 3 * (os.cpu_count() or 1):
         pytest.skip("Flower gives each of its processes a minute to start, and this machine is too busy for that")
     for number in (0, 1):
         two_nodes.said(f"node-{number}.log", "SuperNode ID")
     out = two_nodes.folder / "run"
-    result = two_nodes.run(out, "rounds = 1")
-    assert (result["status"], result["engine"]) == ("finished", "flower")
+    result = two_nodes.run(out, "rounds = 1", 'algorithm = "feddyn:FedDyn"')
+    assert (result["status"], result["engine"], result["algorithm"]) == ("finished", "flower", "feddyn:FedDyn")
+    assert result["titles"] == {"algorithm": "FedDyn", "preprocess": "NoPreprocess"}
     assert [record.cohort for record in read_rounds(out)] == [2]
 
 
