@@ -120,9 +120,9 @@ class Ascent:
 class Contrast:
     """Draws the features of a record to those of the received model, away from those of another one (MOON, eq. 3).
 
-    Features z are what enters the last linear layer, flattened; cos divides by the product of the norms, each at least
-    1e-8. Adds ``weight`` * softplus((cos(z, z of ``previous``) -
-    cos(z, z of the received model)) / ``temperature``), the mean over the batch; only z is differentiated.
+    Features z are what enters the last linear layer, flattened. Adds ``weight`` * softplus((cos(z, z of ``previous``) -
+    cos(z, z of the received model)) / ``temperature``), the mean over the batch; only z is differentiated. A vector of
+    zeros has no direction: its cosines are 0, and nothing moves it.
     """
 
     weight: float

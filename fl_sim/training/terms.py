@@ -113,7 +113,7 @@ def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
     assert batch.features is not None
     check_layout("the contrast's previous weights", batch.data, layout_of(batch.anchor))
     own, previous, received = (
-        functional.normalize(features, dim=1, eps=1e-8)
+        _directions(features)
         for features in (
             batch.features,
             *(batch.features_of(params, batch.inputs).detach() for params in (batch.data, batch.anchor)),
@@ -121,6 +121,13 @@ def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
     )
     # One product with the difference, not two: its gradient is exactly 0 where both models are the same.
     return weight * functional.softplus((own * (previous - received)).sum(1) / temperature)
+
+
+def _directions(features: torch.Tensor) -> torch.Tensor:
+    """Return the rows with length 1; a row of zeros (all ReLUs before it are dead) stays, and is not differentiated."""
+    lengths = torch.linalg.vector_norm(features, dim=1, keepdim=True)
+    has_any = lengths > 0
+    return torch.where(has_any, features, 0.0) / torch.where(has_any, lengths, 1.0)
 
 
 def pulled(batch: Batch, weight: float) -> torch.Tensor:

@@ -358,3 +358,16 @@ def test_a_term_of_ones_own_sees_features() -> None:
         return cross_entropy(seen) + seen.features.pow(2).sum() / len(seen.labels)
 
     torch.testing.assert_close(found, gradient(plain, there, LABELS["all classes"]), rtol=1e-6, atol=1e-8)
+
+
+def test_a_record_without_features_has_no_direction_and_a_contrast_does_not_move_it() -> None:
+    """Divided by the least norm that there is, its gradient would be some 1e8 and end the run."""
+    network = nn.Sequential(nn.Linear(6, FEATURES), nn.ReLU(), nn.Linear(FEATURES, CLASSES)).double()
+    params = {**START, "0.bias": START["0.bias"] - 100}
+    task = LocalTask(1, 0, 1, 7, LocalSettings(0.1, 0.0, 0.0, 7, 2), params)
+    given = noise(7, 6), torch.tensor(LABELS["all classes"])
+    plain, found = (
+        train(network, task, plan, *given, rng(0, "test"))
+        for plan in (LocalPlan(), LocalPlan(contrast=Contrast(2.0, 0.5, START)))
+    )
+    assert all(torch.equal(value, plain.params[name]) for name, value in found.params.items())
