@@ -1,10 +1,11 @@
 """The compiled trainer against PyTorch on networks, records and settings that nobody would think of.
 
 Every case is drawn from its number: convolutions of any kernel, stride and padding, pooling, GroupNorm, residual
-blocks, linear layers; records of odd shapes; batches that fill no vector; momentum, a proximal term, an offset, a
-mixing pool. What both trainers make of it is held against the same training in float64, on three sets of records: one
-alone may hang on a ReLU or a maximum that the last bit decides. A client must also end in the same bits whoever was
-trained before it in its thread, be it one of nothing but NaN.
+blocks, linear layers; records of odd shapes; batches that fill no vector; momentum, and all that a plan can ask for:
+a proximal term, offsets, a mixing pool, shifted logits, distillation, an ascent, contrasts. What both trainers make of
+it is held against the same training in float64, on three sets of records: one alone may hang on a ReLU or a maximum
+that the last bit decides. A client must also end in the same bits whoever was trained before it in its thread, be it
+one of nothing but NaN.
 
     python benchmarks/native_fuzz.py [--cases 1000] [--first 0] [--json]
     python benchmarks/native_fuzz.py --sanitized [--cases 200]
@@ -25,12 +26,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from fl_sim.local_plan import LocalPlan, Mix
+from fl_sim.local_plan import Ascent, Contrast, Distillation, LocalPlan, Mix, Pull, Suppression
 from fl_sim.models import ResidualBlock
 from fl_sim.native.compiling import compile_kernel
 from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
@@ -50,6 +52,10 @@ AS_PYTORCH = 10.0
 """How many times as far from float64's as PyTorch's they may lie."""
 
 RECORD_SETS = 3
+
+WITH_MIX = ("ascent", "gradient_scale")
+TERMS = (*WITH_MIX, "logit_scale", "logit_shift", "distillation", "suppression", "contrast", "pull")
+"""Fields of a plan that are drawn by their names; the first go with a mixing pool, too."""
 
 OPTIONS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1", "-fno-omit-frame-pointer"]
 FOUND = 66
@@ -84,12 +90,38 @@ class Case:
         pool = torch.randn(4, *self.shape, generator=generator)
         proportions = torch.rand(4, self.classes, generator=generator)
         mix = Mix(pool, proportions / proportions.sum(1, keepdim=True), 0.2, "fedmix" in self.parts)
-        return LocalPlan(
+        plan = LocalPlan(
             gradient_offset=like(0.01) if "offset" in self.parts else None,
             proximal_mu=0.5 if "proximal" in self.parts else 0.0,
             momentum_buffers=like(0.02) if "warm" in self.parts else None,
             mix=mix if self.parts & {"fedmix", "naivemix"} else None,
         )
+        return replace(plan, **self._terms(like(0.1), params, generator))
+
+    def _terms(self, noise: Params, params: Params, generator: torch.Generator) -> dict[str, Any]:
+        """Return what the drawn parts do to the loss and to its gradient."""
+        width = _last(self.model).in_features
+
+        def number() -> float:
+            return float(torch.rand((), generator=generator))
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        def some() -> torch.Tensor:
+            return torch.rand(self.classes, generator=generator) < 0.7
+
+        terms = {
+            "gradient_scale": 0.2 + number(),
+            "logit_scale": 1 + 0.5 * numbers(self.classes),
+            "logit_shift": numbers(self.classes),
+            "distillation": Distillation(number(), 0.5 + 2 * number(), some(), number() < 0.5),
+            "suppression": Suppression(numbers(self.classes).abs(), number()),
+            "ascent": Ascent(number(), number() < 0.5, 1.0 if number() < 0.5 else number()),
+            "contrast": Contrast(number(), 0.3 + number(), {key: params[key] + noise[key] for key in params}),
+            "pull": Pull(numbers(self.classes, width), some(), number()),
+        }
+        return {name: terms[name] for name in terms if name in self.parts}
 
 
 class _Drawn:
@@ -169,7 +201,14 @@ def case_of(number: int) -> Case:
         int(draw.choice([1, 3, 8, 15, 16, 17, 33, 64, 100])), int(draw.integers(1, 3)),
     )  # fmt: skip
     count = int(draw.choice([1, 2, 7, 16, 17, 31, 33, 50]))
+    parts |= {
+        term for term in TERMS if draw.random() < 0.15 and (term in WITH_MIX or not parts & {"naivemix", "fedmix"})
+    }
     return Case(number, nn.Sequential(*drawn.layers), shape, classes, count, settings, frozenset(parts - {""}))
+
+
+def _last(model: nn.Module) -> nn.Linear:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
 
 
 def _add_planes(drawn: _Drawn) -> None:
@@ -249,9 +288,11 @@ def _by_pytorch(case: Case, lesson: Lesson, dtype: torch.dtype) -> Trained:
     mix = None if plan.mix is None else replace(
         plan.mix, inputs=plan.mix.inputs.to(dtype), labels=plan.mix.labels.to(dtype)
     )  # fmt: skip
+    contrast = plan.contrast and replace(plan.contrast, previous=cast(plan.contrast.previous))
     plan = replace(
-        plan, gradient_offset=cast(plan.gradient_offset), momentum_buffers=cast(plan.momentum_buffers), mix=mix
-    )
+        plan, gradient_offset=cast(plan.gradient_offset), momentum_buffers=cast(plan.momentum_buffers), mix=mix,
+        contrast=contrast,
+    )  # fmt: skip
     task = replace(task, params=cast(task.params) or {})
     return train(copy.deepcopy(case.model).to(dtype), task, plan, inputs.to(dtype), labels, rng(0, "draws"))
 

@@ -45,7 +45,8 @@ def test_the_networks_hold_all_there_is(fuzz: ModuleType) -> None:
     assert kinds >= {
         nn.Conv2d, nn.MaxPool2d, nn.ReLU, nn.GroupNorm, ResidualBlock, nn.AdaptiveAvgPool2d, nn.Linear, nn.Flatten
     }  # fmt: skip
-    assert {part for case in cases for part in case.parts} == {"offset", "proximal", "warm", "naivemix", "fedmix"}
+    parts = {part for case in cases for part in case.parts}
+    assert parts == {"offset", "proximal", "warm", "naivemix", "fedmix", *fuzz.TERMS}
     assert {len(case.shape) for case in cases} == {1, 3}
     assert any(case.settings.batch_size > case.count for case in cases)
 
