@@ -3,6 +3,7 @@
     fl-sim run algorithm=feddyn:FedDyn algorithm.alpha=0.1
 
 in the folder of this file, and likewise in a table, in TOML, and from Python as ``Experiment(algorithm=FedDyn())``.
+``algorithm=feddyn`` is fl-sim's own, and does the same.
 """
 
 from typing import ClassVar

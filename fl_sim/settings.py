@@ -69,7 +69,8 @@ class OneOf:
         head, dash, number = name.rpartition("-")
         if name not in known and dash and number.isdigit() and f"{head}-k" in known:
             name, colon, value = f"{head}-k", ":", number
-        if name in known:
+        names_class = self.wants is not None and value[:1].isupper()  # of a file that is called like a kind of ours
+        if name in known and not names_class:
             return {"kind": name, **self._first_parameter(name, known[name], value if colon else None)}
         if self.wants is not None and (path := _entry_point(name)):
             return {"kind": path, **self._first_parameter(name, self._load(path), value if colon else None)}

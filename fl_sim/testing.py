@@ -31,7 +31,7 @@ from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Aggregate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState, Trained
 from partitions import Iid
 from strategies.aggregators import WeightedMean
-from strategies.algorithm import Algorithm, Sharing, what_clients_send
+from strategies.algorithm import Algorithm, Sharing, weighting_of, what_clients_send
 from strategies.global_dp import GlobalDP
 
 ROUNDING = 1e-4
@@ -198,7 +198,7 @@ def _trained(algorithm: Algorithm, out: Path, engine: InProcess, observer: Silen
 
 def _mean(algorithm: Algorithm, sent: list[tuple[Payloads, int]]) -> Aggregate:
     replies = tuple(Reply(client, payloads, count, None) for client, (payloads, count) in enumerate(sent))
-    aggregate = WeightedMean().mean(Cohort(1, replies, len(sent), float(len(sent))), algorithm.weighting)
+    aggregate = WeightedMean().mean(Cohort(1, replies, len(sent), float(len(sent))), weighting_of(algorithm))
     assert aggregate is not None
     return aggregate
 

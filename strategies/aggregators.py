@@ -11,7 +11,7 @@ from fl_sim.late_torch import torch
 from fl_sim.params import FlatParams, flattened, is_finite, weighted_mean
 from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort, Payloads, Reply
-from strategies.algorithm import Weighting
+from strategies.algorithm import Weigh, Weighting
 
 
 class Aggregator(Protocol):
@@ -30,13 +30,18 @@ class WeightedMean(Settings):
 
     kind: Literal["mean"] = "mean"
 
-    def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
+    def mean(self, cohort: Cohort, weighting: Weighting | Weigh) -> Aggregate | None:
         """Return the mean over the clients that have records, or None where none has.
 
         Raises RunError, naming client and round, where an update or a training loss is not finite.
         """
         trained = [reply for reply in cohort.replies if reply.num_examples > 0]
-        weights = [float(reply.num_examples) if weighting == "examples" else 1.0 for reply in trained]
+        if callable(weighting):
+            for reply in trained:
+                _check_finite(reply, cohort.server_round)
+            weights = list(weighting(trained)) if trained else []
+        else:
+            weights = [float(reply.num_examples) if weighting == "examples" else 1.0 for reply in trained]
         payloads = (
             {name: weighted_mean([reply.payloads[name] for reply in trained], weights) for name in trained[0].payloads}
             if trained

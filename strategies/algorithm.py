@@ -21,12 +21,16 @@ from fl_sim.types import (
     LocalTask,
     Params,
     Payloads,
+    Reply,
     ServerState,
     Trained,
 )
 
 Weighting: TypeAlias = Literal["examples", "uniform"]
 """How clients count in the mean: by their number of records, or all the same."""
+
+Weigh: TypeAlias = Callable[[Sequence[Reply]], Sequence[float]]
+"""How clients count in the mean: by what they declare of themselves (``Weighing``)."""
 
 Split: TypeAlias = Callable[[NDArray[np.int64]], Sequence[NDArray[np.int64]]]
 """Records, as indices into the training set -> each client's indices into these, by the experiment's partition.
@@ -90,6 +94,18 @@ class Bounded(Protocol):
 
 
 @runtime_checkable
+class Weighing(Protocol):
+    """An algorithm that weighs the clients of a round by what they declare of themselves, instead of ``weighting``.
+
+    It goes with the plain mean alone.
+    """
+
+    def weigh(self, replies: Sequence[Reply]) -> Sequence[float]:
+        """Return a weight, at least 0, of each client of a round that has records; they add up to more than 0."""
+        ...
+
+
+@runtime_checkable
 class Noted(Protocol):
     """An algorithm that must be explained below a table in which it stands beside others."""
 
@@ -119,6 +135,11 @@ class Averaging(Settings):
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
         """Add the mean update."""
         return ServerState(add(server.params, aggregate.payloads["delta"]), server.broadcast, server.memory)
+
+
+def weighting_of(algorithm: Algorithm) -> Weighting | Weigh:
+    """Return how the clients of a round count in its mean."""
+    return algorithm.weigh if isinstance(algorithm, Weighing) else algorithm.weighting
 
 
 def what_clients_send(algorithm: Algorithm, server: ServerState) -> Payloads:

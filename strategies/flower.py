@@ -19,8 +19,8 @@ from fl_sim.errors import Malformed, RunError
 from fl_sim.params import flattened, is_finite
 from fl_sim.seeding import rng
 from fl_sim.types import Aggregate, Cohort, Examples, Params, Payloads, Reply, ServerState
-from strategies.aggregators import Aggregator
-from strategies.algorithm import Algorithm, what_clients_send
+from strategies.aggregators import Aggregator, WeightedMean
+from strategies.algorithm import Algorithm, Weighing, what_clients_send
 from strategies.answers import (
     UNQUOTED,
     Asking,
@@ -131,6 +131,9 @@ class FederatedStrategy(Strategy):
         if isinstance(self.aggregator, GlobalDP):
             assert self.privacy is not None
             return self.privacy.release(cohort, self.algorithm, self.server)
+        if isinstance(self.algorithm, Weighing):
+            assert isinstance(self.aggregator, WeightedMean)  # others are refused in experiments
+            return self.aggregator.mean(cohort, self.algorithm.weigh)
         return self.aggregator.mean(cohort, self.algorithm.weighting)
 
     @cached_property

@@ -30,6 +30,7 @@ from fl_sim.tables import worker, workers
 from fl_sim.training.loop import train
 from fl_sim.types import ClientUpdate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState
 from strategies.aggregators import WeightedMean
+from strategies.algorithm import weighting_of
 from strategies.answers import Population
 from strategies.flower import FederatedStrategy
 from strategies.samplers import Everyone, Sampler
@@ -178,6 +179,7 @@ class Federation:
     server: ServerState = field(init=False)
     states: list[Payloads] = field(init=False)
     server_round: int = 0
+    num_classes: int = 2
 
     def __post_init__(self) -> None:
         self.server = self.algorithm.init(detached(self.model.named_parameters()))
@@ -189,6 +191,7 @@ class Federation:
         task = LocalTask(
             self.server_round + 1, client, len(self.shards), len(labels), self.settings,
             self.server.params, self.server.broadcast, self.states[client],
+            class_counts=tuple(torch.bincount(labels, minlength=self.num_classes).tolist()),
         )  # fmt: skip
         generator = rng(0, "batches", client, self.server_round + 1)
         return self.algorithm.finish(
@@ -205,7 +208,7 @@ class Federation:
         )
         self.server_round += 1
         aggregate = WeightedMean().mean(
-            Cohort(self.server_round, replies, len(self.shards), len(clients)), self.algorithm.weighting
+            Cohort(self.server_round, replies, len(self.shards), len(clients)), weighting_of(self.algorithm)
         )
         if aggregate is not None:
             self.server = self.algorithm.merge(self.server, aggregate)

@@ -17,16 +17,30 @@ from fl_sim.settings_file import MOST_LEVELS
 from fl_sim.types import Precision
 from partitions import AnyScheme, LabelK, Scheme
 from strategies.aggregators import Aggregator, WeightedMean
-from strategies.algorithm import Algorithm, Central, Sharing
+from strategies.algorithm import Algorithm, Central, Sharing, Weighing
 from strategies.attacks import AnyAttack, Attack, NoAttack
+from strategies.balanced_softmax import BalancedSoftmax
 from strategies.coordinate_median import CoordinateMedian
 from strategies.fedavg import Centralized, FedAvg
+from strategies.fedcm import FedCM
+from strategies.feddisco import FedDisco
+from strategies.feddyn import FedDyn
+from strategies.fedexp import FedExP
+from strategies.fedlc import FedLC
 from strategies.fedmix import FedMix, NaiveMix
 from strategies.fednova import FedNova
+from strategies.fedntd import FedNTD
+from strategies.fedproto import FedProto
 from strategies.fedprox import FedProx
+from strategies.fedrs import FedRS
+from strategies.fedsam import FedSAM
+from strategies.fedspeed import FedSpeed
+from strategies.fedvls import FedVLS
 from strategies.geometric_median import GeometricMedian
 from strategies.global_dp import GlobalDP
 from strategies.krum import Krum, MultiKrum
+from strategies.mofedsam import MoFedSAM
+from strategies.moon import MOON
 from strategies.norm_bound import NormBound
 from strategies.pate.settings import Pate
 from strategies.samplers import AnySampler, Everyone, FixedSize, Poisson, Sampler
@@ -35,8 +49,9 @@ from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from strategies.trimmed_mean import TrimmedMean
 
 AnyAlgorithm: TypeAlias = (
-    FedAvg | FedProx | Scaffold | FedNova | FedMix | NaiveMix | FedAvgM | FedAdagrad | FedAdam | FedYogi | Centralized
-    | Pate
+    FedAvg | FedProx | Scaffold | FedNova | FedMix | NaiveMix | FedAvgM | FedAdagrad | FedAdam | FedYogi | FedDyn
+    | FedLC | FedRS | BalancedSoftmax | FedNTD | FedVLS | FedSAM | FedCM | MoFedSAM | FedSpeed | MOON | FedExP
+    | FedProto | FedDisco | Centralized | Pate
 )  # fmt: skip
 
 Partition: TypeAlias = Annotated[AnyScheme, OneOf("partition", Scheme)]
@@ -200,6 +215,11 @@ class Experiment(Settings):
         for part in (self.algorithm, self.aggregator, self.sampler, self.partition, self.preprocess, self.attack):
             if isinstance(part, Checking):
                 part.check(self)
+        if isinstance(self.algorithm, Weighing) and type(self.aggregator) is not WeightedMean:
+            raise ValueError(
+                f"algorithm {kind_of(self.algorithm)} weighs clients by what they declare of themselves: of the "
+                "aggregators only mean does that; leave aggregator out"
+            )
         if isinstance(self.aggregator, GlobalDP):
             self._private()
         return self

@@ -51,6 +51,16 @@ class Renamed(FedAvg):
         return Doubled().finish(task, trained)
 
 
+def test_a_file_may_be_called_like_a_kind_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "feddisco.py").write_text(
+        "from strategies.algorithm import Averaging\nclass Mine(Averaging):\n    a: float = 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for text in ("feddisco:Mine:0.25", "feddisco:Mine"):
+        assert kind_of(experiment_from({"algorithm": text}).algorithm) == "feddisco:Mine"
+    assert kind_of(experiment_from({"algorithm": "feddisco:0.25"}).algorithm) == "feddisco"
+
+
 @dataclass(frozen=True)
 class InOrder(Scheme):
     """Client i holds the i-th part of the records; the first ``skipped`` records belong to nobody."""

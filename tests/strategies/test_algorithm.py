@@ -6,10 +6,24 @@ from fl_sim.experiment.experiment import AnyAlgorithm
 from fl_sim.kinds import kinds
 from fl_sim.testing import check
 from strategies.algorithm import Sharing, accumulated_momentum
+from strategies.balanced_softmax import BalancedSoftmax
 from strategies.fedavg import FedAvg
+from strategies.fedcm import FedCM
+from strategies.feddisco import FedDisco
+from strategies.feddyn import FedDyn
+from strategies.fedexp import FedExP
+from strategies.fedlc import FedLC
 from strategies.fedmix import FedMix, NaiveMix
 from strategies.fednova import FedNova
+from strategies.fedntd import FedNTD
+from strategies.fedproto import FedProto
 from strategies.fedprox import FedProx
+from strategies.fedrs import FedRS
+from strategies.fedsam import FedSAM
+from strategies.fedspeed import FedSpeed
+from strategies.fedvls import FedVLS
+from strategies.mofedsam import MoFedSAM
+from strategies.moon import MOON
 from strategies.scaffold import Scaffold
 from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
@@ -46,6 +60,20 @@ def test_only_the_mixing_algorithms_share_before_the_first_round():
         (FedNova(), {"tau_eff": None}),
         (FedMix(), {"mixing_weight": 0.1, "records_per_average": 5}),
         (NaiveMix(), {"mixing_weight": 0.1, "records_per_average": 5}),
+        (FedDyn(), {"alpha": 0.01}),
+        (FedLC(), {"tau": 1.0}),
+        (FedRS(), {"alpha": 0.5}),
+        (BalancedSoftmax(), {}),
+        (FedNTD(), {"beta": 1.0, "temperature": 1.0}),
+        (FedVLS(), {"distillation_weight": 0.1, "logit_weight": 1.0}),
+        (FedSAM(), {"rho": 0.05, "adaptive": False}),
+        (FedCM(), {"alpha": 0.1}),
+        (MoFedSAM(), {"alpha": 0.1, "rho": 0.1}),
+        (FedSpeed(), {"alpha": 0.1, "rho": 0.1, "uphill_share": 1.0}),
+        (MOON(), {"mu": 5.0, "tau": 0.5}),
+        (FedExP(), {"epsilon": 1e-3}),
+        (FedProto(), {"strength": 1.0}),
+        (FedDisco(), {"a": 0.5, "b": 0.1}),
         (FedAvgM(), {"server_learning_rate": 1.0, "server_momentum": 0.9}),
         (FedAdagrad(), {"server_learning_rate": 0.1, "beta_1": 0.0, "tau": 1e-3}),
         (FedAdam(), {"server_learning_rate": 0.01, "beta_1": 0.9, "beta_2": 0.99, "tau": 1e-3}),

@@ -1,0 +1,45 @@
+"""FedCM: client-level momentum, the server's last step in every local one (Xu et al. 2021, algorithm 2)."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.local_plan import LocalPlan
+from fl_sim.params import add, scale, zeros_like
+from fl_sim.types import Aggregate, LocalTask, Params, ServerState
+from strategies.algorithm import Averaging, Weighting, accumulated_momentum
+
+
+class ClientMomentum(Averaging):
+    """Clients step with alpha g + (1 - alpha) D, where D points along the last round's mean update."""
+
+    alpha: float = Field(0.1, gt=0, le=1)
+    weighting: ClassVar[Weighting] = "uniform"
+
+    def init(self, params: Params) -> ServerState:
+        """Start from ``params`` at rest."""
+        return ServerState(params, broadcast={"last": zeros_like(params)})
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Mix the last mean update into every gradient."""
+        settings = task.settings
+        reach = accumulated_momentum(settings.num_steps(task.num_examples), settings.momentum) * settings.learning_rate
+        carried = scale(task.broadcast["last"], (self.alpha - 1) / reach if reach else 0.0)
+        return LocalPlan(gradient_scale=self.alpha, gradient_offset=carried)
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Add the mean update, and send it along in the next round."""
+        delta = aggregate.payloads["delta"]
+        return ServerState(add(server.params, delta), broadcast={"last": delta})
+
+
+class FedCM(ClientMomentum):
+    """Clients step with alpha g + (1 - alpha) D, D = -(last round's mean of y_i - x) / (eta K); all count the same.
+
+    A client's K steps carry (1 - alpha) of the last mean update on. ``alpha`` 1 is FedAvg with equal weights. Where
+    clients differ in size, the rate in rounds, or steps have momentum, eta K is what this client's steps of this round
+    add up to; the released code takes the first client's K and the last round's rate.
+    """
+
+    kind: Literal["fedcm"] = "fedcm"
+    title: ClassVar[str] = "FedCM"

@@ -1,0 +1,45 @@
+"""FedDisco: clients whose labels are further from uniform weigh less (Ye et al. 2023, eq. 6)."""
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.late_torch import torch
+from fl_sim.types import ClientUpdate, LocalTask, Reply, Trained
+from strategies.algorithm import Averaging
+
+
+class FedDisco(Averaging):
+    """FedAvg with weights in proportion to max(0, p_i - a d_i + b), where p_i = n_i / n.
+
+    d_i: the divergence KL(label shares || uniform) that a client declares, divided by the cohort's sum. ``a`` 0.5 and
+    ``b`` 0.1 are the released scripts'. Where all weights would be 0 they are the p_i.
+    """
+
+    kind: Literal["feddisco"] = "feddisco"
+    a: float = Field(0.5, ge=0)
+    b: float = Field(0.1, ge=0)
+    title: ClassVar[str] = "FedDisco"
+
+    def note(self) -> str:
+        """Say what clients give away."""
+        return "FedDisco: every client sends how far its labels are from uniform, one number."
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Send y_i - x, and d_i before it is divided."""
+        update, total = super().finish(task, trained), max(sum(task.class_counts), 1)
+        shares = [count / total for count in task.class_counts if count]
+        divergence = sum(share * math.log(share * len(task.class_counts)) for share in shares)
+        payloads = {**update.payloads, "labels": {"divergence": torch.tensor([divergence], dtype=torch.float32)}}
+        return ClientUpdate(payloads, update.num_examples, update.loss)
+
+    def weigh(self, replies: Sequence[Reply]) -> list[float]:
+        """Return the weights of the clients that have records."""
+        total = sum(reply.num_examples for reply in replies)
+        shares = [reply.num_examples / total for reply in replies]
+        found = [float(reply.payloads["labels"]["divergence"]) for reply in replies]
+        unit = sum(found) or 1.0
+        weights = [max(0.0, p_i - self.a * d / unit + self.b) for p_i, d in zip(shares, found, strict=True)]
+        return weights if any(weights) else shares

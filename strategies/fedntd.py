@@ -1,0 +1,26 @@
+"""FedNTD: not-true distillation, so that clients do not forget the classes they lack (Lee et al. 2022, eq. 4)."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.local_plan import Distillation, LocalPlan
+from fl_sim.types import LocalTask
+from strategies.algorithm import Averaging
+
+
+class FedNTD(Averaging):
+    """Each client adds ``beta`` T^2 KL(received model || own model), both softmaxes without a record's own class.
+
+    ``beta`` 0 is FedAvg. ``temperature`` is the paper's tau. The released code divides the sum by the batch, as here.
+    """
+
+    kind: Literal["fedntd"] = "fedntd"
+    beta: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, gt=0)
+    title: ClassVar[str] = "FedNTD"
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Add the distillation."""
+        del task
+        return LocalPlan(distillation=Distillation(self.beta, self.temperature, exclude_true=True))

@@ -1,0 +1,74 @@
+"""FedProto: clients pull features to prototypes, the mean features of a class (Tan et al. 2022, algorithm 1)."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from fl_sim.errors import UserError
+from fl_sim.kinds import Choices
+from fl_sim.late_torch import torch
+from fl_sim.local_plan import LocalPlan, Pull
+from fl_sim.params import add
+from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
+from strategies.algorithm import Averaging
+from strategies.global_dp import GlobalDP
+
+
+class FedProto(Averaging):
+    """Adds ``strength`` ||z - prototype of y||^2 to the loss of a record, z being what enters the last layer (eq. 6).
+
+    Prototypes are means over all records of a class in the last round; a class that nobody had keeps its old one.
+    ``strength``: the paper's lambda, 1 on MNIST and FEMNIST, 0.1 on CIFAR-10; 0 is FedAvg. The paper sends prototypes
+    alone and evaluates every client's own model; here models are averaged as well, so that there is one to evaluate.
+    """
+
+    kind: Literal["fedproto"] = "fedproto"
+    strength: float = Field(1.0, ge=0)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError where sums of features would share the clipping norm with the update."""
+        if isinstance(experiment.aggregator, GlobalDP):
+            raise ValueError(
+                "algorithm fedproto cannot run under aggregator global-dp: sums of features are far longer than the "
+                "update that they would be clipped with, and drown it; take fedavg, fedprox or scaffold"
+            )
+
+    def note(self) -> str:
+        """Say what clients give away."""
+        return "FedProto: clients send the mean features of each class that they hold, and each class's share."
+
+    def init(self, params: Params) -> ServerState:
+        """Start from ``params`` without prototypes."""
+        classes, features = head_shape(params)
+        return ServerState(params, {"prototypes": {"z": torch.zeros(classes, features), "known": torch.zeros(classes)}})
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Pull to the prototypes there are, and ask for the sums that make the next ones."""
+        known = task.broadcast["prototypes"]
+        return LocalPlan(pull=Pull(known["z"], known["known"] > 0, self.strength), class_features=True)
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        """Send y_i - x, and sums of features and numbers of records per record, as means are weighted by records."""
+        update, like = super().finish(task, trained), task.broadcast["prototypes"]
+        sums = like["z"] * 0 if trained.feature_sums is None else trained.feature_sums
+        counts = torch.tensor(task.class_counts or [0] * len(sums), dtype=torch.float32)
+        size = max(task.num_examples, 1)
+        payloads = {**update.payloads, "features": {"sums": sums / size, "counts": counts / size}}
+        return ClientUpdate(payloads, update.num_examples, update.loss)
+
+    def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Add the mean update, and divide sums by counts."""
+        old, (sums, counts) = server.broadcast["prototypes"], aggregate.payloads["features"].values()
+        there = counts > 0
+        z = torch.where(there[:, None], sums / counts.clamp(min=torch.finfo(counts.dtype).tiny)[:, None], old["z"])
+        prototypes = {"z": z, "known": torch.maximum(old["known"], there.to(z.dtype))}
+        return ServerState(add(server.params, aggregate.payloads["delta"]), {"prototypes": prototypes})
+
+
+def head_shape(params: Params) -> tuple[int, int]:
+    """Return (classes, features) of the last linear layer. Raises UserError for a model that has none."""
+    matrices = {name: value for name, value in params.items() if value.ndim == 2}
+    if not matrices:
+        raise UserError("algorithm fedproto needs a model with a last linear layer: this one has no weight matrix")
+    classes, features = matrices.get("head.weight", list(matrices.values())[-1]).shape
+    return classes, features

@@ -1,0 +1,26 @@
+"""FedRS: a restricted softmax, so that a client moves the classes it lacks less (Li and Zhan 2021, eq. 5)."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.late_torch import torch
+from fl_sim.local_plan import LocalPlan
+from fl_sim.types import LocalTask
+from strategies.algorithm import Averaging
+
+
+class FedRS(Averaging):
+    """Each client multiplies the logits of classes that it lacks by ``alpha`` in training; 1 is FedAvg.
+
+    The paper scales the rows of the last layer's weights and has no bias; here the bias is scaled with them.
+    """
+
+    kind: Literal["fedrs"] = "fedrs"
+    alpha: float = Field(0.5, ge=0, le=1)
+    title: ClassVar[str] = "FedRS"
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Scale the logits of absent classes."""
+        counts = torch.tensor(task.class_counts)
+        return LocalPlan(logit_scale=torch.where(counts > 0, 1.0, self.alpha))

@@ -1,0 +1,28 @@
+"""FedSpeed: FedDyn's correction for clients that look uphill (Sun et al. 2023, algorithm 1)."""
+
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+
+from fl_sim.local_plan import Ascent, LocalPlan
+from fl_sim.types import LocalTask
+from strategies.feddyn import Dynamic
+
+
+class FedSpeed(Dynamic):
+    """Steps with (1 - s) g(w) + s g(w + rho g / ||g||) - g_i + alpha (w - x); then as FedDyn.
+
+    ``alpha`` is the paper's 1 / lambda; ``uphill_share``, s here, its alpha. The paper's algorithm 1 averages the
+    corrections of those who take part alone, which at the optimum moves the model away again; the released code, as
+    here, those of all.
+    """
+
+    kind: Literal["fedspeed"] = "fedspeed"
+    alpha: float = Field(0.1, gt=0)
+    rho: float = Field(0.1, ge=0)
+    uphill_share: float = Field(1.0, ge=0, le=1)
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Take FedDyn's gradients partly uphill."""
+        return replace(super().plan(task), ascent=Ascent(self.rho, share=self.uphill_share))

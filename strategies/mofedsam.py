@@ -1,0 +1,22 @@
+"""MoFedSAM: sharpness-aware clients with the server's momentum (Qu et al. 2022, algorithm 2)."""
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fl_sim.local_plan import Ascent, LocalPlan
+from fl_sim.types import LocalTask
+from strategies.fedcm import ClientMomentum
+
+
+class MoFedSAM(ClientMomentum):
+    """FedCM whose gradient g is taken at w + rho g / ||g||; ``rho`` 0 is FedCM."""
+
+    kind: Literal["mofedsam"] = "mofedsam"
+    rho: float = Field(0.1, ge=0)
+    title: ClassVar[str] = "MoFedSAM"
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        """Take FedCM's gradients uphill."""
+        return replace(super().plan(task), ascent=Ascent(self.rho))
