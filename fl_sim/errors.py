@@ -18,6 +18,10 @@ class RunError(RuntimeError):
         self.private = private
 
 
+class Diverged(RunError):  # noqa: N818 (what happened to the numbers, not a kind of error of ours)
+    """Numbers that stopped being finite; whoever knows the algorithm adds which of its settings bear on that."""
+
+
 class Malformed(ValueError):  # noqa: N818 (what an answer is, not what went wrong with us)
     """An answer that cannot be used. The message says why in our words; ``said``: the client's own, where it failed."""
 

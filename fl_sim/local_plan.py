@@ -153,7 +153,8 @@ class LocalPlan:
 
     gradient <- ``gradient_scale`` * gradient + ``gradient_offset`` + ``proximal_mu`` * (w - anchor)
 
-    before weight decay and momentum; the anchor is the model the client received. ``momentum_buffers`` starts the
+    before weight decay and momentum; the anchor is the model the client received. ``step_offset`` joins what momentum
+    makes of that: w <- w - learning rate * (buffer + step_offset). ``momentum_buffers`` starts the
     optimiser warm. ``class_features`` asks for ``Trained.feature_sums``. What has the strength 0 (``weight``,
     ``radius``, ``share``) is left out. A trainer that does not know a field that is in use hands the client on.
 
@@ -162,6 +163,7 @@ class LocalPlan:
     """
 
     gradient_offset: Params | None = None
+    step_offset: Params | None = None
     proximal_mu: float = 0.0
     gradient_scale: float = 1.0
     momentum_buffers: Params | None = None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from fl_sim.errors import RunError
+from fl_sim.errors import Diverged
 from fl_sim.late_torch import torch
 from fl_sim.params import FlatParams, flattened, is_finite, weighted_mean
 from fl_sim.settings import Settings
@@ -84,10 +84,10 @@ def _has_finite_loss(reply: Reply) -> bool:
 def _check_finite(reply: Reply, server_round: int) -> None:
     where = f"client {reply.client} in round {server_round}"
     if not _has_finite_loss(reply):
-        raise RunError(
+        raise Diverged(
             f"{where} has a training loss of {reply.loss}: training diverged; try a smaller local.learning_rate"
         )
     if not is_finite(reply.payloads):
-        raise RunError(
+        raise Diverged(
             f"{where} sent numbers that are not finite: training diverged; try a smaller local.learning_rate"
         )

@@ -114,6 +114,23 @@ class Noted(Protocol):
         ...
 
 
+@runtime_checkable
+class Advising(Protocol):
+    """An algorithm that does not go well with all ways to train on a client."""
+
+    def advice(self, momentum: float) -> str:
+        """Return what a user must know of local training with this ``momentum``, a sentence; empty for nothing."""
+        ...
+
+
+@runtime_checkable
+class Steered(Protocol):
+    """An algorithm with settings of its own that decide whether training diverges."""
+
+    knobs: ClassVar[str]
+    """Those settings, as they are typed, and which way to turn them."""
+
+
 class Averaging(Settings):
     """FedAvg's behaviour, of which every algorithm here changes one or two of the four parts."""
 

@@ -5,7 +5,7 @@ The averages leave the clients without noise: neither method has a privacy guara
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -37,6 +37,16 @@ class FedMix(_Mixing):
     """
 
     kind: Literal["fedmix"] = "fedmix"
+    knobs: ClassVar[str] = (
+        "FedMix's last term has no lower bound and grows with the scale of the inputs: set local.momentum=0, as in its "
+        "paper, or a smaller algorithm.mixing_weight"
+    )
+
+    def advice(self, momentum: float) -> str:
+        """Say what the paper does not have."""
+        if not momentum:
+            return ""
+        return f"FedMix's paper has no local momentum: at local.momentum={momentum:g} its loss, unbounded, may diverge"
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Mix batches with the pool through the first-order expansion."""

@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fl_sim.engines import wire
-from fl_sim.errors import Malformed, RunError
+from fl_sim.errors import Diverged, Malformed, RunError
 from fl_sim.params import flattened, is_finite
 from fl_sim.seeding import rng
 from fl_sim.types import Aggregate, Cohort, Examples, Params, Payloads, Reply, ServerState
@@ -93,7 +93,7 @@ class FederatedStrategy(Strategy):
         if aggregate is not None:
             server = self.algorithm.merge(self.server, aggregate)
             if not is_finite({"params": server.params}):
-                raise RunError(f"the global model is not finite after round {server_round}; try smaller learning rates")
+                raise Diverged(f"the global model is not finite after round {server_round}; try smaller learning rates")
             self.server = server
         if self.privacy is not None:  # how many came and how they fared is theirs: it leaves only in the noised mean
             return wire.to_arrays(self.server.params), None

@@ -1,55 +1,99 @@
 """SCAFFOLD: control variates against client drift (Karimireddy et al. 2020, algorithm 1, option II)."""
 
-from typing import ClassVar, Literal
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import Choices
+from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import add, scale, subtract, zeros_like
-from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
+from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
 from strategies.algorithm import Averaging, Weighting, accumulated_momentum
+from strategies.global_dp import GlobalDP
 
 
 class Scaffold(Averaging):
-    """Local steps y <- y - eta (g(y) - c_i + c); every client counts the same.
+    """Local steps y <- y - eta (g(y) - c_i + c); every client counts the same. The paper has no local momentum.
 
-    ``server_learning_rate`` is the paper's eta_g.
+    ``server_learning_rate`` is the paper's eta_g. ``variant`` "paper": c_i+ = c_i - c + (x - y_i) / (K eta) of K steps.
+    "momentum" is our extension to local momentum: a constant gradient then moves the model by a_i eta of it, not K eta
+    (Wang et al. 2020, section 4.1), so c_i+ divides by that. "niid-bench" is the published benchmark's program (Li et
+    al. 2022): the correction joins the step after momentum, c_i+ divides by K eta, models count by their records.
     """
 
     kind: Literal["scaffold"] = "scaffold"
     server_learning_rate: float = Field(1.0, gt=0)
+    variant: Literal["paper", "momentum", "niid-bench"] = "paper"
     title: ClassVar[str] = "SCAFFOLD"
+    starts_with: ClassVar[Mapping[str, Any]] = {"local": {"momentum": 0.0}}
     weighting: ClassVar[Weighting] = "uniform"
+    knobs: ClassVar[str] = (
+        "with SCAFFOLD the length of a round's way decides, local.learning_rate * steps / (1 - local.momentum): leave "
+        "local.momentum at 0, or set a smaller algorithm.server_learning_rate"
+    )
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError where clients cannot count by their records."""
+        if self.variant == "niid-bench" and isinstance(experiment.aggregator, GlobalDP):
+            raise ValueError(
+                "algorithm.variant=niid-bench weights models by their clients' records, and under aggregator global-dp "
+                "every client counts the same: take variant=paper"
+            )
+
+    def advice(self, momentum: float) -> str:
+        """Say what is done about momentum, which the paper does not have."""
+        if not momentum:
+            return "SCAFFOLD trains without local momentum, as in its paper"
+        if self.variant == "paper":
+            return (
+                f"SCAFFOLD's paper has no local momentum: at local.momentum={momentum:g} its control variates "
+                f"overshoot up to {1 / (1 - momentum):.3g} times and training may diverge; leave local.momentum out, "
+                "or take algorithm.variant=momentum"
+            )
+        whose = "fl-sim's extension to" if self.variant == "momentum" else "NIID-Bench's program with"
+        return f"SCAFFOLD here is {whose} local momentum {momentum:g}, which its paper does not have"
 
     def init(self, params: Params) -> ServerState:
         """Start from ``params`` with c = 0."""
         return ServerState(params, broadcast={"control": zeros_like(params)})
 
     def plan(self, task: LocalTask) -> LocalPlan:
-        """Correct every gradient by c - c_i."""
-        return LocalPlan(gradient_offset=subtract(task.broadcast["control"], _own_control(task)))
+        """Correct every gradient by c - c_i; in the benchmark's program every step."""
+        correction = subtract(task.broadcast["control"], _own_control(task))
+        if self.variant == "niid-bench":
+            return LocalPlan(step_offset=correction)
+        return LocalPlan(gradient_offset=correction)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
-        """Send y_i - x and c_i+ - c_i; keep c_i+ = c_i - c + (x - y_i) / (a_i eta).
-
-        With momentum a constant gradient g moves the model by a_i eta g, not by steps * eta * g; dividing by the number
-        of steps would overshoot tenfold at momentum 0.9 and diverge.
-        """
+        """Send y_i - x and c_i+ - c_i; keep c_i+ = c_i - c + (x - y_i) / (K eta), or a_i eta."""
         delta = subtract(trained.params, task.params)
         if trained.num_steps == 0:
-            return ClientUpdate({"delta": delta, "control_delta": zeros_like(delta)}, task.num_examples)
-        reach = accumulated_momentum(trained.num_steps, task.settings.momentum) * task.settings.learning_rate
-        mean_gradient = scale(delta, -1 / reach)
-        control_delta = subtract(mean_gradient, task.broadcast["control"])
-        c_i_plus = add(_own_control(task), control_delta)
-        payloads = {"delta": delta, "control_delta": control_delta}
-        return ClientUpdate(payloads, task.num_examples, trained.loss, state={"control": c_i_plus})
+            return ClientUpdate(self._sent(delta, zeros_like(delta), task), task.num_examples)
+        momentum = task.settings.momentum if self.variant == "momentum" else 0.0
+        reach = accumulated_momentum(trained.num_steps, momentum) * task.settings.learning_rate
+        control_delta = subtract(scale(delta, -1 / reach), task.broadcast["control"])
+        kept = {"control": add(_own_control(task), control_delta)}
+        return ClientUpdate(self._sent(delta, control_delta, task), task.num_examples, trained.loss, kept)
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
         """Move x by eta_g mean(y_i - x) and c by |S|/K mean(c_i+ - c_i)."""
-        params = add(server.params, aggregate.payloads["delta"], self.server_learning_rate)
+        step = self.server_learning_rate
+        if self.variant == "niid-bench":
+            step /= float(aggregate.payloads["records"]["mean"])
+        params = add(server.params, aggregate.payloads["delta"], step)
         control = add(server.broadcast["control"], aggregate.payloads["control_delta"], aggregate.participation)
         return ServerState(params, broadcast={"control": control})
+
+    def _sent(self, delta: Params, control_delta: Params, task: LocalTask) -> Payloads:
+        """Return what a client sends: for a mean by records n_i (y_i - x) and n_i, whose means the server has."""
+        if self.variant != "niid-bench":
+            return {"delta": delta, "control_delta": control_delta}
+        records = {"mean": torch.tensor([float(task.num_examples)])}
+        return {"delta": scale(delta, task.num_examples), "control_delta": control_delta, "records": records}
 
 
 def _own_control(task: LocalTask) -> Params:

@@ -206,6 +206,8 @@ class Experiment(Settings):
             starts_with: Mapping[str, Any] = getattr(chosen_class(cls, table, part), "starts_with", {})
             for key, value in starts_with.items():
                 given = filled.get(key, {})
+                if isinstance(given, BaseModel) and isinstance(value, dict) and "kind" not in value:
+                    given = {name: getattr(given, name) for name in given.model_fields_set}  # what the user set
                 both = isinstance(value, dict) and isinstance(given, dict)
                 filled[key] = {**value, **given} if both else filled.get(key, value)
         return filled

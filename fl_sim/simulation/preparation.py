@@ -9,7 +9,7 @@ from flwr.serverapp import Grid
 
 from clients.dafl.settings import DaFl
 from fl_sim.engines.wire import Order
-from fl_sim.errors import RunError
+from fl_sim.errors import Diverged
 from fl_sim.experiment.job import Job
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import is_finite
@@ -102,5 +102,5 @@ def _trained_on_pool(job: Job, pool: Path, server_epochs: int, params: Params) -
     with torch_kept():
         trained = job.trainer.train(local_job)
     if not is_finite({"params": trained.params}):
-        raise RunError("training diverged on the synthetic records; try a smaller local.learning_rate")
+        raise Diverged("training diverged on the synthetic records; try a smaller local.learning_rate")
     return trained.params

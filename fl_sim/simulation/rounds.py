@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 from clients.app import Site
 from clients.dafl.settings import DaFl
-from fl_sim.errors import BudgetExhausted, RunError
+from fl_sim.errors import BudgetExhausted, Diverged
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
@@ -26,7 +26,15 @@ from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, write_checkpoint
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.types import Params, Payloads, ServerState
-from strategies.algorithm import Algorithm, Sharing, what_clients_keep, what_clients_plan, what_clients_share
+from strategies.algorithm import (
+    Advising,
+    Algorithm,
+    Sharing,
+    Steered,
+    what_clients_keep,
+    what_clients_plan,
+    what_clients_share,
+)
 from strategies.flower import FederatedStrategy, run_round
 from strategies.global_dp import GlobalDP
 
@@ -43,6 +51,14 @@ class Rounds:
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
         """Run every round that ``log`` does not have yet: train, evaluate, record, checkpoint."""
+        try:
+            self._run(grid, out, log, observer)
+        except Diverged as error:
+            if not isinstance(self.algorithm, Steered):
+                raise
+            raise Diverged(f"{error}; {self.algorithm.knobs}", private=error.private) from error
+
+    def _run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
         experiment = self.job.experiment
         if isinstance(experiment.preprocess, DaFl):
             observer.preparing(f"clients make synthetic records, {kind_of(experiment.preprocess.generator)}")
@@ -60,7 +76,7 @@ class Rounds:
             if server_round % experiment.evaluate_every == 0 or _is_last(experiment, server_round, log.privacy):
                 accuracy, loss = evaluate(strategy.server.params)
                 if not math.isfinite(loss):
-                    raise RunError(
+                    raise Diverged(
                         f"the test loss is {loss} after round {server_round}: training diverges, try smaller learning "
                         "rates"
                     )
@@ -106,6 +122,8 @@ class Rounds:
             "until the run has finished"
         )
         warnings = [kept] if log.seal and experiment.is_private else []
+        if isinstance(self.algorithm, Advising) and (told := self.algorithm.advice(experiment.local.momentum)):
+            warnings.append(told)
         if not isinstance(experiment.aggregator, GlobalDP):
             return warnings
         from fl_sim.privacy.planning import delta_advice  # noqa: PLC0415 (the accountants load slowly)

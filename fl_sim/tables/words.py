@@ -7,7 +7,7 @@ from typing import Any
 from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import field_defaults, is_settings, kind_of, short_form, title_of
-from strategies.algorithm import Noted
+from strategies.algorithm import Advising, Noted
 
 _DATA = {
     "mnist": "MNIST",
@@ -95,9 +95,15 @@ def caption(experiments: Sequence[Experiment], notes: Mapping[str, str], *, has_
         f"{_values(data_label(e.data) for e in experiments)}; {_federation(experiments)}; {_training(experiments)}.",
         *_preprocessing([e.preprocess for e in experiments if isinstance(e.preprocess, DaFl)]),
         *dict.fromkeys(e.algorithm.note() for e in experiments if isinstance(e.algorithm, Noted)),
+        *filter(None, dict.fromkeys(_advice(e) for e in experiments)),
         *(f"{name} here: {note}." for name, note in noted.items() if note),
         *([bound] if has_bound else []),
     )
+
+
+def _advice(experiment: Experiment) -> str:
+    algorithm: object = experiment.algorithm
+    return f"{algorithm.advice(experiment.local.momentum)}." if isinstance(algorithm, Advising) else ""
 
 
 def _federation(experiments: Sequence[Experiment]) -> str:

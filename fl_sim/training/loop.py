@@ -22,8 +22,8 @@ from fl_sim.types import Dataset, Examples, LocalSettings, LocalTask, Params, Tr
 
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",
-    "gradient_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift", "logit_scale",
-    "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
+    "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
+    "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
 """The fields of LocalSettings and LocalPlan that ``train`` knows: all there are, as other trainers hand on to it."""
 
@@ -81,6 +81,7 @@ def train(
     with torch.no_grad():
         _load(weights, task.params)
     anchor, offset = _on(task.params, inputs.device), _on(plan.gradient_offset or {}, inputs.device)
+    drift = _on(plan.step_offset or {}, inputs.device)
     objective = Objective.of(model, plan, anchor, inputs.device)
     momentum_buffers = _on(plan.momentum_buffers or {}, inputs.device, copy=True)
     model.train()
@@ -93,7 +94,7 @@ def train(
             with torch.no_grad():
                 for name, gradient in gradients.items():
                     corrected = _corrected(name, trainable[name], gradient, anchor, offset, plan)
-                    _sgd_step(name, trainable[name], corrected, momentum_buffers, task.settings)
+                    _sgd_step(name, trainable[name], corrected, momentum_buffers, drift, task.settings)
             losses.append(loss)
     return Trained(
         params=detached(weights.items()),
@@ -148,8 +149,9 @@ def _check_plan(plan: LocalPlan, weights: Params, inputs: torch.Tensor) -> None:
     buffers = plan.momentum_buffers or {}
     moved = {name: weight for name, weight in weights.items() if name in buffers}  # a frozen one has none
     check_layout("the momentum buffers", buffers, layout_of(moved))
-    if plan.gradient_offset:
-        check_layout("the gradient offsets", plan.gradient_offset, layout_of(weights))
+    for what, offset in (("gradient", plan.gradient_offset), ("step", plan.step_offset)):
+        if offset:
+            check_layout(f"the {what} offsets", offset, layout_of(weights))
     if plan.mix is not None and plan.mix.inputs.shape[1:] != inputs.shape[1:]:
         raise ValueError(
             f"the mixing pool holds records of shape {tuple(plan.mix.inputs.shape[1:])}, the client those of shape "
@@ -175,9 +177,17 @@ def _corrected(
 
 
 def _sgd_step(
-    name: str, weight: torch.Tensor, gradient: torch.Tensor, buffers: dict[str, torch.Tensor], settings: LocalSettings
+    name: str,
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    buffers: dict[str, torch.Tensor],
+    drift: Params,
+    settings: LocalSettings,
 ) -> None:
-    """Take torch.optim.SGD's step, bit for bit; its own class costs over a second of imports at first use."""
+    """Take torch.optim.SGD's step, bit for bit; its own class costs over a second of imports at first use.
+
+    ``drift``: the plan's step offset, empty where it has none.
+    """
     if settings.weight_decay:
         gradient = gradient.add(weight, alpha=settings.weight_decay)
     if settings.momentum:
@@ -186,6 +196,8 @@ def _sgd_step(
         else:
             buffers[name] = gradient.clone()
         gradient = buffers[name]
+    if drift:
+        gradient = gradient + drift[name]
     weight.add_(gradient, alpha=-settings.learning_rate)
 
 

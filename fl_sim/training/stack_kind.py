@@ -15,8 +15,8 @@ from fl_sim.types import Params
 
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",
-    "gradient_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift", "logit_scale",
-    "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
+    "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
+    "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
 """The fields of LocalSettings and LocalPlan that stacks know."""
 
@@ -25,7 +25,8 @@ TAKES = frozenset({
 class Kind:
     """What is the same for all clients of a stack and decides what a step computes.
 
-    ``warm``: the optimiser starts from buffers that the plans bring; ``offset``, ``proximal``: the plans have such.
+    ``warm``: the optimiser starts from buffers that the plans bring; ``offset``, ``drift``, ``proximal``: the
+    plans have offsets of the gradient, of the step, a proximal term.
     ``mixing``: the mixing pool and how it is mixed in, as a key; ``adjusting``: the shapes of what scales and shifts
     logits; ``terms``: of each term of the loss its function and the names, shapes and types of its data.
     """
@@ -43,6 +44,7 @@ class Kind:
     terms: tuple[Hashable, ...] = ()
     ascent: Ascent | None = None
     gradient_scale: float = 1.0
+    drift: bool = False
 
     @classmethod
     def of(cls, job: LocalJob, *, proximal: bool) -> Self:
@@ -52,7 +54,7 @@ class Kind:
             layout_of(job.task.params), settings.batch_size, settings.epochs, settings.momentum, settings.weight_decay,
             bool(plan.momentum_buffers), bool(plan.gradient_offset), proximal, _key_of_mix(plan.mix),
             _shapes(adjustment_of(plan)), tuple(map(_key_of_term, terms_of(plan))), ascent_of(plan),
-            plan.gradient_scale,
+            plan.gradient_scale, bool(plan.step_offset),
         )  # fmt: skip
 
 

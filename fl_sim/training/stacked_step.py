@@ -55,6 +55,7 @@ class StackedStep:
         self.active = torch.zeros((), dtype=torch.int64, device=device)
         self._anchor = _room(shapes if kind.proximal or self._terms else {}, capacity, device)
         self._offset = _room(shapes if kind.offset else {}, capacity, device)
+        self._drift = _room(shapes if kind.drift else {}, capacity, device)
         self._rates, self._proximal_mu = (torch.zeros(capacity, device=device) for _ in range(2))
         self._places = torch.arange(capacity, device=device)
         pool = (torch.zeros(1), torch.zeros(1)) if plan.mix is None else (plan.mix.inputs, plan.mix.labels)
@@ -66,6 +67,7 @@ class StackedStep:
         _fill(self.params, start)
         _fill(self._anchor, start)
         _fill(self._offset, [job.plan.gradient_offset or {} for job in jobs])
+        _fill(self._drift, [job.plan.step_offset or {} for job in jobs])
         _fill(self._adjustment, [adjustment_of(job.plan) for job in jobs])
         terms = [terms_of(job.plan) for job in jobs]
         for place, data in enumerate(self._data):
@@ -97,6 +99,18 @@ class StackedStep:
         changing = [tensors[name][:width] for tensors in (self.params, self.buffers) if name in tensors]
         before = [] if live is None else [target.clone() for target in changing]
         weight, *buffers = changing
+        gradient = self._corrected(name, gradient, weight)
+        if self.kind.momentum:
+            gradient = buffers[0].mul_(self.kind.momentum).add_(gradient)
+        if self.kind.drift:
+            gradient = gradient + self._drift[name][:width]
+        weight.sub_(gradient * _like(self._rates[:width], weight))
+        if live is not None:  # those who are done go back to where they were
+            for target, value in zip(changing, before, strict=True):
+                target.copy_(torch.where(_like(live, target), target, value))
+
+    def _corrected(self, name: str, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        width = len(gradient)
         if self.kind.gradient_scale != 1:
             gradient = gradient * self.kind.gradient_scale
         if self.kind.offset:
@@ -105,12 +119,7 @@ class StackedStep:
             gradient = gradient + _like(self._proximal_mu[:width], weight) * (weight - self._anchor[name][:width])
         if self.kind.weight_decay:
             gradient = gradient + self.kind.weight_decay * weight
-        if self.kind.momentum:
-            gradient = buffers[0].mul_(self.kind.momentum).add_(gradient)
-        weight.sub_(gradient * _like(self._rates[:width], weight))
-        if live is not None:  # those who are done go back to where they were
-            for target, value in zip(changing, before, strict=True):
-                target.copy_(torch.where(_like(live, target), target, value))
+        return gradient
 
     def _gradients(
         self, width: int, records: tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+import fl_sim
+from fl_sim.errors import RunError, UserError
+from fl_sim.experiment.experiment import Experiment, Local, experiment_from
 from fl_sim.store.tensors import load_state, save_state
 from strategies.fedavg import FedAvg
 from strategies.scaffold import Scaffold
@@ -53,7 +56,7 @@ def test_second_round_corrects_every_step_and_sends_the_change_of_the_control(pa
 
 
 def test_first_round_with_momentum_divides_by_the_reach_of_the_steps(pair):
-    updates = pair(Scaffold(), momentum=0.9).round()
+    updates = pair(Scaffold(variant="momentum"), momentum=0.9).round()
     # v = -2 -> 0.2; v = -1.8 - 1.8 = -3.6 -> 0.56; a(2, 0.9) = 1 + 1.9 = 2.9, c_0+ = -0.56 / 0.29
     assert _w(updates[0].payloads["delta"]) == pytest.approx(0.56, abs=1e-14)
     assert _w(updates[0].state["control"]) == pytest.approx(-0.56 / 0.29, abs=1e-13)
@@ -61,12 +64,65 @@ def test_first_round_with_momentum_divides_by_the_reach_of_the_steps(pair):
 
 def test_with_momentum_the_control_is_the_gradient_where_that_is_constant(bowl, federation, records, settings):
     shards = [records((0, 0, 1.5)), records((0, 0, -0.25))]
-    simulated = federation(Scaffold(), bowl(0.0), shards, settings(0.01, 0.9, epochs=25))
+    simulated = federation(Scaffold(variant="momentum"), bowl(0.0), shards, settings(0.01, 0.9, epochs=25))
     for _ in range(4):  # from the second round on the correction is at work as well
         simulated.round()
         controls = [_w(state["control"]) for state in simulated.states]
         assert controls == pytest.approx([1.5, -0.25], abs=1e-12)
         assert _w(simulated.server.broadcast["control"]) == pytest.approx(0.625, abs=1e-12)
+
+
+def test_the_benchmarks_program_corrects_after_momentum_divides_by_steps_and_counts_records(
+    bowl, federation, records, settings
+):
+    # NIID-Bench's train_net_scaffold at momentum .9, by hand: F_0 = (w - 2)^2 / 2 with 3 records, F_1 = (w + 4)^2 / 2
+    shards = [records(*[(1, 2, 0)] * 3), records((1, -4, 0))]
+    simulated = federation(Scaffold(variant="niid-bench"), bowl(0.0), shards, settings(0.1, 0.9, epochs=2))
+    x, c, own = 0.0, 0.0, [0.0, 0.0]
+    for _ in range(3):
+        ends, changes = [], []
+        for client, target in enumerate((2.0, -4.0)):
+            w, v = x, 0.0
+            for _ in range(2):
+                v = 0.9 * v + (w - target)
+                w -= 0.1 * v
+                w -= 0.1 * (c - own[client])
+            changes.append(-c + (x - w) / (2 * 0.1))
+            own[client] += changes[-1]
+            ends.append(w)
+        x, c = (3 * ends[0] + ends[1]) / 4, c + sum(changes) / 2
+        simulated.round()
+        assert simulated.w == pytest.approx(x, abs=1e-12)
+        assert _w(simulated.server.broadcast["control"]) == pytest.approx(c, abs=1e-12)
+
+
+def test_without_momentum_all_variants_are_the_paper_where_clients_hold_equally_much(pair):
+    ways = []
+    for variant in ("paper", "momentum", "niid-bench"):
+        simulated = pair(Scaffold(variant=variant))
+        for _ in range(3):
+            simulated.round()
+        ways.append(simulated.w)
+    assert ways[1:] == pytest.approx([ways[0]] * 2, abs=1e-13)
+
+
+def test_local_momentum_is_0_unless_the_user_sets_it_and_what_is_done_is_said():
+    assert experiment_from({"algorithm": "scaffold"}).local.momentum == 0
+    assert experiment_from({"algorithm": "scaffold", "local": {"epochs": 3}}).local.momentum == 0
+    assert Experiment(algorithm=Scaffold(), local=Local(epochs=3)).local == Local(epochs=3, momentum=0)
+    assert experiment_from({"algorithm": "scaffold", "local": {"momentum": 0.9}}).local.momentum == 0.9
+    assert experiment_from({"algorithm": "fedavg"}).local.momentum == 0.9
+    assert "without local momentum" in Scaffold().advice(0.0)
+    assert "overshoot up to 10 times" in Scaffold().advice(0.9)
+    assert "fl-sim's extension" in Scaffold(variant="momentum").advice(0.9)
+    with pytest.raises(UserError, match="niid-bench weights models by their clients' records"):
+        experiment_from({"algorithm": {"kind": "scaffold", "variant": "niid-bench"}, "aggregator": "global-dp"})
+
+
+def test_a_run_that_diverges_names_the_settings_that_bear_on_it(tmp_path: Path):
+    settings = {"algorithm": "scaffold", "local": {"momentum": 0.9, "learning_rate": 2.0}, "model": "mlp"}
+    with pytest.raises(RunError, match=r"diverged; try .*; with SCAFFOLD .* local.momentum"):
+        fl_sim.run(settings, out=tmp_path / "run", progress=False)
 
 
 def test_server_learning_rate_scales_the_model_and_not_the_control(pair):
@@ -120,7 +176,7 @@ def test_many_rounds_on_heterogeneous_quadratics_reach_the_optimum_that_fedavg_m
     # mean of (w - 1)^2 / 2 and 4 (w + 1)^2 / 2: its minimum is (1 - 4) / 5 = -0.6
     shards = [records((1, 1, 0)), records((4, -1, 0))]
     reached = {}
-    for algorithm in (Scaffold(), FedAvg()):
+    for algorithm in (Scaffold(variant="momentum"), FedAvg()):
         simulated = federation(algorithm, bowl(0.0), shards, settings(0.01 * (1 - momentum) * 5, momentum, epochs=10))
         for _ in range(60):
             simulated.round()

@@ -199,6 +199,7 @@ PARTS: dict[str, Callable[[LocalTask], dict[str, Any]]] = {
     "distillation of some": lambda task: {"distillation": Distillation(2.0, classes=torch.arange(3) != task.client)},
     "suppression": lambda task: {"suppression": Suppression(numbers(CLASSES).abs() * (1 + task.client), 0.5)},
     "ascent": lambda task: {"ascent": Ascent(0.3, share=0.7), "gradient_scale": 0.5},
+    "step offset": lambda task: {"step_offset": like(task.params, task.client + 50)},
     "adaptive ascent": lambda task: {"ascent": Ascent(0.9, adaptive=True), "proximal_mu": 0.3},
     "contrast": lambda task: {"contrast": Contrast(5.0, 0.5, task.state["previous"])},
     "pull": lambda task: {"pull": Pull(numbers(CLASSES, 6) + task.client, torch.arange(3) != 1, 0.3)},
