@@ -176,12 +176,15 @@ class Experiment(Settings):
 
     ``round_timeout``: seconds in which all clients of a round must have answered. ``device`` "auto" takes a GPU where
     the worker sees one (a Ray actor sees the share it asked for); sums on a GPU have other last bits than on a CPU.
+    ``normalise``: how inputs are scaled. "published" takes the data set's published mean and deviation, "none" leaves
+    images in [0, 1], as NIID-Bench's program does, and features as they are, "unit" puts images into [-1, 1].
     """
 
     data: str = "digits"
     partition: Partition = LabelK(k=1)
     clients: int = Field(10, ge=1, le=1_000_000)
     model: str = ""
+    normalise: Literal["published", "none", "unit"] = "published"
     algorithm: Annotated[AnyAlgorithm, OneOf("algorithm", Algorithm)] = FedAvg()
     aggregator: Annotated[AnyAggregator, OneOf("aggregator", Aggregator)] = WeightedMean()
     sampler: Annotated[AnySampler, OneOf("sampler", Sampler)] = Everyone()

@@ -1,7 +1,7 @@
 """A job: an experiment and all that it needs to run, its data set, split and device, found once in each process."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
 
     Raises UserError for settings that do not fit the data, an impossible split, or a GPU that is not there.
     """
-    dataset = load(experiment.data, data_root)
+    dataset = _scaled(load(experiment.data, data_root), experiment.normalise)
     experiment = _resolved(experiment, dataset)
     return Job(experiment, dataset, _shards(experiment, dataset), device_of(experiment), data_root)
 
@@ -96,6 +96,19 @@ def precision_of(experiment: Experiment, device: torch.device) -> Precision:
         return precision
     where = "a CPU" if device.type == "cpu" else "a GPU older than NVIDIA's Ampere"
     raise UserError(f"local.precision={precision} changes nothing on {where}: leave it out, or train on a newer GPU")
+
+
+def _scaled(dataset: Dataset, normalise: str) -> Dataset:
+    """Return ``dataset`` with the constants that ``normalise`` stands for: 1 of a byte's 255 is 1 / 255 of a unit."""
+    if normalise == "published":
+        return dataset
+    if normalise == "unit" and len(dataset.input_shape) != 3:
+        raise UserError(
+            f"normalise=unit puts images into [-1, 1], and the records of {dataset.name} are feature vectors: take "
+            "normalise=published, or none to leave them as they are"
+        )
+    mean, std = (0.5, 0.5) if normalise == "unit" else (0.0, 1.0)
+    return replace(dataset, mean=(mean,) * len(dataset.mean), std=(std,) * len(dataset.std))
 
 
 def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:

@@ -112,7 +112,9 @@ def _federation(experiments: Sequence[Experiment]) -> str:
     aggregator = _values(short_form(e.aggregator) for e in experiments)
     attacks = _values(_attack(e.attack) for e in experiments)
     attack = "" if attacks == "none" else f", attack {attacks}"
-    return f"{clients} clients, sampler {sampler}, aggregator {aggregator}{attack}, model {model}"
+    scaled = _values(e.normalise for e in experiments)
+    inputs = "" if scaled == "published" else f", normalise {scaled}"
+    return f"{clients} clients, sampler {sampler}, aggregator {aggregator}{attack}, model {model}{inputs}"
 
 
 def _attack(attack: Any) -> str:

@@ -13,6 +13,7 @@ from fl_sim.data import load
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import device_of, job_of, precision_of, resolved
+from fl_sim.training.loop import to_tensors
 from fl_sim.types import Dataset
 from strategies.algorithm import Split
 from strategies.fedavg import FedAvg
@@ -91,6 +92,25 @@ class Given:
 
     def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> list[Any]:
         return [np.array(part) if part else np.array([]) for part in self.parts]
+
+
+def test_inputs_are_scaled_by_published_constants_or_to_0_to_1_or_to_minus_1_to_1(tmp_path):
+    ranges = {}
+    for normalise in ("published", "none", "unit"):
+        job = job_of(experiment_from({"normalise": normalise}))
+        inputs, _ = to_tensors(job.dataset.train, job.dataset)
+        ranges[normalise] = (float(inputs.min()), float(inputs.max()))
+    dataset = load("digits", None)
+    assert ranges["none"] == (0.0, 1.0)
+    assert ranges["unit"] == (-1.0, 1.0)
+    assert ranges["published"] == pytest.approx([(end - dataset.mean[0]) / dataset.std[0] for end in (0.0, 1.0)])
+    rows = {"x_train": np.eye(4, dtype=np.float32) * 7, "y_train": np.arange(4) % 2}
+    np.savez(tmp_path / "table.npz", **rows, x_test=rows["x_train"], y_test=rows["y_train"])
+    table = {"data": f"npz:{tmp_path / 'table.npz'}", "clients": 2, "partition": "iid", "model": "mlp"}
+    job = job_of(experiment_from({**table, "normalise": "none"}))
+    assert float(to_tensors(job.dataset.train, job.dataset)[0].max()) == 7
+    with pytest.raises(UserError, match=r"normalise=unit puts images into .* take normalise=published, or none"):
+        job_of(experiment_from({**table, "normalise": "unit"}))
 
 
 def test_an_own_scheme_may_leave_clients_empty():
