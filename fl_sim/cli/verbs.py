@@ -16,10 +16,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _DataRoot = Annotated[Path | None, typer.Option(help="Where data sets lie (else $FL_SIM_DATA, then your cache).")]
 _Settings = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[FILE or PRESET] [KEY=VALUE]...",
-        help="A preset (digits, mnist), else a TOML file (./mnist if it is called like one), and settings over it.",
-    ),
+    typer.Argument(metavar="[FILE or PRESET] [KEY=VALUE]..."),
 ]
 
 app = typer.Typer(
@@ -66,6 +63,9 @@ def run(
 ) -> None:
     """Run one experiment; with no arguments FedAvg on 1-Label digits, embedded in the package.
 
+    Settings come from a TOML file, or from a preset (digits, mnist), and KEY=VALUE over them. A preset's name means the
+    preset in every folder; a file of that name is ./NAME.
+
     Settings: data, partition, clients, model, algorithm, sampler, local.epochs, local.batch_size, local.learning_rate,
     local.momentum, local.weight_decay, local.schedule, rounds, evaluate_every, seed, engine, round_timeout, aggregator,
     preprocess, preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on,
@@ -103,7 +103,8 @@ def table(
     """Compare methods: rows are methods, columns data sets and splits, seeds are averaged.
 
     With no arguments: all methods on 1-Label digits, embedded in the package. Presets: digits, mnist.
-    A finished cell is not run again; after a crash or Ctrl-C the same command goes on where it stopped. Writes
+    A preset's name means the preset in every folder; a file of that name is ./NAME. A finished cell is not run again;
+    after a crash or Ctrl-C the same command goes on where it stopped. Writes
     table.md, table.csv, table.tex and table.json after every cell, and a run directory for each under DIR/cells.
 
     A FILE has [base], settings as for 'fl-sim run', and [grid], lists of values: algorithm, data, partition, seed or

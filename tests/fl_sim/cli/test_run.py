@@ -124,4 +124,6 @@ def test_a_name_means_the_preset_in_every_folder_and_for_every_verb(
 
 def test_help_teaches_with_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert typed(monkeypatch, "run", "--help") == 0
-    assert "fl-sim run data=mnist" in capsys.readouterr().out
+    told = " ".join(capsys.readouterr().out.split())
+    assert "fl-sim run data=mnist" in told
+    assert "A preset's name means the preset in every folder; a file of that name is ./NAME." in told
