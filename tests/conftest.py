@@ -87,6 +87,12 @@ def _own_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FL_SIM_LEDGERS", str(tmp_path / ".ledgers"))
 
 
+@pytest.fixture(autouse=True)
+def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait for the disk after every round and charge: it is most of a small run's time, and no power is cut."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
 @pytest.fixture(scope="session")
 def _finest() -> tuple[Any, ...]:
     from fl_sim.privacy import loss_distribution, renyi

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from decimal import Decimal, localcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def test_the_distribution_is_the_reference(case: dict[str, Any]) -> None:
 def test_neighbouring_data_sets_are_as_close_as_the_reference_says(case: dict[str, Any]) -> None:
     mechanism = ExponentialMechanism(epsilon=case["eps"])
 
+    @cache
     def pmf(n: int) -> NDArray[np.float64]:
         return mechanism.pmf(n, case["gamma"], case["R"])
 

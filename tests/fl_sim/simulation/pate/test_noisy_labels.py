@@ -1,7 +1,6 @@
 """Noisy labels and what they were paid with: nothing is believed beyond what the ledger says."""
 
 import json
-import os
 import stat
 from pathlib import Path
 
@@ -20,11 +19,6 @@ CONFIDENT = Pate(
     queries=12,
     labelling={"mechanism": {"kind": "confident", "threshold": 12, "sigma_threshold": 2.0, "sigma": 3.0}},
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 def votes_in(folder: Path, *, seed: int = 0) -> Votes:

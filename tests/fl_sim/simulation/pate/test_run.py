@@ -1,7 +1,6 @@
 """PATE in whole runs on the embedded digits: votes are kept to their owner, labels are paid for once, then shared."""
 
 import json
-import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,6 @@ QUICK = (
     "algorithm.queries=60", "algorithm.student=supervised", "algorithm.student.steps=9",
     "algorithm.labelling.mechanism=lnmax:2",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for the disk after every charge: it is most of a small run's time, and no power is cut here."""
-    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 def pate(*overrides: str) -> Experiment:

@@ -1,6 +1,5 @@
 """What a run of PATE promises about a record: fixed before a vote is looked at, under neighbours it is true for."""
 
-import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,11 +19,6 @@ CONFIDENT = (
     "algorithm.labelling.mechanism=confident", "algorithm.labelling.mechanism.threshold=35",
     "algorithm.labelling.mechanism.sigma_threshold=20", "algorithm.labelling.mechanism.sigma=10",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 def pate(*overrides: str) -> Experiment:
