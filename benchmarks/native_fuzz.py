@@ -53,7 +53,7 @@ AS_PYTORCH = 10.0
 
 RECORD_SETS = 3
 
-WITH_MIX = ("ascent", "gradient_scale")
+WITH_MIX = ("ascent", "gradient_scale", "step_offset")
 TERMS = (*WITH_MIX, "logit_scale", "logit_shift", "distillation", "suppression", "contrast", "pull")
 """Fields of a plan that are drawn by their names; the first go with a mixing pool, too."""
 
@@ -113,6 +113,7 @@ class Case:
 
         terms = {
             "gradient_scale": 0.2 + number(),
+            "step_offset": {key: 0.1 * value for key, value in noise.items()},
             "logit_scale": 1 + 0.5 * numbers(self.classes),
             "logit_shift": numbers(self.classes),
             "distillation": Distillation(number(), 0.5 + 2 * number(), some(), number() < 0.5),
@@ -291,7 +292,7 @@ def _by_pytorch(case: Case, lesson: Lesson, dtype: torch.dtype) -> Trained:
     contrast = plan.contrast and replace(plan.contrast, previous=cast(plan.contrast.previous))
     plan = replace(
         plan, gradient_offset=cast(plan.gradient_offset), momentum_buffers=cast(plan.momentum_buffers), mix=mix,
-        contrast=contrast,
+        contrast=contrast, step_offset=cast(plan.step_offset),
     )  # fmt: skip
     task = replace(task, params=cast(task.params) or {})
     return train(copy.deepcopy(case.model).to(dtype), task, plan, inputs.to(dtype), labels, rng(0, "draws"))

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",
     "gradient_offset", "proximal_mu", "momentum_buffers", "mix", "gradient_scale", "logit_scale", "logit_shift",
-    "distillation", "suppression", "ascent", "contrast", "pull",
+    "distillation", "suppression", "ascent", "contrast", "pull", "step_offset",
+    "class_features",
 })  # fmt: skip
 """The fields of LocalSettings and LocalPlan that the compiled trainer knows."""
 

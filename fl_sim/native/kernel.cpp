@@ -27,7 +27,7 @@
 
 namespace {
 
-constexpr int VERSION = 8;  // of the functions below; sizes and fields speak for themselves
+constexpr int VERSION = 9;  // of the functions below; sizes and fields speak for themselves
 
 // kernel.py fills it in, field by field.
 struct Request {
@@ -36,7 +36,8 @@ struct Request {
     const int32_t* input_shape;  // channels, height, width
     int64_t num_params;
     float *params, *buffers;               // where the results go; buffers: null without momentum
-    const float *anchor, *warm, *offset;   // where params and buffers start; warm, offset: null where there is none
+    const float *anchor, *warm;            // where params and buffers start; warm: null where there is none
+    const float *offset, *drift;           // of gradients and of steps; null where there is none
     const float* inputs;
     const int64_t *labels, *order;                 // order: [epoch][record]
     const float *partner_inputs, *partner_labels;  // null: the loss is plain
@@ -143,7 +144,7 @@ int train(const Request& request, double* mean_loss) {
     if (request.warm) std::copy(request.warm, request.warm + request.num_params + LANES, request.buffers);
     else if (request.buffers) std::fill(request.buffers, request.buffers + request.num_params + LANES, 0.0f);
     const Sgd sgd{request.learning_rate, request.momentum, request.weight_decay, request.proximal_mu,
-                  request.gradient_scale, request.params, request.buffers, request.anchor, request.offset};
+                  request.gradient_scale, request.params, request.buffers, request.anchor, request.offset, request.drift};
     const Mix mix{request.partner_inputs, request.partner_labels, request.own_weight, request.partner_weight,
                   request.linearise != 0};
     Memory memory;
@@ -162,13 +163,13 @@ int train(const Request& request, double* mean_loss) {
     return 0;
 }
 
-int infer(const Request& request, float* logits) {
+int infer(const Request& request, bool wants_features, float* rows) {
     const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
     if (request.num_layers < 1) return 1;
     if (count < 1 || batch_size < 1) return 4;
     Network* network = network_for(request, batch_size);
     if (!network) return 1;
-    write_rows(*network, request, request.params, false, logits);
+    write_rows(*network, request, request.params, wants_features, rows);
     return 0;
 }
 
@@ -208,10 +209,11 @@ int fl_sim_train(const Request* requests, int64_t count, double* mean_losses) {
     });
 }
 
-// Writes the logits of every record, [record][class]. Reads what describes the network, ``params``, ``inputs``,
+// Writes the logits of every record, [record][class], or (``wants_features``) what enters the last layer,
+// [record][feature]. Reads what describes the network, ``params``, ``inputs``,
 // ``num_examples`` and ``batch_size`` (how many go through together: last bits depend on it). Returns as above.
-int fl_sim_infer(const Request* request, float* logits) {
-    return guarded([&] { return infer(*request, logits); });
+int fl_sim_infer(const Request* request, int64_t wants_features, float* rows) {
+    return guarded([&] { return infer(*request, wants_features, rows); });
 }
 
 }  // extern "C"

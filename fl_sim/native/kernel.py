@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -19,9 +19,11 @@ from fl_sim.native.request import Held, Request, has_momentum, padded
 from fl_sim.params import FlatParams, num_in
 from fl_sim.types import LocalTask, Trained
 
+Rows: TypeAlias = Literal["logits", "features"]
+
 _TOGETHER = 64  # records that go through the network together where nothing is trained: they share the weights' way
 
-_VERSION = 8  # of the library's functions
+_VERSION = 9  # of the library's functions
 _LAYOUT = _VERSION * 1_000_000 + 1000 * ctypes.sizeof(Request) + len(FIELDS)
 """What a library of the same version calls fl_sim_layout."""
 
@@ -94,9 +96,10 @@ class Kernel:
             for (lesson, own_params, own_buffers), loss in zip(results, losses, strict=True)
         ]
 
-    def infer(self, stack: Stack, params: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    def infer(self, stack: Stack, params: torch.Tensor, inputs: torch.Tensor, what: Rows = "logits") -> torch.Tensor:
         """Return the logits, (n, classes), as the model does but for float32 rounding; other threads run meanwhile.
 
+        Or the features, (n, d): what enters the last layer.
         ``params``: float32, as one vector in the stack's layout; ``inputs``: float32, (n, *input shape). The same bits
         for the same records in the same order; last bits of a record's logits depend on who it goes through with.
         Raises ValueError as ``train`` does.
@@ -104,18 +107,20 @@ class Kernel:
         weights = vector_of("the model's weights", FlatParams(params, stack.layout), stack.layout)
         check_records(stack, "the records", inputs, len(inputs))
         records = inputs.contiguous()  # both are held until the call is over
-        logits = torch.empty(len(records), stack.num_classes)
+        rows = torch.empty(len(records), stack.num_classes if what == "logits" else stack.num_features)
         if not len(records):
-            return logits
+            return rows
         request = Request(
             layers=stack.pointers[0], num_layers=len(stack.layers), input_shape=stack.pointers[1],
             num_params=len(weights), params=weights.data_ptr(), inputs=records.data_ptr(), num_examples=len(records),
             batch_size=_TOGETHER,
         )  # fmt: skip
-        failed = self.library.fl_sim_infer(ctypes.byref(request), ctypes.c_void_p(logits.data_ptr()))
+        failed = self.library.fl_sim_infer(
+            ctypes.byref(request), ctypes.c_int64(what == "features"), ctypes.c_void_p(rows.data_ptr())
+        )
         if failed:
             raise _failure(failed, stack, "evaluation")
-        return logits
+        return rows
 
 
 @lru_cache(maxsize=1)

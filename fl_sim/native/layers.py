@@ -47,6 +47,11 @@ class Stack:
         """Return how many logits a record has."""
         return int(self.layers[-1, FIELDS.index("outputs")])
 
+    @property
+    def num_features(self) -> int:
+        """Return how many numbers enter the last layer."""
+        return int(self.layers[-1, FIELDS.index("inputs")])
+
     @cached_property
     def is_piecewise_linear(self) -> bool:
         """Say whether all layers are linear but for ReLU and pooling: the kernel then knows second derivatives."""

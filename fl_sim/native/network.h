@@ -38,10 +38,12 @@ class Network {
     // One step on ``batch``; returns its mean loss before the step.
     double step(const float* inputs, const Batch& batch, const Sgd& sgd, const Ascent& ascent) {
         if (ascent.radius == 0) return descend(inputs, batch, sgd.params, sgd);
-        slope_.resize(graph_.num_params + LANES), above_.resize(graph_.num_params + LANES);
+        slope_.resize(graph_.num_params + LANES), above_.resize(ascent.share == 1 ? 0 : slope_.size());
+        std::fill(slope_.end() - LANES, slope_.end(), 0.0f);  // a client of NaN leaves NaN there
+        float* above = ascent.share == 1 ? slope_.data() : above_.data();  // in place where the first gradient has done its part
         const double loss = descend(inputs, batch, sgd.params, Kept{slope_.data()});
-        climb(ascent, sgd.params, slope_.data(), graph_.num_params, above_.data());
-        descend(inputs, batch, above_.data(), Uphill{sgd, slope_.data(), ascent.share});
+        climb(ascent, sgd.params, slope_.data(), graph_.num_params, above);
+        descend(inputs, batch, above, Uphill{sgd, slope_.data(), ascent.share});
         return loss;
     }
 

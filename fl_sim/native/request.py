@@ -71,6 +71,7 @@ class Request(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("layers", _POINTER), ("num_layers", _LONG), ("input_shape", _POINTER), ("num_params", _LONG),
         ("params", _POINTER), ("buffers", _POINTER), ("anchor", _POINTER), ("warm", _POINTER), ("offset", _POINTER),
+        ("drift", _POINTER),
         ("inputs", _POINTER), ("labels", _POINTER), ("order", _POINTER),
         ("partner_inputs", _POINTER), ("partner_labels", _POINTER), ("partners", _POINTER), ("num_partners", _LONG),
         ("num_examples", _LONG), ("epochs", _LONG), ("batch_size", _LONG), ("linearise", _LONG),
@@ -101,6 +102,7 @@ class Held:
             anchor=self._vector("the weights", task.params),
             warm=self._vector("the momentum buffers", plan.momentum_buffers or None),
             offset=self._vector("the gradient offsets", plan.gradient_offset or None),
+            drift=self._vector("the step offsets", plan.step_offset or None),
             inputs=records, labels=targets, order=self._array(draws.order), num_examples=len(labels),
             epochs=settings.epochs, batch_size=min(settings.batch_size, len(labels)),
             learning_rate=settings.learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay,

@@ -13,7 +13,8 @@ namespace {
 struct Sgd {
     float learning_rate, momentum, weight_decay, proximal_mu, gradient_scale;
     float *params, *buffers;       // buffers are not touched without momentum
-    const float *anchor, *offset;  // offset: null where there is none
+    const float *anchor, *offset;  // offset: of the gradient; null where there is none
+    const float* drift;            // joins what momentum makes of the gradient; likewise
 
     inline __attribute__((always_inline)) void step(long at, vec gradient, long count) const {
         const ivec is_mine = LANE < int32_t(std::min<long>(count, LANES));
@@ -27,6 +28,7 @@ struct Sgd {
             gradient += momentum * buffer;
             store(buffers + at, is_mine ? gradient : buffer);
         }
+        if (drift) gradient += load(drift + at);
         store(params + at, is_mine ? weight - learning_rate * gradient : weight);
     }
 };

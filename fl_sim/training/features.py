@@ -76,7 +76,12 @@ def feature_sums(model: nn.Module, params: Params, inputs: torch.Tensor, labels:
     with torch.no_grad():
         for records, classes in zip(torch.split(inputs, _BATCH), torch.split(labels, _BATCH), strict=True):
             logits, features = with_features(model, partial(Network(model).logits_of, placed, records))
-            of_class = classes.unsqueeze(1) == torch.arange(logits.shape[1], device=classes.device)
-            # A product of matrices adds up in the same order each time; index_add does not on a GPU.
-            total = total + (of_class.T.to(features.dtype) @ features).cpu()
+            total = total + sums_by_class(features, classes, logits.shape[1]).cpu()
     return total
+
+
+def sums_by_class(features: torch.Tensor, labels: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """Return the sum over the records of each class of their (n, d) features, (classes, d)."""
+    of_class = labels.unsqueeze(1) == torch.arange(num_classes, device=labels.device)
+    # A product of matrices adds up in the same order each time; index_add does not on a GPU.
+    return of_class.T.to(features.dtype) @ features

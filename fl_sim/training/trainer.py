@@ -6,7 +6,7 @@ Algorithms do not know which: both take a LocalPlan, and they agree to float32 r
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock, local
 
@@ -20,7 +20,7 @@ from fl_sim.native.checks import TAKES, TERMS, tensors_of
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import Stack, describe
 from fl_sim.params import is_finite, vector_in
-from fl_sim.training.features import head_of
+from fl_sim.training.features import head_of, sums_by_class
 from fl_sim.training.loop import EVALUATION_BATCH, evaluate, ready, score, train
 from fl_sim.training.losses import LogitsOf
 from fl_sim.training.precision import arithmetic
@@ -93,7 +93,13 @@ class Trainer:
         lessons = [
             Lesson(job.task, job.plan, *job.records.tensors(), own) for job, own in zip(jobs, draws, strict=True)
         ]
-        return self._kernel.train(stack, lessons)
+        found = self._kernel.train(stack, lessons)
+        return [
+            replace(trained, feature_sums=_feature_sums(self._kernel, stack, lesson, trained))
+            if lesson.plan.class_features
+            else trained
+            for lesson, trained in zip(lessons, found, strict=True)
+        ]
 
     def train(self, job: LocalJob) -> Trained:
         """Train one client."""
@@ -152,7 +158,7 @@ class Trainer:
 
     def _has_features(self, plan: LocalPlan) -> bool:
         """Say whether the plan looks at no features, or at those that the compiled trainer takes for them."""
-        if not fields_in_use(plan) & {"contrast", "pull"}:
+        if not fields_in_use(plan) & {"contrast", "pull", "class_features"}:
             return True
         return head_of(self._model) is [part for part in self._model.modules() if isinstance(part, nn.Linear)][-1]
 
@@ -184,6 +190,11 @@ def _fits(job: LocalJob, stack: Stack) -> bool:
         and all(_is_plain(source.inputs) for source, _ in job.records.parts)
         and (not warm or warm.keys() == job.task.params.keys())
     )
+
+
+def _feature_sums(kernel: Kernel, stack: Stack, lesson: Lesson, trained: Trained) -> torch.Tensor:
+    features = kernel.infer(stack, vector_in(trained.params, stack.layout), lesson.inputs, "features")
+    return sums_by_class(features, lesson.labels, stack.num_classes)
 
 
 def _suits(plan: LocalPlan, stack: Stack) -> bool:

@@ -53,7 +53,7 @@ def lesson() -> Lesson:
     params = detached(model().named_parameters())
     like = {name: torch.zeros_like(value) for name, value in params.items()}
     pool = mix(torch.zeros(5, *SHAPE), torch.full((5, 3), 1 / 3))
-    plan = LocalPlan(dict(like), 0.1, momentum_buffers=dict(like), mix=pool)
+    plan = LocalPlan(dict(like), dict(like), 0.1, momentum_buffers=dict(like), mix=pool)
     task = LocalTask(1, 0, 1, COUNT, LocalSettings(0.1, 0.9, 0.0, 4, 2), params)
     draws = Draws.of(task, plan, COUNT, rng(0, "test"))
     return Lesson(task, plan, torch.zeros(COUNT, *SHAPE), torch.zeros(COUNT, dtype=torch.int64), draws)
@@ -102,6 +102,7 @@ WRONG: dict[str, tuple[Callable[[Lesson], Lesson], str]] = {
     "doubles": (with_params(of_type(torch.float64)), "float64 on cpu; the compiled trainer wants .* float32"),
     "halves": (with_params(of_type(torch.float16)), "float16"),
     "offsets": (with_plan(gradient_offset={"0.bias": torch.zeros(4)}), "the gradient offsets do not fit the model"),
+    "step offsets": (with_plan(step_offset={"0.bias": torch.zeros(4)}), "the step offsets do not fit the model"),
     "momentum": (with_plan(momentum_buffers={"0.bias": torch.zeros(4)}), "the momentum buffers do not fit the model"),
     "no records": (lambda had: had._replace(inputs=had.inputs[:0], labels=had.labels[:0]), "not 0 records"),
     "records too few": (lambda had: had._replace(inputs=had.inputs[:-1]), r"the records have the shape \(8, 2, 8, 8\)"),
@@ -215,7 +216,9 @@ def test_a_model_for_records_of_other_sizes_than_they_have_reads_none(shape: tup
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["compiled", "pytorch"])
-@pytest.mark.parametrize("spoil", ["a weight less", "a weight more", "a smaller weight", "offsets", "momentum"])
+@pytest.mark.parametrize(
+    "spoil", ["a weight less", "a weight more", "a smaller weight", "offsets", "step offsets", "momentum"]
+)
 def test_whichever_trainer_takes_a_client_wrong_shapes_are_refused(spoil: str, *, native: bool) -> None:
     """PyTorch would stretch a smaller tensor to the size of its place, without a word."""
     task, plan, inputs, labels, _ = WRONG[spoil][0](lesson())

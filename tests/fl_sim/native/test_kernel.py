@@ -154,7 +154,7 @@ def test_offset_proximal_term_and_warm_buffers(kernel: Kernel, momentum: float) 
     torch.manual_seed(4)
     model = MODELS["niid-cnn"]((1, 16, 16), 10)
     params = detached(model.named_parameters())
-    plan = LocalPlan(like(params, 0.01, 3), 0.5, momentum_buffers=like(params, 0.02, 4))
+    plan = LocalPlan(like(params, 0.01, 3), proximal_mu=0.5, momentum_buffers=like(params, 0.02, 4))
     settings = LocalSettings(0.05, momentum, 1e-2, batch_size=16, epochs=3)
     agree(kernel, model, settings, plan, 50, (1, 16, 16))
     found = both(kernel, model, settings, plan, *records(50, (1, 16, 16)))[2]

@@ -18,6 +18,7 @@ from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import describe
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng, torch_kept
+from fl_sim.training.features import feature_sums
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import LocalSettings, LocalTask, Params, Trained
@@ -134,7 +135,8 @@ def by_formula(name: str, given: Lesson) -> tuple[Params, float]:
                     if plan.gradient_offset:
                         step = step + plan.gradient_offset[key]
                     buffers[key] = settings.momentum * buffers[key] + step + settings.weight_decay * weight
-                    weight.sub_(settings.learning_rate * buffers[key])
+                    drift = plan.step_offset[key] if plan.step_offset else 0.0
+                    weight.sub_(settings.learning_rate * (buffers[key] + drift))
     return detached(weights.items()), float(np.mean(losses))
 
 
@@ -213,6 +215,24 @@ def pull(name: str, weight: float = 0.4) -> Pull:
     prototypes = torch.randn(CLASSES, model_of(name)[-1].in_features, generator=torch.Generator().manual_seed(6))
     prototypes[2] = torch.nan
     return Pull(prototypes, torch.arange(CLASSES) != 2, weight)
+
+
+def test_an_offset_of_the_step_joins_behind_momentum(kernel: Kernel) -> None:
+    agree(kernel, "niid-cnn", LocalPlan(step_offset=offset("niid-cnn"), ascent=Ascent(0.1, share=0.5)))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_features_are_summed_by_class_under_the_new_model(kernel: Kernel, name: str) -> None:
+    given = lesson(name, LocalPlan(class_features=True))
+    records = Records.of(given.inputs, given.labels)
+    [trained] = Trainer(model_of(name), kernel).train_all([LocalJob(given.task, given.plan, records, rng(0, "terms"))])
+    expected = feature_sums(model_of(name), trained.params, given.inputs, given.labels)
+    assert trained.feature_sums is not None
+    assert float((trained.feature_sums - expected).norm()) <= 1e-5 * float(expected.norm())
+    assert not trained.feature_sums[4].any()  # nothing is of that class
+    [without] = Trainer(model_of(name), kernel).train_all([LocalJob(given.task, LocalPlan(), records, rng(0, "terms"))])
+    assert same_bits(trained, without)
+    assert without.feature_sums is None
 
 
 @pytest.mark.parametrize("name", SHAPES)
