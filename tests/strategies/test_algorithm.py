@@ -56,7 +56,7 @@ def test_only_the_mixing_algorithms_share_before_the_first_round():
     ("algorithm", "published"),
     [
         (FedProx(), {"mu": 0.01}),  # Li et al. 2020 try 0.001 to 1; NIID-Bench reports 0.01
-        (Scaffold(), {"server_learning_rate": 1.0}),
+        (Scaffold(), {"server_learning_rate": 1.0, "variant": "paper"}),
         (FedNova(), {"tau_eff": None}),
         (FedMix(), {"mixing_weight": 0.1, "records_per_average": 5}),
         (NaiveMix(), {"mixing_weight": 0.1, "records_per_average": 5}),
