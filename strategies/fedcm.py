@@ -15,6 +15,9 @@ class ClientMomentum(Averaging):
 
     alpha: float = Field(0.1, gt=0, le=1)
     weighting: ClassVar[Weighting] = "uniform"
+    knobs: ClassVar[str] = (
+        "a larger algorithm.alpha carries less of the last round on, and the paper has local.momentum=0"
+    )
 
     def init(self, params: Params) -> ServerState:
         """Start from ``params`` at rest."""

@@ -19,6 +19,9 @@ class Dynamic(Averaging):
 
     alpha: float = Field(0.01, gt=0)
     weighting: ClassVar[Weighting] = "uniform"
+    knobs: ClassVar[str] = (
+        "the server moves by h / alpha: set a larger algorithm.alpha, or local.momentum=0, as in the paper"
+    )
 
     def init(self, params: Params) -> ServerState:
         """Start from ``params`` with h = 0."""

@@ -15,13 +15,15 @@ from strategies.global_dp import GlobalDP
 class FedExP(Averaging):
     """x <- x + eta_g mean(D_i) with eta_g = max(1, mean ||D_i||^2 / (2 (||mean D_i||^2 + epsilon))); equal weights.
 
-    ``epsilon``: 0.001 on CIFAR-10 and CIFAR-100, 0.1 on EMNIST in the released code. The paper reports the mean of the
+    ``epsilon``: 0.001 on CIFAR-10 and CIFAR-100, 0.1 on EMNIST in the released code, which weighs clients by records,
+    multiplies epsilon by their number, and lets it decay with the square of the rate. The paper reports the mean of the
     last two models; here it is the last.
     """
 
     kind: Literal["fedexp"] = "fedexp"
     epsilon: float = Field(1e-3, ge=0)
     weighting: ClassVar[Weighting] = "uniform"
+    knobs: ClassVar[str] = "the server's step is bounded by algorithm.epsilon alone: set a larger one"
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError where the noise on squared norms would be the step."""

@@ -12,13 +12,14 @@ from strategies.algorithm import Averaging
 class FedNTD(Averaging):
     """Each client adds ``beta`` T^2 KL(received model || own model), both softmaxes without a record's own class.
 
-    ``beta`` 0 is FedAvg. ``temperature`` is the paper's tau. The released code divides the sum by the batch, as here.
+    ``beta`` 0 is FedAvg. ``temperature`` is the paper's tau; the released code leaves T^2 out.
     """
 
     kind: Literal["fedntd"] = "fedntd"
     beta: float = Field(1.0, ge=0)
     temperature: float = Field(1.0, gt=0)
     title: ClassVar[str] = "FedNTD"
+    knobs: ClassVar[str] = "distillation weighs algorithm.beta * algorithm.temperature^2: set a smaller one"
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Add the distillation."""

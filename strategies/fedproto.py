@@ -1,6 +1,6 @@
 """FedProto: clients pull features to prototypes, the mean features of a class (Tan et al. 2022, algorithm 1)."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,7 @@ class FedProto(Averaging):
 
     kind: Literal["fedproto"] = "fedproto"
     strength: float = Field(1.0, ge=0)
+    knobs: ClassVar[str] = "features are pulled with algorithm.strength, squared and unbounded: set a smaller one"
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError where sums of features would share the clipping norm with the update."""

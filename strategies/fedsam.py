@@ -20,6 +20,7 @@ class FedSAM(Averaging):
     rho: float = Field(0.05, ge=0)
     adaptive: bool = False
     title: ClassVar[str] = "FedSAM"
+    knobs: ClassVar[str] = "gradients are taken algorithm.rho uphill: set a smaller one"
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Take gradients uphill."""

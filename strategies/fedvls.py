@@ -23,6 +23,7 @@ class FedVLS(Averaging):
     distillation_weight: float = Field(0.1, ge=0)
     logit_weight: float = Field(1.0, ge=0)
     title: ClassVar[str] = "FedVLS"
+    knobs: ClassVar[str] = "the suppressed logits have no lower bound: set a smaller algorithm.logit_weight"
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Shift, distil and suppress by the client's own label counts."""

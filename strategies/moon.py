@@ -1,6 +1,6 @@
 """MOON: model-contrastive learning (Li et al. 2021, algorithm 1)."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,7 @@ class MOON(Averaging):
     kind: Literal["moon"] = "moon"
     mu: float = Field(5.0, ge=0)
     tau: float = Field(0.5, gt=0)
+    knobs: ClassVar[str] = "the contrast weighs algorithm.mu / algorithm.tau: set a smaller mu or a larger tau"
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Add the contrast to the client's own last model."""

@@ -1,6 +1,7 @@
 """Algorithms that change the local loss alone: what they plan, by hand; without strength they are FedAvg."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch import nn
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.experiment import AnyAlgorithm, experiment_from
+from fl_sim.kinds import kinds
 from fl_sim.seeding import torch_kept
 from fl_sim.types import LocalSettings, LocalTask
 from strategies.balanced_softmax import BalancedSoftmax
@@ -160,6 +162,15 @@ def test_fedcm_carries_on_the_rest_of_the_last_update(
 def test_what_global_dp_cannot_clip_with_the_update_is_refused(kind: str, message: str) -> None:
     with pytest.raises(UserError, match=rf"algorithm {kind} .*{message}"):
         experiment_from({"algorithm": kind, "aggregator": "global-dp"})
+
+
+def test_what_to_turn_where_training_diverges_is_there() -> None:
+    steered = [made for made in kinds(AnyAlgorithm).values() if hasattr(made, "knobs")]
+    assert len(steered) >= 10
+    for made in steered:
+        names = re.findall(r"\balgorithm\.(\w+)", made.knobs)
+        assert names, made
+        assert set(names) <= set(made.model_fields), made
 
 
 @pytest.mark.parametrize(

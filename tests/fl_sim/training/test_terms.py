@@ -14,6 +14,7 @@ from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.features import feature_sums, head_of
 from fl_sim.training.loop import train
+from fl_sim.training.terms import contrasted, distilled
 from fl_sim.types import LocalSettings, LocalTask, Params, Trained
 
 CLASSES, FEATURES = 4, 5
@@ -190,6 +191,45 @@ def test_a_part_has_the_gradient_of_its_formula(part: str, labels: list[int]) ->
     there, found = second_gradient(plan, labels)
     torch.testing.assert_close(found, gradient(plain, there, labels), rtol=1e-6, atol=1e-8)
     assert trained(plan, labels, START).loss == pytest.approx(float(plain(Seen(START, *records(labels)))), rel=1e-6)
+
+
+def test_not_true_distillation_is_that_of_fedntds_released_code() -> None:
+    """algorithms/fedntd/criterion.py of Lee-Gihun/FedNTD at 043269e, which leaves T^2 out: its loss and gradient."""
+    own = torch.tensor([[1.0, -2.0, 0.5, 3.0], [0.0, 1.0, 2.0, -1.0], [0.3, 0.1, -0.7, 2.2]], requires_grad=True)
+    received = torch.tensor([[0.2, 1.0, -0.5, 2.0], [1.0, -1.0, 0.0, 0.4], [2.0, 0.6, 0.1, -0.3]])
+    released = {1.0: (1.3087374, [0.1116951, -0.1892877, 0.0775926, 0, 0, 0.0436180, 0.1185660, -0.1621840,
+                                  -0.2253150, 0, -0.0246645, 0.2499796]),
+                3.0: (0.1675249, [0.0143062, -0.0283745, 0.0140682, 0, 0, 0.0103498, 0.0144443, -0.0247942,
+                                  -0.0248236, 0, -0.0074456, 0.0322692])}  # fmt: skip
+    for temperature, (loss, slopes) in released.items():
+        batch = seen_as_batch(own, torch.tensor([3, 0, 1]), logits_of=lambda params, _: received)
+        found = distilled(batch, 1.0, temperature, True).mean() / temperature**2  # noqa: FBT003
+        assert float(found.detach()) == pytest.approx(loss, abs=1e-6)
+        assert torch.autograd.grad(found, own)[0].flatten().tolist() == pytest.approx(slopes, abs=1e-6)
+
+
+def test_the_contrast_is_that_of_released_code() -> None:
+    """algorithms/moon/criterion.py of Lee-Gihun/FedNTD at fd7e20c: its loss and gradient."""
+    z = torch.tensor([[1.0, -2.0, 0.5], [0.0, 1.0, 2.0]], requires_grad=True)
+    features = {"previous": torch.tensor([[0.2, 1.0, -0.5], [1.0, -1.0, 0.0]]),
+                "received": torch.tensor([[2.0, 0.6, 0.1], [0.3, 0.1, -0.7]])}  # fmt: skip
+    batch = seen_as_batch(
+        torch.zeros(2, 4), torch.tensor([0, 1]), features=z, data={"w": torch.zeros(1)}, anchor={"w": torch.ones(1)},
+        features_of=lambda params, _: features["received" if params["w"] else "previous"],
+    )  # fmt: skip
+    released = {0.5: (0.6816983, [-0.0198745, -0.0137728, -0.0153424, 0.1000973, -0.3270902, 0.1635451]),
+                3.0: (0.6572253, [-0.0109863, -0.0076134, -0.0084810, 0.0126616, -0.0413746, 0.0206873])}  # fmt: skip
+    for temperature, (loss, slopes) in released.items():
+        found = contrasted(batch, 1.0, temperature).mean()
+        assert float(found.detach()) == pytest.approx(loss, abs=1e-6)
+        assert torch.autograd.grad(found, z)[0].flatten().tolist() == pytest.approx(slopes, abs=1e-6)
+
+
+def seen_as_batch(logits: torch.Tensor, labels: torch.Tensor, **others: Any) -> Batch:
+    never: Any = lambda *_: pytest.fail("not asked for")  # noqa: E731
+    weights = torch.full((len(labels),), 1 / len(labels))
+    parts = {"anchor": {}, "data": {}, "logits_of": never, "features_of": never, **others}
+    return Batch(inputs=torch.zeros(len(labels), 1), labels=labels, weights=weights, logits=logits, params={}, **parts)
 
 
 def test_a_shift_of_minus_infinity_takes_a_class_out() -> None:
