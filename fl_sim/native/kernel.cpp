@@ -59,10 +59,12 @@ Network* network_for(const Request& request, int64_t batch_size) {
     wanted.insert(wanted.end(), {(batch_size + LANES - 1) / LANES, request.linearise, request.num_params});
     if (!network || shape != wanted) {
         shape.clear(), network.reset();
-        const Graph graph(request.layers, int(request.num_layers),
-                          {request.input_shape[0], request.input_shape[1], request.input_shape[2]});
+        Graph graph(request.layers, int(request.num_layers),
+                    {request.input_shape[0], request.input_shape[1], request.input_shape[2]});
         if (graph.num_params != request.num_params) return nullptr;
-        network = std::make_unique<Network>(graph, int(batch_size), request.linearise);
+        const int origins = int((batch_size + LANES - 1) / LANES), groups = request.linearise ? 2 * origins : origins;
+        graph.reserve(groups, origins);
+        network = std::make_unique<Network>(std::move(graph), groups);
         shape = wanted;
     }
     return network.get();
@@ -91,13 +93,14 @@ int fault_of(const Request& request) {
 void write_rows(Network& network, const Request& request, const float* params, bool wants_features, float* rows) {
     const int64_t count = request.num_examples, batch_size = std::min(request.batch_size, count);
     const int classes = num_classes(request);
+    const long numbers = wants_features ? network.num_features() : classes;
     std::vector<int64_t> order(count);
     std::iota(order.begin(), order.end(), 0);
     network.start(params);
     for (int64_t first = 0; first < count; first += batch_size) {
         const int here = int(std::min(batch_size, count - first));
         const Batch batch{nullptr, order.data() + first, here, (here + LANES - 1) / LANES, classes, nullptr, 0, nullptr};
-        network.infer(request.inputs, batch, params, wants_features, rows + first * (wants_features ? network.num_features() : classes));
+        network.infer(request.inputs, batch, params, wants_features, rows + first * numbers);
     }
 }
 

@@ -1,0 +1,130 @@
+// The layers before the first linear one, which work on planes, a group at a time.
+#pragma once
+
+#include <stdexcept>
+
+#include "convolution.h"
+#include "graph.h"
+#include "norm.h"
+#include "planes.h"
+#include "routed.h"
+#include "sgd.h"
+#include "winograd.h"
+
+namespace {
+
+class Spatial {
+  public:
+    explicit Spatial(Graph& graph) : graph_(graph), routes_(graph.first_linear), winograds_(graph.first_linear) {
+        for (int index = 0; index < graph_.first_linear; index++) {
+            const Layer& layer = graph_.layers[index];
+            if (is_routed(layer)) reserve(routes_[index], layer);
+            if (is_winograd(layer)) reserve(winograds_[index], tiles_, layer);
+        }
+    }
+
+    // Before a minibatch: lays the weights out as it will need them.
+    void start(const float* params) {
+        for (int index = 0; index < graph_.first_linear; index++) start(index, params);
+    }
+
+    // Takes a group through. ``origins``: how many groups of the minibatch are no derivatives.
+    void forward(int group, int origins, const float* params) {
+        for (int index = 0; index < graph_.first_linear; index++) forward(index, flow_of(index, group, origins), params);
+    }
+
+    // Takes a group of ``count`` records back. ``boundary``: the gradient of what the first linear layer reads.
+    void backward(int group, int origins, int count, const vec* boundary, const float* params, float* gradients) {
+        for (Node& node : graph_.nodes) node.is_known = false;
+        for (int index = graph_.first_linear - 1; index >= 0; index--) {
+            const bool is_last = index + 1 == graph_.first_linear;
+            const vec* gradient = is_last ? boundary : graph_.slots[graph_.nodes[index + 1].slot].data();
+            backward(index, flow_of(index, group, origins), count, gradient, params, gradients);
+        }
+    }
+
+    // After a minibatch: hands the gradient over.
+    template <class Sink>
+    void finish(float* gradients, const Sink& sink) {
+        for (int index = 0; index < graph_.first_linear; index++) {
+            Layer& layer = graph_.layers[index];
+            if (is_routed(layer)) finish_routes(routes_[index], layer, gradients + layer.weight);
+            else if (is_winograd(layer)) finish_winograd(winograds_[index], layer, gradients + layer.weight);
+            step_range(sink, gradients, layer.weight, layer.num_weights() + layer.num_biases());
+        }
+    }
+
+  private:
+    Flow flow_of(int index, int group, int origins) {
+        const Layer& layer = graph_.layers[index];
+        Node& out = graph_.nodes[index + 1];
+        return {graph_.nodes[layer.source].at(group), layer.kind == ADD ? graph_.nodes[layer.other].at(group) : nullptr,
+                out.at(group), out.at(group % origins), group % origins, group >= origins};
+    }
+
+    void start(int index, const float* params) {
+        Layer& layer = graph_.layers[index];
+        const float* weights = params + layer.weight;
+        if (is_winograd(layer)) start_winograd(winograds_[index], layer, weights);
+        if (is_routed(layer)) start_routes(routes_[index], layer, weights);
+        else if (layer.kind == CONV && layer.source && !is_winograd(layer)) flip(layer, weights);
+    }
+
+    void forward(int index, const Flow& flow, const float* params) {
+        Layer& layer = graph_.layers[index];
+        switch (layer.kind) {
+            case CONV:
+                if (is_winograd(layer)) winograd_forward(winograds_[index], tiles_, layer, flow, params);
+                else convolve(forward_pass(layer, flow, params));
+                return;
+            case POOL: return pool_forward(layer, flow);
+            case NORM: return norm_forward(layer, flow, params);
+            case AVERAGE: return average_forward(layer, flow);
+            case RELU: case ADD: return add_forward(layer, graph_.nodes[layer.other].image, flow);
+            case LINEAR: break;
+        }
+        throw std::logic_error("no layer of planes");
+    }
+
+    void backward(int index, const Flow& flow, int count, const vec* gradient, const float* params, float* gradients) {
+        Layer& layer = graph_.layers[index];
+        if (layer.kind == ADD)
+            pass_back(layer, layer.other, [&](vec* back) { add_backward(layer, flow, gradient, back); });
+        pass_back(layer, layer.source, [&](vec* back) {
+            vec* asked = layer.source ? back : nullptr;
+            switch (layer.kind) {
+                case CONV:
+                    if (is_routed(layer))
+                        routed_backward(routes_[index], layer, flow, count, gradient, asked, gradients);
+                    else if (is_winograd(layer))
+                        winograd_backward(winograds_[index], tiles_, layer, flow, gradient, asked, gradients);
+                    else conv_backward(layer, flow, gradient, asked, gradients);
+                    return;
+                case POOL: return pool_backward(layer, flow, gradient, back);
+                case NORM: return norm_backward(layer, flow, gradient, back, params, gradients);
+                case AVERAGE: return average_backward(layer, gradient, back);
+                case RELU: case ADD: return add_backward(layer, flow, gradient, back);
+                case LINEAR: break;
+            }
+            throw std::logic_error("no layer of planes");
+        });
+    }
+
+    // Lets ``write`` write the gradient of ``node``, or adds it to what another reader of the node has written.
+    template <class Write>
+    void pass_back(const Layer& layer, int node_index, const Write& write) {
+        Node& node = graph_.nodes[node_index];
+        vec* slot = node_index ? graph_.slots[node.slot].data() : nullptr;
+        write(slot && !node.is_known ? slot : graph_.spare.data());
+        if (slot && node.is_known)
+            for (long at = 0; at < layer.in.features(); at++) slot[at] += graph_.spare[at];
+        node.is_known = true;
+    }
+
+    Graph& graph_;
+    std::vector<Routes> routes_;       // of every layer; empty where it is not routed
+    std::vector<Winograd> winograds_;  // likewise
+    Tiles tiles_;
+};
+
+}  // namespace
