@@ -58,8 +58,7 @@ def test_shallow_residual_students_have_basic_blocks_and_deep_ones_bottlenecks()
     assert convolutions(ResidualStudent(blocks=6, width=8, block="basic")) == [(3, 3), (3, 3)]
 
 
-@pytest.mark.parametrize("norm", ["batch", "group"])
-@pytest.mark.parametrize("block", ["basic", "bottleneck"])
+@pytest.mark.parametrize(("norm", "block"), [("batch", "basic"), ("group", "bottleneck")])
 def test_a_residual_student_maps_images_to_classes_and_learns(norm: str, block: str) -> None:
     data, inputs, labels = _digits(200)
     student = ResidualStudent(blocks=1, width=8, norm=norm, block=block, steps=80, batch_size=50)
