@@ -62,6 +62,14 @@ def test_the_first_round_is_the_papers(bowl: Any, federation: Any, shards: Any, 
     assert [float(state["g_i"]["w"]) for state in simulated.states] == pytest.approx([0.0, -0.2])
 
 
+def test_who_stays_away_counts_in_h(bowl: Any, federation: Any, shards: Any, settings: Any) -> None:
+    """One of two takes part: y = 0.4; h = -alpha 0.4 / 2; x = 0.4 - h / alpha = 0.6."""
+    simulated = federation(FedDyn(alpha=0.5), bowl(0.0), shards, settings(0.1))
+    simulated.round(1)
+    assert simulated.w == pytest.approx(0.6)
+    assert float(simulated.server.memory["h"]["w"]) == pytest.approx(-0.1)
+
+
 def test_fedspeed_steps_with_the_gradient_uphill(bowl: Any, federation: Any, records: Any, settings: Any) -> None:
     """F(w) = 2 (w - 1)^2 at 0: the gradient is -4 there, -4.4 at w - rho; one step of 0.1 takes a mean of both."""
     simulated = federation(
