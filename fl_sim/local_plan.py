@@ -153,10 +153,11 @@ class LocalPlan:
 
     gradient <- ``gradient_scale`` * gradient + ``gradient_offset`` + ``proximal_mu`` * (w - anchor)
 
-    before weight decay and momentum; the anchor is the model the client received. ``step_offset`` joins what momentum
-    makes of that: w <- w - learning rate * (buffer + step_offset). ``momentum_buffers`` starts the
-    optimiser warm. ``class_features`` asks for ``Trained.feature_sums``. What has the strength 0 (``weight``,
-    ``radius``, ``share``) is left out. A trainer that does not know a field that is in use hands the client on.
+    before clipping (``LocalSettings.clip_norm``), weight decay and momentum; the anchor is the model the client
+    received. ``step_offset`` joins what momentum makes of that: w <- w - learning rate * (buffer + step_offset).
+    ``momentum_buffers`` starts the optimiser warm. ``class_features`` asks for ``Trained.feature_sums``. What has
+    the strength 0 (``weight``, ``radius``, ``share``) is left out. A trainer that does not know a field that is in
+    use hands the client on.
 
     Raises UserError for a shift or a scale beside ``mix``: its soft labels are of classes that a client may not hold,
     so what a client's own label counts say of the logits has no meaning there.

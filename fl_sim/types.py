@@ -80,7 +80,11 @@ class LocalSettings:
     """How a client trains in one round: plain SGD with momentum.
 
     ``learning_rate`` is this round's, after any schedule; ``momentum`` in [0, 1); ``batch_size`` at least 1; the last
-    batch of an epoch may be smaller.
+    batch of an epoch may be smaller. ``clip_norm``: the most that the L2 norm of a step's gradient, over all
+    parameters, may be (0: as long as it is). What is clipped is the gradient with all that the plan adds to it, before
+    weight decay and momentum, as in programs that put corrections into the loss (FedDyn's, SCAFFOLD's there): a
+    correction that cancels the gradient at the optimum cancels it here, too. FedDyn's program leaves alpha w, which it
+    adds as weight decay, out of what it clips.
     """
 
     learning_rate: float
@@ -88,6 +92,7 @@ class LocalSettings:
     weight_decay: float
     batch_size: int
     epochs: int
+    clip_norm: float = 0.0
 
     def num_steps(self, num_examples: int) -> int:
         """Return the number of SGD steps a client with ``num_examples`` records takes."""

@@ -158,6 +158,9 @@ Engine: TypeAlias = Auto | InProcess | Ray
 class Local(Settings):
     """How clients train in a round (NIID-Bench's protocol but for one epoch instead of ten).
 
+    ``clip_norm``: gradients, with what the method adds to them, are scaled down to at most this L2 norm over all
+    parameters (0: they are not), before weight decay and momentum. It promises no privacy: ``global-dp`` does.
+
     ``precision`` is for GPUs: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8 (weights, their steps
     and evaluation stay float32); on a CPU only ``engine.stack`` above 1 takes "bfloat16", and it does not pay.
     """
@@ -167,6 +170,7 @@ class Local(Settings):
     learning_rate: float = Field(0.01, gt=0)
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(1e-5, ge=0)
+    clip_norm: float = Field(0.0, ge=0)
     schedule: Annotated[Schedule, OneOf("local.schedule")] = Constant()
     precision: Precision = "float32"
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
@@ -22,6 +22,8 @@ from fl_sim.engines.ray_token import choose_token
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray, defined_in_script
 from fl_sim.experiment.job import Job
+from fl_sim.local_plan import fields_in_use
+from fl_sim.native.checks import TAKES
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached
 from fl_sim.seeding import rng
@@ -106,8 +108,7 @@ def together_of(job: Job, site_of: SiteFactory, stack: int) -> Together | None:
     """Return how several clients are trained at a time; None where that does not pay."""
     if stack == 1 and not trains_natively(job):
         return None
-    local = job.experiment.local
-    settings = local_settings(local, local.learning_rate)
+    settings = _typical_settings(job)
     steps = [settings.num_steps(len(shard)) for shard in job.shards]
     return Together(partial(train_together, site_of, stacked=stack > 1), steps, stack)
 
@@ -153,7 +154,8 @@ def trains_natively(job: Job) -> bool:
     """Say whether the native trainer takes this job's clients."""
     if job.device.type != "cpu":
         return False
-    return job.trainer.is_native(job.dataset.input_shape, procedure_of(job).typical_plan())
+    plan = procedure_of(job).typical_plan()
+    return job.trainer.is_native(job.dataset.input_shape, plan, _typical_settings(job))
 
 
 def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
@@ -167,13 +169,20 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
     kernel, why_not = load_kernel()
     if kernel is None and job.device.type == "cpu":
         return f"PyTorch trains, {threads}: there is no native trainer here, {why_not}"
-    return f"PyTorch trains, {threads}{precision}"
+    unknown = sorted(fields_in_use(_typical_settings(job)) - TAKES)
+    why = f": the native trainer does not know {', '.join(f'local.{name}' for name in unknown)}" if unknown else ""
+    return f"PyTorch trains, {threads}{precision}{why if kernel is not None else ''}"
+
+
+def _typical_settings(job: Job) -> LocalSettings:
+    local = job.experiment.local
+    return local_settings(local, local.learning_rate)
 
 
 def estimated_seconds(job: Job) -> float:
     """Return about how long local training takes one client after another, from timed steps on public test records."""
     experiment, dataset = job.experiment, job.dataset
-    settings = local_settings(experiment.local, experiment.local.learning_rate)
+    settings = _typical_settings(job)
     sizes = [len(shard) for shard in job.shards]
     cohort = experiment.sampler.expected_size(experiment.num_clients)
     procedure = procedure_of(job)
@@ -181,7 +190,7 @@ def estimated_seconds(job: Job) -> float:
     sample = dataset.test.take(np.arange(min(len(dataset.test), PROBE_STEPS * settings.batch_size)))
     inputs, labels = to_tensors(sample, dataset)
     model = job.model()
-    probe = LocalSettings(settings.learning_rate, settings.momentum, settings.weight_decay, settings.batch_size, 1)
+    probe = replace(settings, epochs=1)
     task = LocalTask(0, 0, 1, len(labels), probe, detached(model.named_parameters()))
     start = time.perf_counter()
     trained = train(model, task, procedure.typical_plan(), inputs, labels, rng(experiment.seed, "probe"))

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from clients.dafl.settings import DaFl, NoPreprocess
-from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.experiment import Experiment, Local
 from fl_sim.kinds import field_defaults, is_settings, kind_of, short_form, title_of
 from strategies.algorithm import Advising, Noted
 
@@ -129,7 +129,15 @@ def _training(experiments: Sequence[Experiment]) -> str:
         f"batch size {_values(one.batch_size for one in local)}, SGD with learning rate "
         f"{_values(one.learning_rate for one in local)} ({_values(short_form(one.schedule) for one in local)}), "
         f"momentum {_values(one.momentum for one in local)}, weight decay {_values(one.weight_decay for one in local)}"
+        f"{_beyond_defaults(local)}"
     )
+
+
+def _beyond_defaults(local: Sequence[Local]) -> str:
+    """Return what is said of local training only where some of the cells differ from the default."""
+    said = {"clip_norm": "gradients clipped to norm"}
+    values = {words: [getattr(one, name) for one in local] for name, words in said.items()}
+    return "".join(f", {words} {_values(found)}" for words, found in values.items() if any(found))
 
 
 def _preprocessing(chosen: Sequence[DaFl]) -> list[str]:

@@ -13,6 +13,7 @@ from fl_sim.errors import UserError
 from fl_sim.local_plan import Ascent, LocalPlan, fields_in_use
 from fl_sim.params import check_layout, detached, layout_of
 from fl_sim.training.ascent import ascent_of, blended, uphill
+from fl_sim.training.clipping import clipped
 from fl_sim.training.features import feature_sums
 from fl_sim.training.losses import LogitsOf
 from fl_sim.training.objective import Objective
@@ -21,7 +22,7 @@ from fl_sim.training.records import Scale, Source
 from fl_sim.types import Dataset, Examples, LocalSettings, LocalTask, Params, Trained
 
 TAKES = frozenset({
-    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",
+    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm",
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
@@ -92,9 +93,12 @@ def train(
             loss_of = partial(objective.loss, inputs[batch], labels[batch], objective.partner(generator))
             loss, gradients = _gradients(loss_of, trainable, ascent_of(plan))
             with torch.no_grad():
-                for name, gradient in gradients.items():
-                    corrected = _corrected(name, trainable[name], gradient, anchor, offset, plan)
-                    _sgd_step(name, trainable[name], corrected, momentum_buffers, drift, task.settings)
+                corrected = {
+                    name: _corrected(name, trainable[name], gradient, anchor, offset, plan)
+                    for name, gradient in gradients.items()
+                }
+                for name, gradient in clipped(corrected, task.settings.clip_norm).items():
+                    _sgd_step(name, trainable[name], gradient, momentum_buffers, drift, task.settings)
             losses.append(loss)
     return Trained(
         params=detached(weights.items()),

@@ -14,7 +14,7 @@ from fl_sim.training.trainer import LocalJob
 from fl_sim.types import Params
 
 TAKES = frozenset({
-    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",
+    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm",
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
@@ -45,6 +45,7 @@ class Kind:
     ascent: Ascent | None = None
     gradient_scale: float = 1.0
     drift: bool = False
+    clip_norm: float = 0.0
 
     @classmethod
     def of(cls, job: LocalJob, *, proximal: bool) -> Self:
@@ -54,7 +55,7 @@ class Kind:
             layout_of(job.task.params), settings.batch_size, settings.epochs, settings.momentum, settings.weight_decay,
             bool(plan.momentum_buffers), bool(plan.gradient_offset), proximal, _key_of_mix(plan.mix),
             _shapes(adjustment_of(plan)), tuple(map(_key_of_term, terms_of(plan))), ascent_of(plan),
-            plan.gradient_scale, bool(plan.step_offset),
+            plan.gradient_scale, bool(plan.step_offset), settings.clip_norm,
         )  # fmt: skip
 
 

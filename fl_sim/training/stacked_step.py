@@ -16,6 +16,7 @@ from torch.nn import functional
 from fl_sim.local_plan import Batch, LocalPlan
 from fl_sim.params import check_layout
 from fl_sim.training.ascent import blended, uphill
+from fl_sim.training.clipping import clipped
 from fl_sim.training.features import Network, with_features
 from fl_sim.training.losses import LogitsOf, mixed_losses
 from fl_sim.training.records import Source
@@ -86,8 +87,11 @@ class StackedStep:
         rows = self.rows[:width]
         records = self._source.normalised(self._source.inputs[rows]), self._source.labels[rows], self.weights[:width]
         gradients, losses = self._gradients(width, records)
-        for name, gradient in gradients.items():
-            self._move(name, gradient.float(), live)
+        corrected = {name: self._corrected(name, gradient.float()) for name, gradient in gradients.items()}
+        if self.kind.clip_norm:
+            corrected = vmap(partial(clipped, clip_norm=self.kind.clip_norm))(corrected)
+        for name, gradient in corrected.items():
+            self._move(name, gradient, live)
         self.losses[:width] += losses if live is None else torch.where(live, losses, torch.zeros_like(losses))
 
     def state(self) -> list[torch.Tensor]:
@@ -99,7 +103,8 @@ class StackedStep:
         changing = [tensors[name][:width] for tensors in (self.params, self.buffers) if name in tensors]
         before = [] if live is None else [target.clone() for target in changing]
         weight, *buffers = changing
-        gradient = self._corrected(name, gradient, weight)
+        if self.kind.weight_decay:
+            gradient = gradient + self.kind.weight_decay * weight
         if self.kind.momentum:
             gradient = buffers[0].mul_(self.kind.momentum).add_(gradient)
         if self.kind.drift:
@@ -109,16 +114,15 @@ class StackedStep:
             for target, value in zip(changing, before, strict=True):
                 target.copy_(torch.where(_like(live, target), target, value))
 
-    def _corrected(self, name: str, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _corrected(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         width = len(gradient)
+        weight = self.params[name][:width]
         if self.kind.gradient_scale != 1:
             gradient = gradient * self.kind.gradient_scale
         if self.kind.offset:
             gradient = gradient + self._offset[name][:width]
         if self.kind.proximal:
             gradient = gradient + _like(self._proximal_mu[:width], weight) * (weight - self._anchor[name][:width])
-        if self.kind.weight_decay:
-            gradient = gradient + self.kind.weight_decay * weight
         return gradient
 
     def _gradients(

@@ -25,7 +25,7 @@ from fl_sim.training.loop import EVALUATION_BATCH, evaluate, ready, score, train
 from fl_sim.training.losses import LogitsOf
 from fl_sim.training.precision import arithmetic
 from fl_sim.training.records import Records, Scale
-from fl_sim.types import LocalTask, Params, Precision, Trained
+from fl_sim.types import LocalSettings, LocalTask, Params, Precision, Trained
 
 _PLAIN = {
     nn.Sequential, nn.Identity, nn.Flatten, nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.ReLU,
@@ -71,10 +71,19 @@ class Trainer:
         self._lock = Lock()
         self._thread = local()
 
-    def is_native(self, input_shape: tuple[int, ...], plan: LocalPlan = LocalPlan()) -> bool:  # noqa: B008 (frozen)
-        """Say whether the compiled trainer takes this model on records of ``input_shape``, for such a ``plan``."""
+    def is_native(
+        self,
+        input_shape: tuple[int, ...],
+        plan: LocalPlan = LocalPlan(),  # noqa: B008 (frozen)
+        settings: LocalSettings | None = None,
+    ) -> bool:
+        """Say whether the compiled trainer takes this model on records of ``input_shape``, for such a ``plan``.
+
+        ``settings``: how clients train, plainly where they are not given.
+        """
         stack = self._stack(input_shape) if self._kernel is not None else None
-        return stack is not None and fields_in_use(plan) <= TAKES and _suits(plan, stack) and self._has_features(plan)
+        asked = fields_in_use(plan) | (frozenset() if settings is None else fields_in_use(settings))
+        return stack is not None and asked <= TAKES and _suits(plan, stack) and self._has_features(plan)
 
     def is_parallel(self, input_shape: tuple[int, ...]) -> bool:
         """Say whether several threads train at once."""

@@ -87,6 +87,7 @@ def test_overrides_lie_over_a_table_and_leave_it_as_it_was():
         (["local.learning_rate=inf"], "local.learning_rate = 'inf': input should be a finite number"),
         (["local.learning_rate=0"], "local.learning_rate = '0': input should be greater than 0"),
         (["local.momentum=1"], "local.momentum = '1': input should be less than 1"),
+        (["local.clip_norm=-1"], "local.clip_norm = '-1': input should be greater than or equal to 0"),
         (["algorithm=fedprox:nan"], "algorithm.mu = 'nan': input should be a finite number"),
         (["partition=dirichlet:nan"], "beta=nan is outside"),
         (["partition=dirichlet:inf"], "beta=inf is outside"),

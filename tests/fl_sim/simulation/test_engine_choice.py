@@ -1,10 +1,11 @@
 """Which trainer is said to take an experiment, and what is timed for it: all that its clients' plans ask for."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.experiment import Local, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import load_kernel
@@ -24,6 +25,10 @@ def test_the_native_trainer_is_named_where_it_takes_the_plans(algorithm: str, mo
     job = job_of(experiment_from({"data": "digits", "device": "cpu", "algorithm": algorithm, "model": model}))
     assert trains_natively(job) is native
     assert trainer_line(job, 2) == ("native trainer, 2 threads" if native else "PyTorch trains, 2 threads")
+    if native:
+        clipped = replace(job, experiment=job.experiment.model_copy(update={"local": Local(clip_norm=10)}))
+        told = "PyTorch trains, 2 threads: the native trainer does not know local.clip_norm"
+        assert trainer_line(clipped, 2) == told
 
 
 @pytest.mark.parametrize("algorithm", ["fedmix", "scaffold", "fedavg"])

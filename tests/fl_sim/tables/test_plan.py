@@ -168,6 +168,12 @@ def test_the_caption_says_what_the_preprocessing_is() -> None:
     assert "DA-FL" not in " ".join(plan_table(settings()).caption)
 
 
+def test_the_caption_says_how_clients_train_where_that_is_not_the_default() -> None:
+    told = " ".join(plan_table(settings(algorithm=["fedavg", {"algorithm": "fedprox", "local.clip_norm": 10}])).caption)
+    assert "weight decay 1e-05, gradients clipped to norm 0.0, 10.0." in told
+    assert "clipped" not in " ".join(plan_table(settings()).caption)
+
+
 def test_caption_states_the_setting() -> None:
     caption = " ".join(plan_table(settings(centralized=True, seed=[0, 1])).caption)
     for fact in ("digits", "10 clients", "logistic", "1 rounds of 1 local epoch", "seeds 0, 1", "last round", "best"):

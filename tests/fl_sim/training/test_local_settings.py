@@ -1,0 +1,104 @@
+"""How clients train beyond plain SGD: each setting against torch's own, alike in the loop and in a stack."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fl_sim.local_plan import LocalPlan
+from fl_sim.params import detached
+from fl_sim.seeding import rng, torch_kept
+from fl_sim.training.loop import train
+from fl_sim.training.records import Records
+from fl_sim.training.stacked import StackedTrainer
+from fl_sim.training.trainer import LocalJob
+from fl_sim.types import LocalSettings, LocalTask, Params, Trained
+
+SHAPE, CLASSES = (1, 4, 4), 3
+SIZES = (5, 16, 0, 7)
+SETTINGS = LocalSettings(0.05, 0.9, 1e-2, batch_size=4, epochs=2)
+CLIPPED = replace(SETTINGS, clip_norm=0.7)
+
+
+def model() -> nn.Module:
+    with torch_kept():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, CLASSES))
+
+
+def job(client: int, settings: LocalSettings, plan: LocalPlan | None = None) -> LocalJob:
+    generator, size = torch.Generator().manual_seed(client), SIZES[client]
+    inputs, labels = torch.randn(size, *SHAPE, generator=generator), torch.arange(size) % CLASSES
+    task = LocalTask(1, client, len(SIZES), size, settings, detached(model().named_parameters()))
+    return LocalJob(task, plan or LocalPlan(), Records.of(inputs, labels), rng(0, "batches", client))
+
+
+def jobs(settings: LocalSettings, plan: LocalPlan | None = None) -> list[LocalJob]:
+    return [job(client, settings, plan) for client in range(len(SIZES))]
+
+
+def by_loop(given: list[LocalJob]) -> list[Trained]:
+    return [train(model(), one.task, one.plan, *one.records.tensors(), one.generator) for one in given]
+
+
+def by_torch(given: LocalJob, clip_norm: float, optimizer_of: Callable[[Any], torch.optim.Optimizer]) -> Params:
+    """Train whole epochs with torch's own classes, the plan's offset and proximal term as parts of the loss."""
+    network, settings, (inputs, labels) = model(), given.task.settings, given.records.tensors()
+    optimizer = optimizer_of(network.parameters())
+    for _ in range(settings.epochs):
+        for batch in torch.from_numpy(given.generator.permutation(len(labels))).split(settings.batch_size):
+            optimizer.zero_grad()
+            functional.cross_entropy(network(inputs[batch]), labels[batch]).backward()
+            for name, weight in network.named_parameters():
+                assert weight.grad is not None
+                if given.plan.gradient_offset:
+                    weight.grad += given.plan.gradient_offset[name]
+                if given.plan.proximal_mu:
+                    weight.grad.add_(weight.detach() - given.task.params[name], alpha=given.plan.proximal_mu)
+            if clip_norm:
+                nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
+            optimizer.step()
+    return detached(network.named_parameters())
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9, weight_decay=1e-2)
+
+
+def flat(params: Params) -> torch.Tensor:
+    return torch.cat([value.reshape(-1) for value in params.values()])
+
+
+def assert_stack_is_loop(settings: LocalSettings, plan: LocalPlan | None = None) -> None:
+    """Hold them against each other within the bound of test_plans.py."""
+    found, expected = StackedTrainer(model()).train(jobs(settings, plan)), by_loop(jobs(settings, plan))
+    for one, other in zip(found, expected, strict=True):
+        assert one.num_steps == other.num_steps
+        assert one.loss == (None if other.loss is None else pytest.approx(other.loss, rel=1e-4))
+        assert one.momentum_buffers.keys() == other.momentum_buffers.keys()
+        torch.testing.assert_close(flat(one.params), flat(other.params), rtol=0, atol=3e-6)
+
+
+def corrected() -> LocalPlan:
+    """Return a plan that adds to gradients what an algorithm may add."""
+    generator, params = torch.Generator().manual_seed(7), detached(model().named_parameters())
+    offset = {name: torch.randn(value.shape, generator=generator) for name, value in params.items()}
+    return LocalPlan(gradient_offset=offset, proximal_mu=0.3)
+
+
+@pytest.mark.parametrize("plan", [LocalPlan(), corrected()], ids=["alone", "with corrections"])
+def test_clipping_is_torchs_after_what_the_plan_adds_and_before_weight_decay(plan: LocalPlan) -> None:
+    [trained] = by_loop([job(1, CLIPPED, plan)])
+    expected = by_torch(job(1, CLIPPED, plan), 0.7, sgd)
+    torch.testing.assert_close(flat(trained.params), flat(expected), rtol=0, atol=1e-7)
+    assert float((flat(expected) - flat(by_torch(job(1, SETTINGS, plan), 0.0, sgd))).norm()) > 1e-3
+    assert_stack_is_loop(CLIPPED, plan)
+
+
+def test_a_bound_that_no_gradient_reaches_changes_no_bit() -> None:
+    for one, other in zip(by_loop(jobs(replace(SETTINGS, clip_norm=1e6))), by_loop(jobs(SETTINGS)), strict=True):
+        assert torch.equal(flat(one.params), flat(other.params))
