@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fl_sim.errors import RunError
-from fl_sim.local_plan import LocalPlan, Mix
+from fl_sim.local_plan import Contrast, Distillation, LocalPlan, Mix, Pull, Suppression
 from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
 from fl_sim.native.layers import FIELDS, Stack, describe
 from fl_sim.params import FlatParams, detached, flattened, layout_of
@@ -72,6 +72,15 @@ def with_plan(**parts: Any) -> Callable[[Lesson], Lesson]:
     return lambda given: given._replace(plan=replace(given.plan, **parts))
 
 
+def with_terms(**parts: Any) -> Callable[[Lesson], Lesson]:
+    """In place of the mixing pool."""
+    return with_plan(mix=None, **parts)
+
+
+def pull(classes: int, features: int, present: torch.Tensor) -> Pull:
+    return Pull(torch.zeros(classes, features), present, 1.0)
+
+
 def with_draws(**parts: Any) -> Callable[[Lesson], Lesson]:
     return lambda given: given._replace(draws=replace(given.draws, **parts))
 
@@ -89,6 +98,7 @@ def cut(params: Params) -> Params:
     return FlatParams(whole.flat[:-1], whole.layout)
 
 
+ALL = torch.ones(3, dtype=torch.bool)
 ORDER, PARTNERS = lesson().draws.order, lesson().draws.partners
 WRONG: dict[str, tuple[Callable[[Lesson], Lesson], str]] = {
     "no weights": (with_params(lambda _: {}), r"the weights do not fit the model: 0\.weight is missing"),
@@ -132,6 +142,17 @@ WRONG: dict[str, tuple[Callable[[Lesson], Lesson], str]] = {
     "a pool of doubles": (
         with_plan(mix=mix(torch.zeros(5, *SHAPE).double(), torch.zeros(5, 3))), "the mixing pool's records"
     ),
+    "a scale too short": (with_terms(logit_scale=torch.ones(2)), r"the scale of the logits have the shape \(2,\)"),
+    "a shift in a table": (with_terms(logit_shift=torch.ones(1, 3)), r"the shift of the logits .*\(1, 3\)"),
+    "a shift of doubles": (with_terms(logit_shift=torch.ones(3).double()), "the shift of the logits .* float64"),
+    "numbers for a mask": (with_terms(distillation=Distillation(1.0, classes=torch.ones(3))), "classes .* float32"),
+    "a mask too long": (with_terms(distillation=Distillation(1.0, classes=ALL.repeat(2))), r"\(6,\)"),
+    "shares too few": (with_terms(suppression=Suppression(torch.ones(2))), r"the shares of the classes .*\(2,\)"),
+    "no previous model": (with_terms(contrast=Contrast(1.0, 0.5, {})), "the contrast's previous weights do"),
+    "prototypes too short": (with_terms(pull=pull(3, 3, ALL)), r"the prototypes .* wants \(3, 4\)"),
+    "prototypes too few": (with_terms(pull=pull(2, 4, ALL)), r"the prototypes .* wants \(3, 4\)"),
+    "classes too few": (with_terms(pull=pull(3, 4, ALL[:2])), r"the present classes .*\(2,\)"),
+    "mixing with a teacher": (with_plan(distillation=Distillation(1.0)), "no mixing with distillation"),
     "no batch": (with_settings(batch_size=0), "in batches of 0"),
     "a batch below 0": (with_settings(batch_size=-4), "in batches of -4"),
     "no epoch": (with_settings(epochs=0), "for 0 epochs"),
