@@ -111,7 +111,12 @@ def try_run(experiment: Experiment, folder: Path, tally: Tally) -> None:
 def is_small(experiment: Experiment) -> bool:
     """Say whether a round takes seconds: no teachers, no generators, no million of epochs or clients."""
     federated = experiment.algorithm.kind != "pate" and experiment.preprocess.kind == "none"
-    return federated and experiment.local.epochs <= 2 and experiment.clients <= 1000 and experiment.data == "digits"
+    return (
+        federated
+        and max(experiment.local.epochs, experiment.local.steps) <= 2
+        and experiment.clients <= 1000
+        and experiment.data == "digits"
+    )
 
 
 def main() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
@@ -77,26 +79,40 @@ class Dataset:
 
 @dataclass(frozen=True)
 class LocalSettings:
-    """How a client trains in one round: plain SGD with momentum.
+    """How a client trains in one round: SGD with momentum.
 
-    ``learning_rate`` is this round's, after any schedule; ``momentum`` in [0, 1); ``batch_size`` at least 1; the last
-    batch of an epoch may be smaller. ``clip_norm``: the most that the L2 norm of a step's gradient, over all
-    parameters, may be (0: as long as it is). What is clipped is the gradient with all that the plan adds to it, before
-    weight decay and momentum, as in programs that put corrections into the loss (FedDyn's, SCAFFOLD's there): a
-    correction that cancels the gradient at the optimum cancels it here, too. FedDyn's program leaves alpha w, which it
-    adds as weight decay, out of what it clips.
+    ``learning_rate`` is this round's, after any schedule; ``momentum`` in [0, 1); ``batch_size`` at least 1; the
+    last batch of an epoch may be smaller. Of the last of ``epochs`` there may be a part. ``steps``, where it is not
+    0, says how many steps there are whatever ``epochs`` is; records that are used up are shuffled again.
+    ``clip_norm``: the most that the L2 norm of a step's gradient, over all parameters, may be (0: as long as it
+    is). What is clipped is the gradient with all that the plan adds to it, before weight decay and momentum, as in
+    programs that put corrections into the loss (FedDyn's, SCAFFOLD's there): a correction that cancels the gradient
+    at the optimum cancels it here, too. FedDyn's program leaves alpha w, which it adds as weight decay, out of what
+    it clips.
     """
 
     learning_rate: float
     momentum: float
     weight_decay: float
     batch_size: int
-    epochs: int
+    epochs: float
     clip_norm: float = 0.0
+    steps: int = 0
 
     def num_steps(self, num_examples: int) -> int:
-        """Return the number of SGD steps a client with ``num_examples`` records takes."""
-        return self.epochs * -(-num_examples // self.batch_size)
+        """Return the number of steps a client with ``num_examples`` records takes; a part of a step is a whole one."""
+        if self.steps and num_examples:
+            return self.steps
+        # As the decimal that it is written as: 0.7 * 10 is more than 7 in binary, and would be rounded up to 8.
+        return math.ceil(Fraction(str(self.epochs)) * self.num_batches(num_examples))
+
+    def num_batches(self, num_examples: int) -> int:
+        """Return how many batches an epoch has."""
+        return -(-num_examples // self.batch_size)
+
+    def num_passes(self, num_examples: int) -> int:
+        """Return how often records are shuffled: once for each epoch that is begun."""
+        return -(-self.num_steps(num_examples) // max(1, self.num_batches(num_examples)))
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,9 @@ def run(
     Settings come from a TOML file, or from a preset (digits, mnist), and KEY=VALUE over them. A preset's name means the
     preset in every folder; a file of that name is ./NAME.
 
-    Settings: data, partition, clients, model, algorithm, sampler, local.epochs, local.batch_size, local.learning_rate,
-    local.momentum, local.weight_decay, local.clip_norm, local.schedule, rounds, evaluate_every, seed, engine,
-    round_timeout, aggregator, preprocess, preprocess.epsilon, preprocess.gamma, preprocess.generator,
+    Settings: data, partition, clients, model, algorithm, sampler, local.epochs, local.steps, local.batch_size,
+    local.learning_rate, local.momentum, local.weight_decay, local.clip_norm, local.schedule, rounds, evaluate_every,
+    seed, engine, round_timeout, aggregator, preprocess, preprocess.epsilon, preprocess.gamma, preprocess.generator,
     preprocess.labels, preprocess.train_on, preprocess.server_epochs.
 
     For example:

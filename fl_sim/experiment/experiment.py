@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, PlainSerializer, ValidationError, model_validator
 
 from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.errors import UserError
@@ -155,8 +155,20 @@ class Ray(Settings):
 Engine: TypeAlias = Auto | InProcess | Ray
 
 
+def _whole_as_int(value: float) -> float:
+    """Return 10 for 10.0, as it is written and read."""
+    return int(value) if value == int(value) else value
+
+
+def _goes_by_steps(local: Mapping[str, Any]) -> bool:
+    return str(local.get("steps", 0)) != "0"
+
+
 class Local(Settings):
     """How clients train in a round (NIID-Bench's protocol but for one epoch instead of ten).
+
+    ``epochs`` may have a part: 0.5 is half of an epoch's batches, rounded up. ``steps`` has its place: every client
+    takes as many steps, whatever it holds, and ``epochs`` is 0.
 
     ``clip_norm``: gradients, with what the method adds to them, are scaled down to at most this L2 norm over all
     parameters (0: they are not), before weight decay and momentum. It promises no privacy: ``global-dp`` does.
@@ -165,7 +177,10 @@ class Local(Settings):
     and evaluation stay float32); on a CPU only ``engine.stack`` above 1 takes "bfloat16", and it does not pay.
     """
 
-    epochs: int = Field(1, ge=1, le=10**6)
+    epochs: Annotated[float, AfterValidator(_whole_as_int), PlainSerializer(_whole_as_int, return_type=int | float)] = (
+        Field(1, ge=0, le=10**6)
+    )
+    steps: int = Field(0, ge=0, le=10**9)
     batch_size: int = Field(64, ge=1)
     learning_rate: float = Field(0.01, gt=0)
     momentum: float = Field(0.9, ge=0, lt=1)
@@ -173,6 +188,20 @@ class Local(Settings):
     clip_norm: float = Field(0.0, ge=0)
     schedule: Annotated[Schedule, OneOf("local.schedule")] = Constant()
     precision: Precision = "float32"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_leave_no_epochs(cls, table: Any) -> Any:
+        return {"epochs": 0, **table} if isinstance(table, dict) and _goes_by_steps(table) else table
+
+    @model_validator(mode="after")
+    def _epochs_or_steps(self) -> Self:
+        if bool(self.epochs) == bool(self.steps):
+            raise ValueError(
+                f"local.epochs={self.epochs} and local.steps={self.steps}: clients train for epochs or steps; set one "
+                "of them and leave the other out, or at 0"
+            )
+        return self
 
 
 class Experiment(Settings):
@@ -216,7 +245,7 @@ class Experiment(Settings):
                 if isinstance(given, BaseModel) and isinstance(value, dict) and "kind" not in value:
                     given = {name: getattr(given, name) for name in given.model_fields_set}  # what the user set
                 both = isinstance(value, dict) and isinstance(given, dict)
-                filled[key] = {**value, **given} if both else filled.get(key, value)
+                filled[key] = _laid_over(value, given) if both else filled.get(key, value)
         return filled
 
     @model_validator(mode="after")
@@ -272,6 +301,12 @@ class Experiment(Settings):
         """Say whether a run promises privacy to anybody: then it shows nothing about single clients, nor their time."""
         parts: tuple[object, ...] = (self.algorithm, self.aggregator, self.preprocess)
         return any(isinstance(part, Promising) and part.is_private for part in parts)
+
+
+def _laid_over(value: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``given`` over what a kind starts with, whose epochs have no place beside the user's steps."""
+    kept = {name: part for name, part in value.items() if name != "epochs" or not _goes_by_steps(given)}
+    return {**kept, **given}
 
 
 def defined_in_script(experiment: Experiment) -> str:

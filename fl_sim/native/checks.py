@@ -7,7 +7,7 @@ import torch
 from fl_sim.local_plan import LocalPlan, fields_in_use
 from fl_sim.native.layers import FIELDS, Stack
 from fl_sim.params import Layout, check_layout, num_in, vector_in
-from fl_sim.types import Params
+from fl_sim.types import LocalSettings, Params
 
 if TYPE_CHECKING:
     from fl_sim.native.kernel import Lesson
@@ -24,6 +24,11 @@ TERMS = frozenset({"distillation", "suppression", "contrast", "pull"})
 """Those of them that look at records as they are: of mixed ones the compiled trainer makes nothing else."""
 
 _COUNTING, _REAL, _CHOICE = torch.int64, torch.float32, torch.bool
+
+
+def unknown_settings(settings: LocalSettings) -> list[str]:
+    """Return the settings in use that the compiled trainer does not take; of epochs it takes whole ones."""
+    return sorted(fields_in_use(settings) - TAKES | ({"epochs"} if settings.epochs % 1 else frozenset()))
 
 
 def vector_of(what: str, params: Params, layout: Layout) -> torch.Tensor:
@@ -43,14 +48,14 @@ def check_lesson(stack: Stack, lesson: "Lesson") -> None:
     count, settings = len(labels), task.settings
     if unknown := sorted((fields_in_use(settings) | fields_in_use(plan)) - TAKES):
         raise ValueError(f"the compiled trainer does not know {', '.join(unknown)} of the plan")
-    if count < 1 or settings.batch_size < 1 or settings.epochs < 1:
+    if count < 1 or settings.batch_size < 1 or settings.epochs < 1 or settings.epochs % 1:
         raise ValueError(
-            "local training needs a record, a batch and an epoch at least, not "
+            "local training needs a record, a batch and an epoch at least, and whole epochs, not "
             f"{count} records in batches of {settings.batch_size} for {settings.epochs} epochs"
         )
     check_records(stack, "the records", inputs, count)
     _expect("the labels", labels, _COUNTING, (count,))
-    _expect("the order of the records", torch.from_numpy(draws.order), _COUNTING, (settings.epochs, count))
+    _expect("the order of the records", torch.from_numpy(draws.order), _COUNTING, (int(settings.epochs), count))
     for what, values, dtype, shape in tensors_of(plan, stack):
         _expect(what, values, dtype, shape)
     if (mix := plan.mix) is not None:

@@ -32,8 +32,8 @@ _LAYOUT = _VERSION * 1_000_000 + 1000 * ctypes.sizeof(Request) + len(FIELDS)
 class Draws:
     """What chance decides in one client's training.
 
-    ``order``: (epochs, n), the permutation of every epoch; ``partners``: (steps,), records of the mixing pool, empty
-    where the plan does not mix.
+    ``order``: (passes, n), the permutation of every epoch, the last of which may not be used up; ``partners``:
+    (steps,), records of the mixing pool, empty where the plan does not mix.
     """
 
     order: NDArray[np.int64]
@@ -43,13 +43,14 @@ class Draws:
     def of(cls, task: LocalTask, plan: LocalPlan, count: int, generator: np.random.Generator) -> Self:
         """Draw from ``generator`` as ``fl_sim.training.loop.train`` does for ``count`` records."""
         settings = task.settings
-        batches = -(-count // settings.batch_size) if plan.mix is not None else 0
-        order, partners = np.empty((settings.epochs, count), np.int64), np.empty((settings.epochs, batches), np.int64)
-        for epoch in range(settings.epochs):
+        passes, batches = settings.num_passes(count), settings.num_batches(count)
+        order = np.empty((passes, count), np.int64)
+        partners = np.empty(settings.num_steps(count) if plan.mix is not None else 0, np.int64)
+        for epoch in range(passes):
             order[epoch] = generator.permutation(count)
-            for batch in range(batches):
-                partners[epoch, batch] = generator.integers(len(plan.mix.labels)) if plan.mix is not None else 0
-        return cls(order, partners.reshape(-1))
+            for step in range(epoch * batches, min((epoch + 1) * batches, len(partners))):
+                partners[step] = generator.integers(len(plan.mix.labels)) if plan.mix is not None else 0
+        return cls(order, partners)
 
 
 class Lesson(NamedTuple):

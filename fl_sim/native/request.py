@@ -104,7 +104,7 @@ class Held:
             offset=self._vector("the gradient offsets", plan.gradient_offset or None),
             drift=self._vector("the step offsets", plan.step_offset or None),
             inputs=records, labels=targets, order=self._array(draws.order), num_examples=len(labels),
-            epochs=settings.epochs, batch_size=min(settings.batch_size, len(labels)),
+            epochs=int(settings.epochs), batch_size=min(settings.batch_size, len(labels)),
             learning_rate=settings.learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay,
             proximal_mu=plan.proximal_mu, gradient_scale=plan.gradient_scale, terms=self._terms(plan),
         )  # fmt: skip

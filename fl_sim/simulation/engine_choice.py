@@ -22,8 +22,7 @@ from fl_sim.engines.ray_token import choose_token
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray, defined_in_script
 from fl_sim.experiment.job import Job
-from fl_sim.local_plan import fields_in_use
-from fl_sim.native.checks import TAKES
+from fl_sim.native.checks import unknown_settings
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached
 from fl_sim.seeding import rng
@@ -169,8 +168,9 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
     kernel, why_not = load_kernel()
     if kernel is None and job.device.type == "cpu":
         return f"PyTorch trains, {threads}: there is no native trainer here, {why_not}"
-    unknown = sorted(fields_in_use(_typical_settings(job)) - TAKES)
-    why = f": the native trainer does not know {', '.join(f'local.{name}' for name in unknown)}" if unknown else ""
+    settings = _typical_settings(job)
+    unknown = [f"local.{name}={getattr(settings, name)}" for name in unknown_settings(settings)]
+    why = f": the native trainer does not take {', '.join(unknown)}" if unknown else ""
     return f"PyTorch trains, {threads}{precision}{why if kernel is not None else ''}"
 
 
@@ -190,7 +190,7 @@ def estimated_seconds(job: Job) -> float:
     sample = dataset.test.take(np.arange(min(len(dataset.test), PROBE_STEPS * settings.batch_size)))
     inputs, labels = to_tensors(sample, dataset)
     model = job.model()
-    probe = replace(settings, epochs=1)
+    probe = replace(settings, epochs=1, steps=0)
     task = LocalTask(0, 0, 1, len(labels), probe, detached(model.named_parameters()))
     start = time.perf_counter()
     trained = train(model, task, procedure.typical_plan(), inputs, labels, rng(experiment.seed, "probe"))

@@ -78,7 +78,13 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
 def local_settings(local: Local, learning_rate: float) -> LocalSettings:
     """Return a round's settings for clients, with the schedule already in ``learning_rate``."""
     return LocalSettings(
-        learning_rate, local.momentum, local.weight_decay, local.batch_size, local.epochs, local.clip_norm
+        learning_rate,
+        local.momentum,
+        local.weight_decay,
+        local.batch_size,
+        local.epochs,
+        local.clip_norm,
+        local.steps,
     )
 
 

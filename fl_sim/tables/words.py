@@ -88,7 +88,8 @@ def caption(experiments: Sequence[Experiment], notes: Mapping[str, str], *, has_
     measures = "last: after the last round; best: the best evaluated round, picked on the test set and so optimistic"
     bound = (
         "Centralized is the upper bound: the same model and optimiser with all training records in one place and as "
-        "many epochs in total; it does not compete."
+        f"many {'steps as one client' if any(e.local.steps for e in experiments) else 'epochs'} in total; it does not "
+        "compete."
     )
     return (
         f"Test accuracy in percent, {spread}. {measures}.",
@@ -123,14 +124,20 @@ def _attack(attack: Any) -> str:
 
 def _training(experiments: Sequence[Experiment]) -> str:
     local = [e.local for e in experiments]
-    epochs = _values(one.epochs for one in local)
     return (
-        f"{_values(e.rounds for e in experiments)} rounds of {epochs} local epoch{'' if epochs == '1' else 's'}, "
+        f"{_values(e.rounds for e in experiments)} rounds of {_lengths(local)}, "
         f"batch size {_values(one.batch_size for one in local)}, SGD with learning rate "
         f"{_values(one.learning_rate for one in local)} ({_values(short_form(one.schedule) for one in local)}), "
         f"momentum {_values(one.momentum for one in local)}, weight decay {_values(one.weight_decay for one in local)}"
         f"{_beyond_defaults(local)}"
     )
+
+
+def _lengths(local: Sequence[Local]) -> str:
+    """Return how long clients train in a round: in epochs, or in steps."""
+    epochs, steps = _values(one.epochs for one in local if one.epochs), _values(one.steps for one in local if one.steps)
+    units = [(epochs, "epoch"), (steps, "step")]
+    return ", ".join(f"{found} local {unit}{'' if found == '1' else 's'}" for found, unit in units if found)
 
 
 def _beyond_defaults(local: Sequence[Local]) -> str:

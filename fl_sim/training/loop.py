@@ -1,6 +1,6 @@
 """The local loop: minibatch SGD on one client's records, the same for every algorithm."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -22,7 +22,7 @@ from fl_sim.training.records import Scale, Source
 from fl_sim.types import Dataset, Examples, LocalSettings, LocalTask, Params, Trained
 
 TAKES = frozenset({
-    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm",
+    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm", "steps",
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
@@ -69,7 +69,7 @@ def train(
     labels: torch.Tensor,
     generator: np.random.Generator,
 ) -> Trained:
-    """Run ``task.settings.epochs`` epochs of SGD from ``task.params``.
+    """Take ``task.settings.num_steps(n)`` steps from ``task.params``.
 
     ``inputs``: (n, *input shape), normalised; ``labels``: (n,). ``model`` lends its architecture; its weights are
     overwritten. ``generator`` shuffles records and picks mixing partners. With n = 0 nothing is trained. Raises
@@ -87,19 +87,17 @@ def train(
     momentum_buffers = _on(plan.momentum_buffers or {}, inputs.device, copy=True)
     model.train()
     losses: list[torch.Tensor] = []
-    for _ in range(task.settings.epochs if len(labels) else 0):  # an empty split is one empty batch, of loss NaN
-        order = torch.from_numpy(generator.permutation(len(labels))).to(inputs.device)
-        for batch in torch.split(order, task.settings.batch_size):
-            loss_of = partial(objective.loss, inputs[batch], labels[batch], objective.partner(generator))
-            loss, gradients = _gradients(loss_of, trainable, ascent_of(plan))
-            with torch.no_grad():
-                corrected = {
-                    name: _corrected(name, trainable[name], gradient, anchor, offset, plan)
-                    for name, gradient in gradients.items()
-                }
-                for name, gradient in clipped(corrected, task.settings.clip_norm).items():
-                    _sgd_step(name, trainable[name], gradient, momentum_buffers, drift, task.settings)
-            losses.append(loss)
+    for batch in _batches(task.settings, len(labels), generator, inputs.device):
+        loss_of = partial(objective.loss, inputs[batch], labels[batch], objective.partner(generator))
+        loss, gradients = _gradients(loss_of, trainable, ascent_of(plan))
+        with torch.no_grad():
+            corrected = {
+                name: _corrected(name, trainable[name], gradient, anchor, offset, plan)
+                for name, gradient in gradients.items()
+            }
+            for name, gradient in clipped(corrected, task.settings.clip_norm).items():
+                _sgd_step(name, trainable[name], gradient, momentum_buffers, drift, task.settings)
+        losses.append(loss)
     return Trained(
         params=detached(weights.items()),
         momentum_buffers=detached(momentum_buffers.items()),
@@ -107,6 +105,17 @@ def train(
         loss=float(torch.stack(losses).mean()) if losses else None,
         feature_sums=feature_sums(model, {}, inputs, labels) if plan.class_features else None,
     )
+
+
+def _batches(
+    settings: LocalSettings, count: int, generator: np.random.Generator, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Draw the places of the records of each step; a pass is shuffled when it begins, between other draws."""
+    left = settings.num_steps(count)
+    while left:
+        batches = torch.split(torch.from_numpy(generator.permutation(count)).to(device), settings.batch_size)[:left]
+        yield from batches
+        left -= len(batches)
 
 
 def _gradients(

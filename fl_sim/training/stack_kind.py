@@ -14,7 +14,7 @@ from fl_sim.training.trainer import LocalJob
 from fl_sim.types import Params
 
 TAKES = frozenset({
-    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm",
+    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm", "steps",
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
@@ -33,7 +33,6 @@ class Kind:
 
     layout: Layout
     batch_size: int
-    epochs: int
     momentum: float
     weight_decay: float
     warm: bool
@@ -52,7 +51,7 @@ class Kind:
         """Return the kind of ``job``, in a stack of which some are ``proximal``."""
         settings, plan = job.task.settings, job.plan
         return cls(
-            layout_of(job.task.params), settings.batch_size, settings.epochs, settings.momentum, settings.weight_decay,
+            layout_of(job.task.params), settings.batch_size, settings.momentum, settings.weight_decay,
             bool(plan.momentum_buffers), bool(plan.gradient_offset), proximal, _key_of_mix(plan.mix),
             _shapes(adjustment_of(plan)), tuple(map(_key_of_term, terms_of(plan))), ascent_of(plan),
             plan.gradient_scale, bool(plan.step_offset), settings.clip_norm,

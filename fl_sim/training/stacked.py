@@ -159,7 +159,7 @@ def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> 
         own = job.records.rows(first_of)
         draws = Draws.of(job.task, job.plan, len(own), job.generator)
         batches = [order[first : first + size] for order in draws.order for first in range(0, len(own), size)]
-        for step, batch in enumerate(batches):
+        for step, batch in enumerate(batches[: steps[place]]):
             rows[step, place] = own[batch[0]]  # a record of its own fills up: another's class may have a shift of -inf
             rows[step, place, : len(batch)] = own[batch]
             weights[step, place, : len(batch)] = 1 / len(batch)

@@ -16,7 +16,7 @@ from torch import nn
 
 from fl_sim import models
 from fl_sim.local_plan import LocalPlan, fields_in_use
-from fl_sim.native.checks import TAKES, TERMS, tensors_of
+from fl_sim.native.checks import TAKES, TERMS, tensors_of, unknown_settings
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import Stack, describe
 from fl_sim.params import is_finite, vector_in
@@ -82,8 +82,8 @@ class Trainer:
         ``settings``: how clients train, plainly where they are not given.
         """
         stack = self._stack(input_shape) if self._kernel is not None else None
-        asked = fields_in_use(plan) | (frozenset() if settings is None else fields_in_use(settings))
-        return stack is not None and asked <= TAKES and _suits(plan, stack) and self._has_features(plan)
+        is_taken = fields_in_use(plan) <= TAKES and (settings is None or not unknown_settings(settings))
+        return stack is not None and is_taken and _suits(plan, stack) and self._has_features(plan)
 
     def is_parallel(self, input_shape: tuple[int, ...]) -> bool:
         """Say whether several threads train at once."""
@@ -193,7 +193,8 @@ def _fits(job: LocalJob, stack: Stack) -> bool:
     """Say whether the compiled trainer takes this job on a model that it knows."""
     warm = job.plan.momentum_buffers
     return (
-        job.asks_for <= TAKES
+        fields_in_use(job.plan) <= TAKES
+        and not unknown_settings(job.task.settings)
         and _suits(job.plan, stack)
         and len(job.records) > 0
         and all(_is_plain(source.inputs) for source, _ in job.records.parts)

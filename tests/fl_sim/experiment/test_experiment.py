@@ -73,7 +73,7 @@ def test_overrides_lie_over_a_table_and_leave_it_as_it_was():
     ("overrides", "message"),
     [
         (["rnds=3"], r"unknown key 'rnds' \(did you mean 'rounds'\?\); valid here: data, partition, clients,"),
-        (["local.epoch=3"], r"unknown key 'local.epoch' \(did you mean 'epochs'\?\); valid here: epochs, batch_size"),
+        (["local.epoch=3"], r"unknown key 'local.epoch' \(did you mean 'epochs'\?\); valid here: epochs, steps, batch"),
         (["algorithm=fedprx"], r"unknown algorithm 'fedprx' \(did you mean 'fedprox'\?\); valid: fedavg, fedprox"),
         (["algorithm=fedprox", "algorithm.muu=1"], r"'algorithm.muu' \(did you mean 'mu'\?\); .*: kind, mu$"),
         (["algorithm.mu=0.1"], "unknown key 'algorithm.mu'; valid here: kind$"),
@@ -87,6 +87,8 @@ def test_overrides_lie_over_a_table_and_leave_it_as_it_was():
         (["local.learning_rate=inf"], "local.learning_rate = 'inf': input should be a finite number"),
         (["local.learning_rate=0"], "local.learning_rate = '0': input should be greater than 0"),
         (["local.momentum=1"], "local.momentum = '1': input should be less than 1"),
+        (["local.epochs=0"], "local.epochs=0 and local.steps=0: clients train for epochs or steps; set one"),
+        (["local.steps=5", "local.epochs=2"], "local.epochs=2 and local.steps=5: clients train for epochs or steps"),
         (["local.clip_norm=-1"], "local.clip_norm = '-1': input should be greater than or equal to 0"),
         (["algorithm=fedprox:nan"], "algorithm.mu = 'nan': input should be a finite number"),
         (["partition=dirichlet:nan"], "beta=nan is outside"),
@@ -108,6 +110,14 @@ def test_mistakes_name_the_value_and_what_is_valid(overrides, message):
         _made(*overrides)
 
 
+def test_steps_take_the_place_of_epochs_those_of_the_kind_too():
+    for overrides in ([], ["algorithm=pate"]):  # which starts with 50 epochs
+        local = _made("local.steps=7", *overrides).local
+        assert (local.epochs, local.steps) == (0, 7)
+    assert (_made("algorithm=pate").local.epochs, _made("local.epochs=2.0").local.epochs) == (50, 2)
+    assert _made("local.epochs=0.5").model_dump(mode="json")["local"]["epochs"] == 0.5
+
+
 def test_dates_in_a_file_are_a_mistake_like_any_other(tmp_path: Path):
     (tmp_path / "dated.toml").write_text("rounds = 2026-01-01\n")
     with pytest.raises(UserError, match=r"rounds = .*2026.*input should be a valid integer"):
@@ -123,6 +133,8 @@ def test_dates_in_a_file_are_a_mistake_like_any_other(tmp_path: Path):
         ["partition=feature-noise:0.1", "algorithm=fedmix", "algorithm.records_per_average=7", "engine=ray:2"],
         ["partition=quantity:0.5", "algorithm=fedadam", "local.learning_rate=0.30000000000000004"],
         ["partition=shards:2", "algorithm=centralized", "local.weight_decay=1e-5", "model=mlp"],
+        ["local.steps=30", "local.clip_norm=10"],
+        ["local.epochs=0.5"],
     ],
 )  # fmt: skip
 def test_an_experiment_written_as_toml_or_json_is_read_back_equal(overrides, tmp_path: Path):

@@ -26,9 +26,9 @@ def test_the_native_trainer_is_named_where_it_takes_the_plans(algorithm: str, mo
     assert trains_natively(job) is native
     assert trainer_line(job, 2) == ("native trainer, 2 threads" if native else "PyTorch trains, 2 threads")
     if native:
-        clipped = replace(job, experiment=job.experiment.model_copy(update={"local": Local(clip_norm=10)}))
-        told = "PyTorch trains, 2 threads: the native trainer does not know local.clip_norm"
-        assert trainer_line(clipped, 2) == told
+        local = {"local": Local(clip_norm=10, epochs=0.5)}
+        told = "PyTorch trains, 2 threads: the native trainer does not take local.clip_norm=10.0, local.epochs=0.5"
+        assert trainer_line(replace(job, experiment=job.experiment.model_copy(update=local)), 2) == told
 
 
 @pytest.mark.parametrize("algorithm", ["fedmix", "scaffold", "fedavg"])

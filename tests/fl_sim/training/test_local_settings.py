@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fl_sim.local_plan import LocalPlan
+from fl_sim.local_plan import LocalPlan, Mix
+from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.loop import train
 from fl_sim.training.records import Records
 from fl_sim.training.stacked import StackedTrainer
-from fl_sim.training.trainer import LocalJob
+from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import LocalSettings, LocalTask, Params, Trained
 
 SHAPE, CLASSES = (1, 4, 4), 3
@@ -49,7 +50,7 @@ def by_torch(given: LocalJob, clip_norm: float, optimizer_of: Callable[[Any], to
     """Train whole epochs with torch's own classes, the plan's offset and proximal term as parts of the loss."""
     network, settings, (inputs, labels) = model(), given.task.settings, given.records.tensors()
     optimizer = optimizer_of(network.parameters())
-    for _ in range(settings.epochs):
+    for _ in range(int(settings.epochs)):
         for batch in torch.from_numpy(given.generator.permutation(len(labels))).split(settings.batch_size):
             optimizer.zero_grad()
             functional.cross_entropy(network(inputs[batch]), labels[batch]).backward()
@@ -101,4 +102,54 @@ def test_clipping_is_torchs_after_what_the_plan_adds_and_before_weight_decay(pla
 
 def test_a_bound_that_no_gradient_reaches_changes_no_bit() -> None:
     for one, other in zip(by_loop(jobs(replace(SETTINGS, clip_norm=1e6))), by_loop(jobs(SETTINGS)), strict=True):
+        assert torch.equal(flat(one.params), flat(other.params))
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "count", "expected"),
+    [(2, 0, 9, 6), (0.5, 0, 16, 2), (0.5, 0, 9, 2), (0.01, 0, 16, 1), (2.5, 0, 9, 8), (0.7, 0, 40, 7), (0, 7, 5, 7),
+     (0, 7, 0, 0), (0.5, 0, 0, 0), (3, 0, 0, 0)],
+)  # fmt: skip
+def test_parts_of_epochs_are_rounded_up_and_an_empty_shard_takes_no_step(
+    epochs: float, steps: int, count: int, expected: int
+) -> None:
+    assert replace(SETTINGS, epochs=epochs, steps=steps).num_steps(count) == expected
+
+
+@pytest.mark.parametrize(
+    ("as_steps", "same"),
+    [({"epochs": 0, "steps": 8}, {"epochs": 2}), ({"epochs": 0.5}, {"epochs": 0, "steps": 2}),
+     ({"epochs": 1.25}, {"epochs": 0, "steps": 5})],
+    ids=["steps", "half", "more than one"],
+)  # fmt: skip
+def test_as_many_steps_are_the_same_steps_bit_for_bit(as_steps: dict[str, Any], same: dict[str, Any]) -> None:
+    plan = LocalPlan(mix=Mix(torch.ones(3, *SHAPE), torch.full((3, CLASSES), 1 / 3), 0.1, linearise=True))
+    for chosen in (LocalPlan(), plan):  # a mixing partner is drawn for every step, between the shuffles
+        [one], [other] = (by_loop([job(1, replace(SETTINGS, **parts), chosen)]) for parts in (as_steps, same))
+        assert one.num_steps == other.num_steps
+        assert torch.equal(flat(one.params), flat(other.params))
+        assert_stack_is_loop(replace(SETTINGS, **as_steps), chosen)
+
+
+def test_a_part_of_an_epoch_is_its_first_batches() -> None:
+    given = job(1, replace(SETTINGS, epochs=0.5))
+    first = torch.from_numpy(given.generator.permutation(16))[:8]
+    inputs, labels = given.records.tensors()
+    network = model()
+    optimizer = sgd(network.parameters())
+    for batch in first.split(4):
+        optimizer.zero_grad()
+        functional.cross_entropy(network(inputs[batch]), labels[batch]).backward()
+        optimizer.step()
+    [trained] = by_loop([job(1, replace(SETTINGS, epochs=0.5))])
+    assert torch.equal(flat(trained.params), flat(detached(network.named_parameters())))
+
+
+@pytest.mark.parametrize("parts", [{"epochs": 0.5}, {"epochs": 0, "steps": 3}, {"clip_norm": 1.0}])
+def test_the_compiled_trainer_hands_on_what_it_does_not_take(parts: dict[str, Any]) -> None:
+    settings = replace(SETTINGS, **parts)
+    for one, other in zip(
+        Trainer(model(), load_kernel()[0]).train_all(jobs(settings)), by_loop(jobs(settings)), strict=True
+    ):
+        assert one.num_steps == other.num_steps
         assert torch.equal(flat(one.params), flat(other.params))
