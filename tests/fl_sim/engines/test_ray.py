@@ -33,7 +33,7 @@ start = pytest.importorskip("fl_sim.engines.ray_start")  # before Ray itself: it
 import ray  # noqa: E402
 
 from fl_sim.engines.ray import RayGrid  # noqa: E402
-from fl_sim.engines.ray_start import RayResources, _join, _start, check_head, start_or_join, stop_or_leave  # noqa: E402
+from fl_sim.engines.ray_start import RayResources, check_head, start_or_join, stop_or_leave  # noqa: E402
 
 pytestmark = pytest.mark.ray
 
@@ -99,7 +99,9 @@ def test_a_client_that_kills_its_actor_is_named_and_those_trained_with_it_are_an
     together = Together(misbehaving.player, [1, 2, 3, 4, 5, 6, 7, 8], stack=4)
     stacks = RayGrid(misbehaving.client_app, 8, RayResources(actors=1), together=together)
     replies = send(stacks, misbehaving.order("kill", 3), timeout=2 * PATIENCE)  # three actors start, one after another
+    next_ones = send(stacks, misbehaving.order("", 0), timeout=2 * PATIENCE)
     stacks.close()
+    assert failures(next_ones) == {}
     assert failures(replies) == {3: (WORKER_DIED, "the worker died (out of memory?) while client 3 trained")}
     assert reports([*replies[:3], *replies[4:]], "client") == [0, 1, 2, 4, 5, 6, 7]
     assert capfd.readouterr().out == ""  # Ray would print a paragraph there
@@ -166,8 +168,9 @@ def test_an_address_where_no_cluster_is_is_the_users_mistake_and_said_at_once(
     monkeypatch: pytest.MonkeyPatch, address: str, said: str
 ) -> None:
     monkeypatch.setattr("fl_sim.engines.ray_start.is_own_token", lambda: False)
+    monkeypatch.setattr("fl_sim.engines.ray_start.ray.is_initialized", lambda: False)
     with pytest.raises(UserError, match=said):
-        _join(address)
+        start_or_join(RayResources(address=address), 2)
 
 
 def test_a_ray_whose_head_process_is_gone_ends_the_run_with_what_to_do() -> None:
@@ -185,15 +188,17 @@ def test_who_has_had_a_ray_of_its_own_cannot_join_one_that_does_not_know_its_tok
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fl_sim.engines.ray_start.is_own_token", lambda: True)
+    monkeypatch.setattr("fl_sim.engines.ray_start.ray.is_initialized", lambda: False)
     with pytest.raises(UserError, match=r"join the cluster in a fresh Python"):
-        _join("127.0.0.1:9")
+        start_or_join(RayResources(address="127.0.0.1:9"), 2)
 
 
 def test_a_ray_that_was_imported_too_early_for_a_token_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(MODE)
     monkeypatch.setattr("fl_sim.engines.ray_start.ray.init", lambda **_: pytest.fail("Ray was started"))
+    monkeypatch.setattr("fl_sim.engines.ray_start.ray.is_initialized", lambda: False)
     with pytest.raises(UserError, match="Ray was imported before it could be given a secret token"):
-        _start(1)
+        start_or_join(RayResources(), 1)
 
 
 @pytest.fixture
