@@ -205,6 +205,7 @@ def case_of(number: int) -> Case:
     parts |= {
         term for term in TERMS if draw.random() < 0.15 and (term in WITH_MIX or not parts & {"naivemix", "fedmix"})
     }
+    settings = replace(settings, clip_norm=float(draw.choice([0.0, 0.0, 0.3, 3.0])))
     return Case(number, nn.Sequential(*drawn.layers), shape, classes, count, settings, frozenset(parts - {""}))
 
 

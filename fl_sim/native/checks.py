@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fl_sim.native.kernel import Lesson
 
 TAKES = frozenset({
-    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs",
+    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm",
     "gradient_offset", "proximal_mu", "momentum_buffers", "mix", "gradient_scale", "logit_scale", "logit_shift",
     "distillation", "suppression", "ascent", "contrast", "pull", "step_offset",
     "class_features",

@@ -27,7 +27,7 @@
 
 namespace {
 
-constexpr int VERSION = 9;  // of the functions below; sizes and fields speak for themselves
+constexpr int VERSION = 10;  // of the functions below; sizes and fields speak for themselves
 
 // kernel.py fills it in, field by field.
 struct Request {
@@ -44,7 +44,7 @@ struct Request {
     const int64_t* partners;                       // [step]
     int64_t num_partners;                          // records of the mixing pool
     int64_t num_examples, epochs, batch_size, linearise;
-    float learning_rate, momentum, weight_decay, proximal_mu, own_weight, partner_weight, gradient_scale;
+    float learning_rate, momentum, weight_decay, proximal_mu, own_weight, partner_weight, gradient_scale, clip_norm;
     Terms terms;
     Ascent ascent;
 };
@@ -147,7 +147,7 @@ int train(const Request& request, double* mean_loss) {
     if (request.warm) std::copy(request.warm, request.warm + request.num_params + LANES, request.buffers);
     else if (request.buffers) std::fill(request.buffers, request.buffers + request.num_params + LANES, 0.0f);
     const Sgd sgd{request.learning_rate, request.momentum, request.weight_decay, request.proximal_mu,
-                  request.gradient_scale, request.params, request.buffers, request.anchor, request.offset, request.drift};
+                  request.gradient_scale, request.clip_norm, request.params, request.buffers, request.anchor, request.offset, request.drift};
     const Mix mix{request.partner_inputs, request.partner_labels, request.own_weight, request.partner_weight,
                   request.linearise != 0};
     Memory memory;

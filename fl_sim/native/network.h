@@ -25,13 +25,10 @@ class Network {
 
     // One step on ``batch``; returns its mean loss before the step.
     double step(const float* inputs, const Batch& batch, const Sgd& sgd, const Ascent& ascent) {
-        if (ascent.radius == 0) return descend(inputs, batch, sgd.params, sgd);
-        slope_.resize(graph_.num_params + LANES), above_.resize(ascent.share == 1 ? 0 : slope_.size());
-        std::fill(slope_.end() - LANES, slope_.end(), 0.0f);  // a client of NaN leaves NaN there
-        float* above = ascent.share == 1 ? slope_.data() : above_.data();  // in place where the slope has done its part
-        const double loss = descend(inputs, batch, sgd.params, Kept{slope_.data()});
-        climb(ascent, sgd.params, slope_.data(), graph_.num_params, above);
-        descend(inputs, batch, above, Uphill{sgd, slope_.data(), ascent.share});
+        if (sgd.clip_norm == 0) return descend(inputs, batch, sgd.params, ascent, sgd);
+        whole_.assign(graph_.num_params + LANES, 0.0f);
+        const double loss = descend(inputs, batch, sgd.params, ascent, Corrected{sgd, {whole_.data()}});
+        move_clipped(sgd, whole_.data(), graph_.num_params);
         return loss;
     }
 
@@ -53,6 +50,19 @@ class Network {
   private:
     int num_layers() const { return int(graph_.layers.size()); }
     const vec* features() { return graph_.nodes[num_layers() - 1].at(0); }
+
+    // Hands the gradient of the batch's mean loss, where ``ascent`` says, to ``sink``; returns the loss at ``params``.
+    template <class Sink>
+    double descend(const float* inputs, const Batch& batch, const float* params, const Ascent& ascent, const Sink& sink) {
+        if (ascent.radius == 0) return descend(inputs, batch, params, sink);
+        slope_.resize(graph_.num_params + LANES), above_.resize(ascent.share == 1 ? 0 : slope_.size());
+        std::fill(slope_.end() - LANES, slope_.end(), 0.0f);  // a client of NaN leaves NaN there
+        float* above = ascent.share == 1 ? slope_.data() : above_.data();  // in place where the slope has done its part
+        const double loss = descend(inputs, batch, params, Kept{slope_.data()});
+        climb(ascent, params, slope_.data(), graph_.num_params, above);
+        descend(inputs, batch, above, Uphill<Sink>{sink, slope_.data(), ascent.share});
+        return loss;
+    }
 
     // Hands the gradient of the batch's mean loss at ``params`` to ``sink``; returns the loss.
     template <class Sink>
@@ -160,6 +170,7 @@ class Network {
     std::vector<vec> flat_;            // a group's inputs before they get a border
     std::vector<vec> rows_;            // a linear layer's inputs with the feature innermost
     std::vector<float> gradients_;
+    std::vector<float> whole_;         // where it is clipped: the gradient with all that is added to it
     std::vector<float> slope_, above_; // with an ascent: the gradient at the weights, and the weights uphill
     int groups_ = 0, origins_ = 0;     // of this minibatch: all, and those that are no derivatives
 };

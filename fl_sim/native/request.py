@@ -76,7 +76,7 @@ class Request(ctypes.Structure):
         ("partner_inputs", _POINTER), ("partner_labels", _POINTER), ("partners", _POINTER), ("num_partners", _LONG),
         ("num_examples", _LONG), ("epochs", _LONG), ("batch_size", _LONG), ("linearise", _LONG),
         ("learning_rate", _FLOAT), ("momentum", _FLOAT), ("weight_decay", _FLOAT), ("proximal_mu", _FLOAT),
-        ("own_weight", _FLOAT), ("partner_weight", _FLOAT), ("gradient_scale", _FLOAT),
+        ("own_weight", _FLOAT), ("partner_weight", _FLOAT), ("gradient_scale", _FLOAT), ("clip_norm", _FLOAT),
         ("terms", Terms), ("ascent", Climbed),
     ]  # fmt: skip
 
@@ -106,7 +106,8 @@ class Held:
             inputs=records, labels=targets, order=self._array(draws.order), num_examples=len(labels),
             epochs=int(settings.epochs), batch_size=min(settings.batch_size, len(labels)),
             learning_rate=settings.learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay,
-            proximal_mu=plan.proximal_mu, gradient_scale=plan.gradient_scale, terms=self._terms(plan),
+            proximal_mu=plan.proximal_mu, gradient_scale=plan.gradient_scale, clip_norm=settings.clip_norm,
+            terms=self._terms(plan),
         )  # fmt: skip
         if (ascent := plan.ascent) is not None and ascent.share:
             request.ascent = Climbed(ascent.radius, ascent.share, int(ascent.adaptive))

@@ -11,17 +11,27 @@ namespace {
 //
 // This one takes torch.optim.SGD's step. All arrays are LANES longer than they have parameters.
 struct Sgd {
-    float learning_rate, momentum, weight_decay, proximal_mu, gradient_scale;
+    float learning_rate, momentum, weight_decay, proximal_mu, gradient_scale, clip_norm;  // clip_norm 0: not clipped
     float *params, *buffers;       // buffers are not touched without momentum
     const float *anchor, *offset;  // offset: of the gradient; null where there is none
     const float* drift;            // joins what momentum makes of the gradient; likewise
 
     inline __attribute__((always_inline)) void step(long at, vec gradient, long count) const {
-        const ivec is_mine = LANE < int32_t(std::min<long>(count, LANES));
-        const vec weight = load(params + at);
+        move(at, corrected(at, gradient), count);
+    }
+
+    // Returns a gradient with all that the plan adds to it.
+    inline __attribute__((always_inline)) vec corrected(long at, vec gradient) const {
         if (gradient_scale != 1) gradient *= gradient_scale;
         if (offset) gradient += load(offset + at);
-        if (proximal_mu != 0) gradient += proximal_mu * (weight - load(anchor + at));
+        if (proximal_mu != 0) gradient += proximal_mu * (load(params + at) - load(anchor + at));
+        return gradient;
+    }
+
+    // Takes the optimiser's step.
+    inline __attribute__((always_inline)) void move(long at, vec gradient, long count) const {
+        const ivec is_mine = LANE < int32_t(std::min<long>(count, LANES));
+        const vec weight = load(params + at);
         if (weight_decay != 0) gradient += weight_decay * weight;
         if (momentum != 0) {
             const vec buffer = load(buffers + at);

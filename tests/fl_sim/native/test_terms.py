@@ -127,12 +127,19 @@ def by_formula(name: str, given: Lesson) -> tuple[Params, float]:
         for batch in torch.split(torch.from_numpy(order), settings.batch_size):
             loss, gradients = gradients_of(model, received, plan, inputs[batch].double(), labels[batch])
             losses.append(loss)
-            for (key, weight), gradient in zip(weights.items(), gradients, strict=True):
+            steps = {
+                key: plan.gradient_scale * gradient
+                + plan.proximal_mu * (weight.detach() - anchor[key])
+                + (plan.gradient_offset[key] if plan.gradient_offset else 0.0)
+                for (key, weight), gradient in zip(weights.items(), gradients, strict=True)
+            }
+            length = sum(step.square().sum() for step in steps.values()) ** 0.5
+            factor = min(settings.clip_norm / float(length + 1e-6), 1.0) if settings.clip_norm else 1.0
+            for key, weight in weights.items():
                 with torch.no_grad():
-                    step = plan.gradient_scale * gradient + plan.proximal_mu * (weight - anchor[key])
-                    if plan.gradient_offset:
-                        step = step + plan.gradient_offset[key]
-                    buffers[key] = settings.momentum * buffers[key] + step + settings.weight_decay * weight
+                    buffers[key] = (
+                        settings.momentum * buffers[key] + factor * steps[key] + settings.weight_decay * weight
+                    )
                     drift = plan.step_offset[key] if plan.step_offset else 0.0
                     weight.sub_(settings.learning_rate * (buffers[key] + drift))
     return detached(weights.items()), float(np.mean(losses))
@@ -162,11 +169,11 @@ def moved(params: Params, start: Params) -> torch.Tensor:
     return torch.cat([(params[key].double() - start[key].double()).reshape(-1) for key in start])
 
 
-def agree(kernel: Kernel, name: str, plan: LocalPlan) -> None:
+def agree(kernel: Kernel, name: str, plan: LocalPlan, settings: LocalSettings = SETTINGS) -> None:
     """Assert that the kernel follows the formula, on one of three sets of records: see test_kernel.agree."""
     errors = []
     for seed in range(3):
-        given = lesson(name, plan, seed)
+        given = lesson(name, plan, seed, settings)
         found, (expected, loss) = by_kernel(kernel, name, given), by_formula(name, given)
         truth = moved(expected, given.task.params)
         error = float((moved(found.params, given.task.params) - truth).norm() / truth.norm())
@@ -213,6 +220,15 @@ def pull(name: str, weight: float = 0.4) -> Pull:
     prototypes = torch.randn(CLASSES, model_of(name)[-1].in_features, generator=torch.Generator().manual_seed(6))
     prototypes[2] = torch.nan
     return Pull(prototypes, torch.arange(CLASSES) != 2, weight)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients_are_clipped_with_all_that_is_added_to_them(kernel: Kernel, name: str) -> None:
+    plan = LocalPlan(gradient_offset=offset(name), proximal_mu=0.3, gradient_scale=0.5, ascent=Ascent(0.1))
+    agree(kernel, name, plan, replace(SETTINGS, clip_norm=0.2))
+    agree(kernel, name, LocalPlan(), replace(SETTINGS, clip_norm=0.5))
+    loose = lesson(name, plan, settings=replace(SETTINGS, clip_norm=1e9))
+    assert same_bits(by_kernel(kernel, name, loose), by_kernel(kernel, name, lesson(name, plan)))
 
 
 def test_an_offset_of_the_step_joins_behind_momentum(kernel: Kernel) -> None:
