@@ -15,13 +15,14 @@ class FedVLS(Averaging):
 
     Cross-entropy of f + log pi (classes it lacks leave the softmax); ``distillation_weight``, the paper's lambda, times
     KL(received model || own model) over the classes it lacks; ``logit_weight`` times sum over c of pi_c log(mean over
-    the batch of [y != c] exp f_c). The paper has lambda 0.1 (0.5 on CIFAR-100) and a logit weight of 1. The released
-    code shifts by -log pi - log C instead, counts exp 0 where y = c, and has a logit weight of 0.005.
+    the batch of [y != c] exp f_c). The paper has lambda 0.1 (0.5 on CIFAR-100) and a logit weight of 1, with which the
+    last part, having no lower bound, diverges within rounds. The released code has 0.005, as here; it also takes
+    f - log pi - log C there and counts exp 0 where y = c, and an absent class is log 1e-9 in its cross-entropy.
     """
 
     kind: Literal["fedvls"] = "fedvls"
     distillation_weight: float = Field(0.1, ge=0)
-    logit_weight: float = Field(1.0, ge=0)
+    logit_weight: float = Field(0.005, ge=0)
     title: ClassVar[str] = "FedVLS"
     knobs: ClassVar[str] = "the suppressed logits have no lower bound: set a smaller algorithm.logit_weight"
 

@@ -65,7 +65,7 @@ def test_only_the_mixing_algorithms_share_before_the_first_round():
         (FedRS(), {"alpha": 0.5}),
         (BalancedSoftmax(), {}),
         (FedNTD(), {"beta": 1.0, "temperature": 1.0}),
-        (FedVLS(), {"distillation_weight": 0.1, "logit_weight": 1.0}),
+        (FedVLS(), {"distillation_weight": 0.1, "logit_weight": 0.005}),
         (FedSAM(), {"rho": 0.05, "adaptive": False}),
         (FedCM(), {"alpha": 0.1}),
         (MoFedSAM(), {"alpha": 0.1, "rho": 0.1}),
