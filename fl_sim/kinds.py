@@ -9,6 +9,15 @@ from pydantic import BaseModel
 _OURS: Final = frozenset({"fl_sim", "strategies", "clients", "partitions"})
 
 
+class LocalChoices(Protocol):
+    """How clients train, as far as a kind may have no place for it."""
+
+    @property
+    def label_smoothing(self) -> float:
+        """Return what part of a label is spread over all classes."""
+        ...
+
+
 class Choices(Protocol):
     """What else an experiment is made of, as a kind's ``check`` sees it."""
 
@@ -35,6 +44,11 @@ class Choices(Protocol):
     @property
     def sampler(self) -> object:
         """Return what draws the cohorts."""
+        ...
+
+    @property
+    def local(self) -> LocalChoices:
+        """Return how clients train."""
         ...
 
     @property

@@ -84,6 +84,7 @@ class LocalSettings:
     ``learning_rate`` is this round's, after any schedule; ``momentum`` in [0, 1); ``batch_size`` at least 1; the
     last batch of an epoch may be smaller. Of the last of ``epochs`` there may be a part. ``steps``, where it is not
     0, says how many steps there are whatever ``epochs`` is; records that are used up are shuffled again.
+    ``label_smoothing``: what part of every label is spread evenly over all classes.
     ``clip_norm``: the most that the L2 norm of a step's gradient, over all parameters, may be (0: as long as it
     is). What is clipped is the gradient with all that the plan adds to it, before weight decay and momentum, as in
     programs that put corrections into the loss (FedDyn's, SCAFFOLD's there): a correction that cancels the gradient
@@ -98,6 +99,7 @@ class LocalSettings:
     epochs: float
     clip_norm: float = 0.0
     steps: int = 0
+    label_smoothing: float = 0.0
 
     def num_steps(self, num_examples: int) -> int:
         """Return the number of steps a client with ``num_examples`` records takes; a part of a step is a whole one."""

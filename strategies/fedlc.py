@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import Choices
 from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalPlan
 from fl_sim.types import LocalTask
@@ -21,6 +22,15 @@ class FedLC(Averaging):
     kind: Literal["fedlc"] = "fedlc"
     tau: float = Field(1.0, ge=0)
     title: ClassVar[str] = "FedLC"
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError where labels are spread over the classes that a client lacks."""
+        if experiment.local.label_smoothing:
+            raise ValueError(
+                f"algorithm fedlc cannot run with local.label_smoothing={experiment.local.label_smoothing:g}: it takes "
+                "the classes that a client lacks out of the softmax, and a label that gives them a part has an "
+                "infinite loss; leave local.label_smoothing out"
+            )
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Shift the logits; minus infinity takes a class out."""

@@ -172,6 +172,7 @@ class Local(Settings):
 
     ``clip_norm``: gradients, with what the method adds to them, are scaled down to at most this L2 norm over all
     parameters (0: they are not), before weight decay and momentum. It promises no privacy: ``global-dp`` does.
+    ``label_smoothing``: what part of every label is spread evenly over all classes in training.
 
     ``precision`` is for GPUs: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8 (weights, their steps
     and evaluation stay float32); on a CPU only ``engine.stack`` above 1 takes "bfloat16", and it does not pay.
@@ -186,6 +187,7 @@ class Local(Settings):
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(1e-5, ge=0)
     clip_norm: float = Field(0.0, ge=0)
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
     schedule: Annotated[Schedule, OneOf("local.schedule")] = Constant()
     precision: Precision = "float32"
 

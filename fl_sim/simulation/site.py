@@ -85,6 +85,7 @@ def local_settings(local: Local, learning_rate: float) -> LocalSettings:
         local.epochs,
         local.clip_norm,
         local.steps,
+        local.label_smoothing,
     )
 
 

@@ -23,6 +23,7 @@ from fl_sim.types import Dataset, Examples, LocalSettings, LocalTask, Params, Tr
 
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm", "steps",
+    "label_smoothing",
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
@@ -83,7 +84,7 @@ def train(
         _load(weights, task.params)
     anchor, offset = _on(task.params, inputs.device), _on(plan.gradient_offset or {}, inputs.device)
     drift = _on(plan.step_offset or {}, inputs.device)
-    objective = Objective.of(model, plan, anchor, inputs.device)
+    objective = Objective.of(model, plan, anchor, inputs.device, smoothing=task.settings.label_smoothing)
     momentum_buffers = _on(plan.momentum_buffers or {}, inputs.device, copy=True)
     model.train()
     losses: list[torch.Tensor] = []

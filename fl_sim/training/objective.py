@@ -11,7 +11,7 @@ from torch.nn import functional
 from fl_sim.local_plan import Batch, LocalPlan, LossTerm
 from fl_sim.training.features import Network, with_features
 from fl_sim.training.losses import mixed_loss
-from fl_sim.training.terms import added, adjusted, terms_of
+from fl_sim.training.terms import added, adjusted, check_smoothing, terms_of
 from fl_sim.types import Params
 
 Partner: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -29,14 +29,21 @@ class Objective:
     data: tuple[Params, ...]
     scale: torch.Tensor | None
     shift: torch.Tensor | None
+    smoothing: float
 
     @classmethod
-    def of(cls, model: nn.Module, plan: LocalPlan, anchor: Params, device: torch.device) -> Self:
-        """Return the objective of ``plan``; ``anchor``: the model that the client received, on ``device``."""
+    def of(
+        cls, model: nn.Module, plan: LocalPlan, anchor: Params, device: torch.device, *, smoothing: float = 0.0
+    ) -> Self:
+        """Return the objective of ``plan``; ``anchor``: the model that the client received, on ``device``.
+
+        ``smoothing``: that of labels. Raises UserError for what ``check_smoothing`` refuses.
+        """
+        check_smoothing(plan, smoothing)
         terms = terms_of(plan)
         data = tuple({name: value.to(device) for name, value in term.data.items()} for term in terms)
         scale, shift = (None if part is None else part.to(device) for part in (plan.logit_scale, plan.logit_shift))
-        return cls(Network(model), plan, anchor, terms, data, scale, shift)
+        return cls(Network(model), plan, anchor, terms, data, scale, shift, smoothing)
 
     def partner(self, generator: np.random.Generator) -> Partner | None:
         """Draw the record that the next batch is mixed with, where the plan mixes."""
@@ -49,9 +56,13 @@ class Objective:
         """Return the loss, (), of records (n, *input shape) with labels (n,), to be differentiated."""
         if (mix := self.plan.mix) is None or partner is None:
             logits, features = self._outputs(inputs)
-            loss = functional.cross_entropy(adjusted(logits, self.scale, self.shift), labels)
+            shifted = adjusted(logits, self.scale, self.shift)
+            loss = functional.cross_entropy(shifted, labels, label_smoothing=self.smoothing)
         else:
-            loss = mixed_loss(self.network.model, inputs, labels, *partner, mix.weight, linearise=mix.linearise)
+            loss = mixed_loss(
+                self.network.model, inputs, labels, *partner, mix.weight,
+                linearise=mix.linearise, smoothing=self.smoothing,
+            )  # fmt: skip
             if self.terms:  # they are about the records as they are, not as they are mixed
                 logits, features = self._outputs(inputs)
         if not self.terms:

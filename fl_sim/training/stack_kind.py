@@ -15,6 +15,7 @@ from fl_sim.types import Params
 
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm", "steps",
+    "label_smoothing",
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
@@ -45,6 +46,7 @@ class Kind:
     gradient_scale: float = 1.0
     drift: bool = False
     clip_norm: float = 0.0
+    label_smoothing: float = 0.0
 
     @classmethod
     def of(cls, job: LocalJob, *, proximal: bool) -> Self:
@@ -55,6 +57,7 @@ class Kind:
             bool(plan.momentum_buffers), bool(plan.gradient_offset), proximal, _key_of_mix(plan.mix),
             _shapes(adjustment_of(plan)), tuple(map(_key_of_term, terms_of(plan))), ascent_of(plan),
             plan.gradient_scale, bool(plan.step_offset), settings.clip_norm,
+            settings.label_smoothing,
         )  # fmt: skip
 
 

@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import grad, grad_and_value, vmap
-from torch.nn import functional
 
 from fl_sim.local_plan import Batch, LocalPlan
 from fl_sim.params import check_layout
 from fl_sim.training.ascent import blended, uphill
 from fl_sim.training.clipping import clipped
 from fl_sim.training.features import Network, with_features
-from fl_sim.training.losses import LogitsOf, mixed_losses
+from fl_sim.training.losses import LogitsOf, cross_entropies, mixed_losses
 from fl_sim.training.records import Source
 from fl_sim.training.stack_kind import Kind, adjustment_of
-from fl_sim.training.terms import added, adjusted, terms_of
+from fl_sim.training.terms import added, adjusted, check_smoothing, terms_of
 from fl_sim.training.trainer import LocalJob
 from fl_sim.types import Params
 
@@ -63,7 +62,9 @@ class StackedStep:
         self._pool = [part.to(device) for part in pool]
 
     def load(self, jobs: Sequence[LocalJob]) -> None:
-        """Put the clients where they start."""
+        """Put the clients where they start. Raises UserError for what ``check_smoothing`` refuses."""
+        for job in jobs:
+            check_smoothing(job.plan, self.kind.label_smoothing)
         start = [job.task.params for job in jobs]
         _fill(self.params, start)
         _fill(self._anchor, start)
@@ -164,12 +165,13 @@ class StackedStep:
         if self._mix is None:
             logits, features = self._outputs(params, inputs)
             shifted = adjusted(logits, adjustment.get("scale"), adjustment.get("shift"))
-            losses = functional.cross_entropy(shifted, labels, reduction="none")
+            losses = cross_entropies(shifted, labels, self.kind.label_smoothing)
         else:
             logits_of = partial(self._network.logits_of, params)
             losses = mixed_losses(
-                logits_of, inputs, labels, *partner, self._mix.weight, linearise=self._mix.linearise, slope=_slope
-            )
+                logits_of, inputs, labels, partner, self._mix.weight,
+                linearise=self._mix.linearise, slope=_slope, smoothing=self.kind.label_smoothing,
+            )  # fmt: skip
             if self._terms:
                 logits, features = self._outputs(params, inputs)
         loss = (losses * weights).sum()
@@ -223,13 +225,13 @@ class StackedStep:
 
 
 def _slope(
-    logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor
+    logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logits, each record's cross-entropy, its gradient by the record), differentiable once more."""
 
     def total(records: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         logits = logits_of(records)
-        own = functional.cross_entropy(logits, labels, reduction="none")
+        own = cross_entropies(logits, labels, smoothing)
         return own.sum(), (logits, own)
 
     slope, (logits, own) = grad(total, has_aux=True)(inputs)

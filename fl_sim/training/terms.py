@@ -57,6 +57,15 @@ def adjusted(logits: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tens
     return logits
 
 
+def check_smoothing(plan: LocalPlan, smoothing: float) -> None:
+    """Raise UserError where labels are spread over a class that is not in the softmax: its loss would be infinite."""
+    if smoothing and plan.logit_shift is not None and bool((plan.logit_shift == -torch.inf).any()):
+        raise UserError(
+            f"local.label_smoothing={smoothing:g} gives every class a part of a label, and the plan takes classes out "
+            "of the softmax (logit_shift is minus infinity): leave local.label_smoothing out"
+        )
+
+
 def added(loss: torch.Tensor, terms: Sequence[LossTerm], data: Sequence[Params], batch: Batch) -> torch.Tensor:
     """Return ``loss``, (), and what ``terms`` add to it for ``batch``; ``data``: the tensors of each, on the device."""
     for term, own in zip(terms, data, strict=True):

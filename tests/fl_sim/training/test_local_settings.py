@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fl_sim.errors import UserError
 from fl_sim.local_plan import LocalPlan, Mix
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.loop import train
+from fl_sim.training.losses import mixed_loss
 from fl_sim.training.records import Records
 from fl_sim.training.stacked import StackedTrainer
 from fl_sim.training.trainer import LocalJob, Trainer
@@ -46,22 +48,25 @@ def by_loop(given: list[LocalJob]) -> list[Trained]:
     return [train(model(), one.task, one.plan, *one.records.tensors(), one.generator) for one in given]
 
 
-def by_torch(given: LocalJob, clip_norm: float, optimizer_of: Callable[[Any], torch.optim.Optimizer]) -> Params:
+def by_torch(given: LocalJob, optimizer_of: Callable[[Any], torch.optim.Optimizer]) -> Params:
     """Train whole epochs with torch's own classes, the plan's offset and proximal term as parts of the loss."""
     network, settings, (inputs, labels) = model(), given.task.settings, given.records.tensors()
-    optimizer = optimizer_of(network.parameters())
+    optimizer, loss_of = (
+        optimizer_of(network.parameters()),
+        nn.CrossEntropyLoss(label_smoothing=settings.label_smoothing),
+    )
     for _ in range(int(settings.epochs)):
         for batch in torch.from_numpy(given.generator.permutation(len(labels))).split(settings.batch_size):
             optimizer.zero_grad()
-            functional.cross_entropy(network(inputs[batch]), labels[batch]).backward()
+            loss_of(network(inputs[batch]), labels[batch]).backward()
             for name, weight in network.named_parameters():
                 assert weight.grad is not None
                 if given.plan.gradient_offset:
                     weight.grad += given.plan.gradient_offset[name]
                 if given.plan.proximal_mu:
                     weight.grad.add_(weight.detach() - given.task.params[name], alpha=given.plan.proximal_mu)
-            if clip_norm:
-                nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
+            if settings.clip_norm:
+                nn.utils.clip_grad_norm_(network.parameters(), settings.clip_norm)
             optimizer.step()
     return detached(network.named_parameters())
 
@@ -94,9 +99,9 @@ def corrected() -> LocalPlan:
 @pytest.mark.parametrize("plan", [LocalPlan(), corrected()], ids=["alone", "with corrections"])
 def test_clipping_is_torchs_after_what_the_plan_adds_and_before_weight_decay(plan: LocalPlan) -> None:
     [trained] = by_loop([job(1, CLIPPED, plan)])
-    expected = by_torch(job(1, CLIPPED, plan), 0.7, sgd)
+    expected = by_torch(job(1, CLIPPED, plan), sgd)
     torch.testing.assert_close(flat(trained.params), flat(expected), rtol=0, atol=1e-7)
-    assert float((flat(expected) - flat(by_torch(job(1, SETTINGS, plan), 0.0, sgd))).norm()) > 1e-3
+    assert float((flat(expected) - flat(by_torch(job(1, SETTINGS, plan), sgd))).norm()) > 1e-3
     assert_stack_is_loop(CLIPPED, plan)
 
 
@@ -145,7 +150,7 @@ def test_a_part_of_an_epoch_is_its_first_batches() -> None:
     assert torch.equal(flat(trained.params), flat(detached(network.named_parameters())))
 
 
-@pytest.mark.parametrize("parts", [{"epochs": 0.5}, {"epochs": 0, "steps": 3}, {"clip_norm": 1.0}])
+@pytest.mark.parametrize("parts", [{"epochs": 0.5}, {"epochs": 0, "steps": 3}, {"label_smoothing": 0.1}])
 def test_the_compiled_trainer_hands_on_what_it_does_not_take(parts: dict[str, Any]) -> None:
     settings = replace(SETTINGS, **parts)
     for one, other in zip(
@@ -153,3 +158,36 @@ def test_the_compiled_trainer_hands_on_what_it_does_not_take(parts: dict[str, An
     ):
         assert one.num_steps == other.num_steps
         assert torch.equal(flat(one.params), flat(other.params))
+
+
+def test_smoothing_is_torchs_bit_for_bit_and_alike_in_a_stack() -> None:
+    smooth = replace(SETTINGS, label_smoothing=0.3)
+    [trained] = by_loop([job(1, smooth)])
+    assert torch.equal(flat(trained.params), flat(by_torch(job(1, smooth), sgd)))
+    assert float((flat(trained.params) - flat(by_torch(job(1, SETTINGS), sgd))).norm()) > 1e-3
+    assert_stack_is_loop(smooth, LocalPlan(logit_shift=torch.arange(CLASSES) / 2.0))
+
+
+@pytest.mark.parametrize("linearise", [True, False])
+def test_smoothed_mixing_is_mixing_with_smoothed_labels(*, linearise: bool) -> None:
+    network, inputs = model(), torch.randn(1, *SHAPE, generator=torch.Generator().manual_seed(0))
+    mean = torch.ones(SHAPE), torch.tensor([0.5, 0.5, 0.0])
+
+    def mixed(label: int, proportions: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
+        return mixed_loss(
+            network, inputs.clone(), torch.tensor([label]), mean[0], proportions, 0.2, linearise=linearise,
+            smoothing=smoothing,
+        )  # fmt: skip
+
+    spread = 0.7 * mean[1] + 0.3 / CLASSES
+    expected = 0.7 * mixed(1, spread) + 0.3 * sum(mixed(label, spread) for label in range(CLASSES)) / CLASSES
+    torch.testing.assert_close(mixed(1, mean[1], smoothing=0.3), expected)
+    plan = LocalPlan(mix=Mix(torch.ones(3, *SHAPE), torch.full((3, CLASSES), 1 / 3), 0.2, linearise=linearise))
+    assert_stack_is_loop(replace(SETTINGS, label_smoothing=0.3), plan)
+
+
+@pytest.mark.parametrize("trained_by", [by_loop, lambda given: StackedTrainer(model()).train(given)])
+def test_labels_are_not_spread_over_classes_that_are_not_in_the_softmax(trained_by: Any) -> None:
+    plan = LocalPlan(logit_shift=torch.tensor([0.0, 0.0, -torch.inf]))
+    with pytest.raises(UserError, match=r"local\.label_smoothing=0\.3 gives every class a part of a label"):
+        trained_by(jobs(replace(SETTINGS, label_smoothing=0.3), plan))
