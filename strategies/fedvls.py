@@ -1,11 +1,13 @@
 """FedVLS: distillation of vacant classes and suppression of logits (Guo et al. 2025, eq. 3 to 6)."""
 
+from __future__ import annotations
+
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from fl_sim.late_torch import torch
-from fl_sim.local_plan import Distillation, LocalPlan, Suppression
+from fl_sim.local_plan import Batch, Distillation, LocalPlan, LossTerm
 from fl_sim.types import LocalTask
 from strategies.algorithm import Averaging
 
@@ -15,16 +17,16 @@ class FedVLS(Averaging):
 
     Cross-entropy of f + log pi (classes it lacks leave the softmax); ``distillation_weight``, the paper's lambda, times
     KL(received model || own model) over the classes it lacks; ``logit_weight`` times sum over c of pi_c log(mean over
-    the batch of [y != c] exp f_c). The paper has lambda 0.1 (0.5 on CIFAR-100) and a logit weight of 1, with which the
-    last part, having no lower bound, diverges within rounds. The released code has 0.005, as here; it also takes
-    f - log pi - log C there and counts exp 0 where y = c, and an absent class is log 1e-9 in its cross-entropy.
+    the batch of exp [y != c] (f_c - log pi_c - log C)). The last part and its weight are the released code's: in the
+    paper it is log(mean of [y != c] exp f_c), with weight 1, which has no lower bound, and training diverges. The paper
+    has lambda 0.1, and 0.5 on CIFAR-100. In the released code an absent class is log 1e-9 in the cross-entropy.
     """
 
     kind: Literal["fedvls"] = "fedvls"
     distillation_weight: float = Field(0.1, ge=0)
     logit_weight: float = Field(0.005, ge=0)
     title: ClassVar[str] = "FedVLS"
-    knobs: ClassVar[str] = "the suppressed logits have no lower bound: set a smaller algorithm.logit_weight"
+    knobs: ClassVar[str] = "suppressed logits weigh algorithm.logit_weight: set a smaller one"
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Shift, distil and suppress by the client's own label counts."""
@@ -33,5 +35,13 @@ class FedVLS(Averaging):
         return LocalPlan(
             logit_shift=shares.log(),
             distillation=Distillation(self.distillation_weight, classes=counts == 0),
-            suppression=Suppression(shares, self.logit_weight),
+            loss_term=LossTerm(self.suppressed, {"shares": shares}) if self.logit_weight else None,
         )
+
+    def suppressed(self, batch: Batch) -> torch.Tensor:
+        """Return what the last part adds to the loss of a batch, ()."""
+        shares = batch.data["shares"]
+        of_class = batch.labels.unsqueeze(1) == torch.arange(len(shares), device=shares.device)
+        logits = batch.logits - (shares * len(shares)).clamp(min=1e-9).log()
+        means = (torch.where(of_class, 0.0, logits) + batch.weights.log().unsqueeze(1)).logsumexp(0)
+        return (self.logit_weight * shares * means).sum()
