@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fl_sim.native.kernel import Lesson
 
 TAKES = frozenset({
-    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm",
+    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm", "steps",
     "gradient_offset", "proximal_mu", "momentum_buffers", "mix", "gradient_scale", "logit_scale", "logit_shift",
     "distillation", "suppression", "ascent", "contrast", "pull", "step_offset",
     "class_features",
@@ -27,8 +27,8 @@ _COUNTING, _REAL, _CHOICE = torch.int64, torch.float32, torch.bool
 
 
 def unknown_settings(settings: LocalSettings) -> list[str]:
-    """Return the settings in use that the compiled trainer does not take; of epochs it takes whole ones."""
-    return sorted(fields_in_use(settings) - TAKES | ({"epochs"} if settings.epochs % 1 else frozenset()))
+    """Return the settings in use that the compiled trainer does not take."""
+    return sorted(fields_in_use(settings) - TAKES)
 
 
 def vector_of(what: str, params: Params, layout: Layout) -> torch.Tensor:
@@ -48,14 +48,14 @@ def check_lesson(stack: Stack, lesson: "Lesson") -> None:
     count, settings = len(labels), task.settings
     if unknown := sorted((fields_in_use(settings) | fields_in_use(plan)) - TAKES):
         raise ValueError(f"the compiled trainer does not know {', '.join(unknown)} of the plan")
-    if count < 1 or settings.batch_size < 1 or settings.epochs < 1 or settings.epochs % 1:
+    if count < 1 or settings.batch_size < 1 or settings.num_steps(count) < 1:
         raise ValueError(
-            "local training needs a record, a batch and an epoch at least, and whole epochs, not "
+            "local training needs a record, a batch and a part of an epoch at least, not "
             f"{count} records in batches of {settings.batch_size} for {settings.epochs} epochs"
         )
     check_records(stack, "the records", inputs, count)
     _expect("the labels", labels, _COUNTING, (count,))
-    _expect("the order of the records", torch.from_numpy(draws.order), _COUNTING, (int(settings.epochs), count))
+    _expect("the order of the records", torch.from_numpy(draws.order), _COUNTING, (settings.num_passes(count), count))
     for what, values, dtype, shape in tensors_of(plan, stack):
         _expect(what, values, dtype, shape)
     if (mix := plan.mix) is not None:

@@ -27,7 +27,7 @@
 
 namespace {
 
-constexpr int VERSION = 10;  // of the functions below; sizes and fields speak for themselves
+constexpr int VERSION = 11;  // of the functions below; sizes and fields speak for themselves
 
 // kernel.py fills it in, field by field.
 struct Request {
@@ -43,7 +43,7 @@ struct Request {
     const float *partner_inputs, *partner_labels;  // null: the loss is plain
     const int64_t* partners;                       // [step]
     int64_t num_partners;                          // records of the mixing pool
-    int64_t num_examples, epochs, batch_size, linearise;
+    int64_t num_examples, num_steps, batch_size, linearise;
     float learning_rate, momentum, weight_decay, proximal_mu, own_weight, partner_weight, gradient_scale, clip_norm;
     Terms terms;
     Ascent ascent;
@@ -72,6 +72,8 @@ Network* network_for(const Request& request, int64_t batch_size) {
 
 int num_classes(const Request& request) { return request.layers[(request.num_layers - 1) * FIELDS + 1]; }
 
+int64_t num_batches(const Request& request) { return (request.num_examples - 1) / request.batch_size + 1; }
+
 // Says whether all of ``count`` numbers lie in 0 .. end - 1.
 bool are_below(const int64_t* numbers, int64_t count, int64_t end) {
     return std::all_of(numbers, numbers + count, [end](int64_t number) { return number >= 0 && number < end; });
@@ -81,12 +83,12 @@ bool are_below(const int64_t* numbers, int64_t count, int64_t end) {
 int fault_of(const Request& request) {
     const int64_t count = request.num_examples;
     if (request.num_layers < 1) return 1;
-    if (count < 1 || request.epochs < 1 || request.batch_size < 1) return 4;
+    if (count < 1 || request.num_steps < 1 || request.batch_size < 1) return 4;
     if (std::min(request.batch_size, count) > MOST_NUMBERS) return 2;
     if (!are_below(request.labels, count, num_classes(request))) return 3;
-    if (!are_below(request.order, request.epochs * count, count)) return 4;
-    const int64_t steps = request.epochs * ((count - 1) / request.batch_size + 1);
-    return request.partners && !are_below(request.partners, steps, request.num_partners) ? 4 : 0;
+    const int64_t passes = (request.num_steps - 1) / num_batches(request) + 1;
+    if (!are_below(request.order, passes * count, count)) return 4;
+    return request.partners && !are_below(request.partners, request.num_steps, request.num_partners) ? 4 : 0;
 }
 
 // Writes the logits of all records under ``params``, [record][class], or their features, [record][feature].
@@ -153,16 +155,15 @@ int train(const Request& request, double* mean_loss) {
     Memory memory;
     const Terms terms = memory.prepare(*network, request);
     double total = 0;
-    int64_t steps = 0;
-    for (int64_t epoch = 0; epoch < request.epochs; epoch++)
-        for (int64_t first = 0; first < count; first += batch_size, steps++) {
-            const int here = int(std::min(batch_size, count - first));
-            const Batch batch{request.labels, request.order + epoch * count + first, here, (here + LANES - 1) / LANES,
-                              classes, request.partners ? &mix : nullptr, request.partners ? request.partners[steps] : 0,
-                              terms.any() ? &terms : nullptr};
-            total += network->step(request.inputs, batch, sgd, request.ascent);
-        }
-    *mean_loss = total / double(steps);
+    for (int64_t step = 0; step < request.num_steps; step++) {
+        const int64_t epoch = step / num_batches(request), first = step % num_batches(request) * batch_size;
+        const int here = int(std::min(batch_size, count - first));
+        const Batch batch{request.labels, request.order + epoch * count + first, here, (here + LANES - 1) / LANES,
+                          classes, request.partners ? &mix : nullptr, request.partners ? request.partners[step] : 0,
+                          terms.any() ? &terms : nullptr};
+        total += network->step(request.inputs, batch, sgd, request.ascent);
+    }
+    *mean_loss = total / double(request.num_steps);
     return 0;
 }
 

@@ -23,7 +23,7 @@ Rows: TypeAlias = Literal["logits", "features"]
 
 _TOGETHER = 64  # records that go through the network together where nothing is trained: they share the weights' way
 
-_VERSION = 10  # of the library's functions
+_VERSION = 11  # of the library's functions
 _LAYOUT = _VERSION * 1_000_000 + 1000 * ctypes.sizeof(Request) + len(FIELDS)
 """What a library of the same version calls fl_sim_layout."""
 

@@ -3,6 +3,7 @@
 import copy
 from collections import OrderedDict
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fl_sim.native.layers import describe
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.features import feature_sums
+from fl_sim.training.loop import train
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import LocalSettings, LocalTask, Params, Trained
@@ -229,6 +231,20 @@ def test_gradients_are_clipped_with_all_that_is_added_to_them(kernel: Kernel, na
     agree(kernel, name, LocalPlan(), replace(SETTINGS, clip_norm=0.5))
     loose = lesson(name, plan, settings=replace(SETTINGS, clip_norm=1e9))
     assert same_bits(by_kernel(kernel, name, loose), by_kernel(kernel, name, lesson(name, plan)))
+
+
+@pytest.mark.parametrize("settings", [{"epochs": 1.5}, {"epochs": 0.3}, {"steps": 2}, {"steps": 7}])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_parts_of_epochs_and_a_number_of_steps(kernel: Kernel, settings: dict[str, Any], *, pooled: bool) -> None:
+    """As the loop has them: records that are used up are shuffled again."""
+    pool = Mix(records("mlp")[0][:4], torch.full((4, CLASSES), 1 / CLASSES), 0.2, linearise=True)
+    given = lesson("mlp", LocalPlan(mix=pool if pooled else None), settings=replace(SETTINGS, **settings))
+    found = by_kernel(kernel, "mlp", given)
+    expected = train(model_of("mlp"), given.task, given.plan, given.inputs, given.labels, rng(0, "terms"))
+    truth = moved(expected.params, given.task.params)
+    assert found.num_steps == expected.num_steps
+    assert float((moved(found.params, given.task.params) - truth).norm()) <= ROUNDING * float(truth.norm())
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
 
 
 def test_an_offset_of_the_step_joins_behind_momentum(kernel: Kernel) -> None:

@@ -150,7 +150,17 @@ def test_a_part_of_an_epoch_is_its_first_batches() -> None:
     assert torch.equal(flat(trained.params), flat(detached(network.named_parameters())))
 
 
-@pytest.mark.parametrize("parts", [{"epochs": 0.5}, {"epochs": 0, "steps": 3}, {"label_smoothing": 0.1}])
+@pytest.mark.parametrize("parts", [{"epochs": 0.5}, {"epochs": 0, "steps": 3}, {"clip_norm": 1.0}])
+def test_the_compiled_trainer_takes_as_many_steps_and_clips_as_the_loop_does(parts: dict[str, Any]) -> None:
+    settings = replace(SETTINGS, **parts)
+    for one, other in zip(
+        Trainer(model(), load_kernel()[0]).train_all(jobs(settings)), by_loop(jobs(settings)), strict=True
+    ):
+        assert one.num_steps == other.num_steps
+        torch.testing.assert_close(flat(one.params), flat(other.params), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("parts", [{"label_smoothing": 0.1}])
 def test_the_compiled_trainer_hands_on_what_it_does_not_take(parts: dict[str, Any]) -> None:
     settings = replace(SETTINGS, **parts)
     for one, other in zip(
