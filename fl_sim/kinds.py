@@ -17,6 +17,11 @@ class LocalChoices(Protocol):
         """Return what part of a label is spread over all classes."""
         ...
 
+    @property
+    def optimizer(self) -> str:
+        """Return how a step follows from a gradient."""
+        ...
+
 
 class Choices(Protocol):
     """What else an experiment is made of, as a kind's ``check`` sees it."""

@@ -30,6 +30,10 @@ Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
 """How exactly products are computed."""
 
 
+Optimizer: TypeAlias = Literal["sgd", "adam", "adamw"]
+"""How a step follows from a gradient: by the formulas of torch.optim."""
+
+
 @dataclass(frozen=True)
 class Examples:
     """Labelled records.
@@ -79,8 +83,9 @@ class Dataset:
 
 @dataclass(frozen=True)
 class LocalSettings:
-    """How a client trains in one round: SGD with momentum.
+    """How a client trains in one round: by SGD with momentum, or by another ``optimizer``.
 
+    Adam's and AdamW's running means start anew in every round; their betas are 0.9 and 0.999, their epsilon 1e-8.
     ``learning_rate`` is this round's, after any schedule; ``momentum`` in [0, 1); ``batch_size`` at least 1; the
     last batch of an epoch may be smaller. Of the last of ``epochs`` there may be a part. ``steps``, where it is not
     0, says how many steps there are whatever ``epochs`` is; records that are used up are shuffled again.
@@ -100,6 +105,7 @@ class LocalSettings:
     clip_norm: float = 0.0
     steps: int = 0
     label_smoothing: float = 0.0
+    optimizer: Optimizer = "sgd"
 
     def num_steps(self, num_examples: int) -> int:
         """Return the number of steps a client with ``num_examples`` records takes; a part of a step is a whole one."""

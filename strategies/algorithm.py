@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_sim.kinds import Choices, kind_of
 from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan
 from fl_sim.params import add, subtract
@@ -186,6 +187,15 @@ def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) 
     task = LocalTask(1, 0, 1, num_examples, _ONE_STEP, server.params, server.broadcast)
     loss = 0.0 if num_examples else None
     return algorithm.finish(task, Trained(server.params, {}, _ONE_STEP.num_steps(num_examples), loss))
+
+
+def check_sgd(algorithm: object, experiment: Choices, why: str) -> None:
+    """Raise ValueError, with the reason ``why``, where clients take other steps than those of SGD."""
+    if (optimizer := experiment.local.optimizer) != "sgd":
+        raise ValueError(
+            f"algorithm {kind_of(algorithm)} cannot run with local.optimizer={optimizer}: {why}; leave local.optimizer "
+            "out, or take another algorithm, such as fedavg"
+        )
 
 
 def accumulated_momentum(num_steps: int, momentum: float) -> float:

@@ -4,10 +4,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import Choices
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import add, scale, zeros_like
 from fl_sim.types import Aggregate, LocalTask, Params, ServerState
-from strategies.algorithm import Averaging, Weighting, accumulated_momentum
+from strategies.algorithm import Averaging, Weighting, accumulated_momentum, check_sgd
 
 
 class ClientMomentum(Averaging):
@@ -18,6 +19,10 @@ class ClientMomentum(Averaging):
     knobs: ClassVar[str] = (
         "a larger algorithm.alpha carries less of the last round on, and the paper has local.momentum=0"
     )
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError where clients do not step by SGD."""
+        check_sgd(self, experiment, "its momentum is a last step in units of SGD's, eta K, mixed into gradients")
 
     def init(self, params: Params) -> ServerState:
         """Start from ``params`` at rest."""

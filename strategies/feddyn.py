@@ -4,10 +4,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import Choices
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import add, scale, subtract, zeros_like
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
-from strategies.algorithm import Averaging, Weighting
+from strategies.algorithm import Averaging, Weighting, check_sgd
 
 
 class Dynamic(Averaging):
@@ -22,6 +23,14 @@ class Dynamic(Averaging):
     knobs: ClassVar[str] = (
         "the server moves by h / alpha: set a larger algorithm.alpha, or local.momentum=0, as in the paper"
     )
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError where clients do not step by SGD."""
+        check_sgd(
+            self,
+            experiment,
+            "its correction is the gradient at a client's model, which a step of its own scale never balances",
+        )
 
     def init(self, params: Params) -> ServerState:
         """Start from ``params`` with h = 0."""

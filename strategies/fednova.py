@@ -10,7 +10,7 @@ from fl_sim.kinds import Choices
 from fl_sim.late_torch import torch
 from fl_sim.params import add, scale, subtract
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, ServerState, Trained
-from strategies.algorithm import Averaging, accumulated_momentum
+from strategies.algorithm import Averaging, accumulated_momentum, check_sgd
 from strategies.global_dp import GlobalDP
 
 
@@ -25,7 +25,8 @@ class FedNova(Averaging):
     tau_eff: float | None = Field(None, gt=0)
 
     def check(self, experiment: Choices) -> None:
-        """Raise ValueError where noise would drown what clients send."""
+        """Raise ValueError where noise would drown what clients send, or clients do not step by SGD."""
+        check_sgd(self, experiment, "it divides updates by how far steps of SGD move a model")
         if isinstance(experiment.aggregator, GlobalDP) and self.tau_eff is None:
             raise ValueError(
                 "algorithm fednova under aggregator global-dp needs a public algorithm.tau_eff, such as the usual "

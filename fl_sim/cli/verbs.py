@@ -67,9 +67,9 @@ def run(
     preset in every folder; a file of that name is ./NAME.
 
     Settings: data, partition, clients, model, algorithm, sampler, local.epochs, local.steps, local.batch_size,
-    local.learning_rate, local.momentum, local.weight_decay, local.clip_norm, local.label_smoothing, local.schedule,
-    rounds, evaluate_every, seed, engine, round_timeout, aggregator, preprocess, preprocess.epsilon, preprocess.gamma,
-    preprocess.generator, preprocess.labels, preprocess.train_on, preprocess.server_epochs.
+    local.optimizer, local.learning_rate, local.momentum, local.weight_decay, local.clip_norm, local.label_smoothing,
+    local.schedule, rounds, evaluate_every, seed, engine, round_timeout, aggregator, preprocess, preprocess.epsilon,
+    preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on, preprocess.server_epochs.
 
     For example:
 

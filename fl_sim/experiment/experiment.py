@@ -14,7 +14,7 @@ from fl_sim.kinds import Checking, Promising, kind_of
 from fl_sim.mistakes import explain, shortened
 from fl_sim.settings import OneOf, Settings, chosen_class, group_in, parse
 from fl_sim.settings_file import MOST_LEVELS
-from fl_sim.types import Precision
+from fl_sim.types import Optimizer, Precision
 from partitions import AnyScheme, LabelK, Scheme
 from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, Central, Sharing, Weighing
@@ -172,7 +172,8 @@ class Local(Settings):
 
     ``clip_norm``: gradients, with what the method adds to them, are scaled down to at most this L2 norm over all
     parameters (0: they are not), before weight decay and momentum. It promises no privacy: ``global-dp`` does.
-    ``label_smoothing``: what part of every label is spread evenly over all classes in training.
+    ``label_smoothing``: what part of every label is spread evenly over all classes in training. ``optimizer``: "sgd",
+    or torch's "adam" or "adamw", which start anew in every round and have no place for ``momentum``: it is 0 then.
 
     ``precision`` is for GPUs: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8 (weights, their steps
     and evaluation stay float32); on a CPU only ``engine.stack`` above 1 takes "bfloat16", and it does not pay.
@@ -188,16 +189,26 @@ class Local(Settings):
     weight_decay: float = Field(1e-5, ge=0)
     clip_norm: float = Field(0.0, ge=0)
     label_smoothing: float = Field(0.0, ge=0, lt=1)
+    optimizer: Optimizer = "sgd"
     schedule: Annotated[Schedule, OneOf("local.schedule")] = Constant()
     precision: Precision = "float32"
 
     @model_validator(mode="before")
     @classmethod
-    def _steps_leave_no_epochs(cls, table: Any) -> Any:
-        return {"epochs": 0, **table} if isinstance(table, dict) and _goes_by_steps(table) else table
+    def _fill_in(cls, table: Any) -> Any:
+        """Leave no epochs to who goes by steps, and no momentum to Adam, unless the user sets them."""
+        if not isinstance(table, dict):
+            return table
+        filled = {"epochs": 0, **table} if _goes_by_steps(table) else table
+        return {"momentum": 0.0, **filled} if filled.get("optimizer", "sgd") != "sgd" else filled
 
     @model_validator(mode="after")
-    def _epochs_or_steps(self) -> Self:
+    def _compatible(self) -> Self:
+        if self.optimizer != "sgd" and self.momentum:
+            raise ValueError(
+                f"local.momentum={self.momentum:g} has no place beside local.optimizer={self.optimizer}, which has its "
+                "own: leave local.momentum out, or set it to 0"
+            )
         if bool(self.epochs) == bool(self.steps):
             raise ValueError(
                 f"local.epochs={self.epochs} and local.steps={self.steps}: clients train for epochs or steps; set one "

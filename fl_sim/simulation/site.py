@@ -86,6 +86,7 @@ def local_settings(local: Local, learning_rate: float) -> LocalSettings:
         local.clip_norm,
         local.steps,
         local.label_smoothing,
+        local.optimizer,
     )
 
 

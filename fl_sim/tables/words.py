@@ -17,6 +17,8 @@ _DATA = {
     "svhn": "SVHN",
 }
 
+_OPTIMIZER = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
+
 
 def data_label(name: str) -> str:
     """Return how a data set is written in a table's head."""
@@ -124,9 +126,10 @@ def _attack(attack: Any) -> str:
 
 def _training(experiments: Sequence[Experiment]) -> str:
     local = [e.local for e in experiments]
+    optimizers = _values(_OPTIMIZER[one.optimizer] for one in local)
     return (
         f"{_values(e.rounds for e in experiments)} rounds of {_lengths(local)}, "
-        f"batch size {_values(one.batch_size for one in local)}, SGD with learning rate "
+        f"batch size {_values(one.batch_size for one in local)}, {optimizers} with learning rate "
         f"{_values(one.learning_rate for one in local)} ({_values(short_form(one.schedule) for one in local)}), "
         f"momentum {_values(one.momentum for one in local)}, weight decay {_values(one.weight_decay for one in local)}"
         f"{_beyond_defaults(local)}"

@@ -1,6 +1,6 @@
 """The local loop: minibatch SGD on one client's records, the same for every algorithm."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -12,6 +12,7 @@ from torch.nn import functional
 from fl_sim.errors import UserError
 from fl_sim.local_plan import Ascent, LocalPlan, fields_in_use
 from fl_sim.params import check_layout, detached, layout_of
+from fl_sim.training.adam import Moments, check_optimizer
 from fl_sim.training.ascent import ascent_of, blended, uphill
 from fl_sim.training.clipping import clipped
 from fl_sim.training.features import feature_sums
@@ -23,7 +24,7 @@ from fl_sim.types import Dataset, Examples, LocalSettings, LocalTask, Params, Tr
 
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm", "steps",
-    "label_smoothing",
+    "label_smoothing", "optimizer",
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
@@ -80,6 +81,7 @@ def train(
     weights: Params = dict(model.named_parameters())
     trainable = {name: weight for name, weight in weights.items() if weight.requires_grad}
     _check_plan(plan, weights, inputs)
+    check_optimizer(plan, task.settings)
     with torch.no_grad():
         _load(weights, task.params)
     anchor, offset = _on(task.params, inputs.device), _on(plan.gradient_offset or {}, inputs.device)
@@ -87,6 +89,9 @@ def train(
     objective = Objective.of(model, plan, anchor, inputs.device, smoothing=task.settings.label_smoothing)
     momentum_buffers = _on(plan.momentum_buffers or {}, inputs.device, copy=True)
     model.train()
+    moments = {
+        name: Moments.like(weight.detach()) for name, weight in trainable.items() if task.settings.optimizer != "sgd"
+    }
     losses: list[torch.Tensor] = []
     for batch in _batches(task.settings, len(labels), generator, inputs.device):
         loss_of = partial(objective.loss, inputs[batch], labels[batch], objective.partner(generator))
@@ -97,7 +102,7 @@ def train(
                 for name, gradient in gradients.items()
             }
             for name, gradient in clipped(corrected, task.settings.clip_norm).items():
-                _sgd_step(name, trainable[name], gradient, momentum_buffers, drift, task.settings)
+                _step(name, trainable[name], gradient, momentum_buffers, moments, drift, task.settings)
         losses.append(loss)
     return Trained(
         params=detached(weights.items()),
@@ -190,21 +195,26 @@ def _corrected(
     return gradient
 
 
-def _sgd_step(
+def _step(
     name: str,
     weight: torch.Tensor,
     gradient: torch.Tensor,
     buffers: dict[str, torch.Tensor],
+    moments: Mapping[str, Moments],
     drift: Params,
     settings: LocalSettings,
 ) -> None:
-    """Take torch.optim.SGD's step, bit for bit; its own class costs over a second of imports at first use.
+    """Take torch.optim.SGD's step, bit for bit, or Adam's; their classes cost over a second of imports at first use.
 
     ``drift``: the plan's step offset, empty where it has none.
     """
-    if settings.weight_decay:
+    if settings.weight_decay and settings.optimizer == "adamw":
+        weight.mul_(1 - settings.learning_rate * settings.weight_decay)
+    elif settings.weight_decay:
         gradient = gradient.add(weight, alpha=settings.weight_decay)
-    if settings.momentum:
+    if settings.optimizer != "sgd":
+        gradient = moments[name].direction(gradient)
+    elif settings.momentum:
         if name in buffers:
             buffers[name].mul_(settings.momentum).add_(gradient)
         else:

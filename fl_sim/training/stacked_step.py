@@ -14,6 +14,7 @@ from torch.func import grad, grad_and_value, vmap
 
 from fl_sim.local_plan import Batch, LocalPlan
 from fl_sim.params import check_layout
+from fl_sim.training.adam import Moments, check_optimizer
 from fl_sim.training.ascent import blended, uphill
 from fl_sim.training.clipping import clipped
 from fl_sim.training.features import Network, with_features
@@ -48,6 +49,8 @@ class StackedStep:
         self.params = _room(shapes, capacity, device)
         moved = shapes if kind.warm else {name: shapes[name] for name in self._trainable if kind.momentum}
         self.buffers = _room(moved, capacity, device)
+        adaptive = self._trainable if kind.optimizer != "sgd" else []
+        self.moments = {name: Moments.like(self.params[name]) for name in adaptive}
         self.losses = torch.zeros(capacity, dtype=torch.float64, device=device)
         self.rows = torch.zeros(capacity, kind.batch_size, dtype=torch.int64, device=device)
         self.weights = torch.zeros(capacity, kind.batch_size, device=device)
@@ -62,9 +65,10 @@ class StackedStep:
         self._pool = [part.to(device) for part in pool]
 
     def load(self, jobs: Sequence[LocalJob]) -> None:
-        """Put the clients where they start. Raises UserError for what ``check_smoothing`` refuses."""
+        """Put the clients where they start. Raises UserError for settings that the plan has no place for."""
         for job in jobs:
             check_smoothing(job.plan, self.kind.label_smoothing)
+            check_optimizer(job.plan, job.task.settings)
         start = [job.task.params for job in jobs]
         _fill(self.params, start)
         _fill(self._anchor, start)
@@ -74,7 +78,7 @@ class StackedStep:
         terms = [terms_of(job.plan) for job in jobs]
         for place, data in enumerate(self._data):
             _fill(data, [own[place].data for own in terms])
-        for buffer in self.buffers.values():
+        for buffer in [*self.buffers.values(), *self._moments()]:
             buffer.zero_()
         if self.kind.warm:
             _fill(self.buffers, [job.plan.momentum_buffers or {} for job in jobs])
@@ -97,16 +101,23 @@ class StackedStep:
 
     def state(self) -> list[torch.Tensor]:
         """Return all that a step changes."""
-        return [*self.params.values(), *self.buffers.values(), self.losses]
+        return [*self.params.values(), *self.buffers.values(), *self._moments(), self.losses]
+
+    def _moments(self) -> list[torch.Tensor]:
+        return [part for own in self.moments.values() for part in (own.first, own.second, own.num_steps)]
 
     def _move(self, name: str, gradient: torch.Tensor, live: torch.Tensor | None) -> None:
         width = len(gradient)
         changing = [tensors[name][:width] for tensors in (self.params, self.buffers) if name in tensors]
         before = [] if live is None else [target.clone() for target in changing]
         weight, *buffers = changing
-        if self.kind.weight_decay:
+        if self.kind.weight_decay and self.kind.optimizer == "adamw":
+            weight.sub_(weight * _like(self._rates[:width] * self.kind.weight_decay, weight))
+        elif self.kind.weight_decay:
             gradient = gradient + self.kind.weight_decay * weight
-        if self.kind.momentum:
+        if name in self.moments:
+            gradient = self.moments[name].of_first(width).direction(gradient)
+        elif self.kind.momentum:
             gradient = buffers[0].mul_(self.kind.momentum).add_(gradient)
         if self.kind.drift:
             gradient = gradient + self._drift[name][:width]

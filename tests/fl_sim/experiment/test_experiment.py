@@ -89,6 +89,10 @@ def test_overrides_lie_over_a_table_and_leave_it_as_it_was():
         (["local.momentum=1"], "local.momentum = '1': input should be less than 1"),
         (["local.epochs=0"], "local.epochs=0 and local.steps=0: clients train for epochs or steps; set one"),
         (["local.steps=5", "local.epochs=2"], "local.epochs=2 and local.steps=5: clients train for epochs or steps"),
+        (["local.optimizer=sdg"], "local.optimizer = 'sdg'"),
+        (["local.optimizer=adam", "local.momentum=0.9"], "momentum=0.9 has no place beside local.optimizer=adam"),
+        *[([f"algorithm={kind}", "local.optimizer=adamw"], f"{kind} cannot run with local.optimizer=adamw: its? ")
+          for kind in ("scaffold", "fednova", "feddyn", "fedspeed", "fedcm", "mofedsam")],
         (["local.label_smoothing=1"], "local.label_smoothing = '1': input should be less than 1"),
         (["local.label_smoothing=0.1", "algorithm=fedlc"], "fedlc cannot run with local.label_smoothing=0.1: it takes"),
         (["local.clip_norm=-1"], "local.clip_norm = '-1': input should be greater than or equal to 0"),
@@ -135,7 +139,7 @@ def test_dates_in_a_file_are_a_mistake_like_any_other(tmp_path: Path):
         ["partition=feature-noise:0.1", "algorithm=fedmix", "algorithm.records_per_average=7", "engine=ray:2"],
         ["partition=quantity:0.5", "algorithm=fedadam", "local.learning_rate=0.30000000000000004"],
         ["partition=shards:2", "algorithm=centralized", "local.weight_decay=1e-5", "model=mlp"],
-        ["local.steps=30", "local.clip_norm=10", "local.label_smoothing=0.1"],
+        ["local.steps=30", "local.clip_norm=10", "local.label_smoothing=0.1", "local.optimizer=adam"],
         ["local.epochs=0.5"],
     ],
 )  # fmt: skip

@@ -177,6 +177,10 @@ def test_the_caption_says_how_clients_train_where_that_is_not_the_default() -> N
         ).caption
     )
     assert "weight decay 1e-05, gradients clipped to norm 0.0, 10.0, label smoothing 0.0, 0.1." in told
+    told = " ".join(
+        plan_table(settings(algorithm=["fedavg", {"algorithm": "fedprox", "local.optimizer": "adam"}])).caption
+    )
+    assert ", SGD, Adam with learning rate 0.01 (constant), momentum 0.9, 0.0, " in told
     told = " ".join(plan_table(settings(algorithm=["fedavg", {"algorithm": "fedprox", "local.steps": 100}])).caption)
     assert " rounds of 1 local epoch, 100 local steps, batch size" in told
     assert "clipped" not in " ".join(plan_table(settings()).caption)

@@ -24,6 +24,7 @@ from fl_sim.types import LocalSettings, LocalTask, Params, Trained
 SHAPE, CLASSES = (1, 4, 4), 3
 SIZES = (5, 16, 0, 7)
 SETTINGS = LocalSettings(0.05, 0.9, 1e-2, batch_size=4, epochs=2)
+ADAM: dict[str, Any] = {"optimizer": "adam", "momentum": 0.0}
 CLIPPED = replace(SETTINGS, clip_norm=0.7)
 
 
@@ -160,7 +161,7 @@ def test_the_compiled_trainer_takes_as_many_steps_and_clips_as_the_loop_does(par
         torch.testing.assert_close(flat(one.params), flat(other.params), rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize("parts", [{"label_smoothing": 0.1}])
+@pytest.mark.parametrize("parts", [{"label_smoothing": 0.1}, ADAM])
 def test_the_compiled_trainer_hands_on_what_it_does_not_take(parts: dict[str, Any]) -> None:
     settings = replace(SETTINGS, **parts)
     for one, other in zip(
@@ -201,3 +202,30 @@ def test_labels_are_not_spread_over_classes_that_are_not_in_the_softmax(trained_
     plan = LocalPlan(logit_shift=torch.tensor([0.0, 0.0, -torch.inf]))
     with pytest.raises(UserError, match=r"local\.label_smoothing=0\.3 gives every class a part of a label"):
         trained_by(jobs(replace(SETTINGS, label_smoothing=0.3), plan))
+
+
+@pytest.mark.parametrize(("optimizer", "torchs"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)])
+@pytest.mark.parametrize("clip_norm", [0.0, 0.7])
+@pytest.mark.parametrize("plan", [LocalPlan(), corrected()], ids=["alone", "with corrections"])
+def test_adam_is_torchs_and_alike_in_a_stack(optimizer: Any, torchs: Any, clip_norm: float, plan: LocalPlan) -> None:
+    settings = LocalSettings(0.01, 0.0, 0.1, batch_size=4, epochs=2, clip_norm=clip_norm, optimizer=optimizer)
+    [trained] = by_loop([job(1, settings, plan)])
+    expected = by_torch(job(1, settings, plan), lambda weights: torchs(weights, lr=0.01, weight_decay=0.1))
+    torch.testing.assert_close(flat(trained.params), flat(expected), rtol=0, atol=1e-6)
+    assert trained.momentum_buffers == {}
+    assert_stack_is_loop(settings, plan)
+
+
+def test_adam_starts_anew_in_every_round_of_a_stack() -> None:
+    trainer, settings = StackedTrainer(model()), replace(SETTINGS, **ADAM)
+    first, again = trainer.train(jobs(settings)), trainer.train(jobs(settings))
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(flat(one.params), flat(other.params))
+
+
+@pytest.mark.parametrize("trained_by", [by_loop, lambda given: StackedTrainer(model()).train(given)])
+def test_adam_has_no_place_for_momentum_nor_a_warm_start(trained_by: Any) -> None:
+    warm = LocalPlan(momentum_buffers=detached(model().named_parameters()))
+    for given in (jobs(replace(SETTINGS, optimizer="adam")), jobs(replace(SETTINGS, **ADAM), warm)):
+        with pytest.raises(UserError, match=r"no place beside optimizer=adam, whose running means start anew"):
+            trained_by(given)
