@@ -44,10 +44,9 @@ def step_on_meta(name: str, *, linearise: bool | None) -> StackedStep:
     layout = tuple((part, tuple(weight.shape)) for part, weight in model.named_parameters())
     kind = Kind(
         layout,
-        16,
-        1,
-        0.9,
-        1e-4,
+        batch_size=16,
+        momentum=0.9,
+        weight_decay=1e-4,
         warm=True,
         offset=True,
         proximal=True,
