@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from mpmath import libmp
 from numpy.typing import NDArray
 
 TOLERANCE: Final = 2.0**-17
@@ -80,6 +79,8 @@ def _laplace_quantile(probabilities: NDArray[np.float64]) -> None:
 
 def _gaussian_beyond(boundary: float, ratio: float, digits: int) -> int:
     """Return erfc(x / sqrt 2)."""
+    from mpmath import libmp  # noqa: PLC0415 (as above)
+
     precision = digits + 64
     root = libmp.mpf_sqrt(libmp.from_int(2), precision)
     point = libmp.mpf_div(_quotient(boundary, ratio, precision), root, precision)
@@ -87,15 +88,21 @@ def _gaussian_beyond(boundary: float, ratio: float, digits: int) -> int:
 
 
 def _laplace_beyond(boundary: float, ratio: float, digits: int) -> int:
+    from mpmath import libmp  # noqa: PLC0415 (as above)
+
     precision = digits + 64
     return _scaled(libmp.mpf_exp(libmp.mpf_neg(_quotient(boundary, ratio, precision)), precision), digits)
 
 
 def _quotient(boundary: float, ratio: float, precision: int) -> Any:
+    from mpmath import libmp  # noqa: PLC0415 (as above)
+
     return libmp.mpf_div(libmp.from_float(boundary), libmp.from_float(ratio), precision)
 
 
 def _scaled(number: Any, digits: int) -> int:
+    from mpmath import libmp  # noqa: PLC0415 (as above)
+
     return int(libmp.to_int(libmp.mpf_shift(number, digits)))
 
 
