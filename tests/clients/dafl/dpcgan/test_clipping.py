@@ -2,7 +2,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from opacus.grad_sample import GradSampleModule
 from torch import nn
 from torch.nn import functional
 
@@ -45,6 +44,8 @@ def one_by_one(net: nn.Sequential, real: torch.Tensor, fake: torch.Tensor) -> to
 
 def by_opacus(net: nn.Sequential, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
     """Return every pair's gradient, (pairs, parameters), from hooks: one backward pass, then real and fake added."""
+    from opacus.grad_sample import GradSampleModule  # noqa: PLC0415 (loads slowly, and every worker collects all tests)
+
     hooked = GradSampleModule(net, loss_reduction="sum")
     loss_of(hooked(torch.cat([real, fake])), len(real)).backward()
     samples = torch.cat([weight.grad_sample.flatten(1) for weight in net.parameters()], 1)
