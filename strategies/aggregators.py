@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, TypeAlias
 
 from fl_sim.errors import Diverged
 from fl_sim.late_torch import torch
@@ -35,13 +35,13 @@ class WeightedMean(Settings):
 
         Raises RunError, naming client and round, where an update or a training loss is not finite.
         """
-        trained = [reply for reply in cohort.replies if reply.num_examples > 0]
+        trained = _trained(cohort)
         if callable(weighting):
             for reply in trained:
                 _check_finite(reply, cohort.server_round)
             weights = list(weighting(trained)) if trained else []
         else:
-            weights = [float(reply.num_examples) if weighting == "examples" else 1.0 for reply in trained]
+            weights = weights_of(trained, weighting)
         payloads = (
             {name: weighted_mean([reply.payloads[name] for reply in trained], weights) for name in trained[0].payloads}
             if trained
@@ -54,13 +54,30 @@ class WeightedMean(Settings):
         return Aggregate(payloads, participation=len(trained) / cohort.num_clients) if trained else None
 
 
-def trained_replies(cohort: Cohort) -> list[Reply]:
-    """Return the replies of clients that have records, for aggregators that look at single updates.
+def weights_of(replies: Sequence[Reply], weighting: Weighting) -> list[float]:
+    """Return how much each client counts in a mean, before they are divided by their sum."""
+    return [float(reply.num_examples) if weighting == "examples" else 1.0 for reply in replies]
 
-    Raises RunError, naming client and round, where an update or a training loss is not finite.
+
+Combine: TypeAlias = "Callable[[torch.Tensor, Sequence[Reply]], torch.Tensor]"
+"""(rows as ``as_rows`` makes them, the replies that they are of) -> one row."""
+
+
+def combined(cohort: Cohort, combine: Combine) -> Aggregate | None:
+    """Return what an aggregator that looks at single updates makes of those of the clients that have records.
+
+    None where no client has. Raises RunError, naming client and round, where an update or a loss is not finite.
     """
     for reply in cohort.replies:
         _check_finite(reply, cohort.server_round)
+    if not (replies := _trained(cohort)):
+        return None
+    rows = as_rows(replies)
+    row = combine(rows, replies).to(rows.dtype)
+    return Aggregate(from_row(row, replies[0].payloads), len(replies) / cohort.num_clients)
+
+
+def _trained(cohort: Cohort) -> list[Reply]:
     return [reply for reply in cohort.replies if reply.num_examples > 0]
 
 

@@ -43,8 +43,29 @@ class Attack(Protocol):
         ...
 
 
-class _Attack(Settings):
-    """What all share: ``clients`` of them are hostile, and by themselves neither records nor updates change."""
+class _Harmless(Settings):
+    """What every attack changes one part of: neither records nor updates are other than they were."""
+
+    def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
+        """Return the labels as they are."""
+        del num_classes
+        return labels
+
+    def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
+        """Return the replies as they are."""
+        del cohort_size
+        return hostile
+
+
+class NoAttack(_Harmless):
+    """All clients are honest."""
+
+    kind: Literal["none"] = "none"
+    clients: ClassVar[int] = 0
+
+
+class _Attack(_Harmless):
+    """``clients`` of the experiment's clients are hostile."""
 
     clients: int = Field(2, ge=1)
 
@@ -69,33 +90,6 @@ class _Attack(Settings):
                 "rounds, and what hostile clients would share or be given before the first one is not modelled; take "
                 "fedavg, fedprox, scaffold or another"
             )
-
-    def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
-        """Return the labels as they are."""
-        del num_classes
-        return labels
-
-    def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
-        """Return the replies as they are."""
-        del cohort_size
-        return hostile
-
-
-class NoAttack(Settings):
-    """All clients are honest."""
-
-    kind: Literal["none"] = "none"
-    clients: ClassVar[int] = 0
-
-    def poisoned(self, labels: NDArray[np.int64], num_classes: int) -> NDArray[np.int64]:
-        """Return the labels as they are."""
-        del num_classes
-        return labels
-
-    def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
-        """Return the replies as they are."""
-        del cohort_size
-        return hostile
 
 
 class LabelFlip(_Attack):

@@ -1,10 +1,13 @@
 """The coordinate-wise median of a round's updates (Yin et al. 2018, definition 1)."""
 
+from __future__ import annotations
+
 from typing import ClassVar, Literal
 
+from fl_sim.late_torch import torch
 from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort
-from strategies.aggregators import as_rows, from_row, trained_replies
+from strategies.aggregators import combined
 from strategies.algorithm import Weighting
 
 
@@ -21,8 +24,9 @@ class CoordinateMedian(Settings):
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
         """Return the medians of all payloads, or None where no client has records; see ``Aggregator``."""
         del weighting
-        if not (replies := trained_replies(cohort)):
-            return None
-        ordered = as_rows(replies).sort(dim=0).values
-        middle = (ordered[(len(replies) - 1) // 2] + ordered[len(replies) // 2]) / 2
-        return Aggregate(from_row(middle, replies[0].payloads), len(replies) / cohort.num_clients)
+        return combined(cohort, lambda rows, _: _median(rows))
+
+
+def _median(rows: torch.Tensor) -> torch.Tensor:
+    ordered = rows.sort(dim=0).values
+    return (ordered[(len(rows) - 1) // 2] + ordered[len(rows) // 2]) / 2

@@ -1,12 +1,15 @@
 """RFA: the geometric median of a round's updates (Pillutla, Kakade, Harchaoui 2022, algorithm 2)."""
 
+from __future__ import annotations
+
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.late_torch import torch
 from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort
-from strategies.aggregators import as_rows, from_row, trained_replies
+from strategies.aggregators import combined
 from strategies.algorithm import Weighting
 
 
@@ -25,12 +28,11 @@ class GeometricMedian(Settings):
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
         """Return the geometric median of all payloads, or None where no client has records; see ``Aggregator``."""
         del weighting
-        if not (replies := trained_replies(cohort)):
-            return None
-        rows = as_rows(replies).double()
+        return combined(cohort, lambda rows, _: self._median(rows.double()))
+
+    def _median(self, rows: torch.Tensor) -> torch.Tensor:
         centre = rows.mean(dim=0)
         for _ in range(self.iterations):
             weights = 1 / (rows - centre).norm(dim=1).clamp(min=self.smoothing)
             centre = (weights / weights.sum()) @ rows
-        median = centre.to(as_rows(replies[:1]).dtype)
-        return Aggregate(from_row(median, replies[0].payloads), len(replies) / cohort.num_clients)
+        return centre

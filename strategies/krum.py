@@ -10,7 +10,7 @@ from fl_sim.errors import RunError
 from fl_sim.late_torch import torch
 from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort
-from strategies.aggregators import as_rows, from_row, trained_replies
+from strategies.aggregators import combined
 from strategies.algorithm import Weighting
 
 
@@ -47,18 +47,18 @@ class MultiKrum(Settings):
 
 
 def _closest(cohort: Cohort, hostile: int, selected: int) -> Aggregate | None:
-    if not (replies := trained_replies(cohort)):
-        return None
-    count, wanted = len(replies), selected or len(replies) - hostile
-    if count < 2 * hostile + 3 or wanted > count:
-        raise RunError(
-            f"round {cohort.server_round} has {count} clients with records: krum with hostile={hostile} needs at least "
-            f"{max(2 * hostile + 3, wanted)}; set a smaller aggregator.hostile, or have more clients in a round"
-        )
-    rows = as_rows(replies)
-    scores = krum_scores(rows, hostile)
-    chosen = scores.argsort(stable=True)[:wanted].sort().values
-    return Aggregate(from_row(rows[chosen].mean(dim=0), replies[0].payloads), count / cohort.num_clients)
+    def closest(rows: torch.Tensor, _: object) -> torch.Tensor:
+        count, wanted = len(rows), selected or len(rows) - hostile
+        if count < 2 * hostile + 3 or wanted > count:
+            raise RunError(
+                f"round {cohort.server_round} has {count} clients with records: krum with hostile={hostile} needs at "
+                f"least {max(2 * hostile + 3, wanted)}; set a smaller aggregator.hostile, or have more clients in a "
+                "round"
+            )
+        chosen = krum_scores(rows, hostile).argsort(stable=True)[:wanted].sort().values
+        return rows[chosen].mean(dim=0)
+
+    return combined(cohort, closest)
 
 
 def krum_scores(rows: torch.Tensor, hostile: int) -> torch.Tensor:

@@ -1,12 +1,16 @@
 """The mean of updates whose length is bounded (Sun et al. 2019, section 4: norm thresholding)."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.late_torch import torch
 from fl_sim.settings import Settings
-from fl_sim.types import Aggregate, Cohort
-from strategies.aggregators import as_rows, from_row, trained_replies
+from fl_sim.types import Aggregate, Cohort, Reply
+from strategies.aggregators import combined, weights_of
 from strategies.algorithm import Weighting
 
 
@@ -22,12 +26,11 @@ class NormBound(Settings):
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
         """Return the mean of bounded updates, or None where no client has records; see ``Aggregator``."""
-        if not (replies := trained_replies(cohort)):
-            return None
-        rows = as_rows(replies).double()
-        weights = rows.new_tensor([float(one.num_examples) if weighting == "examples" else 1.0 for one in replies])
-        factors = (self.norm_bound / rows.norm(dim=1).clamp(min=self.norm_bound)) * weights / weights.sum()
-        return Aggregate(
-            from_row((factors @ rows).to(as_rows(replies[:1]).dtype), replies[0].payloads),
-            len(replies) / cohort.num_clients,
-        )
+
+        def bounded(rows: torch.Tensor, replies: Sequence[Reply]) -> torch.Tensor:
+            updates, weights = rows.double(), torch.tensor(weights_of(replies, weighting), dtype=torch.float64)
+            factors = self.norm_bound / updates.norm(dim=1).clamp(min=self.norm_bound)
+            mean: torch.Tensor = (factors * weights / weights.sum()) @ updates
+            return mean
+
+        return combined(cohort, bounded)

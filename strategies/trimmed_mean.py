@@ -1,13 +1,16 @@
 """The coordinate-wise trimmed mean of a round's updates (Yin et al. 2018, definition 2)."""
 
+from __future__ import annotations
+
 import math
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.late_torch import torch
 from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort
-from strategies.aggregators import as_rows, from_row, trained_replies
+from strategies.aggregators import combined
 from strategies.algorithm import Weighting
 
 
@@ -25,8 +28,8 @@ class TrimmedMean(Settings):
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
         """Return the trimmed means of all payloads, or None where no client has records; see ``Aggregator``."""
         del weighting
-        if not (replies := trained_replies(cohort)):
-            return None
-        cut = min(math.ceil(self.trim * len(replies) - 1e-9), (len(replies) - 1) // 2)
-        kept = as_rows(replies).sort(dim=0).values[cut : len(replies) - cut]
-        return Aggregate(from_row(kept.mean(dim=0), replies[0].payloads), len(replies) / cohort.num_clients)
+        return combined(cohort, lambda rows, _: self._trimmed(rows))
+
+    def _trimmed(self, rows: torch.Tensor) -> torch.Tensor:
+        cut = min(math.ceil(self.trim * len(rows) - 1e-9), (len(rows) - 1) // 2)
+        return rows.sort(dim=0).values[cut : len(rows) - cut].mean(dim=0)
