@@ -1,7 +1,7 @@
 """From a plan of who gets how much to disjoint index arrays: the arithmetic that all schemes share."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,9 @@ from partitions.errors import ImpossibleSplit
 
 STRICT = {"extra": "forbid"}
 """Pydantic's spelling of "unknown parameters are refused"; as plain data, so that this package needs numpy alone."""
+
+USUAL_MIN_SIZE = 10
+"""NIID-Bench's least number of records a client, where sizes are drawn."""
 
 MAX_BETA = 1e6
 """Beyond it Dir(beta) is the uniform split to 0.1 %, and sums of its gamma variates overflow soon after."""
@@ -25,6 +28,33 @@ def check_finite(name: str, value: float) -> None:
     """Raise ImpossibleSplit unless ``value`` is a finite number of at least 0."""
     if not (math.isfinite(value) and value >= 0):
         raise ImpossibleSplit(f"{name}={value} must be a finite number, at least 0")
+
+
+def check_min_size(min_size: int | None) -> None:
+    """Raise ImpossibleSplit for a least number of records a client that is negative; None promises nothing."""
+    if min_size is not None and min_size < 0:
+        raise ImpossibleSplit(f"min_size={min_size} must be at least 0")
+
+
+def drawn_until(
+    draw: Callable[[], NDArray[np.int64]], min_size: int | None, num_draws: int, refusal: Callable[[int, int], str]
+) -> NDArray[np.int64]:
+    """Return what ``draw`` returns, records by client (and class), as soon as every client holds ``min_size``.
+
+    None aims at NIID-Bench's 10, and takes the last of ``num_draws`` draws where none has them. Raises ImpossibleSplit
+    where an explicit number is out of reach: ``refusal(num_draws, most)`` says so, ``most`` being the most records that
+    the smallest client of a draw held.
+    """
+    wanted, most = USUAL_MIN_SIZE if min_size is None else min_size, 0
+    for _ in range(num_draws):
+        counts = draw()
+        smallest = int(counts.reshape(len(counts), -1).sum(axis=1).min())
+        if smallest >= wanted:
+            return counts
+        most = max(most, smallest)
+    if min_size is not None:
+        raise ImpossibleSplit(refusal(num_draws, most))
+    return counts
 
 
 def check_sizes(num_records: int, num_partitions: int) -> None:

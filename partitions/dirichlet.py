@@ -1,16 +1,13 @@
 """Label skew by proportion: a Dirichlet draw spreads each class over the clients (NIID-Bench, Li et al. 2022, 4.1)."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from partitions.assign import STRICT, check_beta, count_classes, cut, deal
-from partitions.errors import ImpossibleSplit
-
-USUAL_MIN_SIZE = 10
-"""NIID-Bench's least number of records a client."""
+from partitions.assign import STRICT, USUAL_MIN_SIZE, check_beta, check_min_size, count_classes, cut, deal, drawn_until
 
 _PROPORTIONS = 5_000_000
 _FEWEST_DRAWS, _MOST_DRAWS = 10, 1000
@@ -35,8 +32,7 @@ class Dirichlet:
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
-        if self.min_size is not None and self.min_size < 0:
-            raise ImpossibleSplit(f"min_size={self.min_size} must be at least 0")
+        check_min_size(self.min_size)
 
     @property
     def title(self) -> str:
@@ -53,17 +49,13 @@ class Dirichlet:
         class_sizes = count_classes(labels, num_partitions)
         wanted = USUAL_MIN_SIZE if self.min_size is None else self.min_size
         draw = _draw_balanced if self.balanced else _draw
-        most = 0
         num_draws = _num_draws(len(class_sizes), num_partitions, reachable=wanted * num_partitions <= len(labels))
-        for _ in range(num_draws):
-            counts = draw(class_sizes, num_partitions, self.beta, rng)
-            smallest = int(counts.sum(axis=1).min())
-            if smallest >= wanted:
-                break
-            most = max(most, smallest)
-        else:
-            if self.min_size is not None:
-                raise ImpossibleSplit(self._refusal(len(labels), num_partitions, num_draws, most))
+        counts = drawn_until(
+            lambda: draw(class_sizes, num_partitions, self.beta, rng),
+            self.min_size,
+            num_draws,
+            partial(self._refusal, len(labels), num_partitions),
+        )
         return deal(labels, counts, rng)
 
     def _refusal(self, num_records: int, num_partitions: int, num_draws: int, most: int) -> str:

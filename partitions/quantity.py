@@ -6,11 +6,16 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from partitions.assign import STRICT, check_beta, check_sizes, cut, group
-from partitions.errors import ImpossibleSplit
-
-USUAL_MIN_SIZE = 10
-"""NIID-Bench's least number of records a client."""
+from partitions.assign import (
+    STRICT,
+    USUAL_MIN_SIZE,
+    check_beta,
+    check_min_size,
+    check_sizes,
+    cut,
+    drawn_until,
+    group,
+)
 
 _MOST_DRAWS = 1000
 
@@ -32,8 +37,7 @@ class Quantity:
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
-        if self.min_size is not None and self.min_size < 0:
-            raise ImpossibleSplit(f"min_size={self.min_size} must be at least 0")
+        check_min_size(self.min_size)
 
     @property
     def title(self) -> str:
@@ -55,16 +59,16 @@ class Quantity:
 
     def _sizes(self, num_records: int, num_partitions: int, rng: np.random.Generator) -> NDArray[np.int64]:
         wanted = USUAL_MIN_SIZE if self.min_size is None else self.min_size
-        num_draws, most = (_MOST_DRAWS if wanted * num_partitions <= num_records else 1), 0
-        for _ in range(num_draws):
-            sizes = cut(rng.dirichlet(np.full(num_partitions, self.beta)), num_records)
-            if (smallest := int(sizes.min())) >= wanted:
-                return sizes
-            most = max(most, smallest)
-        if self.min_size is not None:
-            raise ImpossibleSplit(
+        num_draws = _MOST_DRAWS if wanted * num_partitions <= num_records else 1
+
+        def refusal(num_draws: int, most: int) -> str:
+            return (
                 f"quantity:{self.beta:g} of {num_records} records over {num_partitions} clients with "
                 f"min_size={self.min_size}: in {num_draws} draws the smallest client held {most} records at best; use "
                 "min_size=0, fewer clients or a larger beta"
             )
-        return sizes
+
+        def draw() -> NDArray[np.int64]:
+            return cut(rng.dirichlet(np.full(num_partitions, self.beta)), num_records)
+
+        return drawn_until(draw, self.min_size, num_draws, refusal)

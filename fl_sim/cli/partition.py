@@ -15,7 +15,7 @@ from fl_sim.experiment.experiment import parse_scheme
 from fl_sim.experiment.job import shards_of
 from fl_sim.report.figures.partition import draw_partition
 from partitions import label_counts
-from partitions.dirichlet import USUAL_MIN_SIZE
+from partitions.assign import USUAL_MIN_SIZE
 
 _MOST_ROWS = 30
 _MOST_COLUMNS = 12
