@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,17 +78,9 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
 
 def local_settings(local: Local, learning_rate: float) -> LocalSettings:
     """Return a round's settings for clients, with the schedule already in ``learning_rate``."""
-    return LocalSettings(
-        learning_rate,
-        local.momentum,
-        local.weight_decay,
-        local.batch_size,
-        local.epochs,
-        local.clip_norm,
-        local.steps,
-        local.label_smoothing,
-        local.optimizer,
-    )
+    # By name, so that a field of one that the other lacks is an error, not forgotten.
+    same = {part.name: getattr(local, part.name) for part in fields(LocalSettings)}
+    return LocalSettings(**{**same, "learning_rate": learning_rate})
 
 
 def read_pool(path: Path) -> Examples:
@@ -136,10 +129,12 @@ def _after_attack(job: Job, examples: Examples, places: Mapping[int, slice]) -> 
     """Return ``examples``, in which clients have these ``places``, with the labels that hostile ones train on."""
     attack, experiment = job.experiment.attack, job.experiment
     hostile = hostile_clients(attack, experiment.num_clients, experiment.seed) & set(places)
-    labels = examples.labels.copy() if hostile else examples.labels
+    if not hostile:
+        return examples
+    labels = examples.labels.copy()
     for client in hostile:
         labels[places[client]] = attack.poisoned(labels[places[client]], job.dataset.num_classes)
-    return Examples(examples.inputs, labels)
+    return replace(examples, labels=labels)
 
 
 def _num_bytes(job: Job) -> int:
