@@ -9,6 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fl_sim.errors import UserError
+from fl_sim.local_plan import Batch
 from fl_sim.types import Params
 
 _BATCH = 500
@@ -29,6 +30,20 @@ class Network:
     def features_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
         """Return the features, (n, d)."""
         return with_features(self.model, partial(self.logits_of, params, records))[1]
+
+    def batch(
+        self,
+        records: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        outputs: tuple[torch.Tensor, torch.Tensor | None],
+        params: Params,
+        anchor: Params,
+    ) -> Batch:
+        """Return what loss terms see: ``records`` with labels and weights, and the ``outputs`` under ``params``.
+
+        ``outputs``: logits, and features if a term asks for them. What a term brings along is not there yet.
+        """
+        logits, features = outputs
+        return Batch(*records, logits, params, anchor, {}, self.logits_of, self.features_of, features)
 
 
 def head_of(model: nn.Module) -> nn.Module:

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fl_sim.local_plan import Batch, LocalPlan, LossTerm
-from fl_sim.training.features import Network, with_features
+from fl_sim.local_plan import LocalPlan, LossTerm
+from fl_sim.training.features import Network
 from fl_sim.training.losses import mixed_loss
-from fl_sim.training.terms import added, adjusted, check_smoothing, terms_of
+from fl_sim.training.terms import added, adjusted, check_smoothing, outputs_for, terms_of
 from fl_sim.types import Params
 
 Partner: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -55,8 +55,8 @@ class Objective:
     def loss(self, inputs: torch.Tensor, labels: torch.Tensor, partner: Partner | None) -> torch.Tensor:
         """Return the loss, (), of records (n, *input shape) with labels (n,), to be differentiated."""
         if (mix := self.plan.mix) is None or partner is None:
-            logits, features = self._outputs(inputs)
-            shifted = adjusted(logits, self.scale, self.shift)
+            outputs = self._outputs(inputs)
+            shifted = adjusted(outputs[0], self.scale, self.shift)
             loss = functional.cross_entropy(shifted, labels, label_smoothing=self.smoothing)
         else:
             loss = mixed_loss(
@@ -64,17 +64,13 @@ class Objective:
                 linearise=mix.linearise, smoothing=self.smoothing,
             )  # fmt: skip
             if self.terms:  # they are about the records as they are, not as they are mixed
-                logits, features = self._outputs(inputs)
+                outputs = self._outputs(inputs)
         if not self.terms:
             return loss
-        weights = torch.full((len(labels),), 1 / len(labels), dtype=logits.dtype, device=inputs.device)
-        batch = Batch(
-            inputs, labels, weights, logits, dict(self.network.model.named_parameters()), self.anchor, {},
-            self.network.logits_of, self.network.features_of, features,
-        )  # fmt: skip
+        weights = torch.full((len(labels),), 1 / len(labels), dtype=outputs[0].dtype, device=inputs.device)
+        params = dict(self.network.model.named_parameters())
+        batch = self.network.batch((inputs, labels, weights), outputs, params, self.anchor)
         return added(loss, self.terms, self.data, batch)
 
     def _outputs(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if any(term.features for term in self.terms):
-            return with_features(self.network.model, lambda: self.network.model(inputs))
-        return self.network.model(inputs), None
+        return outputs_for(self.terms, self.network.model, lambda: self.network.model(inputs))

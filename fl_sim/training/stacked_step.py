@@ -12,16 +12,16 @@ import torch
 from torch import nn
 from torch.func import grad, grad_and_value, vmap
 
-from fl_sim.local_plan import Batch, LocalPlan
+from fl_sim.local_plan import LocalPlan
 from fl_sim.params import check_layout
 from fl_sim.training.adam import Moments, check_optimizer
 from fl_sim.training.ascent import blended, uphill
 from fl_sim.training.clipping import clipped
-from fl_sim.training.features import Network, with_features
+from fl_sim.training.features import Network
 from fl_sim.training.losses import LogitsOf, cross_entropies, mixed_losses
 from fl_sim.training.records import Source
 from fl_sim.training.stack_kind import Kind, adjustment_of
-from fl_sim.training.terms import added, adjusted, check_smoothing, terms_of
+from fl_sim.training.terms import added, adjusted, check_smoothing, outputs_for, terms_of
 from fl_sim.training.trainer import LocalJob
 from fl_sim.types import Params
 
@@ -174,8 +174,8 @@ class StackedStep:
         inputs, labels, weights = records
         params = {**moving, **fixed}
         if self._mix is None:
-            logits, features = self._outputs(params, inputs)
-            shifted = adjusted(logits, adjustment.get("scale"), adjustment.get("shift"))
+            outputs = self._outputs(params, inputs)
+            shifted = adjusted(outputs[0], adjustment.get("scale"), adjustment.get("shift"))
             losses = cross_entropies(shifted, labels, self.kind.label_smoothing)
         else:
             logits_of = partial(self._network.logits_of, params)
@@ -184,51 +184,26 @@ class StackedStep:
                 linearise=self._mix.linearise, slope=_slope, smoothing=self.kind.label_smoothing,
             )  # fmt: skip
             if self._terms:
-                logits, features = self._outputs(params, inputs)
+                outputs = self._outputs(params, inputs)
         loss = (losses * weights).sum()
         if not self._terms:
             return loss
-        batch = Batch(
-            inputs,
-            labels,
-            weights,
-            logits,
-            params,
-            anchor,
-            {},
-            self._network.logits_of,
-            self._network.features_of,
-            features,
-        )
-        return added(loss, self._terms, data, batch)
+        return added(loss, self._terms, data, self._network.batch(records, outputs, params, anchor))
 
     def _outputs(self, params: Params, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if any(term.features for term in self._terms):
-            return with_features(self._network.model, lambda: self._network.logits_of(params, records))
-        return self._network.logits_of(params, records), None
+        return outputs_for(self._terms, self._network.model, lambda: self._network.logits_of(params, records))
 
     def _moved_by_the_loss(self) -> list[str]:
         """Return the parameters that the loss depends on: local SGD, weight decay included, leaves the others alone."""
         weights = dict(self._network.model.named_parameters())
         named = {name: weight for name, weight in weights.items() if weight.requires_grad}
         inputs, labels = self._source.normalised(self._source.inputs[:1]), self._source.labels[:1]
-        logits, features = self._outputs(weights, inputs)
-        loss = logits.sum()
+        outputs = self._outputs(weights, inputs)
+        loss = outputs[0].sum()
         if self._terms:
             ones = torch.ones(1, device=inputs.device)
             anchor = {name: weight.detach() for name, weight in weights.items()}
-            batch = Batch(
-                inputs,
-                labels,
-                ones,
-                logits,
-                weights,
-                anchor,
-                {},
-                self._network.logits_of,
-                self._network.features_of,
-                features,
-            )
+            batch = self._network.batch((inputs, labels, ones), outputs, weights, anchor)
             data = [{name: value[0] for name, value in part.items()} for part in self._data]
             loss = added(loss, self._terms, data, batch)
         found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from fl_sim.errors import UserError
 from fl_sim.local_plan import Batch, LocalPlan, LossTerm
 from fl_sim.params import check_layout, layout_of
+from fl_sim.training.features import with_features
 from fl_sim.types import Params
 
 _FAR_BELOW = -1e30
@@ -44,6 +46,13 @@ def terms_of(plan: LocalPlan) -> tuple[LossTerm, ...]:
         data = {"prototypes": pull.prototypes, "present": pull.present}
         terms.append(LossTerm(_With(pulled, (pull.weight,)), data, features=True))
     return (*terms, *([] if plan.loss_term is None else [plan.loss_term]))
+
+
+def outputs_for(
+    terms: Sequence[LossTerm], model: nn.Module, forward: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the logits of ``forward``, a forward pass of ``model``, and its features if a term asks for them."""
+    return with_features(model, forward) if any(term.features for term in terms) else (forward(), None)
 
 
 def adjusted(logits: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tensor | None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 
 from fl_sim import models
 from fl_sim.local_plan import LocalPlan, fields_in_use
-from fl_sim.native.checks import TAKES, TERMS, tensors_of, unknown_settings
+from fl_sim.native.checks import TAKES, TERMS, tensors_of
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import Stack, describe
 from fl_sim.params import is_finite, vector_in
@@ -81,9 +81,8 @@ class Trainer:
 
         ``settings``: how clients train, plainly where they are not given.
         """
-        stack = self._stack(input_shape) if self._kernel is not None else None
-        is_taken = fields_in_use(plan) <= TAKES and (settings is None or not unknown_settings(settings))
-        return stack is not None and is_taken and _suits(plan, stack) and self._has_features(plan)
+        asked = fields_in_use(plan) | (frozenset() if settings is None else fields_in_use(settings))
+        return self._taken(input_shape, plan, asked) is not None
 
     def is_parallel(self, input_shape: tuple[int, ...]) -> bool:
         """Say whether several threads train at once."""
@@ -162,12 +161,19 @@ class Trainer:
 
     def _native(self, job: LocalJob) -> Stack | None:
         """Return the form in which the compiled trainer takes the model, where it takes ``job``."""
-        stack = self._stack(job.records.input_shape) if self._kernel is not None else None
-        return stack if stack is not None and _fits(job, stack) and self._has_features(job.plan) else None
+        stack = self._taken(job.records.input_shape, job.plan, job.asks_for)
+        return stack if stack is not None and _fits(job) else None
 
-    def _has_features(self, plan: LocalPlan) -> bool:
-        """Say whether the plan looks at no features, or at those that the compiled trainer takes for them."""
-        if not fields_in_use(plan) & {"contrast", "pull", "class_features"}:
+    def _taken(self, input_shape: tuple[int, ...], plan: LocalPlan, asked: frozenset[str]) -> Stack | None:
+        """Return the form in which the compiled trainer takes the model, where it knows all that is ``asked``."""
+        stack = self._stack(input_shape) if self._kernel is not None else None
+        if stack is None or not asked <= TAKES or not self._has_features(asked):
+            return None
+        return stack if _suits(plan, stack) else None
+
+    def _has_features(self, asked: frozenset[str]) -> bool:
+        """Say whether no features are ``asked`` for, or those that the compiled trainer takes for them."""
+        if not asked & {"contrast", "pull", "class_features"}:
             return True
         return head_of(self._model) is [part for part in self._model.modules() if isinstance(part, nn.Linear)][-1]
 
@@ -189,14 +195,11 @@ def _draws_nothing(module: nn.Module) -> bool:
     return kind in _PLAIN or kind.__module__ == models.__name__
 
 
-def _fits(job: LocalJob, stack: Stack) -> bool:
-    """Say whether the compiled trainer takes this job on a model that it knows."""
+def _fits(job: LocalJob) -> bool:
+    """Say whether the compiled trainer takes the records of this job, and its start."""
     warm = job.plan.momentum_buffers
     return (
-        fields_in_use(job.plan) <= TAKES
-        and not unknown_settings(job.task.settings)
-        and _suits(job.plan, stack)
-        and len(job.records) > 0
+        len(job.records) > 0
         and all(_is_plain(source.inputs) for source, _ in job.records.parts)
         and (not warm or warm.keys() == job.task.params.keys())
     )
