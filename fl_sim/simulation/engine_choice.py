@@ -1,6 +1,5 @@
 """Which engine runs an experiment: the one asked for, or the faster one by a timed step of the job itself."""
 
-import gc
 import importlib.util
 import math
 import time
@@ -22,6 +21,7 @@ from fl_sim.engines.ray_token import choose_token
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray, defined_in_script
 from fl_sim.experiment.job import Job
+from fl_sim.importing import settled
 from fl_sim.native.checks import unknown_settings
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached
@@ -84,11 +84,10 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
         grid = InProcessGrid(
             build_client_app(here), num_clients, on_reply, workers=workers, together=together, generators=generators
         )
-    gc.freeze()  # what is imported stays: Python need not look through it for garbage every few rounds
     try:
-        yield grid, Choice(engine.kind, why, trainer_line(job, workers, stack))
+        with settled():
+            yield grid, Choice(engine.kind, why, trainer_line(job, workers, stack))
     finally:
-        gc.unfreeze()
         grid.close()
 
 
