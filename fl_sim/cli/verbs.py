@@ -66,10 +66,11 @@ def run(
     Settings come from a TOML file, or from a preset (digits, mnist), and KEY=VALUE over them. A preset's name means the
     preset in every folder; a file of that name is ./NAME.
 
-    Settings: data, partition, clients, model, algorithm, sampler, local.epochs, local.steps, local.batch_size,
-    local.optimizer, local.learning_rate, local.momentum, local.weight_decay, local.clip_norm, local.label_smoothing,
-    local.schedule, rounds, evaluate_every, seed, engine, round_timeout, aggregator, preprocess, preprocess.epsilon,
-    preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on, preprocess.server_epochs.
+    Settings: data, normalise, partition, clients, model, algorithm, sampler, local.epochs, local.steps,
+    local.batch_size, local.optimizer, local.learning_rate, local.momentum, local.weight_decay, local.clip_norm,
+    local.label_smoothing, local.schedule, local.precision, rounds, evaluate_every, seed, device, engine, round_timeout,
+    aggregator, attack, preprocess, preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels,
+    preprocess.train_on, preprocess.server_epochs.
 
     For example:
 

@@ -8,6 +8,7 @@ import pytest
 
 from fl_sim.__main__ import main
 from fl_sim.cli.run import named, parse_experiment
+from fl_sim.experiment.experiment import Experiment, Local
 from fl_sim.tables.plan import PRESETS
 
 QUICK = ["model=logistic", "rounds=2", "engine=inprocess"]
@@ -127,3 +128,6 @@ def test_help_teaches_with_an_example(monkeypatch: pytest.MonkeyPatch, capsys: p
     told = " ".join(capsys.readouterr().out.split())
     assert "fl-sim run data=mnist" in told
     assert "A preset's name means the preset in every folder; a file of that name is ./NAME." in told
+    named = set(told.partition("Settings: ")[2].partition(". For example")[0].split(", "))
+    assert named >= {key for key in Experiment.model_fields if key != "local"}
+    assert named >= {f"local.{key}" for key in Local.model_fields}
