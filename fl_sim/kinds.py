@@ -73,7 +73,7 @@ class Checking(Protocol):
 
 @runtime_checkable
 class Starting(Protocol):
-    """A kind with which other settings of an experiment start from values that suit it."""
+    """An algorithm or an aggregator with which other settings of an experiment start from values that suit it."""
 
     starts_with: ClassVar[Mapping[str, Any]]
     """{setting: value}; of a table, what the user does not set."""

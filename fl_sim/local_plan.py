@@ -96,6 +96,7 @@ class Suppression:
 
     Adds ``weight`` * sum over classes c of ``shares[c]`` * log(mean over the batch of [label != c] exp(logit c)).
     ``shares``: (C,), what part of the client's records each class is. A class that is every record's adds nothing.
+    The term has no lower bound, so that training can run away with it: docs/methods.md, FedVLS.
     """
 
     shares: torch.Tensor

@@ -91,10 +91,9 @@ class LocalSettings:
     0, says how many steps there are whatever ``epochs`` is; records that are used up are shuffled again.
     ``label_smoothing``: what part of every label is spread evenly over all classes.
     ``clip_norm``: the most that the L2 norm of a step's gradient, over all parameters, may be (0: as long as it
-    is). What is clipped is the gradient with all that the plan adds to it, before weight decay and momentum, as in
-    programs that put corrections into the loss (FedDyn's, SCAFFOLD's there): a correction that cancels the gradient
-    at the optimum cancels it here, too. FedDyn's program leaves alpha w, which it adds as weight decay, out of what
-    it clips.
+    is). What is clipped is the gradient with all that the plan adds to it, before weight decay and momentum. So a
+    correction that cancels the gradient at the optimum still cancels it, as in FedDyn's program, which puts the
+    correction into the loss; that program adds alpha w as weight decay, and so does not clip it.
     """
 
     learning_rate: float
