@@ -12,7 +12,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Final, Self, TypeAlias, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PydanticUndefinedAnnotation,
+    PydanticUserError,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
@@ -131,6 +141,12 @@ class OneOf:
         own = field_defaults(settings)
         if missing := [name for name in _members(self.wants) if name not in own and not hasattr(settings, name)]:
             raise UserError(f"{self.what} {path!r} lacks {', '.join(missing)}{self._wanted()}")
+        try:
+            TypeAdapter[Any](settings).rebuild(raise_errors=True)
+        except (PydanticUserError, PydanticUndefinedAnnotation) as error:
+            raise UserError(
+                f"{self.what} {path!r} has a field whose type no settings can have: {error.message.partition('. ')[0]}"
+            ) from error
 
     def _wanted(self) -> str:
         if self.wants is None:
@@ -145,7 +161,13 @@ class OneOf:
 class Settings(BaseModel):
     """A frozen group of settings that refuses unknown keys, NaN, infinity, and whole numbers beyond 64 bits."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="strings")
+    model_config = ConfigDict(
+        defer_build=True,  # a mistake is told without building what checks the kinds that nobody chose
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        ser_json_inf_nan="strings",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -189,9 +189,23 @@ class Melting(Averaging):
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=False)
 
 
+class Pairing(Averaging):
+    partner: "Nobody" = None  # type: ignore[name-defined]  # noqa: F821 (a mistake of the user's)
+
+
+class Thing:
+    pass
+
+
+class Holding(Averaging):
+    thing: Thing | None = None
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
+        ("algorithm", f"{HERE}:Pairing", "no settings can have: name 'Nobody' is not defined$"),
+        ("algorithm", f"{HERE}:Holding", "no settings can have: Unable to generate .* for <class '.*Thing'>$"),
         ("algorithm", "nowhere.fed:FedDyn", "cannot be imported: there is no module 'nowhere'"),
         ("algorithm", "fedprx:Mine", r"did you mean 'fedprox'\?"),
         ("algorithm", f"{HERE}:Nothing", "Nothing"),
