@@ -92,11 +92,11 @@ class Distillation:
 
 @dataclass(frozen=True)
 class Suppression:
-    """Lowers the logit of a class where the record is of another one (FedVLS, eq. 5).
+    """Lowers the logit of a class where the record is of another one (FedVLS, as its released code has it).
 
-    Adds ``weight`` * sum over classes c of ``shares[c]`` * log(mean over the batch of [label != c] exp(logit c)).
-    ``shares``: (C,), what part of the client's records each class is. A class that is every record's adds nothing.
-    The term has no lower bound, so that training can run away with it: docs/methods.md, FedVLS.
+    Adds ``weight`` * sum over classes c of ``shares[c]`` * log(mean over the batch of e_c), where e_c is 1 for a record
+    of class c, else exp(logit c) / (C * ``shares[c]``). ``shares``: (C,), what part of the client's records each class
+    is; one whose share is not above 0 adds nothing.
     """
 
     shares: torch.Tensor

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from fl_sim.late_torch import torch
-from fl_sim.local_plan import Batch, Distillation, LocalPlan, LossTerm
+from fl_sim.local_plan import Distillation, LocalPlan, Suppression
 from fl_sim.types import LocalTask
 from strategies.algorithm import Averaging
 
@@ -35,13 +35,5 @@ class FedVLS(Averaging):
         return LocalPlan(
             logit_shift=shares.log(),
             distillation=Distillation(self.distillation_weight, classes=counts == 0),
-            loss_term=LossTerm(self.suppressed, {"shares": shares}) if self.logit_weight else None,
+            suppression=Suppression(shares, self.logit_weight),
         )
-
-    def suppressed(self, batch: Batch) -> torch.Tensor:
-        """Return what the last part adds to the loss of a batch, ()."""
-        shares = batch.data["shares"]
-        of_class = batch.labels.unsqueeze(1) == torch.arange(len(shares), device=shares.device)
-        logits = batch.logits - (shares * len(shares)).clamp(min=1e-9).log()
-        means = (torch.where(of_class, 0.0, logits) + batch.weights.log().unsqueeze(1)).logsumexp(0)
-        return (self.logit_weight * shares * means).sum()

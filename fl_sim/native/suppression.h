@@ -1,4 +1,4 @@
-// The logits of classes that records are not of, pushed down (FedVLS, eq. 5).
+// The logits of classes that records are not of, pushed down (FedVLS, Guo et al. 2025, as its released code has it).
 #pragma once
 
 #include "loss.h"
@@ -15,14 +15,16 @@ struct Suppression {
 NOINLINE double suppress(const Suppression& term, const Batch& batch, const vec* logits, vec* slopes) {
     double total = 0;
     for (int k = 0; k < batch.classes; k++) {
-        const float strength = term.weight * term.shares[k];
+        const float share = term.shares[k], strength = term.weight * share;
+        if (!(share > 0)) continue;
+        const float usual = std::log(share * float(batch.classes));
         const auto place = [&](int at) { return at / LANES * batch.classes + k; };
         const auto is_other = [&](int at) { return batch.labels[batch.chosen[at]] != k; };
-        const Softmax others(batch.count, [&](int at) { return logits[place(at)][at % LANES]; }, is_other);
-        if (strength == 0 || others.highest == -INFINITY) continue;
-        total += double(strength) * (others.log_sum() - std::log(double(batch.count)));
+        const auto exponent = [&](int at) { return is_other(at) ? logits[place(at)][at % LANES] - usual : 0.0f; };
+        const Softmax records(batch.count, exponent, [](int) { return true; });
+        total += double(strength) * (records.log_sum() - std::log(double(batch.count)));
         for (int at = 0; at < batch.count; at++)
-            if (is_other(at)) slopes[place(at)][at % LANES] += strength * std::exp(others.log_of(at));
+            if (is_other(at)) slopes[place(at)][at % LANES] += strength * std::exp(records.log_of(at));
     }
     return total * batch.count;
 }

@@ -120,10 +120,12 @@ def distilled(batch: Batch, weight: float, temperature: float, exclude_true: boo
 
 def suppressed(batch: Batch, weight: float) -> torch.Tensor:
     """Return what Suppression adds, (): a mean over the batch inside of a logarithm."""
-    _check("the shares of a suppression", batch.data["shares"], batch.logits.shape[1:])
-    counted = ~_of_class(batch) & (batch.weights > 0).unsqueeze(1)
-    mean = torch.where(counted, batch.logits + batch.weights.log().unsqueeze(1), _FAR_BELOW).logsumexp(0)
-    return (weight * batch.data["shares"] * torch.where(counted.any(0), mean, 0.0)).sum()
+    shares, num_classes = batch.data["shares"], batch.logits.shape[1]
+    _check("the shares of a suppression", shares, (num_classes,))
+    usual = torch.where(shares > 0, shares * num_classes, 1.0).log()
+    exponents = torch.where(_of_class(batch), 0.0, batch.logits - usual)
+    means = (exponents + batch.weights.log().unsqueeze(1)).logsumexp(0)
+    return weight * torch.where(shares > 0, shares * means, 0.0).sum()
 
 
 def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:

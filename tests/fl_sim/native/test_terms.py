@@ -112,9 +112,9 @@ def distilled(term: Distillation | None, own: torch.Tensor, received: torch.Tens
 def suppressed(term: Suppression | None, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     total = torch.zeros(())
     for k in range(CLASSES):
-        if term is not None and bool((labels != k).any()):
-            mean = logits[labels != k, k].exp().sum() / len(labels)
-            total = total + term.weight * term.shares[k] * mean.log()
+        if term is not None and term.shares[k] > 0:
+            others = logits[labels != k, k].exp().sum() / term.shares[k] / CLASSES
+            total = total + term.weight * term.shares[k] * ((others + (labels == k).sum()) / len(labels)).log()
     return total
 
 

@@ -1,5 +1,6 @@
 """Every part of a plan has the gradient of its formula, written plainly here, record by record."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.features import feature_sums, head_of
 from fl_sim.training.loop import train
-from fl_sim.training.terms import contrasted, distilled
+from fl_sim.training.terms import contrasted, distilled, suppressed
 from fl_sim.types import LocalSettings, LocalTask, Params, Trained
 
 CLASSES, FEATURES = 4, 5
@@ -77,9 +78,12 @@ def distillation(seen: Seen, classes: list[bool], temperature: float, *, exclude
 def suppression(seen: Seen, shares: list[float]) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for c, share in enumerate(shares):
-        others = [logits[c].exp() for logits, label in zip(seen.logits, seen.labels, strict=True) if label != c]
-        if others:
-            total = total + share * (torch.stack(others).sum() / len(seen.labels)).log()
+        if share > 0:
+            sizes = [
+                logits[c].exp() / share / CLASSES if label != c else torch.ones((), dtype=torch.float64)
+                for logits, label in zip(seen.logits, seen.labels, strict=True)
+            ]
+            total = total + share * torch.stack(sizes).mean().log()
     return total
 
 
@@ -102,7 +106,7 @@ def pull(seen: Seen, prototypes: torch.Tensor, present: list[bool]) -> torch.Ten
     return total / len(seen.labels)
 
 
-SHIFT, SCALE, SHARES = [0.5, -1.0, 2.0, 0.0], [1.0, 0.3, 2.0, 1.0], [0.1, 0.4, 0.2, 0.3]
+SHIFT, SCALE, SHARES = [0.5, -1.0, 2.0, 0.0], [1.0, 0.3, 2.0, 1.0], [0.4, 0.0, 0.2, 0.4]
 ONLY_2 = [False, False, True, False]
 SOME, PROTOTYPES = [True, True, False, True], noise(CLASSES, FEATURES, seed=3)
 PARTS: dict[str, tuple[LocalPlan, Plain]] = {
@@ -223,6 +227,15 @@ def test_the_contrast_is_that_of_released_code() -> None:
         found = contrasted(batch, 1.0, temperature).mean()
         assert float(found.detach()) == pytest.approx(loss, abs=1e-6)
         assert torch.autograd.grad(found, z)[0].flatten().tolist() == pytest.approx(slopes, abs=1e-6)
+
+
+def test_suppression_stops_where_only_records_of_the_class_are_left() -> None:
+    """Without a lower bound, as the paper has it, training runs away with it."""
+    labels, shares = torch.tensor([0, 2, 2]), torch.tensor([0.5, 0.0, 0.5, 0.0])
+    logits = torch.full((3, 4), -1e4, requires_grad=True)
+    found = suppressed(seen_as_batch(logits, labels, data={"shares": shares}), 2.0)
+    assert float(found.detach()) == pytest.approx(math.log(1 / 3) + math.log(2 / 3))
+    assert not torch.autograd.grad(found, logits)[0].any()
 
 
 def seen_as_batch(logits: torch.Tensor, labels: torch.Tensor, **others: Any) -> Batch:
