@@ -2,17 +2,18 @@
 
     fl-sim run aggregator=median:Median partition=iid
 
-It replaces a round's mean, so it works with every algorithm. It promises no privacy, and results say so.
+It replaces a round's mean; as it is ``Robust``, algorithms that need the mean itself refuse it. It promises no privacy,
+and results say so.
 """
 
 import torch
 
-from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort, Payloads
+from strategies.aggregators import Robust
 from strategies.algorithm import Weighting
 
 
-class Median(Settings):
+class Median(Robust):
     """Of every number the middle one of the clients that have records: a few broken clients cannot move it far."""
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:

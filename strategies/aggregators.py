@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, TypeAlias
 
 from fl_sim.errors import Diverged
+from fl_sim.kinds import Choices, kind_of
 from fl_sim.late_torch import torch
 from fl_sim.params import FlatParams, flattened, is_finite, weighted_mean
 from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort, Payloads, Reply
-from strategies.algorithm import Weigh, Weighting
+from strategies.algorithm import MeanOnly, Weigh, Weighting
 
 
 class Aggregator(Protocol):
@@ -57,6 +58,22 @@ class WeightedMean(Settings):
 def weights_of(replies: Sequence[Reply], weighting: Weighting) -> list[float]:
     """Return how much each client counts in a mean, before they are divided by their sum."""
     return [float(reply.num_examples) if weighting == "examples" else 1.0 for reply in replies]
+
+
+class Robust(Settings):
+    """What looks at single updates, so that a few hostile clients do little, and makes something else than their mean.
+
+    All that a client sends is one vector to it.
+    """
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError beside an algorithm whose server needs the mean."""
+        algorithm = experiment.algorithm
+        if isinstance(algorithm, MeanOnly) and (why := algorithm.mean_only()):
+            raise ValueError(
+                f"algorithm {kind_of(algorithm)} cannot run with aggregator {kind_of(self)}: {why}; leave aggregator "
+                "out, or take another algorithm, such as fedavg"
+            )
 
 
 Combine: TypeAlias = "Callable[[torch.Tensor, Sequence[Reply]], torch.Tensor]"

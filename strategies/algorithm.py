@@ -107,6 +107,15 @@ class Weighing(Protocol):
 
 
 @runtime_checkable
+class MeanOnly(Protocol):
+    """An algorithm of which the mean of what clients send makes sense, but not what looks at single updates makes."""
+
+    def mean_only(self) -> str:
+        """Return why, a clause; empty where other aggregates serve as well."""
+        ...
+
+
+@runtime_checkable
 class Noted(Protocol):
     """An algorithm that must be explained below a table in which it stands beside others."""
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from fl_sim.late_torch import torch
-from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort
-from strategies.aggregators import combined
+from strategies.aggregators import Robust, combined
 from strategies.algorithm import Weighting
 
 
-class CoordinateMedian(Settings):
+class CoordinateMedian(Robust):
     """Of every number the middle one; of an even number of clients the mean of the two in the middle.
 
     Fewer than half of the clients cannot move a number beyond what honest clients sent. Every client counts the same,

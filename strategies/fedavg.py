@@ -36,6 +36,10 @@ class Centralized(Averaging):
         if not isinstance(experiment.preprocess, NoPreprocess):
             raise ValueError("algorithm centralized has all records in one place: preprocess da-fl is for clients")
 
+    def mean_only(self) -> str:
+        """Say who is there."""
+        return "it has a single client, which there is nobody to compare with"
+
     def plan(self, task: LocalTask) -> LocalPlan:
         """Go on with the momentum of the round before."""
         return LocalPlan(momentum_buffers=task.state.get("momentum"))

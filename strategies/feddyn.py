@@ -32,6 +32,13 @@ class Dynamic(Averaging):
             "its correction is the gradient at a client's model, which a step of its own scale never balances",
         )
 
+    def mean_only(self) -> str:
+        """Say what h is."""
+        return (
+            "its corrections cancel where the loss of all is least only while h is the mean of what clients keep, and "
+            "of other aggregates the gap adds up"
+        )
+
     def init(self, params: Params) -> ServerState:
         """Start from ``params`` with h = 0."""
         return ServerState(params, memory={"h": zeros_like(params)})

@@ -33,6 +33,13 @@ class FedExP(Averaging):
                 "beside it, which joint clipping and noise make useless; take fedavg, fedavgm or fedadam"
             )
 
+    def mean_only(self) -> str:
+        """Say what would be divided by what."""
+        return (
+            "its step divides the mean of squared norms by the square of the mean update, and of other aggregates that "
+            "ratio means nothing: near 0 updates that disagree would make any step"
+        )
+
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Send D_i = y_i - x and ||D_i||^2."""
         update = super().finish(task, trained)

@@ -22,6 +22,13 @@ class _Mixing(Averaging):
     mixing_weight: float = Field(0.1, gt=0, lt=1)
     records_per_average: int = Field(5, ge=2)
 
+    def mean_only(self) -> str:
+        """Say what an aggregator does not see."""
+        return (
+            "clients train on averages that others share before the first round, where no aggregator looks, so that "
+            "one hostile client would spoil all of them"
+        )
+
     def share(
         self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
     ) -> dict[str, torch.Tensor]:

@@ -33,6 +33,15 @@ class FedNova(Averaging):
                 "number of local steps: otherwise clients send their a_i, which drowns the update in the joint clip"
             )
 
+    def mean_only(self) -> str:
+        """Say what a_i would do in a vector with the update; a public ``tau_eff`` takes it out."""
+        if self.tau_eff is not None:
+            return ""
+        return (
+            "clients send their number of steps beside the update, which is far longer and would decide alone who is "
+            "close to whom; set a public algorithm.tau_eff, such as the usual number of local steps"
+        )
+
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Send the normalised update (y_i - x) / a_i, and a_i itself for tau_eff."""
         a_i = accumulated_momentum(trained.num_steps, task.settings.momentum)

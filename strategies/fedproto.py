@@ -34,6 +34,13 @@ class FedProto(Averaging):
                 "update that they would be clipped with, and drown it; take fedavg, fedprox or scaffold"
             )
 
+    def mean_only(self) -> str:
+        """Say what would be divided by what."""
+        return (
+            "prototypes are sums of features divided by counts, of the same clients, and sums of features are longer "
+            "than the update beside which they would be judged"
+        )
+
     def note(self) -> str:
         """Say what clients give away."""
         return "FedProto: clients send the mean features of each class that they hold, and each class's share."

@@ -7,13 +7,12 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from fl_sim.late_torch import torch
-from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort
-from strategies.aggregators import combined
+from strategies.aggregators import Robust, combined
 from strategies.algorithm import Weighting
 
 
-class GeometricMedian(Settings):
+class GeometricMedian(Robust):
     """The point with the least sum of distances to the updates, by ``iterations`` of the smoothed Weiszfeld algorithm.
 
     ``smoothing``: the paper's nu, the least distance that is divided by. Every client counts the same, as the number of

@@ -8,13 +8,12 @@ from pydantic import Field
 
 from fl_sim.errors import RunError
 from fl_sim.late_torch import torch
-from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort
-from strategies.aggregators import combined
+from strategies.aggregators import Robust, combined
 from strategies.algorithm import Weighting
 
 
-class Krum(Settings):
+class Krum(Robust):
     """The one update with the least sum of squared distances to its n - ``hostile`` - 2 nearest neighbours.
 
     ``hostile``: the paper's f, how many clients of a round may be. It needs n >= 2 ``hostile`` + 3 clients with records
@@ -32,7 +31,7 @@ class Krum(Settings):
         return _closest(cohort, self.hostile, selected=1)
 
 
-class MultiKrum(Settings):
+class MultiKrum(Robust):
     """The mean of the ``selected`` updates with the least scores (0: n - ``hostile``, as in the paper's section 4)."""
 
     kind: Literal["multi-krum"] = "multi-krum"

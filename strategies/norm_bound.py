@@ -8,13 +8,12 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from fl_sim.late_torch import torch
-from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort, Reply
-from strategies.aggregators import combined, weights_of
+from strategies.aggregators import Robust, combined, weights_of
 from strategies.algorithm import Weighting
 
 
-class NormBound(Settings):
+class NormBound(Robust):
     """Each client's payloads, taken as one vector, are scaled down to at most ``norm_bound``; then their mean.
 
     One hostile client of n moves the model by ``norm_bound`` / n at most. Nothing is noised: no privacy.

@@ -58,6 +58,10 @@ class Scaffold(Averaging):
         whose = "fl-sim's extension to" if self.variant == "momentum" else "NIID-Bench's program with"
         return f"SCAFFOLD here is {whose} local momentum {momentum:g}, which its paper does not have"
 
+    def mean_only(self) -> str:
+        """Say what c is."""
+        return "clients' corrections c - c_i cancel only while c is the mean of all c_i, which other aggregates lose"
+
     def init(self, params: Params) -> ServerState:
         """Start from ``params`` with c = 0."""
         return ServerState(params, broadcast={"control": zeros_like(params)})

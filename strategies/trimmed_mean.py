@@ -8,13 +8,12 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from fl_sim.late_torch import torch
-from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort
-from strategies.aggregators import combined
+from strategies.aggregators import Robust, combined
 from strategies.algorithm import Weighting
 
 
-class TrimmedMean(Settings):
+class TrimmedMean(Robust):
     """Of every number the mean without the ``trim`` share of clients at each end, rounded up to whole clients.
 
     ``trim``: the paper's beta, at least the share of clients that may be hostile. Where it leaves nobody, the median's

@@ -1,0 +1,107 @@
+"""Every algorithm beside every aggregator that looks at single updates: refused with the reason, or sound."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import AnyAggregator, AnyAlgorithm, experiment_from
+from fl_sim.kinds import kinds
+from fl_sim.params import num_parameters, scale
+from fl_sim.types import Cohort, Params, Reply, ServerState
+from strategies.aggregators import Robust, WeightedMean
+from strategies.algorithm import MeanOnly, what_clients_send
+
+ALGORITHMS = kinds(AnyAlgorithm)
+ROBUST = [kind for kind, made in kinds(AnyAggregator).items() if issubclass(made, Robust)]
+REFUSED = {
+    "scaffold": "mean of all c_i",
+    "feddyn": "h is the mean",
+    "fedspeed": "h is the mean",
+    "fedexp": "squared norms",
+    "fedproto": "divided by counts",
+    "fednova": "set a public algorithm.tau_eff",
+    "feddisco": "of the aggregators only mean does that",
+    "fedmix": "averages that others share",
+    "naivemix": "averages that others share",
+    "centralized": "single client",
+    "pate": "teachers vote once",
+}
+START: Params = {"body": torch.zeros(4, 5), "head.weight": torch.zeros(3, 4), "head.bias": torch.zeros(3)}
+HOSTILE = 2
+
+
+def test_the_robust_aggregators_are_known_as_such() -> None:
+    assert set(kinds(AnyAggregator)) == {"mean", "global-dp", *ROBUST}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_pair_is_refused_with_the_reason_or_its_server_withstands(algorithm: str) -> None:
+    for aggregator in ROBUST:
+        settings = {"algorithm": algorithm, "aggregator": aggregator}
+        if algorithm not in REFUSED:
+            _expect_soundness(experiment_from(settings))
+            continue
+        with pytest.raises(UserError, match=f"algorithm {algorithm} .*{REFUSED[algorithm]}.*(leave|take)") as raised:
+            experiment_from(settings)
+        assert "\n" not in str(raised.value)
+
+
+def test_fednova_with_a_public_number_of_steps_withstands() -> None:
+    for aggregator in ROBUST:
+        _expect_soundness(experiment_from({"algorithm": {"kind": "fednova", "tau_eff": 2}, "aggregator": aggregator}))
+
+
+def test_what_needs_the_mean_still_has_it() -> None:
+    for kind, made in ALGORITHMS.items():
+        if issubclass(made, MeanOnly):
+            assert kind in REFUSED
+            experiment_from({"algorithm": kind, "aggregator": "mean"})
+
+
+def _expect_soundness(experiment: Any) -> None:
+    """Clients that agree make what their mean makes; two of nine that send anything move the server's state little."""
+    algorithm, aggregator = experiment.algorithm, experiment.aggregator
+    assert list(what_clients_send(algorithm, algorithm.init(START))) in [["delta"], ["direction"]]
+    agreeing = _after(algorithm, aggregator, spread=0.0, harm=None)
+    _expect_close(agreeing, _after(algorithm, WeightedMean(), spread=0.0, harm=None), 1e-5)
+    honest = _after(algorithm, aggregator, spread=0.01, harm=None)
+    for harm in (-1e6, 1e6):
+        _expect_close(honest, _after(algorithm, aggregator, spread=0.01, harm=harm), 2.0)
+    spoilt = _after(algorithm, WeightedMean(), spread=0.01, harm=1e6)
+    assert float(max(value.abs().max() for value in spoilt.memory.get("second_moment", spoilt.params).values())) > 1e2
+
+
+def _after(algorithm: Any, aggregator: Any, *, spread: float, harm: float | None) -> ServerState:
+    """Return the server's state after three rounds of nine clients, the first of which may be hostile."""
+    server: ServerState = algorithm.init(START)
+    generator = torch.Generator().manual_seed(0)
+    size = num_parameters(START)
+    common = {name: torch.randn(value.shape, generator=generator) / size for name, value in START.items()}
+    for server_round in (1, 2, 3):
+        replies = []
+        for client in range(9):
+            own = {
+                name: value + spread * torch.randn(value.shape, generator=generator) for name, value in common.items()
+            }
+            group = next(iter(what_clients_send(algorithm, server)))
+            replies.append(Reply(client, {group: own}, 10, 1.0))
+        for client in range(HOSTILE if harm else 0):
+            forged = {name: scale(value, harm or 0.0) for name, value in replies[client].payloads.items()}
+            replies[client] = replace(replies[client], payloads=forged)
+        aggregate = aggregator.mean(Cohort(server_round, tuple(replies), 9, 9.0), algorithm.weighting)
+        assert aggregate is not None
+        server = algorithm.merge(server, aggregate)
+    return server
+
+
+def _expect_close(one: ServerState, other: ServerState, limit: float) -> None:
+    pairs = zip(_all(one), _all(other), strict=True)
+    assert max(float((first - second).abs().max()) for first, second in pairs) <= limit
+
+
+def _all(server: ServerState) -> list[torch.Tensor]:
+    groups = [server.params, *server.broadcast.values(), *server.memory.values()]
+    return [value for group in groups for value in group.values()]
