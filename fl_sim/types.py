@@ -110,6 +110,8 @@ class LocalSettings:
         """Return the number of steps a client with ``num_examples`` records takes; a part of a step is a whole one."""
         if self.steps and num_examples:
             return self.steps
+        if self.epochs % 1 == 0:  # the usual case, asked for several times a client and round
+            return int(self.epochs) * self.num_batches(num_examples)
         # As the decimal that it is written as: 0.7 * 10 is more than 7 in binary, and would be rounded up to 8.
         return math.ceil(Fraction(str(self.epochs)) * self.num_batches(num_examples))
 
