@@ -35,6 +35,36 @@ Optimizer: TypeAlias = Literal["sgd", "adam", "adamw"]
 
 
 @dataclass(frozen=True)
+class Augment:
+    """How images are moved at random each time that they are trained on; by default not at all.
+
+    ``crop``: an image is padded by as many pixels of ``black`` on every side, and a window of its own size is cut out
+    anywhere. ``flip``: it is mirrored left to right as often as not. ``black``: one number per channel, what a byte of
+    0 becomes by normalisation.
+    """
+
+    crop: int = 0
+    flip: bool = False
+    black: tuple[float, ...] = ()
+
+    @property
+    def moves(self) -> bool:
+        """Say whether any image is moved."""
+        return bool(self.crop or self.flip)
+
+    def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """Return where the window of each of ``count`` images begins, down and right, and whether it is mirrored.
+
+        (count, 3): the first two from 0 to 2 ``crop``, the third 0 or 1. Where images stay as they are, nothing is
+        drawn from ``generator``.
+        """
+        if not self.moves:
+            return np.zeros((count, 3), np.int64)
+        places = 2 * self.crop + 1
+        return generator.integers(0, [places, places, 1 + int(self.flip)], size=(count, 3))
+
+
+@dataclass(frozen=True)
 class Examples:
     """Labelled records.
 
@@ -94,6 +124,7 @@ class LocalSettings:
     is). What is clipped is the gradient with all that the plan adds to it, before weight decay and momentum. So a
     correction that cancels the gradient at the optimum still cancels it, as in FedDyn's program, which puts the
     correction into the loss; that program adds alpha w as weight decay, and so does not clip it.
+    ``augment``: how images are moved each time that they are trained on.
     """
 
     learning_rate: float
@@ -105,6 +136,7 @@ class LocalSettings:
     steps: int = 0
     label_smoothing: float = 0.0
     optimizer: Optimizer = "sgd"
+    augment: Augment = Augment()
 
     def num_steps(self, num_examples: int) -> int:
         """Return the number of steps a client with ``num_examples`` records takes; a part of a step is a whole one."""

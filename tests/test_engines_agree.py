@@ -29,7 +29,7 @@ SAMPLERS = {"fedavg": "poisson:0.6", "scaffold": "fixed-size:5", "fedmix": "fixe
 
 
 def settings(algorithm: str, engine: str | dict[str, Any]) -> Experiment:
-    """An unequal split, partial participation, a model with dropout."""
+    """An unequal split, partial participation, a model with dropout; with SCAFFOLD images are moved, too."""
     return experiment_from(
         {
             "data": "digits",
@@ -39,7 +39,7 @@ def settings(algorithm: str, engine: str | dict[str, Any]) -> Experiment:
             "algorithm": algorithm,
             "sampler": SAMPLERS[algorithm],
             "rounds": 4,
-            "local": {"epochs": 2, "batch_size": 16},
+            "local": {"epochs": 2, "batch_size": 16, "augment": "crop-flip" if algorithm == "scaffold" else "none"},
             "seed": 5,
             "engine": engine,
         }
@@ -173,7 +173,8 @@ def two_workers(folder: Path) -> Path:
 
 
 def natively(engine: dict[str, Any], out: Path) -> None:
-    base = settings("scaffold", "inprocess").model_dump() | {"model": "dafl-cnn"}
+    plain = settings("scaffold", "inprocess").model_dump()
+    base = plain | {"model": "dafl-cnn", "local": plain["local"] | {"augment": "none"}}
     run(experiment_from({**base, "engine": engine}), out)
 
 

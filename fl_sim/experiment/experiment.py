@@ -174,6 +174,8 @@ class Local(Settings):
     parameters (0: they are not), before weight decay and momentum. It promises no privacy: ``global-dp`` does.
     ``label_smoothing``: what part of every label is spread evenly over all classes in training. ``optimizer``: "sgd",
     or torch's "adam" or "adamw", which start anew in every round and have no place for ``momentum``: it is 0 then.
+    ``augment``: how images are moved each time that they are trained on. "crop" pads them by 4 black pixels on every
+    side and cuts a window of their own size out anywhere, "flip" mirrors them as often as not, "crop-flip" does both.
 
     ``precision`` is for GPUs: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8 (weights, their steps
     and evaluation stay float32); on a CPU only ``engine.stack`` above 1 takes "bfloat16", and it does not pay.
@@ -190,6 +192,7 @@ class Local(Settings):
     clip_norm: float = Field(0.0, ge=0)
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     optimizer: Optimizer = "sgd"
+    augment: Literal["none", "crop", "flip", "crop-flip"] = "none"
     schedule: Annotated[Schedule, OneOf("local.schedule")] = Constant()
     precision: Precision = "float32"
 

@@ -112,6 +112,11 @@ def _scaled(dataset: Dataset, normalise: str) -> Dataset:
 
 
 def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
+    if (augment := experiment.local.augment) != "none" and len(dataset.input_shape) != 3:
+        raise UserError(
+            f"local.augment={augment} moves images, but the records of {experiment.data} are feature vectors: leave it "
+            "out"
+        )
     if isinstance(experiment.preprocess, DaFl):
         experiment.preprocess.generator_epsilon(dataset.num_classes)
         if len(dataset.input_shape) != 3:

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, TypeAlias
@@ -33,11 +33,13 @@ class Draws:
     """What chance decides in one client's training.
 
     ``order``: (passes, n), the permutation of every epoch, the last of which may not be used up; ``partners``:
-    (steps,), records of the mixing pool, empty where the plan does not mix.
+    (steps,), records of the mixing pool, empty where the plan does not mix. ``moves``: (passes, n, 3), what
+    ``Augment.draw`` gives for the records in the order of each epoch, empty where images stay as they are.
     """
 
     order: NDArray[np.int64]
     partners: NDArray[np.int64]
+    moves: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0, 3), np.int64))
 
     @classmethod
     def of(cls, task: LocalTask, plan: LocalPlan, count: int, generator: np.random.Generator) -> Self:
@@ -46,11 +48,14 @@ class Draws:
         passes, batches = settings.num_passes(count), settings.num_batches(count)
         order = np.empty((passes, count), np.int64)
         partners = np.empty(settings.num_steps(count) if plan.mix is not None else 0, np.int64)
+        moves = np.empty((passes if settings.augment.moves else 0, count, 3), np.int64)
         for epoch in range(passes):
             order[epoch] = generator.permutation(count)
+            if len(moves):
+                moves[epoch] = settings.augment.draw(count, generator)
             for step in range(epoch * batches, min((epoch + 1) * batches, len(partners))):
                 partners[step] = generator.integers(len(plan.mix.labels)) if plan.mix is not None else 0
-        return cls(order, partners)
+        return cls(order, partners, moves)
 
 
 class Lesson(NamedTuple):

@@ -167,15 +167,14 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
     kernel, why_not = load_kernel()
     if kernel is None and job.device.type == "cpu":
         return f"PyTorch trains, {threads}: there is no native trainer here, {why_not}"
-    settings = _typical_settings(job)
-    unknown = [f"local.{name}={getattr(settings, name)}" for name in unknown_settings(settings)]
+    local, names = job.experiment.local, unknown_settings(_typical_settings(job))
+    unknown = [f"local.{name}={getattr(local, name)}" for name in names]
     why = f": the native trainer does not take {', '.join(unknown)}" if unknown else ""
     return f"PyTorch trains, {threads}{precision}{why if kernel is not None else ''}"
 
 
 def _typical_settings(job: Job) -> LocalSettings:
-    local = job.experiment.local
-    return local_settings(local, local.learning_rate)
+    return local_settings(job, job.experiment.local.learning_rate)
 
 
 def estimated_seconds(job: Job) -> float:

@@ -93,9 +93,9 @@ def _use_synthetic_records(job: Job, strategy: FederatedStrategy, grid: Grid, ou
 
 def _trained_on_pool(job: Job, pool: Path, server_epochs: int, params: Params) -> Params:
     """Return the model after the server's own epochs on the pool: post-processing, so it costs no privacy."""
-    local, seed = job.experiment.local, job.experiment.seed
+    seed = job.experiment.seed
     records = resident(read_pool(pool), job.dataset, job.device)
-    settings = replace(local_settings(local, local.learning_rate), epochs=server_epochs, steps=0)
+    settings = replace(local_settings(job, job.experiment.local.learning_rate), epochs=server_epochs, steps=0)
     task = LocalTask(0, 0, 1, len(records), settings, params)
     seeded = partial(seed_torch, seed, "server epochs")
     local_job = LocalJob(task, LocalPlan(), records.whole(), rng(seed, "server epochs"), seeded)

@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from clients.app import Site, Synthetic
 from clients.dafl.settings import DaFl
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import Experiment, InProcess, Local
+from fl_sim.experiment.experiment import Experiment, InProcess
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.seeding import rng
 from fl_sim.training.loop import resident, stays_bytes, to_tensors
-from fl_sim.training.records import Records, Source
-from fl_sim.types import Dataset, Examples, LocalSettings
+from fl_sim.training.records import Records, Scale, Source
+from fl_sim.types import Augment, Dataset, Examples, LocalSettings
 from partitions import EvaluationSkew, FeatureSkew
 from strategies.algorithm import Sharing
 from strategies.attacks import hostile_clients
@@ -30,6 +30,9 @@ from strategies.attacks import hostile_clients
 if TYPE_CHECKING:
     from clients.dafl.share import Share
     from clients.policy import Policy
+
+PADDING = 4
+"""Pixels on every side of an image of which a window is cut out, as the field has it since He et al. 2016."""
 
 KEEP_BYTES = 256 * 2**20
 """Training sets whose float32 form is no larger stay in memory as such, one copy in each process."""
@@ -67,7 +70,7 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
         trains_on_own=partial(_trains_on_own, experiment),
         synthesize=partial(_synthesize, job, own),
         share=partial(_share, experiment, job.dataset.num_classes),
-        local_settings=partial(local_settings, experiment.local),
+        local_settings=partial(local_settings, job),
         num_clients=experiment.num_clients,
         seed=experiment.seed,
         threads=experiment.engine.threads,
@@ -76,11 +79,21 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
     )
 
 
-def local_settings(local: Local, learning_rate: float) -> LocalSettings:
+def local_settings(job: Job, learning_rate: float) -> LocalSettings:
     """Return a round's settings for clients, with the schedule already in ``learning_rate``."""
+    local = job.experiment.local
     # By name, so that a field of one that the other lacks is an error, not forgotten.
     same = {part.name: getattr(local, part.name) for part in fields(LocalSettings)}
-    return LocalSettings(**{**same, "learning_rate": learning_rate})
+    return LocalSettings(**{**same, "learning_rate": learning_rate, "augment": _augment(job)})
+
+
+def _augment(job: Job) -> Augment:
+    chosen = job.experiment.local.augment
+    if chosen == "none":
+        return Augment()
+    scale = Scale.of(job.dataset, np.dtype(np.uint8), 4)
+    black = scale.normalise_(torch.zeros_like(scale.offset)).flatten().tolist()
+    return Augment(PADDING if "crop" in chosen else 0, "flip" in chosen, tuple(black))
 
 
 def read_pool(path: Path) -> Examples:

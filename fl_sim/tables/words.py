@@ -145,9 +145,11 @@ def _lengths(local: Sequence[Local]) -> str:
 
 def _beyond_defaults(local: Sequence[Local]) -> str:
     """Return what is said of local training only where some of the cells differ from the default."""
-    said = {"clip_norm": "gradients clipped to norm", "label_smoothing": "label smoothing"}
+    said = {
+        "clip_norm": "gradients clipped to norm", "label_smoothing": "label smoothing", "augment": "images moved by",
+    }  # fmt: skip
     values = {words: [getattr(one, name) for one in local] for name, words in said.items()}
-    return "".join(f", {words} {_values(found)}" for words, found in values.items() if any(found))
+    return "".join(f", {words} {_values(found)}" for words, found in values.items() if {*found} - {0, "none"})
 
 
 def _preprocessing(chosen: Sequence[DaFl]) -> list[str]:

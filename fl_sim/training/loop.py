@@ -14,6 +14,7 @@ from fl_sim.local_plan import Ascent, LocalPlan, fields_in_use
 from fl_sim.params import check_layout, detached, layout_of
 from fl_sim.training.adam import Moments, check_optimizer
 from fl_sim.training.ascent import ascent_of, blended, uphill
+from fl_sim.training.augmenting import black_of, moved
 from fl_sim.training.clipping import clipped
 from fl_sim.training.features import feature_sums
 from fl_sim.training.losses import LogitsOf
@@ -24,7 +25,7 @@ from fl_sim.types import Dataset, Examples, LocalSettings, LocalTask, Params, Tr
 
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm", "steps",
-    "label_smoothing", "optimizer",
+    "label_smoothing", "optimizer", "augment",
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
@@ -74,8 +75,8 @@ def train(
     """Take ``task.settings.num_steps(n)`` steps from ``task.params``.
 
     ``inputs``: (n, *input shape), normalised; ``labels``: (n,). ``model`` lends its architecture; its weights are
-    overwritten. ``generator`` shuffles records and picks mixing partners. With n = 0 nothing is trained. Raises
-    ValueError where tensors are not the model's, UserError where the plan asks for what no trainer knows.
+    overwritten. ``generator`` shuffles records, moves images and picks mixing partners. With n = 0 nothing is trained.
+    Raises ValueError where tensors are not the model's, UserError where the plan asks for what no trainer knows.
     """
     _check_known(plan, task.settings)
     weights: Params = dict(model.named_parameters())
@@ -93,8 +94,10 @@ def train(
         name: Moments.like(weight.detach()) for name, weight in trainable.items() if task.settings.optimizer != "sgd"
     }
     losses: list[torch.Tensor] = []
-    for batch in _batches(task.settings, len(labels), generator, inputs.device):
-        loss_of = partial(objective.loss, inputs[batch], labels[batch], objective.partner(generator))
+    augment, black = task.settings.augment, black_of(task.settings.augment, inputs.device)
+    for batch, moves in _batches(task.settings, len(labels), generator, inputs.device):
+        records = moved(inputs[batch], moves, augment, black)
+        loss_of = partial(objective.loss, records, labels[batch], objective.partner(generator))
         loss, gradients = _gradients(loss_of, trainable, ascent_of(plan))
         with torch.no_grad():
             corrected = {
@@ -115,12 +118,16 @@ def train(
 
 def _batches(
     settings: LocalSettings, count: int, generator: np.random.Generator, device: torch.device
-) -> Iterator[torch.Tensor]:
-    """Draw the places of the records of each step; a pass is shuffled when it begins, between other draws."""
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Draw the places of the records of each step, and how they are moved.
+
+    A pass is drawn when it begins, between other draws.
+    """
     left = settings.num_steps(count)
     while left:
-        batches = torch.split(torch.from_numpy(generator.permutation(count)).to(device), settings.batch_size)[:left]
-        yield from batches
+        drawn = [generator.permutation(count), settings.augment.draw(count, generator)]
+        batches, moves = (torch.split(torch.from_numpy(one).to(device), settings.batch_size)[:left] for one in drawn)
+        yield from zip(batches, moves, strict=True)
         left -= len(batches)
 
 

@@ -11,11 +11,11 @@ from fl_sim.params import Layout, layout_of
 from fl_sim.training.ascent import ascent_of
 from fl_sim.training.terms import terms_of
 from fl_sim.training.trainer import LocalJob
-from fl_sim.types import Optimizer, Params
+from fl_sim.types import Augment, Optimizer, Params
 
 TAKES = frozenset({
     "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm", "steps",
-    "label_smoothing", "optimizer",
+    "label_smoothing", "optimizer", "augment",
     "gradient_offset", "step_offset", "proximal_mu", "gradient_scale", "momentum_buffers", "mix", "logit_shift",
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
@@ -48,6 +48,7 @@ class Kind:
     clip_norm: float = 0.0
     label_smoothing: float = 0.0
     optimizer: Optimizer = "sgd"
+    augment: Augment = Augment()  # noqa: RUF009 (frozen)
 
     @classmethod
     def of(cls, job: LocalJob, *, proximal: bool) -> Self:
@@ -58,7 +59,7 @@ class Kind:
             bool(plan.momentum_buffers), bool(plan.gradient_offset), proximal, _key_of_mix(plan.mix),
             _shapes(adjustment_of(plan)), tuple(map(_key_of_term, terms_of(plan))), ascent_of(plan),
             plan.gradient_scale, bool(plan.step_offset), settings.clip_norm,
-            settings.label_smoothing, settings.optimizer,
+            settings.label_smoothing, settings.optimizer, settings.augment,
         )  # fmt: skip
 
 

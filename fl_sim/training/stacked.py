@@ -99,6 +99,8 @@ class StackedTrainer:
             step.rows[:active] = schedule.rows[number, :active]
             step.weights[:active] = schedule.weights[number, :active]
             step.partners[:active] = schedule.partners[number, :active]
+            if len(schedule.moves):
+                step.moves[:active] = schedule.moves[number, :active]
             launch(active)
         params, buffers = (_rows(tensors, len(jobs)) for tensors in (step.params, step.buffers))
         losses = step.losses.tolist()
@@ -139,12 +141,13 @@ class _Schedule:
     """Which records meet in which step: steps x clients x batch, and the mixing partners: steps x clients.
 
     ``rows`` counts through the records of all sources; ``weights`` are 1 / n for the n records of a batch and 0 for
-    what fills it up.
+    what fills it up. ``moves``: steps x clients x batch x 3, how images are moved, no steps where they are not.
     """
 
     rows: torch.Tensor
     weights: torch.Tensor
     partners: torch.Tensor
+    moves: torch.Tensor
 
 
 def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> _Schedule:
@@ -153,19 +156,24 @@ def _schedule(jobs: list[LocalJob], steps: list[int], sources: list[Source]) -> 
     rows = np.zeros((steps[0], len(jobs), size), dtype=np.int64)
     weights = np.zeros(rows.shape, dtype=np.float32)
     partners = np.zeros(rows.shape[:2], dtype=np.int64)
+    is_moving = jobs[0].task.settings.augment.moves
+    moves = np.zeros((*(rows.shape if is_moving else (0, 0, 0)), 3), dtype=np.int64)
     ends = np.cumsum([0, *map(len, sources)]).tolist()
     first_of = dict(zip(sources, ends, strict=False))
     for place, job in enumerate(jobs):
         own = job.records.rows(first_of)
         draws = Draws.of(job.task, job.plan, len(own), job.generator)
-        batches = [order[first : first + size] for order in draws.order for first in range(0, len(own), size)]
-        for step, batch in enumerate(batches[: steps[place]]):
+        starts = [(epoch, first) for epoch in range(len(draws.order)) for first in range(0, len(own), size)]
+        for step, (epoch, first) in enumerate(starts[: steps[place]]):
+            batch = draws.order[epoch, first : first + size]
             rows[step, place] = own[batch[0]]  # a record of its own fills up: another's class may have a shift of -inf
             rows[step, place, : len(batch)] = own[batch]
             weights[step, place, : len(batch)] = 1 / len(batch)
+            if is_moving:
+                moves[step, place, : len(batch)] = draws.moves[epoch, first : first + size]
         partners[: len(draws.partners), place] = draws.partners
     device = jobs[0].records.device
-    return _Schedule(*(torch.from_numpy(array).to(device) for array in (rows, weights, partners)))
+    return _Schedule(*(torch.from_numpy(array).to(device) for array in (rows, weights, partners, moves)))
 
 
 def _rows(stacked: Params, count: int) -> list[Params]:

@@ -16,6 +16,7 @@ from fl_sim.local_plan import LocalPlan
 from fl_sim.params import check_layout
 from fl_sim.training.adam import Moments, check_optimizer
 from fl_sim.training.ascent import blended, uphill
+from fl_sim.training.augmenting import black_of, moved
 from fl_sim.training.clipping import clipped
 from fl_sim.training.features import Network
 from fl_sim.training.losses import LogitsOf, cross_entropies, mixed_losses
@@ -31,8 +32,8 @@ class StackedStep:
 
     Written from outside: ``rows``, ``weights``, ``partners`` of the step, (capacity, batch), (capacity, batch) and
     (capacity,): places in ``source``; 1 / n for each of the n records of a batch and 0 for what fills it up; places in
-    the mixing pool. If ``padded``, a step may be taken with more clients than are still training: those from
-    ``active`` on stay as they are.
+    the mixing pool. ``moves``, (capacity, batch, 3): how images are moved. If ``padded``, a step may be taken with more
+    clients than are still training: those from ``active`` on stay as they are.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class StackedStep:
         self.rows = torch.zeros(capacity, kind.batch_size, dtype=torch.int64, device=device)
         self.weights = torch.zeros(capacity, kind.batch_size, device=device)
         self.partners = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.moves = torch.zeros(capacity, kind.batch_size, 3, dtype=torch.int64, device=device)
+        self._black = black_of(kind.augment, device)
         self.active = torch.zeros((), dtype=torch.int64, device=device)
         self._anchor = _room(shapes if kind.proximal or self._terms else {}, capacity, device)
         self._offset = _room(shapes if kind.offset else {}, capacity, device)
@@ -90,7 +93,9 @@ class StackedStep:
         """Take a step with the first ``width`` clients, all of them still training unless the step is padded."""
         live = self._places[:width] < self.active if self.padded else None
         rows = self.rows[:width]
-        records = self._source.normalised(self._source.inputs[rows]), self._source.labels[rows], self.weights[:width]
+        inputs = self._source.normalised(self._source.inputs[rows])
+        inputs = moved(inputs, self.moves[:width], self.kind.augment, self._black)
+        records = inputs, self._source.labels[rows], self.weights[:width]
         gradients, losses = self._gradients(width, records)
         corrected = {name: self._corrected(name, gradient.float()) for name, gradient in gradients.items()}
         if self.kind.clip_norm:

@@ -81,6 +81,6 @@ def _vote(
     experiment, dataset = job.experiment, job.dataset
     if isinstance(settings.teachers, RandomForest):
         return forest_votes(settings.teachers, own(client), pool, client=client, seed=experiment.seed)
-    local = local_settings(experiment.local, experiment.local.learning_rate)
+    local = local_settings(job, experiment.local.learning_rate)
     build = partial(models.build, experiment.model, dataset.input_shape, dataset.num_classes)
     return network_votes(trainer, build, local, own(client), pool, client=client, seed=experiment.seed)

@@ -90,6 +90,7 @@ def test_overrides_lie_over_a_table_and_leave_it_as_it_was():
         (["local.epochs=0"], "local.epochs=0 and local.steps=0: clients train for epochs or steps; set one"),
         (["local.steps=5", "local.epochs=2"], "local.epochs=2 and local.steps=5: clients train for epochs or steps"),
         (["local.optimizer=sdg"], "local.optimizer = 'sdg'"),
+        (["local.augment=rotate"], "local.augment = 'rotate': input should be 'none', 'crop', 'flip' or 'crop-flip'"),
         (["local.optimizer=adam", "local.momentum=0.9"], "momentum=0.9 has no place beside local.optimizer=adam"),
         *[([f"algorithm={kind}", "local.optimizer=adamw"], f"{kind} cannot run with local.optimizer=adamw: its? ")
           for kind in ("scaffold", "fednova", "feddyn", "fedspeed", "fedcm", "mofedsam")],
@@ -140,7 +141,7 @@ def test_dates_in_a_file_are_a_mistake_like_any_other(tmp_path: Path):
         ["partition=quantity:0.5", "algorithm=fedadam", "local.learning_rate=0.30000000000000004"],
         ["partition=shards:2", "algorithm=centralized", "local.weight_decay=1e-5", "model=mlp"],
         ["local.steps=30", "local.clip_norm=10", "local.label_smoothing=0.1", "local.optimizer=adam"],
-        ["local.epochs=0.5"],
+        ["local.epochs=0.5", "local.augment=crop-flip"],
     ],
 )  # fmt: skip
 def test_an_experiment_written_as_toml_or_json_is_read_back_equal(overrides, tmp_path: Path):

@@ -94,7 +94,7 @@ class Given:
         return [np.array(part) if part else np.array([]) for part in self.parts]
 
 
-def test_inputs_are_scaled_by_published_constants_or_to_0_to_1_or_to_minus_1_to_1(tmp_path):
+def test_inputs_are_scaled_as_asked_for_and_only_images_are_moved(tmp_path):
     ranges = {}
     for normalise in ("published", "none", "unit"):
         job = job_of(experiment_from({"normalise": normalise}))
@@ -111,6 +111,8 @@ def test_inputs_are_scaled_by_published_constants_or_to_0_to_1_or_to_minus_1_to_
     assert float(to_tensors(job.dataset.train, job.dataset)[0].max()) == 7
     with pytest.raises(UserError, match=r"normalise=unit puts images into .* take normalise=published, or none"):
         job_of(experiment_from({**table, "normalise": "unit"}))
+    with pytest.raises(UserError, match=r"local\.augment=flip moves images, but the records of npz:.* leave it out"):
+        job_of(experiment_from({**table, "local": {"augment": "flip"}}))
 
 
 def test_an_own_scheme_may_leave_clients_empty():

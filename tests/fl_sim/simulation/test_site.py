@@ -21,7 +21,7 @@ from fl_sim.simulation.procedure import procedure_of, site_of
 from fl_sim.simulation.site import evaluation_records, to_bytes, to_generator
 from fl_sim.training import loop
 from fl_sim.training.loop import to_tensors
-from fl_sim.types import LocalSettings
+from fl_sim.types import Examples, LocalSettings
 from partitions import Iid
 
 
@@ -41,6 +41,17 @@ def test_a_site_holds_each_clients_own_records():
         assert set(labels.tolist()) == {client}
     assert (site.num_clients, site.seed, site.threads) == (10, 0, 1)
     assert site.local_settings(0.03) == LocalSettings(0.03, 0.9, 1e-5, 7, 3)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"), [("crop", (4, False)), ("flip", (0, True)), ("crop-flip", (4, True)), ("none", (0, False))]
+)
+def test_images_are_moved_as_asked_for_over_black_that_is_a_byte_of_0(chosen, expected):
+    job = job_of(_made(f"local.augment={chosen}"))
+    augment, dataset = site_of(job.experiment.model_dump_json(), "").local_settings(0.1).augment, load("digits", None)
+    assert (augment.crop, augment.flip) == expected
+    darkest, _ = to_tensors(Examples(np.zeros((1, 1, 8, 8), np.uint8), np.zeros(1, np.int64)), dataset)
+    assert set(augment.black) == (set(darkest.flatten().tolist()) if augment.moves else set())
 
 
 def test_what_a_site_shares_is_seeded_by_client():

@@ -172,11 +172,14 @@ def test_the_caption_says_how_clients_train_where_that_is_not_the_default() -> N
     told = " ".join(
         plan_table(
             settings(
-                algorithm=["fedavg", {"algorithm": "fedprox", "local.clip_norm": 10, "local.label_smoothing": 0.1}]
+                algorithm=["fedavg", {"algorithm": "fedprox", "local.clip_norm": 10, "local.label_smoothing": 0.1}],
+                base={"local": {"augment": "flip"}},
             )
         ).caption
     )
-    assert "weight decay 1e-05, gradients clipped to norm 0.0, 10.0, label smoothing 0.0, 0.1." in told
+    assert (
+        "weight decay 1e-05, gradients clipped to norm 0.0, 10.0, label smoothing 0.0, 0.1, images moved by flip."
+    ) in told
     told = " ".join(
         plan_table(settings(algorithm=["fedavg", {"algorithm": "fedprox", "local.optimizer": "adam"}])).caption
     )

@@ -1,0 +1,143 @@
+"""Images moved at random: every one a window of the padded image, mirrored or not, and drawn alike by every trainer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fl_sim.local_plan import LocalPlan, Mix
+from fl_sim.native.kernel import load_kernel
+from fl_sim.params import detached
+from fl_sim.seeding import rng, torch_kept
+from fl_sim.training.augmenting import black_of, moved
+from fl_sim.training.loop import train
+from fl_sim.training.records import Records, Scale, Source
+from fl_sim.training.stacked import StackedTrainer
+from fl_sim.training.trainer import LocalJob, Trainer
+from fl_sim.types import Augment, LocalSettings, LocalTask, Params, Trained
+
+SHAPE, CLASSES = (2, 5, 4), 3
+SIZES = (5, 16, 0, 7)
+BLACK = (-0.5, -2.0)
+BOTH = Augment(crop=2, flip=True, black=BLACK)
+SETTINGS = LocalSettings(0.05, 0.9, 1e-2, batch_size=4, epochs=2.5, augment=BOTH)
+CPU = torch.device("cpu")
+
+
+def images(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, *SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def model() -> nn.Module:
+    with torch_kept():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, CLASSES))
+
+
+def jobs(settings: LocalSettings, plan: LocalPlan | None = None) -> list[LocalJob]:
+    params, made = detached(model().named_parameters()), []
+    for client, size in enumerate(SIZES):
+        task = LocalTask(1, client, len(SIZES), size, settings, params)
+        records = Records.of(images(size, client), torch.arange(size) % CLASSES)
+        made.append(LocalJob(task, plan or LocalPlan(), records, rng(0, "batches", client)))
+    return made
+
+
+def by_loop(given: list[LocalJob]) -> list[Trained]:
+    return [train(model(), one.task, one.plan, *one.records.tensors(), one.generator) for one in given]
+
+
+def flat(params: Params) -> torch.Tensor:
+    return torch.cat([value.reshape(-1) for value in params.values()])
+
+
+def windows(image: torch.Tensor) -> dict[tuple[int, int, int], torch.Tensor]:
+    """Return every window of ``image``, written down plainly: padded, cut out, mirrored."""
+    channels, height, width = SHAPE
+    padded = torch.tensor(BLACK).view(-1, 1, 1).expand(channels, height + 4, width + 4).clone()
+    padded[:, 2 : 2 + height, 2 : 2 + width] = image
+    found = {}
+    for down in range(5):
+        for right in range(5):
+            window = padded[:, down : down + height, right : right + width]
+            found[down, right, 0], found[down, right, 1] = window, window.flip(2)
+    return found
+
+
+def test_every_image_is_a_window_of_the_padded_one_mirrored_or_not() -> None:
+    [image] = images(1)
+    expected = windows(image)
+    moves = torch.tensor(list(expected))
+    found = moved(image.expand(50, *SHAPE), moves, BOTH, black_of(BOTH, CPU))
+    of_stacks = moved(image.expand(5, 10, *SHAPE), moves.view(5, 10, 3), BOTH, black_of(BOTH, CPU))
+    assert torch.equal(found, torch.stack([*expected.values()]))
+    assert torch.equal(of_stacks.flatten(0, 1), found)
+    assert torch.equal(expected[2, 2, 0], image)
+
+
+def test_windows_are_uniform_and_every_other_image_is_mirrored() -> None:
+    drawn = BOTH.draw(50_000, rng(0, "draw"))
+    counts = torch.bincount(torch.from_numpy(drawn @ [10, 2, 1]), minlength=50).double()
+    assert len(counts) == 50
+    assert float(((counts - 1000) ** 2 / 1000).sum()) < 85.4  # the 99.9 % point of chi-square with 49 degrees
+    assert not Augment(crop=2).draw(100, rng(0, "draw"))[:, 2].any()
+    assert not Augment(flip=True).draw(100, rng(0, "draw"))[:, :2].any()
+
+
+def test_nothing_is_drawn_where_nothing_moves() -> None:
+    generator = rng(0, "draw")
+    assert not Augment().draw(9, generator).any()
+    assert generator.integers(2**40) == rng(0, "draw").integers(2**40)
+    records = torch.ones(3, 7)  # of any shape
+    assert moved(records, torch.zeros(3, 3), Augment(), black_of(Augment(), CPU)) is records
+
+
+def test_each_pass_is_shuffled_and_then_moved_anew_and_trained_on_by_plain_sgd() -> None:
+    job = jobs(replace(SETTINGS, epochs=2))[1]
+    network, generator, (inputs, labels) = model(), rng(0, "batches", 1), job.records.tensors()
+    optimizer = torch.optim.SGD(network.parameters(), 0.05, momentum=0.9, weight_decay=1e-2)
+    for _ in range(2):
+        order = torch.from_numpy(generator.permutation(16))
+        moves = [tuple(move) for move in BOTH.draw(16, generator).tolist()]
+        seen = torch.stack([windows(inputs[row])[move] for row, move in zip(order, moves, strict=True)])
+        for batch, targets in zip(seen.split(4), labels[order].split(4), strict=True):
+            optimizer.zero_grad()
+            functional.cross_entropy(network(batch), targets).backward()
+            optimizer.step()
+    [trained] = by_loop([job])
+    assert torch.equal(flat(trained.params), flat(detached(network.named_parameters())))
+
+
+MIXING = LocalPlan(mix=Mix(torch.ones(3, *SHAPE), torch.full((3, CLASSES), 1 / 3), 0.1, linearise=True))
+
+
+@pytest.mark.parametrize("plan", [LocalPlan(), MIXING], ids=["plain", "mixing"])
+def test_a_stack_moves_images_as_the_loop_does(plan: LocalPlan) -> None:
+    trainer = StackedTrainer(model())
+    for _ in range(2):
+        for one, other in zip(trainer.train(jobs(SETTINGS, plan)), by_loop(jobs(SETTINGS, plan)), strict=True):
+            assert one.loss == (None if other.loss is None else pytest.approx(other.loss, rel=1e-4))
+            torch.testing.assert_close(flat(one.params), flat(other.params), rtol=0, atol=3e-6)
+    [still] = by_loop([jobs(replace(SETTINGS, augment=Augment()), plan)[1]])
+    assert float((flat(still.params) - flat(other.params)).norm()) > 1e-2
+
+
+def test_bytes_are_moved_as_what_they_are_normalised_to() -> None:
+    pixels = torch.randint(256, (16, *SHAPE), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    scale = Scale(torch.full((1, 2, 1, 1), 30.0), torch.full((1, 2, 1, 1), 60.0))
+    normalised = scale.normalise_(pixels.float())
+    given = jobs(SETTINGS)[1]
+    labels = torch.arange(16) % CLASSES
+    ends = []
+    for source in (Source(pixels, labels, scale), Source(normalised, labels)):
+        [trained] = StackedTrainer(model()).train([replace(given, records=source.whole(), generator=rng(0, "batches"))])
+        ends.append(flat(trained.params))
+    assert torch.equal(*ends)
+
+
+def test_the_compiled_trainer_hands_on_what_it_does_not_move() -> None:
+    trainer = Trainer(model(), load_kernel()[0])
+    for one, other in zip(trainer.train_all(jobs(SETTINGS)), by_loop(jobs(SETTINGS)), strict=True):
+        assert torch.equal(flat(one.params), flat(other.params))
