@@ -80,7 +80,7 @@ CASES = (
     Case("pate seeded", (*LABELLED, "engine=inprocess", "algorithm.labelling.noise=seeded")),
     Case("pate secret", (*LABELLED, "engine=inprocess"), exact=False),
     Case("ray fedavg", (*FEDERATED, "rounds=60", "engine=ray", "engine.actors=2")),
-    Case("ray scaffold, an actor", (*FEDERATED, "rounds=60", "engine=ray", "algorithm=scaffold"), target="ray::_Actor"),
+    Case("ray scaffold, an actor", (*FEDERATED, "rounds=60", "engine=ray", "algorithm=scaffold"), target="ray::Actor"),
     Case("ray fedavg, gcs_server", (*FEDERATED, "rounds=200", "engine=ray"), target="/gcs_server"),
     Case("ray fedavg, raylet", (*FEDERATED, "rounds=200", "engine=ray"), target="/raylet/raylet"),
     Case("ray global-dp seeded", (*PRIVATE, "engine=ray", "aggregator.noise=seeded")),

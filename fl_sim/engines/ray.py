@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from fl_sim.engines import wire
 from fl_sim.engines.grid import LocalGrid, Progress
-from fl_sim.engines.pieces import Clients, Together
+from fl_sim.engines.pieces import Together
 from fl_sim.engines.ray_start import (
     ENVIRONMENT,
     RayResources,
@@ -27,12 +26,13 @@ from fl_sim.engines.ray_start import (
 from fl_sim.engines.work import Work
 
 # isort: split
-import ray  # after engine_ray_start, which sets what Ray reads when it is imported
+import ray  # after ray_start, which sets what Ray reads when it is imported
 from ray.exceptions import RayActorError, RayError
+
+from fl_sim.engines.ray_actor import Actor
 
 ASK_SECONDS = 1.0
 """How long an actor that is past the deadline has to say how far it came."""
-
 
 LOOK_SECONDS = 1.0
 """How often a grid that waits for actors looks whether Ray itself still lives."""
@@ -140,41 +140,8 @@ class RayGrid(LocalGrid):
             options["runtime_env"] = {"env_vars": {**ENVIRONMENT, "PYTHONPATH": import_path()}}
         # The second thread lets an actor say how far it came while a client hangs.
         remote: Any = ray.remote
-        actor_class = remote(concurrency_groups={"progress": 1}, max_restarts=0)(_Actor)
+        actor_class = remote(concurrency_groups={"progress": 1}, max_restarts=0)(Actor)
         return actor_class.options(**options).remote(*self._actor_arguments)
-
-
-class _Actor:
-    """Lives in a process of its own: answers messages, and keeps the experiment's data for the next ones."""
-
-    def __init__(
-        self, app_factory: Callable[[], ClientApp], num_clients: int, threads: int, together: Together | None
-    ) -> None:
-        self._clients = Clients(app_factory(), num_clients, together)
-        self._threads = threads
-        self._replies: list[Message] = []
-        self._content: tuple[Any, RecordDict] | None = None
-
-    def answer(self, letters: list[tuple[Any, Any]]) -> tuple[list[Message], float]:
-        """Return one reply per letter (see ``_Post``), and the seconds they took."""
-        start = time.perf_counter()
-        if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)  # holds for the thread that calls it
-        self._replies = []
-        messages = [Message(self._fetched(content), metadata=about) for about, content in letters]  # type: ignore[call-overload]
-        for piece in self._clients.pieces(messages, workers=1):
-            self._replies += self._clients.play(piece)
-        return self._replies, time.perf_counter() - start
-
-    @ray.method(concurrency_group="progress")
-    def replies_so_far(self) -> list[Message]:
-        """Return the replies of the running call that are there; answered while it runs."""
-        return list(self._replies)
-
-    def _fetched(self, content: Any) -> RecordDict:
-        if self._content is None or self._content[0] != content:
-            self._content = (content, ray.get(content))
-        return self._content[1]
 
 
 class _Post:
