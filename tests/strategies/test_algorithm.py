@@ -61,7 +61,7 @@ def test_only_the_mixing_algorithms_share_before_the_first_round():
         (FedMix(), {"mixing_weight": 0.1, "records_per_average": 5}),
         (NaiveMix(), {"mixing_weight": 0.1, "records_per_average": 5}),
         (FedDyn(), {"alpha": 0.01}),
-        (FedLC(), {"tau": 1.0}),
+        (FedLC(), {"tau": 1.0, "exclude_true": False}),
         (FedRS(), {"alpha": 0.5}),
         (BalancedSoftmax(), {}),
         (FedNTD(), {"beta": 1.0, "temperature": 1.0}),

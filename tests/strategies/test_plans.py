@@ -2,6 +2,7 @@
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,33 @@ def test_with_its_defaults_it_is_not_fedavg(federation: Any, algorithm: Any) -> 
 def test_fedlc_lowers_logits_by_the_fourth_root_and_drops_absent_classes() -> None:
     shift = plan(FedLC(tau=0.5)).logit_shift.tolist()
     assert shift == pytest.approx([-0.25, -math.inf, -0.5, -0.5 * 3**-0.25])
+
+
+def test_fedlc_as_its_paper_writes_it_has_no_own_class_below_the_fraction() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    labels = torch.tensor([0, 2, 3, 3, 2, 0])
+    found = plan(FedLC(tau=0.5, exclude_true=True))
+    shifted = logits + found.logit_shift
+    batch: Any = SimpleNamespace(logits=logits, labels=labels, data=found.loss_term.data)
+    ours = torch.nn.functional.cross_entropy(shifted, labels, reduction="none") + found.loss_term.function(batch)
+    paper = torch.stack([
+        -(row[own].exp() / sum(row[c].exp() for c in range(4) if c != own)).log()
+        for row, own in zip(shifted, labels.tolist(), strict=True)
+    ])  # fmt: skip
+    torch.testing.assert_close(ours, paper)
+    for one, other in zip(*(torch.autograd.grad(loss.sum(), logits) for loss in (ours, paper)), strict=True):
+        torch.testing.assert_close(one, other)
+    assert float(paper.detach().min()) < 0  # it has no lower bound
+
+
+def test_fedlc_without_own_classes_leaves_a_client_of_one_class_alone() -> None:
+    found = plan(FedLC(exclude_true=True), (0, 5, 0, 0))
+    logits = torch.randn(5, 4).requires_grad_()
+    batch: Any = SimpleNamespace(logits=logits, labels=torch.ones(5, dtype=torch.int64), data=found.loss_term.data)
+    added = found.loss_term.function(batch)
+    assert added.tolist() == [0.0] * 5
+    assert torch.equal(torch.autograd.grad(added.sum(), logits)[0], torch.zeros(5, 4))
 
 
 def test_fedrs_scales_the_logits_of_absent_classes_alone() -> None:
