@@ -116,6 +116,19 @@ class MeanOnly(Protocol):
 
 
 @runtime_checkable
+class Reporting(Protocol):
+    """An algorithm whose result is another model than the one that clients go on from."""
+
+    def reported(self, server: ServerState) -> Params:
+        """Return the model that is evaluated, and saved after the last round."""
+        ...
+
+    def reports(self) -> str:
+        """Return in words which model that is."""
+        ...
+
+
+@runtime_checkable
 class Noted(Protocol):
     """An algorithm that must be explained below a table in which it stands beside others."""
 
@@ -167,6 +180,11 @@ class Averaging(Settings):
 def weighting_of(algorithm: Algorithm) -> Weighting | Weigh:
     """Return how the clients of a round count in its mean."""
     return algorithm.weigh if isinstance(algorithm, Weighing) else algorithm.weighting
+
+
+def reported_by(algorithm: Algorithm, server: ServerState) -> Params:
+    """Return the model that is evaluated after a round, and saved after the last one."""
+    return algorithm.reported(server) if isinstance(algorithm, Reporting) else server.params
 
 
 def what_clients_send(algorithm: Algorithm, server: ServerState) -> Payloads:

@@ -6,8 +6,8 @@ from pydantic import Field
 
 from fl_sim.kinds import Choices
 from fl_sim.late_torch import torch
-from fl_sim.params import add, flattened
-from fl_sim.types import Aggregate, ClientUpdate, LocalTask, ServerState, Trained
+from fl_sim.params import add, flattened, scale
+from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
 from strategies.algorithm import Averaging, Weighting
 from strategies.global_dp import GlobalDP
 
@@ -16,12 +16,15 @@ class FedExP(Averaging):
     """x <- x + eta_g mean(D_i) with eta_g = max(1, mean ||D_i||^2 / (2 (||mean D_i||^2 + epsilon))); equal weights.
 
     ``epsilon``: 0.001 on CIFAR-10 and CIFAR-100, 0.1 on EMNIST in the released code, which weighs clients by records,
-    multiplies epsilon by their number, and lets it decay with the square of the rate. The paper reports the mean of the
-    last two models; here it is the last.
+    multiplies epsilon by their number, and lets it decay with the square of the rate. ``average_two``: what is
+    evaluated after a round, and saved after the last one, is the mean of the last two models, as in the released code
+    and, recalled, in the paper; after the first round it is that round's. Clients go on from the last one all the same,
+    and a run that breaks off leaves that.
     """
 
     kind: Literal["fedexp"] = "fedexp"
     epsilon: float = Field(1e-3, ge=0)
+    average_two: bool = True
     weighting: ClassVar[Weighting] = "uniform"
     knobs: ClassVar[str] = "the server's step is bounded by algorithm.epsilon alone: set a larger one"
 
@@ -40,6 +43,22 @@ class FedExP(Averaging):
             "ratio means nothing: near 0 updates that disagree would make any step"
         )
 
+    def note(self) -> str:
+        """Say what is evaluated."""
+        return f"FedExP: {self.reports()} is evaluated."
+
+    def reports(self) -> str:
+        """Say what is evaluated."""
+        return "the mean of the last two models" if self.average_two else "the last model"
+
+    def reported(self, server: ServerState) -> Params:
+        """Return the mean of the last two models, or the last."""
+        return server.memory["mean of two"] if self.average_two else server.params
+
+    def init(self, params: Params) -> ServerState:
+        """Start from ``params``, before which there was no other model."""
+        return ServerState(params, memory={"mean of two": scale(params, 1.0), "rounds": {"done": torch.zeros(1)}})
+
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Send D_i = y_i - x and ||D_i||^2."""
         update = super().finish(task, trained)
@@ -52,4 +71,7 @@ class FedExP(Averaging):
         delta = aggregate.payloads["delta"]
         of_mean = float(flattened(delta).flat.double().pow(2).sum()) + self.epsilon
         mean = float(torch.as_tensor(aggregate.payloads["square"]["norm"]))
-        return ServerState(add(server.params, delta, max(1.0, mean / (2 * of_mean) if of_mean else 1.0)))
+        params = add(server.params, delta, max(1.0, mean / (2 * of_mean) if of_mean else 1.0))
+        done = server.memory["rounds"]["done"] + 1
+        of_two = scale(add(server.params if done > 1 else params, params), 0.5)
+        return ServerState(params, memory={"mean of two": of_two, "rounds": {"done": done}})

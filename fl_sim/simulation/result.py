@@ -14,6 +14,7 @@ from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import coarse
 from fl_sim.store.tensors import write_private
+from strategies.algorithm import Reporting
 
 VERSIONS = ("fl-sim", "flwr", "torch", "numpy")
 
@@ -32,6 +33,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "clients": experiment.num_clients,
         "is_private": experiment.is_private,
         "model": experiment.model,
+        "evaluated_model": _evaluated(experiment),
         "num_parameters": num_parameters(log.server.params),
         "seed": experiment.seed,
         "engine": log.engine,
@@ -59,6 +61,11 @@ def told(error: BaseException | None, out: Path) -> dict[str, str]:
         with suppress(OSError):
             write_private(out / run_directory.PRIVATE_ERRORS, f"{error.private}\n".encode())
     return {"error": str(error)}
+
+
+def _evaluated(experiment: Experiment) -> str:
+    algorithm: object = experiment.algorithm
+    return algorithm.reports() if isinstance(algorithm, Reporting) else "the last model"
 
 
 def _split(experiment: Experiment) -> str:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from strategies.algorithm import (
     Algorithm,
     Sharing,
     Steered,
+    reported_by,
     what_clients_keep,
     what_clients_plan,
     what_clients_share,
@@ -74,7 +75,7 @@ class Rounds:
                 break
             accuracy, loss = None, None
             if server_round % experiment.evaluate_every == 0 or _is_last(experiment, server_round, log.privacy):
-                accuracy, loss = evaluate(strategy.server.params)
+                accuracy, loss = evaluate(reported_by(self.algorithm, strategy.server))
                 if not math.isfinite(loss):
                     raise Diverged(
                         f"the test loss is {loss} after round {server_round}: training diverges, try smaller learning "
@@ -87,6 +88,8 @@ class Rounds:
             )
             _keep(out, log, strategy, record)
             observer.finished_round(record)
+        last = strategy.server
+        log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
 
     @property
     def num_trainings(self) -> int:

@@ -71,7 +71,7 @@ def test_only_the_mixing_algorithms_share_before_the_first_round():
         (MoFedSAM(), {"alpha": 0.1, "rho": 0.1}),
         (FedSpeed(), {"alpha": 0.1, "rho": 0.1, "uphill_share": 1.0}),
         (MOON(), {"mu": 5.0, "tau": 0.5}),
-        (FedExP(), {"epsilon": 1e-3}),
+        (FedExP(), {"epsilon": 1e-3, "average_two": True}),
         (FedProto(), {"strength": 1.0}),
         (FedDisco(), {"a": 0.5, "b": 0.1}),
         (FedAvgM(), {"server_learning_rate": 1.0, "server_momentum": 0.9}),
