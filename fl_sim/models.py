@@ -44,9 +44,12 @@ def dafl_cnn(input_shape: Shape, num_classes: int) -> nn.Module:
 
 def mlp(input_shape: Shape, num_classes: int) -> nn.Module:
     """Return a perceptron with two hidden layers, 600 and 100 wide (784-600-100-10 on MNIST)."""
-    widths = [_flat(input_shape), 600, 100]
-    hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
-    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(widths[-1], num_classes))
+    return _perceptron(input_shape, (600, 100), num_classes)
+
+
+def two_nn(input_shape: Shape, num_classes: int) -> nn.Module:
+    """Return "2NN" of McMahan et al. 2017 (section 3), which FedVLS' program has, too: two hidden layers of 200."""
+    return _perceptron(input_shape, (200, 200), num_classes)
 
 
 def logistic(input_shape: Shape, num_classes: int) -> nn.Module:
@@ -82,7 +85,7 @@ def resnet(input_shape: Shape, num_classes: int) -> nn.Module:
 
 
 MODELS: dict[str, Factory] = {
-    "niid-cnn": niid_cnn, "dafl-cnn": dafl_cnn, "mlp": mlp, "logistic": logistic, "resnet": resnet,
+    "niid-cnn": niid_cnn, "dafl-cnn": dafl_cnn, "mlp": mlp, "2nn": two_nn, "logistic": logistic, "resnet": resnet,
 }  # fmt: skip
 
 
@@ -114,13 +117,19 @@ def _image(input_shape: Shape, name: str, smallest: int) -> tuple[int, int, int]
     if len(input_shape) != 3 or min(input_shape[1:]) < smallest:
         raise UserError(
             f"model {name!r} needs images of at least {smallest}x{smallest}, these records have shape {input_shape}; "
-            "mlp and logistic take any shape, dafl-cnn images from 4x4"
+            "mlp, 2nn and logistic take any shape, dafl-cnn images from 4x4"
         )
     return input_shape[0], input_shape[1], input_shape[2]
 
 
 def _after_pool(size: int) -> int:
     return (size - 4) // 2
+
+
+def _perceptron(input_shape: Shape, hidden: tuple[int, ...], num_classes: int) -> nn.Module:
+    widths = (_flat(input_shape), *hidden)
+    layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(widths[-1], num_classes))
 
 
 def _flat(input_shape: Shape) -> int:
