@@ -45,6 +45,7 @@ class Site:
     ``class_counts(client, synthetic)`` says how many of these records are of each class.
     ``trains_on_own(synthetic)`` says whether ``records`` would hold the client's own.
     ``share(inputs, labels, client)`` is what it shares for the algorithm before the first round.
+    ``summarise(client, params)`` returns the moments of its features by class under ``params``, after the last one.
     ``local_settings(learning_rate)`` fills in a round's settings.
     ``threads``: torch threads while training; their number changes the last bits of every sum. ``precision``: how
     exactly PyTorch trains. ``graphs``: whether a GPU may be given a step of a stack as one launch.
@@ -66,6 +67,7 @@ class Site:
     vote: Callable[[Trainer, int], NDArray[np.int64]] | None = None
     trains_on_own: Callable[[str], bool] = lambda _: True
     class_counts: Callable[[int, str], tuple[int, ...]] = lambda *_: ()
+    summarise: Callable[[int, Params], NDArray[np.float64]] | None = None
 
     @cached_property
     def trainer(self) -> Trainer:
@@ -117,6 +119,15 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
         _ask_policy(context, lambda policy: policy.check_vote())
         _set_threads(site.threads)
         return Message(wire.votes_content(site.vote(site.trainer, _partition(context))), reply_to=message)
+
+    @app.train("summarise")
+    def summarise(message: Message, context: Context) -> Message:
+        site = turns.site(wire.read_order(message.content))
+        assert site.summarise is not None
+        _ask_policy(context, lambda policy: policy.check_training(own_records=True))
+        _set_threads(site.threads)
+        params, _ = wire.read_task(message.content)
+        return Message(wire.moments_content(site.summarise(_partition(context), params)), reply_to=message)
 
     @app.train()
     def train_one_round(message: Message, context: Context) -> Message:

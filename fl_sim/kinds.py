@@ -23,6 +23,15 @@ class LocalChoices(Protocol):
         ...
 
 
+class Harm(Protocol):
+    """What hostile clients do, as far as a kind may have no place for it."""
+
+    @property
+    def clients(self) -> int:
+        """Return how many of them there are."""
+        ...
+
+
 class Choices(Protocol):
     """What else an experiment is made of, as a kind's ``check`` sees it."""
 
@@ -59,6 +68,11 @@ class Choices(Protocol):
     @property
     def preprocess(self) -> object:
         """Return what clients do before the first round."""
+        ...
+
+    @property
+    def attack(self) -> Harm:
+        """Return what hostile clients do."""
         ...
 
 

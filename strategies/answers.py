@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 from fl_sim.engines import wire
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import Malformed, RunError
+from fl_sim.types import Params
 
 Read = TypeVar("Read")
 
@@ -39,13 +40,14 @@ class Population:
 class Asking:
     """One question to every client. ``quoted``: whether an error may say what a client said; not where it is private.
 
-    ``timeout``: in seconds, for the whole exchange.
+    ``timeout``: in seconds, for the whole exchange. ``params``: the model that the question is about, if any.
     """
 
     message_type: str
     order: wire.Order
     timeout: float
     quoted: bool
+    params: Params | None = None
 
 
 def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]) -> list[Read]:
@@ -62,7 +64,8 @@ def answers_to(
     grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]
 ) -> list[Read | Malformed]:
     """Return what ``read`` makes of every client's answer, or why it has none, by client."""
-    content = wire.share_content(asking.order)
+    order, params = asking.order, asking.params
+    content = wire.share_content(order) if params is None else wire.task_content(order, params, {})
     sent = [Message(content, node, asking.message_type) for node in population.nodes]
     answers = by_client(grid.send_and_receive(sent, timeout=asking.timeout), population.clients, strict=asking.quoted)
     return [_read(answers.get(client, []), read) for client in range(len(population.nodes))]

@@ -221,6 +221,19 @@ def synthesize_before_training(
     )
 
 
+def summarise_after_training(
+    strategy: FederatedStrategy, grid: Grid, shape: tuple[int, int], timeout: float
+) -> list[NDArray[np.float64]]:
+    """Ask every client for the moments of its features under the model there is; return them by client.
+
+    ``shape``: (classes, numbers a class).
+    """
+    if not strategy.population.nodes:
+        strategy.population = find_population(grid, strategy.num_clients, timeout)
+    asking = Asking(wire.SUMMARISE, strategy.order, timeout, quoted=True, params=strategy.server.params)
+    return ask_everybody(grid, strategy.population, asking, lambda one: wire.read_moments(one, shape))
+
+
 def ask_teachers(
     grid: Grid, order: wire.Order, timeout: float, *, teachers: int, records: int, classes: int, private: bool
 ) -> tuple[NDArray[np.int64], tuple[int, ...]]:

@@ -38,6 +38,7 @@ def settings(algorithm: str, engine: str | dict[str, Any]) -> Experiment:
             "model": "users_models:with_dropout",
             "algorithm": algorithm,
             "sampler": SAMPLERS[algorithm],
+            "calibrate": "ccvr" if algorithm == "fedmix" else "none",
             "rounds": 4,
             "local": {"epochs": 2, "batch_size": 16, "augment": "crop-flip" if algorithm == "scaffold" else "none"},
             "seed": 5,

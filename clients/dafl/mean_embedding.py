@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from clients.dafl.generator import Bill, PrivateRecords
+from clients.symmetric import Array, products, shrunk, symmetric
 from fl_sim.late_torch import torch
 from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_norm_on_grid
 from fl_sim.settings import Settings
-
-Array: TypeAlias = NDArray[np.float64]
-
 
 _COUNT: Final = 0.25  # what the first release gives a count of one, in the longest possible records
 _SPREAD: Final = 0.5  # the same for the squared length of one such record
@@ -83,12 +81,12 @@ class MeanEmbedding(Settings):
         radius = self.radius * np.sqrt(spread * expected.sum())
         units = radius[:, None] / scale
         second = Release(bill.noise_multiplier / math.sqrt(1 - self.mean_share), noise, "second moments")
-        products, std = second.sums(_products((points - means[labels]) / units[labels]), 1.0, labels, len(means))
+        squares, std = second.sums(products((points - means[labels]) / units[labels]), 1.0, labels, len(means))
         made = [np.zeros((0, *shape), dtype=np.float32)]
         for label in np.flatnonzero(counts):
             prior = np.diag(expected / expected.sum() / self.radius**2)
-            moments = _symmetric(products[label], len(order)) / number[label]
-            root = _root(prior + _shrunk(moments - prior, std / number[label], math.comb(len(order) + 1, 2)))
+            moments = symmetric(squares[label], len(order)) / number[label]
+            root = _root(prior + shrunk(moments - prior, std / number[label], math.comb(len(order) + 1, 2)))
             drawn = generator.standard_normal((counts[label], len(order))) @ root.T
             made.append(images_of(means[label] + drawn * units[label], order, shape))
         return torch.from_numpy(np.concatenate(made))
@@ -142,7 +140,7 @@ def _first_moments(
     features = np.concatenate([np.full_like(squares, _COUNT * diameter), points, _SPREAD * squares], axis=1)
     sums, std = release.sums(features, _FIRST_NORM * diameter, labels, num_classes)
     number = np.maximum(sums[:, 0] / (_COUNT * diameter), 1.0)
-    means = np.stack([_shrunk(row, std, row.size) for row in sums[:, 1:-1]]) / number[:, None]
+    means = np.stack([shrunk(row, std, row.size) for row in sums[:, 1:-1]]) / number[:, None]
     to_square = diameter / _SPREAD / number
     spread = sums[:, -1] * to_square - (means**2).sum(axis=1)
     return number, means, np.clip(spread, np.clip(2 * std * to_square, 1e-9, diameter**2), diameter**2)
@@ -185,28 +183,6 @@ def images_of(coefficients: Array, order: NDArray[np.intp], shape: tuple[int, ..
     images = idctn(full.reshape(-1, *shape), axes=tuple(range(1, len(shape) + 1)), norm="ortho")
     clamped: NDArray[np.float32] = np.clip(images, -1, 1).astype(np.float32)
     return clamped
-
-
-def _shrunk(noisy: Array, std: float, dimension: int) -> Array:
-    """Return ``noisy`` shrunk to zero as far as it may be noise of ``dimension`` numbers (James, Stein 1961)."""
-    shrunk: Array = noisy * max(0.0, 1 - dimension * std**2 / max(float((noisy**2).sum()), 1e-300))
-    return shrunk
-
-
-def _products(rows: Array) -> Array:
-    """Return the upper triangle of each row's outer product with itself, off-diagonals times sqrt 2: length |row|^2."""
-    upper, right = np.triu_indices(rows.shape[1])
-    products: Array = rows[:, upper] * rows[:, right] * np.where(upper == right, 1.0, math.sqrt(2))
-    return products
-
-
-def _symmetric(triangle: Array, size: int) -> Array:
-    """Undo ``_products``: return the symmetric matrix (size, size)."""
-    upper, right = np.triu_indices(size)
-    matrix = np.zeros((size, size))
-    matrix[upper, right] = triangle / np.where(upper == right, 1.0, math.sqrt(2))
-    full: Array = matrix + np.triu(matrix, 1).T
-    return full
 
 
 def _root(matrix: Array) -> Array:

@@ -56,6 +56,8 @@ def _print(result: Mapping[str, Any], out: Path) -> None:
         typer.echo(result["stopped"])
     if result["preprocess"]["kind"] != "none":
         typer.echo(_in_words(result["preprocess"]))
+    if result["calibrate"]["kind"] != "none":
+        typer.echo(_calibration_in_words(result["calibrate"]))
     if "pate" in result:
         typer.echo(_votes_in_words(result["pate"]))
     if not result["privacy"]:
@@ -72,6 +74,17 @@ def _in_words(made: Mapping[str, Any]) -> str:
     return (
         f"{made['kind']}: {made['num_synthetic']} synthetic records by {made['generator']} (gamma {made['gamma']:g}, "
         f"trained on: {made['train_on']}), {origin}; look at them in samples.png"
+    )
+
+
+def _calibration_in_words(made: Mapping[str, Any]) -> str:
+    if "accuracy_after" not in made:
+        return f"{made['kind']}: the run did not come to it"
+    skipped = ", ".join(map(str, made["classes_skipped"]))
+    left_out = f"; left out, for too few records: class {skipped}" if skipped else ""
+    return (
+        f"{made['kind']}: accuracy {_percent(made['accuracy_before'])} before the head was trained again, "
+        f"{_percent(made['accuracy_after'])} after{left_out}"
     )
 
 

@@ -69,8 +69,8 @@ def run(
     Settings: data, normalise, partition, clients, model, algorithm, sampler, local.epochs, local.steps,
     local.batch_size, local.optimizer, local.learning_rate, local.momentum, local.weight_decay, local.clip_norm,
     local.label_smoothing, local.augment, local.schedule, local.precision, rounds, evaluate_every, seed, device, engine,
-    round_timeout, aggregator, attack, preprocess, preprocess.epsilon, preprocess.gamma, preprocess.generator,
-    preprocess.labels, preprocess.train_on, preprocess.server_epochs.
+    round_timeout, aggregator, attack, calibrate, preprocess, preprocess.epsilon, preprocess.gamma,
+    preprocess.generator, preprocess.labels, preprocess.train_on, preprocess.server_epochs.
 
     For example:
 
@@ -81,6 +81,8 @@ def run(
       fl-sim run mnist algorithm=fednova partition=label-2
 
       fl-sim run data=mnist preprocess=da-fl preprocess.epsilon=10 preprocess.gamma=0.05
+
+      fl-sim run data=mnist partition=label-2 calibrate=ccvr:200
 
       fl-sim run data=mnist clients=250 algorithm=pate algorithm.queries=100 algorithm.student=fixmatch
 

@@ -23,15 +23,18 @@ from fl_sim.params import FlatParams, Layout, flattened, is_finite, layout_of, n
 from fl_sim.types import Params, Payloads, Reply
 
 TRAIN, SHARE, SYNTHESIZE, VOTE, WHO = "train", "train.share", "train.synthesize", "train.vote", "query"
+SUMMARISE = "train.summarise"
 """Message types: one round's local training; sharing before the first round; releasing synthetic records before that;
-training a teacher and voting on the public pool; which partition a node holds."""
+training a teacher and voting on the public pool; which partition a node holds; moments of features after training."""
 
 _ORDER, _PARAMS, _REPORT, _POOL, _SAID, _VOTES = "order", "params", "report", "pool", "said", "votes"
+_MOMENTS = "moments"
 _BROADCAST, _PAYLOAD = "broadcast/", "payload/"
 _NUM_EXAMPLES, _LOSS, _PARTITION, _JSON = "num-examples", "loss", "partition-id", "json"
 
 _LARGEST_LOSS: Final = float(np.finfo(np.float32).max)
 _LONGEST_TEXT: Final = 1_000_000
+_LARGEST_MOMENT: Final = 1e100  # products of float32 numbers, added up
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,23 @@ def read_votes(content: RecordDict, num_records: int, num_classes: int) -> NDArr
     if ((votes < 0) | (votes >= num_classes)).any():
         raise Malformed(f"votes for a class that does not exist: classes are 0 to {num_classes - 1}")
     return votes
+
+
+def moments_content(moments: NDArray[np.float64]) -> RecordDict:
+    """Pack the moments of a client's features, a row for each class."""
+    return RecordDict({_MOMENTS: ArrayRecord({_MOMENTS: Array(moments)})})
+
+
+def read_moments(content: RecordDict, shape: tuple[int, int]) -> NDArray[np.float64]:
+    """Unpack the moments of a client's features. Raises Malformed for another shape, and for absurd numbers."""
+    _exactly(content, {_MOMENTS})
+    record = content[_MOMENTS]
+    if not isinstance(record, ArrayRecord) or set(record) != {_MOMENTS}:
+        raise Malformed("sent no moments, or more than them")
+    moments = numbers_in(record[_MOMENTS], shape, "<f8").astype(np.float64)
+    if not (np.abs(moments) <= _LARGEST_MOMENT).all():
+        raise Malformed("sent moments of features that are not finite, or far too large")
+    return moments
 
 
 def who_content(partition: int) -> RecordDict:

@@ -20,6 +20,7 @@ from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, Central, Sharing, Weighing
 from strategies.attacks import AnyAttack, Attack, NoAttack
 from strategies.balanced_softmax import BalancedSoftmax
+from strategies.ccvr import AnyCalibration, NoCalibration
 from strategies.coordinate_median import CoordinateMedian
 from strategies.fedavg import Centralized, FedAvg
 from strategies.fedcm import FedCM
@@ -239,6 +240,7 @@ class Experiment(Settings):
     sampler: Annotated[AnySampler, OneOf("sampler", Sampler)] = Everyone()
     preprocess: Annotated[Preprocess, OneOf("preprocess")] = NoPreprocess()
     attack: Annotated[AnyAttack, OneOf("attack", Attack)] = NoAttack()
+    calibrate: Annotated[AnyCalibration, OneOf("calibrate")] = NoCalibration()
     local: Local = Local()
     rounds: int = Field(20, ge=1, le=10**9)
     evaluate_every: int = Field(1, ge=1)
@@ -266,7 +268,8 @@ class Experiment(Settings):
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:
-        for part in (self.algorithm, self.aggregator, self.sampler, self.partition, self.preprocess, self.attack):
+        chosen = (self.algorithm, self.aggregator, self.sampler, self.partition, self.preprocess, self.attack)
+        for part in (*chosen, self.calibrate):
             if isinstance(part, Checking):
                 part.check(self)
         if isinstance(self.algorithm, Weighing) and type(self.aggregator) is not WeightedMean:

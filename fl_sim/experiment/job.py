@@ -19,10 +19,12 @@ from fl_sim.experiment.experiment import Auto, Experiment, experiment_from
 from fl_sim.kinds import kind_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.seeding import rng
+from fl_sim.training.features import num_features
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Precision
 from partitions import ByGroup, Scheme
 from strategies.algorithm import Bounded, Dealing
+from strategies.ccvr import CCVR
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +52,11 @@ class Job:
         """Return what evaluates the experiment's model in this process, and can say what it trains in which way."""
         return Trainer(self.model().to(self.device), load_kernel()[0])
 
+    @cached_property
+    def num_features(self) -> int:
+        """Return how many features enter the head of the model. Raises UserError for a model without a fitting head."""
+        return num_features(self.model(), self.dataset.input_shape)
+
     @property
     def precision(self) -> Precision:
         """Return how exactly clients train in this process. Raises UserError as ``precision_of`` does."""
@@ -59,11 +66,15 @@ class Job:
 def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     """Return the job of ``experiment``, which need not be resolved.
 
-    Raises UserError for settings that do not fit the data, an impossible split, or a GPU that is not there.
+    Raises UserError for settings that do not fit the data or the model, an impossible split, or a GPU that is not
+    there.
     """
     dataset = _scaled(load(experiment.data, data_root), experiment.normalise)
     experiment = _resolved(experiment, dataset)
-    return Job(experiment, dataset, _shards(experiment, dataset), device_of(experiment), data_root)
+    job = Job(experiment, dataset, _shards(experiment, dataset), device_of(experiment), data_root)
+    if isinstance(experiment.calibrate, CCVR):
+        experiment.calibrate.check_size(job.num_features, dataset.num_classes)
+    return job
 
 
 def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:

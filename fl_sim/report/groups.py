@@ -9,7 +9,7 @@ from fl_sim.report.runs import Problem, Run
 
 _CENTRALIZED = "centralized"
 _NOT_COMPARED = {"seed", "engine", "round_timeout"}  # engines agree bit for bit
-_NOT_OF_CENTRALIZED = {"clients", "sampler", "aggregator", "partition", "preprocess", "attack"}
+_NOT_OF_CENTRALIZED = {"clients", "sampler", "aggregator", "partition", "preprocess", "attack", "calibrate"}
 _IN_THE_NAME = {("algorithm", ""), ("preprocess", "")}
 _UNKNOWN_NOTE = "no finished run says whether these are the full data"
 

@@ -23,6 +23,8 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
     """Return what ``result.json`` says of a run that took ``seconds``."""
     experiment = job.experiment
     accuracies = [record.test_accuracy for record in log.rounds if record.test_accuracy is not None]
+    if log.calibration is not None:
+        accuracies.append(log.calibration.accuracy)
     return {
         "status": status,
         "algorithm": kind_of(experiment.algorithm),
@@ -43,6 +45,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "final_accuracy": accuracies[-1] if accuracies else None,
         "best_accuracy": max(accuracies, default=None),
         "preprocess": _preprocess(experiment, log),
+        "calibrate": {"kind": experiment.calibrate.kind, **(log.calibration.facts() if log.calibration else {})},
         **log.facts,
         "privacy": _privacy(experiment, log),
         "stopped": log.stopped,

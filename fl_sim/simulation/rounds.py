@@ -18,6 +18,7 @@ from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
+from fl_sim.simulation.calibration import calibrate
 from fl_sim.simulation.capacity import threads_of
 from fl_sim.simulation.preparation import federated_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
@@ -36,6 +37,7 @@ from strategies.algorithm import (
     what_clients_plan,
     what_clients_share,
 )
+from strategies.ccvr import CCVR
 from strategies.flower import FederatedStrategy, run_round
 from strategies.global_dp import GlobalDP
 
@@ -90,6 +92,8 @@ class Rounds:
             observer.finished_round(record)
         last = strategy.server
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
+        if isinstance(experiment.calibrate, CCVR):
+            calibrate(self.job, experiment.calibrate, strategy, grid, log, evaluate)
 
     @property
     def num_trainings(self) -> int:
@@ -125,6 +129,11 @@ class Rounds:
             "until the run has finished"
         )
         warnings = [kept] if log.seal and experiment.is_private else []
+        if isinstance(experiment.calibrate, CCVR):
+            warnings.append(
+                "after training clients send, for every class that they hold, the number of records, the sum of their "
+                "features and that of the features' products, without noise"
+            )
         if isinstance(self.algorithm, Advising) and (told := self.algorithm.advice(experiment.local.momentum)):
             warnings.append(told)
         if not isinstance(experiment.aggregator, GlobalDP):

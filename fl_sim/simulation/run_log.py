@@ -13,6 +13,25 @@ if TYPE_CHECKING:
     from strategies.private import PrivateRounds
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """What training the head again came to. Accuracies in [0, 1]; ``skipped``: classes that nothing was drawn of."""
+
+    accuracy_before: float
+    accuracy: float
+    loss: float
+    skipped: tuple[int, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """Return what ``result.json`` says."""
+        return {
+            "accuracy_before": self.accuracy_before,
+            "accuracy_after": self.accuracy,
+            "loss_after": self.loss,
+            "classes_skipped": list(self.skipped),
+        }
+
+
 @dataclass
 class RunLog:
     """What a run has to show so far.
@@ -29,6 +48,7 @@ class RunLog:
     stopped: str = ""
     privacy: "PrivateRounds | None" = None
     pool: "Pool | None" = None
+    calibration: Calibration | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     statements: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)

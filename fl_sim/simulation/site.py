@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
+from torch import nn
 
 from clients.app import Site, Synthetic
+from clients.class_moments import moments_of
 from clients.dafl.settings import DaFl
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, InProcess
@@ -20,9 +22,10 @@ from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.seeding import rng
+from fl_sim.training.features import features_of
 from fl_sim.training.loop import resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Scale, Source
-from fl_sim.types import Augment, Dataset, Examples, LocalSettings
+from fl_sim.types import Augment, Dataset, Examples, LocalSettings, Params
 from partitions import EvaluationSkew, FeatureSkew
 from strategies.algorithm import Sharing
 from strategies.attacks import hostile_clients
@@ -57,6 +60,7 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
         return resident(images, job.dataset, job.device).whole()
 
     records = partial(_records, experiment, own, pool)
+    model = job.model().to(job.device)
 
     @lru_cache(maxsize=2**16)  # a GPU is asked once for each client, not in every round
     def class_counts(client: int, synthetic: str) -> tuple[int, ...]:
@@ -64,12 +68,13 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
 
     return Site(
         algorithm=algorithm,
-        model=job.model().to(job.device),
+        model=model,
         records=records,
         class_counts=class_counts,
         trains_on_own=partial(_trains_on_own, experiment),
         synthesize=partial(_synthesize, job, own),
         share=partial(_share, experiment, job.dataset.num_classes),
+        summarise=partial(_summarise, model, own, job.dataset.num_classes),
         local_settings=partial(local_settings, job),
         num_clients=experiment.num_clients,
         seed=experiment.seed,
@@ -216,6 +221,14 @@ def _share(
 ) -> dict[str, torch.Tensor]:
     assert isinstance(experiment.algorithm, Sharing)
     return experiment.algorithm.share(inputs.cpu(), labels.cpu(), num_classes, rng(experiment.seed, "share", client))
+
+
+def _summarise(
+    model: nn.Module, own: Callable[[int], Records], num_classes: int, client: int, params: Params
+) -> NDArray[np.float64]:
+    inputs, labels = own(client).tensors()
+    features = features_of(model, params, inputs).numpy().astype(np.float64)
+    return moments_of(features, labels.cpu().numpy(), num_classes)
 
 
 def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]:

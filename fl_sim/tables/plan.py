@@ -29,11 +29,11 @@ AXES = ("algorithm", "data", "partition", "seed")
 
 CENTRALIZED: Mapping[str, Any] = {
     "algorithm": "centralized", "partition": "iid", "clients": 1, "sampler": "full", "aggregator": "mean",
-    "preprocess": "none", "attack": "none",
+    "preprocess": "none", "attack": "none", "calibrate": "none",
 }  # fmt: skip
 """What makes an experiment the upper bound, whatever the split and the clients of its column are."""
 
-FEDAVG: Mapping[str, Any] = {"algorithm": "fedavg", "preprocess": "none"}
+FEDAVG: Mapping[str, Any] = {"algorithm": "fedavg", "preprocess": "none", "calibrate": "none"}
 """What stands in for the upper bound where the head of its column is worked out."""
 
 MOST_CELLS = 10_000

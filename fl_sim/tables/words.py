@@ -8,6 +8,7 @@ from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.experiment.experiment import Experiment, Local
 from fl_sim.kinds import field_defaults, is_settings, kind_of, short_form, title_of
 from strategies.algorithm import Advising, Noted
+from strategies.ccvr import CCVR
 
 _DATA = {
     "mnist": "MNIST",
@@ -98,6 +99,7 @@ def caption(experiments: Sequence[Experiment], notes: Mapping[str, str], *, has_
         f"{_values(data_label(e.data) for e in experiments)}; {_federation(experiments)}; {_training(experiments)}.",
         *_preprocessing([e.preprocess for e in experiments if isinstance(e.preprocess, DaFl)]),
         *dict.fromkeys(e.algorithm.note() for e in experiments if isinstance(e.algorithm, Noted)),
+        *_calibration([e.calibrate for e in experiments if isinstance(e.calibrate, CCVR)]),
         *filter(None, dict.fromkeys(_advice(e) for e in experiments)),
         *(f"{name} here: {note}." for name, note in noted.items() if note),
         *([bound] if has_bound else []),
@@ -165,6 +167,18 @@ def _preprocessing(chosen: Sequence[DaFl]) -> list[str]:
     if any(one.server_epochs for one in chosen):
         epochs = _values(one.server_epochs for one in chosen)
         line += f" Epochs the server trains the first model on the pool: {epochs}."
+    return [line]
+
+
+def _calibration(chosen: Sequence[CCVR]) -> list[str]:
+    if not chosen:
+        return []
+    samples, epochs = _values(one.samples_per_class for one in chosen), _values(one.epochs for one in chosen)
+    rates = _values(one.learning_rate for one in chosen)
+    line = (
+        f"CCVR: after the last round the head is trained again on {samples} features a class, drawn from normal "
+        f"distributions, at learning rate {rates}, epochs {epochs}; last is the accuracy after that."
+    )
     return [line]
 
 

@@ -100,3 +100,37 @@ def sums_by_class(features: torch.Tensor, labels: torch.Tensor, num_classes: int
     of_class = labels.unsqueeze(1) == torch.arange(num_classes, device=labels.device)
     # A product of matrices adds up in the same order each time; index_add does not on a GPU.
     return of_class.T.to(features.dtype) @ features
+
+
+def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
+    """Return d, how many features a record of ``input_shape`` has. ``model`` is left in evaluation mode.
+
+    Raises UserError for a model whose head cannot be trained by itself: which does not make the logits of features
+    (n, d) alone, or has no parameters.
+    """
+    model.eval()
+    head = head_of(model)
+    with torch.no_grad():
+        logits, features = with_features(model, partial(model, torch.zeros(2, *input_shape)))
+        try:
+            alone = head(features)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            alone = None
+    if not any(True for _ in head.parameters()) or alone is None or not torch.allclose(alone, logits):
+        raise UserError(
+            f"calibrate needs a head that makes the logits of features (n, d) and has weights, and that of "
+            f"{type(model).__name__} is no such: call the model's last linear layer head (self.head = ...), or take "
+            "calibrate=none"
+        )
+    return features.shape[1]
+
+
+def features_of(model: nn.Module, params: Params, inputs: torch.Tensor) -> torch.Tensor:
+    """Return the features of all records under ``params``, (n, d), on the CPU; those of one need no other record.
+
+    ``inputs``: (n, *input shape), normalised; n may be 0. ``model`` is left in evaluation mode.
+    """
+    model.eval()
+    placed = {name: value.to(inputs.device) for name, value in params.items()}
+    with torch.no_grad():
+        return torch.cat([Network(model).features_of(placed, part).cpu() for part in torch.split(inputs, _BATCH)])

@@ -1,0 +1,118 @@
+"""CCVR: after training, the head alone is trained again, on features drawn from class Gaussians (Luo et al. 2021)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from clients.class_moments import num_moments
+from clients.dafl.settings import DaFl
+from fl_sim.errors import Diverged, UserError
+from fl_sim.kinds import Choices, kind_of
+from fl_sim.late_torch import torch
+from fl_sim.params import is_finite
+from fl_sim.settings import Settings
+from fl_sim.types import Params
+from strategies.algorithm import Central
+from strategies.global_dp import GlobalDP
+from strategies.pate.settings import Pate
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_LONGEST: Final = 2**28  # bytes of a client's moments; messages of Flower's runtime may have twice as many
+
+
+class NoCalibration(Settings):
+    """The model stays as the last round left it."""
+
+    kind: Literal["none"] = "none"
+
+
+class CCVR(Settings):
+    """Clients send moments of every class's features; the server draws from their Gaussians and trains the head on it.
+
+    ``samples_per_class``: the paper's M_c, the same for all classes, FL-bench's 200. The head goes on from the trained
+    one by plain SGD for ``epochs`` over what was drawn.
+    """
+
+    kind: Literal["ccvr"] = "ccvr"
+    title: ClassVar[str] = "CCVR"
+    samples_per_class: int = Field(200, ge=1, le=10**6)
+    learning_rate: float = Field(0.01, gt=0)
+    epochs: int = Field(1, ge=1, le=10**6)
+    batch_size: int = Field(64, ge=1)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError where there is no head of all clients to train, or the moments have no place."""
+        algorithm, preprocess = experiment.algorithm, experiment.preprocess
+        if isinstance(algorithm, Pate) or (isinstance(algorithm, Central) and algorithm.is_central):
+            raise ValueError(
+                f"calibrate ccvr undoes what differing labels of clients do to the head of their common model, and "
+                f"algorithm {kind_of(algorithm)} has no model that clients train together: leave calibrate out"
+            )
+        if isinstance(experiment.aggregator, GlobalDP):
+            raise ValueError(
+                "calibrate ccvr cannot run under aggregator global-dp, which protects all records of a client together:"
+                " clients would send moments of their features beside it; leave calibrate out, or the aggregator"
+            )
+        if experiment.attack.clients:
+            raise ValueError(
+                f"calibrate ccvr has no place beside attack {kind_of(experiment.attack)}: moments are added up, and one"
+                " hostile client may move their sum anywhere; set calibrate=none or attack=none"
+            )
+        if isinstance(preprocess, DaFl) and preprocess.train_on == "synthetic":
+            raise ValueError(
+                "calibrate ccvr sends moments of the clients' own features without noise, and preprocess.train_on="
+                "synthetic promises that nothing leaves them but synthetic records: leave calibrate out, or take "
+                "preprocess.train_on=own-and-synthetic"
+            )
+
+    def check_size(self, num_features: int, num_classes: int) -> None:
+        """Raise UserError where what a client sends would be too long a message."""
+        if (size := 8 * num_classes * num_moments(num_features)) > _LONGEST:
+            raise UserError(
+                f"calibrate ccvr: moments of {num_features} features and {num_classes} classes are {size >> 20} MiB a "
+                f"client, more than {_LONGEST >> 20}: take a model with fewer units before its last layer"
+            )
+
+
+AnyCalibration: TypeAlias = NoCalibration | CCVR
+
+
+def with_trained_head(
+    settings: CCVR,
+    model: nn.Module,
+    params: Params,
+    features: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    generator: np.random.Generator,
+) -> Params:
+    """Return ``params`` with a head trained on ``features`` (n, d) and ``labels`` (n,), which are shuffled each epoch.
+
+    ``model`` lends its architecture, and its head is overwritten. Raises Diverged where that is not finite then.
+    """
+    from fl_sim.training.features import head_of  # noqa: PLC0415 (loads torch, and settings come from here)
+
+    head = head_of(model).eval()
+    prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is head)
+    own = dict(head.named_parameters())
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(params[prefix + name])
+    inputs, targets = torch.from_numpy(features), torch.from_numpy(labels)
+    for _ in range(settings.epochs):
+        order = torch.from_numpy(generator.permutation(len(targets)))
+        for batch in torch.split(order, settings.batch_size):
+            loss = torch.nn.functional.cross_entropy(head(inputs[batch]), targets[batch])
+            gradients = torch.autograd.grad(loss, list(own.values()))
+            with torch.no_grad():  # torch.optim takes seconds to load
+                for value, gradient in zip(own.values(), gradients, strict=True):
+                    value.sub_(gradient, alpha=settings.learning_rate)
+    trained = {prefix + name: value.detach() for name, value in own.items()}
+    if not is_finite({"head": trained}):
+        raise Diverged("the head is not finite after its calibration; try a smaller calibrate.learning_rate")
+    return {name: trained.get(name, value) for name, value in params.items()}

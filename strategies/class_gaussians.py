@@ -1,0 +1,72 @@
+"""A normal distribution of every class's features, from the moments that clients send (Luo et al. 2021, eq. 3, 4)."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from clients.symmetric import Array, shrunk, symmetric
+
+_TELLABLE: Final = 4.0  # standard deviations of the noise on a count; below, a class may have no record at all
+
+
+@dataclass(frozen=True)
+class ClassGaussian:
+    """The features of class ``label`` over all clients: how many there are (a noisy number may have a part).
+
+    ``mean``: (d,); ``covariance``: (d, d), symmetric; under noise it may have negative eigenvalues.
+    """
+
+    label: int
+    count: float
+    mean: Array
+    covariance: Array
+
+    def draw(self, number: int, generator: np.random.Generator) -> Array:
+        """Return ``number`` draws, (number, d); negative eigenvalues count as 0."""
+        # By torch, as its number of threads, on which last bits depend, is the run's.
+        values, vectors = torch.linalg.eigh(torch.from_numpy(self.covariance))
+        root = vectors * values.clamp(min=0).sqrt()
+        normal = torch.from_numpy(generator.standard_normal((number, len(self.mean))))
+        drawn: Array = (torch.from_numpy(self.mean) + normal @ root.T).numpy()
+        return drawn
+
+
+def class_gaussians(moments: Array, num_features: int, std: float = 0.0) -> list[ClassGaussian]:
+    """Return the distribution of each class that has two records or more.
+
+    ``moments``: those of all clients added up (``clients.class_moments.moments_of``). With
+    n_c = sum_i n_ic this is the paper's mean sum_i n_ic mu_ic / n_c and covariance
+    [sum_i (n_ic - 1) Sigma_ic + sum_i n_ic mu_ic mu_ic' - n_c mu_c mu_c'] / (n_c - 1), as
+    (n_ic - 1) Sigma_ic + n_ic mu_ic mu_ic' is client i's sum of outer products.
+
+    ``std``: of the noise on each number. Then a class is taken that has certainly more than one record, and covariances
+    are shrunk towards a multiple of the identity as far as what differs from that may be noise.
+    """
+    found = []
+    for label, (count, *rest) in enumerate(moments):
+        if count <= max(1.0, 1.0 + _TELLABLE * std):
+            continue
+        sums, products = np.split(np.array(rest), [num_features])
+        mean = sums / count
+        covariance = (symmetric(products, num_features) - count * np.outer(mean, mean)) / (count - 1)
+        found.append(ClassGaussian(label, float(count), mean, _without_noise(covariance, std / (count - 1))))
+    return found
+
+
+def draw_features(
+    classes: list[ClassGaussian], samples_per_class: int, generator: np.random.Generator
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return as many features of each of ``classes``, (n, d), and their labels, (n,)."""
+    drawn = np.concatenate([one.draw(samples_per_class, generator) for one in classes])
+    return drawn.astype(np.float32), np.repeat([one.label for one in classes], samples_per_class)
+
+
+def _without_noise(covariance: Array, std: float) -> Array:
+    if not std:
+        return covariance
+    size = len(covariance)
+    round_one = np.eye(size) * max(0.0, float(np.trace(covariance)) / size)
+    return round_one + shrunk(covariance - round_one, std, size * (size + 1) // 2)
