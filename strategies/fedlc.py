@@ -1,5 +1,7 @@
 """FedLC: logits calibrated by a client's own label counts (Zhang et al. 2022, eq. 8)."""
 
+from __future__ import annotations
+
 from typing import ClassVar, Literal
 
 from pydantic import Field
