@@ -211,7 +211,10 @@ class _Turn:
         """Keep the client's state for its next round, and answer."""
         update = self.site.algorithm.finish(self.job.task, trained)
         save_state(self.order.state_dir, self.job.task.client, self.order.server_round, update.state)
-        content = wire.update_content(update.payloads, update.num_examples, update.loss)
+        payloads = update.payloads
+        if self.job.task.statistics:
+            payloads = {**payloads, wire.STATISTICS: trained.statistics}
+        content = wire.update_content(payloads, update.num_examples, update.loss)
         return Message(content, reply_to=self.message)
 
 
@@ -249,7 +252,8 @@ class _Turns:
             num_examples=len(records),
             settings=site.local_settings(order.learning_rate),
             params=params,
-            broadcast=broadcast,
+            broadcast={name: group for name, group in broadcast.items() if name != wire.STATISTICS},
+            statistics=broadcast.get(wire.STATISTICS, {}),
             state=load_state(order.state_dir, client, order.server_round),
             pool=_read_pool(order.pool) if order.pool else {},
             class_counts=site.class_counts(client, order.synthetic),

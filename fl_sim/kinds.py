@@ -18,6 +18,11 @@ class LocalChoices(Protocol):
         ...
 
     @property
+    def batch_norm(self) -> str:
+        """Return what becomes of BatchNorm layers."""
+        ...
+
+    @property
     def optimizer(self) -> str:
         """Return how a step follows from a gradient."""
         ...

@@ -7,9 +7,11 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from fl_sim.batch_norm import norms_in
 from fl_sim.errors import UserError
 from fl_sim.own_model import build_own
 from fl_sim.seeding import seed_torch, torch_alone
+from fl_sim.types import BatchNorm
 
 Shape: TypeAlias = tuple[int, ...]
 Factory: TypeAlias = Callable[[Shape, int], nn.Module]
@@ -96,14 +98,18 @@ def default_model(input_shape: Shape) -> str:
     return "niid-cnn" if min(input_shape[1:]) >= 16 else "dafl-cnn"
 
 
-def build(name: str, input_shape: Shape, num_classes: int, seed: int) -> nn.Module:
+def build(name: str, input_shape: Shape, num_classes: int, seed: int, *, batch_norm: BatchNorm = "none") -> nn.Module:
     """Build the model called ``name``: one of ours, or ``package.module:factory`` of the user's own.
 
-    Initial weights depend on ``seed`` alone. Raises UserError for an unknown name, and for a model of the user's own
-    that cannot be trained here (``build_own``).
+    Initial weights depend on ``seed`` alone. Raises UserError for an unknown name, for a model of the user's own
+    that cannot be trained here (``build_own``), and for one without BatchNorm layers where ``batch_norm`` says what
+    becomes of them.
     """
-    if ":" in name:
-        return build_own(name, input_shape, num_classes, seed)
+    own = build_own(name, input_shape, num_classes, seed, batch_norm) if ":" in name else None
+    if batch_norm != "none" and (own is None or not norms_in(own)):
+        raise UserError(f"model {name!r} has no BatchNorm layers: leave local.batch_norm={batch_norm} out")
+    if own is not None:
+        return own
     if name not in MODELS:
         raise UserError(
             f"unknown model {name!r}; choose one of {', '.join(MODELS)}, or give your own as package.module:factory"

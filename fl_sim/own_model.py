@@ -8,20 +8,24 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fl_sim.batch_norm import running_in
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line, load_object
 from fl_sim.seeding import seed_torch, torch_alone
+from fl_sim.types import BatchNorm
 
 WANTED = "a function of (input_shape, num_classes) that returns a fresh torch.nn.Module"
 
 
-def build_own(path: str, input_shape: tuple[int, ...], num_classes: int, seed: int) -> nn.Module:
+def build_own(
+    path: str, input_shape: tuple[int, ...], num_classes: int, seed: int, batch_norm: BatchNorm = "none"
+) -> nn.Module:
     """Return what the factory at the import path ``path`` makes; its initial weights depend on ``seed`` alone.
 
     Raises UserError, which says which model and what is wanted, for a factory that fails, for anything but a module
     that makes (n, classes) float32 logits of (n, *input_shape) float32 records, has float32 parameters of known sizes
-    some of which are trained, and whose buffers, if any, are the same at all times: they are not averaged, and
-    statistics of a client's records would leave it without noise.
+    some of which are trained, and whose buffers, if any, are the same at all times: they are not averaged. Running
+    statistics of BatchNorm layers are, where ``batch_norm`` says so.
     """
     factory = _factory(path)
     with torch_alone():
@@ -30,7 +34,11 @@ def build_own(path: str, input_shape: tuple[int, ...], num_classes: int, seed: i
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         _check_logits(path, model, input_shape, num_classes)
         if before:
-            _check_buffers(path, model, before, _made(path, factory, input_shape, num_classes, seed + 1))
+            _check_buffers(path, model, before, batch_norm)
+            _check_drawn(path, before, _made(path, factory, input_shape, num_classes, seed + 1))
+        with torch.no_grad():
+            for name, buffer in running_in(model).items():  # which the trial has changed
+                buffer.copy_(before[name])
     return model
 
 
@@ -111,14 +119,26 @@ def _check_logits(path: str, model: nn.Module, input_shape: tuple[int, ...], num
         )
 
 
-def _check_buffers(path: str, model: nn.Module, before: dict[str, torch.Tensor], other: nn.Module) -> None:
-    """Raise UserError for buffers that a forward pass has changed since ``before``, or that another seed changes."""
+def _check_buffers(path: str, model: nn.Module, before: dict[str, torch.Tensor], batch_norm: BatchNorm) -> None:
+    """Raise UserError for buffers that a forward pass has changed since ``before`` and that are not averaged."""
+    running = running_in(model)
     for name, buffer in model.named_buffers():
-        if name not in before or not torch.equal(buffer, before[name]):
+        if (name in before and torch.equal(buffer, before[name])) or (name in running and batch_norm != "none"):
+            continue
+        if name in running:
             raise UserError(
-                f"model {path!r} keeps running statistics ({name}), which federated averaging would lose: use "
-                "nn.GroupNorm, or a norm with track_running_stats=False"
+                f"model {path!r} keeps running statistics ({name}), which federated averaging would lose: say what "
+                "becomes of them with local.batch_norm=average, or use nn.GroupNorm, or a norm with "
+                "track_running_stats=False"
             )
+        raise UserError(
+            f"model {path!r} keeps running statistics ({name}), which federated averaging would lose: of layers with "
+            "such fl-sim knows those of nn.BatchNorm alone; use a norm without them, such as nn.GroupNorm"
+        )
+
+
+def _check_drawn(path: str, before: dict[str, torch.Tensor], other: nn.Module) -> None:
+    """Raise UserError for buffers that are not as ``before`` in a model of another seed."""
     for name, buffer in other.named_buffers():
         if name not in before or not torch.equal(buffer, before[name]):
             raise UserError(

@@ -33,6 +33,9 @@ Precision: TypeAlias = Literal["float32", "tf32", "bfloat16"]
 Optimizer: TypeAlias = Literal["sgd", "adam", "adamw"]
 """How a step follows from a gradient: by the formulas of torch.optim."""
 
+BatchNorm: TypeAlias = Literal["none", "average", "personal"]
+"""What becomes of BatchNorm layers: models that have some are refused, or their running statistics are averaged."""
+
 
 @dataclass(frozen=True)
 class Augment:
@@ -161,7 +164,7 @@ class LocalTask:
     """What one client is asked to do in one round, with all it may look at.
 
     ``class_counts``: how many of its ``num_examples`` records, synthetic ones included, are of each class, which it
-    alone knows.
+    alone knows. ``statistics``: the received running statistics of BatchNorm layers; without any they start anew.
     """
 
     server_round: int
@@ -174,6 +177,7 @@ class LocalTask:
     state: Payloads = field(default_factory=dict)
     pool: Mapping[str, torch.Tensor] = field(default_factory=dict)
     class_counts: tuple[int, ...] = ()
+    statistics: Params = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,8 @@ class Trained:
     """What local training hands back: the new model, the optimiser's buffers, the steps taken, the mean training loss.
 
     ``loss`` is None where no step was taken (an empty shard). ``feature_sums``: (C, d), the sum over the client's
-    records of each class of what enters the new model's last linear layer, where the plan asks for it.
+    records of each class of what enters the new model's last linear layer, where the plan asks for it. ``statistics``:
+    the running statistics of the new model's BatchNorm layers.
     """
 
     params: Params
@@ -189,6 +194,7 @@ class Trained:
     num_steps: int
     loss: float | None
     feature_sums: torch.Tensor | None = None
+    statistics: Params = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -240,8 +246,17 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class ServerState:
-    """The global model, what travels with it to clients (``broadcast``) and what stays on the server (``memory``)."""
+    """The global model, what travels with it to clients (``broadcast``) and what stays on the server (``memory``).
+
+    ``statistics``: the running statistics of the model's BatchNorm layers. Algorithms neither see nor change them.
+    """
 
     params: Params
     broadcast: Payloads = field(default_factory=dict)
     memory: Payloads = field(default_factory=dict)
+    statistics: Params = field(default_factory=dict)
+
+    @property
+    def model(self) -> Params:
+        """Return all that evaluation needs: parameters, and statistics if there are any."""
+        return {**self.params, **self.statistics} if self.statistics else self.params

@@ -75,7 +75,7 @@ class FederatedStrategy(Strategy):
         self.cohort = self.sampler.sample(self.num_clients, coins)
         rate = float(str(config["learning-rate"]))
         order = replace(self.order, server_round=server_round, learning_rate=rate)
-        content = wire.task_content(order, self.server.params, self.server.broadcast)
+        content = wire.task_content(order, self.server.params, {**self.server.broadcast, **self._statistics})
         return [Message(content, self.population.nodes[client], wire.TRAIN) for client in self.cohort]
 
     def aggregate_train(
@@ -91,18 +91,20 @@ class FederatedStrategy(Strategy):
         cohort = Cohort(server_round, answers, self.num_clients, self.sampler.expected_size(self.num_clients))
         aggregate = self._aggregate(cohort)
         if aggregate is not None:
-            server = self.algorithm.merge(self.server, aggregate)
-            if not is_finite({"params": server.params}):
+            payloads = dict(aggregate.payloads)
+            statistics = payloads.pop(wire.STATISTICS, {})
+            server = self.algorithm.merge(self.server, replace(aggregate, payloads=payloads))
+            if not is_finite({"params": server.params, "statistics": statistics}):
                 raise Diverged(f"the global model is not finite after round {server_round}; try smaller learning rates")
-            self.server = server
+            self.server = replace(server, statistics=statistics)
         if self.privacy is not None:  # how many came and how they fared is theirs: it leaves only in the noised mean
-            return wire.to_arrays(self.server.params), None
+            return wire.to_arrays(self.server.model), None
         losses = [(reply.loss, reply.num_examples) for reply in answers if reply.loss is not None]
         total = sum(count for _, count in losses)
         metrics = MetricRecord({"cohort": len(answers)})
         if total:
             metrics["train_loss"] = sum(loss * count for loss, count in losses) / total
-        return wire.to_arrays(self.server.params), metrics
+        return wire.to_arrays(self.server.model), metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -136,9 +138,13 @@ class FederatedStrategy(Strategy):
             return self.aggregator.mean(cohort, self.algorithm.weigh)
         return self.aggregator.mean(cohort, self.algorithm.weighting)
 
+    @property
+    def _statistics(self) -> Payloads:
+        return {wire.STATISTICS: self.server.statistics} if self.server.statistics else {}
+
     @cached_property
     def _template(self) -> Payloads:
-        template = what_clients_send(self.algorithm, self.server)
+        template = {**what_clients_send(self.algorithm, self.server), **self._statistics}
         return {name: flattened(params) for name, params in template.items()}
 
     def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:

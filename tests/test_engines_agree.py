@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
@@ -23,24 +22,28 @@ MODEL = """
 from torch import nn
 
 def with_dropout(input_shape, num_classes):
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, num_classes))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, num_classes)
+    )
 """
+OWN = "users_models:with_dropout"
 SAMPLERS = {"fedavg": "poisson:0.6", "scaffold": "fixed-size:5", "fedmix": "fixed-size:4"}
 
 
-def settings(algorithm: str, engine: str | dict[str, Any]) -> Experiment:
-    """An unequal split, partial participation, a model with dropout; with SCAFFOLD images are moved, too."""
+def settings(algorithm: str, engine: str | dict[str, Any], model: str = OWN) -> Experiment:
+    """An unequal split, partial participation, a model with dropout and BatchNorm; with SCAFFOLD images are moved."""
+    local = {"augment": "crop-flip" if algorithm == "scaffold" else "none"}
     return experiment_from(
         {
             "data": "digits",
             "partition": "dirichlet:0.3",
             "clients": 8,
-            "model": "users_models:with_dropout",
+            "model": model,
             "algorithm": algorithm,
             "sampler": SAMPLERS[algorithm],
             "calibrate": "ccvr" if algorithm == "fedmix" else "none",
             "rounds": 4,
-            "local": {"epochs": 2, "batch_size": 16, "augment": "crop-flip" if algorithm == "scaffold" else "none"},
+            "local": {"epochs": 2, "batch_size": 16, "batch_norm": "average" if model == OWN else "none", **local},
             "seed": 5,
             "engine": engine,
         }
@@ -174,8 +177,8 @@ def two_workers(folder: Path) -> Path:
 
 
 def natively(engine: dict[str, Any], out: Path) -> None:
-    plain = settings("scaffold", "inprocess").model_dump()
-    base = plain | {"model": "dafl-cnn", "local": plain["local"] | {"augment": "none"}}
+    base = settings("scaffold", "inprocess", "dafl-cnn").model_dump()
+    base["local"] |= {"augment": "none"}
     run(experiment_from({**base, "engine": engine}), out)
 
 
@@ -196,7 +199,7 @@ def test_ray_and_one_process_train_with_the_same_trainer(two_workers: Path, one_
 def test_clients_trained_as_one_stack_end_within_rounding(
     algorithm: str, stack: int, folder: Path, tmp_path: Path
 ) -> None:
-    base = settings(algorithm, "inprocess").model_dump() | {"model": "mlp"}
+    base = settings(algorithm, "inprocess", "mlp").model_dump()
     start = {"stacked": {"kind": "inprocess", "stack": stack}, "alone": {"kind": "inprocess"}}
     results = {out: run(experiment_from({**base, "engine": engine}), tmp_path / out) for out, engine in start.items()}
     initial = detached(job_of(experiment_from(base)).model().named_parameters())
@@ -208,7 +211,7 @@ def test_clients_trained_as_one_stack_end_within_rounding(
 def test_precision_is_said_and_changes_the_numbers_a_little(tmp_path: Path) -> None:
     results, engines = {}, Engines()
     for precision in ("float32", "bfloat16"):
-        base = settings("fedavg", "inprocess").model_dump() | {"model": "mlp", "device": "cpu"}
+        base = settings("fedavg", "inprocess", "mlp").model_dump() | {"device": "cpu"}
         base |= {"engine": {"kind": "inprocess", "stack": 8}, "local": base["local"] | {"precision": precision}}
         results[precision] = run(experiment_from(base), tmp_path / precision, None, engines)
         assert results[precision]["precision"] == precision
@@ -225,7 +228,7 @@ def test_precision_is_said_and_changes_the_numbers_a_little(tmp_path: Path) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("algorithm", SAMPLERS)
 def test_a_gpu_ends_where_a_cpu_does_stacked_and_one_by_one(algorithm: str, tmp_path: Path) -> None:
-    base = settings(algorithm, "inprocess").model_dump() | {"model": "mlp"}
+    base = settings(algorithm, "inprocess", "mlp").model_dump()
     ends = {}
     for out, device, stack in (("cpu", "cpu", 1), ("alone", "cuda", 1), ("stacked", "cuda", 8)):
         engine = {"kind": "inprocess", "stack": stack}
@@ -239,7 +242,7 @@ def test_a_gpu_ends_where_a_cpu_does_stacked_and_one_by_one(algorithm: str, tmp_
 
 @pytest.mark.ray
 def test_stacks_are_the_same_in_ray_actors_and_in_one_process(one_ray: None, tmp_path: Path) -> None:
-    base = settings("scaffold", "inprocess").model_dump() | {"model": "mlp"}
+    base = settings("scaffold", "inprocess", "mlp").model_dump()
     for out, chosen in (("alone", {"kind": "inprocess"}), ("ray", {"kind": "ray", "actors": 2})):
         run(experiment_from({**base, "engine": {**chosen, "stack": 2}}), tmp_path / out)
     assert_same_bits(tmp_path / "alone", tmp_path / "ray")
@@ -256,5 +259,6 @@ def test_the_experiments_differ_so_that_equal_bits_mean_something(alone: dict[st
     cohorts = {algorithm: [record.cohort for record in read_rounds(out)] for algorithm, out in alone.items()}
     assert len(set(cohorts["fedavg"])) > 1  # Poisson sampling: the number of clients varies
     assert set(cohorts["scaffold"]) == {5}
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 10))
-    assert weights(alone["fedavg"]).keys() == dict(model.named_parameters()).keys()
+    found = weights(alone["fedavg"])
+    assert found.keys() == job_of(settings("fedavg", "inprocess")).model().state_dict().keys()
+    assert float(found["2.num_batches_tracked"]) > 0

@@ -14,7 +14,7 @@ from fl_sim.kinds import Checking, Promising, kind_of
 from fl_sim.mistakes import explain, shortened
 from fl_sim.settings import OneOf, Settings, chosen_class, group_in, parse
 from fl_sim.settings_file import MOST_LEVELS
-from fl_sim.types import Optimizer, Precision
+from fl_sim.types import BatchNorm, Optimizer, Precision
 from partitions import AnyScheme, LabelK, Scheme
 from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, Central, Sharing, Weighing
@@ -178,6 +178,9 @@ class Local(Settings):
     ``augment``: how images are moved each time that they are trained on. "crop" pads them by 4 black pixels on every
     side and cuts a window of their own size out anywhere, "flip" mirrors them as often as not, "crop-flip" does both.
 
+    ``batch_norm``: what becomes of BatchNorm layers. "none" refuses models that have them, "average" averages their
+    running statistics as the parameters are, beside whatever the method makes of the parameters.
+
     ``precision`` is for GPUs: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8 (weights, their steps
     and evaluation stay float32); on a CPU only ``engine.stack`` above 1 takes "bfloat16", and it does not pay.
     """
@@ -194,6 +197,7 @@ class Local(Settings):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     optimizer: Optimizer = "sgd"
     augment: Literal["none", "crop", "flip", "crop-flip"] = "none"
+    batch_norm: BatchNorm = "none"
     schedule: Annotated[Schedule, OneOf("local.schedule")] = Constant()
     precision: Precision = "float32"
 
@@ -279,7 +283,32 @@ class Experiment(Settings):
             )
         if isinstance(self.aggregator, GlobalDP):
             self._private()
+        if self.local.batch_norm != "none":
+            self._averages_statistics()
         return self
+
+    def _averages_statistics(self) -> None:
+        chosen = f"local.batch_norm={self.local.batch_norm}"
+        if isinstance(self.aggregator, GlobalDP):
+            raise ValueError(
+                f"{chosen} cannot run under aggregator global-dp: running statistics are means over a client's "
+                "records, which clipping its update does not bound; take a model with nn.GroupNorm"
+            )
+        if type(self.aggregator) is not WeightedMean:
+            raise ValueError(
+                f"{chosen} goes with aggregator mean alone: {kind_of(self.aggregator)} looks at single updates, and "
+                "running statistics are none; leave aggregator out, or take a model with nn.GroupNorm"
+            )
+        if type(self.calibrate) is not NoCalibration:
+            raise ValueError(
+                f"{chosen} cannot run with calibrate={kind_of(self.calibrate)}: clients describe features by the "
+                "parameters alone, without running statistics; leave calibrate out, or take a model with nn.GroupNorm"
+            )
+        if type(self.attack) is not NoAttack:
+            raise ValueError(
+                f"{chosen} cannot run with attack {kind_of(self.attack)}: what hostile clients would send as running "
+                "statistics is not modelled; leave attack out, or take a model with nn.GroupNorm"
+            )
 
     def _private(self) -> None:
         kind = kind_of(self.algorithm)

@@ -43,9 +43,11 @@ class Job:
 
     def model(self) -> nn.Module:
         """Return the experiment's model with its initial weights, on the CPU."""
+        experiment, dataset = self.experiment, self.dataset
         return models.build(
-            self.experiment.model, self.dataset.input_shape, self.dataset.num_classes, self.experiment.seed
-        )
+            experiment.model, dataset.input_shape, dataset.num_classes, experiment.seed,
+            batch_norm=experiment.local.batch_norm,
+        )  # fmt: skip
 
     @cached_property
     def trainer(self) -> Trainer:

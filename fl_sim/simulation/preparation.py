@@ -21,7 +21,7 @@ from fl_sim.store import run_directory
 from fl_sim.store.tensors import save_by_content
 from fl_sim.training.loop import resident
 from fl_sim.training.trainer import LocalJob
-from fl_sim.types import LocalTask, Params
+from fl_sim.types import LocalTask, ServerState, Trained
 from strategies.algorithm import Algorithm, Sharing, what_clients_share
 from strategies.flower import FederatedStrategy, share_before_training
 from strategies.global_dp import GlobalDP
@@ -87,20 +87,21 @@ def _use_synthetic_records(job: Job, strategy: FederatedStrategy, grid: Grid, ou
     log.warnings += write_samples(out, log.pool.path, counts, job.experiment.model_dump(), job.dataset.note)
     strategy.order = replace(strategy.order, synthetic=str(log.pool.path))
     if (epochs := job.experiment.preprocess.server_epochs) and not log.rounds:
-        params = _trained_on_pool(job, log.pool.path, epochs, log.server.params)
-        log.server = strategy.server = strategy.algorithm.init(params)
+        trained = _trained_on_pool(job, log.pool.path, epochs, log.server)
+        server = replace(strategy.algorithm.init(trained.params), statistics=trained.statistics)
+        log.server = strategy.server = server
 
 
-def _trained_on_pool(job: Job, pool: Path, server_epochs: int, params: Params) -> Params:
+def _trained_on_pool(job: Job, pool: Path, server_epochs: int, server: ServerState) -> Trained:
     """Return the model after the server's own epochs on the pool: post-processing, so it costs no privacy."""
     seed = job.experiment.seed
     records = resident(read_pool(pool), job.dataset, job.device)
     settings = replace(local_settings(job, job.experiment.local.learning_rate), epochs=server_epochs, steps=0)
-    task = LocalTask(0, 0, 1, len(records), settings, params)
+    task = LocalTask(0, 0, 1, len(records), settings, server.params, statistics=server.statistics)
     seeded = partial(seed_torch, seed, "server epochs")
     local_job = LocalJob(task, LocalPlan(), records.whole(), rng(seed, "server epochs"), seeded)
     with torch_kept():
         trained = job.trainer.train(local_job)
     if not is_finite({"params": trained.params}):
         raise Diverged("training diverged on the synthetic records; try a smaller local.learning_rate")
-    return trained.params
+    return trained

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 
 from clients.app import Site
 from clients.dafl.settings import DaFl
+from fl_sim.batch_norm import statistics_of
 from fl_sim.errors import BudgetExhausted, Diverged
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
@@ -77,7 +78,8 @@ class Rounds:
                 break
             accuracy, loss = None, None
             if server_round % experiment.evaluate_every == 0 or _is_last(experiment, server_round, log.privacy):
-                accuracy, loss = evaluate(reported_by(self.algorithm, strategy.server))
+                server = strategy.server
+                accuracy, loss = evaluate(replace(server, params=reported_by(self.algorithm, server)).model)
                 if not math.isfinite(loss):
                     raise Diverged(
                         f"the test loss is {loss} after round {server_round}: training diverges, try smaller learning "
@@ -115,7 +117,8 @@ class Rounds:
 
     def beginning(self) -> ServerState:
         """Return what the server starts from: the model with its initial weights."""
-        return self.algorithm.init(detached(self.job.model().named_parameters()))
+        model = self.job.model()
+        return replace(self.algorithm.init(detached(model.named_parameters())), statistics=statistics_of(model))
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
         """Return the names and shapes of what a client keeps from one round for its next."""

@@ -66,7 +66,7 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
                 taken = f"{engine.why}; {engine.trainer}"
                 observer.started(experiment, "\n".join([taken, *log.warnings]), first_round)
                 procedure.run(opened, out, log, observer)
-                run_directory.write_model(out, log.server.params)
+                run_directory.write_model(out, log.server.model)
             status = "finished"
         except RunError as failure:
             status, error = "failed", failure
@@ -80,7 +80,7 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
         run_directory.write_result(out, result | told(error, out))
     with suppress(OSError):
         if log.server.params:
-            run_directory.write_model(out, log.server.params)
+            run_directory.write_model(out, log.server.model)
     raise error
 
 

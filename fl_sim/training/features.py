@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from fl_sim.batch_norm import running_in
 from fl_sim.errors import UserError
 from fl_sim.local_plan import Batch
 from fl_sim.types import Params
@@ -23,8 +24,9 @@ class Network:
     model: nn.Module
 
     def logits_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
-        """Return the logits, (n, classes)."""
-        logits: torch.Tensor = functional_call(self.model, dict(params), (records,))
+        """Return the logits, (n, classes), and leave the model's running statistics alone."""
+        copies = {name: buffer.clone() for name, buffer in running_in(self.model).items()}
+        logits: torch.Tensor = functional_call(self.model, {**params, **copies}, (records,))
         return logits
 
     def features_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fl_sim.batch_norm import load_statistics, norms_in, running_in, statistics_of
 from fl_sim.errors import UserError
 from fl_sim.local_plan import Ascent, LocalPlan, fields_in_use
 from fl_sim.params import check_layout, detached, layout_of
@@ -85,6 +86,7 @@ def train(
     check_optimizer(plan, task.settings)
     with torch.no_grad():
         _load(weights, task.params)
+        load_statistics(model, task.statistics)
     anchor, offset = _on(task.params, inputs.device), _on(plan.gradient_offset or {}, inputs.device)
     drift = _on(plan.step_offset or {}, inputs.device)
     objective = Objective.of(model, plan, anchor, inputs.device, smoothing=task.settings.label_smoothing)
@@ -94,11 +96,14 @@ def train(
         name: Moments.like(weight.detach()) for name, weight in trainable.items() if task.settings.optimizer != "sgd"
     }
     losses: list[torch.Tensor] = []
+    norms, running = list(norms_in(model).values()), running_in(model)
     augment, black = task.settings.augment, black_of(task.settings.augment, inputs.device)
     for batch, moves in _batches(task.settings, len(labels), generator, inputs.device):
         records = moved(inputs[batch], moves, augment, black)
         loss_of = partial(objective.loss, records, labels[batch], objective.partner(generator))
-        loss, gradients = _gradients(loss_of, trainable, ascent_of(plan))
+        for norm in norms:
+            norm.train(len(batch) > 1)  # one record has no deviation: the running statistics normalise it
+        loss, gradients = _gradients(loss_of, trainable, running, ascent_of(plan))
         with torch.no_grad():
             corrected = {
                 name: _corrected(name, trainable[name], gradient, anchor, offset, plan)
@@ -113,6 +118,7 @@ def train(
         num_steps=len(losses),
         loss=float(torch.stack(losses).mean()) if losses else None,
         feature_sums=feature_sums(model, {}, inputs, labels) if plan.class_features else None,
+        statistics=statistics_of(model),
     )
 
 
@@ -132,21 +138,28 @@ def _batches(
 
 
 def _gradients(
-    loss_of: Callable[[], torch.Tensor], weights: dict[str, torch.Tensor], ascent: Ascent | None
+    loss_of: Callable[[], torch.Tensor],
+    weights: dict[str, torch.Tensor],
+    running: dict[str, torch.Tensor],
+    ascent: Ascent | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss and the gradients of those weights that it depends on."""
+    """Return the loss and the gradients of those weights that it depends on.
+
+    Of the ``running`` statistics a step makes what the batch at the weights themselves does, not uphill.
+    """
     loss = loss_of()
     gradients = _differentiated(loss, weights)
     if ascent is None:
         return loss.detach(), gradients
     with torch.no_grad():
-        before = {name: weight.clone() for name, weight in weights.items()}
+        changing = {**weights, **running}
+        before = {name: value.clone() for name, value in changing.items()}
         for name, value in uphill(weights, gradients, ascent).items():
             weights[name].copy_(value)
     above = _differentiated(loss_of(), weights)
     with torch.no_grad():
-        for name, weight in weights.items():
-            weight.copy_(before[name])
+        for name, value in changing.items():
+            value.copy_(before[name])
         return loss.detach(), blended(gradients, above, ascent)
 
 
@@ -251,9 +264,11 @@ def evaluate(
 
 
 def ready(model: nn.Module, params: Params) -> nn.Module:
-    """Return ``model`` with the weights ``params``, in evaluation mode."""
+    """Return ``model`` with the weights ``params``, running statistics among them if it has any, in evaluation mode."""
+    running = running_in(model)
     with torch.inference_mode():
-        _load(dict(model.named_parameters()), params)
+        _load(dict(model.named_parameters()), {name: value for name, value in params.items() if name not in running})
+        load_statistics(model, {name: value for name, value in params.items() if name in running})
     return model.eval()
 
 

@@ -87,6 +87,11 @@ class Pate(Settings):
                     f"algorithm pate has teachers vote once, all of them, and adds the noise itself: {name} {given} "
                     "has no place in it, leave it out"
                 )
+        if (batch_norm := experiment.local.batch_norm) != "none":
+            raise ValueError(
+                f"algorithm pate cannot run with local.batch_norm={batch_norm}: no model is averaged in it; leave it "
+                "out, and take a model without running statistics"
+            )
         if type(experiment.partition) in get_args(AnyScheme) or isinstance(self.labelling.mechanism, NoNoise):
             return
         raise ValueError(

@@ -128,7 +128,7 @@ def test_what_can_be_trained_is_built_and_its_weights_depend_on_the_seed_alone(n
         ("other_classes", r"makes float32 of shape \(2, 1000\) of 2 records, not float32 logits of shape \(2, 4\)"),
         ("to_half", r"makes float16 of shape \(2, 4\)"),
         ("cut", "depend on none of its trained parameters"),
-        ("batchnorm", r"keeps running statistics \(0.running_mean\).*GroupNorm"),
+        ("batchnorm", r"keeps running statistics \(0.running_mean\).* local.batch_norm=average, or use nn.GroupNorm"),
         ("spectral", r"keeps running statistics \(.*_u\)"),
         ("counting", r"keeps running statistics \(positions\)"),
         ("random_buffer", r"draws the buffer positions at random, .* nn.Parameter with requires_grad=False"),
@@ -140,6 +140,15 @@ def test_what_cannot_be_trained_is_refused_in_one_line_that_says_what_is_wanted(
     assert str(caught.value).startswith(f"model 'users_own_models:{name}' ")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 700
+
+
+def test_batch_norm_is_built_where_its_statistics_are_averaged_and_starts_as_it_was_made() -> None:
+    model = models.build("users_own_models:batchnorm", SHAPE, CLASSES, 0, batch_norm="average")
+    fresh = torch.nn.BatchNorm2d(1)
+    assert all(torch.equal(*pair) for pair in zip(model[0].buffers(), fresh.buffers(), strict=True))
+    for name in ("spectral", "tiny"):
+        with pytest.raises(UserError, match=r"those of nn\.BatchNorm alone|has no BatchNorm layers: leave local"):
+            models.build(f"users_own_models:{name}", SHAPE, CLASSES, 0, batch_norm="average")
 
 
 def test_what_a_factory_itself_says_to_the_user_is_said() -> None:

@@ -1,0 +1,46 @@
+"""BatchNorm's running statistics: what training changes in a model without a gradient."""
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fl_sim.params import check_layout, layout_of
+from fl_sim.types import Params
+
+
+def norms_in(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers of ``model`` by name."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+
+
+def running_in(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the running statistics of ``model`` themselves, by name: who writes to them writes to the model."""
+    return {
+        f"{name}.{key}".removeprefix("."): buffer
+        for name, layer in norms_in(model).items()
+        for key, buffer in layer.named_buffers(recurse=False)
+    }
+
+
+def statistics_of(model: nn.Module) -> Params:
+    """Copy the running statistics of ``model`` to the CPU, all as float32.
+
+    The number of batches, which only a BatchNorm with ``momentum=None`` looks at, is exact up to 2^24.
+    """
+    return {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in running_in(model).items()}
+
+
+def load_statistics(model: nn.Module, statistics: Params) -> None:
+    """Write ``statistics`` over those of ``model``, a mean number of batches rounded; without any, start anew.
+
+    Raises ValueError where they are not the model's.
+    """
+    if not statistics:
+        for layer in norms_in(model).values():
+            layer.reset_running_stats()
+        return
+    running = running_in(model)
+    check_layout("the running statistics", statistics, layout_of(running))
+    for name, buffer in running.items():
+        value = statistics[name]
+        buffer.copy_(value if buffer.is_floating_point() else value.round())

@@ -1,0 +1,112 @@
+"""local.batch_norm=average: the global model's running statistics are the mean of the clients' own, by every method."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fl_sim.batch_norm import statistics_of
+from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.job import Job, job_of
+from fl_sim.params import detached, weighted_mean
+from fl_sim.seeding import rng
+from fl_sim.simulation.run import run
+from fl_sim.simulation.site import evaluation_records, local_settings, site_for
+from fl_sim.training.loop import train
+from fl_sim.types import LocalTask, Params
+from strategies.fedavg import FedAvg
+
+MODEL = """
+from torch import nn
+
+def normed(input_shape, num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, num_classes))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    made = tmp_path_factory.mktemp("models")
+    (made / "normed_models.py").write_text(MODEL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(made)
+        yield
+
+
+def table(**others: Any) -> dict[str, Any]:
+    return {
+        "model": "normed_models:normed", "partition": "dirichlet:0.3", "clients": 4, "rounds": 1, "seed": 3,
+        "local": {"batch_norm": "average", "batch_size": 32}, "engine": "inprocess", "device": "cpu", **others,
+    }  # fmt: skip
+
+
+def trained_by_hand(job: Job) -> list[tuple[Params, int]]:
+    """Return every client's running statistics after a first round of plain SGD, and how many records it has."""
+    site, model, found = site_for(job, FedAvg()), job.model(), []
+    for client in range(job.experiment.num_clients):
+        inputs, labels = site.records(client, "").tensors()
+        task = LocalTask(
+            1, client, 4, len(labels), local_settings(job, job.experiment.local.learning_rate),
+            detached(job.model().named_parameters()), statistics=statistics_of(job.model()),
+        )  # fmt: skip
+        plan = FedAvg().plan(task)
+        trained = train(model, task, plan, inputs, labels, rng(job.experiment.seed, "batches", client, 1))
+        found.append((trained.statistics, len(labels)))
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedavgm", "fedadam", "fednova", "fedexp", "scaffold"])
+def test_statistics_are_the_mean_of_the_clients_own_and_no_step_of_a_server_optimiser(
+    algorithm: str, tmp_path: Path
+) -> None:
+    experiment = experiment_from(table(algorithm=algorithm))
+    run(experiment, tmp_path / "run")
+    own = trained_by_hand(job_of(experiment))
+    uniform = algorithm in {"scaffold", "fedexp"}  # by which clients count alike
+    expected = weighted_mean([statistics for statistics, _ in own], [1.0 if uniform else count for _, count in own])
+    found = load_file(tmp_path / "run" / "model.safetensors")
+    for name, value in expected.items():
+        assert torch.equal(found[name], value)
+    assert len({tuple(statistics["2.running_mean"].tolist()) for statistics, _ in own}) == 4
+
+
+def test_the_global_model_is_evaluated_with_the_averaged_statistics(tmp_path: Path) -> None:
+    job = job_of(experiment_from(table()))
+    result = run(job.experiment, tmp_path / "run")
+    model, test = job.model(), evaluation_records(job)
+    model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
+    logits = model.eval()(test.inputs)
+    assert result["final_accuracy"] == pytest.approx(float((logits.argmax(1) == test.labels).double().mean()))
+
+
+def test_clients_that_are_equal_or_alone_keep_the_statistics_of_plain_training(tmp_path: Path) -> None:
+    run(experiment_from(table(algorithm="centralized")), tmp_path / "run")
+    [(expected, _)] = trained_by_hand(job_of(experiment_from(table(algorithm="centralized"))))
+    found = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    equal = weighted_mean([expected] * 3, [2, 5, 11])
+    assert all(torch.equal(equal[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"aggregator": "global-dp"}, "average cannot run under aggregator global-dp: running statistics are means"),
+        ({"aggregator": "median"}, "average goes with aggregator mean alone: median looks at single updates"),
+        ({"attack": "sign-flip"}, "average cannot run with attack sign-flip"),
+        ({"calibrate": "ccvr"}, "average cannot run with calibrate=ccvr: clients describe features"),
+        ({"algorithm": "pate"}, "pate cannot run with local.batch_norm=average: no model is averaged in it"),
+        ({"model": "mlp"}, "model 'mlp' has no BatchNorm layers: leave local.batch_norm=average out"),
+        ({"local": {}}, r"keeps running statistics \(2.running_mean\).* with local.batch_norm=average, or use"),
+        ({"engine": {"kind": "inprocess", "stack": 2}}, "engine.stack=2: this model cannot be trained on many clients"),
+    ],
+)
+def test_what_does_not_go_with_batch_norm_is_refused_before_anything_runs(
+    others: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        run(experiment_from(table(**others)), tmp_path / "run")
