@@ -1,7 +1,7 @@
 """The Flower ClientApp: reads a message, trains on the client's own records, answers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from threading import Lock
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import nn
 
+from fl_sim.batch_norm import layers_after, placed
 from fl_sim.engines import wire
 from fl_sim.engines.grid import partition_of, raised
 from fl_sim.engines.pieces import Play, Release
@@ -200,20 +201,26 @@ def _synthesized(
 
 @dataclass(frozen=True)
 class _Turn:
-    """One client's part in one round."""
+    """One client's part in one round; ``personal``: the parameters of BatchNorm layers that stay with the client."""
 
     message: Message
     order: wire.Order
     site: Site
     job: LocalJob
+    personal: tuple[str, ...]
 
     def reply(self, trained: Trained) -> Message:
         """Keep the client's state for its next round, and answer."""
-        update = self.site.algorithm.finish(self.job.task, trained)
-        save_state(self.order.state_dir, self.job.task.client, self.order.server_round, update.state)
-        payloads = update.payloads
-        if self.job.task.statistics:
-            payloads = {**payloads, wire.STATISTICS: trained.statistics}
+        task, layers = self.job.task, layers_after(trained, self.personal)
+        if self.personal:  # of which the algorithm sees that they have not moved: nothing of theirs is merged
+            resting = {name: task.params[name] for name in self.personal}
+            trained = replace(trained, params={**trained.params, **resting})
+        update = self.site.algorithm.finish(task, trained)
+        state = update.state
+        if self.personal and (state or trained.num_steps):
+            state = {**state, wire.LAYERS: layers}
+        save_state(self.order.state_dir, task.client, self.order.server_round, state)
+        payloads = {**update.payloads, wire.LAYERS: layers} if layers else update.payloads
         content = wire.update_content(payloads, update.num_examples, update.loss)
         return Message(content, reply_to=self.message)
 
@@ -245,6 +252,11 @@ class _Turns:
             order, params, broadcast = self._unpacked(message)
         site = self.site(order)
         records = site.records(client, order.synthetic)
+        state = {**load_state(order.state_dir, client, order.server_round)}
+        broadcast = {**broadcast}
+        layers = broadcast.pop(wire.LAYERS, {})
+        personal = tuple(name for name in layers if name in params)
+        params, statistics = placed(params, state.pop(wire.LAYERS, layers))
         task = LocalTask(
             server_round=order.server_round,
             client=client,
@@ -252,16 +264,17 @@ class _Turns:
             num_examples=len(records),
             settings=site.local_settings(order.learning_rate),
             params=params,
-            broadcast={name: group for name, group in broadcast.items() if name != wire.STATISTICS},
-            statistics=broadcast.get(wire.STATISTICS, {}),
-            state=load_state(order.state_dir, client, order.server_round),
+            broadcast=broadcast,
+            statistics=statistics,
+            state=state,
             pool=_read_pool(order.pool) if order.pool else {},
             class_counts=site.class_counts(client, order.synthetic),
         )
         _set_threads(site.threads)
         generator = rng(site.seed, "batches", client, order.server_round)
         seeded = partial(seed_torch, site.seed, "local", client, order.server_round)
-        return _Turn(message, order, site, LocalJob(task, site.algorithm.plan(task), records, generator, seeded))
+        job = LocalJob(task, site.algorithm.plan(task), records, generator, seeded)
+        return _Turn(message, order, site, job, personal)
 
     def _unpacked(self, message: Message) -> tuple[wire.Order, Params, Payloads]:
         content = message.content

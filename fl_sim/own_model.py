@@ -128,7 +128,7 @@ def _check_buffers(path: str, model: nn.Module, before: dict[str, torch.Tensor],
         if name in running:
             raise UserError(
                 f"model {path!r} keeps running statistics ({name}), which federated averaging would lose: say what "
-                "becomes of them with local.batch_norm=average, or use nn.GroupNorm, or a norm with "
+                "becomes of them with local.batch_norm=average or personal, or use nn.GroupNorm, or a norm with "
                 "track_running_stats=False"
             )
         raise UserError(

@@ -34,7 +34,7 @@ Optimizer: TypeAlias = Literal["sgd", "adam", "adamw"]
 """How a step follows from a gradient: by the formulas of torch.optim."""
 
 BatchNorm: TypeAlias = Literal["none", "average", "personal"]
-"""What becomes of BatchNorm layers: models that have some are refused, or their running statistics are averaged."""
+"""What becomes of BatchNorm layers: models with them are refused; running statistics are averaged; layers stay."""
 
 
 @dataclass(frozen=True)
@@ -248,15 +248,16 @@ class Aggregate:
 class ServerState:
     """The global model, what travels with it to clients (``broadcast``) and what stays on the server (``memory``).
 
-    ``statistics``: the running statistics of the model's BatchNorm layers. Algorithms neither see nor change them.
+    ``layers``: running statistics of BatchNorm layers, and their parameters where they are personal: the mean of what
+    clients had after the last round (fl_sim.batch_norm). Algorithms neither see nor change them.
     """
 
     params: Params
     broadcast: Payloads = field(default_factory=dict)
     memory: Payloads = field(default_factory=dict)
-    statistics: Params = field(default_factory=dict)
+    layers: Params = field(default_factory=dict)
 
     @property
     def model(self) -> Params:
-        """Return all that evaluation needs: parameters, and statistics if there are any."""
-        return {**self.params, **self.statistics} if self.statistics else self.params
+        """Return all that evaluation needs: parameters, and over them the layers if there are any."""
+        return {**self.params, **self.layers} if self.layers else self.params

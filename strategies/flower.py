@@ -75,7 +75,7 @@ class FederatedStrategy(Strategy):
         self.cohort = self.sampler.sample(self.num_clients, coins)
         rate = float(str(config["learning-rate"]))
         order = replace(self.order, server_round=server_round, learning_rate=rate)
-        content = wire.task_content(order, self.server.params, {**self.server.broadcast, **self._statistics})
+        content = wire.task_content(order, self.server.params, {**self.server.broadcast, **self._layers})
         return [Message(content, self.population.nodes[client], wire.TRAIN) for client in self.cohort]
 
     def aggregate_train(
@@ -92,11 +92,11 @@ class FederatedStrategy(Strategy):
         aggregate = self._aggregate(cohort)
         if aggregate is not None:
             payloads = dict(aggregate.payloads)
-            statistics = payloads.pop(wire.STATISTICS, {})
+            layers = payloads.pop(wire.LAYERS, {})
             server = self.algorithm.merge(self.server, replace(aggregate, payloads=payloads))
-            if not is_finite({"params": server.params, "statistics": statistics}):
+            if not is_finite({"params": server.params, "layers": layers}):
                 raise Diverged(f"the global model is not finite after round {server_round}; try smaller learning rates")
-            self.server = replace(server, statistics=statistics)
+            self.server = replace(server, layers=layers)
         if self.privacy is not None:  # how many came and how they fared is theirs: it leaves only in the noised mean
             return wire.to_arrays(self.server.model), None
         losses = [(reply.loss, reply.num_examples) for reply in answers if reply.loss is not None]
@@ -139,12 +139,12 @@ class FederatedStrategy(Strategy):
         return self.aggregator.mean(cohort, self.algorithm.weighting)
 
     @property
-    def _statistics(self) -> Payloads:
-        return {wire.STATISTICS: self.server.statistics} if self.server.statistics else {}
+    def _layers(self) -> Payloads:
+        return {wire.LAYERS: self.server.layers} if self.server.layers else {}
 
     @cached_property
     def _template(self) -> Payloads:
-        template = {**what_clients_send(self.algorithm, self.server), **self._statistics}
+        template = {**what_clients_send(self.algorithm, self.server), **self._layers}
         return {name: flattened(params) for name, params in template.items()}
 
     def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:
@@ -236,7 +236,7 @@ def summarise_after_training(
     """
     if not strategy.population.nodes:
         strategy.population = find_population(grid, strategy.num_clients, timeout)
-    asking = Asking(wire.SUMMARISE, strategy.order, timeout, quoted=True, params=strategy.server.params)
+    asking = Asking(wire.SUMMARISE, strategy.order, timeout, quoted=True, params=strategy.server.model)
     return ask_everybody(grid, strategy.population, asking, lambda one: wire.read_moments(one, shape))
 
 

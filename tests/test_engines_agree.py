@@ -31,8 +31,12 @@ SAMPLERS = {"fedavg": "poisson:0.6", "scaffold": "fixed-size:5", "fedmix": "fixe
 
 
 def settings(algorithm: str, engine: str | dict[str, Any], model: str = OWN) -> Experiment:
-    """An unequal split, partial participation, a model with dropout and BatchNorm; with SCAFFOLD images are moved."""
-    local = {"augment": "crop-flip" if algorithm == "scaffold" else "none"}
+    """An unequal split, partial participation, a model with dropout and BatchNorm.
+
+    With SCAFFOLD images are moved, too, and BatchNorm stays with clients.
+    """
+    is_scaffold = algorithm == "scaffold"
+    own = {"batch_norm": "personal" if is_scaffold else "average"} if model == OWN else {}
     return experiment_from(
         {
             "data": "digits",
@@ -43,7 +47,7 @@ def settings(algorithm: str, engine: str | dict[str, Any], model: str = OWN) -> 
             "sampler": SAMPLERS[algorithm],
             "calibrate": "ccvr" if algorithm == "fedmix" else "none",
             "rounds": 4,
-            "local": {"epochs": 2, "batch_size": 16, "batch_norm": "average" if model == OWN else "none", **local},
+            "local": {"epochs": 2, "batch_size": 16, "augment": "crop-flip" if is_scaffold else "none", **own},
             "seed": 5,
             "engine": engine,
         }

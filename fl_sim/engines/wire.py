@@ -27,8 +27,8 @@ SUMMARISE = "train.summarise"
 """Message types: one round's local training; sharing before the first round; releasing synthetic records before that;
 training a teacher and voting on the public pool; which partition a node holds; moments of features after training."""
 
-STATISTICS = "running-statistics"
-"""The group in which BatchNorm's running statistics travel, both ways; algorithms name no group of theirs so."""
+LAYERS = "batch-norm"
+"""The group in which BatchNorm layers travel, both ways, and stay with clients. No algorithm has one of that name."""
 
 _ORDER, _PARAMS, _REPORT, _POOL, _SAID, _VOTES = "order", "params", "report", "pool", "said", "votes"
 _MOMENTS = "moments"

@@ -179,7 +179,8 @@ class Local(Settings):
     side and cuts a window of their own size out anywhere, "flip" mirrors them as often as not, "crop-flip" does both.
 
     ``batch_norm``: what becomes of BatchNorm layers. "none" refuses models that have them, "average" averages their
-    running statistics as the parameters are, beside whatever the method makes of the parameters.
+    running statistics as the parameters are, beside whatever the method makes of the parameters, and by "personal" the
+    layers stay with every client, parameters and all (FedBN, Li et al. 2021).
 
     ``precision`` is for GPUs: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8 (weights, their steps
     and evaluation stay float32); on a CPU only ``engine.stack`` above 1 takes "bfloat16", and it does not pay.
@@ -298,11 +299,6 @@ class Experiment(Settings):
             raise ValueError(
                 f"{chosen} goes with aggregator mean alone: {kind_of(self.aggregator)} looks at single updates, and "
                 "running statistics are none; leave aggregator out, or take a model with nn.GroupNorm"
-            )
-        if type(self.calibrate) is not NoCalibration:
-            raise ValueError(
-                f"{chosen} cannot run with calibrate={kind_of(self.calibrate)}: clients describe features by the "
-                "parameters alone, without running statistics; leave calibrate out, or take a model with nn.GroupNorm"
             )
         if type(self.attack) is not NoAttack:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from flwr.serverapp import Grid
@@ -11,7 +12,7 @@ from fl_sim.errors import Diverged
 from fl_sim.experiment.job import Job
 from fl_sim.seeding import rng
 from fl_sim.simulation.run_log import Calibration, RunLog
-from fl_sim.types import Params, ServerState
+from fl_sim.types import Params
 from strategies.ccvr import CCVR, with_trained_head
 from strategies.class_gaussians import class_gaussians, draw_features
 from strategies.flower import FederatedStrategy, summarise_after_training
@@ -38,11 +39,12 @@ def calibrate(
         features, labels = draw_features(classes, settings.samples_per_class, rng(seed, "class gaussians"))
         generator = rng(seed, "calibration batches")
         params = with_trained_head(settings, job.model(), params, features, labels, generator)
-    accuracy, loss = evaluate(params)
+    calibrated = replace(log.server, params=params)
+    accuracy, loss = evaluate(calibrated.model)
     if not math.isfinite(loss):
         raise Diverged(f"the test loss is {loss} after the calibration; try a smaller calibrate.learning_rate")
     before = log.rounds[-1].test_accuracy
     assert before is not None  # the last round is evaluated, whatever evaluate_every is
     skipped = sorted(set(range(num_classes)) - {one.label for one in classes})
     log.calibration = Calibration(before, accuracy, loss, tuple(skipped))
-    log.server = ServerState(params, log.server.broadcast, log.server.memory)
+    log.server = calibrated

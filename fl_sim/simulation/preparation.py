@@ -8,6 +8,7 @@ from pathlib import Path
 from flwr.serverapp import Grid
 
 from clients.dafl.settings import DaFl
+from fl_sim.batch_norm import layers_after, placed
 from fl_sim.engines.wire import Order
 from fl_sim.errors import Diverged
 from fl_sim.experiment.job import Job
@@ -88,8 +89,8 @@ def _use_synthetic_records(job: Job, strategy: FederatedStrategy, grid: Grid, ou
     strategy.order = replace(strategy.order, synthetic=str(log.pool.path))
     if (epochs := job.experiment.preprocess.server_epochs) and not log.rounds:
         trained = _trained_on_pool(job, log.pool.path, epochs, log.server)
-        server = replace(strategy.algorithm.init(trained.params), statistics=trained.statistics)
-        log.server = strategy.server = server
+        layers = layers_after(trained, [name for name in log.server.layers if name in log.server.params])
+        log.server = strategy.server = replace(strategy.algorithm.init(trained.params), layers=layers)
 
 
 def _trained_on_pool(job: Job, pool: Path, server_epochs: int, server: ServerState) -> Trained:
@@ -97,7 +98,8 @@ def _trained_on_pool(job: Job, pool: Path, server_epochs: int, server: ServerSta
     seed = job.experiment.seed
     records = resident(read_pool(pool), job.dataset, job.device)
     settings = replace(local_settings(job, job.experiment.local.learning_rate), epochs=server_epochs, steps=0)
-    task = LocalTask(0, 0, 1, len(records), settings, server.params, statistics=server.statistics)
+    params, statistics = placed(server.params, server.layers)
+    task = LocalTask(0, 0, 1, len(records), settings, params, statistics=statistics)
     seeded = partial(seed_torch, seed, "server epochs")
     local_job = LocalJob(task, LocalPlan(), records.whole(), rng(seed, "server epochs"), seeded)
     with torch_kept():

@@ -12,8 +12,9 @@ from flwr.serverapp import Grid
 
 from clients.app import Site
 from clients.dafl.settings import DaFl
-from fl_sim.batch_norm import statistics_of
-from fl_sim.errors import BudgetExhausted, Diverged
+from fl_sim.batch_norm import layers_in
+from fl_sim.engines import wire
+from fl_sim.errors import BudgetExhausted, Diverged, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
@@ -44,6 +45,11 @@ from strategies.global_dp import GlobalDP
 
 if TYPE_CHECKING:
     from strategies.private import PrivateRounds
+
+PERSONAL = (
+    "BatchNorm layers are personal: the accuracy is that of a model which no client has, with the mean of the last "
+    "cohort's layers"
+)
 
 
 @dataclass(frozen=True)
@@ -117,12 +123,19 @@ class Rounds:
 
     def beginning(self) -> ServerState:
         """Return what the server starts from: the model with its initial weights."""
-        model = self.job.model()
-        return replace(self.algorithm.init(detached(model.named_parameters())), statistics=statistics_of(model))
+        model, chosen = self.job.model(), self.job.experiment.local.batch_norm
+        if chosen == "personal" and (scale := self.typical_plan().gradient_scale) != 1:
+            raise UserError(
+                f"algorithm {kind_of(self.algorithm)} takes {scale:g} of every gradient and the rest from what all "
+                "clients did, which personal BatchNorm layers are no part of: take local.batch_norm=average, or "
+                "another algorithm"
+            )
+        return replace(self.algorithm.init(detached(model.named_parameters())), layers=layers_in(model, chosen))
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
         """Return the names and shapes of what a client keeps from one round for its next."""
-        return what_clients_keep(self.algorithm, server)
+        own = {wire.LAYERS: server.layers} if self.job.experiment.local.batch_norm == "personal" else {}
+        return {**what_clients_keep(self.algorithm, server), **own}
 
     def warnings(self, out: Path, log: RunLog) -> list[str]:
         """Return what a user must know before the first round."""
@@ -139,6 +152,8 @@ class Rounds:
             )
         if isinstance(self.algorithm, Advising) and (told := self.algorithm.advice(experiment.local.momentum)):
             warnings.append(told)
+        if experiment.local.batch_norm == "personal":
+            warnings.append(PERSONAL)
         if not isinstance(experiment.aggregator, GlobalDP):
             return warnings
         from fl_sim.privacy.planning import delta_advice  # noqa: PLC0415 (the accountants load slowly)

@@ -70,15 +70,15 @@ def read_checkpoint(out: Path, like: ServerState) -> tuple[Progress, ServerState
     tensors = {name.partition("/")[2]: value for name, value in sorted(found.items())}
     _check_fit(path, tensors, dict(_named(like)))
     parts = _grouped(tensors)
-    statistics = parts.get("statistics", {}).get("", {})
-    return progress, ServerState(parts["params"][""], parts.get("broadcast", {}), parts.get("memory", {}), statistics)
+    layers = parts.get("layers", {}).get("", {})
+    return progress, ServerState(parts["params"][""], parts.get("broadcast", {}), parts.get("memory", {}), layers)
 
 
 def _named(server: ServerState) -> Iterator[tuple[str, torch.Tensor]]:
     """Give every tensor of the state by a name: its part of the state, its group, its own name."""
     parts: dict[str, Mapping[str, Params]] = {
         "params": {"": server.params}, "broadcast": server.broadcast, "memory": server.memory,
-        "statistics": {"": server.statistics},
+        "layers": {"": server.layers},
     }  # fmt: skip
     for part, groups in parts.items():
         for group, params in groups.items():

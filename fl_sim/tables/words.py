@@ -149,6 +149,7 @@ def _beyond_defaults(local: Sequence[Local]) -> str:
     """Return what is said of local training only where some of the cells differ from the default."""
     said = {
         "clip_norm": "gradients clipped to norm", "label_smoothing": "label smoothing", "augment": "images moved by",
+        "batch_norm": "BatchNorm",
     }  # fmt: skip
     values = {words: [getattr(one, name) for one in local] for name, words in said.items()}
     return "".join(f", {words} {_values(found)}" for words, found in values.items() if {*found} - {0, "none"})

@@ -24,9 +24,12 @@ class Network:
     model: nn.Module
 
     def logits_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:
-        """Return the logits, (n, classes), and leave the model's running statistics alone."""
+        """Return the logits, (n, classes), and leave the model's running statistics alone.
+
+        ``params`` may hold others, which are then those that count.
+        """
         copies = {name: buffer.clone() for name, buffer in running_in(self.model).items()}
-        logits: torch.Tensor = functional_call(self.model, {**params, **copies}, (records,))
+        logits: torch.Tensor = functional_call(self.model, {**copies, **params}, (records,))
         return logits
 
     def features_of(self, params: Params, records: torch.Tensor) -> torch.Tensor:

@@ -128,7 +128,7 @@ def test_what_can_be_trained_is_built_and_its_weights_depend_on_the_seed_alone(n
         ("other_classes", r"makes float32 of shape \(2, 1000\) of 2 records, not float32 logits of shape \(2, 4\)"),
         ("to_half", r"makes float16 of shape \(2, 4\)"),
         ("cut", "depend on none of its trained parameters"),
-        ("batchnorm", r"keeps running statistics \(0.running_mean\).* local.batch_norm=average, or use nn.GroupNorm"),
+        ("batchnorm", r"keeps running statistics \(0.running_mean\).* local.batch_norm=average or personal, or use"),
         ("spectral", r"keeps running statistics \(.*_u\)"),
         ("counting", r"keeps running statistics \(positions\)"),
         ("random_buffer", r"draws the buffer positions at random, .* nn.Parameter with requires_grad=False"),

@@ -1,4 +1,4 @@
-"""local.batch_norm=average: the global model's running statistics are the mean of the clients' own, by every method."""
+"""local.batch_norm: the global statistics are the mean of the clients' own, and personal layers stay theirs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +12,13 @@ from fl_sim.batch_norm import statistics_of
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import Job, job_of
-from fl_sim.params import detached, weighted_mean
+from fl_sim.params import detached, subtract, weighted_mean
 from fl_sim.seeding import rng
 from fl_sim.simulation.run import run
+from fl_sim.simulation.run_log import Silent
 from fl_sim.simulation.site import evaluation_records, local_settings, site_for
+from fl_sim.store.run_directory import RoundRecord
+from fl_sim.store.tensors import load_state
 from fl_sim.training.loop import train
 from fl_sim.types import LocalTask, Params
 from strategies.fedavg import FedAvg
@@ -92,16 +95,72 @@ def test_clients_that_are_equal_or_alone_keep_the_statistics_of_plain_training(t
     assert all(torch.equal(equal[name], value) for name, value in expected.items())
 
 
+def test_personal_layers_go_on_from_round_to_round_whatever_others_do_and_their_mean_is_evaluated(
+    tmp_path: Path,
+) -> None:
+    experiment = experiment_from(table(local={"batch_norm": "personal", "batch_size": 32}, rounds=3))
+    result = run(experiment, tmp_path / "run")
+    job = job_of(experiment)
+    site, model = site_for(job, FedAvg()), job.model()
+    shared, names = detached(job.model().named_parameters()), ("2.weight", "2.bias")
+    sizes = [len(shard) for shard in job.shards]
+    layers = [({name: shared[name] for name in names}, statistics_of(job.model())) for _ in sizes]
+    for server_round in (1, 2, 3):
+        found = []
+        for client, (own, statistics) in enumerate(layers):
+            task = LocalTask(
+                server_round, client, 4, sizes[client], local_settings(job, 0.01), {**shared, **own},
+                statistics=statistics,
+            )  # fmt: skip
+            plan, generator = FedAvg().plan(task), rng(3, "batches", client, server_round)
+            found.append(train(model, task, plan, *site.records(client, "").tensors(), generator))
+        moves = [subtract(one.params, shared) for one in found]
+        shared = {name: shared[name] + value for name, value in weighted_mean(moves, sizes).items()}
+        layers = [({name: one.params[name] for name in names}, one.statistics) for one in found]
+    expected = {**shared, **weighted_mean([{**own, **statistics} for own, statistics in layers], sizes)}
+    found_model = load_file(tmp_path / "run" / "model.safetensors")
+    assert found_model.keys() == expected.keys()
+    assert all(torch.equal(found_model[name], value) for name, value in expected.items())
+    accuracy, _ = job.trainer.evaluate(expected, evaluation_records(job).inputs, evaluation_records(job).labels)
+    assert result["final_accuracy"] == accuracy
+    assert any(
+        "a model which no client has, with the mean of the last cohort's layers" in said for said in result["warnings"]
+    )
+
+
+def test_control_variates_leave_personal_layers_alone(tmp_path: Path) -> None:
+    class Break(Silent):
+        def finished_round(self, record: RoundRecord) -> None:
+            if record.round == 2:
+                raise KeyboardInterrupt
+
+    experiment = experiment_from(table(local={"batch_norm": "personal"}, rounds=3, algorithm="scaffold"))
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, tmp_path / "run", observer=Break())
+    kept = [load_state(tmp_path / "run" / "clients", client, 3) for client in range(4)]
+    assert all(set(state) == {"control", "batch-norm"} for state in kept)
+    for state in kept:
+        assert not state["control"]["2.weight"].any()
+        assert state["control"]["1.weight"].any()
+    assert len({tuple(state["batch-norm"]["2.weight"].tolist()) for state in kept}) == 4
+
+
 @pytest.mark.parametrize(
     ("others", "message"),
     [
         ({"aggregator": "global-dp"}, "average cannot run under aggregator global-dp: running statistics are means"),
         ({"aggregator": "median"}, "average goes with aggregator mean alone: median looks at single updates"),
         ({"attack": "sign-flip"}, "average cannot run with attack sign-flip"),
-        ({"calibrate": "ccvr"}, "average cannot run with calibrate=ccvr: clients describe features"),
         ({"algorithm": "pate"}, "pate cannot run with local.batch_norm=average: no model is averaged in it"),
+        (
+            {"algorithm": "fedcm", "local": {"batch_norm": "personal"}},
+            r"fedcm takes 0\.1 of every gradient and the rest",
+        ),
         ({"model": "mlp"}, "model 'mlp' has no BatchNorm layers: leave local.batch_norm=average out"),
-        ({"local": {}}, r"keeps running statistics \(2.running_mean\).* with local.batch_norm=average, or use"),
+        (
+            {"local": {}},
+            r"keeps running statistics \(2.running_mean\).* with local.batch_norm=average or personal, or use",
+        ),
         ({"engine": {"kind": "inprocess", "stack": 2}}, "engine.stack=2: this model cannot be trained on many clients"),
     ],
 )

@@ -11,6 +11,7 @@ from fl_sim.batch_norm import load_statistics, running_in, statistics_of
 from fl_sim.local_plan import Ascent, Contrast, Distillation, LocalPlan
 from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
+from fl_sim.training.features import features_of
 from fl_sim.training.loop import evaluate, train
 from fl_sim.types import LocalSettings, LocalTask, Params, Trained
 
@@ -111,3 +112,12 @@ def test_a_model_is_evaluated_with_the_statistics_that_come_with_it() -> None:
     anew = evaluate(reference, found.params, inputs, labels)[1]
     assert anew != pytest.approx(expected.item(), rel=1e-3)
     assert set(running_in(reference)) == set(statistics_of(reference)) == set(found.statistics)
+
+
+def test_features_are_those_under_the_statistics_that_come_with_the_parameters() -> None:
+    found, (inputs, _) = trained(model()), records()
+    reference = model()
+    reference.load_state_dict({**found.params, **found.statistics})
+    with torch.no_grad():
+        expected = reference.eval()[:-1](inputs)
+    torch.testing.assert_close(features_of(model(), {**found.params, **found.statistics}, inputs), expected)
