@@ -7,6 +7,7 @@ from collections.abc import ItemsView, Iterable, Iterator, Sequence, ValuesView
 from functools import lru_cache
 from typing import TypeAlias
 
+from fl_sim.errors import UserError
 from fl_sim.late_torch import torch
 from fl_sim.types import Params, Payloads
 
@@ -160,6 +161,18 @@ def num_parameters(params: Params) -> int:
 def num_in(layout: Layout) -> int:
     """Count the numbers that tensors of this layout have."""
     return sum(_sizes(layout))
+
+
+def head_shape(params: Params) -> tuple[int, int]:
+    """Return (classes, features) of a model's last linear layer. Raises UserError for a model that has none."""
+    matrices = {name: value for name, value in params.items() if value.ndim == 2}
+    if not matrices:
+        raise UserError(
+            "the algorithm needs features, which are what enters the last linear layer of a model, and this model has "
+            "no weight matrix: take another model, or another algorithm, such as fedavg"
+        )
+    classes, features = matrices.get("head.weight", list(matrices.values())[-1]).shape
+    return classes, features
 
 
 def detached(named: Iterable[tuple[str, torch.Tensor]]) -> Params:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import ClassVar, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import model_validator
 
 from fl_sim.kinds import Choices, kind_of
 from fl_sim.late_torch import torch
@@ -39,6 +40,9 @@ Split: TypeAlias = Callable[[NDArray[np.int64]], Sequence[NDArray[np.int64]]]
 Raises UserError where that is impossible.
 """
 
+
+_LEAST, _MOST = 1e-37, 1e37
+"""What float32 holds as it is and as one over it."""
 
 _ONE_STEP = LocalSettings(learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=1, epochs=1)
 """A step for each record."""
@@ -158,6 +162,16 @@ class Averaging(Settings):
     """FedAvg's behaviour, of which every algorithm here changes one or two of the four parts."""
 
     weighting: ClassVar[Weighting] = "examples"
+
+    @model_validator(mode="after")
+    def _strengths_are_float32(self) -> Self:
+        for name in type(self).model_fields:
+            if isinstance(value := getattr(self, name), float) and value and not _LEAST <= abs(value) <= _MOST:
+                raise ValueError(
+                    f"{name}={value:g} is out of range: models are float32, which holds 0 and sizes from {_LEAST:g} to "
+                    f"{_MOST:g}"
+                )
+        return self
 
     def init(self, params: Params) -> ServerState:
         """Start from ``params``."""

@@ -20,7 +20,7 @@ class _Mixing(Averaging):
     """What both methods set and share: ``mixing_weight`` is the paper's lambda, ``records_per_average`` its M_k."""
 
     mixing_weight: float = Field(0.1, gt=0, lt=1)
-    records_per_average: int = Field(5, ge=2)
+    records_per_average: int = Field(5, ge=2, le=10**9)
 
     def mean_only(self) -> str:
         """Say what an aggregator does not see."""

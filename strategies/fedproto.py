@@ -4,11 +4,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from fl_sim.errors import UserError
 from fl_sim.kinds import Choices
 from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalPlan, Pull
-from fl_sim.params import add
+from fl_sim.params import add, head_shape
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
 from strategies.algorithm import Averaging
 from strategies.global_dp import GlobalDP
@@ -71,12 +70,3 @@ class FedProto(Averaging):
         z = torch.where(there[:, None], sums / counts.clamp(min=torch.finfo(counts.dtype).tiny)[:, None], old["z"])
         prototypes = {"z": z, "known": torch.maximum(old["known"], there.to(z.dtype))}
         return ServerState(add(server.params, aggregate.payloads["delta"]), {"prototypes": prototypes})
-
-
-def head_shape(params: Params) -> tuple[int, int]:
-    """Return (classes, features) of the last linear layer. Raises UserError for a model that has none."""
-    matrices = {name: value for name, value in params.items() if value.ndim == 2}
-    if not matrices:
-        raise UserError("algorithm fedproto needs a model with a last linear layer: this one has no weight matrix")
-    classes, features = matrices.get("head.weight", list(matrices.values())[-1]).shape
-    return classes, features

@@ -207,6 +207,11 @@ def share_before_training(strategy: FederatedStrategy, grid: Grid, template: Par
     asking = Asking(wire.SHARE, strategy.order, timeout, quoted=not strategy.order.synthetic)
     most = strategy.most_examples
     shared = ask_everybody(grid, strategy.population, asking, lambda one: wire.read_pool(one, template, most))
+    if not any(len(part) for one in shared for part in one.values()):
+        raise RunError(
+            f"no client has records enough to share any before the first round ({strategy.algorithm}), so this would "
+            "be another algorithm: have fewer clients, or ask for fewer records in algorithm's settings"
+        )
     return {name: torch.cat([part[name] for part in shared]) for name in template}
 
 

@@ -20,7 +20,7 @@ class GeometricMedian(Robust):
     """
 
     kind: Literal["geometric-median"] = "geometric-median"
-    iterations: int = Field(10, ge=1)
+    iterations: int = Field(10, ge=1, le=10_000)
     smoothing: float = Field(1e-6, gt=0)
     title: ClassVar[str] = "geometric median"
 

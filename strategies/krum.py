@@ -7,10 +7,12 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from fl_sim.errors import RunError
+from fl_sim.kinds import Choices, kind_of
 from fl_sim.late_torch import torch
 from fl_sim.types import Aggregate, Cohort
 from strategies.aggregators import Robust, combined
 from strategies.algorithm import Weighting
+from strategies.samplers import Sampler
 
 
 class Krum(Robust):
@@ -24,6 +26,11 @@ class Krum(Robust):
     kind: Literal["krum"] = "krum"
     hostile: int = Field(2, ge=0)
     title: ClassVar[str] = "Krum"
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for rounds of too few clients."""
+        super().check(experiment)
+        _check_cohorts(experiment, _needed(self.hostile, 1))
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
         """Return the update with the least score, or None where no client has records; see ``Aggregator``."""
@@ -39,19 +46,38 @@ class MultiKrum(Robust):
     selected: int = Field(0, ge=0)
     title: ClassVar[str] = "Multi-Krum"
 
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for rounds of too few clients."""
+        super().check(experiment)
+        _check_cohorts(experiment, _needed(self.hostile, self.selected))
+
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
         """Return the mean of the selected updates, or None where no client has records; see ``Aggregator``."""
         del weighting
         return _closest(cohort, self.hostile, self.selected)
 
 
+def _needed(hostile: int, selected: int) -> int:
+    return max(2 * hostile + 3, selected)
+
+
+def _check_cohorts(experiment: Choices, needed: int) -> None:
+    sampler = experiment.sampler
+    size = sampler.expected_size(experiment.clients) if isinstance(sampler, Sampler) else experiment.clients
+    if size < needed:
+        raise ValueError(
+            f"aggregator {kind_of(experiment.aggregator)} needs {needed} clients in a round, and rounds have {size:g}: "
+            "set a smaller aggregator.hostile, or more clients"
+        )
+
+
 def _closest(cohort: Cohort, hostile: int, selected: int) -> Aggregate | None:
     def closest(rows: torch.Tensor, _: object) -> torch.Tensor:
         count, wanted = len(rows), selected or len(rows) - hostile
-        if count < 2 * hostile + 3 or wanted > count:
+        if count < _needed(hostile, wanted):
             raise RunError(
                 f"round {cohort.server_round} has {count} clients with records: krum with hostile={hostile} needs at "
-                f"least {max(2 * hostile + 3, wanted)}; set a smaller aggregator.hostile, or have more clients in a "
+                f"least {_needed(hostile, wanted)}; set a smaller aggregator.hostile, or have more clients in a "
                 "round"
             )
         chosen = krum_scores(rows, hostile).argsort(stable=True)[:wanted].sort().values

@@ -5,7 +5,7 @@ privacy, where amplification by sampling holds only against somebody who cannot 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ Coins: TypeAlias = Callable[[int], NDArray[np.float64]]
 """(count) -> that many independent multiples of 2^-53 in [0, 1), others at every call."""
 
 
+@runtime_checkable
 class Sampler(Protocol):
     """A way to draw cohorts: frozen settings of ours or of the user's own."""
 

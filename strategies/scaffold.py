@@ -89,9 +89,8 @@ class Scaffold(Averaging):
         step = self.server_learning_rate
         if self.variant == "niid-bench":
             step /= float(aggregate.payloads["records"]["mean"])
-        params = add(server.params, aggregate.payloads["delta"], step)
         control = add(server.broadcast["control"], aggregate.payloads["control_delta"], aggregate.participation)
-        return ServerState(params, broadcast={"control": control})
+        return ServerState(add(server.params, aggregate.payloads["delta"], step), {"control": control})
 
     def _sent(self, delta: Params, control_delta: Params, task: LocalTask) -> Payloads:
         """Return what a client sends: for a mean by records n_i (y_i - x) and n_i, whose means the server has."""

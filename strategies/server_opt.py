@@ -39,7 +39,7 @@ class FedAdagrad(Averaging):
     kind: Literal["fedadagrad"] = "fedadagrad"
     server_learning_rate: float = Field(0.1, gt=0)
     beta_1: float = Field(0.0, ge=0, lt=1)
-    tau: float = Field(1e-3, gt=0)
+    tau: float = Field(1e-3, gt=0, le=1e6)
 
     def init(self, params: Params) -> ServerState:
         """Start from ``params`` with m = 0 and v = tau^2."""
@@ -59,7 +59,7 @@ class FedAdam(Averaging):
     server_learning_rate: float = Field(0.01, gt=0)
     beta_1: float = Field(0.9, ge=0, lt=1)
     beta_2: float = Field(0.99, ge=0, lt=1)
-    tau: float = Field(1e-3, gt=0)
+    tau: float = Field(1e-3, gt=0, le=1e6)
 
     def init(self, params: Params) -> ServerState:
         """Start from ``params`` with m = 0 and v = tau^2."""
@@ -85,7 +85,7 @@ class FedYogi(Averaging):
     server_learning_rate: float = Field(0.01, gt=0)
     beta_1: float = Field(0.9, ge=0, lt=1)
     beta_2: float = Field(0.99, ge=0, lt=1)
-    tau: float = Field(1e-3, gt=0)
+    tau: float = Field(1e-3, gt=0, le=1e6)
 
     def init(self, params: Params) -> ServerState:
         """Start from ``params`` with m = 0 and v = tau^2."""

@@ -154,7 +154,8 @@ def pulled(batch: Batch, weight: float) -> torch.Tensor:
     """Return each record's part in what Pull adds, (n,)."""
     assert batch.features is not None
     prototypes, present = batch.data["prototypes"], batch.data["present"]
-    _check("the prototypes", prototypes, (batch.logits.shape[1], batch.features.shape[1]))
+    shape = batch.logits.shape[1], batch.features.shape[1]
+    _check("the prototypes", prototypes, shape, advice="; the head of the model must be its one last nn.Linear")
     _check("the present classes", present, batch.logits.shape[1:])
     distances = (batch.features - prototypes[batch.labels]).pow(2).sum(1)
     return weight * torch.where(present[batch.labels], distances, 0.0)
@@ -165,6 +166,6 @@ def _of_class(batch: Batch) -> torch.Tensor:
     return batch.labels.unsqueeze(1) == torch.arange(batch.logits.shape[1], device=batch.labels.device)
 
 
-def _check(what: str, found: torch.Tensor, shape: Sequence[int]) -> None:
+def _check(what: str, found: torch.Tensor, shape: Sequence[int], advice: str = "") -> None:
     if tuple(found.shape) != tuple(shape):
-        raise UserError(f"{what} must have the shape {tuple(shape)} for this model, not {tuple(found.shape)}")
+        raise UserError(f"{what} must have the shape {tuple(shape)} for this model, not {tuple(found.shape)}{advice}")

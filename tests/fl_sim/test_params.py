@@ -66,6 +66,12 @@ def test_one_bad_number_anywhere_is_not_finite_and_large_ones_are():
     assert not params.is_finite({"a": {"w": torch.tensor([float("inf"), -float("inf")])}})
 
 
+def test_the_shape_of_the_last_layer_comes_from_its_name_or_its_place():
+    named = {"body.weight": torch.zeros(2, 5), "last.weight": torch.zeros(3, 2), "last.bias": torch.zeros(3)}
+    assert params.head_shape(named) == (3, 2)
+    assert params.head_shape({"head.weight": torch.zeros(7, 4), **named}) == (7, 4)
+
+
 def test_detached_copies_leave_the_graph_and_the_original():
     weight = torch.ones(2, requires_grad=True)
     copy = params.detached([("w", weight)])["w"]

@@ -1,5 +1,9 @@
 """How far steps of SGD with momentum reach (Wang et al. 2020, section 4.1), who shares, and published defaults."""
 
+import ast
+import inspect
+from pathlib import Path
+
 import pytest
 
 from fl_sim.experiment.experiment import AnyAlgorithm
@@ -88,3 +92,19 @@ def test_defaults_are_the_published_ones(algorithm, published):
 @pytest.mark.parametrize("kind", sorted(kinds(AnyAlgorithm).keys() - {"pate"}))  # which has no rounds to merge
 def test_every_kind_keeps_the_laws(kind):
     check(kinds(AnyAlgorithm)[kind]())
+
+
+@pytest.mark.parametrize("kind", sorted(kinds(AnyAlgorithm).keys() - {"pate"}))
+def test_an_algorithm_takes_sixty_lines_of_code_at_most(kind):
+    """Imports, comments, docstrings and blank lines aside; a file may hold several algorithms."""
+    file = inspect.getfile(kinds(AnyAlgorithm)[kind])
+    source = Path(file).read_text()
+    aside = [node for node in ast.walk(ast.parse(source)) if _is_no_code(node)]
+    counted = {number for number, line in enumerate(source.splitlines(), 1) if line.strip() and line.strip()[0] != "#"}
+    counted -= {number for node in aside for number in range(node.lineno, node.end_lineno + 1)}
+    assert 3 < len(counted) <= 60 * sum(inspect.getfile(one) == file for one in kinds(AnyAlgorithm).values())
+
+
+def _is_no_code(node):
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return is_text or isinstance(node, ast.Import | ast.ImportFrom)

@@ -6,9 +6,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fl_sim.errors import RunError
+from fl_sim.experiment.experiment import experiment_from
 from fl_sim.local_plan import LocalPlan, Mix
 from fl_sim.params import detached
 from fl_sim.seeding import rng
+from fl_sim.simulation.run import run
 from fl_sim.training.loop import train
 from fl_sim.training.losses import mixed_loss
 from fl_sim.types import LocalSettings, LocalTask
@@ -197,3 +200,9 @@ def test_groups_are_random_and_seeded():
     )
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
+
+
+def test_where_nobody_has_records_enough_to_share_the_run_is_refused(tmp_path):
+    settings = {"model": "logistic", "rounds": 1, "algorithm": {"kind": "fedmix", "records_per_average": 100_000}}
+    with pytest.raises(RunError, match=r"no client has records enough .* records_per_average=100000 .* fewer clients"):
+        run(experiment_from(settings), tmp_path / "run")

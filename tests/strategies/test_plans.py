@@ -214,3 +214,15 @@ def test_a_strength_out_of_range_is_refused_by_name(settings: dict[str, Any]) ->
     name, value = list(settings.items())[1]
     with pytest.raises(UserError, match=rf"algorithm\.{name} = {value}"):
         experiment_from({"algorithm": settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"kind": "feddyn", "alpha": 1e-300}, {"kind": "scaffold", "server_learning_rate": 1e300},
+     {"kind": "fednova", "tau_eff": 1e300}, {"kind": "fedprox", "mu": 1e-50}],
+    ids=lambda one: one["kind"],
+)  # fmt: skip
+def test_a_strength_that_no_float32_holds_is_refused_before_it_breaks_a_round(settings: dict[str, Any]) -> None:
+    name, value = list(settings.items())[1]
+    with pytest.raises(UserError, match=rf"{name}={re.escape(f'{value:g}')} is out of range: models are float32"):
+        experiment_from({"algorithm": settings})

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_sim.errors import RunError
+from fl_sim.errors import RunError, UserError
+from fl_sim.experiment.experiment import experiment_from
 from fl_sim.types import Cohort, Reply
 from strategies.aggregators import WeightedMean
 from strategies.coordinate_median import CoordinateMedian
@@ -74,6 +75,17 @@ def test_krum_takes_one_update_as_it_is_and_multi_krum_the_mean_of_the_closest()
 def test_krum_among_too_few_clients_is_refused_with_the_number_it_needs(aggregator, needed):
     with pytest.raises(RunError, match=f"round 3 has 5 clients with records: krum .* at least {needed}"):
         aggregator.mean(_cohort([[0.0, 0.0]] * 5), "uniform")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"aggregator": "krum:4"}, "krum needs 11 clients in a round, and rounds have 10"),
+     ({"aggregator": {"kind": "multi-krum", "hostile": 1, "selected": 11}}, "multi-krum needs 11 .* have 10"),
+     ({"aggregator": "krum:2", "sampler": "fixed-size:6"}, "krum needs 7 .* have 6")],
+)  # fmt: skip
+def test_krum_in_rounds_of_too_few_clients_is_refused_before_anything_runs(settings, message):
+    with pytest.raises(UserError, match=f"aggregator {message}: set a smaller aggregator.hostile, or more clients"):
+        experiment_from({"clients": 10, **settings})
 
 
 def test_updates_longer_than_the_bound_are_scaled_down_and_others_left():
