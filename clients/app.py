@@ -46,7 +46,8 @@ class Site:
     ``class_counts(client, synthetic)`` says how many of these records are of each class.
     ``trains_on_own(synthetic)`` says whether ``records`` would hold the client's own.
     ``share(inputs, labels, client)`` is what it shares for the algorithm before the first round.
-    ``summarise(client, params)`` returns the moments of its features by class under ``params``, after the last one.
+    ``summarise(client, params, folder, policy)`` returns the moments of its features by class under ``params``, after
+    the last round; ``folder`` and ``policy`` are as for ``synthesize``.
     ``local_settings(learning_rate)`` fills in a round's settings.
     ``threads``: torch threads while training; their number changes the last bits of every sum. ``precision``: how
     exactly PyTorch trains. ``graphs``: whether a GPU may be given a step of a stack as one launch.
@@ -68,7 +69,7 @@ class Site:
     vote: Callable[[Trainer, int], NDArray[np.int64]] | None = None
     trains_on_own: Callable[[str], bool] = lambda _: True
     class_counts: Callable[[int, str], tuple[int, ...]] = lambda *_: ()
-    summarise: Callable[[int, Params], NDArray[np.float64]] | None = None
+    summarise: Callable[[int, Params, Path, "Policy | None"], NDArray[np.float64]] | None = None
 
     @cached_property
     def trainer(self) -> Trainer:
@@ -123,12 +124,14 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
 
     @app.train("summarise")
     def summarise(message: Message, context: Context) -> Message:
-        site = turns.site(wire.read_order(message.content))
+        order, client = wire.read_order(message.content), _partition(context)
+        site, (params, _) = turns.site(order), wire.read_task(message.content)
         assert site.summarise is not None
-        _ask_policy(context, lambda policy: policy.check_training(own_records=True))
         _set_threads(site.threads)
-        params, _ = wire.read_task(message.content)
-        return Message(wire.moments_content(site.summarise(_partition(context), params)), reply_to=message)
+        moments = site.summarise(
+            client, params, Path(order.state_dir) / "moments" / f"client-{client}", _policy(context)
+        )
+        return Message(wire.moments_content(moments), reply_to=message)
 
     @app.train()
     def train_one_round(message: Message, context: Context) -> Message:

@@ -21,10 +21,16 @@ def moments_of(features: Array, labels: NDArray[np.int64], num_classes: int) -> 
 
     Shape (num_classes, num_moments(d)), zeros for a class without records. n may be 0.
     """
+    return weighted_moments(features, np.ones(len(labels)), labels, num_classes)
+
+
+def weighted_moments(features: Array, weights: Array, labels: NDArray[np.int64], num_classes: int) -> Array:
+    """Return the same where record i counts ``weights[i]`` times."""
     moments = np.zeros((num_classes, num_moments(features.shape[1])))
     for label in np.unique(labels):
-        rows = features[labels == label]
-        moments[label] = np.concatenate([[len(rows)], rows.sum(axis=0), triangle_of(_product(rows, rows))])
+        rows, weight = features[labels == label], weights[labels == label]
+        weighted = rows * weight[:, None]
+        moments[label] = np.concatenate([[weight.sum()], weighted.sum(axis=0), triangle_of(_product(rows, weighted))])
     return moments
 
 

@@ -68,12 +68,12 @@ class Policy:
         """Return the ledger of everything that was ever released under this policy."""
         return self.home / "ledger.jsonl"
 
-    def check_noise(self, noise: str) -> None:
-        """Refuse noise that a seed determines: whoever sent the order could take it off again."""
+    def check_noise(self, noise: str, setting: str) -> None:
+        """Refuse noise that a seed determines: whoever sent the order could take it off again. ``setting``: asks it."""
         if noise != "secret":
             raise RunError(
                 f'this client\'s policy allows secret noise only, and the order asks for noise = "{noise}": '
-                "leave preprocess.noise at its default"
+                f"leave {setting} at its default"
             )
 
     def check_training(self, *, own_records: bool) -> None:
@@ -107,7 +107,8 @@ class Policy:
             if epsilon_of_counts(after, self.delta) > self.epsilon:
                 raise RunError(
                     f"this client's policy allows epsilon {self.epsilon:g} at delta {self.delta:g} per record over all "
-                    "releases, and the order would exceed it: ask for less, with a smaller preprocess.epsilon"
+                    "releases, and the order would exceed it: ask for less, with a smaller preprocess.epsilon or "
+                    "calibrate.epsilon"
                 )
             for name, event in new.items():
                 ledger.charge(event, release=name, noise=noise)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from clients.class_moments import num_moments
 from clients.dafl.settings import DaFl
@@ -23,6 +23,8 @@ from strategies.pate.settings import Pate
 if TYPE_CHECKING:
     from torch import nn
 
+    from clients.private_moments import Protection
+
 _LONGEST: Final = 2**28  # bytes of a client's moments; messages of Flower's runtime may have twice as many
 
 
@@ -37,6 +39,10 @@ class CCVR(Settings):
 
     ``samples_per_class``: the paper's M_c, the same for all classes, FL-bench's 200. The head goes on from the trained
     one by plain SGD for ``epochs`` over what was drawn.
+
+    ``epsilon`` (None: moments leave clients as they are) and ``delta``: what a record pays for its client's moments,
+    which are one Gaussian release then. Features are clipped to ``clipping_norm`` for it. ``noise``: "secret" is the
+    real thing and differs from run to run, "seeded" repeats and protects in simulation only.
     """
 
     kind: Literal["ccvr"] = "ccvr"
@@ -45,6 +51,35 @@ class CCVR(Settings):
     learning_rate: float = Field(0.01, gt=0)
     epochs: int = Field(1, ge=1, le=10**6)
     batch_size: int = Field(64, ge=1)
+    epsilon: float | None = Field(None, gt=0)
+    delta: float = Field(1e-5, gt=0, lt=1)
+    clipping_norm: float = Field(10.0, gt=0)
+    noise: Literal["secret", "seeded"] = "secret"
+
+    @model_validator(mode="after")
+    def _no_dead_settings(self) -> CCVR:
+        fields = type(self).model_fields
+        dead = [name for name in ("delta", "clipping_norm", "noise") if getattr(self, name) != fields[name].default]
+        if self.epsilon is None and dead:
+            raise ValueError(
+                f"calibrate.{dead[0]} = {getattr(self, dead[0])} changes nothing without calibrate.epsilon, as the "
+                f"moments leave clients without noise: set calibrate.epsilon, or leave {dead[0]} out"
+            )
+        return self
+
+    @property
+    def is_private(self) -> bool:
+        """Say whether the moments are a private release."""
+        return self.epsilon is not None
+
+    @property
+    def protection(self) -> Protection | None:
+        """Return how the moments are protected, None where they are not."""
+        if self.epsilon is None:
+            return None
+        from clients.private_moments import Protection  # noqa: PLC0415 (the accountants load slowly)
+
+        return Protection(self.epsilon, self.delta, self.clipping_norm, self.noise)
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError where there is no head of all clients to train, or the moments have no place."""
@@ -57,18 +92,19 @@ class CCVR(Settings):
         if isinstance(experiment.aggregator, GlobalDP):
             raise ValueError(
                 "calibrate ccvr cannot run under aggregator global-dp, which protects all records of a client together:"
-                " clients would send moments of their features beside it; leave calibrate out, or the aggregator"
+                " moments leave each client by itself, and their noise hides single records at most; set calibrate=none"
+                " or another aggregator"
             )
         if experiment.attack.clients:
             raise ValueError(
                 f"calibrate ccvr has no place beside attack {kind_of(experiment.attack)}: moments are added up, and one"
                 " hostile client may move their sum anywhere; set calibrate=none or attack=none"
             )
-        if isinstance(preprocess, DaFl) and preprocess.train_on == "synthetic":
+        if isinstance(preprocess, DaFl) and preprocess.train_on == "synthetic" and self.epsilon is None:
             raise ValueError(
                 "calibrate ccvr sends moments of the clients' own features without noise, and preprocess.train_on="
-                "synthetic promises that nothing leaves them but synthetic records: leave calibrate out, or take "
-                "preprocess.train_on=own-and-synthetic"
+                "synthetic promises that nothing leaves them but synthetic records: set calibrate.epsilon, or "
+                "calibrate=none"
             )
 
     def check_size(self, num_features: int, num_classes: int) -> None:

@@ -24,6 +24,10 @@ class ClassGaussian:
     mean: Array
     covariance: Array
 
+    def scaled(self, unit: float) -> "ClassGaussian":
+        """Return the distribution of ``unit`` times these features."""
+        return ClassGaussian(self.label, self.count, unit * self.mean, unit**2 * self.covariance)
+
     def draw(self, number: int, generator: np.random.Generator) -> Array:
         """Return ``number`` draws, (number, d); negative eigenvalues count as 0."""
         # By torch, as its number of threads, on which last bits depend, is the run's.

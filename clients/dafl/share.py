@@ -7,11 +7,10 @@ made. What a client keeps until its share is out lies in a folder of its own, wh
 elsewhere: it outlives the folder, and whatever was released about the same records is on it.
 """
 
-import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -26,6 +25,7 @@ from safetensors.torch import save
 from clients.dafl.generator import Bill, Made, PrivateRecords, Request, generate_all, nothing
 from clients.dafl.settings import DaFl
 from clients.policy import Policy, open_ledger
+from clients.release import KEY, kept_noise, pay, seeded_noise
 from fl_sim.errors import RunError, UserError
 from fl_sim.privacy import events
 from fl_sim.privacy.charge_log import Receipt
@@ -38,8 +38,7 @@ from fl_sim.store.tensors import write_private
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 
-_KEY, _SHARE = "key", "share.safetensors"
-_KEY_BYTES = 32
+_SHARE = "share.safetensors"
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def _begin(settings: DaFl, client: Client, seed: int, public_records: int) -> Sh
     """Pay for the share, and pick its labels; or return it, where there is one already, or none can be."""
     folder, records = client.folder, client.records
     if client.policy:
-        client.policy.check_noise(settings.noise)
+        client.policy.check_noise(settings.noise, "preprocess.noise")
     if (folder / _SHARE).exists():
         return _read(client)
     bill = settings.generator.bill(
@@ -153,8 +152,11 @@ def _begin(settings: DaFl, client: Client, seed: int, public_records: int) -> Sh
         return _empty(records, bill.refused)
     for one in (folder.parent, folder):
         one.mkdir(mode=0o700, parents=True, exist_ok=True)
-    noise = _noise(settings, folder, seed, client.number)
-    receipt = _pay(client, _releases(settings, bill, records.num_classes, client.number, seed), noise)
+    seeded = settings.noise == "seeded"
+    noise = seeded_noise(f"{seed}/da-fl/{client.number}") if seeded else kept_noise(folder)
+    receipt = pay(
+        client.policy, client.ledger, _releases(settings, bill, records.num_classes, client.number, seed), noise
+    )
     counts = pick_labels(settings, records, settings.gamma_of(client.number), public_records, noise)
     return _Paid(Request(records, counts, bill, noise, rng(seed, "generator", client.number)), receipt)
 
@@ -173,7 +175,7 @@ def _finish(settings: DaFl, client: Client, paid: _Paid, made: Made) -> Share:
         receipt=paid.receipt,
     )
     _write(client.folder / _SHARE, share)
-    (client.folder / _KEY).unlink(missing_ok=True)
+    (client.folder / KEY).unlink(missing_ok=True)
     return share
 
 
@@ -209,28 +211,6 @@ def _releases(settings: DaFl, bill: Bill, num_classes: int, client: int, seed: i
         f"labels {name}": label_event(settings, num_classes),
         f"generator {name}": dp_event.SelfComposedDpEvent(bill.event, bill.steps),
     }
-
-
-def _pay(client: Client, releases: Mapping[str, dp_event.DpEvent], noise: Noise) -> Receipt:
-    """Charge both releases before either is made."""
-    if client.policy:
-        return client.policy.pay(releases, noise.identity)
-    ledger = open_ledger(client.ledger)
-    for name, event in releases.items():
-        ledger.charge(event, release=name, noise=noise.identity)
-    return ledger.receipt
-
-
-def _noise(settings: DaFl, folder: Path, seed: int, client: int) -> Noise:
-    """Return the client's noise: the same again where it was killed before its share was out."""
-    if settings.noise == "seeded":
-        return Noise.seeded(int.from_bytes(hashlib.sha256(f"{seed}/da-fl/{client}".encode()).digest()))
-    path = folder / _KEY
-    if not path.exists():
-        write_private(path, os.urandom(_KEY_BYTES))
-    if path.stat().st_size != _KEY_BYTES:
-        raise RunError(f"{path} is damaged: delete it, and the share is made with another key, which pays again")
-    return Noise(path.read_bytes(), simulation_only=False)
 
 
 def _empty(records: PrivateRecords, reason: str) -> Share:

@@ -343,7 +343,7 @@ class Experiment(Settings):
     @property
     def is_private(self) -> bool:
         """Say whether a run promises privacy to anybody: then it shows nothing about single clients, nor their time."""
-        parts: tuple[object, ...] = (self.algorithm, self.aggregator, self.preprocess)
+        parts: tuple[object, ...] = (self.algorithm, self.aggregator, self.preprocess, self.calibrate)
         return any(isinstance(part, Promising) and part.is_private for part in parts)
 
 

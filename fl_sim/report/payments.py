@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from fl_sim.errors import RunError
 from fl_sim.privacy import events
@@ -12,6 +12,9 @@ from fl_sim.report.files import Outcome
 from fl_sim.report.groups import split_of
 from fl_sim.report.release import Release
 from fl_sim.report.runs import Run
+
+_MOMENTS: Final = "moments-"
+"""How the identity begins of the moments of features that clients release after training."""
 
 
 def paid_by(run: Run) -> tuple[Paid, str]:
@@ -37,7 +40,7 @@ def payments_of(run: Run) -> tuple[Payment, ...] | None:
 
 
 def _payment(release: Release, outcome: Outcome) -> Payment:
-    pool = outcome.preprocess.pool if release.unit == "record" else ""
+    pool = outcome.preprocess.pool if release.unit == "record" and not release.ledger.startswith(_MOMENTS) else ""
     if pool:
         charged = _charged_by_client(outcome)
     elif release.planned_events is None or release.epsilon == release.budget:

@@ -1,7 +1,9 @@
 """After the last round: clients send moments of their features, and the server trains the head again (CCVR)."""
 
 import math
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -33,8 +35,16 @@ def calibrate(
     params, seed = log.server.params, job.experiment.seed
     num_classes, num_features = job.dataset.num_classes, job.num_features
     shape = (num_classes, num_moments(num_features))
-    moments = summarise_after_training(strategy, grid, shape, job.experiment.round_timeout)
-    classes = class_gaussians(np.sum(moments, axis=0), num_features)
+    with _stated(job, settings, log):
+        answers = summarise_after_training(
+            strategy, grid, shape, job.experiment.round_timeout, quoted=not job.experiment.is_private
+        )
+    moments, protection = np.sum(answers, axis=0), settings.protection
+    if protection is None:
+        classes = class_gaussians(moments, num_features)
+    else:
+        std = protection.std * math.sqrt(sum(len(shard) > 0 for shard in job.shards))  # others send no noise
+        classes = [one.scaled(settings.clipping_norm) for one in class_gaussians(moments, num_features, std)]
     if classes:
         features, labels = draw_features(classes, settings.samples_per_class, rng(seed, "class gaussians"))
         generator = rng(seed, "calibration batches")
@@ -48,3 +58,19 @@ def calibrate(
     skipped = sorted(set(range(num_classes)) - {one.label for one in classes})
     log.calibration = Calibration(before, accuracy, loss, tuple(skipped))
     log.server = calibrated
+
+
+@contextmanager
+def _stated(job: Job, settings: CCVR, log: RunLog) -> Iterator[None]:
+    """State what the clients' private releases cost before any of them is asked: a run may break off in the middle."""
+    protection = settings.protection
+    if protection is None:
+        yield
+        return
+    from fl_sim.simulation.moments_bill import paid_together, statement  # noqa: PLC0415 (the accountants load slowly)
+
+    before, identity = list(log.statements), f"moments-{secrets.token_hex(8)}"
+    log.statements = [*before, statement(job, protection, identity, None)]
+    yield
+    together = paid_together(job, protection, log.server.model)
+    log.statements = [*before, statement(job, protection, identity, together)]

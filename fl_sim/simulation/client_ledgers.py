@@ -8,6 +8,7 @@ same records in another way, is added up as well.
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from clients.policy import RECORD_TERMS
 from fl_sim.data import fingerprint
 from fl_sim.experiment.job import Job
 from fl_sim.privacy.accounting import compose, epsilon_of_curve
-from fl_sim.privacy.ledger import Ledger
+from fl_sim.privacy.ledger import Charge, Ledger
+from fl_sim.privacy.rounding import rounded_up
 from fl_sim.store.files import folder_of
 
 
@@ -27,7 +29,7 @@ from fl_sim.store.files import folder_of
 class Together:
     """What all releases about a data set's records cost a record together.
 
-    ``shares``: the most shares that one record can be in.
+    ``shares``: the most releases that one record can be in; a share of a pool is one.
     """
 
     epsilon: float
@@ -54,11 +56,31 @@ def all_together(job: Job, delta: float) -> Together:
     """
     total, shares = compose({}), 0
     for deal in sorted(_folder(job).glob("*/")):
-        charged = [Counter(charge.event for charge in ledger.charges) for ledger in _ledgers(deal)]
+        ledgers = list(_ledgers(deal))
+        charged = [Counter(charge.event for charge in ledger.charges) for ledger in ledgers]
         if charged:
             total = total + np.max([compose(counts) for counts in charged], axis=0)
-            shares += max(counts.total() for counts in charged) // 2  # labels and generator are charged one by one
+            shares += max(sum(map(_begins_share, ledger.charges)) for ledger in ledgers)
     return Together(epsilon_of_curve(total, delta), shares)
+
+
+def together_in_words(together: Together | None, delta: float) -> str:
+    """Return what a statement about one release must add; ``together`` None: it is not known here."""
+    if together is None:
+        return (
+            ". What all releases about the same records cost together is not known here: a client's ledger is with the "
+            "client, or cannot be read"
+        )
+    cost = f"cost epsilon {rounded_up(together.epsilon)}" if math.isfinite(together.epsilon) else "have no epsilon"
+    return (
+        f". The clients' ledgers hold up to {together.shares} releases about the same records (of other settings or "
+        f"seeds, or of pools that were deleted, too): together they {cost} at delta {delta:g}"
+    )
+
+
+def _begins_share(charge: Charge) -> bool:
+    # The labels and the generator of a pool are charged one by one.
+    return not charge.release.startswith("generator ")
 
 
 def _folder(job: Job) -> Path:

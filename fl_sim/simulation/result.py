@@ -98,7 +98,10 @@ def _privacy(experiment: Experiment, log: RunLog) -> list[dict[str, object]]:
     if log.pool is not None:
         from fl_sim.simulation.dafl.bill import NOT_PER_CLIENT, statement  # noqa: PLC0415 (the accountants load slowly)
 
-        statements = [one | {"does_not_cover": f"{one['does_not_cover']}{NOT_PER_CLIENT}"} for one in statements]
+        statements = [
+            one | {"does_not_cover": f"{one['does_not_cover']}{NOT_PER_CLIENT}"} if one["unit"] == "client" else one
+            for one in statements
+        ]
         statements.append(statement(log.pool, experiment))
     return statements
 

@@ -146,9 +146,10 @@ class Rounds:
         )
         warnings = [kept] if log.seal and experiment.is_private else []
         if isinstance(experiment.calibrate, CCVR):
+            private = experiment.calibrate.is_private
             warnings.append(
-                "after training clients send, for every class that they hold, the number of records, the sum of their "
-                "features and that of the features' products, without noise"
+                "after training clients send, for every class, how many records they hold, the sum of their features "
+                f"and that of the features' products, {'with' if private else 'without'} noise"
             )
         if isinstance(self.algorithm, Advising) and (told := self.algorithm.advice(experiment.local.momentum)):
             warnings.append(told)

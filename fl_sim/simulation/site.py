@@ -1,5 +1,6 @@
 """What a worker needs to play any client of an experiment: its records, the pool's, and what it shares."""
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -29,6 +30,7 @@ from fl_sim.types import Augment, Dataset, Examples, LocalSettings, Params
 from partitions import EvaluationSkew, FeatureSkew
 from strategies.algorithm import Sharing
 from strategies.attacks import hostile_clients
+from strategies.ccvr import CCVR
 
 if TYPE_CHECKING:
     from clients.dafl.share import Share
@@ -74,7 +76,7 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
         trains_on_own=partial(_trains_on_own, experiment),
         synthesize=partial(_synthesize, job, own),
         share=partial(_share, experiment, job.dataset.num_classes),
-        summarise=partial(_summarise, model, own, job.dataset.num_classes),
+        summarise=partial(_summarise, job, model, own),
         local_settings=partial(local_settings, job),
         num_clients=experiment.num_clients,
         seed=experiment.seed,
@@ -224,11 +226,44 @@ def _share(
 
 
 def _summarise(
-    model: nn.Module, own: Callable[[int], Records], num_classes: int, client: int, params: Params
+    job: Job,
+    model: nn.Module,
+    own: Callable[[int], Records],
+    client: int,
+    params: Params,
+    folder: Path,
+    policy: "Policy | None",
 ) -> NDArray[np.float64]:
+    settings, num_classes = job.experiment.calibrate, job.dataset.num_classes
+    assert isinstance(settings, CCVR)
+    protection = settings.protection
+    if policy and protection is None:
+        policy.check_training(own_records=True)
     inputs, labels = own(client).tensors()
-    features = features_of(model, params, inputs).numpy().astype(np.float64)
-    return moments_of(features, labels.cpu().numpy(), num_classes)
+    # A model of the user's own may let records look at each other: one alone then, where each is to be hidden.
+    at_once = {} if protection is None or job.trainer.is_stackable() else {"records_at_once": 1}
+    features = features_of(model, params, inputs, **at_once).numpy().astype(np.float64)
+    classes = labels.cpu().numpy()
+    if protection is None:
+        return moments_of(features, classes, num_classes)
+    from clients.private_moments import Release, released_moments  # noqa: PLC0415 (the accountants load slowly)
+    from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
+
+    name = release_name(job.experiment, client, params)
+    # What is private stays where the client wants it, not where the server says.
+    place = (policy.home if policy else folder) / f"moments-{name}"
+    release = Release(name, place, ledger_path(job, client), policy, job.experiment.seed)
+    return released_moments(features, classes, num_classes, protection, release)
+
+
+def release_name(experiment: Experiment, client: int, params: Params) -> str:
+    """Return the name of the moments that ``client`` releases under ``params``: a digest of all that they depend on."""
+    asked = experiment.model_dump(mode="json", include={"data", "normalise", "model", "partition", "clients", "seed"})
+    calibrate = experiment.calibrate.model_dump(include={"epsilon", "delta", "clipping_norm", "noise"})
+    digest = hashlib.sha256(json.dumps([asked, calibrate, client], sort_keys=True).encode())
+    for value in params.values():
+        digest.update(value.numpy(force=True).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -130,12 +130,16 @@ def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
     return features.shape[1]
 
 
-def features_of(model: nn.Module, params: Params, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the features of all records under ``params``, (n, d), on the CPU; those of one need no other record.
+def features_of(
+    model: nn.Module, params: Params, inputs: torch.Tensor, *, records_at_once: int = _BATCH
+) -> torch.Tensor:
+    """Return the features of all records under ``params``, (n, d), on the CPU.
 
     ``inputs``: (n, *input shape), normalised; n may be 0. ``model`` is left in evaluation mode.
     """
     model.eval()
     placed = {name: value.to(inputs.device) for name, value in params.items()}
     with torch.no_grad():
-        return torch.cat([Network(model).features_of(placed, part).cpu() for part in torch.split(inputs, _BATCH)])
+        return torch.cat(
+            [Network(model).features_of(placed, part).cpu() for part in torch.split(inputs, records_at_once)]
+        )

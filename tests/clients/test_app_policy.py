@@ -66,6 +66,22 @@ def test_a_node_pays_for_all_pools_together(ask: Ask) -> None:
         ask(wire.SYNTHESIZE, "epsilon = 10.0", *POOLED, "seed=1")
 
 
+def test_a_node_sends_moments_of_its_features_only_as_its_policy_allows(ask: Ask) -> None:
+    assert wire.error_of(ask(wire.SUMMARISE, "", "calibrate=ccvr")) is None
+    with pytest.raises(RunError, match="policy allows no updates and no averages made from its own records"):
+        ask(wire.SUMMARISE, "epsilon = 10.0", "calibrate=ccvr")
+    private = ("calibrate=ccvr", "calibrate.epsilon=8")
+    first = ask(wire.SUMMARISE, "epsilon = 10.0", *private)
+    again = ask(wire.SUMMARISE, "epsilon = 10.0", *private, "calibrate.epochs=5")  # the server's affair alone
+    assert wire.error_of(first) is None
+    read = [wire.read_moments(message.content, (10, 1 + 64 + 64 * 65 // 2)) for message in (first, again)]
+    assert (read[0] == read[1]).all()
+    with pytest.raises(RunError, match=r"policy allows epsilon 10 at delta 1e-05 .*, and the order would exceed it"):
+        ask(wire.SUMMARISE, "epsilon = 10.0", *private, "calibrate.clipping_norm=3")
+    with pytest.raises(RunError, match="policy allows secret noise only"):
+        ask(wire.SUMMARISE, "epsilon = 10.0", *private, "calibrate.noise=seeded")
+
+
 def test_a_node_makes_secret_noise_only(ask: Ask) -> None:
     with pytest.raises(RunError, match="policy allows secret noise only"):
         ask(wire.SYNTHESIZE, "epsilon = 10.0", *POOLED, "preprocess.noise=seeded")

@@ -77,6 +77,30 @@ def test_draws_have_the_mean_and_the_covariance_they_are_drawn_from() -> None:
         np.testing.assert_allclose(np.cov(rows.T), covariance, atol=0.04)
 
 
+def test_under_noise_a_class_needs_more_records_than_noise_may_feign_and_covariances_stay_of_their_size() -> None:
+    draw, std, size = np.random.default_rng(0), 2.0, 30
+    root = draw.normal(size=(size, size)) / 6
+    features = np.concatenate([draw.normal(size=(3000, size)) @ root.T, draw.normal(size=(5, size))])
+    moments = moments_of(features, np.repeat([0, 1], [3000, 5]), 3)
+    moments[:, 1:] += draw.normal(scale=std, size=moments[:, 1:].shape)
+    [found] = class_gaussians(moments, size, std)
+    assert found.label == 0
+    true = root @ root.T
+    [unshrunk] = class_gaussians(moments, size)[:1]
+    assert np.linalg.norm(found.covariance - true) <= np.linalg.norm(unshrunk.covariance - true)
+    assert np.trace(found.covariance) == pytest.approx(np.trace(true), rel=0.05)
+    [drowned] = class_gaussians(moments[:1], size, std=7e2)
+    assert drowned.covariance == pytest.approx(np.eye(size) * np.trace(drowned.covariance) / size)
+
+
+def test_features_in_other_units_have_a_mean_and_a_covariance_in_those() -> None:
+    clients = _records(2, [9, 8])
+    [found, *_] = class_gaussians(_pooled([(rows / 7, labels) for rows, labels in clients]), 4)
+    [plain, *_] = class_gaussians(_pooled(clients), 4)
+    np.testing.assert_allclose(found.scaled(7).mean, plain.mean, rtol=1e-10)
+    np.testing.assert_allclose(found.scaled(7).covariance, plain.covariance, rtol=1e-8, atol=1e-12)
+
+
 def test_a_covariance_that_is_none_is_drawn_from_as_the_nearest_one() -> None:
     broken = ClassGaussian(0, 9.0, np.zeros(2), np.array([[1.0, 2.0], [2.0, 1.0]]))  # eigenvalues 3 and -1
     rows, _ = draw_features([broken], 50_000, np.random.default_rng(0))
@@ -117,6 +141,9 @@ def test_a_head_that_diverges_names_the_learning_rate() -> None:
         ({"attack": "label-flip:2"}, "one hostile client may move their sum anywhere"),
         ({"preprocess": {"kind": "da-fl", "train_on": "synthetic"}}, "nothing leaves them but synthetic records"),
         ({"calibrate": "ccvr:0"}, "samples_per_class"),
+        ({"calibrate": {"kind": "ccvr", "clipping_norm": 3}}, r"clipping_norm = 3.0 changes nothing without"),
+        ({"calibrate": {"kind": "ccvr", "epsilon": 0}}, "epsilon"),
+        ({"calibrate": {"kind": "ccvr", "epsilon": "inf"}}, "epsilon"),
         ({"calibrate": {"kind": "ccvr", "learning_rate": 0}}, "learning_rate"),
         ({"calibrate": "ccr"}, "did you mean 'ccvr'"),
     ],

@@ -21,7 +21,7 @@ from fl_sim.privacy import events
 from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts, none_if_infinite
 from fl_sim.privacy.ledger import Ledger, Terms
 from fl_sim.privacy.rounding import rounded_up
-from fl_sim.simulation.client_ledgers import Together
+from fl_sim.simulation.client_ledgers import together_in_words
 from fl_sim.simulation.dafl.pool import Pool, da_fl
 from strategies.global_dp import GlobalDP
 
@@ -46,7 +46,7 @@ def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
     for release, event in worst.events.items():
         ledger.charge(event, release=release, noise="")
     said = ledger.statement(
-        covers=_covers(settings),
+        covers=_covers(experiment, settings),
         does_not_cover=_does_not_cover(experiment, settings) + tuned_on(experiment.data),
         simulation_only=settings.noise == "seeded",
         planned=Counter(worst.events.values()),
@@ -70,7 +70,7 @@ def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
         "noise_multiplier": None if inner is None else events.noise_multiplier(inner),
         "sampling_rate": None if inner is None else events.sampling_rate(inner),
         "budget": settings.epsilon if math.isfinite(settings.epsilon) else None,
-        "guarantee": _guarantee(worst, settings) + (_together_in_words(together, settings) if others else ""),
+        "guarantee": _guarantee(worst, settings) + (together_in_words(together, settings.delta) if others else ""),
     }
 
 
@@ -100,25 +100,14 @@ def _bill_of(facts_json: str, delta: float) -> _Bill:
     return _Bill({"labels": labels, "generator": generator}, facts["labels_epsilon"], alone, together)
 
 
-def _together_in_words(together: Together | None, settings: DaFl) -> str:
-    if together is None:
-        return (
-            ". What all releases about the same records cost together is not known here: a client's ledger is with the "
-            "client, or cannot be read"
-        )
-    cost = f"cost epsilon {rounded_up(together.epsilon)}" if math.isfinite(together.epsilon) else "have no epsilon"
-    return (
-        f". The clients' ledgers hold up to {together.shares} releases about the same records (of other settings or "
-        f"seeds, or of pools that were deleted, too): together they {cost} at delta {settings.delta:g}"
-    )
-
-
-def _covers(settings: DaFl) -> str:
+def _covers(experiment: Experiment, settings: DaFl) -> str:
     if settings.train_on == "synthetic":
+        moments = experiment.calibrate.kind != "none"
+        but = " but the moments of features, whose cost is stated by itself" if moments else ""
         return (
-            "everything this run releases: clients release synthetic records under this guarantee, and all models are "
-            "trained on those alone (post-processing). Each record of each client is protected; clients are disjoint, "
-            "so the figure is the largest over clients."
+            f"everything this run releases{but}: clients release synthetic records under this guarantee, and all "
+            "models are trained on those alone (post-processing). Each record of each client is protected; clients are "
+            "disjoint, so the figure is the largest over clients."
         )
     return (
         "the pool of synthetic records alone, and what is computed from nothing but it. Each record of each client is "

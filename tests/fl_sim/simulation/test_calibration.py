@@ -14,7 +14,10 @@ from fl_sim.errors import Malformed, RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.interface import run as run_from_python
+from fl_sim.report.bills import bills_of
+from fl_sim.report.runs import read_all
 from fl_sim.simulation import calibration
+from fl_sim.simulation.client_ledgers import ledgers_root
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_rounds
 
@@ -66,17 +69,19 @@ def test_a_run_that_is_stopped_in_the_stage_ends_in_the_same_bits(
 
 
 def test_a_class_that_nobody_can_tell_a_covariance_of_is_left_out_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = calibration.summarise_after_training
 
-    def without_class_3(*given: Any) -> list[Any]:
-        moments = asked(*given)
+    def without_class_3(*given: Any, **how: Any) -> list[Any]:
+        moments = asked(*given, **how)
         return [np.where(np.arange(10)[:, None] == 3, 0.0, one) for one in moments]
 
     monkeypatch.setattr(calibration, "summarise_after_training", without_class_3)
     assert run(_experiment(), tmp_path / "one")["calibrate"]["classes_skipped"] == [3]
-    monkeypatch.setattr(calibration, "summarise_after_training", lambda *given: [0 * one for one in asked(*given)])
+    monkeypatch.setattr(
+        calibration, "summarise_after_training", lambda *given, **how: [0 * one for one in asked(*given, **how)]
+    )
     result = run(_experiment(), tmp_path / "all")
     assert result["calibrate"]["classes_skipped"] == list(range(10))
     assert result["calibrate"]["accuracy_before"] == result["final_accuracy"]
@@ -116,3 +121,88 @@ def test_a_model_without_a_head_is_refused_before_anything_is_written(
     with pytest.raises(UserError, match="features"):
         run_from_python(_experiment(model="headless:make"), out=tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()
+
+
+PRIVATE = {"kind": "ccvr", "learning_rate": 0.5, "epsilon": 8.0, "clipping_norm": 30.0}
+
+
+def _charges() -> list[list[str]]:
+    """Return what the clients' ledgers hold, client by client."""
+    paths = sorted(ledgers_root().rglob("client-*.jsonl"))
+    return [[json.loads(line)["release"] for line in path.read_text().splitlines()[1:]] for path in paths]
+
+
+@pytest.mark.usefixtures("quick_accounting")
+def test_private_moments_are_stated_and_charged_to_every_client_once(tmp_path: Path) -> None:
+    few = {"partition": "iid", "rounds": 4}
+    result = run(_experiment(calibrate=PRIVATE, **few), tmp_path / "run")
+    assert result["is_private"]
+    [said] = result["privacy"]
+    assert (said["unit"], said["delta"], said["adjacency"]) == ("record", 1e-5, "add-or-remove-one")
+    assert 7 < said["epsilon"] <= 8
+    assert "Training itself is NOT private" in said["does_not_cover"]
+    assert not said["simulation_only"]
+    assert [len(one) for one in _charges()] == [1] * 10
+    assert not (tmp_path / "run" / "state").exists()
+    assert result["calibrate"]["accuracy_after"] == result["final_accuracy"]
+    run(_experiment(calibrate=PRIVATE, **few), tmp_path / "run")  # a finished run is not run again
+    assert [len(one) for one in _charges()] == [1] * 10
+    other = run(_experiment(calibrate=PRIVATE, **few), tmp_path / "other")  # a second release about the same records
+    assert [len(one) for one in _charges()] == [2] * 10
+    assert other["privacy"][0]["epsilon_together"] > 8
+    assert "hold up to 2 releases about the same records" in other["privacy"][0]["guarantee"]
+    assert "client 3" not in json.dumps(other)
+
+
+@pytest.mark.usefixtures("quick_accounting")
+def test_a_private_run_that_is_killed_in_the_stage_neither_pays_nor_releases_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    content = wire.moments_content
+
+    def four_then_killed(moments: Any) -> Any:
+        sent.append(moments)
+        if len(sent) == 4:
+            raise KeyboardInterrupt
+        return content(moments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(wire, "moments_content", four_then_killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(_experiment(calibrate=PRIVATE), tmp_path / "run")
+    assert [len(one) for one in _charges()] == [1] * 4
+    broken = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert broken["status"] == "interrupted"
+    assert 7 < broken["privacy"][0]["epsilon"] <= 8  # what was to come counts, too: four clients have released
+    monkeypatch.setattr(wire, "moments_content", lambda moments: (sent.append(moments), content(moments))[1])
+    run(_experiment(calibrate=PRIVATE), tmp_path / "run")
+    assert [len(one) for one in _charges()] == [1] * 10
+    assert all(np.array_equal(first, again) for first, again in zip(sent[:4], sent[4:], strict=False))
+
+
+@pytest.mark.usefixtures("quick_accounting")
+def test_seeded_noise_ends_in_the_same_bits_and_says_that_it_is_a_simulation(tmp_path: Path) -> None:
+    seeded = PRIVATE | {"noise": "seeded"}
+    first, second = (run(_experiment(calibrate=seeded), tmp_path / name) for name in ("one", "two"))
+    assert first["final_accuracy"] == second["final_accuracy"]
+    assert all(torch.equal(value, _model(tmp_path / "two")[name]) for name, value in _model(tmp_path / "one").items())
+    assert first["privacy"][0]["simulation_only"]
+
+
+@pytest.mark.usefixtures("quick_accounting")
+def test_a_record_pays_for_its_synthetic_pool_and_its_moments_in_one_bill(tmp_path: Path) -> None:
+    pool = {"kind": "da-fl", "generator": "mean-embedding", "train_on": "synthetic", "epsilon": 6}
+    result = run(_experiment(model="logistic", preprocess=pool, calibrate=PRIVATE), tmp_path / "run")
+    moments, pooled = result["privacy"]
+    assert "but the moments of features" in pooled["covers"]
+    assert "NOT private" not in moments["does_not_cover"]
+    assert {len(one) for one in _charges()} == {3}  # labels, generator, moments
+    assert moments["shares_together"] == 2
+    [bill] = bills_of(read_all([tmp_path])).bills
+    [total] = bill["private_releases"]
+    assert total["releases"] == 2
+    assert total["epsilon_sum"] == pytest.approx(moments["epsilon"] + pooled["epsilon"])
+    assert moments["epsilon"] < total["epsilon_joint"] < total["epsilon_sum"]
+    assert moments["epsilon_together"] == pytest.approx(total["epsilon_joint"], rel=0.2)
+    assert bill["runs_without_guarantee"] == 0

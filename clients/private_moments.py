@@ -1,0 +1,161 @@
+"""Moments of a client's features as one private release: one Gaussian mechanism over all classes.
+
+Privacy unit: one record, which is in one class. Neighbours: two worlds in which one record is replaced by nothing,
+while the numbers of clients and of their records stay public (zero-out adjacency). The other records' features do not
+change by that: whoever calls makes each by itself, at the same place in its batch.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from dp_accounting import dp_event
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from clients.class_moments import num_moments, weighted_moments
+from clients.policy import Policy, open_ledger
+from clients.release import KEY, kept_noise, pay, seeded_noise
+from clients.symmetric import Array
+from fl_sim.errors import RunError
+from fl_sim.privacy.charge_log import Receipt
+from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_norm_on_grid
+from fl_sim.privacy.planning import noise_multiplier
+from fl_sim.store.tensors import write_private
+
+LONGEST: Final = math.sqrt(3)
+"""The length of what a record adds to the moments where its feature is as long as the clipping norm."""
+
+_RELEASE: Final = "moments.safetensors"
+
+
+@dataclass(frozen=True)
+class Protection:
+    """How moments are protected: ``epsilon`` and ``delta`` a record; features are clipped to ``clipping_norm``."""
+
+    epsilon: float
+    delta: float
+    clipping_norm: float
+    noise: Literal["secret", "seeded"]
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Return z, the noise's standard deviation divided by the sensitivity: the least for epsilon and delta."""
+        return _least_noise(self.epsilon, self.delta)
+
+    @property
+    def std(self) -> float:
+        """Return the standard deviation of the noise on each number, in units in which the clipping norm is 1."""
+        return self.noise_multiplier * LONGEST
+
+    @property
+    def event(self) -> dp_event.DpEvent:
+        """Return what a client's release costs."""
+        return dp_event.GaussianDpEvent(self.noise_multiplier)
+
+
+@dataclass(frozen=True)
+class Release:
+    """One client's release. Two of one ``name`` differ in their noise key alone.
+
+    ``folder`` keeps the key until the release is out, and the release. ``ledger`` pays, or else that of the client's
+    ``policy``. ``seed``: of seeded noise.
+    """
+
+    name: str
+    folder: Path
+    ledger: Path
+    policy: Policy | None
+    seed: int
+
+    @property
+    def charged_as(self) -> str:
+        """Return what the ledger calls it."""
+        return charge_name(self.name)
+
+
+def charge_name(name: str) -> str:
+    """Return what a ledger calls the release of that name."""
+    return f"class moments {name}"
+
+
+def released_moments(
+    features: Array, labels: NDArray[np.int64], num_classes: int, protection: Protection, release: Release
+) -> Array:
+    """Return noisy moments as ``private_moments`` makes them: paid before they are made, and made once.
+
+    A second call with the same folder hands out the first one's, at no cost. A client without records, whose number is
+    public, sends zeros and pays nothing. Raises RunError where its policy does not allow the release, UserError or
+    RunError where the ledger cannot be charged.
+    """
+    if release.policy:
+        release.policy.check_noise(protection.noise, "calibrate.noise")
+    if not len(labels):
+        return np.zeros((num_classes, num_moments(features.shape[1])))
+    path = release.folder / _RELEASE
+    if path.exists():
+        return _read(path, (num_classes, num_moments(features.shape[1])), release)
+    for folder in (release.folder.parent, release.folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    seeded = protection.noise == "seeded"
+    noise = seeded_noise(f"{release.seed}/{release.charged_as}") if seeded else kept_noise(release.folder)
+    receipt = pay(release.policy, release.ledger, {release.charged_as: protection.event}, noise)
+    moments = private_moments(features, labels, num_classes, protection, noise)
+    write_private(path, save({"moments": torch.from_numpy(moments)}, {"receipt": json.dumps(receipt.to_json())}))
+    (release.folder / KEY).unlink(missing_ok=True)
+    return moments
+
+
+def private_moments(
+    features: Array, labels: NDArray[np.int64], num_classes: int, protection: Protection, noise: Noise
+) -> Array:
+    """Return the moments of ``features`` (n, d), in units of the clipping norm, with noise of ``protection.std``.
+
+    A record adds v = (1, u, uu') to its class and nothing to others, u being its feature in units of the clipping norm,
+    clipped to length 1. As triangles keep lengths (``clients.symmetric``), |v|^2 = 1 + |u|^2 + |u|^4 <= 3: without one
+    record the moments differ by at most sqrt 3, the sensitivity. v is clipped once more, as a whole, to the little less
+    that leaves room for rounding to the noise's grid (``clipping_norm_on_grid``; a product of three numbers that are
+    rounded once each is within what it allows). A feature that is not finite counts as no record.
+    """
+    size = num_classes * num_moments(features.shape[1])
+    limit = clipping_norm_on_grid(LONGEST, protection.std, size, summands=len(features))
+    rows = features / protection.clipping_norm
+    norms = np.linalg.norm(rows, axis=1)
+    there = np.isfinite(norms)
+    rows, labels, norms = rows[there], labels[there], norms[there]
+    rows = rows / np.maximum(norms, 1.0)[:, None]
+    squares = (rows**2).sum(axis=1)
+    weights = np.array([clip_factor(math.sqrt(1 + square + square**2), limit) for square in squares])
+    total = weighted_moments(rows, weights, labels, num_classes)
+    drawn = noise.gaussian(total.size, protection.std, purpose="class moments", server_round=1)
+    return add_noise(total, protection.std, drawn.reshape(total.shape))
+
+
+@lru_cache(maxsize=16)
+def _least_noise(epsilon: float, delta: float) -> float:
+    return noise_multiplier(lambda event: event, 1, epsilon, delta)
+
+
+def _read(path: Path, shape: tuple[int, int], release: Release) -> Array:
+    """Read the release that was made before. Raises RunError where it is damaged, or the ledger does not honour it."""
+    try:
+        with safe_open(path, "pt") as file:
+            receipt = Receipt.from_json(json.loads(file.metadata()["receipt"]))
+            moments: Array = file.get_tensor("moments").numpy()
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError, RunError) as error:
+        raise _damaged(path) from error
+    if moments.shape != shape or moments.dtype != np.float64 or not np.isfinite(moments).all():
+        raise _damaged(path)
+    ledger = release.policy.ledger if release.policy else release.ledger
+    open_ledger(ledger, receipt, f"the release in {release.folder}")
+    return moments
+
+
+def _damaged(path: Path) -> RunError:
+    return RunError(f"{path} is damaged: delete it, and the release is made again, which is another one and pays again")
