@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fl_sim.native.kernel import Lesson
 
 TAKES = frozenset({
-    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm", "steps",
+    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm", "steps", "augment",
     "gradient_offset", "proximal_mu", "momentum_buffers", "mix", "gradient_scale", "logit_scale", "logit_shift",
     "distillation", "suppression", "ascent", "contrast", "pull", "step_offset",
     "class_features",
@@ -22,6 +22,9 @@ TAKES = frozenset({
 
 TERMS = frozenset({"distillation", "suppression", "contrast", "pull"})
 """Those of them that look at records as they are: of mixed ones the compiled trainer makes nothing else."""
+
+RECEIVED = frozenset({"distillation", "contrast"})
+"""Those that compare with what another model makes of a record: once for all epochs, so that no record may move."""
 
 _COUNTING, _REAL, _CHOICE = torch.int64, torch.float32, torch.bool
 
@@ -58,12 +61,27 @@ def check_lesson(stack: Stack, lesson: "Lesson") -> None:
     _expect("the order of the records", torch.from_numpy(draws.order), _COUNTING, (settings.num_passes(count), count))
     for what, values, dtype, shape in tensors_of(plan, stack):
         _expect(what, values, dtype, shape)
+    if settings.augment.moves:
+        _check_moves(stack, lesson)
     if (mix := plan.mix) is not None:
         if terms := sorted(fields_in_use(plan) & TERMS):
             raise ValueError(f"the compiled trainer knows no mixing with {', '.join(terms)}")
         check_records(stack, "the mixing pool's records", mix.inputs, len(mix.inputs))
         _expect("the mixing pool's labels", mix.labels, _REAL, (len(mix.inputs), stack.num_classes))
         _expect("the mixing partners", torch.from_numpy(draws.partners), _COUNTING, (settings.num_steps(count),))
+
+
+def _check_moves(stack: Stack, lesson: "Lesson") -> None:
+    settings, count, channels = lesson.task.settings, len(lesson.labels), int(stack.input_shape[0])
+    if compared := sorted(fields_in_use(lesson.plan) & RECEIVED):
+        raise ValueError(f"the compiled trainer moves no images beside {', '.join(compared)}")
+    if lesson.inputs.ndim != 4 or len(settings.augment.black) != channels or settings.augment.crop < 0:
+        raise ValueError(
+            f"images of {channels} channels are moved over a black for each, by a crop of at least 0; not records of "
+            f"shape {tuple(lesson.inputs.shape[1:])} over {settings.augment.black}, by {settings.augment.crop}"
+        )
+    moves = torch.from_numpy(lesson.draws.moves)
+    _expect("the moves of the images", moves, _COUNTING, (settings.num_passes(count), count, 3))
 
 
 def tensors_of(plan: LocalPlan, stack: Stack) -> list[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]]:

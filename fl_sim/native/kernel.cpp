@@ -47,6 +47,7 @@ struct Request {
     float learning_rate, momentum, weight_decay, proximal_mu, own_weight, partner_weight, gradient_scale, clip_norm;
     Terms terms;
     Ascent ascent;
+    Moves moves;  // places: [epoch][record in the epoch's order]
 };
 
 // A thread's last network again, where it has the same shape: its memory costs more to take than some clients to train.
@@ -101,7 +102,7 @@ void write_rows(Network& network, const Request& request, const float* params, b
     network.start(params);
     for (int64_t first = 0; first < count; first += batch_size) {
         const int here = int(std::min(batch_size, count - first));
-        const Batch batch{nullptr, order.data() + first, here, (here + LANES - 1) / LANES, classes, nullptr, 0, nullptr};
+        const Batch batch{nullptr, order.data() + first, here, (here + LANES - 1) / LANES, classes, nullptr, 0, nullptr, {}};
         network.infer(request.inputs, batch, params, wants_features, rows + first * numbers);
     }
 }
@@ -158,9 +159,11 @@ int train(const Request& request, double* mean_loss) {
     for (int64_t step = 0; step < request.num_steps; step++) {
         const int64_t epoch = step / num_batches(request), first = step % num_batches(request) * batch_size;
         const int here = int(std::min(batch_size, count - first));
+        Moves moves = request.moves;
+        if (moves.places) moves.places += 3 * (epoch * count + first);
         const Batch batch{request.labels, request.order + epoch * count + first, here, (here + LANES - 1) / LANES,
                           classes, request.partners ? &mix : nullptr, request.partners ? request.partners[step] : 0,
-                          terms.any() ? &terms : nullptr};
+                          terms.any() ? &terms : nullptr, moves};
         total += network->step(request.inputs, batch, sgd, request.ascent);
     }
     *mean_loss = total / double(request.num_steps);

@@ -1,6 +1,7 @@
 // Cross-entropy, plain or mixed with an averaged record (Yoon et al. 2021): from logits to their gradient.
 #pragma once
 
+#include "moves.h"
 #include "vectors.h"
 
 namespace {
@@ -21,6 +22,7 @@ struct Batch {
     const Mix* mix;                  // null: plain
     int64_t partner;
     const Terms* terms;              // of the loss, see terms.h; null: none
+    Moves moves;                     // of the records, if they are images
 };
 
 INLINE vec exponential(vec value) {

@@ -1,6 +1,8 @@
 // A network on one minibatch after another.
 #pragma once
 
+#include <numeric>
+
 #include "ascent.h"
 #include "graph.h"
 #include "linear.h"
@@ -103,6 +105,11 @@ class Network {
         const bool is_bare = shape.border_y == 0 && shape.border_x == 0;
         vec* to = graph_.nodes[0].at(group);
         vec* flat = is_bare ? to : flat_.data();
+        int64_t in_order[LANES];
+        if (batch.moves.places) {
+            inputs = moved(inputs, batch, group), chosen = in_order;
+            std::iota(in_order, in_order + LANES, 0);
+        }
         lay_out(inputs, chosen, records_in(batch, group), features, flat);
         for (long i = 0; partner && i < features; i++) {
             if (!batch.mix->linearise) flat[i] = batch.mix->own * flat[i] + batch.mix->weight * partner[i];
@@ -112,6 +119,17 @@ class Network {
         for (int channel = 0; channel < shape.channels; channel++)
             for (int y = 0; y < shape.height; y++, flat += shape.width)
                 std::copy(flat, flat + shape.width, to + shape.line(channel, y));
+    }
+
+    // Returns a group's records as they are moved, one behind the other.
+    const float* moved(const float* inputs, const Batch& batch, int group) {
+        const Image& shape = graph_.nodes[0].image;
+        const int first = group % origins_ * LANES;
+        moved_.resize(LANES * shape.features());
+        for (int record = first; record < first + records_in(batch, group); record++)
+            write_moved(inputs + batch.chosen[record] * shape.features(), shape, batch.moves.places + 3 * record,
+                        batch.moves, moved_.data() + (record - first) * shape.features());
+        return moved_.data();
     }
 
     void linear_forward(int index, const float* params) {
@@ -169,6 +187,7 @@ class Network {
     std::vector<vec> logits_, other_;  // gradients between linear layers, [group][feature]
     std::vector<vec> flat_;            // a group's inputs before they get a border
     std::vector<vec> rows_;            // a linear layer's inputs with the feature innermost
+    std::vector<float> moved_;         // a group's records, where they are moved
     std::vector<float> gradients_;
     std::vector<float> whole_;         // where it is clipped: the gradient with all that is added to it
     std::vector<float> slope_, above_; // with an ascent: the gradient at the weights, and the weights uphill

@@ -65,6 +65,12 @@ class Climbed(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [("radius", _FLOAT), ("share", _FLOAT), ("adaptive", _LONG)]
 
 
+class Moved(ctypes.Structure):
+    """``Moves`` of moves.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [("places", _POINTER), ("black", _POINTER), ("crop", _LONG)]
+
+
 class Request(ctypes.Structure):
     """``Request`` of kernel.cpp."""
 
@@ -77,7 +83,7 @@ class Request(ctypes.Structure):
         ("num_examples", _LONG), ("num_steps", _LONG), ("batch_size", _LONG), ("linearise", _LONG),
         ("learning_rate", _FLOAT), ("momentum", _FLOAT), ("weight_decay", _FLOAT), ("proximal_mu", _FLOAT),
         ("own_weight", _FLOAT), ("partner_weight", _FLOAT), ("gradient_scale", _FLOAT), ("clip_norm", _FLOAT),
-        ("terms", Terms), ("ascent", Climbed),
+        ("terms", Terms), ("ascent", Climbed), ("moves", Moved),
     ]  # fmt: skip
 
 
@@ -111,6 +117,9 @@ class Held:
         )  # fmt: skip
         if (ascent := plan.ascent) is not None and ascent.share:
             request.ascent = Climbed(ascent.radius, ascent.share, int(ascent.adaptive))
+        if (augment := settings.augment).moves:
+            black = self._whole(torch.tensor(augment.black, dtype=torch.float32))
+            request.moves = Moved(self._array(draws.moves), black, augment.crop)
         if (mix := plan.mix) is not None:
             request.partner_inputs, request.partner_labels = self._whole(mix.inputs), self._whole(mix.labels)
             request.partners, request.num_partners = self._array(draws.partners), len(mix.labels)

@@ -16,7 +16,7 @@ from torch import nn
 
 from fl_sim import models
 from fl_sim.local_plan import LocalPlan, fields_in_use
-from fl_sim.native.checks import TAKES, TERMS, tensors_of
+from fl_sim.native.checks import RECEIVED, TAKES, TERMS, tensors_of
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import Stack, describe
 from fl_sim.params import is_finite, vector_in
@@ -168,6 +168,8 @@ class Trainer:
         """Return the form in which the compiled trainer takes the model, where it knows all that is ``asked``."""
         stack = self._stack(input_shape) if self._kernel is not None else None
         if stack is None or not asked <= TAKES or not self._has_features(asked):
+            return None
+        if "augment" in asked and asked & RECEIVED:
             return None
         return stack if _suits(plan, stack) else None
 

@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from fl_sim.local_plan import LocalPlan, Mix
-from fl_sim.native.kernel import load_kernel
+from fl_sim import models
+from fl_sim.local_plan import Ascent, Contrast, Distillation, LocalPlan, Mix
+from fl_sim.native.kernel import Draws, Lesson, load_kernel
+from fl_sim.native.layers import describe
 from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.augmenting import black_of, moved
@@ -24,6 +27,7 @@ BLACK = (-0.5, -2.0)
 BOTH = Augment(crop=2, flip=True, black=BLACK)
 SETTINGS = LocalSettings(0.05, 0.9, 1e-2, batch_size=4, epochs=2.5, augment=BOTH)
 CPU = torch.device("cpu")
+needs_kernel = pytest.mark.skipif(load_kernel()[0] is None, reason=f"no native trainer: {load_kernel()[1]}")
 
 
 def images(count: int, seed: int = 0) -> torch.Tensor:
@@ -110,6 +114,7 @@ def test_each_pass_is_shuffled_and_then_moved_anew_and_trained_on_by_plain_sgd()
     assert torch.equal(flat(trained.params), flat(detached(network.named_parameters())))
 
 
+CONTRAST = Contrast(1.0, 0.5, detached(model().named_parameters()))
 MIXING = LocalPlan(mix=Mix(torch.ones(3, *SHAPE), torch.full((3, CLASSES), 1 / 3), 0.1, linearise=True))
 
 
@@ -137,7 +142,70 @@ def test_bytes_are_moved_as_what_they_are_normalised_to() -> None:
     assert torch.equal(*ends)
 
 
-def test_the_compiled_trainer_hands_on_what_it_does_not_move() -> None:
+NETWORKS = {
+    "convolution": (model, SHAPE),
+    "bordered": (lambda: models.build("dafl-cnn", (3, 9, 8), CLASSES, 0), (3, 9, 8)),
+    "linear": (lambda: models.build("mlp", (1, 17, 11), CLASSES, 0), (1, 17, 11)),
+}
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "plan", [LocalPlan(), MIXING, LocalPlan(ascent=Ascent(0.1))], ids=["plain", "mixing", "uphill"]
+)
+@pytest.mark.parametrize("augment", [BOTH, Augment(7, flip=True, black=BLACK), Augment(flip=True, black=BLACK)])
+def test_the_compiled_trainer_moves_images_as_the_loop_does(plan: LocalPlan, augment: Augment) -> None:
+    settings, trainer = replace(SETTINGS, augment=augment), Trainer(model(), load_kernel()[0])
+    assert trainer.is_native(SHAPE, plan, settings)
+    for one, other in zip(trainer.train_all(jobs(settings, plan)), by_loop(jobs(settings, plan)), strict=True):
+        assert one.loss == (None if other.loss is None else pytest.approx(other.loss, rel=1e-4))
+        torch.testing.assert_close(flat(one.params), flat(other.params), rtol=0, atol=3e-6)
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", NETWORKS)
+def test_images_of_any_shape_are_moved_alike_by_the_compiled_trainer(name: str) -> None:
+    made, shape = NETWORKS[name]
+    black = tuple(-0.5 * channel for channel in range(shape[0]))
+    settings = LocalSettings(0.05, 0.9, 1e-3, batch_size=20, epochs=2, augment=Augment(4, flip=True, black=black))
+    inputs = torch.randn(33, *shape, generator=torch.Generator().manual_seed(0))
+    task = LocalTask(1, 0, 1, 33, settings, detached(made().named_parameters()))
+    labels = torch.arange(33) % CLASSES
+    job = LocalJob(task, LocalPlan(), Records.of(inputs, labels), rng(0, "batches"))
+    found = Trainer(made(), load_kernel()[0]).train(job)
+    expected = train(made(), task, LocalPlan(), inputs, labels, rng(0, "batches"))
+    torch.testing.assert_close(flat(found.params), flat(expected.params), rtol=0, atol=1e-5)
+
+
+@needs_kernel
+@pytest.mark.parametrize("plan", [LocalPlan(distillation=Distillation(1.0)), LocalPlan(contrast=CONTRAST)])
+def test_the_compiled_trainer_hands_on_what_compares_moved_images_with_a_model(plan: LocalPlan) -> None:
     trainer = Trainer(model(), load_kernel()[0])
-    for one, other in zip(trainer.train_all(jobs(SETTINGS)), by_loop(jobs(SETTINGS)), strict=True):
+    assert not trainer.is_native(SHAPE, plan, SETTINGS)
+    assert trainer.is_native(SHAPE, plan)
+    for one, other in zip(trainer.train_all(jobs(SETTINGS, plan)), by_loop(jobs(SETTINGS, plan)), strict=True):
         assert torch.equal(flat(one.params), flat(other.params))
+    kernel, stack, job = load_kernel()[0], describe(model(), SHAPE), jobs(SETTINGS, plan)[1]
+    assert kernel is not None
+    assert stack is not None
+    draws = Draws.of(job.task, plan, 16, job.generator)
+    with pytest.raises(ValueError, match=r"the compiled trainer moves no images beside (contrast|distillation)"):
+        kernel.train(stack, [Lesson(job.task, plan, *job.records.tensors(), draws)])
+
+
+@needs_kernel
+def test_moves_that_do_not_fit_are_refused_before_the_compiled_trainer_reads_them() -> None:
+    kernel, stack, job = load_kernel()[0], describe(model(), SHAPE), jobs(SETTINGS)[1]
+    assert kernel is not None
+    assert stack is not None
+    draws = Draws.of(job.task, job.plan, 16, job.generator)
+    given = Lesson(job.task, job.plan, *job.records.tensors(), draws)
+    with pytest.raises(ValueError, match=r"the moves of the images have the shape \(2, 16, 3\)"):
+        kernel.train(stack, [given._replace(draws=replace(draws, moves=draws.moves[:2]))])
+    for augment in (Augment(2, flip=True, black=BLACK[:1]), Augment(-1, flip=True, black=BLACK)):
+        task = replace(job.task, settings=replace(SETTINGS, augment=augment))
+        with pytest.raises(ValueError, match="images of 2 channels are moved over a black for each, by a crop of at"):
+            kernel.train(stack, [given._replace(task=task)])
+    far = replace(draws, moves=np.full_like(draws.moves, 2**62))  # read as the farthest that there is
+    [trained] = kernel.train(stack, [given._replace(draws=far)])
+    assert bool(torch.isfinite(flat(trained.params)).all())
