@@ -123,9 +123,9 @@ def suppressed(batch: Batch, weight: float) -> torch.Tensor:
     shares, num_classes = batch.data["shares"], batch.logits.shape[1]
     _check("the shares of a suppression", shares, (num_classes,))
     usual = torch.where(shares > 0, shares * num_classes, 1.0).log()
-    exponents = torch.where(_of_class(batch), 0.0, batch.logits - usual)
+    exponents = (batch.logits - usual).masked_fill(_of_class(batch), 0.0)
     means = (exponents + batch.weights.log().unsqueeze(1)).logsumexp(0)
-    return weight * torch.where(shares > 0, shares * means, 0.0).sum()
+    return torch.where(shares > 0, weight * shares * means, 0.0).sum()
 
 
 def contrasted(batch: Batch, weight: float, temperature: float) -> torch.Tensor:
