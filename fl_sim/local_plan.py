@@ -41,7 +41,7 @@ class Batch:
     the batch. They add up to 1, and are 0 for the records that fill a smaller batch up where clients are stacked.
     ``logits``: (n, classes), what the model in training makes of the records; ``params``: that model, to be
     differentiated; ``anchor``: the model that the client received; ``data``: what the term brought along.
-    ``logits_of(params, inputs)``: what the same architecture makes of records under other parameters.
+    ``logits_of(params, inputs)``: what the same architecture makes of records under other parameters, without dropout.
     ``features``: (n, d), what enters the last linear layer on the way to ``logits``, if ``LossTerm.features`` asks for
     it; ``features_of(params, inputs)``: the same under other parameters.
     """

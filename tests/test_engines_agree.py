@@ -25,6 +25,12 @@ def with_dropout(input_shape, num_classes):
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, num_classes)
     )
+
+def native(input_shape, num_classes):
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.2), nn.GroupNorm(2, 6), nn.Flatten(),
+        nn.Linear(54, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, num_classes)
+    )
 """
 OWN = "users_models:with_dropout"
 SAMPLERS = {"fedavg": "poisson:0.6", "scaffold": "fixed-size:5", "fedmix": "fixed-size:4"}
@@ -175,13 +181,13 @@ def test_synthetic_records_with_seeded_noise_are_the_same_on_every_engine(
 
 @pytest.fixture(scope="module")
 def two_workers(folder: Path) -> Path:
-    """A run with two workers, of a model that the native trainer takes, where it is there."""
+    """A run with two workers, of a model with dropout that the native trainer takes, where it is there."""
     natively({"kind": "inprocess", "workers": 2}, folder / "two workers")
     return folder / "two workers"
 
 
 def natively(engine: dict[str, Any], out: Path) -> None:
-    base = settings("scaffold", "inprocess", "dafl-cnn").model_dump()
+    base = settings("scaffold", "inprocess", "users_models:native").model_dump()
     base["local"] |= {"augment": "none"}
     run(experiment_from({**base, "engine": engine}), out)
 

@@ -46,7 +46,7 @@ struct Graph {
         while (first_linear < num_layers && layers[first_linear].kind != LINEAR) first_linear++;
         for (int index = first_linear; index < num_layers; index++)
             if (layers[index].kind != LINEAR || layers[index].source != index) return;
-        if (first_linear < num_layers) num_params = at;
+        if (first_linear < num_layers && layers.back().dropout == 0) num_params = at;
     }
 
     // Takes the memory for minibatches of ``groups`` groups, ``origins`` of which are no derivatives.

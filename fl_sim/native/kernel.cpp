@@ -1,5 +1,5 @@
 // Clients' local training, one after another in one call, or what a model makes of records: minibatch SGD on
-// convolutions, pooling, GroupNorm, residual blocks, ReLU and linear layers.
+// convolutions, pooling, GroupNorm, residual blocks, ReLU, dropout and linear layers.
 //
 // Layout. An activation is [group][channel][row][column][LANES]: a group is LANES records of the minibatch, and the
 // innermost index runs over records, so every step of every layer is the same instruction on LANES numbers, whatever
@@ -27,7 +27,7 @@
 
 namespace {
 
-constexpr int VERSION = 11;  // of the functions below; sizes and fields speak for themselves
+constexpr int VERSION = 12;  // of the functions below; sizes and fields speak for themselves
 
 // kernel.py fills it in, field by field.
 struct Request {
@@ -42,6 +42,7 @@ struct Request {
     const int64_t *labels, *order;                 // order: [epoch][record]
     const float *partner_inputs, *partner_labels;  // null: the loss is plain
     const int64_t* partners;                       // [step]
+    uint64_t masks;                                // the key of what dropout leaves out
     int64_t num_partners;                          // records of the mixing pool
     int64_t num_examples, num_steps, batch_size, linearise;
     float learning_rate, momentum, weight_decay, proximal_mu, own_weight, partner_weight, gradient_scale, clip_norm;
@@ -153,6 +154,7 @@ int train(const Request& request, double* mean_loss) {
                   request.gradient_scale, request.clip_norm, request.params, request.buffers, request.anchor, request.offset, request.drift};
     const Mix mix{request.partner_inputs, request.partner_labels, request.own_weight, request.partner_weight,
                   request.linearise != 0};
+    network->begin(request.masks);
     Memory memory;
     const Terms terms = memory.prepare(*network, request);
     double total = 0;

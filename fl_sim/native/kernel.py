@@ -23,7 +23,7 @@ Rows: TypeAlias = Literal["logits", "features"]
 
 _TOGETHER = 64  # records that go through the network together where nothing is trained: they share the weights' way
 
-_VERSION = 11  # of the library's functions
+_VERSION = 12  # of the library's functions
 _LAYOUT = _VERSION * 1_000_000 + 1000 * ctypes.sizeof(Request) + len(FIELDS)
 """What a library of the same version calls fl_sim_layout."""
 
@@ -34,16 +34,18 @@ class Draws:
 
     ``order``: (passes, n), the permutation of every epoch, the last of which may not be used up; ``partners``:
     (steps,), records of the mixing pool, empty where the plan does not mix. ``moves``: (passes, n, 3), what
-    ``Augment.draw`` gives for the records in the order of each epoch, empty where images stay as they are.
+    ``Augment.draw`` gives for the records in the order of each epoch, empty where images stay as they are. ``masks``:
+    the key, 0 .. 2^63 - 1, of the generator that says what dropout leaves out (dropout.h).
     """
 
     order: NDArray[np.int64]
     partners: NDArray[np.int64]
     moves: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0, 3), np.int64))
+    masks: int = 0
 
     @classmethod
     def of(cls, task: LocalTask, plan: LocalPlan, count: int, generator: np.random.Generator) -> Self:
-        """Draw from ``generator`` as ``fl_sim.training.loop.train`` does for ``count`` records."""
+        """Draw from ``generator`` as ``fl_sim.training.loop.train`` does for ``count`` records, and the masks last."""
         settings = task.settings
         passes, batches = settings.num_passes(count), settings.num_batches(count)
         order = np.empty((passes, count), np.int64)
@@ -55,7 +57,7 @@ class Draws:
                 moves[epoch] = settings.augment.draw(count, generator)
             for step in range(epoch * batches, min((epoch + 1) * batches, len(partners))):
                 partners[step] = generator.integers(len(plan.mix.labels)) if plan.mix is not None else 0
-        return cls(order, partners, moves)
+        return cls(order, partners, moves, int(generator.integers(2**63)))
 
 
 class Lesson(NamedTuple):

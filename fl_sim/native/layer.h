@@ -8,8 +8,8 @@
 
 namespace {
 
-enum Kind { CONV = 0, POOL = 1, RELU = 2, LINEAR = 3, NORM = 4, ADD = 5, AVERAGE = 6 };
-constexpr int FIELDS = 16;  // of a layer's description, named in layers.py
+enum Kind { CONV = 0, POOL = 1, RELU = 2, LINEAR = 3, NORM = 4, ADD = 5, AVERAGE = 6, DROP = 7 };
+constexpr int FIELDS = 17;  // of a layer's description, named in layers.py
 constexpr long MOST_NUMBERS = 1L << 30;  // of a record in one place: what counts them in 32 bits does not overflow
 constexpr int MOST_WIDE = 1 << 15;       // of a kernel or its border: likewise
 
@@ -22,6 +22,7 @@ struct Image {  // planes of vectors, each with a border of zeros
     long features() const { return area() * channels; }
     long start() const { return border_y * row() + border_x; }
     long line(int channel, int y) const { return channel * plane() + start() + y * row(); }  // where a row's pixels start
+    Image bare() const { return {channels, height, width}; }  // without its border
     bool same_size(const Image& other) const {
         return channels == other.channels && height == other.height && width == other.width;
     }
@@ -34,6 +35,7 @@ struct Layer {
     bool has_bias, relu, pooled;      // pooled: a 2 x 2 window of stride 2 stands behind the convolution
     int parts;                        // NORM: how many groups the channels are divided into
     float epsilon;                    // NORM: added to the variance
+    float dropout;                    // with what probability a number that it writes is left out, see dropout.h
     Image in, out;                    // what comes in, what goes out: with the widest border that a reader wants
     int before_height, before_width;  // of a convolution's output before its pooling
     long weight, bias;                // where its parameters start
@@ -66,16 +68,23 @@ inline bool has_window(const int32_t* field, const Image& in) {
     return true;
 }
 
+inline float dropout_of(const int32_t* field) {
+    float probability;
+    std::memcpy(&probability, field + 16, sizeof probability);
+    return probability;
+}
+
 // Says whether a description can be read as one of the layers there are, on ``in``. A kind that is not named here is none.
 inline bool is_known(const int32_t* field, const Image& in) {
     if (field[10] && field[0] != CONV) return false;  // pooling is fused with a convolution alone
+    if (!(dropout_of(field) >= 0 && dropout_of(field) < 1)) return false;
     switch (field[0]) {
         case CONV: return field[1] > 0 && field[15] == in.channels && has_window(field, in);
         case POOL: return has_window(field, in);
         case LINEAR: return field[1] > 0 && field[15] == in.features();
         case NORM: return field[8] && field[13] > 0 && field[15] == in.channels && in.channels % field[13] == 0;
         case AVERAGE: return !field[9];
-        case RELU: case ADD: return true;
+        case RELU: case ADD: case DROP: return true;
     }
     return false;
 }
@@ -91,6 +100,7 @@ inline Layer read_layer(const int32_t* field, const Image& in) {
     layer.source = field[11], layer.other = field[12];
     layer.parts = field[13];
     std::memcpy(&layer.epsilon, field + 14, sizeof layer.epsilon);
+    layer.dropout = dropout_of(field);
     layer.in = layer.out = in;
     if (layer.kind == LINEAR) layer.out = {field[1], 1, 1};
     if (layer.kind == AVERAGE) layer.out.height = layer.out.width = 1;

@@ -12,7 +12,7 @@ from torch import nn
 from fl_sim.models import ResidualBlock
 from fl_sim.params import Layout, layout_of
 
-_CONV, _POOL, _RELU, _LINEAR, _NORM, _ADD, _AVERAGE = range(7)
+_CONV, _POOL, _RELU, _LINEAR, _NORM, _ADD, _AVERAGE, _DROP = range(8)
 _KINDS: dict[type[nn.Module], int] = {
     nn.Conv2d: _CONV, nn.MaxPool2d: _POOL, nn.ReLU: _RELU, nn.Linear: _LINEAR, nn.GroupNorm: _NORM,
     nn.AdaptiveAvgPool2d: _AVERAGE,
@@ -20,7 +20,7 @@ _KINDS: dict[type[nn.Module], int] = {
 _HALVING = {"kernel_y": 2, "kernel_x": 2, "stride_y": 2, "stride_x": 2, "padding_y": 0, "padding_x": 0}
 FIELDS = (
     "kind", "outputs", "kernel_y", "kernel_x", "stride_y", "stride_x", "padding_y", "padding_x", "bias", "relu",
-    "pooled", "source", "other", "parts", "epsilon", "inputs",
+    "pooled", "source", "other", "parts", "epsilon", "inputs", "dropout",
 )  # fmt: skip
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -29,7 +29,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class Stack:
     """A model as the kernel sees it.
 
-    ``layers``: int32, (layers, 16), in the order of ``FIELDS``; ``input_shape``: int32, (3,): channels, height, width,
+    ``layers``: int32, (layers, 17), in the order of ``FIELDS``; ``input_shape``: int32, (3,): channels, height, width,
     or (features, 1, 1). ``layout``: the parameters' names and shapes, in the order in which they lie one after another.
     """
 
@@ -61,13 +61,13 @@ class Stack:
 def describe(model: nn.Module, input_shape: tuple[int, ...]) -> Stack | None:
     """Return ``model`` for the kernel; None where it holds more than the layers that the kernel knows.
 
-    Those are Conv2d, GroupNorm, MaxPool2d, AdaptiveAvgPool2d(1), ReLU, Flatten, Linear and our ResidualBlock in
-    (nested) Sequential, ending in Linear, nothing frozen, nothing shared, no hooks. ``input_shape``: of one record,
+    Those are Conv2d, GroupNorm, MaxPool2d, AdaptiveAvgPool2d(1), ReLU, Dropout, Flatten, Linear and our ResidualBlock
+    in (nested) Sequential, ending in Linear, nothing frozen, nothing shared, no hooks. ``input_shape``: of one record,
     (channels, height, width) or (features,).
     """
     rows = _Rows(is_flat=len(input_shape) == 1)
     is_known = _add(rows, model) and bool(rows.rows)
-    ends_linear = is_known and rows.rows[-1]["kind"] == _LINEAR and not rows.rows[-1].get("relu")
+    ends_linear = is_known and rows.rows[-1]["kind"] == _LINEAR and not rows.rows[-1].keys() & {"relu", "dropout"}
     if not ends_linear or len(set(rows.seen)) < len(rows.seen) or not _plain_parameters(model):
         return None
     return Stack(
@@ -100,11 +100,24 @@ class _Rows:
         halves = row["kind"] == _POOL and row.items() >= _HALVING.items()
         if row["kind"] == _RELU and not self.is_fork and last["kind"] != _AVERAGE:
             last["relu"] = 1
-        elif halves and last["kind"] == _CONV and not last.get("pooled"):
+        elif halves and last["kind"] == _CONV and not last.keys() & {"pooled", "dropout"}:
             last["pooled"] = 1
         else:
             self.rows.append({"source": self.node} | row)
             self.node, self.is_fork = len(self.rows), False
+
+    def drop(self, probability: float) -> bool:
+        """Let the layer before leave numbers out, or a layer of its own where others read them all.
+
+        Return whether the kernel knows it: not twice, not all of them.
+        """
+        if not probability:
+            return True
+        if self.is_fork:
+            self.append({"kind": _DROP})
+        is_known = np.float32(probability) < 1 and "dropout" not in self.rows[-1]
+        self.rows[-1]["dropout"] = _bits(probability)
+        return bool(is_known)
 
     def fork(self, node: int) -> None:
         """Let the next layer read ``node``, which another layer reads too."""
@@ -123,6 +136,12 @@ def _add(rows: _Rows, module: nn.Module) -> bool:
     if type(module) is nn.Flatten:
         rows.is_flat = True
         return (module.start_dim, module.end_dim) == (1, -1)
+    return _add_layer(rows, module)
+
+
+def _add_layer(rows: _Rows, module: nn.Module) -> bool:
+    if type(module) is nn.Dropout:
+        return rows.drop(module.p)
     wants_flat = {nn.Linear: True, nn.ReLU: rows.is_flat}.get(type(module), False)
     row = _row(module) if wants_flat == rows.is_flat else None
     if row is None:
@@ -155,12 +174,16 @@ def _row(module: nn.Module) -> dict[str, int] | None:
     if isinstance(module, nn.AdaptiveAvgPool2d):
         return row if module.output_size in (1, (1, 1)) else None
     if isinstance(module, nn.GroupNorm):
-        epsilon = int(np.float32(module.eps).view(np.int32))  # the bits: all fields are integers
-        row |= {"inputs": module.num_channels, "parts": module.num_groups, "epsilon": epsilon, "bias": 1}
+        row |= {"inputs": module.num_channels, "parts": module.num_groups, "epsilon": _bits(module.eps), "bias": 1}
         return row if module.affine else None
     if isinstance(module, nn.ReLU):
         return row
     return _window(row, module) if isinstance(module, nn.Conv2d | nn.MaxPool2d) else None
+
+
+def _bits(number: float) -> int:
+    """Return the bits of a float32: all fields are integers."""
+    return int(np.float32(number).view(np.int32))
 
 
 def _window(row: dict[str, int], module: nn.Conv2d | nn.MaxPool2d) -> dict[str, int] | None:

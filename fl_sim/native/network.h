@@ -15,7 +15,7 @@ namespace {
 class Network {
   public:
     // ``graph`` has its memory, for minibatches of ``groups`` groups.
-    Network(Graph graph, int groups) : graph_(std::move(graph)), spatial_(graph_) {
+    Network(Graph graph, int groups) : graph_(std::move(graph)), spatial_(graph_), dropout_(graph_, groups) {
         long widest = graph_.layers.back().out.channels;
         for (const Layer& layer : graph_.layers)
             if (layer.kind == LINEAR) widest = std::max(widest, layer.in.features());
@@ -34,13 +34,16 @@ class Network {
         return loss;
     }
 
+    // Before a client's first step. ``masks``: the key of what dropout leaves out.
+    void begin(uint64_t masks) { dropout_.start(masks); }
+
     // Lays the weights out as minibatches will need them.
     void start(const float* params) { spatial_.start(params); }
 
     // Writes a batch's features (what enters the last layer), [record][feature], or its logits, [record][class]; the weights
     // are those of the last ``start``.
     void infer(const float* inputs, const Batch& batch, const float* params, bool wants_features, float* rows) {
-        forward(inputs, batch, params);
+        forward(inputs, batch, params, nullptr);
         const long numbers = wants_features ? num_features() : batch.classes;
         const vec* from = wants_features ? features() : logits_.data();
         for (int record = 0; record < batch.count; record++)
@@ -70,25 +73,30 @@ class Network {
     template <class Sink>
     double descend(const float* inputs, const Batch& batch, const float* params, const Sink& sink) {
         start(params);
-        forward(inputs, batch, params);
+        dropout_.draw(batch.groups);
+        forward(inputs, batch, params, &dropout_);
         vec* moving = groups_ > origins_ ? logits_.data() + origins_ * batch.classes : nullptr;
         const double loss = objective_.turn(batch, logits_.data(), moving, features(), num_features());
         std::fill(gradients_.begin(), gradients_.end(), 0.0f);
-        const vec* boundary = linear_backward(batch, params, sink);
+        vec* boundary = linear_backward(batch, params, sink);
         for (int group = 0; group < groups_; group++, boundary += graph_.layers[graph_.first_linear].in.features())
-            spatial_.backward(group, origins_, records_in(batch, group), boundary, params, gradients_.data());
+            spatial_.backward(group, origins_, records_in(batch, group), boundary, params, dropout_, gradients_.data());
         spatial_.finish(gradients_.data(), sink);
         return loss / batch.count;
     }
 
-    void forward(const float* inputs, const Batch& batch, const float* params) {
+    // ``dropout``: what is left out; null: nothing.
+    void forward(const float* inputs, const Batch& batch, const float* params, const Dropout* dropout) {
         origins_ = batch.groups;
         groups_ = batch.mix && batch.mix->linearise ? 2 * origins_ : origins_;
         for (int group = 0; group < groups_; group++) {
             gather(inputs, batch, group);
-            spatial_.forward(group, origins_, params);
+            spatial_.forward(group, origins_, params, dropout);
         }
-        for (int index = graph_.first_linear; index < num_layers(); index++) linear_forward(index, params);
+        for (int index = graph_.first_linear; index < num_layers(); index++) {
+            linear_forward(index, params);
+            for (int group = 0; dropout && group < groups_; group++) leave_out(index, group);
+        }
     }
 
     int records_in(const Batch& batch, int group) const {
@@ -132,6 +140,12 @@ class Network {
         return moved_.data();
     }
 
+    // Takes dropout's mask to what a linear layer wrote.
+    void leave_out(int index, int group) {
+        Node& out = graph_.nodes[index + 1];
+        dropout_.apply(index, group % origins_, out.image, out.at(group));
+    }
+
     void linear_forward(int index, const float* params) {
         const Layer& layer = graph_.layers[index];
         const long inputs = layer.in.features(), outputs = layer.out.channels;
@@ -149,7 +163,7 @@ class Network {
 
     // Hands over the gradient of the linear layers; returns that of what the first of them reads.
     template <class Sink>
-    const vec* linear_backward(const Batch& batch, const float* params, const Sink& sink) {
+    vec* linear_backward(const Batch& batch, const float* params, const Sink& sink) {
         vec *slopes = logits_.data(), *next = other_.data();
         const vec* added = objective_.by_features(batch);  // to the gradient of what the last layer reads
         for (int index = num_layers() - 1; index >= graph_.first_linear; index--) {
@@ -164,6 +178,8 @@ class Network {
                 for (long at = 0; added && at < origins_ * inputs; at++) next[at] += added[at];
                 added = nullptr;
             }
+            for (int group = 0; index > graph_.first_linear && group < groups_; group++)
+                dropout_.apply(index - 1, group % origins_, layer.in, next + group * inputs);
             to_rows(graph_.nodes[index].at(0), inputs, groups_, rows_.data());
             const int records = groups_ == origins_ ? batch.count : groups_ * LANES;  // those that are missing have slope 0
             linear_steps(sink, {layer.weight, inputs, outputs, reinterpret_cast<const float*>(slopes), rows_.data(),
@@ -183,6 +199,7 @@ class Network {
 
     Graph graph_;
     Spatial spatial_;
+    Dropout dropout_;
     Objective objective_;
     std::vector<vec> logits_, other_;  // gradients between linear layers, [group][feature]
     std::vector<vec> flat_;            // a group's inputs before they get a border

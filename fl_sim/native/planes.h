@@ -46,7 +46,7 @@ void pool_backward(const Layer& layer, const Flow& flow, const vec* gradient, ve
             }
 }
 
-// A residual's sum, or (``flow.other`` null) a ReLU on its own. ``other``: how its second part lies.
+// A residual's sum, or (``flow.other`` null) a ReLU or a dropout on its own. ``other``: how its second part lies.
 void add_forward(const Layer& layer, const Image& other, const Flow& flow) {
     for (int channel = 0; channel < layer.out.channels; channel++)
         for (int y = 0; y < layer.out.height; y++) {

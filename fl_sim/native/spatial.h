@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "convolution.h"
+#include "dropout.h"
 #include "graph.h"
 #include "norm.h"
 #include "planes.h"
@@ -28,17 +29,24 @@ class Spatial {
         for (int index = 0; index < graph_.first_linear; index++) start(index, params);
     }
 
-    // Takes a group through. ``origins``: how many groups of the minibatch are no derivatives.
-    void forward(int group, int origins, const float* params) {
-        for (int index = 0; index < graph_.first_linear; index++) forward(index, flow_of(index, group, origins), params);
+    // Takes a group through. ``origins``: how many groups of the minibatch are no derivatives. ``dropout``: null, or what is
+    // left out.
+    void forward(int group, int origins, const float* params, const Dropout* dropout) {
+        for (int index = 0; index < graph_.first_linear; index++) {
+            forward(index, flow_of(index, group, origins), params);
+            Node& out = graph_.nodes[index + 1];
+            if (dropout) dropout->apply(index, group % origins, out.image, out.at(group));
+        }
     }
 
     // Takes a group of ``count`` records back. ``boundary``: the gradient of what the first linear layer reads.
-    void backward(int group, int origins, int count, const vec* boundary, const float* params, float* gradients) {
+    void backward(int group, int origins, int count, vec* boundary, const float* params, const Dropout& dropout,
+                  float* gradients) {
         for (Node& node : graph_.nodes) node.is_known = false;
         for (int index = graph_.first_linear - 1; index >= 0; index--) {
             const bool is_last = index + 1 == graph_.first_linear;
-            const vec* gradient = is_last ? boundary : graph_.slots[graph_.nodes[index + 1].slot].data();
+            vec* gradient = is_last ? boundary : graph_.slots[graph_.nodes[index + 1].slot].data();
+            dropout.apply(index, group % origins, graph_.layers[index].out.bare(), gradient);
             backward(index, flow_of(index, group, origins), count, gradient, params, gradients);
         }
     }
@@ -80,7 +88,7 @@ class Spatial {
             case POOL: return pool_forward(layer, flow);
             case NORM: return norm_forward(layer, flow, params);
             case AVERAGE: return average_forward(layer, flow);
-            case RELU: case ADD: return add_forward(layer, graph_.nodes[layer.other].image, flow);
+            case RELU: case ADD: case DROP: return add_forward(layer, graph_.nodes[layer.other].image, flow);
             case LINEAR: break;
         }
         throw std::logic_error("no layer of planes");
@@ -103,7 +111,7 @@ class Spatial {
                 case POOL: return pool_backward(layer, flow, gradient, back);
                 case NORM: return norm_backward(layer, flow, gradient, back, params, gradients);
                 case AVERAGE: return average_backward(layer, gradient, back);
-                case RELU: case ADD: return add_backward(layer, flow, gradient, back);
+                case RELU: case ADD: case DROP: return add_backward(layer, flow, gradient, back);
                 case LINEAR: break;
             }
             throw std::logic_error("no layer of planes");

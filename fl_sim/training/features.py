@@ -16,6 +16,8 @@ from fl_sim.types import Params
 _BATCH = 500
 """Records per forward pass."""
 
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 
 @dataclass(frozen=True)
 class Network:
@@ -45,10 +47,24 @@ class Network:
     ) -> Batch:
         """Return what loss terms see: ``records`` with labels and weights, and the ``outputs`` under ``params``.
 
-        ``outputs``: logits, and features if a term asks for them. What a term brings along is not there yet.
+        ``outputs``: logits, and features if a term asks for them. What a term brings along is not there yet. What it
+        asks of other parameters is answered without dropout: a teacher says all it knows.
         """
         logits, features = outputs
-        return Batch(*records, logits, params, anchor, {}, self.logits_of, self.features_of, features)
+        logits_of, features_of = (partial(self._without_dropout, of) for of in (self.logits_of, self.features_of))
+        return Batch(*records, logits, params, anchor, {}, logits_of, features_of, features)
+
+    def _without_dropout(
+        self, function: Callable[[Params, torch.Tensor], torch.Tensor], params: Params, records: torch.Tensor
+    ) -> torch.Tensor:
+        dropping = [part for part in self.model.modules() if isinstance(part, _DROPOUT) and part.training]
+        for part in dropping:
+            part.eval()
+        try:
+            return function(params, records)
+        finally:
+            for part in dropping:
+                part.train()
 
 
 def head_of(model: nn.Module) -> nn.Module:

@@ -1,6 +1,7 @@
 """Local training of one client or many, and evaluation, by compiled code where the model allows it, else by PyTorch.
 
-Algorithms do not know which: both take a LocalPlan, and they agree to float32 rounding.
+Algorithms do not know which: both take a LocalPlan, and they agree to float32 rounding. With dropout they agree in
+distribution alone, as each draws in its own way what is left out.
 """
 
 import copy
@@ -39,7 +40,8 @@ _PLAIN = {
 class LocalJob:
     """One client's local training: what ``fl_sim.training.loop.train`` takes besides the model.
 
-    ``seed_torch`` is called before PyTorch trains, for what PyTorch draws by itself (dropout).
+    ``seed_torch`` is called before PyTorch trains, for what PyTorch draws by itself (dropout). The compiled trainer's
+    dropout is keyed by a last draw from ``generator``.
     """
 
     task: LocalTask
@@ -58,8 +60,8 @@ class Trainer:
     """Trains and evaluates; ``model`` lends its architecture, and its weights may be overwritten.
 
     May be called from several threads. The compiled trainer runs in all of them at once, and so does PyTorch on models
-    that draw no random numbers, a copy of the model in each thread; with dropout, whose generator is the process's, it
-    takes one client after another. ``kernel`` None: always PyTorch. ``precision`` is PyTorch's on a GPU.
+    that draw no random numbers, a copy of the model in each thread; with dropout, whose generator is the process's,
+    PyTorch takes one client after another. ``kernel`` None: always PyTorch. ``precision`` is PyTorch's on a GPU.
     """
 
     def __init__(self, model: nn.Module, kernel: Kernel | None, precision: Precision = "float32") -> None:

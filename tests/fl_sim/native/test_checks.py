@@ -206,11 +206,17 @@ def field(layer: int, **changes: int) -> Callable[[np.ndarray], np.ndarray]:
     return change
 
 
+def bits_of(number: float) -> int:
+    return int(np.float32(number).view(np.int32))
+
+
 # The rows: 0 convolution with pooling, 1 GroupNorm, 2 strided convolution, 3 pooling, 4 mean of a plane, 5 linear.
 @pytest.mark.parametrize(
     "change",
-    [*(field(2, kind=kind) for kind in (-1, 1, 2, 3, 4, 5, 6, 7, 99)), field(5, kind=7), field(5, kind=0),
-     field(4, kind=7), field(2, stride_y=0), field(2, stride_x=-1), field(2, kernel_y=0), field(2, kernel_x=9),
+    [*(field(2, kind=kind) for kind in (-1, 1, 2, 3, 4, 5, 6, 7, 8, 99)), field(5, kind=7), field(5, kind=0),
+     *(field(2, dropout=bits_of(value)) for value in (1.0, -0.5, float("nan"))), field(5, dropout=bits_of(0.5)),
+     field(4, kind=7), field(4, kind=8),
+     field(2, stride_y=0), field(2, stride_x=-1), field(2, kernel_y=0), field(2, kernel_x=9),
      field(2, padding_y=3), field(2, padding_y=-1), field(2, kernel_y=70_000, padding_y=69_999),
      field(3, padding_x=2, kernel_x=3), field(3, kernel_y=5), field(2, outputs=0), field(2, outputs=-4),
      field(2, outputs=2**31 - 1), field(2, inputs=5), field(0, inputs=1), field(1, parts=0), field(1, parts=3),

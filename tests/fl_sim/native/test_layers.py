@@ -18,7 +18,7 @@ def test_relu_and_pooling_are_fused_in_either_order() -> None:
     def model(*between: nn.Module) -> nn.Module:
         return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *between, nn.Flatten(), nn.Linear(64, 10))
 
-    fused = [0, 4, 3, 3, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1]
+    fused = [0, 4, 3, 3, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 0]
     assert rows(model(nn.ReLU(), nn.MaxPool2d(2)), (1, 8, 8))[0] == fused
     assert rows(model(nn.MaxPool2d(2), nn.ReLU()), (1, 8, 8))[0] == fused
     assert len(rows(model(nn.MaxPool2d(3, 2, 1)), (1, 8, 8))) == 3  # another window stays a layer
@@ -49,7 +49,10 @@ _TIED[1].weight = _TIED[0].weight
 @pytest.mark.parametrize(
     "model",
     [
-        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)),
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0), nn.Linear(4, 4)),
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 4)),
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+        nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout(0.5), nn.Linear(4, 4)),
         nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
         nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.Linear(4, 4)),  # of features, not of planes
         nn.Sequential(_FROZEN, nn.Linear(4, 4)),

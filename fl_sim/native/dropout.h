@@ -1,0 +1,94 @@
+// What a minibatch leaves out on its way forward, and on its way back (Srivastava et al. 2014).
+#pragma once
+
+#include "graph.h"
+
+namespace {
+
+constexpr int DRAWS = 8;  // of 32 bits, in a block of the generator
+
+// Philox4x64-10 (Salmon et al. 2011), as NumPy has it: 256 random bits that depend on ``counter`` and ``key`` alone.
+INLINE void philox(const uint64_t counter[4], uint64_t key, uint32_t draws[DRAWS]) {
+    uint64_t a = counter[0], b = counter[1], c = counter[2], d = counter[3], other = 0;
+    UNROLL for (int round = 0; round < 10; round++) {
+        const auto left = (unsigned __int128)a * 0xD2E7470EE14C6C93u, right = (unsigned __int128)c * 0xCA5A826395121157u;
+        a = uint64_t(right >> 64) ^ b ^ key, b = uint64_t(right);
+        c = uint64_t(left >> 64) ^ d ^ other, d = uint64_t(left);
+        key += 0x9E3779B97F4A7C15u, other += 0xBB67AE8584CAA73Bu;
+    }
+    const uint64_t words[] = {a, b, c, d};
+    for (int i = 0; i < DRAWS; i++) draws[i] = uint32_t(words[i / 2] >> (i % 2 * 32));
+}
+
+// The masks of all layers. Of the model's n-th dropout layer, in a client's p-th way forward, all counted from 0, the number
+// f of the batch's record r stays where draw r % 8 of the block (f + 1, r / 8, n, p) is at least the probability.
+class Dropout {
+  public:
+    Dropout(const Graph& graph, int groups) {
+        for (size_t index = 0; index < graph.layers.size(); index++) {
+            const double probability = graph.layers[index].dropout;
+            masks_.push_back({});
+            if (probability == 0) continue;
+            Mask& mask = masks_.back();
+            mask.least = uint32_t(probability * 4294967296.0), mask.scale = float(1 / (1 - probability));
+            mask.features = graph.nodes[index + 1].image.features();
+            mask.kept.resize(groups * mask.features * BYTES);
+        }
+    }
+
+    // Before a client's first step.
+    void start(uint64_t key) { key_ = key, passes_ = 0; }
+
+    // Before a way forward of ``groups`` groups.
+    void draw(int groups) {
+        uint64_t number = 0;
+        for (Mask& mask : masks_)
+            if (mask.scale != 0) draw(mask, number++, groups);
+        passes_++;
+    }
+
+    // Takes the mask of a layer to one group of what it wrote, which lies as ``image`` says, or to the gradient of that.
+    void apply(int index, int group, const Image& image, vec* values) const {
+        const Mask& mask = masks_[index];
+        if (mask.scale == 0) return;
+        const uint8_t* kept = mask.kept.data() + group * mask.features * BYTES;
+        for (int channel = 0; channel < image.channels; channel++)
+            for (int y = 0; y < image.height; y++) {
+                vec* line = values + image.line(channel, y);
+                for (int x = 0; x < image.width; x++, kept += BYTES) {
+                    int32_t bits = 0;
+                    std::memcpy(&bits, kept, BYTES);
+                    line[x] = ((ivec{} + bits) >> LANE & 1) != 0 ? line[x] * mask.scale : vec{};
+                }
+            }
+    }
+
+  private:
+    static constexpr int BYTES = LANES / DRAWS;  // a bit a lane
+
+    struct Mask {
+        uint32_t least = 0;         // draw that stays
+        float scale = 0;            // of what stays; 0: the layer has no dropout
+        long features = 0;          // that it writes
+        std::vector<uint8_t> kept;  // [group][feature][byte]
+    };
+
+    NOINLINE void draw(Mask& mask, uint64_t number, int groups) const {
+        uint8_t* to = mask.kept.data();
+        for (int group = 0; group < groups; group++)
+            for (long feature = 0; feature < mask.features; feature++)
+                for (int byte = 0; byte < BYTES; byte++) {
+                    const uint64_t counter[] = {uint64_t(feature + 1), uint64_t(group * BYTES + byte), number, passes_};
+                    uint32_t draws[DRAWS];
+                    philox(counter, key_, draws);
+                    int bits = 0;
+                    for (int i = 0; i < DRAWS; i++) bits |= int(draws[i] >= mask.least) << i;
+                    *to++ = uint8_t(bits);
+                }
+    }
+
+    std::vector<Mask> masks_;  // of every layer
+    uint64_t key_ = 0, passes_ = 0;
+};
+
+}  // namespace
