@@ -37,7 +37,14 @@ class _Mixing(Averaging):
 
 
 class FedMix(_Mixing):
-    """Local loss (1-lam) l(f((1-lam)x), y) + lam l(f((1-lam)x), y_bar) + lam <dl/dx, x_bar>.
+    """Local loss (1-lam) l(f((1-lam)x), y) + lam l(f((1-lam)x), y_bar) + lam <dl/dx, x_bar>, dl/dx at (1-lam)x and y.
+
+    It expands NaiveMix's loss at (1-lam)x. Derived, and tested: the error is of second order in lam. The expansion
+    itself has lam (1-lam) <dl/dx at y, x_bar> + lam^2 <dl/dx at y_bar, x_bar>, which differs by lam^2, too, so that lam
+    and lam (1-lam) are equally good. Recalled, as the paper's text was not at hand: its equation has lam, as here; its
+    algorithm takes the gradient of (1-lam) l, hence lam (1-lam). Flower's baseline has the latter, and divides by the
+    batch size, which is a mistake. Every client draws from the averages of all clients, its own among them; whether the
+    paper leaves those out was not found out.
 
     The paper tries lam in {0.05, 0.1, 0.2}. The last term has no lower bound: where clients hold one class each, long
     training can diverge.

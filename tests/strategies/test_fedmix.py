@@ -111,6 +111,28 @@ def test_fedmix_is_naivemix_to_first_order_on_a_linear_model():
     assert difference(0.01) < 1e-3
 
 
+@pytest.mark.parametrize("one_minus", [0, 1])
+def test_with_and_without_one_minus_lambda_the_last_term_leaves_an_error_of_second_order(one_minus):
+    """The paper's equation has lambda, its algorithm lambda (1 - lambda): NaiveMix is as near to either (tanh network).
+
+    Without the term the error is of first order, so that a ratio of four says something.
+    """
+    model = _model()
+    inputs, labels, x_bar, y_bar = _batch()
+
+    def errors(weight):
+        exact, with_term, without = (
+            mixed_loss(model, inputs, labels, mean, y_bar, weight, linearise=linearise).item()
+            for mean, linearise in ((x_bar, False), (x_bar, True), (0 * x_bar, True))
+        )
+        term = (with_term - without) * (1 - weight) ** one_minus
+        return exact - without - term, exact - without
+
+    (one, first), (half, first_of_half) = errors(0.002), errors(0.001)
+    assert one / half == pytest.approx(4, rel=0.02)
+    assert first / first_of_half == pytest.approx(2, rel=0.02)
+
+
 @pytest.mark.parametrize(("algorithm", "linearise"), [(FedMix(), True), (NaiveMix(), False)])
 def test_plan_mixes_with_the_pool(algorithm, linearise):
     pool = {"inputs": torch.zeros(3, *SHAPE), "labels": torch.zeros(3, CLASSES)}
