@@ -20,7 +20,7 @@ from fl_sim.seeding import rng
 from fl_sim.settings import Settings
 from fl_sim.types import Reply
 from strategies.aggregators import as_rows, from_row
-from strategies.algorithm import Dealing, Sharing
+from strategies.algorithm import Central, Dealing, Sharing
 
 
 class Attack(Protocol):
@@ -72,6 +72,11 @@ class _Attack(_Harmless):
     def check(self, experiment: Choices) -> None:
         """Raise ValueError where the attack would not be what it says."""
         kind = kind_of(self)
+        if isinstance(experiment.algorithm, Central) and experiment.algorithm.is_central:
+            raise ValueError(
+                f"attack {kind} has no place beside algorithm {kind_of(experiment.algorithm)}, which has one client: "
+                "take another algorithm, or attack=none"
+            )
         if self.clients >= experiment.clients:
             raise ValueError(
                 f"attack {kind} by {self.clients} of {experiment.clients} clients leaves nobody to attack: set "
@@ -106,7 +111,7 @@ class SignFlip(_Attack):
     """Hostile clients train honestly and send -``strength`` times what comes of it (Li et al. 2019, section 5)."""
 
     kind: Literal["sign-flip"] = "sign-flip"
-    strength: float = Field(1.0, gt=0)
+    strength: float = Field(1.0, gt=0, le=1e6)
 
     def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:
         """Return all payloads times -``strength``."""
@@ -123,7 +128,7 @@ class ALittleIsEnough(_Attack):
     """
 
     kind: Literal["alie"] = "alie"
-    deviations: float | None = Field(None, ge=0)
+    deviations: float | None = Field(None, ge=0, le=1e6)
     title: ClassVar[str] = "ALIE"
 
     def forged(self, hostile: Sequence[Reply], cohort_size: int) -> Sequence[Reply]:

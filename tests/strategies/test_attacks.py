@@ -90,6 +90,11 @@ def test_a_tables_caption_names_the_attack_and_its_rows_tell_attacks_apart():
         ({"attack": "sign-flip", "aggregator": "global-dp"}, "no place beside global-dp"),
         ({"attack": "sign-flip", "preprocess": "da-fl"}, "no place beside da-fl"),
         ({"attack": "alie", "algorithm": "fedmix"}, "no place beside algorithm fedmix"),
+        (
+            {"attack": "alie", "algorithm": "centralized"},
+            "centralized, which has one client: take another",
+        ),
+        ({"attack": {"kind": "sign-flip", "strength": 1e300}}, "attack.strength"),
         ({"attack": "alie", "algorithm": "pate"}, "no place beside pate"),
         ({"attack": "aliee"}, "did you mean 'alie'"),
         ({"attack": {"kind": "alie", "deviations": -1}}, "attack.deviations"),
