@@ -43,7 +43,8 @@ from fl_sim.privacy.one_run import CONFIDENCE, Guess, guess, power_limit
 from fl_sim.privacy.planning import noise_multiplier
 from fl_sim.seeding import rng
 from fl_sim.simulation.engine_choice import client_app
-from fl_sim.training.loop import evaluate, to_tensors
+from fl_sim.training.evaluation import evaluate
+from fl_sim.training.loop import to_tensors
 from fl_sim.types import Aggregate, Cohort, Params, ServerState
 from strategies.algorithm import Algorithm
 from strategies.flower import FederatedStrategy, run_round

@@ -180,6 +180,16 @@ def detached(named: Iterable[tuple[str, torch.Tensor]]) -> Params:
     return {name: value.detach().to("cpu", copy=True) for name, value in named}
 
 
+def copy_into(weights: Params, params: Params) -> None:
+    """Write ``params`` over a model's ``weights``. Raises ValueError where names or shapes are others.
+
+    Copying alone would stretch a smaller tensor to the size of its place.
+    """
+    check_layout("the weights", params, layout_of(weights))
+    for name, weight in weights.items():
+        weight.copy_(params[name])
+
+
 def _weighted_sum(values: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
     total = torch.zeros_like(values[0], dtype=torch.float64)
     for value, factor in zip(values, factors, strict=True):

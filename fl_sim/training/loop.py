@@ -1,26 +1,22 @@
 """The local loop: minibatch SGD on one client's records, the same for every algorithm."""
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 
 from fl_sim.batch_norm import load_statistics, norms_in, running_in, statistics_of
 from fl_sim.errors import UserError
 from fl_sim.local_plan import Ascent, LocalPlan, fields_in_use
-from fl_sim.params import check_layout, detached, layout_of
+from fl_sim.params import check_layout, copy_into, detached, layout_of
 from fl_sim.training.adam import Moments, check_optimizer
 from fl_sim.training.ascent import ascent_of, blended, uphill
 from fl_sim.training.augmenting import black_of, moved
 from fl_sim.training.clipping import clipped
 from fl_sim.training.features import feature_sums
-from fl_sim.training.losses import LogitsOf
 from fl_sim.training.objective import Objective
-from fl_sim.training.precision import arithmetic
 from fl_sim.training.records import Scale, Source
 from fl_sim.types import Dataset, Examples, LocalSettings, LocalTask, Params, Trained
 
@@ -31,12 +27,6 @@ TAKES = frozenset({
     "logit_scale", "distillation", "suppression", "ascent", "contrast", "pull", "loss_term", "class_features",
 })  # fmt: skip
 """The fields of LocalSettings and LocalPlan that ``train`` knows: all there are, as other trainers hand on to it."""
-
-EVALUATION_BATCH = 500
-"""Records per forward pass of an evaluation: small enough for the cache, large enough for the operators."""
-
-EVALUATION_BATCH_ON_GPU = 2_000
-"""The same where launches cost more than arithmetic does."""
 
 
 def to_tensors(examples: Examples, dataset: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +75,7 @@ def train(
     _check_plan(plan, weights, inputs)
     check_optimizer(plan, task.settings)
     with torch.no_grad():
-        _load(weights, task.params)
+        copy_into(weights, task.params)
         load_statistics(model, task.statistics)
     anchor, offset = _on(task.params, inputs.device), _on(plan.gradient_offset or {}, inputs.device)
     drift = _on(plan.step_offset or {}, inputs.device)
@@ -168,13 +158,6 @@ def _differentiated(loss: torch.Tensor, weights: dict[str, torch.Tensor]) -> dic
     return {name: gradient for name, gradient in zip(weights, found, strict=True) if gradient is not None}
 
 
-def _load(weights: Params, params: Params) -> None:
-    """Write ``params`` over ``weights``; copying alone would stretch a smaller tensor to the size of its place."""
-    check_layout("the weights", params, layout_of(weights))
-    for name, weight in weights.items():
-        weight.copy_(params[name])
-
-
 def _check_known(plan: LocalPlan, settings: LocalSettings) -> None:
     for asked in (plan, settings):
         if unknown := sorted(fields_in_use(asked) - TAKES):
@@ -243,50 +226,3 @@ def _step(
     if drift:
         gradient = gradient + drift[name]
     weight.add_(gradient, alpha=-settings.learning_rate)
-
-
-def evaluate(
-    model: nn.Module,
-    params: Params,
-    inputs: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    scale: Scale | None = None,
-    workers: int = 1,
-) -> tuple[float, float]:
-    """Return (accuracy in [0, 1], mean cross-entropy) of ``params`` on (n, *input shape) inputs and (n,) labels.
-
-    ``scale`` normalises inputs that are bytes. ``workers`` threads share out the batches; the numbers are the same for
-    any number of them. Products are float32 on a GPU, too, whatever the training's are.
-    """
-    network, source = ready(model, params), Source(inputs, labels, scale)
-    return score(lambda batch: network(source.normalised(batch)), inputs, labels, workers=workers)
-
-
-def ready(model: nn.Module, params: Params) -> nn.Module:
-    """Return ``model`` with the weights ``params``, running statistics among them if it has any, in evaluation mode."""
-    running = running_in(model)
-    with torch.inference_mode():
-        _load(dict(model.named_parameters()), {name: value for name, value in params.items() if name not in running})
-        load_statistics(model, {name: value for name, value in params.items() if name in running})
-    return model.eval()
-
-
-def score(logits_of: LogitsOf, inputs: torch.Tensor, labels: torch.Tensor, *, workers: int = 1) -> tuple[float, float]:
-    """Return (accuracy in [0, 1], mean cross-entropy) of what ``logits_of`` makes of the inputs: see ``evaluate``."""
-    threads = torch.get_num_threads()
-
-    def scored(batch: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)  # holds for the thread that calls it
-        with torch.inference_mode():
-            logits = logits_of(batch)
-            correct = (logits.argmax(1) == targets).sum(dtype=torch.float64)
-            return torch.stack([correct, functional.cross_entropy(logits, targets, reduction="sum").double()])
-
-    size = EVALUATION_BATCH if inputs.device.type == "cpu" else EVALUATION_BATCH_ON_GPU
-    batches = torch.split(inputs, size), torch.split(labels, size)
-    with ThreadPoolExecutor(workers) as pool, arithmetic(inputs.device):
-        scores = list(pool.map(scored, *batches) if workers > 1 else map(scored, *batches))
-    correct, loss = (sum(parts) for parts in zip(*torch.stack(scores).tolist(), strict=True))  # the GPU is waited for
-    return correct / len(labels), loss / len(labels)

@@ -16,13 +16,15 @@ import torch
 from torch import nn
 
 from fl_sim import models
+from fl_sim.batch_norm import norms_in
 from fl_sim.local_plan import LocalPlan, fields_in_use
 from fl_sim.native.checks import RECEIVED, TAKES, TERMS, tensors_of
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import Stack, describe
 from fl_sim.params import is_finite, vector_in
+from fl_sim.training.evaluation import EVALUATION_BATCH, evaluate, ready, score
 from fl_sim.training.features import head_of, sums_by_class
-from fl_sim.training.loop import EVALUATION_BATCH, evaluate, ready, score, train
+from fl_sim.training.loop import train
 from fl_sim.training.losses import LogitsOf
 from fl_sim.training.precision import arithmetic
 from fl_sim.training.records import Records, Scale
@@ -31,7 +33,7 @@ from fl_sim.types import LocalSettings, LocalTask, Params, Precision, Trained
 _PLAIN = {
     nn.Sequential, nn.Identity, nn.Flatten, nn.Linear, nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm, nn.ReLU,
     nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
-    nn.AdaptiveMaxPool2d,
+    nn.AdaptiveMaxPool2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
 }  # fmt: skip
 """Layers that draw no random numbers."""
 
@@ -92,7 +94,7 @@ class Trainer:
 
     def is_stackable(self) -> bool:
         """Say whether fl_sim.training.stacked takes this model: no random numbers, and no record looks at another."""
-        return self._draws_nothing
+        return self._draws_nothing and not norms_in(self._model)
 
     def train_all(self, jobs: Sequence[LocalJob]) -> list[Trained]:
         """Train clients, one after another, in as few calls of the compiled trainer as may be."""
@@ -132,7 +134,7 @@ class Trainer:
         scale: Scale | None = None,
         workers: int = 1,
     ) -> tuple[float, float]:
-        """Return (accuracy in [0, 1], mean cross-entropy) as ``fl_sim.training.loop.evaluate`` does.
+        """Return (accuracy in [0, 1], mean cross-entropy) as ``fl_sim.training.evaluation.evaluate`` does.
 
         To float32 rounding, and the same for any number of ``workers``; where one is not finite it is PyTorch's.
         """

@@ -28,7 +28,8 @@ from fl_sim.store import run_directory
 from fl_sim.store.files import write_whole
 from fl_sim.store.run_directory import RoundRecord, coarse
 from fl_sim.store.tensors import write_private
-from fl_sim.training.loop import EVALUATION_BATCH, to_tensors
+from fl_sim.training.evaluation import EVALUATION_BATCH
+from fl_sim.training.loop import to_tensors
 from fl_sim.types import Dataset, Examples, ServerState
 from strategies.pate.labelling import UNANSWERED, Labelled
 from strategies.pate.neighbours import representatives

@@ -98,7 +98,9 @@ def test_clients_that_are_equal_or_alone_keep_the_statistics_of_plain_training(t
 def test_personal_layers_go_on_from_round_to_round_whatever_others_do_and_their_mean_is_evaluated(
     tmp_path: Path,
 ) -> None:
-    experiment = experiment_from(table(local={"batch_norm": "personal", "batch_size": 32}, rounds=3))
+    two_threads = {"kind": "inprocess", "workers": 2}
+    local = {"batch_norm": "personal", "batch_size": 32}
+    experiment = experiment_from(table(local=local, rounds=3, engine=two_threads))
     result = run(experiment, tmp_path / "run")
     job = job_of(experiment)
     site, model = site_for(job, FedAvg()), job.model()

@@ -11,8 +11,10 @@ from fl_sim.batch_norm import load_statistics, running_in, statistics_of
 from fl_sim.local_plan import Ascent, Contrast, Distillation, LocalPlan
 from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
+from fl_sim.training.evaluation import evaluate
 from fl_sim.training.features import features_of
-from fl_sim.training.loop import evaluate, train
+from fl_sim.training.loop import train
+from fl_sim.training.trainer import Trainer
 from fl_sim.types import LocalSettings, LocalTask, Params, Trained
 
 SETTINGS = LocalSettings(0.05, 0.9, 1e-3, batch_size=5, epochs=2)
@@ -121,3 +123,9 @@ def test_features_are_those_under_the_statistics_that_come_with_the_parameters()
     with torch.no_grad():
         expected = reference.eval()[:-1](inputs)
     torch.testing.assert_close(features_of(model(), {**found.params, **found.statistics}, inputs), expected)
+
+
+def test_threads_train_such_models_side_by_side_but_no_stack_does() -> None:
+    trainer = Trainer(model(), None)
+    assert trainer.is_parallel((1, 4, 4))
+    assert not trainer.is_stackable()

@@ -11,7 +11,8 @@ from torch.nn import functional
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
 from fl_sim.seeding import rng, seed_torch, torch_kept
-from fl_sim.training.loop import evaluate, to_tensors, train
+from fl_sim.training.evaluation import evaluate
+from fl_sim.training.loop import to_tensors, train
 from fl_sim.training.records import Scale
 from fl_sim.types import Dataset, Examples, LocalSettings, LocalTask
 

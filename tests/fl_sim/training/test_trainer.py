@@ -15,7 +15,8 @@ from fl_sim.models import MODELS
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, zeros_like
 from fl_sim.seeding import rng, seed_torch, torch_kept
-from fl_sim.training.loop import EVALUATION_BATCH, evaluate, train
+from fl_sim.training.evaluation import EVALUATION_BATCH, evaluate
+from fl_sim.training.loop import train
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import LocalSettings, LocalTask, Params, Trained
