@@ -1,4 +1,4 @@
-"""Audit single releases of the private generators on a worst case: a D step of DP-CGAN, the mean embedding's sums.
+"""Audit single private releases on a worst case: a D step of DP-CGAN, the mean embedding's sums, moments of features.
 
 Privacy-profile audit as in ``fl_sim.privacy.audit``: both worlds of a neighbouring pair are run many times, and the
 outputs are held against the claimed (epsilon, delta) curve. The number of records is public, so the record that is
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from clients import private_moments
 from clients.dafl import mean_embedding
 from clients.dafl.dpcgan import training as dpcgan
 from clients.dafl.dpcgan.clipping import Pairs
@@ -33,6 +34,7 @@ from clients.dafl.dpcgan.settings import DpCgan
 from clients.dafl.dpcgan.training import Client, Training
 from clients.dafl.generator import Bill, PrivateRecords, Request
 from clients.dafl.mean_embedding import MeanEmbedding
+from clients.private_moments import Protection
 from fl_sim.privacy.accounting import amplify_poisson, delta_profile
 from fl_sim.privacy.audit import EPSILONS, ProfileAudit, World, audit_profile, run_mechanism
 from fl_sim.privacy.mechanisms import Noise
@@ -190,6 +192,28 @@ class EmbeddingRelease:
         return np.concatenate(sums)
 
 
+@dataclass(frozen=True)
+class MomentsRelease:
+    """The moments of CCVR, of the audited record alone or of nothing, in units of the clipping norm.
+
+    ``sensitivity``: what the noise counts on. ``count_noised``: whether the number of records is.
+    """
+
+    name: str
+    noise_multiplier: float
+    sensitivity: float = private_moments.LONGEST
+    count_noised: bool = True
+
+    def __call__(self, world: World, run: int) -> Array:
+        """Return the moments, (6,): count, 2 sums, 3 products."""
+        feature = np.array([[_FAR, _FAR]]) if world else np.full((1, 2), np.nan)
+        with mock.patch.object(Protection, "std", self.noise_multiplier * self.sensitivity):
+            released = private_moments.private_moments(
+                feature, np.zeros(1, np.int64), 1, Protection(1.0, 1e-5, 2.0, "seeded"), _key(run)
+            )[0]
+        return released if self.count_noised else np.concatenate([[float(world)], released[1:]])
+
+
 @contextmanager
 def _unclipped(clipped: bool) -> Iterator[None]:  # noqa: FBT001 (a switch)
     keep: Callable[[float, float], float] = lambda _, __: 1.0  # noqa: E731
@@ -229,6 +253,12 @@ def families(noise_multiplier: float) -> dict[str, tuple[dp_event.DpEvent, list[
             EmbeddingRelease("no clipping", z, clipped=False),
             EmbeddingRelease("two releases for the price of one", z, split=False),
             EmbeddingRelease("count without noise", z, count_noised=False),
+        ]),
+        "moments of features": (gaussian, [
+            MomentsRelease("as it is", z),
+            MomentsRelease("half the noise", z / 2),
+            MomentsRelease("products forgotten in the sensitivity", z, sensitivity=1.0),
+            MomentsRelease("count without noise", z, count_noised=False),
         ]),
     }  # fmt: skip
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-STEP, COINS, FAKES, EMBEDDING = (
+STEP, COINS, FAKES, EMBEDDING, MOMENTS = (
     "D step, all records",
     "D step, records by coins of 1/2",
     "D step, where the classes of fakes matter",
     "mean embedding",
+    "moments of features",
 )
 
 
@@ -34,6 +35,14 @@ def test_faults_of_the_mean_embedding_are_refuted(release_audit: ModuleType, fau
     assert found(release_audit, EMBEDDING, fault, 300).refuted
 
 
+def test_the_moments_of_features_are_not_refuted(release_audit: ModuleType) -> None:
+    assert not found(release_audit, MOMENTS, "as it is", 300).refuted
+
+
+def test_half_the_noise_on_moments_is_refuted(release_audit: ModuleType) -> None:
+    assert found(release_audit, MOMENTS, "half the noise", 300).refuted
+
+
 @pytest.mark.parametrize("family", [STEP, FAKES])
 def test_a_step_of_the_discriminator_is_not_refuted(release_audit: ModuleType, family: str) -> None:
     assert not found(release_audit, family, "as it is", 200).refuted
@@ -51,6 +60,8 @@ def test_loud_faults_of_the_step_are_refuted_at_once(release_audit: ModuleType, 
         (STEP, "half the noise"),
         (STEP, "real and fake clipped apart"),
         (FAKES, "fake labels from the private histogram"),
+        (MOMENTS, "products forgotten in the sensitivity"),
+        (MOMENTS, "count without noise"),
         (COINS, "all records taken"),
         (EMBEDDING, "two releases for the price of one"),
     ],

@@ -154,9 +154,8 @@ def _begin(settings: DaFl, client: Client, seed: int, public_records: int) -> Sh
         one.mkdir(mode=0o700, parents=True, exist_ok=True)
     seeded = settings.noise == "seeded"
     noise = seeded_noise(f"{seed}/da-fl/{client.number}") if seeded else kept_noise(folder)
-    receipt = pay(
-        client.policy, client.ledger, _releases(settings, bill, records.num_classes, client.number, seed), noise
-    )
+    releases = _releases(settings, bill, records.num_classes, client.number, seed)
+    receipt = pay(client.policy, client.ledger, releases, noise)
     counts = pick_labels(settings, records, settings.gamma_of(client.number), public_records, noise)
     return _Paid(Request(records, counts, bill, noise, rng(seed, "generator", client.number)), receipt)
 

@@ -89,7 +89,8 @@ _ALL = (
 
 _TUNED_ON = {
     "mnist": (
-        "the defaults of PATE's teachers and students, those of DA-FL's generators, and the settings of the benchmarks"
+        "the defaults of PATE's teachers and students, those of DA-FL's generators, calibrate.clipping_norm, and the "
+        "settings of the benchmarks"
     ),
     DIGITS: "how many synthetic records the preset digits asks clients for",
 }

@@ -58,7 +58,9 @@ def test_one_record_moves_all_moments_together_by_no_more_than_the_sensitivity(
 def test_a_record_as_long_as_the_clipping_norm_or_longer_moves_them_by_the_whole_sensitivity() -> None:
     label = np.array([1])
     for length in (3.0, 1e6):
-        assert np.linalg.norm(_sum(np.array([[length, 0.0]]), label)) == pytest.approx(LONGEST, rel=1e-4)
+        moments = _sum(np.array([[length, 0.0]]), label)
+        assert np.linalg.norm(moments) == pytest.approx(math.sqrt(3), rel=1e-4)
+        assert moments[1, :2] == pytest.approx(1, rel=1e-4)  # one record, as long as the clipping norm
     assert np.linalg.norm(_sum(np.array([[0.3, 0.4]]), label)) == pytest.approx(math.sqrt(1 + 1 / 36 + 1 / 36**2))
 
 
