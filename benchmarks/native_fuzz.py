@@ -2,10 +2,10 @@
 
 Every case is drawn from its number: convolutions of any kernel, stride and padding, pooling, GroupNorm, residual
 blocks, linear layers; records of odd shapes; batches that fill no vector; momentum, and all that a plan can ask for:
-a proximal term, offsets, a mixing pool, shifted logits, distillation, an ascent, contrasts. What both trainers make of
-it is held against the same training in float64, on three sets of records: one alone may hang on a ReLU or a maximum
-that the last bit decides. A client must also end in the same bits whoever was trained before it in its thread, be it
-one of nothing but NaN.
+a proximal term, offsets, a mixing pool, shifted logits, distillation, an ascent, contrasts; moved images. What both
+trainers make of it is held against the same training in float64, on three sets of records: one alone may hang on a ReLU
+or a maximum that the last bit decides. A client must also end in the same bits whoever was trained before it in its
+thread, be it one of nothing but NaN.
 
     python benchmarks/native_fuzz.py [--cases 1000] [--first 0] [--json]
     python benchmarks/native_fuzz.py --sanitized [--cases 200]
@@ -34,13 +34,14 @@ from torch import nn
 
 from fl_sim.local_plan import Ascent, Contrast, Distillation, LocalPlan, Mix, Pull, Suppression
 from fl_sim.models import ResidualBlock
+from fl_sim.native.checks import RECEIVED
 from fl_sim.native.compiling import compile_kernel
 from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
 from fl_sim.native.layers import FIELDS, Stack, describe
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.loop import train
-from fl_sim.types import LocalSettings, LocalTask, Params, Trained
+from fl_sim.types import Augment, LocalSettings, LocalTask, Params, Trained
 
 ROUNDING = 1e-5
 """How far results may lie from float64's, as a share of how far training moved the model, where PyTorch's do not."""
@@ -206,6 +207,9 @@ def case_of(number: int) -> Case:
         term for term in TERMS if draw.random() < 0.15 and (term in WITH_MIX or not parts & {"naivemix", "fedmix"})
     }
     settings = replace(settings, clip_norm=float(draw.choice([0.0, 0.0, 0.3, 3.0])))
+    if not is_flat and not parts & RECEIVED and draw.random() < 0.4:
+        black = tuple(draw.standard_normal(shape[0]).astype(np.float32).tolist())
+        settings = replace(settings, augment=Augment(int(draw.choice([0, 1, 4, 30])), draw.random() < 0.5, black))
     return Case(number, nn.Sequential(*drawn.layers), shape, classes, count, settings, frozenset(parts - {""}))
 
 

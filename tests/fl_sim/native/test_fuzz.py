@@ -48,6 +48,9 @@ def test_the_networks_hold_all_there_is(fuzz: ModuleType) -> None:
     parts = {part for case in cases for part in case.parts}
     assert parts == {"offset", "proximal", "warm", "naivemix", "fedmix", *fuzz.TERMS}
     assert {len(case.shape) for case in cases} == {1, 3}
+    moved = [case.settings.augment for case in cases if case.settings.augment.moves]
+    assert any(one.crop and one.flip for one in moved)
+    assert max(one.crop for one in moved) == 30
     assert any(case.settings.batch_size > case.count for case in cases)
 
 
