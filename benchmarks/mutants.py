@@ -112,7 +112,7 @@ def planted(mutant: Mutant, copy: Path) -> Iterator[None]:
 def run_tests(tests: Sequence[str], copy: Path, timeout: float | None = TIMEOUT) -> tuple[str, str]:
     """Run ``tests`` in ``copy``; return what they say of a mutant, and their output. ``timeout`` is in seconds."""
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": ""}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]
     try:
         done = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout, check=False

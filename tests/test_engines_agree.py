@@ -115,7 +115,7 @@ def assert_same_bits(left: Path, right: Path) -> None:
     assert len(rounds[0]) == 4
 
 
-@pytest.mark.ray
+@pytest.mark.cluster
 @pytest.mark.parametrize(("algorithm", "actors"), [("fedavg", 1), ("fedmix", 2)])  # scaffold: below
 def test_ray_with_any_number_of_actors_ends_in_the_bits_of_one_process(
     alone: dict[str, Path], one_ray: None, tmp_path: Path, algorithm: str, actors: int
@@ -125,7 +125,7 @@ def test_ray_with_any_number_of_actors_ends_in_the_bits_of_one_process(
     assert_same_bits(alone[algorithm], tmp_path / "run")
 
 
-@pytest.mark.ray
+@pytest.mark.cluster
 def test_a_run_that_breaks_off_in_one_engine_and_goes_on_in_another_ends_in_the_same_bits(
     alone: dict[str, Path], one_ray: None, tmp_path: Path
 ) -> None:
@@ -140,7 +140,7 @@ def test_a_run_that_breaks_off_in_one_engine_and_goes_on_in_another_ends_in_the_
     assert_same_bits(alone["scaffold"], tmp_path / "run")
 
 
-@pytest.mark.ray
+@pytest.mark.cluster
 def test_the_engines_agree_on_the_votes_of_teachers(
     one_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +155,7 @@ def test_the_engines_agree_on_the_votes_of_teachers(
     assert np.array_equal(*votes)
 
 
-@pytest.mark.ray
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     ("engine", "generator"),
     [
@@ -198,7 +198,7 @@ def test_any_number_of_workers_ends_in_the_same_bits(two_workers: Path, tmp_path
     assert_same_bits(two_workers, tmp_path / "other")
 
 
-@pytest.mark.ray
+@pytest.mark.cluster
 def test_ray_and_one_process_train_with_the_same_trainer(two_workers: Path, one_ray: None, tmp_path: Path) -> None:
     natively({"kind": "ray", "actors": 1}, tmp_path / "ray")
     assert_same_bits(two_workers, tmp_path / "ray")
@@ -250,7 +250,7 @@ def test_a_gpu_ends_where_a_cpu_does_stacked_and_one_by_one(algorithm: str, tmp_
         assert ends[out]["final_accuracy"] == pytest.approx(ends["cpu"]["final_accuracy"], abs=0.02)
 
 
-@pytest.mark.ray
+@pytest.mark.cluster
 def test_stacks_are_the_same_in_ray_actors_and_in_one_process(one_ray: None, tmp_path: Path) -> None:
     base = settings("scaffold", "inprocess", "mlp").model_dump()
     for out, chosen in (("alone", {"kind": "inprocess"}), ("ray", {"kind": "ray", "actors": 2})):

@@ -52,7 +52,7 @@ def test_from_python_and_by_path_it_is_the_same_and_not_fedavg(tmp_path: Path) -
     assert not any(torch.equal(own[name], fedavg[name]) for name in own)
 
 
-@pytest.mark.ray
+@pytest.mark.cluster
 def test_on_ray_it_ends_in_the_same_bits(tmp_path: Path) -> None:
     pytest.importorskip("fl_sim.engines.ray_start")
     for engine in ("inprocess", "ray:1"):

@@ -35,7 +35,7 @@ import ray  # noqa: E402
 from fl_sim.engines.ray import RayGrid  # noqa: E402
 from fl_sim.engines.ray_start import RayResources, check_head, start_or_join, stop_or_leave  # noqa: E402
 
-pytestmark = pytest.mark.ray
+pytestmark = pytest.mark.cluster
 
 PROJECT = Path(__file__).parents[3]
 PATIENCE = 120.0

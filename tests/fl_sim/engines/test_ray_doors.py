@@ -22,7 +22,7 @@ from fl_sim.engines.ray_keeper import clear, processes_of
 from fl_sim.store.run_directory import read_rounds
 
 pytestmark = [
-    pytest.mark.ray,
+    pytest.mark.cluster,
     pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads what processes have open from /proc"),
 ]
 

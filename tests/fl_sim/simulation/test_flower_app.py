@@ -70,7 +70,6 @@ def test_the_server_app_runs_on_the_grid_it_is_given(tmp_path: Path) -> None:
     assert "train" in own["trainer"]
 
 
-@pytest.mark.ray
 def test_the_client_app_can_be_sent_to_another_process(tmp_path: Path) -> None:
     pytest.importorskip("fl_sim.engines.ray_start")  # before Ray itself: it sets what Ray reads when imported
     from ray import cloudpickle  # noqa: PLC0415 (as Flower's simulation does for its actors)
@@ -135,7 +134,7 @@ def test_flowers_copy_holds_all_that_the_app_reads() -> None:
     assert [path for path in files if path.suffix not in packed | unread and path.name != "py.typed"] == []
 
 
-@pytest.mark.ray
+@pytest.mark.cluster
 @pytest.mark.skipif(sys.platform == "win32", reason="Flower's local SuperLink is a POSIX daemon")
 def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(tmp_path: Path, flwr: dict[str, str]) -> None:
     two = {**QUICK, "clients": 2, "calibrate": "ccvr"}

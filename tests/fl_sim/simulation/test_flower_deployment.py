@@ -21,6 +21,7 @@ import pytest
 from fl_sim.store.run_directory import PRIVATE_ERRORS, read_result, read_rounds
 
 pytestmark = [
+    pytest.mark.cluster,
     pytest.mark.skipif(sys.platform == "win32", reason="the commands are for a POSIX shell"),
     pytest.mark.skipif(
         not (shutil.which("openssl") and shutil.which("ssh-keygen")), reason="needs openssl, ssh-keygen"

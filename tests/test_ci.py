@@ -1,0 +1,20 @@
+"""What the default selection of tests leaves out is run by CI, or said to be left out."""
+
+import re
+import tomllib
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[1]
+LEFT_OUT = {"slow"}
+"""Marked tests that CI does not run."""
+
+
+def test_ci_runs_whatever_is_not_selected_by_default() -> None:
+    options = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
+    [selected] = re.findall(r"-m '(.*?)'", options)
+    deselected = set(re.findall(r"not (\w+)", selected))
+    assert selected == " and ".join(f"not {marker}" for marker in re.findall(r"not (\w+)", selected))
+    commands = (PROJECT / ".ci/run").read_text()
+    by_ci = set(re.findall(r'^\S*python -m pytest -m "(\w+) and not slow"$', commands, re.MULTILINE))
+    assert by_ci == deselected - LEFT_OUT
+    assert "cluster" in by_ci
