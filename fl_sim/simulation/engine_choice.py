@@ -22,7 +22,8 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray, defined_in_script
 from fl_sim.experiment.job import Job
 from fl_sim.importing import settled
-from fl_sim.native.checks import unknown_settings
+from fl_sim.local_plan import fields_in_use
+from fl_sim.native.checks import RECEIVED, unknown_settings
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached
 from fl_sim.seeding import rng
@@ -167,8 +168,10 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
     kernel, why_not = load_kernel()
     if kernel is None and job.device.type == "cpu":
         return f"PyTorch trains, {threads}: there is no native trainer here, {why_not}"
-    local, names = job.experiment.local, unknown_settings(_typical_settings(job))
-    unknown = [f"local.{name}={getattr(local, name)}" for name in names]
+    local, settings = job.experiment.local, _typical_settings(job)
+    unknown = [f"local.{name}={getattr(local, name)}" for name in unknown_settings(settings)]
+    if settings.augment.moves and (terms := sorted(fields_in_use(procedure_of(job).typical_plan()) & RECEIVED)):
+        unknown.append(f"local.augment={local.augment} beside {' and '.join(terms)}")
     why = f": the native trainer does not take {', '.join(unknown)}" if unknown else ""
     return f"PyTorch trains, {threads}{precision}{why if kernel is not None else ''}"
 

@@ -31,6 +31,17 @@ def test_the_native_trainer_is_named_where_it_takes_the_plans(algorithm: str, mo
         assert trainer_line(replace(job, experiment=job.experiment.model_copy(update=local)), 2) == told
 
 
+@pytest.mark.skipif(load_kernel()[0] is None, reason=f"no native trainer: {load_kernel()[1]}")
+@pytest.mark.parametrize(
+    ("algorithm", "told"),
+    [("fedavg", "native trainer, 2 threads"),
+     ("moon", "PyTorch trains, 2 threads: the native trainer does not take local.augment=flip beside contrast")],
+)  # fmt: skip
+def test_moved_images_are_trained_natively_but_beside_what_compares_them(algorithm: str, told: str) -> None:
+    job = job_of(experiment_from({"device": "cpu", "algorithm": algorithm, "local": {"augment": "flip"}}))
+    assert trainer_line(job, 2) == told
+
+
 @pytest.mark.parametrize("algorithm", ["fedmix", "scaffold", "fedavg"])
 def test_what_is_timed_is_training_by_the_algorithms_own_plan(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[LocalPlan] = []
