@@ -46,6 +46,7 @@ from strategies.flower import (
     ask_teachers,
     run_round,
     share_before_training,
+    summarise_after_training,
     synthesize_before_training,
 )
 from strategies.global_dp import AdaptiveClipping, GlobalDP
@@ -147,6 +148,9 @@ def cases() -> Iterator[Case]:
     votes = (wire.votes_content(np.array([0, 1, 2, 1, 0])),) * CLIENTS
     yield Case("vote", votes, partial(_vote, private=True), private=True)
     yield Case("vote, no privacy", votes, partial(_vote, private=False), private=False, who=f"teacher {VICTIM}")
+    moments = (wire.moments_content(np.arange(9.0).reshape(CLASSES, 3)),) * CLIENTS
+    yield Case("summarise", moments, partial(_summarise, private=True), private=True)
+    yield Case("summarise, no privacy", moments, partial(_summarise, private=False), private=False)
     yield Case("query", tuple(wire.who_content(client) for client in range(CLIENTS)), _who, private=False, who="node ")
 
 
@@ -195,6 +199,11 @@ def _vote(grid: Replying, *, private: bool) -> bytes:
     order = wire.Order("", 0, 0.0, "", "")
     votes, _ = ask_teachers(grid, order, 1.0, teachers=CLIENTS, records=5, classes=CLASSES, private=private)
     return votes.tobytes()
+
+
+def _summarise(grid: Replying, *, private: bool) -> bytes:
+    moments = summarise_after_training(_strategy(FedAvg()), grid, (CLASSES, 3), 1.0, noisy=private, quoted=not private)
+    return b"".join(one.tobytes() for one in moments)
 
 
 def _who(grid: Replying) -> bytes:
@@ -350,7 +359,7 @@ def attack(num_replies: int, seed: int) -> dict[str, Counter[str]]:
     results = {case.title: Counter[str]() for case in known}
     baselines = {}
     for case in known:
-        silent = case.private and case.title != "synthesize"
+        silent = case.private and case.title not in {"synthesize", "summarise"}
         missing = case.play(Replying(case.good, nothing)) if silent else None
         baselines[case.title] = (case.play(Replying(case.good, Answer(case.good[VICTIM]))), missing)
     for number in range(num_replies):

@@ -233,16 +233,18 @@ def synthesize_before_training(
 
 
 def summarise_after_training(
-    strategy: FederatedStrategy, grid: Grid, shape: tuple[int, int], timeout: float, *, quoted: bool
+    strategy: FederatedStrategy, grid: Grid, shape: tuple[int, int], timeout: float, *, noisy: bool, quoted: bool
 ) -> list[NDArray[np.float64]]:
     """Ask every client for the moments of its features under the model there is; return them by client.
 
-    ``shape``: (classes, numbers a class). ``quoted``: whether an error may say what a client said.
+    ``shape``: (classes, numbers a class). ``noisy``: whether they have noise on them. ``quoted``: whether an error may
+    say what a client said.
     """
     if not strategy.population.nodes:
         strategy.population = find_population(grid, strategy.num_clients, timeout)
     asking = Asking(wire.SUMMARISE, strategy.order, timeout, quoted=quoted, params=strategy.server.model)
-    return ask_everybody(grid, strategy.population, asking, lambda one: wire.read_moments(one, shape))
+    most = None if noisy else strategy.most_examples
+    return ask_everybody(grid, strategy.population, asking, lambda one: wire.read_moments(one, shape, most))
 
 
 def ask_teachers(

@@ -35,5 +35,5 @@ def test_the_harness_sees_where_an_answer_is_believed(
     }
     monkeypatch.setattr(wire, believed, trusting[believed])
     with caplog.at_level(logging.CRITICAL):
-        _, faults = _faults(load_benchmark("hostile_replies"), 200)
+        _, faults = _faults(load_benchmark("hostile_replies"), 240)
     assert fault in faults

@@ -190,8 +190,11 @@ def moments_content(moments: NDArray[np.float64]) -> RecordDict:
     return RecordDict({_MOMENTS: ArrayRecord({_MOMENTS: Array(moments)})})
 
 
-def read_moments(content: RecordDict, shape: tuple[int, int]) -> NDArray[np.float64]:
-    """Unpack the moments of a client's features. Raises Malformed for another shape, and for absurd numbers."""
+def read_moments(content: RecordDict, shape: tuple[int, int], most_records: int | None = None) -> NDArray[np.float64]:
+    """Unpack the moments of a client's features, of at most that many records; None where there is noise on them.
+
+    Raises Malformed for another shape, for absurd numbers, and without noise for counts that are none.
+    """
     _exactly(content, {_MOMENTS})
     record = content[_MOMENTS]
     if not isinstance(record, ArrayRecord) or set(record) != {_MOMENTS}:
@@ -199,6 +202,9 @@ def read_moments(content: RecordDict, shape: tuple[int, int]) -> NDArray[np.floa
     moments = numbers_in(record[_MOMENTS], shape, "<f8").astype(np.float64)
     if not (np.abs(moments) <= _LARGEST_MOMENT).all():
         raise Malformed("sent moments of features that are not finite, or far too large")
+    counts = moments[:, 0]
+    if most_records is not None and ((counts < 0) | (counts % 1 != 0) | (counts.sum() > most_records)).any():
+        raise Malformed(f"sent numbers of records that are not whole, or add up to more than {most_records}")
     return moments
 
 

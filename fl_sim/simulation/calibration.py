@@ -37,7 +37,12 @@ def calibrate(
     shape = (num_classes, num_moments(num_features))
     with _stated(job, settings, log):
         answers = summarise_after_training(
-            strategy, grid, shape, job.experiment.round_timeout, quoted=not job.experiment.is_private
+            strategy,
+            grid,
+            shape,
+            job.experiment.round_timeout,
+            noisy=settings.is_private,
+            quoted=not job.experiment.is_private,
         )
     moments, protection = np.sum(answers, axis=0), settings.protection
     if protection is None:

@@ -101,6 +101,14 @@ def test_moments_of_another_shape_or_type_are_malformed(wrong: Any) -> None:
         wire.read_moments(wire.moments_content(wrong), (3, 6))
 
 
+@pytest.mark.parametrize("counts", [(-1.0, 2.0), (0.5, 0.5), (3.0, 3.0)])
+def test_without_noise_numbers_of_records_are_whole_and_no_more_than_there_are(counts: tuple[float, float]) -> None:
+    sent = wire.moments_content(np.array([[count, 0.0] for count in counts]))
+    assert wire.read_moments(sent, (2, 2))[:, 0].tolist() == list(counts)  # noise may make any number
+    with pytest.raises(Malformed, match="not whole, or add up to more than 5"):
+        wire.read_moments(sent, (2, 2), 5)
+
+
 def test_one_client_with_all_records_and_one_with_none_may_take_part(tmp_path: Path) -> None:
     assert run(_experiment(clients=1, partition="iid"), tmp_path / "one")["calibrate"]["classes_skipped"] == []
     few = {"kind": "dirichlet", "beta": 0.02, "min_size": 0}
