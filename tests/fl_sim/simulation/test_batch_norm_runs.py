@@ -171,3 +171,16 @@ def test_what_does_not_go_with_batch_norm_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(UserError, match=message):
         run(experiment_from(table(**others)), tmp_path / "run")
+
+
+def test_statistics_go_on_from_the_servers_own_epochs_on_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FL_SIM_POOLS", str(tmp_path / "pools"))
+    preprocess = {"kind": "da-fl", "generator": "mean-embedding", "noise": "seeded", "gamma": 0.2, "server_epochs": 2}
+    preprocess["train_on"] = "synthetic"
+    local = {"batch_norm": "personal", "batch_size": 32}
+    result = run(experiment_from(table(preprocess=preprocess, local=local)), tmp_path / "run")
+    batches = -(-result["preprocess"]["num_synthetic"] // 32)
+    tracked = load_file(tmp_path / "run" / "model.safetensors")["2.num_batches_tracked"]
+    assert float(tracked) == 2 * batches + batches  # the server's epochs, and each client's on the same pool
