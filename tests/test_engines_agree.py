@@ -33,6 +33,7 @@ def native(input_shape, num_classes):
     )
 """
 OWN = "users_models:with_dropout"
+CALIBRATED = {"kind": "ccvr", "epsilon": 8.0, "noise": "seeded"}
 SAMPLERS = {"fedavg": "poisson:0.6", "scaffold": "fixed-size:5", "fedmix": "fixed-size:4"}
 
 
@@ -51,7 +52,7 @@ def settings(algorithm: str, engine: str | dict[str, Any], model: str = OWN) -> 
             "model": model,
             "algorithm": algorithm,
             "sampler": SAMPLERS[algorithm],
-            "calibrate": "ccvr" if algorithm == "fedmix" else "none",
+            "calibrate": CALIBRATED if algorithm == "fedmix" else "none",
             "rounds": 4,
             "local": {"epochs": 2, "batch_size": 16, "augment": "crop-flip" if is_scaffold else "none", **own},
             "seed": 5,
