@@ -189,7 +189,6 @@ def two_workers(folder: Path) -> Path:
 
 def natively(engine: dict[str, Any], out: Path) -> None:
     base = settings("scaffold", "inprocess", "users_models:native").model_dump()
-    base["local"] |= {"augment": "none"}
     run(experiment_from({**base, "engine": engine}), out)
 
 
