@@ -1,11 +1,11 @@
 """The compiled trainer against PyTorch on networks, records and settings that nobody would think of.
 
 Every case is drawn from its number: convolutions of any kernel, stride and padding, pooling, GroupNorm, residual
-blocks, linear layers; records of odd shapes; batches that fill no vector; momentum, and all that a plan can ask for:
-a proximal term, offsets, a mixing pool, shifted logits, distillation, an ascent, contrasts; moved images. What both
-trainers make of it is held against the same training in float64, on three sets of records: one alone may hang on a ReLU
-or a maximum that the last bit decides. A client must also end in the same bits whoever was trained before it in its
-thread, be it one of nothing but NaN.
+blocks, linear layers, dropout; records of odd shapes; batches that fill no vector; momentum, and all that a plan can
+ask for: a proximal term, offsets, a mixing pool, shifted logits, distillation, an ascent, contrasts; moved images.
+What both trainers make of it is held against the same training in float64, on three sets of records: one alone may
+hang on a ReLU or a maximum that the last bit decides. A client must also end in the same bits whoever was trained
+before it in its thread, be it one of nothing but NaN.
 
     python benchmarks/native_fuzz.py [--cases 1000] [--first 0] [--json]
     python benchmarks/native_fuzz.py --sanitized [--cases 200]
@@ -126,6 +126,38 @@ class Case:
         return {name: terms[name] for name in terms if name in self.parts}
 
 
+class Masks(nn.Dropout):
+    """Leaves out what the compiled trainer does: NumPy's Philox, counted as dropout.h says."""
+
+    def __init__(self, key: int, number: int, probability: float) -> None:
+        super().__init__(float(np.float32(probability)))
+        self.key, self.number, self.passes = key, number, 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what is left of ``values``, (n, *shape)."""
+        if not self.training:
+            return values
+        count, features = len(values), values[0].numel()
+        draws = [
+            np.random.Philox(key=self.key, counter=[0, octet, self.number, self.passes]).random_raw(4 * features)
+            for octet in range(-(-count // 8))
+        ]
+        words = np.concatenate([own.view("<u4").reshape(features, 8).T for own in draws])[:count]
+        self.passes += 1
+        kept = torch.from_numpy(words >= int(self.p * 2**32)).reshape(values.shape)
+        return values * kept / (1 - self.p)
+
+
+def with_masks(model: nn.Module, key: int) -> nn.Module:
+    """Return ``model`` with the compiled trainer's masks in place of its own dropout."""
+    dropouts = [name for name, part in model.named_modules() if type(part) is nn.Dropout]
+    for number, name in enumerate(dropouts):
+        part = model.get_submodule(name)
+        assert isinstance(part, nn.Dropout)
+        model.set_submodule(name, Masks(key, number, part.p))
+    return model
+
+
 class _Drawn:
     """Layers added one after another; ``shape``: what the last one writes."""
 
@@ -210,7 +242,19 @@ def case_of(number: int) -> Case:
     if not is_flat and not parts & RECEIVED and draw.random() < 0.4:
         black = tuple(draw.standard_normal(shape[0]).astype(np.float32).tolist())
         settings = replace(settings, augment=Augment(int(draw.choice([0, 1, 4, 30])), draw.random() < 0.5, black))
-    return Case(number, nn.Sequential(*drawn.layers), shape, classes, count, settings, frozenset(parts - {""}))
+    layers = _with_dropout(drawn.layers, rng(0, "native-fuzz-dropout", number))
+    return Case(number, nn.Sequential(*layers), shape, classes, count, settings, frozenset(parts - {""}))
+
+
+def _with_dropout(layers: list[nn.Module], draw: np.random.Generator) -> list[nn.Module]:
+    """Have one model in four leave out some of what enters its layers with weights."""
+    share = 0.5 if draw.random() < 0.25 else 0.0
+    made: list[nn.Module] = []
+    for layer in layers:
+        if isinstance(layer, nn.Conv2d | nn.Linear | ResidualBlock) and draw.random() < share:
+            made.append(nn.Dropout(float(draw.choice([0.1, 0.5, 0.9]))))
+        made.append(layer)
+    return made
 
 
 def _last(model: nn.Module) -> nn.Linear:
@@ -300,14 +344,15 @@ def _by_pytorch(case: Case, lesson: Lesson, dtype: torch.dtype) -> Trained:
         contrast=contrast, step_offset=cast(plan.step_offset),
     )  # fmt: skip
     task = replace(task, params=cast(task.params) or {})
-    return train(copy.deepcopy(case.model).to(dtype), task, plan, inputs.to(dtype), labels, rng(0, "draws"))
+    model = with_masks(copy.deepcopy(case.model), lesson.draws.masks).to(dtype)
+    return train(model, task, plan, inputs.to(dtype), labels, rng(0, "draws"))
 
 
 def _logits_apart(kernel: Kernel, stack: Stack, case: Case, lesson: Lesson) -> str:
     found = kernel.infer(stack, flattened(lesson.task.params).flat, lesson.inputs).double()
     with torch.no_grad():
-        theirs = case.model(lesson.inputs).double()
-        exact = copy.deepcopy(case.model).double()(lesson.inputs.double())
+        model = copy.deepcopy(case.model).eval()
+        theirs, exact = model(lesson.inputs).double(), model.double()(lesson.inputs.double())
     allowed = 1e-5 * (1 + float(exact.abs().max())) + AS_PYTORCH * float((theirs - exact).abs().max())
     apart = float((found - exact).abs().max())
     return "" if apart <= allowed else f"logits lie {apart:.3g} from float64's, where {allowed:.3g} is allowed"

@@ -1,10 +1,11 @@
 """Dropout in the compiled trainer: masks are what they should be, and handed to PyTorch they give the same model."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
+from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,6 +25,12 @@ CLASSES, COUNT = 4, 45
 SETTINGS = LocalSettings(0.05, 0.9, 1e-3, batch_size=20, epochs=2)  # the last batch of an epoch has 5 records
 ROUNDING = 3e-5
 """How far results may lie from float64's, as a share of how far training moved the model."""
+
+
+@pytest.fixture(scope="module")
+def fuzz(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    """Which holds the masks in NumPy."""
+    return load_benchmark("native_fuzz")
 
 
 def perceptron(rate: float = 0.3) -> list[nn.Module]:
@@ -73,44 +80,14 @@ def by_kernel(kernel: Kernel, model: nn.Module, given: Lesson) -> Trained:
     return kernel.train(stack, [given])[0]
 
 
-class Given(nn.Dropout):
-    """Leaves out what the compiled trainer does: NumPy's Philox, counted as dropout.h says."""
-
-    def __init__(self, key: int, number: int, probability: float) -> None:
-        super().__init__(float(np.float32(probability)))
-        self.key, self.number, self.passes = key, number, 0
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            return values
-        count, features = len(values), values[0].numel()
-        draws = [
-            np.random.Philox(key=self.key, counter=[0, octet, self.number, self.passes]).random_raw(4 * features)
-            for octet in range(-(-count // 8))
-        ]
-        words = np.concatenate([own.view("<u4").reshape(features, 8).T for own in draws])[:count]
-        self.passes += 1
-        kept = torch.from_numpy(words >= int(self.p * 2**32)).reshape(values.shape)
-        return values * kept / (1 - self.p)
-
-
-def with_masks(model: nn.Module, key: int) -> nn.Module:
-    dropouts = [name for name, part in model.named_modules() if type(part) is nn.Dropout]
-    for number, name in enumerate(dropouts):
-        part = model.get_submodule(name)
-        assert isinstance(part, nn.Dropout)
-        model.set_submodule(name, Given(key, number, part.p))
-    return model
-
-
-def by_pytorch(model: nn.Sequential, given: Lesson, seed: int) -> Trained:
+def by_pytorch(fuzz: ModuleType, model: nn.Sequential, given: Lesson, seed: int) -> Trained:
     """The same masks in PyTorch's loop, in float64."""
     plan = given.plan
     if (mix := plan.mix) is not None:
         plan = replace(plan, mix=replace(mix, inputs=mix.inputs.double(), labels=mix.labels.double()))
     if (contrast := plan.contrast) is not None:
         plan = replace(plan, contrast=replace(contrast, previous=doubled(contrast.previous)))
-    exact = with_masks(copy.deepcopy(model), given.draws.masks).double()
+    exact = fuzz.with_masks(copy.deepcopy(model), given.draws.masks).double()
     task = replace(given.task, params=doubled(given.task.params))
     return train(exact, task, plan, given.inputs.double(), given.labels, rng(seed, "dropout"))
 
@@ -123,14 +100,14 @@ def moved(trained: Trained, start: Params) -> torch.Tensor:
     return torch.cat([(trained.params[name].double() - start[name].double()).flatten() for name in start])
 
 
-def agree(kernel: Kernel, name: str, plan: LocalPlan = LocalPlan()) -> None:  # noqa: B008
+def agree(kernel: Kernel, fuzz: ModuleType, name: str, plan: LocalPlan = LocalPlan()) -> None:  # noqa: B008
     """On one of three sets of records, as a ReLU or a maximum may hang on the last bit: see test_kernel.agree."""
     layers, shape = MODELS[name]
     errors = []
     for seed in range(3):
         model = made(layers())
         given = lesson(model, shape, plan, seed)
-        found, exact = by_kernel(kernel, model, given), by_pytorch(model, given, seed)
+        found, exact = by_kernel(kernel, model, given), by_pytorch(fuzz, model, given, seed)
         assert found.loss is not None
         assert exact.loss is not None
         truth = moved(exact, given.task.params)
@@ -146,23 +123,25 @@ def same_bits(left: Trained, right: Trained) -> bool:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_its_masks_handed_to_pytorch_give_the_same_model(kernel: Kernel, name: str) -> None:
-    agree(kernel, name)
+def test_its_masks_handed_to_pytorch_give_the_same_model(kernel: Kernel, fuzz: ModuleType, name: str) -> None:
+    agree(kernel, fuzz, name)
 
 
 @pytest.mark.parametrize("linearise", [True, False])
-def test_mixed_records_and_their_derivatives_go_through_the_same_masks(kernel: Kernel, *, linearise: bool) -> None:
+def test_mixed_records_and_their_derivatives_go_through_the_same_masks(
+    kernel: Kernel, fuzz: ModuleType, *, linearise: bool
+) -> None:
     pool = torch.randn(4, 2, 9, 9, generator=torch.Generator().manual_seed(1)), torch.full((4, CLASSES), 1 / CLASSES)
-    agree(kernel, "convolutions", LocalPlan(mix=Mix(*pool, 0.2, linearise=linearise)))
+    agree(kernel, fuzz, "convolutions", LocalPlan(mix=Mix(*pool, 0.2, linearise=linearise)))
 
 
-def test_every_way_uphill_has_masks_of_its_own(kernel: Kernel) -> None:
-    agree(kernel, "convolutions", LocalPlan(ascent=Ascent(0.1, share=0.5)))
+def test_every_way_uphill_has_masks_of_its_own(kernel: Kernel, fuzz: ModuleType) -> None:
+    agree(kernel, fuzz, "convolutions", LocalPlan(ascent=Ascent(0.1, share=0.5)))
 
 
-def test_teachers_leave_nothing_out_and_features_are_those_that_the_head_sees(kernel: Kernel) -> None:
+def test_teachers_leave_nothing_out_and_features_are_those_that_the_head_sees(kernel: Kernel, fuzz: ModuleType) -> None:
     previous = {name: 1.1 * value for name, value in made(perceptron()).named_parameters()}
-    agree(kernel, "perceptron", LocalPlan(distillation=Distillation(2.0), contrast=Contrast(1.0, 0.5, previous)))
+    agree(kernel, fuzz, "perceptron", LocalPlan(distillation=Distillation(2.0), contrast=Contrast(1.0, 0.5, previous)))
 
 
 def test_a_loss_term_of_ones_own_hears_teachers_without_dropout() -> None:
@@ -208,9 +187,9 @@ def test_as_much_is_left_out_as_asked_and_the_rest_makes_up_for_it(kernel: Kerne
     assert float(means.std()) == pytest.approx(deviation / records**0.5, rel=0.1)  # records are left out one by one
 
 
-def test_masks_differ_by_client_epoch_and_layer() -> None:
-    again = Given(1, 0, 0.5)
-    masks = [Given(key, number, 0.5)(torch.ones(16, 50)) for key in (1, 2) for number in (0, 1)]
+def test_masks_differ_by_client_epoch_and_layer(fuzz: ModuleType) -> None:
+    again = fuzz.Masks(1, 0, 0.5)
+    masks = [fuzz.Masks(key, number, 0.5)(torch.ones(16, 50)) for key in (1, 2) for number in (0, 1)]
     masks += [again(torch.ones(16, 50)) for _ in range(2)][1:]
     for left, right in combinations(masks, 2):
         assert 0.4 < float((left == right).double().mean()) < 0.6
