@@ -11,7 +11,7 @@ from fl_sim.experiment.job import Job
 from fl_sim.privacy.accounting import Adjacency, none_if_infinite
 from fl_sim.privacy.ledger import Ledger, Terms
 from fl_sim.simulation.client_ledgers import Together, all_together, ledger_path, together_in_words
-from fl_sim.simulation.site import release_name
+from fl_sim.simulation.summaries import release_name
 from fl_sim.types import Params
 
 _COVERS: Final = (

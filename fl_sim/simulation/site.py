@@ -1,6 +1,5 @@
 """What a worker needs to play any client of an experiment: its records, the pool's, and what it shares."""
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -12,10 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from torch import nn
 
 from clients.app import Site, Synthetic
-from clients.class_moments import moments_of
 from clients.dafl.settings import DaFl
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, InProcess
@@ -23,14 +20,13 @@ from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.seeding import rng
-from fl_sim.training.features import features_of
+from fl_sim.simulation.summaries import summarise
 from fl_sim.training.loop import resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Scale, Source
-from fl_sim.types import Augment, Dataset, Examples, LocalSettings, Params
+from fl_sim.types import Augment, Dataset, Examples, LocalSettings
 from partitions import EvaluationSkew, FeatureSkew
 from strategies.algorithm import Sharing
 from strategies.attacks import hostile_clients
-from strategies.ccvr import CCVR
 
 if TYPE_CHECKING:
     from clients.dafl.share import Share
@@ -76,7 +72,7 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
         trains_on_own=partial(_trains_on_own, experiment),
         synthesize=partial(_synthesize, job, own),
         share=partial(_share, experiment, job.dataset.num_classes),
-        summarise=partial(_summarise, job, model, own),
+        summarise=partial(summarise, job, model, own),
         local_settings=partial(local_settings, job),
         num_clients=experiment.num_clients,
         seed=experiment.seed,
@@ -223,47 +219,6 @@ def _share(
 ) -> dict[str, torch.Tensor]:
     assert isinstance(experiment.algorithm, Sharing)
     return experiment.algorithm.share(inputs.cpu(), labels.cpu(), num_classes, rng(experiment.seed, "share", client))
-
-
-def _summarise(
-    job: Job,
-    model: nn.Module,
-    own: Callable[[int], Records],
-    client: int,
-    params: Params,
-    folder: Path,
-    policy: "Policy | None",
-) -> NDArray[np.float64]:
-    settings, num_classes = job.experiment.calibrate, job.dataset.num_classes
-    assert isinstance(settings, CCVR)
-    protection = settings.protection
-    if policy and protection is None:
-        policy.check_training(own_records=True)
-    inputs, labels = own(client).tensors()
-    # A model of the user's own may let records look at each other: one alone then, where each is to be hidden.
-    at_once = {} if protection is None or job.trainer.is_stackable() else {"records_at_once": 1}
-    features = features_of(model, params, inputs, **at_once).numpy().astype(np.float64)
-    classes = labels.cpu().numpy()
-    if protection is None:
-        return moments_of(features, classes, num_classes)
-    from clients.private_moments import Release, released_moments  # noqa: PLC0415 (the accountants load slowly)
-    from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
-
-    name = release_name(job.experiment, client, params)
-    # What is private stays where the client wants it, not where the server says.
-    place = (policy.home if policy else folder) / f"moments-{name}"
-    release = Release(name, place, ledger_path(job, client), policy, job.experiment.seed)
-    return released_moments(features, classes, num_classes, protection, release)
-
-
-def release_name(experiment: Experiment, client: int, params: Params) -> str:
-    """Return the name of the moments that ``client`` releases under ``params``: a digest of all that they depend on."""
-    asked = experiment.model_dump(mode="json", include={"data", "normalise", "model", "partition", "clients", "seed"})
-    calibrate = experiment.calibrate.model_dump(include={"epsilon", "delta", "clipping_norm", "noise"})
-    digest = hashlib.sha256(json.dumps([asked, calibrate, client], sort_keys=True).encode())
-    for value in params.values():
-        digest.update(value.numpy(force=True).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -154,7 +154,10 @@ def test_a_damaged_pool_is_refused_in_one_sentence_whichever_byte_is_wrong(tmp_p
     whole = {name: (tmp_path / "pool" / name).read_bytes() for name in names}
     for name, content in whole.items():
         cases = [b"", b"\0" * len(content), content[:-1], content[: len(content) // 2], content + b" x", content * 3]
-        cases += [content[:place] + b"\xff" + content[place + 1 :] for place in range(0, len(content), 997)]
+        cases += [
+            content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :]
+            for place in range(0, len(content), 997)
+        ]
         for case in cases:
             (tmp_path / "pool" / name).write_bytes(case)
             with pytest.raises(UserError, match="is damaged: delete that folder, and it is made again") as caught:
