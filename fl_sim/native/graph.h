@@ -20,6 +20,7 @@ struct Graph {
     std::vector<Layer> layers;
     std::vector<Node> nodes;              // layer i writes nodes[i + 1]
     int first_linear = 0;                 // layers before it work on planes, those from it on are linear
+    int first_trained = 0;                // layers before it have no parameters: nobody asks for the gradient of what it reads
     long num_params = -1;                 // stays so where the layers do not fit together
     std::vector<std::vector<vec>> slots;  // a group's gradients, without borders
     std::vector<vec> spare;               // another, for a layer whose result is added to a slot or not asked for
@@ -46,6 +47,7 @@ struct Graph {
         while (first_linear < num_layers && layers[first_linear].kind != LINEAR) first_linear++;
         for (int index = first_linear; index < num_layers; index++)
             if (layers[index].kind != LINEAR || layers[index].source != index) return;
+        while (first_trained < first_linear && layers[first_trained].num_weights() == 0) first_trained++;
         if (first_linear < num_layers && layers.back().dropout == 0) num_params = at;
     }
 

@@ -173,7 +173,7 @@ class Network {
                 const vec* out = graph_.nodes[index + 1].at(0);
                 for (long at = 0; at < groups_ * outputs; at++) slopes[at] = out[at % half] > 0.0f ? slopes[at] : vec{};
             }
-            if (index > 0) {  // first, as a sink may step: with the weights of the way forward
+            if (index > graph_.first_trained) {  // first, as a sink may step: with the weights of the way forward
                 multiply({slopes, outputs, next, inputs, params + layer.weight, 1, inputs, nullptr, false}, groups_);
                 for (long at = 0; added && at < origins_ * inputs; at++) next[at] += added[at];
                 added = nullptr;

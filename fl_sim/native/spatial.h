@@ -43,7 +43,7 @@ class Spatial {
     void backward(int group, int origins, int count, vec* boundary, const float* params, const Dropout& dropout,
                   float* gradients) {
         for (Node& node : graph_.nodes) node.is_known = false;
-        for (int index = graph_.first_linear - 1; index >= 0; index--) {
+        for (int index = graph_.first_linear - 1; index >= graph_.first_trained; index--) {
             const bool is_last = index + 1 == graph_.first_linear;
             vec* gradient = is_last ? boundary : graph_.slots[graph_.nodes[index + 1].slot].data();
             dropout.apply(index, group % origins, graph_.layers[index].out.bare(), gradient);
@@ -99,7 +99,7 @@ class Spatial {
         if (layer.kind == ADD)
             pass_back(layer, layer.other, [&](vec* back) { add_backward(layer, flow, gradient, back); });
         pass_back(layer, layer.source, [&](vec* back) {
-            vec* asked = layer.source ? back : nullptr;
+            vec* asked = index > graph_.first_trained && layer.source ? back : nullptr;
             switch (layer.kind) {
                 case CONV:
                     if (is_routed(layer))
