@@ -209,7 +209,8 @@ def test_ray_and_one_process_train_with_the_same_trainer(two_workers: Path, one_
 def test_clients_trained_as_one_stack_end_within_rounding(
     algorithm: str, stack: int, folder: Path, tmp_path: Path
 ) -> None:
-    base = settings(algorithm, "inprocess", "mlp").model_dump()
+    # Not calibrated: the noise on moments is another one wherever the model they are asked under differs by a rounding.
+    base = settings(algorithm, "inprocess", "mlp").model_dump() | {"calibrate": "none"}
     start = {"stacked": {"kind": "inprocess", "stack": stack}, "alone": {"kind": "inprocess"}}
     results = {out: run(experiment_from({**base, "engine": engine}), tmp_path / out) for out, engine in start.items()}
     initial = detached(job_of(experiment_from(base)).model().named_parameters())

@@ -154,9 +154,9 @@ def _sent(client):
 
 def test_a_global_model_that_is_not_finite_stops_the_run_and_keeps_the_last_one(strategy_of, reply_of):
     # every update is finite, but the server's step is not: float32 ends at 3.4e38
-    strategy = strategy_of(FedAvgM(server_learning_rate=1e38), MODEL, 2)
+    strategy = strategy_of(FedAvgM(server_learning_rate=1e37), MODEL, 2)
     with pytest.raises(RunError, match="global model is not finite after round 2"):
-        strategy.aggregate_train(2, [reply_of(i, _update(9.0)) for i in range(2)])
+        strategy.aggregate_train(2, [reply_of(i, _update(90.0)) for i in range(2)])
     assert strategy.server.params is MODEL
 
 
