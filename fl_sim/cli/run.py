@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from fl_sim.data.places import look_for
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.importing import importing
 from fl_sim.settings_file import read_table
@@ -17,6 +18,7 @@ from fl_sim.tables.words import took
 def run_experiment(arguments: list[str], out: Path | None, data_root: Path | None, *, json_output: bool) -> None:
     """Run what ``[FILE or PRESET] [key=value ...]`` describes, and print what came of it."""
     experiment = parse_experiment(arguments)
+    look_for(experiment.data, data_root)
     with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
         from fl_sim.interface import run  # noqa: PLC0415
     result = run(experiment, out=out, data_root=data_root)

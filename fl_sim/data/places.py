@@ -67,6 +67,17 @@ def find(name: str, data_root: Path | None = None) -> Source | None:
     return next((source for source in found if source), None)
 
 
+def look_for(name: str, data_root: Path | None = None) -> Source | None:
+    """Return where ``name`` is, or None for a known set that must be downloaded first.
+
+    Raises UserError as ``find`` does, and for files of the user's own that are not there.
+    """
+    source = find(name, data_root)
+    if source is None and name not in KNOWN:
+        raise UserError(describe_missing(name, data_root))
+    return source
+
+
 def describe_missing(name: str, data_root: Path | None = None) -> str:
     """Say which files of ``name`` are wanted, where they were looked for, and what to do instead."""
     known = KNOWN.get(name)

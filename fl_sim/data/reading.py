@@ -9,9 +9,8 @@ import numpy as np
 from fl_sim.data import digits, folder, idx, npz, own, uci
 from fl_sim.data.checked import known_dataset
 from fl_sim.data.known import KNOWN
-from fl_sim.data.places import Source, describe_missing, find
+from fl_sim.data.places import Source, look_for
 from fl_sim.data.torchvision_files import download, read_cifar, read_svhn
-from fl_sim.errors import UserError
 from fl_sim.types import Dataset
 
 
@@ -22,12 +21,7 @@ def load(name: str, data_root: Path | None = None) -> Dataset:
     downloaded unless FL_SIM_OFFLINE is set. Read once per process; images stay uint8, memory-mapped where the files
     allow. Raises UserError for unknown names, missing or damaged files, and what is no classification data set.
     """
-    source = find(name, data_root)
-    if source is None:
-        if name not in KNOWN:
-            raise UserError(describe_missing(name, data_root))
-        source = download(KNOWN[name], data_root)
-    return _read_once(name, source)
+    return _read_once(name, look_for(name, data_root) or download(KNOWN[name], data_root))
 
 
 @lru_cache(maxsize=8)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
+from fl_sim.data.places import look_for
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.importing import importing
@@ -224,6 +225,7 @@ def _job(base: Mapping[str, Any], point: Mapping[str, Any], data_root: Path | No
         table = _laid_over(base, {key: value for key, value in point.items() if "." not in key})
         table = with_overrides(table, [f"{key}={value}" for key, value in point.items() if "." in key])
         experiment = experiment_from(table)
+        look_for(experiment.data, data_root)
         with importing():  # now: a mistake in the settings is told without waiting for torch
             from fl_sim.experiment.job import job_of  # noqa: PLC0415
         job = job_of(experiment, data_root)
