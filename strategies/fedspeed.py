@@ -1,7 +1,7 @@
 """FedSpeed: FedDyn's correction for clients that look uphill (Sun et al. 2023, algorithm 1)."""
 
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,7 @@ class FedSpeed(Dynamic):
     alpha: float = Field(0.1, gt=0)
     rho: float = Field(0.1, ge=0)
     uphill_share: float = Field(1.0, ge=0, le=1)
+    knobs: ClassVar[str] = Dynamic.knobs + "; gradients are taken algorithm.rho uphill: set a smaller one"
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Take FedDyn's gradients partly uphill."""

@@ -26,7 +26,10 @@ class FedVLS(Averaging):
     distillation_weight: float = Field(0.1, ge=0)
     logit_weight: float = Field(0.005, ge=0)
     title: ClassVar[str] = "FedVLS"
-    knobs: ClassVar[str] = "suppressed logits weigh algorithm.logit_weight: set a smaller one"
+    knobs: ClassVar[str] = (
+        "suppressed logits weigh algorithm.logit_weight, classes that a client lacks "
+        "algorithm.distillation_weight: set smaller ones"
+    )
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Shift, distil and suppress by the client's own label counts."""

@@ -16,6 +16,7 @@ class MoFedSAM(ClientMomentum):
     kind: Literal["mofedsam"] = "mofedsam"
     rho: float = Field(0.1, ge=0)
     title: ClassVar[str] = "MoFedSAM"
+    knobs: ClassVar[str] = ClientMomentum.knobs + "; gradients are taken algorithm.rho uphill: set a smaller one"
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Take FedCM's gradients uphill."""

@@ -201,6 +201,9 @@ extern "C" {
 // Which processor features this file was compiled for; nothing else may be called where one is missing.
 const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }
 
+// A digest of the sources that this was compiled from.
+const char* fl_sim_sources() { return FL_SIM_SOURCES; }
+
 // How many records a vector holds.
 int fl_sim_lanes() { return LANES; }
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.checks import check_records, vector_of
-from fl_sim.native.compiling import NEEDED, find_library, processor
+from fl_sim.native.compiling import NEEDED, SOURCES_DIGEST, find_library, processor
 from fl_sim.native.layers import FIELDS, Stack
 from fl_sim.native.request import Held, Request, has_momentum, padded
 from fl_sim.params import FlatParams, num_in
@@ -145,11 +145,19 @@ def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
         return None, f"{path} cannot be loaded: {error}"
     if missing := set(needed) - set(processor().split()):
         return None, f"{path} was compiled for another processor, with {', '.join(sorted(missing))}"
-    if not hasattr(library, "fl_sim_layout") or library.fl_sim_layout() != _LAYOUT:
+    if not _is_this_versions(library):
         return None, f"{path} is of another version of fl-sim (python -m fl_sim.native compiles this one's)"
     if not NEEDED.issubset(needed):
         return None, f"{path} was compiled without {', '.join(sorted(NEEDED))}, and would be slower than PyTorch"
     return Kernel(library), ""
+
+
+def _is_this_versions(library: ctypes.CDLL) -> bool:
+    """Say whether a library was compiled from this version's sources, and agrees about what a request looks like."""
+    if not (hasattr(library, "fl_sim_sources") and hasattr(library, "fl_sim_layout")):
+        return False
+    library.fl_sim_sources.restype = ctypes.c_char_p
+    return bool(library.fl_sim_sources() == SOURCES_DIGEST.encode() and library.fl_sim_layout() == _LAYOUT)
 
 
 def _failure(code: int, stack: Stack, what: str) -> Exception:

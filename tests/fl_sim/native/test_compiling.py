@@ -38,6 +38,12 @@ def test_a_missing_library_and_one_that_is_none_give_the_reason(tmp_path: Path) 
     assert "cannot be loaded" in why_not
 
 
+PROCESSOR = 'extern "C" const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }\n'
+SOURCES = 'extern "C" const char* fl_sim_sources() { return FL_SIM_SOURCES; }\n'
+LAYOUT = f'extern "C" int fl_sim_layout() {{ return {_LAYOUT}; }}\n'
+"""What a library says of itself; that of this version says all three."""
+
+
 def test_without_wide_vectors_nothing_is_compiled_and_nothing_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -49,8 +55,7 @@ def test_without_wide_vectors_nothing_is_compiled_and_nothing_used(
     assert compiling.main() == 1
     assert "this processor has no avx2; PyTorch will train instead" in capsys.readouterr().err
     source = tmp_path / "narrow.cpp"
-    layout = f'extern "C" int fl_sim_layout() {{ return {_LAYOUT}; }}'
-    source.write_text('extern "C" const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }\n' + layout)
+    source.write_text(PROCESSOR + SOURCES + LAYOUT)
     monkeypatch.undo()
     monkeypatch.setattr(compiling, "SOURCE", source)
     monkeypatch.setattr(compiling, "processor", lambda: "")
@@ -63,10 +68,19 @@ def test_without_wide_vectors_nothing_is_compiled_and_nothing_used(
     assert "slower than PyTorch" in why_not
 
 
-@pytest.mark.parametrize("layout", ["", 'extern "C" int fl_sim_layout() { return 7; }'], ids=["none", "other"])
-def test_a_library_of_another_version_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+@pytest.mark.parametrize(
+    "version",
+    [
+        "", LAYOUT, SOURCES, SOURCES + LAYOUT.replace("return", "return 1 +"),
+        SOURCES.replace("return FL_SIM_SOURCES", 'return "other"') + LAYOUT,
+    ],
+    ids=["none", "no sources", "no layout", "other layout", "other sources"],
+)  # fmt: skip
+def test_a_library_of_another_version_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
     source = tmp_path / "older.cpp"
-    source.write_text('extern "C" const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }\n' + layout)
+    source.write_text(PROCESSOR + version)
     monkeypatch.setattr(compiling, "SOURCE", source)
     try:
         compiling.compile_kernel(tmp_path / "older.so")
