@@ -9,6 +9,7 @@ from torch import nn
 
 from fl_sim.batch_norm import norms_in
 from fl_sim.errors import UserError
+from fl_sim.model_names import known_model
 from fl_sim.own_model import build_own
 from fl_sim.seeding import seed_torch, torch_alone
 from fl_sim.types import BatchNorm
@@ -110,13 +111,10 @@ def build(name: str, input_shape: Shape, num_classes: int, seed: int, *, batch_n
         raise UserError(f"model {name!r} has no BatchNorm layers: leave local.batch_norm={batch_norm} out")
     if own is not None:
         return own
-    if name not in MODELS:
-        raise UserError(
-            f"unknown model {name!r}; choose one of {', '.join(MODELS)}, or give your own as package.module:factory"
-        )
+    factory = MODELS[known_model(name)]
     with torch_alone():
         seed_torch(seed, "model")
-        return MODELS[name](input_shape, num_classes)
+        return factory(input_shape, num_classes)
 
 
 def _image(input_shape: Shape, name: str, smallest: int) -> tuple[int, int, int]:

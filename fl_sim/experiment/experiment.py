@@ -12,6 +12,7 @@ from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.errors import UserError
 from fl_sim.kinds import Checking, Promising, kind_of
 from fl_sim.mistakes import explain, shortened
+from fl_sim.model_names import known_model
 from fl_sim.settings import OneOf, Settings, chosen_class, group_in, parse
 from fl_sim.settings_file import MOST_LEVELS
 from fl_sim.types import BatchNorm, Optimizer, Precision
@@ -238,7 +239,7 @@ class Experiment(Settings):
     data: str = "digits"
     partition: Partition = LabelK(k=1)
     clients: int = Field(10, ge=1, le=1_000_000)
-    model: str = ""
+    model: Annotated[str, AfterValidator(known_model)] = ""
     normalise: Literal["published", "none", "unit"] = "published"
     algorithm: Annotated[AnyAlgorithm, OneOf("algorithm", Algorithm)] = FedAvg()
     aggregator: Annotated[AnyAggregator, OneOf("aggregator", Aggregator)] = WeightedMean()

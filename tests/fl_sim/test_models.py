@@ -10,6 +10,7 @@ from torch import nn
 
 from fl_sim import models
 from fl_sim.errors import UserError
+from fl_sim.model_names import MODEL_NAMES
 
 MNIST, DIGITS, CIFAR = (1, 28, 28), (1, 8, 8), (3, 32, 32)
 
@@ -77,10 +78,10 @@ def test_threads_that_build_at_once_get_the_weights_of_their_own_seeds(monkeypat
         time.sleep(0.01)  # another thread has time to draw
         return nn.Sequential(first, nn.Linear(5, num_classes))
 
-    monkeypatch.setitem(models.MODELS, "slow", slow)
+    monkeypatch.setitem(models.MODELS, "mlp", slow)
 
     def weights(seed):
-        return [weight.tolist() for weight in models.build("slow", (4,), 3, seed).parameters()]
+        return [weight.tolist() for weight in models.build("mlp", (4,), 3, seed).parameters()]
 
     alone = [weights(seed) for seed in range(8)]
     with ThreadPoolExecutor(4) as threads:
@@ -96,7 +97,8 @@ def test_images_are_scored_one_by_one():
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are():
-    choose = "unknown model 'niid_cnn'; choose one of niid-cnn, dafl-cnn, mlp, 2nn, logistic, resnet, or give your own"
+    guess = r"\(did you mean 'niid-cnn'\?\)"
+    choose = f"unknown model 'niid_cnn' {guess}; choose one of niid-cnn, dafl-cnn, mlp, 2nn, logistic, resnet, or give"
     with pytest.raises(UserError, match=choose):
         models.build("niid_cnn", DIGITS, 4, seed=0)
 
@@ -109,3 +111,7 @@ def test_a_resnet_block_adds_its_shortcut():
     inputs = torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(0))
     np.testing.assert_array_equal(block(inputs).detach().numpy(), inputs.clamp(min=0).numpy())
     assert models.ResidualBlock(8, 16, 2)(inputs).shape == (2, 16, 2, 2)
+
+
+def test_the_names_that_are_known_without_torch_are_those_of_the_models():
+    assert tuple(models.MODELS) == MODEL_NAMES

@@ -41,7 +41,8 @@ def test_help_the_version_and_typos_are_answered_without_a_slow_import() -> None
 
 def test_mistakes_in_settings_are_told_without_torch() -> None:
     asked = {"run dataset=digits": "did you mean 'data'?", "run algorithm=fedavgg": "fedavg",
-             "run local.epochs=0": "local.epochs", "run data=digts": "did you mean 'digits'?",
+             "run local.epochs=0": "local.epochs", "run model=mpl": "did you mean 'mlp'?",
+             "run data=digts": "did you mean 'digits'?",
              "run data=npz:nowhere.npz": "nowhere.npz", "table digits data=minst": "did you mean 'mnist'?",
              "run clients=ten": "clients", "run algorithm=pate algorithm.student=fixmatchh": "fixmatch",
              "run preprocess=da-fl preprocess.generator=gan": "dp-cgan", "run nowhere.toml": "nowhere.toml",

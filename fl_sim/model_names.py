@@ -1,0 +1,19 @@
+"""What the models that come with fl-sim are called: known without torch, so that a mistake is told at once."""
+
+from typing import Final
+
+from fl_sim.errors import UserError
+from fl_sim.mistakes import guess, shortened
+
+MODEL_NAMES: Final = ("niid-cnn", "dafl-cnn", "mlp", "2nn", "logistic", "resnet")
+"""The keys of ``fl_sim.models.MODELS``."""
+
+
+def known_model(name: str) -> str:
+    """Return ``name``: nothing (the data set's default), one of ours, or an import path. Raises UserError otherwise."""
+    if name and ":" not in name and name not in MODEL_NAMES:
+        raise UserError(
+            f"unknown model {shortened(name)!r}{guess(name, MODEL_NAMES)}; choose one of {', '.join(MODEL_NAMES)}, or "
+            "give your own as package.module:factory"
+        )
+    return name
