@@ -1,5 +1,6 @@
 """The command line: ``fl-sim VERB``. The user's mistake exits with 2, a failed run with 1, an interrupt with 130."""
 
+import os
 import sys
 
 import click
@@ -30,6 +31,24 @@ def main() -> None:
         _leave(error, 1, debug=debug)
 
 
+def command() -> None:
+    """Run the command line as a process of its own, which ends at once: taking torch apart takes a fifth of a second.
+
+    All files are closed then, and a Ray or workers that the command started have been stopped.
+    """
+    code: object = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # whoever read has gone
+        code = 1
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
 def _leave(error: Exception, code: int, *, debug: bool) -> None:
     if debug:
         raise error
@@ -38,4 +57,4 @@ def _leave(error: Exception, code: int, *, debug: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command()
