@@ -28,7 +28,8 @@ SUMMARISE = "train.summarise"
 training a teacher and voting on the public pool; which partition a node holds; moments of features after training."""
 
 LAYERS = "batch-norm"
-"""The group in which BatchNorm layers travel, both ways, and stay with clients. No algorithm has one of that name."""
+"""The group in which BatchNorm layers travel, both ways, and stay with clients. No algorithm has one of that name: a
+run with such a one is refused."""
 
 _ORDER, _PARAMS, _REPORT, _POOL, _SAID, _VOTES = "order", "params", "report", "pool", "said", "votes"
 _MOMENTS = "moments"

@@ -37,6 +37,7 @@ from strategies.algorithm import (
     reported_by,
     what_clients_keep,
     what_clients_plan,
+    what_clients_send,
     what_clients_share,
 )
 from strategies.ccvr import CCVR
@@ -130,7 +131,14 @@ class Rounds:
                 "clients did, which personal BatchNorm layers are no part of: take local.batch_norm=average, or "
                 "another algorithm"
             )
-        return replace(self.algorithm.init(detached(model.named_parameters())), layers=layers_in(model, chosen))
+        server = self.algorithm.init(detached(model.named_parameters()))
+        sent, kept = what_clients_send(self.algorithm, server), what_clients_keep(self.algorithm, server)
+        if wire.LAYERS in {*server.broadcast, *sent, *kept}:
+            raise UserError(
+                f"algorithm {kind_of(self.algorithm)} sends or keeps something called {wire.LAYERS!r}, the name under "
+                "which BatchNorm layers travel: give it another name"
+            )
+        return replace(server, layers=layers_in(model, chosen))
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
         """Return the names and shapes of what a client keeps from one round for its next."""

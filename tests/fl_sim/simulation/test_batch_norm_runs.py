@@ -1,6 +1,7 @@
 """local.batch_norm: the global statistics are the mean of the clients' own, and personal layers stay theirs."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fl_sim.simulation.site import evaluation_records, local_settings, site_for
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.store.tensors import load_state
 from fl_sim.training.loop import train
-from fl_sim.types import LocalTask, Params
+from fl_sim.types import ClientUpdate, LocalTask, Params, ServerState, Trained
 from strategies.fedavg import FedAvg
 
 MODEL = """
@@ -29,6 +30,36 @@ from torch import nn
 def normed(input_shape, num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, num_classes))
 """
+
+
+class Sending(FedAvg):
+    """Sends a number under a name that is taken."""
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        update = super().finish(task, trained)
+        return replace(update, payloads={**update.payloads, "batch-norm": {"own": torch.zeros(1)}})
+
+
+class Keeping(FedAvg):
+    """Keeps one."""
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        return replace(super().finish(task, trained), state={"batch-norm": {"own": torch.zeros(1)}})
+
+
+class Broadcasting(FedAvg):
+    """Has the server send one."""
+
+    def init(self, params: Params) -> ServerState:
+        return ServerState(params, broadcast={"batch-norm": {"own": torch.zeros(1)}})
+
+
+@pytest.mark.parametrize("algorithm", [Sending(), Keeping(), Broadcasting()])
+def test_the_layers_name_is_nobody_elses(algorithm: FedAvg, tmp_path: Path) -> None:
+    for others in ({}, {"model": "logistic", "local": {}}):
+        experiment = experiment_from(table(**others)).model_copy(update={"algorithm": algorithm})
+        with pytest.raises(UserError, match="called 'batch-norm', the name under which BatchNorm layers travel"):
+            run(experiment, tmp_path / "run")
 
 
 @pytest.fixture(scope="module", autouse=True)
