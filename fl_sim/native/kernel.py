@@ -23,9 +23,8 @@ Rows: TypeAlias = Literal["logits", "features"]
 
 _TOGETHER = 64  # records that go through the network together where nothing is trained: they share the weights' way
 
-_VERSION = 12  # of the library's functions
-_LAYOUT = _VERSION * 1_000_000 + 1000 * ctypes.sizeof(Request) + len(FIELDS)
-"""What a library of the same version calls fl_sim_layout."""
+_LAYOUT = 1000 * ctypes.sizeof(Request) + len(FIELDS)
+"""What fl_sim_layout says in a library that agrees about what a request looks like."""
 
 
 @dataclass(frozen=True)
