@@ -5,7 +5,7 @@ from typing import Final
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
 
-MODEL_NAMES: Final = ("niid-cnn", "dafl-cnn", "mlp", "2nn", "logistic", "resnet")
+MODEL_NAMES: Final = ("niid-cnn", "niid-mlp", "dafl-cnn", "mlp", "2nn", "logistic", "resnet")
 """The keys of ``fl_sim.models.MODELS``."""
 
 

@@ -32,6 +32,11 @@ def niid_cnn(input_shape: Shape, num_classes: int) -> nn.Module:
     )  # fmt: skip
 
 
+def niid_mlp(input_shape: Shape, num_classes: int) -> nn.Module:
+    """Return NIID-Bench's perceptron for tables of numbers: three hidden layers, 32, 16 and 8 wide."""
+    return _perceptron(input_shape, (32, 16, 8), num_classes)
+
+
 def dafl_cnn(input_shape: Shape, num_classes: int) -> nn.Module:
     """Return DA-FL's classifier: two 3x3 convolutions (32, 64 channels, padded) with pooling, and two linear layers.
 
@@ -88,7 +93,8 @@ def resnet(input_shape: Shape, num_classes: int) -> nn.Module:
 
 
 MODELS: dict[str, Factory] = {
-    "niid-cnn": niid_cnn, "dafl-cnn": dafl_cnn, "mlp": mlp, "2nn": two_nn, "logistic": logistic, "resnet": resnet,
+    "niid-cnn": niid_cnn, "niid-mlp": niid_mlp, "dafl-cnn": dafl_cnn, "mlp": mlp, "2nn": two_nn, "logistic": logistic,
+    "resnet": resnet,
 }  # fmt: skip
 
 

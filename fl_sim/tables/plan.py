@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -165,6 +165,15 @@ def plan_table(settings: TableSettings, data_root: Path | None = None) -> Plan:
     return Plan(tuple(rows), columns, tuple(ordered), frozenset(bounds), words)
 
 
+def experiments(settings: TableSettings) -> list[Experiment]:
+    """Return the experiment of every cell as its settings say: neither data nor split are looked at.
+
+    Raises UserError that names the first cell whose settings do not go together.
+    """
+    points = _points(settings, dict(_flat(settings.grid)))
+    return [_experiment(settings.base, point) for point in points]
+
+
 def _points(settings: TableSettings, grid: Mapping[str, list[Any]]) -> Iterable[dict[str, Any]]:
     """Yield the grid's points, methods outermost, the upper bound last."""
     axes = dict(grid)
@@ -219,21 +228,32 @@ def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
     return {"algorithm": "fedavg", **entry}
 
 
+def _experiment(base: Mapping[str, Any], point: Mapping[str, Any]) -> Experiment:
+    with _naming(point):
+        table = _laid_over(base, {key: value for key, value in point.items() if "." not in key})
+        return experiment_from(with_overrides(table, [f"{key}={value}" for key, value in point.items() if "." in key]))
+
+
 def _job(base: Mapping[str, Any], point: Mapping[str, Any], data_root: Path | None) -> "Job":
     """Return one cell's job, checked as far as that is possible without running it."""
-    try:
-        table = _laid_over(base, {key: value for key, value in point.items() if "." not in key})
-        table = with_overrides(table, [f"{key}={value}" for key, value in point.items() if "." in key])
-        experiment = experiment_from(table)
+    experiment = _experiment(base, point)
+    with _naming(point):
         look_for(experiment.data, data_root)
         with importing():  # now: a mistake in the settings is told without waiting for torch
             from fl_sim.experiment.job import job_of  # noqa: PLC0415
         job = job_of(experiment, data_root)
         job.model()
+    return job
+
+
+@contextmanager
+def _naming(point: Mapping[str, Any]) -> Iterator[None]:
+    """Say of which cell a mistake is told."""
+    try:
+        yield
     except UserError as error:
         where = ", ".join(f"{key}={text(value)}" for key, value in point.items())
         raise UserError(f"cell {where}: {error}") from error
-    return job
 
 
 def _laid_over(base: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:

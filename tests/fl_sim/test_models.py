@@ -26,6 +26,7 @@ def _count(model):
         # 6 * 3 * 25 + 6, 16 * 6 * 25 + 16, 400 * 120 + 120, 120 * 84 + 84, 84 * 10 + 10
         ("niid-cnn", CIFAR, 10, 456 + 2416 + 48_120 + 10_164 + 850),
         ("mlp", MNIST, 10, 784 * 600 + 600 + 600 * 100 + 100 + 100 * 10 + 10),
+        ("niid-mlp", (123,), 2, 124 * 32 + 33 * 16 + 17 * 8 + 9 * 2),
         ("2nn", MNIST, 10, 199_210),  # the number in McMahan et al. 2017
         ("logistic", MNIST, 10, 7850),
         ("logistic", (13,), 2, 28),
@@ -98,7 +99,8 @@ def test_images_are_scored_one_by_one():
 
 def test_an_unknown_name_is_refused_with_the_names_there_are():
     guess = r"\(did you mean 'niid-cnn'\?\)"
-    choose = f"unknown model 'niid_cnn' {guess}; choose one of niid-cnn, dafl-cnn, mlp, 2nn, logistic, resnet, or give"
+    ours = "niid-cnn, niid-mlp, dafl-cnn, mlp, 2nn, logistic, resnet"
+    choose = f"unknown model 'niid_cnn' {guess}; choose one of {ours}, or give"
     with pytest.raises(UserError, match=choose):
         models.build("niid_cnn", DIGITS, 4, seed=0)
 
