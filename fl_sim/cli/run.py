@@ -14,6 +14,8 @@ from fl_sim.settings_file import read_table
 from fl_sim.tables.plan import file_or_preset
 from fl_sim.tables.words import took
 
+_PICKED_ON = {"test": "the test set, so optimistic", "validation": "records held out for validation"}
+
 
 def run_experiment(arguments: list[str], out: Path | None, data_root: Path | None, *, json_output: bool) -> None:
     """Run what ``[FILE or PRESET] [key=value ...]`` describes, and print what came of it."""
@@ -52,7 +54,8 @@ def _print(result: Mapping[str, Any], out: Path) -> None:
     typer.echo(
         f"{result['algorithm']} on {result['data']}{note}, {result['partition']}, {result['clients']} clients, "
         f"{result['model']}: accuracy {_percent(result['final_accuracy'])} after {result['rounds']} rounds, "
-        f"best {_percent(result['best_accuracy'])}, {took(result)} on engine {result['engine']}"
+        f"best {_percent(result['best_accuracy'])} (picked on {_PICKED_ON[result.get('best_chosen_on', 'test')]}), "
+        f"{took(result)} on engine {result['engine']}"
     )
     if result["stopped"]:
         typer.echo(result["stopped"])

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, Field, PlainSerializer, Validati
 
 from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.errors import UserError
+from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.kinds import Checking, Promising, kind_of
 from fl_sim.mistakes import explain, shortened
 from fl_sim.model_names import known_model
@@ -250,6 +251,7 @@ class Experiment(Settings):
     local: Local = Local()
     rounds: int = Field(20, ge=1, le=10**9)
     evaluate_every: int = Field(1, ge=1)
+    evaluate: Evaluate = Evaluate()
     seed: int = Field(0, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     engine: Annotated[Engine, OneOf("engine")] = Auto()
@@ -287,6 +289,11 @@ class Experiment(Settings):
             self._private()
         if self.local.batch_norm != "none":
             self._averages_statistics()
+        if self.evaluate.validation and self.is_private:
+            raise ValueError(
+                f"evaluate.validation={self.evaluate.validation:g} reads clients' own records without noise, so it has "
+                "no place in a run that promises privacy: leave it out, or choose settings on public records"
+            )
         return self
 
     def _averages_statistics(self) -> None:

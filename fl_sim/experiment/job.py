@@ -15,6 +15,7 @@ from clients.dafl.settings import DaFl
 from fl_sim import models
 from fl_sim.data import load
 from fl_sim.errors import UserError
+from fl_sim.experiment.evaluate import held_out
 from fl_sim.experiment.experiment import Auto, Experiment, experiment_from
 from fl_sim.kinds import kind_of
 from fl_sim.native.kernel import load_kernel
@@ -31,8 +32,9 @@ from strategies.ccvr import CCVR
 class Job:
     """What ``run`` makes once, and every worker once more; all below is given this, and loads nothing again.
 
-    ``experiment``: resolved. ``shards``: each client's record indices into ``dataset.train``. ``device``: where this
-    process trains. ``root``: where data sets are looked for first.
+    ``experiment``: resolved. ``shards``: indices into ``dataset.train`` of the records that each client trains on.
+    ``device``: where this process trains. ``root``: where data sets are looked for first. ``validation``: indices of
+    the records that are held out of each client's, empty where the experiment validates nothing.
     """
 
     experiment: Experiment
@@ -40,6 +42,7 @@ class Job:
     shards: tuple[NDArray[np.int64], ...]
     device: torch.device
     root: Path | None
+    validation: tuple[NDArray[np.int64], ...] = ()
 
     def model(self) -> nn.Module:
         """Return the experiment's model with its initial weights, on the CPU."""
@@ -74,6 +77,9 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     dataset = _scaled(load(experiment.data, data_root), experiment.normalise)
     experiment = _resolved(experiment, dataset)
     job = Job(experiment, dataset, _shards(experiment, dataset), device_of(experiment), data_root)
+    if share := experiment.evaluate.validation:
+        trained_on, validated_on = held_out(job.shards, share, experiment.seed)
+        job = replace(job, shards=trained_on, validation=validated_on)
     if isinstance(experiment.calibrate, CCVR):
         experiment.calibrate.check_size(job.num_features, dataset.num_classes)
     return job

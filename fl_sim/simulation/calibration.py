@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -10,11 +10,10 @@ import numpy as np
 from flwr.serverapp import Grid
 
 from clients.class_moments import num_moments
-from fl_sim.errors import Diverged
 from fl_sim.experiment.job import Job
 from fl_sim.seeding import rng
+from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run_log import Calibration, RunLog
-from fl_sim.types import Params
 from strategies.ccvr import CCVR, with_trained_head
 from strategies.class_gaussians import class_gaussians, draw_features
 from strategies.flower import FederatedStrategy, summarise_after_training
@@ -26,7 +25,7 @@ def calibrate(
     strategy: FederatedStrategy,
     grid: Grid,
     log: RunLog,
-    evaluate: Callable[[Params], tuple[float, float]],
+    measuring: Measuring,
 ) -> None:
     """Train the head of the model in ``log`` again. Raises RunError where a client fails, Diverged for a bad rate.
 
@@ -55,13 +54,11 @@ def calibrate(
         generator = rng(seed, "calibration batches")
         params = with_trained_head(settings, job.model(), params, features, labels, generator)
     calibrated = replace(log.server, params=params)
-    accuracy, loss = evaluate(calibrated.model)
-    if not math.isfinite(loss):
-        raise Diverged(f"the test loss is {loss} after the calibration; try a smaller calibrate.learning_rate")
+    after = measuring.measured(calibrated.model, "after the calibration; try a smaller calibrate.learning_rate")
     before = log.rounds[-1].test_accuracy
     assert before is not None  # the last round is evaluated, whatever evaluate_every is
     skipped = sorted(set(range(num_classes)) - {one.label for one in classes})
-    log.calibration = Calibration(before, accuracy, loss, tuple(skipped))
+    log.calibration = Calibration(before, after.accuracy, after.loss, tuple(skipped), after.validation_accuracy)
     log.server = calibrated
 
 

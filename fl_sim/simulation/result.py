@@ -2,6 +2,7 @@
 
 import importlib.metadata
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,8 @@ VERSIONS = ("fl-sim", "flwr", "torch", "numpy")
 def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, Any]:
     """Return what ``result.json`` says of a run that took ``seconds``."""
     experiment = job.experiment
-    accuracies = [record.test_accuracy for record in log.rounds if record.test_accuracy is not None]
-    if log.calibration is not None:
-        accuracies.append(log.calibration.accuracy)
+    scores = _scores(log)
+    best = max(scores, key=lambda one: one.chosen_by, default=None)  # the first of equals
     return {
         "status": status,
         "algorithm": kind_of(experiment.algorithm),
@@ -42,8 +42,11 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "trainer": log.trainer,
         "precision": experiment.local.precision,
         "rounds": len(log.rounds),
-        "final_accuracy": accuracies[-1] if accuracies else None,
-        "best_accuracy": max(accuracies, default=None),
+        "final_accuracy": scores[-1].accuracy if scores else None,
+        "best_accuracy": best.accuracy if best else None,
+        "best_round": best.round if best else None,
+        "best_chosen_on": "validation" if job.validation else "test",
+        **_validation(job, scores, best),
         "preprocess": _preprocess(experiment, log),
         "calibrate": {"kind": experiment.calibrate.kind, **(log.calibration.facts() if log.calibration else {})},
         **log.facts,
@@ -54,6 +57,43 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "seconds": _seconds(experiment, log, seconds),
         "versions": {name: _version(name) for name in VERSIONS},
     }
+
+
+@dataclass(frozen=True)
+class _Score:
+    """A model's accuracies in [0, 1], after the round ``round``; ``validation`` None: nothing is held out."""
+
+    round: int
+    accuracy: float
+    validation: float | None
+
+    @property
+    def chosen_by(self) -> float:
+        """Return what decides which model is the best."""
+        return self.accuracy if self.validation is None else self.validation
+
+
+def _scores(log: RunLog) -> list[_Score]:
+    """Return what was measured, in order; the calibrated model comes after the last round's."""
+    scores = [
+        _Score(record.round, record.test_accuracy, record.validation_accuracy)
+        for record in log.rounds
+        if record.test_accuracy is not None
+    ]
+    if log.calibration is not None:
+        scores.append(_Score(len(log.rounds), log.calibration.accuracy, log.calibration.validation_accuracy))
+    return scores
+
+
+def _validation(job: Job, scores: list[_Score], best: _Score | None) -> dict[str, Any]:
+    if not job.validation:
+        return {}
+    facts = {
+        "records": sum(map(len, job.validation)),
+        "final_accuracy": scores[-1].validation if scores else None,
+        "best_accuracy": best.validation if best else None,
+    }
+    return {"validation": facts}
 
 
 def told(error: BaseException | None, out: Path) -> dict[str, str]:

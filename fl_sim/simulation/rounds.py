@@ -1,8 +1,6 @@
 """Federated rounds: the main loop, and what a run with a federated algorithm needs beside it."""
 
-import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,14 +19,14 @@ from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
 from fl_sim.simulation.calibration import calibrate
-from fl_sim.simulation.capacity import threads_of
+from fl_sim.simulation.measuring import Measured, Measuring
 from fl_sim.simulation.preparation import federated_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.site import evaluation_records, site_for
+from fl_sim.simulation.site import site_for
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, write_checkpoint
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.types import Params, Payloads, ServerState
+from fl_sim.types import Payloads, ServerState
 from strategies.algorithm import (
     Advising,
     Algorithm,
@@ -74,7 +72,7 @@ class Rounds:
         if isinstance(experiment.preprocess, DaFl):
             observer.preparing(f"clients make synthetic records, {kind_of(experiment.preprocess.generator)}")
         strategy = federated_strategy(self.job, self.algorithm, grid, out, log)
-        evaluate = _evaluation(self.job)
+        measuring = Measuring.of(self.job)
         for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
             start = time.perf_counter()
             rate = experiment.local.learning_rate * experiment.local.schedule.factor(server_round, experiment.rounds)
@@ -83,26 +81,22 @@ class Rounds:
             except BudgetExhausted as spent:
                 log.stopped = f"privacy budget spent after {len(log.rounds)} rounds ({spent})"
                 break
-            accuracy, loss = None, None
+            measured: Measured | None = None
             if server_round % experiment.evaluate_every == 0 or _is_last(experiment, server_round, log.privacy):
-                server = strategy.server
-                accuracy, loss = evaluate(replace(server, params=reported_by(self.algorithm, server)).model)
-                if not math.isfinite(loss):
-                    raise Diverged(
-                        f"the test loss is {loss} after round {server_round}: training diverges, try smaller learning "
-                        "rates"
-                    )
+                model = replace(strategy.server, params=reported_by(self.algorithm, strategy.server)).model
+                when = f"after round {server_round}: training diverges, try smaller learning rates"
+                measured = measuring.measured(model, when)
             epsilon = strategy.privacy.ledger.epsilon if strategy.privacy else None
             seconds = None if experiment.is_private else time.perf_counter() - start
-            record = RoundRecord(
-                server_round, accuracy, loss, done.train_loss, epsilon, done.cohort_size, rate, seconds
-            )
+            record = RoundRecord(server_round, None, None, done.train_loss, epsilon, done.cohort_size, rate, seconds)
+            if measured is not None:
+                record = _with_measures(record, measured)
             _keep(out, log, strategy, record)
             observer.finished_round(record)
         last = strategy.server
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
         if isinstance(experiment.calibrate, CCVR):
-            calibrate(self.job, experiment.calibrate, strategy, grid, log, evaluate)
+            calibrate(self.job, experiment.calibrate, strategy, grid, log, measuring)
 
     @property
     def num_trainings(self) -> int:
@@ -171,11 +165,14 @@ class Rounds:
         return [*warnings, advice] if advice else warnings
 
 
-def _evaluation(job: Job) -> Callable[[Params], tuple[float, float]]:
-    """Return what measures a model on the test records: accuracy in [0, 1] and mean cross-entropy."""
-    test = evaluation_records(job)
-    workers = threads_of(job.experiment.engine, job)
-    return lambda params: job.trainer.evaluate(params, test.inputs, test.labels, scale=test.scale, workers=workers)
+def _with_measures(record: RoundRecord, measured: Measured) -> RoundRecord:
+    return replace(
+        record,
+        test_accuracy=measured.accuracy,
+        test_loss=measured.loss,
+        validation_accuracy=measured.validation_accuracy,
+        validation_loss=measured.validation_loss,
+    )
 
 
 def _is_last(experiment: Experiment, server_round: int, privacy: "PrivateRounds | None") -> bool:

@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What training the head again came to. Accuracies in [0, 1]; ``skipped``: classes that nothing was drawn of."""
+    """What training the head again came to. Accuracies in [0, 1]; ``skipped``: classes that nothing was drawn of.
+
+    ``validation_accuracy`` None: nothing is held out.
+    """
 
     accuracy_before: float
     accuracy: float
     loss: float
     skipped: tuple[int, ...]
+    validation_accuracy: float | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return what ``result.json`` says."""

@@ -226,6 +226,18 @@ def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]
     return torch.tensor(dataset.mean).reshape(shape), torch.tensor(dataset.std).reshape(shape)
 
 
+def validation_records(job: Job) -> Source:
+    """Return what is held out of all clients' records, each part as its client sees it, on the job's device."""
+    examples = job.dataset.train.take(np.concatenate(job.validation))
+    if not _is_skewed(job.experiment):
+        return resident(examples, job.dataset, job.device)
+    inputs, labels = to_tensors(examples, job.dataset)
+    sizes = [len(part) for part in job.validation]
+    for client, own in enumerate(torch.split(inputs, sizes)):
+        own.copy_(_as_seen_by(client, own, job, "validation feature-noise"))
+    return Source(inputs.to(job.device), labels.to(job.device))
+
+
 def evaluation_records(job: Job) -> Source:
     """Return the test records as the global model is tested on them, on the job's device."""
     scheme: object = job.experiment.partition
@@ -243,13 +255,13 @@ def _is_skewed(experiment: Experiment) -> bool:
     return isinstance(experiment.partition, FeatureSkew) and experiment.num_clients > 1
 
 
-def _as_seen_by(client: int, inputs: torch.Tensor, job: Job) -> torch.Tensor:
+def _as_seen_by(client: int, inputs: torch.Tensor, job: Job, purpose: str = "feature-noise") -> torch.Tensor:
     experiment = job.experiment
     scheme: object = experiment.partition
     if not _is_skewed(experiment) or not isinstance(scheme, FeatureSkew):
         return inputs
     _, std = _constants(job.dataset, inputs.ndim)
-    generator = rng(experiment.seed, "feature-noise", client)
+    generator = rng(experiment.seed, purpose, client)
     seen = scheme.seen_by(client, experiment.clients, inputs.numpy(), std.numpy(), generator)
     return _kept_shape(scheme, "seen_by", seen, inputs)
 

@@ -7,7 +7,7 @@ every round, at the end ``model.safetensors`` and ``result.json`` - of a run tha
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,7 +37,9 @@ class RoundRecord:
 
     ``test_accuracy`` in [0, 1] and ``test_loss`` are None in rounds without evaluation; ``train_loss`` is the clients'
     mean; ``epsilon`` None means no guarantee; ``seconds`` is the whole round. ``train_loss``, ``cohort`` and
-    ``seconds`` are None where they may not leave the round (under privacy).
+    ``seconds`` are None where they may not leave the round (under privacy). ``validation_accuracy`` and
+    ``validation_loss`` are measured whenever the test accuracy is, where records are held out for it. What has a
+    default is left out of the line where it has nothing to say, so older logs are read, too.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -50,6 +52,8 @@ class RoundRecord:
     cohort: int | None
     learning_rate: float
     seconds: float | None
+    validation_accuracy: float | None = None
+    validation_loss: float | None = None
 
 
 _RECORD = TypeAdapter(RoundRecord)
@@ -70,7 +74,9 @@ def append_round(out: Path, record: RoundRecord, chain: str) -> str:
 
     ``chain``: the hash over the settings and all rounds before, by which a lost, foreign or changed line is noticed.
     """
-    line = json.dumps(asdict(record), allow_nan=False).encode() + b"\n"
+    optional = {part.name for part in fields(RoundRecord) if part.default is not MISSING}
+    said = {name: value for name, value in asdict(record).items() if value is not None or name not in optional}
+    line = json.dumps(said, allow_nan=False).encode() + b"\n"
     append_line(out / ROUNDS, line, is_first=record.round == 1)
     return _linked(chain, line)
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 
+from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import short_form
 from fl_sim.tables.words import method
@@ -16,6 +17,8 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
     The engine has no part in it: another one goes on with the same run.
     """
     content = experiment.model_dump(mode="json", exclude={"engine", "round_timeout"})
+    if experiment.evaluate == Evaluate():  # which came later: runs without it keep their names
+        del content["evaluate"]
     records = [len(dataset.train), len(dataset.test), dataset.note]
     digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]
     split = "" if experiment.is_central else short_form(experiment.partition)

@@ -88,7 +88,7 @@ def caption(experiments: Sequence[Experiment], notes: Mapping[str, str], *, has_
     seeds = _values(e.seed for e in experiments)
     spread = f"mean ± sample standard deviation over seeds {seeds}" if ", " in seeds else f"one seed ({seeds})"
     noted = {data_label(e.data): notes.get(e.data) for e in experiments}
-    measures = "last: after the last round; best: the best evaluated round, picked on the test set and so optimistic"
+    measures = f"last: after the last round; best: {_best(experiments)}"
     bound = (
         "Centralized is the upper bound: the same model and optimiser with all training records in one place and as "
         f"many {'steps as one client' if any(e.local.steps for e in experiments) else 'epochs'} in total; it does not "
@@ -104,6 +104,16 @@ def caption(experiments: Sequence[Experiment], notes: Mapping[str, str], *, has_
         *(f"{name} here: {note}." for name, note in noted.items() if note),
         *([bound] if has_bound else []),
     )
+
+
+def _best(experiments: Sequence[Experiment]) -> str:
+    """Say on which records the best round is picked."""
+    shares = {e.evaluate.validation for e in experiments}
+    if shares == {0.0}:
+        return "the best evaluated round, picked on the test set and so optimistic"
+    held_out = " or ".join(f"{100 * share:g} %" for share in sorted(shares - {0.0}))
+    chosen = f"the round that is best on validation, {held_out} of every client's training records"
+    return chosen if 0.0 not in shares else f"{chosen}; where none are held out, on the test set, and so optimistic"
 
 
 def _advice(experiment: Experiment) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from fl_sim.__main__ import main
 from fl_sim.cli.run import named, parse_experiment
+from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.experiment.experiment import Experiment, Local
 from fl_sim.tables.plan import PRESETS
 
@@ -129,5 +130,6 @@ def test_help_teaches_with_an_example(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "fl-sim run data=mnist" in told
     assert "A preset's name means the preset in every folder; a file of that name is ./NAME." in told
     named = set(told.partition("Settings: ")[2].partition(". For example")[0].split(", "))
-    assert named >= {key for key in Experiment.model_fields if key != "local"}
-    assert named >= {f"local.{key}" for key in Local.model_fields}
+    groups = {"local": Local, "evaluate": Evaluate}
+    assert named >= Experiment.model_fields.keys() - groups
+    assert named >= {f"{group}.{key}" for group, settings in groups.items() for key in settings.model_fields}

@@ -1,0 +1,52 @@
+"""How a run measures its models beside the test set: the settings, and the records that are held out for it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from fl_sim.errors import UserError
+from fl_sim.seeding import rng
+from fl_sim.settings import Settings
+
+
+class Evaluate(Settings):
+    """How the server's model is measured beside the test set.
+
+    ``validation``: the share of every client's training records that is held out, rounded to whole records, at least
+    one of a client that holds two or more; clients train on the rest (0: none is held out). The model is measured on
+    the held-out records of all clients together, with their true labels and as each client sees them. A server that
+    does so is a simulation's convenience: in a real federation clients would measure, and send counts. The test set has
+    no part in it.
+    """
+
+    validation: float = Field(0.0, ge=0, lt=1)
+
+
+Shards = tuple[NDArray[np.int64], ...]
+
+
+def held_out(shards: Sequence[NDArray[np.int64]], share: float, seed: int) -> tuple[Shards, Shards]:
+    """Return (what each client trains on, what is held out of its records), both in the order of its shard.
+
+    Raises UserError where a client would be left without records to train on, and where nothing would be held out.
+    """
+    trained_on, validated_on = [], []
+    for client, shard in enumerate(shards):
+        count = max(1, round(share * len(shard))) if len(shard) > 1 else 0
+        if len(shard) and count == len(shard):
+            raise UserError(
+                f"evaluate.validation={share:g} leaves client {client}, which holds {len(shard)} records, none to "
+                "train on: take a smaller share, or fewer clients"
+            )
+        chosen = np.zeros(len(shard), dtype=bool)
+        chosen[rng(seed, "validation", client).permutation(len(shard))[:count]] = True
+        trained_on.append(shard[~chosen])
+        validated_on.append(shard[chosen])
+    if not any(map(len, validated_on)):
+        raise UserError(
+            f"evaluate.validation={share:g} holds nothing out, as no client holds two records: leave it out, or have "
+            "fewer clients"
+        )
+    return tuple(trained_on), tuple(validated_on)
