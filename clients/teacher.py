@@ -45,6 +45,7 @@ def network_votes(
     *,
     client: int,
     seed: int,
+    model_seed: int,
 ) -> NDArray[np.int64]:
     """Return the votes, shape (pool,), of a network that is trained on ``records`` and then forgotten.
 
@@ -53,7 +54,7 @@ def network_votes(
     """
     from fl_sim.training.trainer import LocalJob  # noqa: PLC0415 (needs torch as it is imported)
 
-    model = build(int(rng(seed, "teacher", client).integers(2**31)))
+    model = build(int(rng(model_seed, "teacher", client).integers(2**31)))
     task = LocalTask(1, client, 1, len(records), settings, detached(model.named_parameters()))
     seeded = partial(seed_torch, seed, "teacher", client)
     job = LocalJob(task, LocalPlan(), records, rng(seed, "teacher batches", client), seeded)

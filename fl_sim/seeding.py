@@ -1,4 +1,13 @@
-"""Randomness derived by purpose: every generator is a pure function of the seed, what it is for, and for whom."""
+"""Randomness derived by purpose: every generator is a pure function of the seed, what it is for, and for whom.
+
+Which of an experiment's seeds a purpose belongs to, so that the variance over seeds can be taken apart:
+
+``partition_seed``: "partition", "validation", PATE's "public pool", and what a split does to records: "feature-noise",
+also of "test" and "validation". ``model_seed``: "model", which draws initial weights, and those of PATE's networks,
+"teacher". ``sampling_seed``: "sampler". ``seed``: all the rest, such as "batches", "local" (dropout), "hostile
+clients", "share", "generator", "server epochs", "class gaussians", a forest's "teacher" and students; and seeded noise
+of privacy. Secret noise, and the cohorts of Global DP, come from no seed.
+"""
 
 from __future__ import annotations
 

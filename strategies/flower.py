@@ -47,7 +47,8 @@ class FederatedStrategy(Strategy):
 
     ``server`` is the state after the last round; Flower's own ``arrays`` argument is the model in it and is not read.
     ``order`` holds what every message says; its round and learning rate are filled in per round. ``most_examples``: how
-    many records a client can have at most, where that is known.
+    many records a client can have at most, where that is known. ``sampling_seed``: what cohorts are drawn by, None for
+    ``seed``, by which hostile clients are chosen.
     """
 
     algorithm: Algorithm
@@ -60,6 +61,7 @@ class FederatedStrategy(Strategy):
     privacy: "PrivateRounds | None" = None
     most_examples: int = sys.maxsize
     attack: Attack = field(default_factory=NoAttack)
+    sampling_seed: int | None = None
     population: Population = field(default_factory=lambda: Population(()))
     cohort: NDArray[np.int64] = field(default_factory=lambda: np.arange(0))
 
@@ -71,7 +73,8 @@ class FederatedStrategy(Strategy):
         if not self.population.nodes:
             self.population = find_population(grid, self.num_clients, timeout=60.0)
         # Under privacy the seed is published: cohorts drawn from it would hide nobody.
-        coins = self.privacy.coins(server_round) if self.privacy else rng(self.seed, "sampler", server_round).random
+        seed = self.seed if self.sampling_seed is None else self.sampling_seed
+        coins = self.privacy.coins(server_round) if self.privacy else rng(seed, "sampler", server_round).random
         self.cohort = self.sampler.sample(self.num_clients, coins)
         rate = float(str(config["learning-rate"]))
         order = replace(self.order, server_round=server_round, learning_rate=rate)

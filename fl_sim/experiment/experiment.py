@@ -235,6 +235,8 @@ class Experiment(Settings):
     the worker sees one (a Ray actor sees the share it asked for); sums on a GPU have other last bits than on a CPU.
     ``normalise``: how inputs are scaled. "published" takes the data set's published mean and deviation, "none" leaves
     images in [0, 1], as NIID-Bench's program does, and features as they are, "unit" puts images into [-1, 1].
+    ``partition_seed``, ``model_seed`` and ``sampling_seed`` take their part of what ``seed`` decides (fl_sim.seeding);
+    each that is left out is ``seed``.
     """
 
     data: str = "digits"
@@ -253,6 +255,9 @@ class Experiment(Settings):
     evaluate_every: int = Field(1, ge=1)
     evaluate: Evaluate = Evaluate()
     seed: int = Field(0, ge=0)
+    partition_seed: int | None = Field(None, ge=0)
+    model_seed: int | None = Field(None, ge=0)
+    sampling_seed: int | None = Field(None, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     engine: Annotated[Engine, OneOf("engine")] = Auto()
     round_timeout: float = Field(3600.0, gt=0)
@@ -326,6 +331,11 @@ class Experiment(Settings):
                 f"sampler {kind_of(self.sampler)} cannot run under aggregator global-dp: how much it amplifies privacy "
                 "is not proven here; take full, fixed-size or poisson"
             )
+        if self.sampling_seed is not None:
+            raise ValueError(
+                f"sampling_seed={self.sampling_seed} has no place under aggregator global-dp: cohorts are drawn with "
+                "the noise's secret key, since nobody hides in a cohort that a seed tells; leave it out"
+            )
         if isinstance(self.algorithm, Sharing):
             raise ValueError(
                 f"algorithm {kind} cannot run under aggregator global-dp: its clients share averages of their records "
@@ -347,6 +357,29 @@ class Experiment(Settings):
     def num_clients(self) -> int:
         """Return the number of simulated clients: one where training is centralized."""
         return 1 if self.is_central else self.clients
+
+    @property
+    def seed_of_partition(self) -> int:
+        """Return the seed of the split, and of all that clients find in their records."""
+        return self.seed if self.partition_seed is None else self.partition_seed
+
+    @property
+    def seed_of_model(self) -> int:
+        """Return the seed of initial weights."""
+        return self.seed if self.model_seed is None else self.model_seed
+
+    @property
+    def seed_of_sampling(self) -> int:
+        """Return the seed of the rounds' cohorts."""
+        return self.seed if self.sampling_seed is None else self.sampling_seed
+
+    def chosen(self, *names: str) -> dict[str, Any]:
+        """Return these settings as JSON values, for the key of what depends on them.
+
+        Seeds apart that are not set are left out: keys from before there were any stay as they are.
+        """
+        unset = {f"{part}_seed" for part in ("partition", "model", "sampling") if getattr(self, f"{part}_seed") is None}
+        return self.model_dump(mode="json", include={*names} - unset)
 
     @property
     def is_private(self) -> bool:

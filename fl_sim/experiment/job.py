@@ -48,7 +48,7 @@ class Job:
         """Return the experiment's model with its initial weights, on the CPU."""
         experiment, dataset = self.experiment, self.dataset
         return models.build(
-            experiment.model, dataset.input_shape, dataset.num_classes, experiment.seed,
+            experiment.model, dataset.input_shape, dataset.num_classes, experiment.seed_of_model,
             batch_norm=experiment.local.batch_norm,
         )  # fmt: skip
 
@@ -78,7 +78,7 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     experiment = _resolved(experiment, dataset)
     job = Job(experiment, dataset, _shards(experiment, dataset), device_of(experiment), data_root)
     if share := experiment.evaluate.validation:
-        trained_on, validated_on = held_out(job.shards, share, experiment.seed)
+        trained_on, validated_on = held_out(job.shards, share, experiment.seed_of_partition)
         job = replace(job, shards=trained_on, validation=validated_on)
     if isinstance(experiment.calibrate, CCVR):
         experiment.calibrate.check_size(job.num_features, dataset.num_classes)
@@ -149,7 +149,7 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
 
 def _shards(experiment: Experiment, dataset: Dataset) -> tuple[NDArray[np.int64], ...]:
     """Return what each client of ``experiment`` holds: its part of the training set, or what the algorithm says."""
-    algorithm, seed = experiment.algorithm, experiment.seed
+    algorithm, seed = experiment.algorithm, experiment.seed_of_partition
     if experiment.is_central:
         return (np.arange(len(dataset.train)),)
     if not isinstance(algorithm, Dealing):

@@ -43,7 +43,9 @@ def ledgers_root() -> Path:
 
 def ledger_path(job: Job, client: int) -> Path:
     """Return where the ledger of one client of ``job`` is, or will be."""
-    deal = json.dumps(job.experiment.model_dump(mode="json", include={"partition", "clients", "seed"}), sort_keys=True)
+    experiment = job.experiment  # whatever else is drawn by another seed, one split of the records has one ledger
+    dealt = {**experiment.chosen("partition", "clients"), "seed": experiment.seed_of_partition}
+    deal = json.dumps(dealt, sort_keys=True)
     name = hashlib.sha256(deal.encode()).hexdigest()[:16]
     return _folder(job) / name / f"client-{client}.jsonl"
 

@@ -52,6 +52,7 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
         experiment.num_clients,
         experiment.seed,
         attack=experiment.attack,
+        sampling_seed=experiment.sampling_seed,
     )
     if isinstance(experiment.aggregator, GlobalDP):
         from strategies.private import open_private_rounds  # noqa: PLC0415 (the accountants load slowly)

@@ -245,7 +245,7 @@ def evaluation_records(job: Job) -> Source:
         return resident(job.dataset.test, job.dataset, job.device)
     inputs, labels = to_tensors(job.dataset.test, job.dataset)
     _, std = _constants(job.dataset, inputs.ndim)
-    generator = rng(job.experiment.seed, "test feature-noise")
+    generator = rng(job.experiment.seed_of_partition, "test feature-noise")
     seen = scheme.evaluated_on(job.experiment.clients, inputs.numpy(), std.numpy(), generator)
     return Source(_kept_shape(scheme, "evaluated_on", seen, inputs).to(job.device), labels.to(job.device))
 
@@ -261,7 +261,7 @@ def _as_seen_by(client: int, inputs: torch.Tensor, job: Job, purpose: str = "fea
     if not _is_skewed(experiment) or not isinstance(scheme, FeatureSkew):
         return inputs
     _, std = _constants(job.dataset, inputs.ndim)
-    generator = rng(experiment.seed, purpose, client)
+    generator = rng(experiment.seed_of_partition, purpose, client)
     seen = scheme.seen_by(client, experiment.clients, inputs.numpy(), std.numpy(), generator)
     return _kept_shape(scheme, "seen_by", seen, inputs)
 

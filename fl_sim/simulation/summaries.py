@@ -59,7 +59,7 @@ def summarise(
 
 def release_name(experiment: Experiment, client: int, params: Params) -> str:
     """Return the name of the moments that ``client`` releases under ``params``: a digest of all that they depend on."""
-    asked = experiment.model_dump(mode="json", include={"data", "normalise", "model", "partition", "clients", "seed"})
+    asked = experiment.chosen("data", "normalise", "model", "partition", "clients", "seed", "partition_seed")
     calibrate = experiment.calibrate.model_dump(include={"epsilon", "delta", "clipping_norm", "noise"})
     digest = hashlib.sha256(json.dumps([asked, calibrate, client], sort_keys=True).encode())
     for value in params.values():

@@ -16,7 +16,7 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
 
     The engine has no part in it: another one goes on with the same run.
     """
-    content = experiment.model_dump(mode="json", exclude={"engine", "round_timeout"})
+    content = experiment.chosen(*(name for name in Experiment.model_fields if name not in {"engine", "round_timeout"}))
     if experiment.evaluate == Evaluate():  # which came later: runs without it keep their names
         del content["evaluate"]
     records = [len(dataset.train), len(dataset.test), dataset.note]

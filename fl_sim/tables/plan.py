@@ -30,7 +30,7 @@ AXES = ("algorithm", "data", "partition", "seed")
 
 CENTRALIZED: Mapping[str, Any] = {
     "algorithm": "centralized", "partition": "iid", "clients": 1, "sampler": "full", "aggregator": "mean",
-    "preprocess": "none", "attack": "none", "calibrate": "none",
+    "preprocess": "none", "attack": "none", "calibrate": "none", "partition_seed": None, "sampling_seed": None,
 }  # fmt: skip
 """What makes an experiment the upper bound, whatever the split and the clients of its column are."""
 

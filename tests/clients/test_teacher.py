@@ -32,11 +32,11 @@ def _records() -> tuple[Records, torch.Tensor, np.ndarray]:
 def test_a_teacher_learns_its_shard_and_its_votes_repeat() -> None:
     records, pool, true = _records()
     trainer = Trainer(BUILD(0), None)
-    votes = network_votes(trainer, BUILD, SETTINGS, records, pool, client=3, seed=0)
+    votes = network_votes(trainer, BUILD, SETTINGS, records, pool, client=3, seed=0, model_seed=0)
     assert votes.dtype == np.int64
     assert (votes == true).mean() > 0.85
-    assert np.array_equal(votes, network_votes(trainer, BUILD, SETTINGS, records, pool, client=3, seed=0))
-    other = network_votes(trainer, BUILD, SETTINGS, records, pool, client=4, seed=0)
+    assert np.array_equal(votes, network_votes(trainer, BUILD, SETTINGS, records, pool, client=3, seed=0, model_seed=0))
+    other = network_votes(trainer, BUILD, SETTINGS, records, pool, client=4, seed=0, model_seed=0)
     assert 0 < (votes != other).mean() < 0.2  # the same shard, other initial weights
 
 
@@ -55,7 +55,7 @@ def test_teachers_differ_in_their_weights_batches_and_coins() -> None:
 
     trainer, settings = Watched(BUILD(0), None), replace(SETTINGS, epochs=1)
     for key in ((3, 0), (4, 0), (3, 1)):
-        network_votes(trainer, BUILD, settings, records, pool, client=key[0], seed=key[1])
+        network_votes(trainer, BUILD, settings, records, pool, client=key[0], seed=key[1], model_seed=key[1])
     for part in range(3):
         assert len({str(draws[part]) for draws in drawn.values()}) == 3
 

@@ -57,7 +57,7 @@ def pools_root() -> Path:
 def pool_key(job: Job) -> str:
     """Return the name of the job's pool: a digest of all that determines it."""
     experiment = job.experiment
-    settings = experiment.model_dump(mode="json", include={"partition", "clients", "seed", "preprocess"})
+    settings = experiment.chosen("partition", "clients", "seed", "partition_seed", "preprocess")
     for afterwards in ("train_on", "server_epochs"):
         del settings["preprocess"][afterwards]
     digest = hashlib.sha256(

@@ -89,7 +89,7 @@ def prepare_votes(job: Job, settings: Pate, grid: Grid, order: Order) -> Votes:
 def votes_key(job: Job) -> str:
     """Return the name of the votes: a digest of all that determines them, the students and the noise left out."""
     experiment = job.experiment
-    settings = experiment.model_dump(mode="json", include={"partition", "clients", "seed", "model", "local"})
+    settings = experiment.chosen("partition", "clients", "seed", "partition_seed", "model_seed", "model", "local")
     pate = experiment.algorithm.model_dump(mode="json", include={"teachers", "public", "public_records", "overlap"})
     records = fingerprint(experiment.data, job.root, with_test=True)
     digest = hashlib.sha256(json.dumps([_FORMAT, settings, pate, records], sort_keys=True).encode())
@@ -142,7 +142,7 @@ class _Facts(BaseModel):
 
 
 def _booth(job: Job, settings: Pate) -> _Booth:
-    pool = settings.public_split(job.dataset, job.experiment.seed).pool
+    pool = settings.public_split(job.dataset, job.experiment.seed_of_partition).pool
     return _Booth(job.experiment.clients, len(pool), job.dataset.num_classes)
 
 

@@ -51,9 +51,8 @@ class Voting:
     def site(self) -> Site:
         """Return what a worker needs to play any client as a teacher."""
         site = site_for(self.job, FedAvg())
-        inputs, _ = to_tensors(
-            self.settings.public_split(self.job.dataset, self.job.experiment.seed).pool, self.job.dataset
-        )
+        split = self.settings.public_split(self.job.dataset, self.job.experiment.seed_of_partition)
+        inputs, _ = to_tensors(split.pool, self.job.dataset)
         pool = inputs.to(self.job.device)
         return replace(
             site, vote=partial(_vote, self.job, self.settings, lambda client: site.records(client, ""), pool)
@@ -83,4 +82,7 @@ def _vote(
         return forest_votes(settings.teachers, own(client), pool, client=client, seed=experiment.seed)
     local = local_settings(job, experiment.local.learning_rate)
     build = partial(models.build, experiment.model, dataset.input_shape, dataset.num_classes)
-    return network_votes(trainer, build, local, own(client), pool, client=client, seed=experiment.seed)
+    return network_votes(
+        trainer, build, local, own(client), pool,
+        client=client, seed=experiment.seed, model_seed=experiment.seed_of_model,
+    )  # fmt: skip

@@ -55,7 +55,7 @@ def run_pate(
     also where one teacher fails.
     """
     experiment, start = job.experiment, time.perf_counter()
-    split = settings.public_split(job.dataset, experiment.seed)
+    split = settings.public_split(job.dataset, experiment.seed_of_partition)
     say(f"{experiment.clients} teachers train, and vote on {len(split.pool)} public records")
     votes = prepare_votes(job, settings, grid, order_of(job, out))
     voted = time.perf_counter()
