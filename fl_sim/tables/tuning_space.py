@@ -1,0 +1,185 @@
+"""The space of a search: what a knob may be, and which values a trial draws."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import PlainValidator, ValidationError
+
+from fl_sim.errors import UserError
+from fl_sim.mistakes import explain, guess, shortened
+from fl_sim.seeding import rng
+from fl_sim.settings import Settings
+from fl_sim.tables.tuning_settings import Tune
+
+Values: TypeAlias = Mapping[str, Any]
+"""What a trial sets, by key: {"local.learning_rate": 0.013}."""
+
+NOT_TUNED = (
+    "data", "partition", "clients", "seed", "partition_seed", "model_seed", "sampling_seed", "rounds", "evaluate",
+    "evaluate_every", "engine", "device", "round_timeout", "attack",
+)  # fmt: skip
+"""Settings that say what is compared and how it is measured: a search leaves them as they are."""
+
+_DIGITS = 3
+"""Significant digits of a number that is drawn: enough for a setting, and few enough to be told and typed again."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A list of values, each tried as often as any other."""
+
+    values: tuple[Any, ...]
+
+    def drawn(self, seed: int, key: str, trial: int) -> Any:
+        """Return the value of ``trial``, from 0: every so many trials a new order of all values begins."""
+        turn, place = divmod(trial, len(self.values))
+        return self.values[int(rng(seed, f"tuning {key}", turn).permutation(len(self.values))[place])]
+
+    def extremes(self) -> tuple[Any, ...]:
+        """Return the values that show whether all may be taken: here all of them."""
+        return self.values
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("must be a number")  # its kind is kept: 1 is a whole one and 1.0 is not
+    return value
+
+
+Number: TypeAlias = Annotated[int | float, PlainValidator(_finite)]
+
+
+class Range(Settings):
+    """The numbers from ``low`` to ``high``, whole ones where both are.
+
+    ``log``: as many are drawn between 1 and 10 as between 10 and 100.
+    """
+
+    low: Number
+    high: Number
+    log: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Say whether whole numbers are drawn."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def drawn(self, seed: int, key: str, trial: int) -> float | int:
+        """Return the value of ``trial``, from 0, rounded to three significant digits or to a whole number."""
+        at = float(rng(seed, f"tuning {key}", trial).random())
+        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
+        return self.rounded(math.exp(low + at * (high - low)) if self.log else low + at * (high - low))
+
+    def rounded(self, number: float) -> float | int:
+        """Return ``number`` as it is set: inside the range, short enough to be typed."""
+        short = round(number) if self.is_whole else float(f"{number:.{_DIGITS}g}")
+        return min(max(short, self.low), self.high)
+
+    def extremes(self) -> tuple[Any, ...]:
+        """Return the values that show whether all may be taken: both ends."""
+        return self.low, self.high
+
+
+Knob: TypeAlias = Choices | Range
+Space: TypeAlias = Mapping[str, Knob]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row that is tuned: its name, the kind of its algorithm, and what spans the table for it.
+
+    ``is_bound``: whether it is an upper bound, which has no place for what federations have alone.
+    """
+
+    row: str
+    kind: str
+    spanned: frozenset[str]
+    is_bound: bool = False
+
+
+def spaces(tune: Tune, methods: Iterable[Method], federations: Iterable[str]) -> dict[str, Space]:
+    """Return {row: its space}, the knobs that all methods share first.
+
+    ``federations``: groups of settings that an upper bound has no place for. Raises UserError for a space that is
+    empty, not a list or a range, about what may not be tuned or is varied already, or of a method that is not there.
+    """
+    methods = tuple(methods)
+    shared = _read(tune.space, "tune.space")
+    own = {name: _read(table, f"tune.spaces.{name}") for name, table in tune.spaces.items()}
+    names = [name for method in methods for name in (method.kind, method.row)]
+    for name, space in own.items():
+        if name not in names:
+            raise UserError(
+                f"tune.spaces.{shortened(name)} is for no method of this table{guess(name, names)}; methods here: "
+                f"{', '.join(dict.fromkeys(names))}"
+            )
+        if not space:
+            raise UserError(f"tune.spaces.{name} is empty: give it a knob, or leave it out")
+    found: dict[str, Space] = {}
+    for method in methods:
+        space = {**shared, **own.get(method.kind, {}), **own.get(method.row, {})}
+        for key in space:
+            _check_free(key, method)
+        if method.is_bound:
+            space = {key: knob for key, knob in space.items() if key.split(".")[0] not in federations}
+        elif not space:
+            raise UserError(
+                f"row {method.row} has nothing to tune, and every method is to get the same search: name a knob for "
+                'all in [tune.space], such as "local.learning_rate" = { low = 0.001, high = 0.1, log = true }'
+            )
+        found[method.row] = space
+    return found
+
+
+def drawn(space: Space, seed: int, trial: int) -> dict[str, Any]:
+    """Return the values of ``trial``, from 0. Of a knob that methods share all of them draw the same ones."""
+    return {key: knob.drawn(seed, key, trial) for key, knob in space.items()}
+
+
+def _check_free(key: str, method: Method) -> None:
+    if key.partition(".")[0] in NOT_TUNED:
+        raise UserError(
+            f"{key} cannot be tuned: it says what is compared, on which records, or how it is measured; tune settings "
+            "of the method, such as local.learning_rate or algorithm.mu"
+        )
+    if key == "algorithm":
+        raise UserError("algorithm cannot be tuned: methods are the rows; tune its settings, such as algorithm.mu")
+    for other in method.spanned:
+        if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
+            raise UserError(
+                f"row {method.row} sets {other} in the grid, and tune searches for {key}: leave one of them out"
+            )
+
+
+def _read(table: Mapping[str, Any], where: str) -> dict[str, Knob]:
+    return {key: _knob(value, f"{where}.{key}") for key, value in _flat(table)}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Turn TOML's nested ``local.learning_rate = {low = ...}`` into one key."""
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value and not {"low", "high"} & set(value):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _knob(value: Any, where: str) -> Knob:
+    if isinstance(value, list) and value:
+        return Choices(tuple(value))
+    if not isinstance(value, Mapping) or not value:
+        raise UserError(
+            f"{where} = {shortened(repr(value))}: give a list of one or more values, or a range "
+            "{ low = 0.001, high = 0.1, log = true }"
+        )
+    try:
+        found = Range.model_validate(value)
+    except ValidationError as error:
+        raise UserError(explain(error, Range, where)) from error
+    if found.low >= found.high:
+        raise UserError(f"{where}: low = {found.low:g} must be below high = {found.high:g}")
+    if found.log and found.low <= 0:
+        raise UserError(f"{where}: log = true needs low above 0, got low = {found.low:g}")
+    return found

@@ -1,0 +1,126 @@
+"""Search spaces: what is drawn, for whom it is the same, which rungs there are, and what is refused in words."""
+
+import math
+import re
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_sim.errors import UserError
+from fl_sim.tables.tuning_settings import Rung, Tune, num_rounds, rungs
+from fl_sim.tables.tuning_space import Choices, Method, Range, drawn, spaces
+
+RATE = Range(low=0.001, high=0.1, log=True)
+FEDAVG = Method("FedAvg", "fedavg", frozenset())
+FEDPROX = Method("FedProx", "fedprox", frozenset())
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(2, 5))
+def test_a_search_halves_its_trials_and_multiplies_their_rounds(trials: int, rounds: int, halving: int) -> None:
+    steps = rungs(trials, rounds, halving)
+    assert (steps[0].trials, steps[-1].rounds) == (trials, rounds)
+    for before, after in pairwise(steps):
+        assert after.trials == before.trials // halving >= 1
+        assert after.rounds // halving == before.rounds >= 1
+    assert steps[-1].trials <= halving or steps[0].rounds < halving  # it goes on as long as it can
+
+
+def test_the_rungs_of_sixteen_trials_cost_about_the_same() -> None:
+    steps = rungs(16, 20, 2)
+    assert steps == (Rung(16, 2), Rung(8, 5), Rung(4, 10), Rung(2, 20))
+    assert num_rounds(steps) == 32 + 40 + 40 + 40
+
+
+def test_methods_share_the_draws_of_shared_knobs_whatever_other_knobs_they_have() -> None:
+    rates = {"local.learning_rate": {"low": 0.001, "high": 0.1}}
+    tune = Tune(space=rates, spaces={"fedprox": {"algorithm.mu": [0, 1]}})
+    found = spaces(tune, [FEDAVG, FEDPROX], ())
+    alone = spaces(Tune(space=rates), [FEDAVG], ())
+    for trial in range(20):
+        ours, theirs = drawn(found["FedAvg"], 7, trial), drawn(found["FedProx"], 7, trial)
+        assert ours == {"local.learning_rate": theirs["local.learning_rate"]} == drawn(alone["FedAvg"], 7, trial)
+
+
+def test_every_value_of_a_list_is_tried_as_often_as_any_other() -> None:
+    values = [Choices(("a", "b", "c")).drawn(3, "key", trial) for trial in range(12)]
+    assert Counter(values) == {"a": 4, "b": 4, "c": 4}
+    assert [values[turn : turn + 3] for turn in (0, 3, 6, 9)] != [values[:3]] * 4
+
+
+@given(st.floats(1e-6, 1e6), st.floats(1.01, 1e6), st.booleans(), st.integers(0, 10**6))
+def test_draws_stay_in_their_range_and_are_short_enough_to_be_typed(
+    low: float, factor: float, log: Any, trial: int
+) -> None:
+    value = Range(low=low, high=low * factor, log=log).drawn(0, "key", trial)
+    assert low <= value <= low * factor
+    assert value in {low, low * factor} or value == float(f"{value:.3g}")
+
+
+def test_whole_ends_make_whole_numbers_and_reach_both_ends() -> None:
+    assert {Range(low=1, high=3).drawn(0, "key", trial) for trial in range(50)} == {1, 2, 3}
+    assert all(isinstance(Range(low=1, high=64, log=True).drawn(0, "key", trial), int) for trial in range(9))
+    assert isinstance(Range(low=1.0, high=3.0).drawn(0, "key", 0), float)
+
+
+def test_a_logarithmic_range_has_as_much_below_its_geometric_middle_as_above() -> None:
+    below = sum(RATE.drawn(0, "key", trial) < math.sqrt(0.001 * 0.1) for trial in range(1000))
+    assert 450 < below < 550
+
+
+def test_an_upper_bound_is_tuned_in_what_it_has_a_place_for() -> None:
+    tune = Tune(space={"local.learning_rate": [0.1], "sampler.cohort_size": [2]})
+    bound = Method("Centralized", "centralized", frozenset(), is_bound=True)
+    assert list(spaces(tune, [bound], {"sampler"})["Centralized"]) == ["local.learning_rate"]
+    assert spaces(Tune(space={"sampler.cohort_size": [2]}), [bound], {"sampler"}) == {"Centralized": {}}
+
+
+def test_a_row_may_have_a_space_by_its_name_over_that_of_its_kind() -> None:
+    tune = Tune(spaces={"fedprox": {"algorithm.mu": [1]}, "DA-FL + FedProx": {"preprocess.gamma": [0.1]}})
+    found = spaces(tune, [FEDPROX, Method("DA-FL + FedProx", "fedprox", frozenset())], ())
+    assert {row: list(space) for row, space in found.items()} == {
+        "FedProx": ["algorithm.mu"],
+        "DA-FL + FedProx": ["algorithm.mu", "preprocess.gamma"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ({}, "row FedAvg has nothing to tune"),
+        ({"a": []}, r"tune.space.a = []: give a list of one or more values, or a range"),
+        ({"a": 3}, "tune.space.a = 3: give a list"),
+        ({"a": {"low": 2, "high": 2}}, "low = 2 must be below high = 2"),
+        ({"a": {"low": 0, "high": 2, "log": True}}, "log = true needs low above 0"),
+        ({"a": {"low": "1", "high": 2}}, "tune.space.a.low = '1': must be a number"),
+        ({"a": {"low": 1, "hgih": 2}}, "unknown key 'tune.space.a.hgih' (did you mean 'high'?)"),
+        ({"local": {"learning_rate": {"lo": 1}}}, "tune.space.local.learning_rate.lo = 1: give a list"),
+        ({"data": ["mnist"]}, "data cannot be tuned"),
+        ({"rounds": [1]}, "rounds cannot be tuned"),
+        ({"evaluate.validation": [0.1]}, "evaluate.validation cannot be tuned"),
+        ({"algorithm": ["fedprox"]}, "methods are the rows"),
+    ],
+)
+def test_a_space_that_cannot_be_searched_is_refused_in_words(space: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        spaces(Tune(space=space), [FEDAVG], ())
+
+
+def test_a_space_for_no_method_of_the_table_is_refused_with_a_guess() -> None:
+    with pytest.raises(UserError, match=r"tune.spaces.fedprx is for no method .*'fedprox'.*fedavg, FedAvg, fedprox"):
+        spaces(Tune(spaces={"fedprx": {"algorithm.mu": [1]}}), [FEDAVG, FEDPROX], ())
+    with pytest.raises(UserError, match=r"tune\.spaces\.fedprox is empty"):
+        spaces(Tune(spaces={"fedprox": {}}), [FEDPROX], ())
+
+
+@pytest.mark.parametrize(
+    ("spanned", "key"), [("algorithm.mu", "algorithm.mu"), ("local", "local.epochs"), ("local.schedule.every", "local")]
+)
+def test_what_the_grid_varies_is_not_tuned_as_well(spanned: str, key: str) -> None:
+    method = Method("FedProx", "fedprox", frozenset({spanned}))
+    with pytest.raises(UserError, match=f"row FedProx sets {spanned} in the grid, and tune searches for {key}"):
+        spaces(Tune(space={key: [1]}), [method], ())
+    assert spaces(Tune(space={"algorithm.music": [1]}), [method], ())
