@@ -1,10 +1,11 @@
 """How a run measures its models beside the test set: the settings, and the records that are held out for it."""
 
 from collections.abc import Sequence
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fl_sim.errors import UserError
 from fl_sim.seeding import rng
@@ -19,9 +20,26 @@ class Evaluate(Settings):
     the held-out records of all clients together, with their true labels and as each client sees them. A server that
     does so is a simulation's convenience: in a real federation clients would measure, and send counts. The test set has
     no part in it.
+
+    ``test``: when the test records are looked at: after every evaluated round ("rounds"), after the last alone
+    ("last"), or "never", where settings are searched for by validation.
     """
 
     validation: float = Field(0.0, ge=0, lt=1)
+    test: Literal["rounds", "last", "never"] = "rounds"
+
+    @model_validator(mode="after")
+    def _measures_something(self) -> Self:
+        if self.test == "never" and not self.validation:
+            raise ValueError(
+                "evaluate.test=never without evaluate.validation measures nothing: hold records out, for example "
+                "evaluate.validation=0.1, or take evaluate.test=last"
+            )
+        return self
+
+    def tests(self, *, is_last: bool) -> bool:
+        """Say whether the test records are looked at after an evaluated round."""
+        return self.test == "rounds" or (self.test == "last" and is_last)
 
 
 Shards = tuple[NDArray[np.int64], ...]

@@ -54,9 +54,9 @@ def calibrate(
         generator = rng(seed, "calibration batches")
         params = with_trained_head(settings, job.model(), params, features, labels, generator)
     calibrated = replace(log.server, params=params)
-    after = measuring.measured(calibrated.model, "after the calibration; try a smaller calibrate.learning_rate")
+    when = "after the calibration; try a smaller calibrate.learning_rate"
+    after = measuring.measured(calibrated.model, when, is_last=True)
     before = log.rounds[-1].test_accuracy
-    assert before is not None  # the last round is evaluated, whatever evaluate_every is
     skipped = sorted(set(range(num_classes)) - {one.label for one in classes})
     log.calibration = Calibration(before, after.accuracy, after.loss, tuple(skipped), after.validation_accuracy)
     log.server = calibrated

@@ -14,10 +14,10 @@ from fl_sim.types import Params
 
 @dataclass(frozen=True)
 class Measured:
-    """What a model is measured to be: accuracies in [0, 1], mean cross-entropies; None where nothing is held out."""
+    """What a model is measured to be: accuracies in [0, 1], mean cross-entropies; None where it is not measured."""
 
-    accuracy: float
-    loss: float
+    accuracy: float | None = None
+    loss: float | None = None
     validation_accuracy: float | None = None
     validation_loss: float | None = None
 
@@ -35,12 +35,14 @@ class Measuring:
         """Return what the experiment's models are measured on, loaded."""
         return cls(job, evaluation_records(job), validation_records(job) if job.validation else None)
 
-    def measured(self, params: Params, when: str) -> Measured:
-        """Measure the model ``params``.
+    def measured(self, params: Params, when: str, *, is_last: bool) -> Measured:
+        """Measure the model ``params``, the last of its run or not.
 
         Raises Diverged, with ``when`` and what to do about it in its message, where a loss is not finite.
         """
-        tested = self._scored(params, self.test, "test", when)
+        tested: tuple[float | None, float | None] = (None, None)
+        if self.job.experiment.evaluate.tests(is_last=is_last):
+            tested = self._scored(params, self.test, "test", when)
         if self.validation is None:
             return Measured(*tested)
         return Measured(*tested, *self._scored(params, self.validation, "validation", when))

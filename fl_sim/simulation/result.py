@@ -23,7 +23,7 @@ VERSIONS = ("fl-sim", "flwr", "torch", "numpy")
 def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, Any]:
     """Return what ``result.json`` says of a run that took ``seconds``."""
     experiment = job.experiment
-    scores = _scores(log)
+    scores = _scores(experiment, log)
     best = max(scores, key=lambda one: one.chosen_by, default=None)  # the first of equals
     return {
         "status": status,
@@ -61,24 +61,27 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
 
 @dataclass(frozen=True)
 class _Score:
-    """A model's accuracies in [0, 1], after the round ``round``; ``validation`` None: nothing is held out."""
+    """A model's accuracies in [0, 1], after the round ``round``; None where it was not measured."""
 
     round: int
-    accuracy: float
+    accuracy: float | None
     validation: float | None
 
     @property
     def chosen_by(self) -> float:
         """Return what decides which model is the best."""
-        return self.accuracy if self.validation is None else self.validation
+        measured = self.accuracy if self.validation is None else self.validation
+        assert measured is not None
+        return measured
 
 
-def _scores(log: RunLog) -> list[_Score]:
-    """Return what was measured, in order; the calibrated model comes after the last round's."""
+def _scores(experiment: Experiment, log: RunLog) -> list[_Score]:
+    """Return what was tested, in order, or validated where nothing is; the calibrated model comes after the rounds'."""
+    untested = experiment.evaluate.test == "never"
     scores = [
         _Score(record.round, record.test_accuracy, record.validation_accuracy)
         for record in log.rounds
-        if record.test_accuracy is not None
+        if (record.validation_accuracy if untested else record.test_accuracy) is not None
     ]
     if log.calibration is not None:
         scores.append(_Score(len(log.rounds), log.calibration.accuracy, log.calibration.validation_accuracy))

@@ -82,10 +82,11 @@ class Rounds:
                 log.stopped = f"privacy budget spent after {len(log.rounds)} rounds ({spent})"
                 break
             measured: Measured | None = None
-            if server_round % experiment.evaluate_every == 0 or _is_last(experiment, server_round, log.privacy):
+            is_last = _is_last(experiment, server_round, log.privacy)
+            if server_round % experiment.evaluate_every == 0 or is_last:
                 model = replace(strategy.server, params=reported_by(self.algorithm, strategy.server)).model
                 when = f"after round {server_round}: training diverges, try smaller learning rates"
-                measured = measuring.measured(model, when)
+                measured = measuring.measured(model, when, is_last=is_last)
             epsilon = strategy.privacy.ledger.epsilon if strategy.privacy else None
             seconds = None if experiment.is_private else time.perf_counter() - start
             record = RoundRecord(server_round, None, None, done.train_loss, epsilon, done.cohort_size, rate, seconds)

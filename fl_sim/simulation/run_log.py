@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 class Calibration:
     """What training the head again came to. Accuracies in [0, 1]; ``skipped``: classes that nothing was drawn of.
 
-    ``validation_accuracy`` None: nothing is held out.
+    None: the test records are not looked at; ``validation_accuracy`` None: nothing is held out.
     """
 
-    accuracy_before: float
-    accuracy: float
-    loss: float
+    accuracy_before: float | None
+    accuracy: float | None
+    loss: float | None
     skipped: tuple[int, ...]
     validation_accuracy: float | None = None
 

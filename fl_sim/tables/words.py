@@ -108,6 +108,8 @@ def caption(experiments: Sequence[Experiment], notes: Mapping[str, str], *, has_
 
 def _best(experiments: Sequence[Experiment]) -> str:
     """Say on which records the best round is picked."""
+    if {e.evaluate.test for e in experiments} == {"last"}:
+        return "the same, as the test records are looked at once, after the last round"
     shares = {e.evaluate.validation for e in experiments}
     if shares == {0.0}:
         return "the best evaluated round, picked on the test set and so optimistic"

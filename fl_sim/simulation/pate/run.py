@@ -120,7 +120,8 @@ class _Training:
         if step * rounds < epoch * self.settings.steps:
             return
         accuracy, loss = None, None
-        if epoch % self.experiment.evaluate_every == 0 or epoch == rounds:
+        chosen = self.experiment.evaluate.tests(is_last=False) and epoch % self.experiment.evaluate_every == 0
+        if chosen or epoch == rounds:
             accuracy, loss = evaluate(model, self.inputs, self.labels)
             if not math.isfinite(loss):
                 raise RunError(f"the student's loss is {loss} after epoch {epoch}: choose a smaller learning rate")

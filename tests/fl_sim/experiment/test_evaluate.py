@@ -78,3 +78,8 @@ def test_a_job_trains_on_what_validation_leaves_of_the_same_split():
 def test_validation_has_no_place_in_a_run_that_promises_privacy(private):
     with pytest.raises(UserError, match=r"evaluate.validation=0.1 reads clients' own records without noise"):
         _made(*private, "evaluate.validation=0.1")
+
+
+def test_a_run_that_measures_nothing_is_refused():
+    with pytest.raises(UserError, match=r"evaluate.test=never without evaluate.validation measures nothing"):
+        _made("evaluate.test=never")

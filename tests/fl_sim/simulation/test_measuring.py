@@ -92,6 +92,38 @@ def test_the_test_records_decide_nothing_where_there_is_validation(
     assert plain["best_accuracy"] != other["best_accuracy"]
 
 
+@pytest.mark.parametrize("calibration", ["none", "ccvr:50"])
+def test_a_run_that_never_tests_reads_no_test_record_and_trains_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calibration: str
+) -> None:
+    chosen = ("evaluate.validation=0.2", f"calibrate={calibration}", "partition=dirichlet:0.5")
+    tested = run(quick(*chosen), tmp_path / "tested")
+
+    def without_test(name: str, root: Path | None) -> Dataset:
+        dataset = load(name, root)
+        return replace(dataset, test=replace(dataset.test, labels=dataset.test.labels + 10**6))  # no class of the model
+
+    monkeypatch.setattr(wiring, "load", without_test)
+    result = run(quick(*chosen, "evaluate.test=never"), tmp_path / "run")
+    assert result["final_accuracy"] is None
+    assert result["best_accuracy"] is None
+    assert result["validation"] == tested["validation"]
+    assert result["best_round"] == tested["best_round"]
+    assert [one.test_accuracy for one in read_rounds(tmp_path / "run")] == [None] * 3
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("tested", "run")]
+    assert models[0] == models[1]
+
+
+def test_the_test_records_may_be_looked_at_once_after_the_last_round(tmp_path: Path) -> None:
+    chosen = quick("evaluate.test=last", "evaluate.validation=0.2")
+    result = run(chosen, tmp_path / "run")
+    rounds = read_rounds(tmp_path / "run")
+    assert [one.test_accuracy is None for one in rounds] == [True, True, False]
+    assert all(one.validation_accuracy is not None for one in rounds)
+    assert result["final_accuracy"] == result["best_accuracy"] == rounds[-1].test_accuracy
+    assert result["best_round"] == 3
+
+
 def test_a_run_that_began_before_there_was_validation_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
