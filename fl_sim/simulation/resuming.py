@@ -7,6 +7,7 @@ from typing import Any
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.settings_file import read_table
+from fl_sim.simulation.extending import MOST_KEPT, extend, num_bytes_kept
 from fl_sim.simulation.procedure import Procedure
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
@@ -18,11 +19,12 @@ from strategies.global_dp import GlobalDP
 
 
 def finished_result(experiment: Experiment, out: Path) -> dict[str, Any] | None:
-    """Return what a finished run of ``experiment`` in ``out`` says; None where there is none.
+    """Return what a finished run of ``experiment`` in ``out`` says; None where there is none, or one of other rounds.
 
     Raises UserError where ``out`` holds a run with other settings, or a result that is not of the rounds beside it.
     """
-    if not holds_run(experiment, out) or not (out / run_directory.RESULT).exists():
+    earlier = earlier_run(experiment, out)
+    if earlier is None or earlier.rounds != experiment.rounds or not (out / run_directory.RESULT).exists():
         return None
     result = run_directory.read_result(out)
     if result is None and not (out / CHECKPOINT).exists():
@@ -41,21 +43,22 @@ def finished_result(experiment: Experiment, out: Path) -> dict[str, Any] | None:
     return result
 
 
-def holds_run(experiment: Experiment, out: Path) -> bool:
-    """Say whether ``out`` holds a run of ``experiment``.
+def earlier_run(experiment: Experiment, out: Path) -> Experiment | None:
+    """Return the run of ``experiment`` that ``out`` holds, which may have another number of rounds; None without one.
 
     Raises UserError where it holds one with other settings, or anything else.
     """
     path = out / run_directory.CONFIG
     if path.exists():
-        settings, earlier = _settings(experiment), _settings(experiment_from(read_table(path)))
+        found = experiment_from(read_table(path))
+        settings, earlier = _settings(experiment), _settings(found)
         if earlier != settings:
             changed = ", ".join(key for key, value in settings.items() if earlier[key] != value)
             raise UserError(f"{out} holds a run with other settings ({changed}): choose another --out, or delete it")
-        return True
+        return found
     if out.exists() and any(not is_partial(found) and found.name != LOCK for found in out.iterdir()):
         raise UserError(f"{out} is not empty and holds no run: choose another --out")
-    return False
+    return None
 
 
 def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
@@ -64,12 +67,14 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
     Raises UserError where what is there does not fit together, or does not fit the experiment: never goes on from less.
     """
     experiment = procedure.job.experiment
-    there = holds_run(experiment, out)
+    there = earlier_run(experiment, out)
+    if there is not None and there.rounds != experiment.rounds:
+        extend(procedure, out, there)
     if isinstance(experiment.aggregator, GlobalDP):
         _check_paid(out)
     log = RunLog(procedure.beginning())
     checkpoint = read_checkpoint(out, log.server)
-    if there and checkpoint is not None:
+    if there is not None and checkpoint is not None:
         progress, log.server = checkpoint
         log.rounds = run_directory.keep_rounds(out, progress.last_round, progress.chain)
         log.chain, log.clipping_norm, log.receipt = progress.chain, progress.clipping_norm, progress.receipt
@@ -82,21 +87,31 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
     return log, len(log.rounds) + 1
 
 
-def has_leftovers(out: Path) -> bool:
+def has_leftovers(experiment: Experiment, out: Path) -> bool:
     """Say whether ``out`` holds what only an unfinished run needs."""
-    return (out / run_directory.STATE).exists() or (out / CHECKPOINT).exists()
+    there = (out / run_directory.STATE).exists() or (out / CHECKPOINT).exists()
+    return there and not _can_go_on(experiment, out)
 
 
-def clean_up(out: Path) -> None:
-    """Remove what a finished run does not need: the checkpoint, what its clients kept, and what they once failed of."""
-    if (out / run_directory.STATE).exists():
-        shutil.rmtree(out / run_directory.STATE)
-    (out / CHECKPOINT).unlink(missing_ok=True)
+def clean_up(experiment: Experiment, out: Path) -> None:
+    """Remove what a finished run does not need: what its clients once failed of, and what it could not go on with.
+
+    The checkpoint and what clients kept stay, unless they are large or the run promises privacy.
+    """
+    if not _can_go_on(experiment, out):
+        if (out / run_directory.STATE).exists():
+            shutil.rmtree(out / run_directory.STATE)
+        (out / CHECKPOINT).unlink(missing_ok=True)
     (out / run_directory.PRIVATE_ERRORS).unlink(missing_ok=True)
 
 
+def _can_go_on(experiment: Experiment, out: Path) -> bool:
+    return not experiment.is_private and num_bytes_kept(out) <= MOST_KEPT
+
+
 def _settings(experiment: Experiment) -> dict[str, Any]:
-    return experiment.model_dump(exclude={"engine", "round_timeout"})
+    """Return what two runs must have in common for one to be the other, or to be where the other goes on."""
+    return experiment.model_dump(exclude={"engine", "round_timeout", "rounds"})
 
 
 def _check_paid(out: Path) -> None:

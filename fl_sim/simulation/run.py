@@ -34,19 +34,20 @@ def run(
     """Run ``experiment`` in ``out`` and return what ``result.json`` says.
 
     ``grid``: Flower's own, where its runtime runs us; otherwise the experiment's engine is started.
-    Goes on after the last finished round where ``out`` holds an unfinished run of the experiment; a finished run is
-    not run again, and costs no privacy again: its result is returned as it was. Raises RunError where the run cannot go
-    on, UserError for settings that cannot be run and for files that do not fit together; what is finished stays.
+    Goes on after the last finished round where ``out`` holds an unfinished run of the experiment, or one that had fewer
+    rounds; a finished run is not run again, and costs no privacy again: its result is returned as it was. Raises
+    RunError where the run cannot go on, UserError for settings that cannot be run and for files that do not fit
+    together; what is finished stays.
     """
     observer = observer or Silent()
     job = job_of(experiment, data_root)  # an impossible split is refused before anything is written
     with in_words():
         result = finished_result(job.experiment, out)
-        if result is None or has_leftovers(out):
+        if result is None or has_leftovers(job.experiment, out):
             out.mkdir(parents=True, exist_ok=True)
             with sole_run(out):
                 result = finished_result(job.experiment, out) or _run(procedure_of(job), out, observer, grid)
-                clean_up(out)
+                clean_up(job.experiment, out)
         return result
 
 

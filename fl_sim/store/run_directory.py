@@ -7,7 +7,7 @@ every round, at the end ``model.safetensors`` and ``result.json`` - of a run tha
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,12 +56,23 @@ class RoundRecord:
     validation_loss: float | None = None
 
 
+MEASURED = ("test_accuracy", "test_loss", "validation_accuracy", "validation_loss")
+"""What of a round is there only where its model was measured."""
+
 _RECORD = TypeAdapter(RoundRecord)
+
+
+@dataclass(frozen=True)
+class Log:
+    """A whole log: the ``content`` of its file, and the ``chain`` after its last line."""
+
+    content: bytes
+    chain: str
 
 
 def write_config(out: Path, settings: Mapping[str, Any]) -> None:
     """Write the resolved experiment."""
-    write_text(out / CONFIG, tomli_w.dumps(settings))
+    write_whole(out / CONFIG, _config(settings))
 
 
 def chain_start(out: Path) -> str:
@@ -74,9 +85,7 @@ def append_round(out: Path, record: RoundRecord, chain: str) -> str:
 
     ``chain``: the hash over the settings and all rounds before, by which a lost, foreign or changed line is noticed.
     """
-    optional = {part.name for part in fields(RoundRecord) if part.default is not MISSING}
-    said = {name: value for name, value in asdict(record).items() if value is not None or name not in optional}
-    line = json.dumps(said, allow_nan=False).encode() + b"\n"
+    line = _line(record)
     append_line(out / ROUNDS, line, is_first=record.round == 1)
     return _linked(chain, line)
 
@@ -119,6 +128,27 @@ def keep_rounds(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
     if _content(out) != b"".join(lines[:last_round]):
         write_whole(out / ROUNDS, b"".join(lines[:last_round]))
     return records[:last_round]
+
+
+def other_settings(out: Path, settings: Mapping[str, Any], num_rounds: int, *, last_is_measured: bool) -> Log:
+    """Return what the log's first ``num_rounds`` rounds are in a run of other ``settings``; nothing is written.
+
+    ``last_is_measured``: whether that run would measure its model after the last of them.
+    """
+    lines, records = _whole_lines(out)[:num_rounds], read_rounds(out)[:num_rounds]
+    if records and not last_is_measured and any(getattr(records[-1], name) is not None for name in MEASURED):
+        unmeasured: dict[str, Any] = dict.fromkeys(MEASURED)
+        lines[-1] = _line(replace(records[-1], **unmeasured))
+    chain = hashlib.sha256(_config(settings)).hexdigest()
+    for line in lines:
+        chain = _linked(chain, line)
+    return Log(b"".join(lines), chain)
+
+
+def write_log(out: Path, log: Log) -> None:
+    """Put ``log`` in the place of the log that there is."""
+    if _content(out) != log.content:
+        write_whole(out / ROUNDS, log.content)
 
 
 def write_model(out: Path, params: Mapping[str, torch.Tensor]) -> None:
@@ -166,6 +196,16 @@ def _content(out: Path) -> bytes:
 def _whole_lines(out: Path) -> list[bytes]:
     content = _content(out)
     return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+
+
+def _config(settings: Mapping[str, Any]) -> bytes:
+    return tomli_w.dumps(settings).encode(errors="backslashreplace")
+
+
+def _line(record: RoundRecord) -> bytes:
+    optional = {part.name for part in fields(RoundRecord) if part.default is not MISSING}
+    said = {name: value for name, value in asdict(record).items() if value is not None or name not in optional}
+    return json.dumps(said, allow_nan=False).encode() + b"\n"
 
 
 def _record(out: Path, number: int, line: bytes) -> RoundRecord:

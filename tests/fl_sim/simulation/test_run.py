@@ -77,7 +77,7 @@ def same_model(left: Path, right: Path) -> bool:
 def test_a_run_leaves_the_promised_files_and_keys(tmp_path: Path) -> None:
     result = run(quick(), tmp_path / "run")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "config.toml", "model.safetensors", "result.json", "rounds.jsonl",
+        "checkpoint.safetensors", "config.toml", "model.safetensors", "result.json", "rounds.jsonl",
     ]  # fmt: skip
     assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
     wanted = [
@@ -235,8 +235,8 @@ def test_a_client_that_does_not_answer_in_a_rounds_time_ends_the_run_and_is_name
 
 def test_a_run_never_overwrites_another(tmp_path: Path) -> None:
     run(quick(), tmp_path / "run")
-    with pytest.raises(UserError, match=r"other settings \(rounds\)"):
-        run(quick(rounds=7), tmp_path / "run")
+    with pytest.raises(UserError, match=r"other settings \(seed\)"):
+        run(quick(seed=7), tmp_path / "run")
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear").write_text("me")
     with pytest.raises(UserError, match="not empty"):
@@ -257,8 +257,9 @@ def test_a_finished_run_is_not_run_again_and_its_result_is_shown(tmp_path: Path)
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()} == before
 
 
+@pytest.mark.usefixtures("quick_accounting")
 def test_a_run_that_died_while_it_tidied_up_is_finished(tmp_path: Path) -> None:
-    experiment = quick(algorithm="scaffold")
+    experiment = quick(algorithm="scaffold", aggregator={"kind": "global-dp", "noise": "seeded"})
     interrupted(experiment, tmp_path / "run")
     kept = {path.relative_to(tmp_path / "run"): path.read_bytes() for path in (tmp_path / "run").rglob("*.*")}
     first = run(experiment, tmp_path / "run")
@@ -279,11 +280,20 @@ def test_a_result_that_does_not_belong_to_its_run_is_not_believed(tmp_path: Path
         result.write_bytes((tmp_path / "other" / "result.json").read_bytes())
     elif damage == "cut":
         os.truncate(result, 100)
+        (tmp_path / "run" / "checkpoint.safetensors").unlink()
     else:
         rounds = tmp_path / "run" / "rounds.jsonl"
         rounds.write_bytes(b"".join(rounds.read_bytes().splitlines(keepends=True)[:2]))
     with pytest.raises(UserError, match=r"result\.json"):
         run(quick(), tmp_path / "run")
+
+
+def test_a_damaged_result_is_written_again_where_the_run_has_kept_what_it_ended_with(tmp_path: Path) -> None:
+    first = run(quick(), tmp_path / "run")
+    os.truncate(tmp_path / "run" / "result.json", 100)
+    again = run(quick(), tmp_path / "run", observer=(observer := Recorded()))
+    assert observer.rounds == []
+    assert again | {"seconds": 0} == first | {"seconds": 0}
 
 
 def test_what_a_run_reports_is_the_accuracy_of_its_model_on_the_test_records(tmp_path: Path) -> None:

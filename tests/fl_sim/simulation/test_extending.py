@@ -1,0 +1,153 @@
+"""A finished run with more rounds ends in the bits of an undisturbed one, or says why it cannot go on."""
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.simulation import extending, resuming
+from fl_sim.simulation.run import Silent, run
+from fl_sim.store import run_directory
+from fl_sim.store.run_directory import RoundRecord, read_rounds
+
+QUICK = {"model": "logistic", "rounds": 2, "engine": "inprocess", "partition": "label-2", "local": {"batch_size": 32}}
+
+
+def quick(**changes: object) -> Experiment:
+    return experiment_from({**QUICK, **changes})
+
+
+def bits(out: Path) -> str:
+    return hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+
+
+def untimed(out: Path) -> list[RoundRecord]:
+    return [replace(record, seconds=None) for record in read_rounds(out)]
+
+
+def told(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in result.items() if key not in {"seconds", "chain"}}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {}, {"algorithm": "scaffold", "sampler": "fixed-size:4"}, {"algorithm": "fedadam"}, {"algorithm": "fedmix"},
+        {"algorithm": "fedexp"}, {"calibrate": {"kind": "ccvr", "samples_per_class": 5, "epochs": 1}},
+        {"evaluate_every": 4, "evaluate": {"validation": 0.2}},
+        {"local": {"batch_size": 32, "schedule": "step:3"}},
+    ],
+    ids=["fedavg", "scaffold", "fedadam", "fedmix", "fedexp", "ccvr", "evaluated seldom", "steps"],
+)  # fmt: skip
+def test_a_run_that_gets_more_rounds_ends_in_the_bits_of_one_that_had_them_at_once(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    whole = run(quick(**settings, rounds=4), tmp_path / "whole")
+    run(quick(**settings), tmp_path / "run")
+    first = (tmp_path / "run" / "rounds.jsonl").read_bytes().splitlines()
+    assert told(run(quick(**settings, rounds=4), tmp_path / "run")) == told(whole)
+    assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
+    assert bits(tmp_path / "run") == bits(tmp_path / "whole")
+    if "evaluate_every" not in settings:  # the rounds that were done were not done again
+        assert (tmp_path / "run" / "rounds.jsonl").read_bytes().splitlines()[:2] == first
+
+
+def test_an_interrupted_run_can_get_more_rounds_too_and_more_than_once(tmp_path: Path) -> None:
+    class Impatient(Silent):
+        def finished_round(self, record: RoundRecord) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(quick(), tmp_path / "run", observer=Impatient())
+    for rounds in (3, 4):
+        run(quick(rounds=rounds), tmp_path / "run")
+    run(quick(rounds=4), tmp_path / "whole")
+    assert bits(tmp_path / "run") == bits(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("dies_at", ["write_log", "write_config"])
+def test_a_crash_while_a_run_gets_more_rounds_is_made_good_by_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str
+) -> None:
+    settings = {"algorithm": "scaffold", "evaluate_every": 3}
+    run(quick(**settings, rounds=4), tmp_path / "whole")
+    run(quick(**settings), tmp_path / "run")
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_directory, dies_at, die)
+        with pytest.raises(KeyboardInterrupt):
+            run(quick(**settings, rounds=4), tmp_path / "run")
+    run(quick(**settings, rounds=4), tmp_path / "run")
+    assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
+    assert bits(tmp_path / "run") == bits(tmp_path / "whole")
+
+
+def _forget_the_checkpoint(out: Path) -> None:
+    (out / "checkpoint.safetensors").unlink()
+
+
+def _change_a_round(out: Path) -> None:
+    rounds = (out / "rounds.jsonl").read_text()
+    (out / "rounds.jsonl").write_text(rounds.replace('"cohort": 10', '"cohort": 9', 1))
+
+
+def _forget_the_states(out: Path) -> None:
+    shutil.rmtree(out / "clients")
+
+
+def _nothing(out: Path) -> None:
+    del out
+
+
+@pytest.mark.parametrize(
+    ("settings", "rounds", "before", "said"),
+    [
+        ({}, 1, _nothing, r"holds 2 rounds of this run already, so rounds=1 .* choose another --out"),
+        ({"local": {"schedule": "cosine"}}, 4, _nothing, r"schedule=cosine depends on .*: .* 0.005 .* 0.0085355"),
+        ({}, 4, _forget_the_checkpoint, r"not checkpoint.safetensors, without which it cannot go on: .* 64 MiB"),
+        ({}, 4, _change_a_round, r"rounds.jsonl or .*config.toml was changed"),
+        ({"algorithm": "scaffold"}, 4, _forget_the_states, "does not hold what clients knew after round 2"),
+    ],
+    ids=["fewer", "cosine", "no checkpoint", "changed", "no states"],
+)  # fmt: skip
+def test_a_run_that_cannot_go_on_says_why_and_stays_as_it_was(
+    tmp_path: Path, settings: dict[str, Any], rounds: int, before: Callable[[Path], None], said: str
+) -> None:
+    run(quick(**settings), tmp_path / "run")
+    before(tmp_path / "run")
+    model = bits(tmp_path / "run")
+    with pytest.raises(UserError, match=said):
+        run(quick(**settings, rounds=rounds), tmp_path / "run")
+    assert bits(tmp_path / "run") == model
+    assert "rounds = 2" in (tmp_path / "run" / "config.toml").read_text()
+
+
+@pytest.mark.usefixtures("quick_accounting")
+def test_a_run_that_promises_privacy_gets_no_further_rounds_and_keeps_nothing_for_them(tmp_path: Path) -> None:
+    private = {"algorithm": "scaffold", "aggregator": {"kind": "global-dp", "noise": "seeded"}}
+    run(quick(**private), tmp_path / "run")
+    ledger = (tmp_path / "run" / "ledger.jsonl").read_bytes()
+    assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
+    assert not (tmp_path / "run" / "clients").exists()
+    with pytest.raises(UserError, match=r"rounds=2, which promises privacy .* choose another --out, .* pays from the"):
+        run(quick(**private, rounds=4), tmp_path / "run")
+    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == ledger
+
+
+def test_what_a_run_could_go_on_with_is_kept_where_it_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(quick(algorithm="scaffold"), tmp_path / "small")
+    kept = extending.num_bytes_kept(tmp_path / "small")
+    sizes = [path.stat().st_size for path in (tmp_path / "small").glob("c*/*")]
+    assert 10_000 < kept < sum(sizes) + 100_000
+    monkeypatch.setattr(resuming, "MOST_KEPT", kept - 1)
+    run(quick(algorithm="scaffold"), tmp_path / "large")
+    assert not {"checkpoint.safetensors", "clients"} & {path.name for path in (tmp_path / "large").iterdir()}
