@@ -127,7 +127,7 @@ class InProcess(Settings):
     Models that draw random numbers while they train (dropout), and models of the user's own classes, go one client
     after another. ``threads``: torch threads of each worker. ``stack``: how many clients are trained as one computation
     over stacked parameters (0: 100 on a GPU, 1 on a CPU, where it does not pay); the last bits depend on it.
-    ``graphs``: whether a GPU is given each step of a stack as one CUDA graph, from the second stack on.
+    ``graphs``: whether a GPU is given each step of a stack as one CUDA graph, after the first few.
     """
 
     kind: Literal["inprocess"] = "inprocess"

@@ -1,6 +1,7 @@
 """A step over fixed buffers as one launch: CUDA graphs, each checked against the step itself before it is used."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
@@ -18,6 +19,9 @@ SAME_STEP = 0.01
 ROUNDING = 2.0**-22
 """What is rounding, as a share of the numbers themselves: four times what one float32 operation rounds by."""
 
+PLAIN_STEPS = 8
+"""Steps with one number of clients before a graph is made for it: making one costs about as much as six plain steps."""
+
 WARM_UP_STEPS = 3
 """Steps before a capture, in which libraries set themselves up, as PyTorch's documentation has it."""
 
@@ -25,13 +29,16 @@ WARM_UP_STEPS = 3
 class Launcher:
     """Takes steps with the first clients of a stack, as one launch for each of a few numbers of clients.
 
-    A step with fewer clients takes the launch of the next larger number, and the surplus stays as it is. Where a graph
-    cannot be made, or does something else than the step, there is a warning, and no more graphs.
+    A step with fewer clients takes the launch of the next larger number, and the surplus stays as it is. A launch is
+    made for a number of clients once there were ``plain_steps`` steps with it. Where a graph cannot be made, or does
+    something else than the step, there is a warning, and no more graphs.
     """
 
-    def __init__(self, step: StackedStep, capture: Capture | None) -> None:
+    def __init__(self, step: StackedStep, capture: Capture | None, plain_steps: int = 0) -> None:
         self._step = step
         self._capture = capture
+        self._plain_steps = plain_steps
+        self._taken: Counter[int] = Counter()
         self._replays: dict[int, Callable[[], None]] = {}
 
     @property
@@ -47,6 +54,9 @@ class Launcher:
             self._step(active)
         elif width in self._replays:
             self._replays[width]()
+        elif self._taken[width] < self._plain_steps:
+            self._taken[width] += 1
+            self._step(active)
         else:
             self._record(self._capture, width, active)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from fl_sim.native.kernel import Draws
 from fl_sim.params import FlatParams, layout_of
-from fl_sim.training.cuda_graphs import Capture, Launcher, capture_on_cuda
+from fl_sim.training.cuda_graphs import PLAIN_STEPS, Capture, Launcher, capture_on_cuda
 from fl_sim.training.features import feature_sums
 from fl_sim.training.precision import arithmetic
 from fl_sim.training.records import Source, merged
@@ -28,9 +28,9 @@ class StackedTrainer:
     """Trains all clients of a round together, on ``model``, which lends its architecture.
 
     The model must draw no random numbers and treat every record by itself (no batch statistics). ``graphs``: whether a
-    GPU is given a step as one launch from the second call on, if the first had the same records and kind of plan;
-    ``capture`` says how. ``alone`` trains the clients whose plans no stack knows; PyTorch does unless it is given. Not
-    for several threads at once.
+    GPU is given a step as one launch, after ``plain_steps`` of them with the same records, kind of plan and number of
+    clients; ``capture`` says how. ``alone`` trains the clients whose plans no stack knows; PyTorch does unless it is
+    given. Not for several threads at once.
     """
 
     def __init__(
@@ -41,12 +41,14 @@ class StackedTrainer:
         alone: Trainer | None = None,
         graphs: bool = True,
         capture: Capture = capture_on_cuda,
+        plain_steps: int = PLAIN_STEPS,
     ) -> None:
         self._model = model
         self._alone = alone or Trainer(model, None, precision)
         self._precision = precision
         self._graphs = graphs
         self._capture = capture
+        self._plain_steps = plain_steps
         self._sources: list[Source] = []
         self._step: StackedStep | None = None
         self._launcher: Launcher | None = None
@@ -121,14 +123,15 @@ class StackedTrainer:
     def _prepared(self, kind: Kind, jobs: list[LocalJob]) -> tuple[StackedStep, Launcher]:
         """Return the step, which is a new one where the last one's does not fit, and what takes it."""
         sources = list(dict.fromkeys(source for job in jobs for source, _ in job.records.parts))
-        step, capture = self._step, self._capture if self._graphs and captures_on(jobs[0].records.device) else None
-        if step is None or step.kind != kind or len(jobs) > step.capacity or sources != self._sources:
-            self._step = self._launcher = None  # their memory is free for the new ones
+        step, launcher = self._step, self._launcher
+        fits = step is not None and step.kind == kind and len(jobs) <= step.capacity and sources == self._sources
+        if step is None or launcher is None or not fits:
+            self._step = self._launcher = step = launcher = None  # their memory is free for the new ones
+            capture = self._capture if self._graphs and captures_on(jobs[0].records.device) else None
             step = StackedStep(self._model, kind, merged(sources), jobs[0].plan, len(jobs), padded=capture is not None)
-            self._step, self._sources = step, sources
-            return step, Launcher(step, None)
-        self._launcher = self._launcher or Launcher(step, capture)
-        return step, self._launcher
+            launcher = Launcher(step, capture, self._plain_steps)
+            self._step, self._launcher, self._sources = step, launcher, sources
+        return step, launcher
 
 
 def captures_on(device: torch.device) -> bool:

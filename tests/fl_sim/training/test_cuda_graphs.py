@@ -69,6 +69,21 @@ def test_a_step_is_captured_once_for_each_width_and_nobody_moves_meanwhile() -> 
     assert same(step.state(), expected(*steps))
 
 
+def test_a_launch_is_made_after_so_many_plain_steps_of_its_width() -> None:
+    step, captured = Counting(), []
+
+    def capture(call: Callable[[], None]) -> Callable[[], None]:
+        captured.append(len(step.widths))
+        return call
+
+    launch = Launcher(step, capture, plain_steps=2)  # type: ignore[arg-type]
+    for active in (10, 4, 10, 4, 10):
+        launch(active)
+    assert step.widths[:4] == [10, 4, 10, 4]
+    assert (captured, launch.num_graphs) == ([4], 1)
+    assert same(step.state(), expected(10, 4, 10, 4, 10))
+
+
 def test_without_capture_a_step_is_taken_with_as_many_as_still_train() -> None:
     step = Counting()
     launch = Launcher(step, None)  # type: ignore[arg-type]
