@@ -19,6 +19,7 @@ from fl_sim.report.progress import RunProgress
 from fl_sim.report.release import Release
 from fl_sim.settings import as_table
 from fl_sim.simulation import run as simulation
+from fl_sim.simulation.repeating import set_aside
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.tables.names import run_name
 from fl_sim.tables.plan import file_or_preset, plan_table, read_settings, table_settings
@@ -88,12 +89,14 @@ def run(
     *,
     out: str | Path | None = None,
     data_root: str | Path | None = None,
+    again: bool = False,
     progress: bool = True,
 ) -> RunResult:
     """Run an experiment, or take up or read back the run of it that ``out`` holds, and return what came of it.
 
     ``experiment``: an Experiment, or settings as a TOML file has them; None is the default experiment. ``out``: by
-    default ``results/NAME``, named after the settings. ``data_root``: where data sets are looked for first.
+    default ``results/NAME``, named after the settings. ``data_root``: where data sets are looked for first. ``again``:
+    run from the beginning, after what ``out`` holds of the run was moved to a folder beside it.
     ``progress``: whether it is shown on standard error. Raises UserError for settings that cannot be run, RunError
     where the run cannot go on; what is finished stays.
     """
@@ -104,8 +107,13 @@ def run(
     title = f"{kind_of(chosen.algorithm)} on {chosen.data} {short_form(chosen.partition)}"
     stream = None if progress else io.StringIO()
     with RunProgress(title, chosen.rounds, stream, timed=not chosen.is_private) as shown:
+        if again and (aside := set_aside(chosen, directory)):
+            shown.say(f"what {directory} held is in {aside} now")
         shown.say(f"results go to {directory}")
-        facts = simulation.run(chosen, directory, root, _Shown(shown))
+        observer = _Shown(shown)
+        facts = simulation.run(chosen, directory, root, observer)
+        if not observer.has_started:
+            shown.say("this run is finished already, and nothing was done: --again (again=True) runs it once more")
     releases = tuple(Release.model_validate(release) for release in facts["privacy"])
     rounds = tuple(read_rounds(directory))
     return RunResult(chosen, directory, rounds, facts["final_accuracy"], facts["best_accuracy"], releases, facts)
@@ -149,12 +157,14 @@ class _Shown:
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
+        self.has_started = False
         self.preparing = progress.preparing
         self.replied = progress.replied
         self.finished_round = progress.finished_round
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
         del experiment
+        self.has_started = True
         self._progress.say(engine)
         self._progress.started(first_round)
 

@@ -17,13 +17,15 @@ from fl_sim.tables.words import took
 _PICKED_ON = {"test": "the test set, so optimistic", "validation": "records held out for validation"}
 
 
-def run_experiment(arguments: list[str], out: Path | None, data_root: Path | None, *, json_output: bool) -> None:
+def run_experiment(
+    arguments: list[str], out: Path | None, data_root: Path | None, *, again: bool, json_output: bool
+) -> None:
     """Run what ``[FILE or PRESET] [key=value ...]`` describes, and print what came of it."""
     experiment = parse_experiment(arguments)
     look_for(experiment.data, data_root)
     with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
         from fl_sim.interface import run  # noqa: PLC0415
-    result = run(experiment, out=out, data_root=data_root)
+    result = run(experiment, out=out, data_root=data_root, again=again)
     if json_output:
         typer.echo(json.dumps(result.facts))
     else:

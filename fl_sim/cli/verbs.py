@@ -56,9 +56,15 @@ def run(
     *,
     out: Annotated[
         Path | None,
-        typer.Option(help="Where results go (default: results/NAME, after the settings); an unfinished run goes on."),
+        typer.Option(
+            help="Where results go (default: results/NAME, after the settings). An unfinished run goes on, also a "
+            "finished one that gets more rounds."
+        ),
     ] = None,
     data_root: _DataRoot = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Run from the beginning; what DIR holds of the run is moved beside it.")
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Run one experiment; with no arguments FedAvg on 1-Label digits, embedded in the package.
@@ -92,7 +98,7 @@ def run(
     with importing():
         from fl_sim.cli.run import run_experiment  # noqa: PLC0415 (see above)
 
-    run_experiment(arguments or [], out, data_root, json_output=json_output)
+    run_experiment(arguments or [], out, data_root, again=again, json_output=json_output)
 
 
 @app.command("table")

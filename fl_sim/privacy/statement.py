@@ -155,8 +155,8 @@ def _in_words(terms: Terms, account: _Account, guarantee: _Guarantee) -> str:
     )
     if account.again:
         said += (
-            f". {account.again} of the releases were paid for again after an interruption, taken not to depend "
-            "on the data"
+            f". {account.again} of the releases were paid for again, after an interruption or by --again, taken "
+            "not to depend on the data"
         )
     if account.promised == account.spent:
         return said

@@ -44,6 +44,30 @@ def test_people_read_accuracy_engine_and_that_there_is_no_privacy(
     assert "privacy: none" in printed
 
 
+def test_a_finished_run_says_so_and_shows_its_summary_and_again_repeats_it_beside_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+
+    def command(*more: str) -> tuple[str, str]:
+        assert typed(monkeypatch, "run", *QUICK, "--out", str(out), *more) == 0
+        return capsys.readouterr()
+
+    _, told = command()
+    assert "nothing was done" not in told
+    shown, told = command()
+    assert "accuracy" in shown
+    assert "this run is finished already, and nothing was done: --again (again=True) runs it once more" in told
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    _, told = command("--again")
+    assert f"what {out} held is in {tmp_path / 'run-before-1'} now" in told
+    assert "round 2/2" in told
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run-before-1").iterdir()} == before
+    assert (out / "model.safetensors").read_bytes() == before["model.safetensors"]
+    command("--again")
+    assert (tmp_path / "run-before-2").is_dir()
+
+
 def test_settings_come_from_a_file_with_overrides_on_top(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
