@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from fl_sim.report.table import MEASURES, Table, as_json, markdown, notes, texts
+from fl_sim.report.table import DIFFERENCES, MEASURES, Table, differences, markdown, notes, texts
+from fl_sim.report.table_json import as_json
 from fl_sim.tables.filling import Board, conclude
 
 
@@ -26,6 +27,8 @@ def _show(table: Table, *, json_output: bool) -> None:
         typer.echo(json.dumps(as_json(table)))
     elif console.is_terminal:
         console.print(_for_terminal(table))
+        if apart := differences(table):
+            console.print(_apart(table, apart))
         for note in notes(table):
             console.print(note, highlight=False, markup=False)
     else:
@@ -39,4 +42,13 @@ def _for_terminal(table: Table) -> RichTable:
             shown.add_column(Text(f"{column}\n{measure}"), justify="right")
     for row, cells in texts(table):
         shown.add_row(Text(row), *(Text(text, "bold green" if best else "") for text, best in cells))
+    return shown
+
+
+def _apart(table: Table, apart: list[tuple[str, list[str]]]) -> RichTable:
+    shown = RichTable("Method", title=DIFFERENCES)
+    for column in table.columns:
+        shown.add_column(Text(column), justify="right")
+    for row, cells in apart:
+        shown.add_row(Text(row), *map(Text, cells))
     return shown

@@ -16,8 +16,8 @@ from fl_sim.report.page import page
 from fl_sim.report.page_words import groups_of, percent, runs_of, summary, title_of
 from fl_sim.report.picture import Picture
 from fl_sim.report.runs import Found, find
+from fl_sim.report.spread import mean_and_deviation
 from fl_sim.report.sweep import sweeps
-from fl_sim.report.table import mean_and_deviation
 from fl_sim.store.run_directory import write_text
 
 PAGE = "report.html"

@@ -34,7 +34,7 @@ def fill_table(
         )
         raise typer.Exit(130) from None
     print_table(board, out, json_output=json_output)
-    typer.echo(f"table.md, table.csv, table.tex and table.json are in {out}", err=True)
+    typer.echo(f"table.md, table.csv, rounds.csv, table.tex and table.json are in {out}", err=True)
     if failures := board.failures():
         raise RunError(f"{len(failures)} of {len(plan.runs)} cells failed: {'; '.join(failures)}")
 

@@ -115,7 +115,9 @@ def table(
     With no arguments: all methods on 1-Label digits, embedded in the package. Presets: digits, mnist.
     A preset's name means the preset in every folder; a file of that name is ./NAME. A finished cell is not run again;
     after a crash or Ctrl-C the same command goes on where it stopped. Writes
-    table.md, table.csv, table.tex and table.json after every cell, and a run directory for each under DIR/cells.
+    table.md, table.csv (a line a run), table.tex (to take into a paper) and table.json after every cell, rounds.csv (a
+    line a round) at the end, and a run directory for each cell under DIR/cells. Bold is what is significantly best,
+    which takes three seeds.
 
     A FILE has [base], settings as for 'fl-sim run', and [grid], lists of values: algorithm, data, partition, seed or
     any other setting. An entry of algorithm may set more than that, such as {algorithm = "fedavg", preprocess = {kind =

@@ -138,7 +138,10 @@ class Outcome(Facts):
 
 
 class CellFile(Facts):
-    """One cell of ``table.json``, accuracies in percent, lists in the order of the seeds."""
+    """One cell of ``table.json``, accuracies in percent, lists in the order of the seeds.
+
+    ``measures``: since version 2, {name: a value a seed}.
+    """
 
     row: str
     column: str
@@ -148,6 +151,7 @@ class CellFile(Facts):
     status: Literal["finished", "failed", "missing"]
     errors: list[str]
     dir: list[str]
+    measures: dict[str, list[float | None]] = {}
 
 
 class TableFile(Facts):

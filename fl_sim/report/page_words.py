@@ -6,7 +6,7 @@ from typing import TypeAlias
 from fl_sim.report.groups import Group, Panel
 from fl_sim.report.release import in_short, in_words
 from fl_sim.report.runs import Run
-from fl_sim.report.table import mean_and_deviation
+from fl_sim.report.spread import mean_and_deviation
 
 NO_GUARANTEE = "No privacy guarantee: updates leave the clients without noise"
 

@@ -10,8 +10,10 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from fl_sim.errors import UserError
+from fl_sim.mistakes import shortened
 from fl_sim.report.files import CellFile, Outcome, RunConfig, TableFile, read_json
 from fl_sim.report.table import SeedResult, Table
+from fl_sim.report.table_json import VERSION
 from fl_sim.settings_file import read_table
 from fl_sim.store.run_directory import CONFIG, RESULT, ROUNDS, RoundRecord, read_rounds
 
@@ -130,7 +132,7 @@ def _places(top: Path) -> Iterator[Path]:
 def _take(place: Path, found: Found) -> None:
     try:
         if (place / TABLE).exists():
-            found.tables[place] = _read_table(place)
+            found.tables[place] = read_json_table(place)
         else:
             run = read_run(place)
             found.runs.append(run)
@@ -180,23 +182,39 @@ class _naming:  # noqa: N801 (used as a function)
             raise ValueError(f"{self._name} is damaged: {error}") from error
 
 
-def _read_table(place: Path) -> Table:
+def read_json_table(place: Path) -> Table:
+    """Read a table back from its ``table.json``, of this version or an older one.
+
+    Raises OSError or ValueError that names the file, where it is damaged or of a newer version.
+    """
     with _naming(TABLE):
-        file = TableFile.model_validate(read_json(place / TABLE))
-        results = tuple(result for cell in file.cells for result in _seeds(cell))
-    return Table(
-        tuple(file.rows), tuple(file.columns), frozenset(file.upper_bounds), results, caption=tuple(file.caption)
+        content = read_json(place / TABLE)
+        version = content.get("version", 1) if isinstance(content, dict) else 1
+        if type(version) is int and version in range(1, VERSION + 1):
+            file = TableFile.model_validate(content)
+            results = tuple(result for cell in file.cells for result in _seeds(cell))
+            return Table(
+                tuple(file.rows), tuple(file.columns), frozenset(file.upper_bounds), results, tuple(file.caption)
+            )
+    raise ValueError(
+        f"{TABLE} is of version {shortened(repr(version))}, and this fl-sim reads versions 1 to {VERSION}: take the "
+        "fl-sim that wrote it, or let 'fl-sim table' of this one write it again from its runs"
     )
 
 
 def _seeds(cell: CellFile) -> Iterator[SeedResult]:
     """Take a cell apart again. Its values come back as accuracies in [0, 1]."""
-    for seed, directory, last, best in zip(cell.seeds, cell.dir, cell.values, cell.best_values, strict=True):
+    for number, (seed, directory, last, best) in enumerate(
+        zip(cell.seeds, cell.dir, cell.values, cell.best_values, strict=True)
+    ):
+        place = (cell.row, cell.column, seed)
         if last is None or best is None:
             status: Literal["failed", "missing"] = "missing" if cell.status == "finished" else cell.status
-            yield SeedResult(cell.row, cell.column, seed, status, directory, error="; ".join(cell.errors))
+            yield SeedResult(*place, status, directory, error="; ".join(cell.errors))
         else:
-            yield SeedResult(cell.row, cell.column, seed, "finished", directory, last / 100, best / 100)
+            told = {name: values[number] for name, values in cell.measures.items() if number < len(values)}
+            numbers = {name: value for name, value in told.items() if value is not None}
+            yield SeedResult(*place, "finished", directory, last / 100, best / 100, measures=numbers)
 
 
 def _obey_tables(found: Found) -> None:

@@ -1,29 +1,28 @@
-"""A table of accuracies: means and deviations over seeds, the best of each column, as Markdown, CSV, LaTeX and JSON."""
+"""A table of accuracies: means and deviations over seeds, the best of each column, in Markdown."""
 
-import csv
-import io
-import json
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
+from fl_sim.report.measures import Value
 from fl_sim.report.release import Release
 from fl_sim.report.release import notes as privacy_notes
-from fl_sim.store.files import remove_partial
-from fl_sim.store.run_directory import write_text
+from fl_sim.report.spread import ENOUGH, FEWEST, Difference, difference, mean_and_deviation
 
 Status: TypeAlias = Literal["finished", "failed", "missing"]
 Measure: TypeAlias = Literal["last", "best"]
 MEASURES: tuple[Measure, Measure] = ("last", "best")
+
+DIFFERENCES = "Difference to the row with the highest mean after the last round, in points, and its 95 % interval"
 
 
 @dataclass(frozen=True)
 class SeedResult:
     """What one run has to say: accuracies in [0, 1], None where it did not finish.
 
-    ``directory`` is relative to the table's. ``releases``: the run's privacy statements.
+    ``directory`` is relative to the table's. ``releases``: the run's privacy statements. ``settings`` and ``measures``:
+    all of both, by dotted names, in the units that the names tell (``fl_sim.report.measures``).
     """
 
     row: str
@@ -35,11 +34,18 @@ class SeedResult:
     best: float | None = None
     error: str = ""
     releases: tuple[Release, ...] = ()
+    settings: Mapping[str, Value] = field(default_factory=dict)
+    measures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def guarantee(self) -> bool:
         """Return whether any of what the run released is under a privacy guarantee."""
         return any(one.protects for one in self.releases)
+
+    def accuracy(self, measure: Measure) -> float | None:
+        """Return an accuracy in percent, None where the run did not finish."""
+        accuracy = self.last if measure == "last" else self.best
+        return None if accuracy is None or self.status != "finished" else 100 * accuracy
 
 
 @dataclass(frozen=True)
@@ -59,28 +65,30 @@ class Table:
 
     def at(self, row: str, column: str) -> list[SeedResult]:
         """Return the cell's results, one a seed."""
-        return [result for result in self.results if (result.row, result.column) == (row, column)]
+        return self._by_place.get((row, column), [])
+
+    @cached_property
+    def _by_place(self) -> dict[tuple[str, str], list[SeedResult]]:
+        places: dict[tuple[str, str], list[SeedResult]] = {}
+        for one in self.results:
+            places.setdefault((one.row, one.column), []).append(one)
+        return places
 
 
-def write_table(out: Path, table: Table) -> None:
-    """Write ``table.md``, ``table.csv``, ``table.tex`` and ``table.json``, each whole or not at all."""
-    remove_partial(out)  # of a table whose process was killed
-    write_text(out / "table.md", markdown(table) + "\n")
-    write_text(out / "table.csv", csv_text(table))
-    write_text(out / "table.tex", latex(table) + "\n")
-    write_text(out / "table.json", json.dumps(as_json(table), indent=2) + "\n")
+@dataclass(frozen=True)
+class Lead:
+    """The ``row`` of a column with the highest mean, None where no row competes, and how far the others are behind it.
+
+    ``others``: {row: its difference to it, paired by seed}, None where too few seeds finished in both.
+    """
+
+    row: str | None
+    others: Mapping[str, Difference | None]
 
 
 def percentages(results: Iterable[SeedResult], measure: Measure) -> list[float]:
     """Return the finished seeds' accuracies in percent."""
-    accuracies = [getattr(result, measure) for result in results if result.status == "finished"]
-    return [100 * accuracy for accuracy in accuracies if accuracy is not None]
-
-
-def mean_and_deviation(values: list[float]) -> tuple[float | None, float | None]:
-    """Return the mean and the sample standard deviation (ddof = 1), None where there are too few values."""
-    mean = statistics.fmean(values) if values else None
-    return mean, statistics.stdev(values) if len(values) > 1 else None
+    return [accuracy for one in results if (accuracy := one.accuracy(measure)) is not None]
 
 
 def cell_text(results: list[SeedResult], measure: Measure) -> str:
@@ -95,16 +103,53 @@ def cell_text(results: list[SeedResult], measure: Measure) -> str:
     return text if len(values) == len(results) else f"{text} ({len(values)} of {len(results)})"
 
 
-def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
-    """Return the rows with the highest mean as printed, among those with all seeds finished; ties all count."""
+def lead(table: Table, column: str, measure: Measure) -> Lead:
+    """Return who is ahead, of the rows that compete: no upper bound, and all seeds finished."""
     means = {}
     for row in table.rows:
         results = table.at(row, column)
         mean, _ = mean_and_deviation(percentages(results, measure))
         if row not in table.upper_bounds and mean is not None and all(one.status == "finished" for one in results):
-            means[row] = f"{mean:.1f}"
-    highest = max(map(float, means.values()), default=None)
-    return {row for row, text in means.items() if float(text) == highest}
+            means[row] = mean
+    first = max(means, key=lambda row: means[row], default=None)
+    if first is None:
+        return Lead(None, {})
+    of_first = {one.seed: one.accuracy(measure) for one in table.at(first, column)}
+    others = {}
+    for row in table.rows:
+        if row != first and row not in table.upper_bounds:
+            pairs = [(one.accuracy(measure), of_first.get(one.seed)) for one in table.at(row, column)]
+            others[row] = difference([(own, best) for own, best in pairs if own is not None and best is not None])
+    return Lead(first, others)
+
+
+def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
+    """Return the row ahead, if the interval of every other row's difference to it leaves out 0; else no row.
+
+    A row that failed does not compete. With one seed, with two, and without a rival, no row is the best.
+    """
+    ahead = lead(table, column, measure)
+    rivals = [
+        found for row, found in ahead.others.items() if not any(one.status == "failed" for one in table.at(row, column))
+    ]
+    is_best = bool(rivals) and all(found is not None and found.is_significant for found in rivals)
+    return {ahead.row} if ahead.row is not None and is_best else set()
+
+
+def differences(table: Table) -> list[tuple[str, list[str]]]:
+    """Return (row, [a column's difference to the row ahead, after the last round]); nothing where no interval is."""
+    leads = [lead(table, column, "last") for column in table.columns]
+    if not any(found for one in leads for found in one.others.values()):
+        return []
+    return [
+        (row, ["highest mean" if row == one.row else _difference_text(one.others.get(row)) for one in leads])
+        for row in table.rows
+        if row not in table.upper_bounds
+    ]
+
+
+def _difference_text(found: Difference | None) -> str:
+    return "-" if found is None else f"{found.mean:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
 
 
 def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
@@ -126,10 +171,24 @@ def notes(table: Table) -> list[str]:
     failures = [one for one in table.results if one.status == "failed"]
     return [
         *table.caption,
+        *_significance(table),
         *privacy_notes(said),
         *_bill_notes(table),
         *(f"failed: {one.row}, {one.column}, seed {one.seed}: {one.error}" for one in failures),
     ]
+
+
+def _significance(table: Table) -> list[str]:
+    """Say what bold means, or why nothing is bold."""
+    seeds = max((len(table.at(row, column)) for row in table.rows for column in table.columns), default=0)
+    if len(set(table.rows) - table.upper_bounds) < 2 or not seeds:  # nothing to compare
+        return []
+    if seeds < FEWEST:
+        few = "One seed" if seeds == 1 else "Two seeds"
+        return [f"{few}: no row is bold; fewer than {FEWEST} seeds give no interval of a difference between two rows."]
+    interval = f"Student's t, from {ENOUGH} seeds on BCa bootstrap; not corrected for the number of rows"
+    told = "the 95 % interval of every other row's difference to it, paired by seed, leaves out 0"
+    return [f"Bold: the highest mean, where {told} ({interval})."]
 
 
 def _bill_notes(table: Table) -> list[str]:
@@ -141,80 +200,15 @@ def _bill_notes(table: Table) -> list[str]:
 
 
 def markdown(table: Table) -> str:
-    """Return the table in Markdown, notes below."""
+    """Return the table in Markdown, differences to the best row and notes below."""
     heads = ["Method", *(f"{column} {measure}" for column in table.columns for measure in MEASURES)]
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
-    lines += [[row, *(f"**{text}**" if best else text for text, best in cells)] for row, cells in texts(table)]
-    escaped = (" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines)
-    return "\n".join([*(f"| {line} |" for line in escaped), "", *(f"{note}  " for note in notes(table))]).rstrip()
+    rows = [[row, *(f"**{text}**" if best else text for text, best in cells)] for row, cells in texts(table)]
+    parts = [_grid(heads, rows)]
+    if apart := differences(table):
+        parts += [f"{DIFFERENCES}:", _grid(["Method", *table.columns], [[row, *cells] for row, cells in apart])]
+    return "\n\n".join([*parts, "\n".join(f"{note}  " for note in notes(table))]).rstrip()
 
 
-def csv_text(table: Table) -> str:
-    """Return one line per method, column and seed, accuracies in [0, 1]."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", "column", "seed", "status", "final_accuracy", "best_accuracy", "dir", "error"])
-    for one in table.results:
-        writer.writerow([one.row, one.column, one.seed, one.status, one.last, one.best, one.directory, one.error])
-    return text.getvalue()
-
-
-def latex(table: Table) -> str:
-    """Return a tabular with booktabs rules, notes as comments above."""
-    last = len(table.columns) * len(MEASURES) + 1
-    groups = "".join(rf" & \multicolumn{{2}}{{c}}{{{_escape(column)}}}" for column in table.columns)
-    rules = "".join(rf"\cmidrule(lr){{{start}-{start + 1}}}" for start in range(2, last + 1, 2))
-    lines = [*(f"% {note}" for note in notes(table)), rf"\begin{{tabular}}{{l{'r' * (last - 1)}}}", r"\toprule"]
-    measures = " & last & best" * len(table.columns)
-    lines += [rf"{groups.removeprefix(' ')} \\", rules, rf"Method{measures} \\", r"\midrule"]
-    for row, cells in texts(table):
-        lines += [r"\midrule"] if row in table.upper_bounds and row == _first(table.rows, table.upper_bounds) else []
-        shown = (rf"\textbf{{{_escape(text)}}}" if best else _escape(text) for text, best in cells)
-        lines.append(rf"{' & '.join([_escape(row), *shown])} \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
-
-
-def as_json(table: Table) -> dict[str, Any]:
-    """Return the table for programs: means, deviations and values in percent; lists in the order of ``seeds``."""
-    return {
-        "unit": "percent",
-        "rows": list(table.rows),
-        "columns": list(table.columns),
-        "upper_bounds": [row for row in table.rows if row in table.upper_bounds],
-        "cells": [_cell_json(table, row, column) for row in table.rows for column in table.columns],
-        "caption": notes(table),
-        "bill": None if table.bill is None else list(table.bill),
-        "settings": dict(table.settings),
-    }
-
-
-def _cell_json(table: Table, row: str, column: str) -> dict[str, Any]:
-    results = table.at(row, column)
-    mean, deviation = mean_and_deviation(percentages(results, "last"))
-    best_mean, best_deviation = mean_and_deviation(percentages(results, "best"))
-    states = {result.status for result in results}
-    return {
-        "row": row, "column": column,
-        "mean": mean, "std": deviation, "best_mean": best_mean, "best_std": best_deviation,
-        "seeds": [result.seed for result in results],
-        "values": [_percent(result.last) for result in results],
-        "best_values": [_percent(result.best) for result in results],
-        "status": next(state for state in ("failed", "missing", "finished") if state in states or state == "finished"),
-        "errors": [result.error for result in results if result.error],
-        "guarantee": bool(results) and all(result.guarantee for result in results),
-        "dir": [result.directory for result in results],
-    }  # fmt: skip
-
-
-def _percent(accuracy: float | None) -> float | None:
-    return None if accuracy is None else 100 * accuracy
-
-
-def _first(rows: Iterable[str], among: frozenset[str]) -> str | None:
-    return next((row for row in rows if row in among), None)
-
-
-def _escape(text: str) -> str:
-    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
-    special |= {character: "\\" + character for character in "&%$#_{}"}
-    return "".join(special.get(character, character) for character in text)
+def _grid(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

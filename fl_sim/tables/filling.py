@@ -4,12 +4,15 @@ import io
 import json
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from fl_sim.report.bills import bills_of
+from fl_sim.report.measures import Value, flat_settings, measures
 from fl_sim.report.release import Release
 from fl_sim.report.runs import Problem, read_all
-from fl_sim.report.table import SeedResult, Table, write_table
+from fl_sim.report.table import SeedResult, Table
+from fl_sim.report.table_files import write_rounds, write_table
 from fl_sim.report.table_progress import TableProgress
 from fl_sim.simulation.capacity import cores
 from fl_sim.tables.plan import Cell, Plan, TableSettings
@@ -35,6 +38,10 @@ class Board:
         """Return which runs failed, and of what."""
         return [f"{name} ({outcome.error})" for name, outcome in self.outcomes.items() if isinstance(outcome, Failed)]
 
+    @cached_property
+    def _flat_settings(self) -> dict[str, dict[str, Value]]:
+        return {name: flat_settings(run.model_dump(mode="json")) for name, run in self.plan.runs.items()}
+
     def table(self) -> Table:
         """Return the table as far as it is filled."""
         plan = self.plan
@@ -46,15 +53,17 @@ class Board:
         place = (cell.row, cell.column, cell.seed)
         directory = f"{CELLS}/{cell.name}"
         outcome = self.outcomes.get(cell.name)
+        settings = self._flat_settings[cell.name]
         if outcome is None:
-            return SeedResult(*place, "missing", directory)
+            return SeedResult(*place, "missing", directory, settings=settings)
         if isinstance(outcome, Failed):
-            return SeedResult(*place, "failed", directory, error=outcome.error)
+            return SeedResult(*place, "failed", directory, error=outcome.error, settings=settings)
         result = outcome.result
         releases = tuple(Release.model_validate(release) for release in result["privacy"])
         return SeedResult(
-            *place, "finished", directory, result["final_accuracy"], result["best_accuracy"], releases=releases
-        )
+            *place, "finished", directory, result["final_accuracy"], result["best_accuracy"], releases=releases,
+            settings=settings, measures=measures(result),
+        )  # fmt: skip
 
 
 def fill(board: Board, out: Path, jobs: int | None, data_root: Path | None, *, progress: bool = True) -> None:
@@ -83,9 +92,11 @@ def conclude(board: Board, out: Path) -> tuple[Table, list[Problem]]:
 
     Return it with the runs whose cost could not be read.
     """
-    bills = bills_of(read_all([out / CELLS]))
+    found = read_all([out / CELLS])
+    bills = bills_of(found)
     table = replace(board.table(), bill=bills.bills)
     write_table(out, table)
+    write_rounds(out, table, {f"{CELLS}/{run.path.name}": run.rounds for run in found.read})
     return table, list(bills.problems)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from pydantic import Field, ValidationError
 
 from fl_sim.errors import UserError
@@ -142,19 +143,20 @@ def plan_table(settings: TableSettings, data_root: Path | None = None) -> Plan:
     varied = differences([cell.experiment for _, cell in placed])
     cells: dict[tuple[str, str, int], Cell] = {}
     bounds: dict[str, None] = {}
-    for point, (column, experiment, name, _) in placed:
-        row = ", ".join([method(experiment, varied), *_further(point)])
+    for point, one in placed:
+        row = ", ".join([method(one.experiment, varied), *_further(point)])
         if is_bound(point):
             bounds[row] = None
-        place = (row, column, experiment.seed)
-        cell = Cell(*place, experiment, name)
+        place = (row, one.column, one.experiment.seed)
+        cell = Cell(*place, one.experiment, one.name)
         assert cells.setdefault(place, cell) == cell, "two experiments of one name"
     rows = [row for row in dict.fromkeys(cell.row for cell in cells.values()) if row not in bounds] + list(bounds)
     columns = tuple(dict.fromkeys(cell.column for cell in cells.values()))
     ordered = sorted(cells.values(), key=lambda cell: (rows.index(cell.row), columns.index(cell.column)))
     federated_runs = [cell.experiment for cell in ordered if cell.row not in bounds]
     notes = {cell.experiment.data: cell.data_note for _, cell in placed}
-    words = caption(federated_runs or [cell.experiment for cell in ordered], notes, has_bound=bool(bounds))
+    shares = {cell.experiment.data: cell.largest_class for _, cell in placed}
+    words = caption(federated_runs or [cell.experiment for cell in ordered], notes, shares, has_bound=bool(bounds))
     return Plan(tuple(rows), columns, tuple(ordered), frozenset(bounds), words)
 
 
@@ -177,6 +179,7 @@ class _Placed(NamedTuple):
     experiment: Experiment
     name: str
     data_note: str
+    largest_class: float
 
 
 def _placed(settings: TableSettings, point: Point, data_root: Path | None) -> _Placed:
@@ -184,7 +187,9 @@ def _placed(settings: TableSettings, point: Point, data_root: Path | None) -> _P
     column = f"{data_label(job.experiment.data)} {label(job.experiment.partition)}"
     if is_bound(point):
         job = job_at(settings.base, as_run(point), data_root)
-    return _Placed(column, job.experiment, run_name(job.experiment, job.dataset), job.dataset.note)
+    labels, note = job.dataset.test.labels, job.dataset.note
+    largest_class = float(np.bincount(labels).max() / len(labels))
+    return _Placed(column, job.experiment, run_name(job.experiment, job.dataset), note, largest_class)
 
 
 def _further(point: Point) -> list[str]:

@@ -16,6 +16,8 @@ _DATA = {
     "cifar10": "CIFAR-10",
     "cifar100": "CIFAR-100",
     "svhn": "SVHN",
+    "adult": "Adult",
+    "diabetes": "Diabetes",
 }
 
 _OPTIMIZER = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
@@ -80,10 +82,12 @@ def text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def caption(experiments: Sequence[Experiment], notes: Mapping[str, str], *, has_bound: bool) -> tuple[str, ...]:
+def caption(
+    experiments: Sequence[Experiment], notes: Mapping[str, str], shares: Mapping[str, float], *, has_bound: bool
+) -> tuple[str, ...]:
     """Return what a reader must know of the federated ``experiments`` of a table, a sentence a line.
 
-    ``notes``: what is to be said of each data set.
+    ``notes``: what is to be said of each data set. ``shares``: what part of its test records is of the largest class.
     """
     seeds = _values(e.seed for e in experiments)
     spread = f"mean ± sample standard deviation over seeds {seeds}" if ", " in seeds else f"one seed ({seeds})"
@@ -97,6 +101,7 @@ def caption(experiments: Sequence[Experiment], notes: Mapping[str, str], *, has_
     return (
         f"Test accuracy in percent, {spread}. {measures}.",
         f"{_values(data_label(e.data) for e in experiments)}; {_federation(experiments)}; {_training(experiments)}.",
+        *_largest_class(shares),
         *_preprocessing([e.preprocess for e in experiments if isinstance(e.preprocess, DaFl)]),
         *dict.fromkeys(e.algorithm.note() for e in experiments if isinstance(e.algorithm, Noted)),
         *_calibration([e.calibrate for e in experiments if isinstance(e.calibrate, CCVR)]),
@@ -116,6 +121,12 @@ def _best(experiments: Sequence[Experiment]) -> str:
     held_out = " or ".join(f"{100 * share:g} %" for share in sorted(shares - {0.0}))
     chosen = f"the round that is best on validation, {held_out} of every client's training records"
     return chosen if 0.0 not in shares else f"{chosen}; where none are held out, on the test set, and so optimistic"
+
+
+def _largest_class(shares: Mapping[str, float]) -> list[str]:
+    """Say how good a model is that has learnt nothing but which class is the largest."""
+    told = ", ".join(f"{data_label(name)} {100 * share:.1f} %" for name, share in shares.items())
+    return [f"Who always answers the largest class of the test records has an accuracy of: {told}."] if told else []
 
 
 def _advice(experiment: Experiment) -> str:

@@ -109,6 +109,10 @@ def test_a_log_cut_short_is_told(runs):
         (lambda path: path.mkdir(), r"no config.toml, rounds.jsonl, result.json or table.json up to 6 folders deep"),
         (lambda path: (path.mkdir(), (path / "result.json").write_text("{}")), "config.toml is missing"),
         (lambda path: (path.mkdir(), (path / "table.json").write_text("{}")), "table.json is damaged: rows"),
+        (
+            lambda path: (path.mkdir(), (path / "table.json").write_text('{"version": 3}')),
+            "table.json is of version 3, and this fl-sim reads versions 1 to 2: take the fl-sim that wrote it",
+        ),
     ],
 )
 def test_with_nothing_to_show_the_message_names_what_is_missing(tmp_path, make, message):

@@ -1,13 +1,14 @@
 """What a table prints, in literal numbers."""
 
-import csv
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 from fl_sim.report.release import Release, in_short, promise
-from fl_sim.report.table import SeedResult, Status, Table, as_json, csv_text, latex, markdown, notes, write_table
+from fl_sim.report.table import SeedResult, Status, Table, markdown, notes
+from fl_sim.report.table_files import write_table
+from fl_sim.report.table_json import as_json
+from fl_sim.report.tex import latex
 
 
 def result(row: str, column: str, seed: int, last: float | None, status: Status = "finished") -> SeedResult:
@@ -21,32 +22,60 @@ def table(*results: SeedResult, bounds: frozenset[str] = frozenset()) -> Table:
     return Table(rows, columns, bounds, results, ("A caption.",))
 
 
+def seeds(row: str, column: str, *accuracies: float) -> list[SeedResult]:
+    return [result(row, column, seed, last) for seed, last in enumerate(accuracies)]
+
+
 def test_seeds_are_averaged_with_the_sample_deviation() -> None:
-    three = table(*(result("FedAvg", "IID", seed, last) for seed, last in enumerate((0.90, 0.92, 0.94))))
-    assert "| FedAvg | **92.0 ± 2.0** | **93.0 ± 2.0** |" in markdown(three)
+    assert "| FedAvg | 92.0 ± 2.0 | 93.0 ± 2.0 |" in markdown(table(*seeds("FedAvg", "IID", 0.90, 0.92, 0.94)))
 
 
 def test_one_seed_shows_the_plain_value() -> None:
-    assert "| FedAvg | **98.8** | **99.8** |" in markdown(table(result("FedAvg", "IID", 0, 0.98765)))
+    assert "| FedAvg | 98.8 | 99.8 |" in markdown(table(result("FedAvg", "IID", 0, 0.98765)))
 
 
-def test_best_of_each_column_is_bold_and_ties_as_printed_are_all_bold() -> None:
+def test_the_best_of_a_column_is_bold_where_every_other_row_is_significantly_worse_on_the_same_seeds() -> None:
     shown = markdown(
         table(
-            result("A", "x", 0, 0.90004), result("B", "x", 0, 0.90001), result("C", "x", 0, 0.8),
-            result("A", "y", 0, 0.1), result("B", "y", 0, 0.2), result("C", "y", 0, 0.3),
+            # Paired by seed B is behind by 5.0, 5.1 and 4.9 points; unpaired 10 points of scatter would hide that.
+            *seeds("A", "x", 0.80, 0.70, 0.90), *seeds("B", "x", 0.750, 0.649, 0.851),
+            *seeds("A", "y", 0.80, 0.81, 0.82), *seeds("B", "y", 0.79, 0.84, 0.70),
         )
     )  # fmt: skip
-    assert "| A | **90.0** | **91.0** | 10.0 | 11.0 |" in shown
-    assert "| B | **90.0** | **91.0** | 20.0 | 21.0 |" in shown
-    assert "| C | 80.0 | 81.0 | **30.0** | **31.0** |" in shown
+    assert "| A | **80.0 ± 10.0** | **81.0 ± 10.0** | 81.0 ± 1.0 | 82.0 ± 1.0 |" in shown
+    assert "| B | 75.0 ± 10.1 |" in shown
+    # Student's t of -5.0, -5.1, -4.9: 4.303 * 0.1 / sqrt(3) = 0.248
+    assert "| B | -5.0 [-5.2, -4.8] | -3.3 [-22.6, +16.0] |" in shown
+    assert "| A | highest mean | highest mean |" in shown
+    assert "Bold: the highest mean, where the 95 % interval of every other row's difference" in shown
+
+
+def test_one_noisy_row_behind_the_runner_up_is_enough_for_no_bold() -> None:
+    rows = [*seeds("A", "x", 0.90, 0.91, 0.92), *seeds("B", "x", 0.85, 0.86, 0.87), *seeds("C", "x", 0.99, 0.5, 0.9)]
+    assert "**" in markdown(table(*rows[:6]))
+    assert "**" not in markdown(table(*rows))
+
+
+def test_fewer_than_three_seeds_have_no_bold_row_and_no_interval_and_say_so() -> None:
+    for number, told in ((1, "One seed: no row is bold"), (2, "Two seeds: no row is bold")):
+        few = table(*seeds("A", "x", 0.90, 0.91)[:number], *seeds("B", "x", 0.5, 0.51)[:number])
+        for text in (markdown(few), latex(few, "t")):
+            assert told in text
+            assert "**" not in text
+            assert "textbf" not in text
+            assert "Difference to" not in text
+        assert [cell["difference"] for cell in as_json(few)["cells"]] == [None, None]
 
 
 def test_upper_bound_does_not_compete() -> None:
-    filled = table(result("FedAvg", "x", 0, 0.5), result("Centralized", "x", 0, 0.9), bounds=frozenset({"Centralized"}))
-    assert "| FedAvg | **50.0** |" in markdown(filled)
-    assert "| Centralized | 90.0 |" in markdown(filled)
-    assert "\\midrule\nCentralized & 90.0" in latex(filled)
+    bound = seeds("Centralized", "x", 0.99, 0.99, 0.99)
+    filled = table(
+        *seeds("A", "x", 0.5, 0.51, 0.52), *seeds("B", "x", 0.4, 0.41, 0.42), *bound, bounds=frozenset({"Centralized"})
+    )
+    assert "| A | **51.0 ± 1.0** |" in markdown(filled)
+    assert "| Centralized | 99.0 ± 0.0 |" in markdown(filled)
+    assert "\\midrule\nCentralized & 99.0" in latex(filled, "t")
+    assert not [line for line in markdown(filled).splitlines() if "Centralized" in line and "[" in line]
 
 
 def test_a_cell_without_all_its_seeds_says_so_and_does_not_compete() -> None:
@@ -59,10 +88,18 @@ def test_a_cell_without_all_its_seeds_says_so_and_does_not_compete() -> None:
         )
     )  # fmt: skip
     assert "| A | 90.0 (1 of 2) |" in shown
-    assert "| B | **50.0 ± 0.0** |" in shown
+    assert "| B | 50.0 ± 0.0 |" in shown
     assert "| C | failed | failed |" in shown
     assert "| D | - | - |" in shown
     assert "failed: C, x, seed 1: client 3 in round 2 diverged" in shown
+
+
+def test_a_row_that_failed_hinders_no_other_and_one_that_is_not_done_does() -> None:
+    done = [*seeds("A", "x", 0.90, 0.91, 0.92), *seeds("B", "x", 0.5, 0.51, 0.52)]
+    failed = table(*done, *seeds("C", "x", 0.95, 0.96), result("C", "x", 2, None, "failed"))
+    waiting = table(*done, result("C", "x", 0, 0.1), *(result("C", "x", seed, None, "missing") for seed in (1, 2)))
+    assert "| A | **91.0 ± 1.0** |" in markdown(failed)
+    assert "**" not in markdown(waiting)
 
 
 POOL = Release(
@@ -89,7 +126,7 @@ def test_a_guarantee_is_told_with_unit_delta_the_largest_epsilon_of_the_row_and_
     )
     limits = "It covers: the pool alone. It does not cover: The main task is NOT private."
     of_client = "It covers: all updates. It does not cover: The server."
-    assert told[1:] == [
+    assert told[2:] == [
         f"Privacy of each run by itself, of a record, delta 1e-05: A epsilon 9.88, B epsilon 1. {limits}",
         f"Privacy of each run by itself, of a client, delta 0.0001: B epsilon 3. {of_client}",
         "What all runs together cost the records they are about is told once the table is done.",
@@ -100,7 +137,7 @@ def test_the_bill_of_all_runs_is_told_and_kept_for_programs() -> None:
     bill = {"unit": "record", "epsilon": 19.0, "in_words": "Privacy of all 2 runs together: epsilon 19."}
     done = replace(table(with_releases("A", 0, POOL), with_releases("A", 1, POOL)), bill=(bill,))
     assert notes(done)[-1] == bill["in_words"]
-    for text in (markdown(done), latex(done)):
+    for text in (markdown(done), latex(done, "t")):
         assert "Privacy of all 2 runs together: epsilon 19." in text
     assert as_json(done)["bill"] == [bill]
     assert as_json(table(with_releases("A", 0, POOL)))["bill"] is None
@@ -121,35 +158,11 @@ def test_noise_free_releases_are_no_guarantee() -> None:
     assert told[-1] == "No privacy guarantee: A, B (in some runs)."
     cells = as_json(table(*rows))["cells"]
     assert [cell["guarantee"] for cell in cells] == [False, False]
-    assert notes(table(*rows[:2]))[1:] == ["No privacy guarantee: any method here."]
+    assert notes(table(*rows[:2]))[2:] == ["No privacy guarantee: any method here."]
 
 
 def test_markdown_escapes_the_bar() -> None:
     assert "| a\\|b |" in markdown(table(result("a|b", "x", 0, 0.5)))
-
-
-def test_latex_is_a_booktabs_tabular_with_special_characters_escaped() -> None:
-    results = (result("FedProx (mu_1=5%)", "Dir(0.5)", seed, last) for seed, last in enumerate((0.9, 0.8)))
-    assert latex(table(*results)).splitlines()[-9:] == [
-        r"\begin{tabular}{lrr}",
-        r"\toprule",
-        r"& \multicolumn{2}{c}{Dir(0.5)} \\",
-        r"\cmidrule(lr){2-3}",
-        r"Method & last & best \\",
-        r"\midrule",
-        r"FedProx (mu\_1=5\%) & \textbf{85.0 $\pm$ 7.1} & \textbf{86.0 $\pm$ 7.1} \\",
-        r"\bottomrule",
-        r"\end{tabular}",
-    ]
-
-
-def test_csv_has_a_line_per_cell_and_seed() -> None:
-    text = csv_text(table(result("A", "x", 0, 0.5), result("A", "x", 1, None, "failed")))
-    lines = list(csv.DictReader(io.StringIO(text)))
-    assert [(line["row"], line["seed"], line["status"], line["final_accuracy"]) for line in lines] == [
-        ("A", "0", "finished", "0.5"),
-        ("A", "1", "failed", ""),
-    ]
 
 
 def test_json_holds_percentages_in_the_order_of_the_seeds() -> None:
@@ -167,6 +180,19 @@ def test_one_seed_that_failed_makes_the_cell_failed_and_one_missing_makes_it_mis
         for status in ("failed", "missing")
     }
     assert states == {"failed": "failed", "missing": "missing"}
+
+
+def test_json_tells_its_version_differences_and_measures_but_no_times_so_that_a_rerun_gives_the_same_file() -> None:
+    rows = [*seeds("A", "x", 0.80, 0.70, 0.90), *seeds("B", "x", 0.750, 0.649, 0.851)]
+    timed = [replace(one, measures={"macro_f1_percent": 50.0, "seconds.total": 1.25}) for one in rows]
+    content = as_json(table(*timed))
+    assert (content["version"], content["unit"]) == (2, "percent")
+    first, second = content["cells"]
+    assert first["difference"] is None
+    found = {name: round(value, 3) if name in {"mean", "low", "high"} else value
+             for name, value in second["difference"].items()}  # fmt: skip
+    assert found == {"to": "A", "seeds": 3, "mean": -5.0, "low": -5.248, "high": -4.752, "method": "t"}
+    assert first["measures"] == {"macro_f1_percent": [50.0, 50.0, 50.0]}
 
 
 def test_all_four_files_are_written(tmp_path: Path) -> None:

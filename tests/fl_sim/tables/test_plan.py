@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from clients.dafl.settings import DaFl
+from fl_sim.data import load
 from fl_sim.errors import UserError
 from fl_sim.tables.plan import PRESETS, TableSettings, plan_table, preset_names, read_settings
 from strategies.fedavg import FedAvg
@@ -187,6 +188,13 @@ def test_the_caption_says_how_clients_train_where_that_is_not_the_default() -> N
     told = " ".join(plan_table(settings(algorithm=["fedavg", {"algorithm": "fedprox", "local.steps": 100}])).caption)
     assert " rounds of 1 local epoch, 100 local steps, batch size" in told
     assert "clipped" not in " ".join(plan_table(settings()).caption)
+
+
+def test_the_caption_says_what_the_largest_class_of_the_test_records_alone_would_give() -> None:
+    labels = load("digits").test.labels
+    share = 100 * max((labels == label).sum() for label in set(labels)) / len(labels)
+    told = f"Who always answers the largest class of the test records has an accuracy of: digits {share:.1f} %."
+    assert told in plan_table(settings()).caption
 
 
 def test_caption_states_the_setting() -> None:

@@ -364,7 +364,7 @@ def test_noise_that_drowns_the_votes_is_warned_about(tmp_path: Path) -> None:
 
 def test_a_table_names_splits_without_parameters_and_says_what_rounds_are() -> None:
     assert label(pate().partition) == "iid"
-    words = " ".join(caption([pate()], {}, has_bound=False))
+    words = " ".join(caption([pate()], {}, {}, has_bound=False))
     assert "rounds are epochs of the student" in words
 
 
