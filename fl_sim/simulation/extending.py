@@ -41,8 +41,7 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
     if checkpoint is not None:
         progress, server = checkpoint
         last = progress.last_round
-        measured = last % experiment.evaluate_every == 0
-        log = run_directory.other_settings(out, settings, last, last_is_measured=measured)
+        log = run_directory.other_settings(out, settings, last, _unmeasured(experiment, last))
         if progress.chain != log.chain:  # which it is where a crash came between what is written below
             records = run_directory.keep_rounds(out, last, progress.chain)
             _check_rounds(experiment, out, earlier, records)
@@ -59,6 +58,13 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
     for stale in (run_directory.RESULT, run_directory.MODEL):
         (out / stale).unlink(missing_ok=True)
     run_directory.write_config(out, settings)
+
+
+def _unmeasured(experiment: Experiment, server_round: int) -> tuple[str, ...]:
+    """Return which measures of a round are none where it is not the last one."""
+    if server_round % experiment.evaluate_every:
+        return run_directory.MEASURED
+    return () if experiment.evaluate.tests(is_last=False) else ("test_",)
 
 
 def _check_promises(experiment: Experiment, out: Path, earlier: Experiment) -> None:

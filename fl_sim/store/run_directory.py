@@ -56,8 +56,8 @@ class RoundRecord:
     validation_loss: float | None = None
 
 
-MEASURED = ("test_accuracy", "test_loss", "validation_accuracy", "validation_loss")
-"""What of a round is there only where its model was measured."""
+MEASURED = ("test_", "validation_")
+"""How the names of fields begin that are there only where a round's model was measured."""
 
 _RECORD = TypeAdapter(RoundRecord)
 
@@ -130,15 +130,15 @@ def keep_rounds(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
     return records[:last_round]
 
 
-def other_settings(out: Path, settings: Mapping[str, Any], num_rounds: int, *, last_is_measured: bool) -> Log:
+def other_settings(out: Path, settings: Mapping[str, Any], num_rounds: int, unmeasured: tuple[str, ...]) -> Log:
     """Return what the log's first ``num_rounds`` rounds are in a run of other ``settings``; nothing is written.
 
-    ``last_is_measured``: whether that run would measure its model after the last of them.
+    ``unmeasured``: which of MEASURED that run would not measure after the last of them.
     """
     lines, records = _whole_lines(out)[:num_rounds], read_rounds(out)[:num_rounds]
-    if records and not last_is_measured and any(getattr(records[-1], name) is not None for name in MEASURED):
-        unmeasured: dict[str, Any] = dict.fromkeys(MEASURED)
-        lines[-1] = _line(replace(records[-1], **unmeasured))
+    foreign: dict[str, Any] = {part.name: None for part in fields(RoundRecord) if part.name.startswith(unmeasured)}
+    if records and any(getattr(records[-1], name) is not None for name in foreign):
+        lines[-1] = _line(replace(records[-1], **foreign))
     chain = hashlib.sha256(_config(settings)).hexdigest()
     for line in lines:
         chain = _linked(chain, line)

@@ -40,10 +40,10 @@ def told(result: dict[str, Any]) -> dict[str, Any]:
     [
         {}, {"algorithm": "scaffold", "sampler": "fixed-size:4"}, {"algorithm": "fedadam"}, {"algorithm": "fedmix"},
         {"algorithm": "fedexp"}, {"calibrate": {"kind": "ccvr", "samples_per_class": 5, "epochs": 1}},
-        {"evaluate_every": 4, "evaluate": {"validation": 0.2}},
+        {"evaluate_every": 4, "evaluate": {"validation": 0.2}}, {"evaluate": {"validation": 0.2, "test": "last"}},
         {"local": {"batch_size": 32, "schedule": "step:3"}},
     ],
-    ids=["fedavg", "scaffold", "fedadam", "fedmix", "fedexp", "ccvr", "evaluated seldom", "steps"],
+    ids=["fedavg", "scaffold", "fedadam", "fedmix", "fedexp", "ccvr", "evaluated seldom", "tested last", "steps"],
 )  # fmt: skip
 def test_a_run_that_gets_more_rounds_ends_in_the_bits_of_one_that_had_them_at_once(
     tmp_path: Path, settings: dict[str, Any]
@@ -54,7 +54,7 @@ def test_a_run_that_gets_more_rounds_ends_in_the_bits_of_one_that_had_them_at_on
     assert told(run(quick(**settings, rounds=4), tmp_path / "run")) == told(whole)
     assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
     assert bits(tmp_path / "run") == bits(tmp_path / "whole")
-    if "evaluate_every" not in settings:  # the rounds that were done were not done again
+    if "evaluate" not in settings:  # the rounds that were done were not done again
         assert (tmp_path / "run" / "rounds.jsonl").read_bytes().splitlines()[:2] == first
 
 
