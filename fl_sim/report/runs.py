@@ -17,7 +17,7 @@ from fl_sim.report.table_json import VERSION
 from fl_sim.settings_file import read_table
 from fl_sim.store.run_directory import CONFIG, RESULT, ROUNDS, RoundRecord, read_rounds
 
-TABLE = "table.json"
+TABLE, TUNING = "table.json", "tuning"
 _DEEPEST = 6
 
 
@@ -120,13 +120,14 @@ _WANTED = "give a directory that 'fl-sim run --out' or 'fl-sim table --out' wrot
 
 
 def _places(top: Path) -> Iterator[Path]:
-    """Yield the run and table directories in ``top``, in order."""
+    """Yield the run and table directories in ``top``, in order; the trials of a table's search are no results."""
     for folder, below, files in os.walk(top):
         path = Path(folder)
         if not {CONFIG, ROUNDS, RESULT, TABLE}.isdisjoint(files):
             yield path
         deep = len(path.relative_to(top).parts) >= _DEEPEST
-        below[:] = [] if deep else sorted(name for name in below if not name.startswith("."))
+        trials = {TUNING} if TABLE in files else set()
+        below[:] = [] if deep else sorted(name for name in below if not name.startswith(".") and name not in trials)
 
 
 def _take(place: Path, found: Found) -> None:

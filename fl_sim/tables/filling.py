@@ -2,11 +2,14 @@
 
 import io
 import json
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
+from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.bills import bills_of
 from fl_sim.report.measures import Value, flat_settings, measures
 from fl_sim.report.release import Release
@@ -15,7 +18,10 @@ from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_rounds, write_table
 from fl_sim.report.table_progress import TableProgress
 from fl_sim.simulation.capacity import cores
-from fl_sim.tables.plan import Cell, Plan, TableSettings
+from fl_sim.tables.plan import Cell, Plan, TableSettings, tuned
+from fl_sim.tables.tuning import TRIALS, tune, values_of
+from fl_sim.tables.tuning_trials import Choice
+from fl_sim.tables.tuning_words import caption
 from fl_sim.tables.words import data_label, took
 from fl_sim.tables.workers import Event, Failed, Finished, Preparing, RoundDone, Started, run_all
 
@@ -28,6 +34,7 @@ class Board:
 
     settings: TableSettings
     plan: Plan
+    choices: tuple[Choice, ...] = ()
     outcomes: dict[str, Finished | Failed] = field(default_factory=dict)
 
     def num_finished(self) -> int:
@@ -38,6 +45,11 @@ class Board:
         """Return which runs failed, and of what."""
         return [f"{name} ({outcome.error})" for name, outcome in self.outcomes.items() if isinstance(outcome, Failed)]
 
+    def tuned(self, choices: tuple[Choice, ...], plan: Plan) -> None:
+        """Note what a search came to, and the plan that follows from it."""
+        self.choices, self.plan = choices, plan
+        vars(self).pop("_flat_settings", None)  # the runs are others now
+
     @cached_property
     def _flat_settings(self) -> dict[str, dict[str, Value]]:
         return {name: flat_settings(run.model_dump(mode="json")) for name, run in self.plan.runs.items()}
@@ -47,7 +59,8 @@ class Board:
         plan = self.plan
         results = tuple(self._result(cell) for cell in plan.cells)
         settings = json.loads(self.settings.model_dump_json())  # unlike model_dump it leaves no inf, which is no JSON
-        return Table(plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings)
+        searched = caption(self.choices, self.settings.tune) if self.settings.tune is not None else ()
+        return Table(plan.rows, plan.columns, plan.upper_bounds, results, (*plan.caption, *searched), settings)
 
     def _result(self, cell: Cell) -> SeedResult:
         place = (cell.row, cell.column, cell.seed)
@@ -69,19 +82,28 @@ class Board:
 def fill(board: Board, out: Path, jobs: int | None, data_root: Path | None, *, progress: bool = True) -> None:
     """Run all runs of ``board`` that are not finished, ``jobs`` at once (None: one a core), and note the outcomes.
 
-    ``progress``: whether it is shown on standard error. Raises what ``run_all`` raises; a run that fails is noted.
+    Where its settings ask for it, the settings of the runs are searched for first, in runs of their own. ``progress``:
+    whether it is shown on standard error. Raises what ``run_all`` and ``tune`` raise; a run that fails is noted.
     """
+
+    def run_in(folder: str, runs: Mapping[str, Experiment], labels: Mapping[str, str]) -> Generator[Event, None, None]:
+        rounds = {labels[name]: experiment.rounds for name, experiment in runs.items()}
+        with (
+            TableProgress(rounds, None if progress else io.StringIO()) as shown,
+            closing(run_all(runs, out / folder, jobs or min(cores(), len(runs)), data_root)) as events,
+        ):
+            for event in events:
+                _tell(shown, labels[event.name], event)
+                yield event
+
+    if board.settings.tune is not None:
+        choices = tune(board.settings, board.plan, out, partial(run_in, TRIALS), data_root)
+        board.tuned(choices, tuned(board.settings, board.plan, values_of(choices), data_root))
     labels = {
         cell.name: f"{cell.row}, {_place(cell, board.plan)}, seed {cell.seed}" for cell in reversed(board.plan.cells)
     }
-    runs = board.plan.runs
-    rounds = {labels[name]: experiment.rounds for name, experiment in runs.items()}
-    with (
-        TableProgress(rounds, None if progress else io.StringIO()) as shown,
-        closing(run_all(runs, out / CELLS, jobs or min(cores(), len(runs)), data_root)) as events,
-    ):
+    with closing(run_in(CELLS, board.plan.runs, labels)) as events:
         for event in events:
-            _tell(shown, labels[event.name], event)
             if isinstance(event, Finished | Failed):
                 board.outcomes[event.name] = event
                 write_table(out, board.table())
@@ -104,6 +126,13 @@ def _place(cell: Cell, plan: Plan) -> str:
     return data_label(cell.experiment.data) if cell.row in plan.upper_bounds else cell.column
 
 
+def _reached(result: Mapping[str, Any]) -> str:
+    last, best = result["final_accuracy"], result["best_accuracy"]
+    if last is None:
+        return f"{100 * result['validation']['final_accuracy']:.1f} % on validation"
+    return f"last {100 * last:.1f} %, best {100 * best:.1f} %"
+
+
 def _tell(progress: TableProgress, label: str, event: Event) -> None:
     match event:
         case Started(first_round=first_round):
@@ -113,7 +142,6 @@ def _tell(progress: TableProgress, label: str, event: Event) -> None:
         case RoundDone(record=record):
             progress.finished_round(label, record)
         case Finished(result=result):
-            last, best = result["final_accuracy"], result["best_accuracy"]
-            progress.closed(label, f"last {100 * last:.1f} %, best {100 * best:.1f} %, {took(result)}")
+            progress.closed(label, f"{_reached(result)}, {took(result)}")
         case Failed(error=error):
             progress.closed(label, f"failed: {error}")

@@ -1,9 +1,9 @@
 """A grid of experiments: methods in rows, data sets and splits in columns; every cell is checked before one runs."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from fl_sim.tables.points import (
     job_at,
     points,
 )
+from fl_sim.tables.tuning_settings import Tune
 from fl_sim.tables.words import caption, data_label, differences, label, method, text
 
 PRESETS = Path(__file__).parent / "presets"
@@ -40,12 +41,14 @@ _IN_THE_NAME = ("algorithm", "preprocess")
 class TableSettings(Settings):
     """``base``: settings of every cell; ``grid``: lists of values by key; ``centralized`` adds the upper-bound row.
 
+    ``tune``: how settings are searched for before the cells run; None: they are as given.
     An entry of ``grid.algorithm`` may set more than the algorithm: ``{algorithm = "fedavg", preprocess = "da-fl"}``.
     """
 
     base: dict[str, Any] = Field(default_factory=dict)
     grid: dict[str, Any] = Field(default_factory=dict)
     centralized: bool = True
+    tune: Tune | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Cell:
     experiment: Experiment
     name: str
     """Name of the run's directory: readable, and different for different settings or records."""
+    point: Point = field(compare=False)
+    """What the cell lays over the base."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
     """
     centralized = [text.partition("=")[2] for text in overrides if text.startswith("centralized=")]
     table = {**table, **({"centralized": centralized[-1]} if centralized else {})}
+    table, overrides = _with_tune(table, overrides)
     try:
         settings = TableSettings.model_validate(table)
     except ValidationError as error:
@@ -125,7 +131,19 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
             grid[key] = value.split(",")
         elif key != "centralized":
             base.append(override)
-    return TableSettings(base=with_overrides(start, base), grid=grid, centralized=settings.centralized)
+    return settings.model_copy(update={"base": with_overrides(start, base), "grid": grid})
+
+
+def _with_tune(table: Mapping[str, Any], overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Lay ``tune.trials=4`` and the like over the table, and return it with the other settings."""
+    ours = [override for override in overrides if override.startswith("tune.")]
+    tune = dict(table.get("tune", {}))
+    for override in ours:
+        key, _, value = override.removeprefix("tune.").partition("=")
+        if key.partition(".")[0] in {"space", "spaces"}:
+            raise UserError(f"{shortened(override)!r}: what a search may draw stands in the file, in [tune.space]")
+        tune[key] = value
+    return {**table, **({"tune": tune} if ours else {})}, [one for one in overrides if one not in ours]
 
 
 def plan_table(settings: TableSettings, data_root: Path | None = None) -> Plan:
@@ -148,16 +166,37 @@ def plan_table(settings: TableSettings, data_root: Path | None = None) -> Plan:
         if is_bound(point):
             bounds[row] = None
         place = (row, one.column, one.experiment.seed)
-        cell = Cell(*place, one.experiment, one.name)
+        cell = Cell(*place, one.experiment, one.name, point)
         assert cells.setdefault(place, cell) == cell, "two experiments of one name"
     rows = [row for row in dict.fromkeys(cell.row for cell in cells.values()) if row not in bounds] + list(bounds)
     columns = tuple(dict.fromkeys(cell.column for cell in cells.values()))
     ordered = sorted(cells.values(), key=lambda cell: (rows.index(cell.row), columns.index(cell.column)))
-    federated_runs = [cell.experiment for cell in ordered if cell.row not in bounds]
-    notes = {cell.experiment.data: cell.data_note for _, cell in placed}
-    shares = {cell.experiment.data: cell.largest_class for _, cell in placed}
-    words = caption(federated_runs or [cell.experiment for cell in ordered], notes, shares, has_bound=bool(bounds))
+    words = _caption(ordered, bounds, [one for _, one in placed])
     return Plan(tuple(rows), columns, tuple(ordered), frozenset(bounds), words)
+
+
+def _caption(cells: Sequence[Cell], bounds: Collection[str], placed: Iterable["_Placed"]) -> tuple[str, ...]:
+    federated = [cell.experiment for cell in cells if cell.row not in bounds]
+    notes, shares = {}, {}
+    for one in placed:
+        notes[one.experiment.data], shares[one.experiment.data] = one.data_note, one.largest_class
+    return caption(federated or [cell.experiment for cell in cells], notes, shares, has_bound=bool(bounds))
+
+
+def tuned(
+    settings: TableSettings, plan: Plan, chosen: Mapping[tuple[str, str], Mapping[str, Any]], data_root: Path | None
+) -> Plan:
+    """Return ``plan`` with the values that a search has ``chosen`` for {(row, column)}, to be tested once at the end.
+
+    The rows keep their names.
+    """
+    points = [{**cell.point, **chosen.get((cell.row, cell.column), {}), "evaluate.test": "last"} for cell in plan.cells]
+    placed = [_placed(settings, point, data_root) for point in points]
+    cells = tuple(
+        replace(cell, experiment=one.experiment, name=one.name, point=point)
+        for cell, point, one in zip(plan.cells, points, placed, strict=True)
+    )
+    return replace(plan, cells=cells, caption=_caption(cells, plan.upper_bounds, placed))
 
 
 def experiments(settings: TableSettings) -> list[Experiment]:

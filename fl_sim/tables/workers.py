@@ -57,10 +57,11 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """A run could not go on, or its worker died."""
+    """A run could not go on, or its worker died; ``diverged``: its numbers stopped being finite."""
 
     name: str
     error: str
+    diverged: bool = False
 
 
 Event: TypeAlias = Started | Preparing | RoundDone | Finished | Failed

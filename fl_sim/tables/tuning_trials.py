@@ -1,0 +1,164 @@
+"""The searches of a table and their trials: all is checked before the first one runs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fl_sim.data import load
+from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.kinds import field_defaults, kind_of
+from fl_sim.tables.names import run_name
+from fl_sim.tables.plan import Cell, Plan, TableSettings
+from fl_sim.tables.points import AXES, CENTRALIZED, as_run, experiment_at, flat, is_bound, job_at
+from fl_sim.tables.tuning_settings import Rung, Tune, rungs
+from fl_sim.tables.tuning_space import Method, Space, Values, drawn, spaces
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is tuned: one row in one column, on the split of its first seed, which ``cell`` has."""
+
+    cell: Cell
+    space: Space
+    rungs: tuple[Rung, ...]
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Return the row and the column."""
+        return self.cell.row, self.cell.column
+
+    @property
+    def words(self) -> str:
+        """Return the row and the column for messages."""
+        return f"{self.cell.row}, {self.cell.column}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One set of values of a search; ``number`` counts from 1."""
+
+    search: Search
+    number: int
+    values: Values
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a trial came to on a rung, which counts from 1; ``accuracy`` in [0, 1] is None where it diverged.
+
+    ``seconds`` of its rounds, known only roughly where the run is private.
+    """
+
+    trial: Trial
+    rung: int
+    rounds: int
+    name: str
+    accuracy: float | None
+    seconds: float
+    error: str = ""
+
+    @property
+    def status(self) -> Literal["finished", "diverged"]:
+        """Return how it ended."""
+        return "diverged" if self.accuracy is None else "finished"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a search came to: its best trial, and all that was tried."""
+
+    search: Search
+    best: Tried
+    tried: tuple[Tried, ...]
+
+
+def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> tuple[Search, ...]:
+    """Return what ``settings.tune`` searches for, checked as far as that is possible without training.
+
+    Raises UserError for a space that cannot be searched, for a value in it that a method refuses, for private records
+    that a search would read, and for trials that could not run.
+    """
+    tune = settings.tune
+    assert tune is not None, "a table that tunes nothing"
+    firsts: dict[tuple[str, str], Cell] = {}
+    for cell in plan.cells:
+        firsts.setdefault((cell.row, cell.column), cell)
+    found = spaces(tune, {cell.row: _method(cell) for cell in firsts.values()}.values(), CENTRALIZED)
+    _check_records(tune, list(firsts.values()))
+    searches = tuple(
+        Search(cell, found[cell.row], rungs(tune.trials, tune.rounds or cell.experiment.rounds, tune.halving))
+        for cell in firsts.values()
+        if found[cell.row]
+    )
+    for search in {search.cell.row: search for search in searches}.values():
+        for values in _extremes(search.space, tune.seed):
+            experiment_of(settings, Trial(search, 1, values), search.rungs[0].rounds)
+    for search in searches:
+        point = _point(tune, Trial(search, 1, drawn(search.space, tune.seed, 0)), search.rungs[0].rounds)
+        job_at(settings.base, point, data_root)
+        if tune.search == "random":
+            for trial in drawn_trials(search, tune):
+                experiment_of(settings, trial, search.rungs[0].rounds)
+    return searches
+
+
+def drawn_trials(search: Search, tune: Tune) -> list[Trial]:
+    """Return all trials of a search with values drawn at random."""
+    return [
+        Trial(search, number + 1, drawn(search.space, tune.seed, number)) for number in range(search.rungs[0].trials)
+    ]
+
+
+def experiment_of(settings: TableSettings, trial: Trial, rounds: int) -> Experiment:
+    """Return the experiment of a trial of so many rounds. Raises UserError for values that the method refuses."""
+    assert settings.tune is not None
+    return experiment_at(settings.base, _point(settings.tune, trial, rounds))
+
+
+def trial_name(experiment: Experiment, data_root: Path | None) -> str:
+    """Return the name of a trial's directory. Trials with the same settings, of whatever row, are one run."""
+    return f"{run_name(experiment, load(experiment.data, data_root))}-{experiment.rounds}-rounds"
+
+
+def _point(tune: Tune, trial: Trial, rounds: int) -> dict[str, Any]:
+    """Return the settings of a trial: of its cell, but for its values and what it is judged by."""
+    judged: dict[str, Any] = (
+        {"data": tune.data, "evaluate.validation": 0, "evaluate.test": "last"}
+        if tune.data
+        else {"evaluate.validation": tune.validation, "evaluate.test": "never"}
+    )
+    return dict(as_run({**trial.search.cell.point, **trial.values, "rounds": rounds, "evaluate_every": 1, **judged}))
+
+
+def _method(cell: Cell) -> Method:
+    spanned = {key for key, _ in flat(cell.point) if key.split(".")[0] not in {*AXES, "preprocess"}}
+    for part in ("algorithm", "preprocess"):  # whatever is not the default stands in the row's name
+        value = getattr(cell.experiment, part)
+        defaults = field_defaults(type(value))
+        spanned |= {f"{part}.{name}" for name, default in defaults.items() if getattr(value, name) != default}
+    return Method(cell.row, kind_of(cell.experiment.algorithm), frozenset(spanned), is_bound(cell.point))
+
+
+def _check_records(tune: Tune, cells: list[Cell]) -> None:
+    if tune.data and tune.data in {cell.experiment.data for cell in cells}:
+        raise UserError(
+            f"tune.data={tune.data} is what the table itself is about, and trials on tune.data are judged by its test "
+            "records: name another, public data set, or leave tune.data out"
+        )
+    for cell in cells:
+        if cell.experiment.is_private and not tune.data:
+            raise UserError(
+                f"row {cell.row} promises privacy, and a search on {cell.experiment.data} would read private records "
+                'without noise: name a public data set to search on, tune.data = "NAME"; the runs of the table stay '
+                f"on {cell.experiment.data}"
+            )
+
+
+def _extremes(space: Space, seed: int) -> Iterator[Values]:
+    """Yield values of trials in which one knob after another takes all that could be refused."""
+    usual = drawn(space, seed, 0)
+    for key, knob in space.items():
+        for value in knob.extremes():
+            yield {**usual, key: value}

@@ -1,0 +1,220 @@
+"""A search inside a table: the same for every method, judged without the test records, resumed trial by trial."""
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_sim.data import load
+from fl_sim.errors import Diverged, RunError, UserError
+from fl_sim.experiment import job as wiring
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.report.runs import find
+from fl_sim.simulation.run import run
+from fl_sim.tables import filling
+from fl_sim.tables.filling import Board, conclude, fill
+from fl_sim.tables.plan import TableSettings, plan_table, table_settings
+from fl_sim.tables.tuning import LOG, TRIALS, Runner, tune
+from fl_sim.tables.tuning_trials import Choice
+from fl_sim.tables.workers import Event, Failed, Finished
+from fl_sim.types import Dataset
+
+RATES = {"low": 0.001, "high": 1.0, "log": True}
+METHODS = ["fedavg", "fedprox", "scaffold"]
+
+
+def settings(*, grid: dict[str, Any] | None = None, base: dict[str, Any] | None = None, **tuning: Any) -> TableSettings:
+    table = {
+        "base": {"model": "logistic", "rounds": 2, "partition": "label-2", **(base or {})},
+        "grid": {"algorithm": METHODS, **(grid or {})},
+        "centralized": False,
+        "tune": {"trials": 4, "space": {"local.learning_rate": RATES}, **tuning},
+    }
+    return table_settings(table, [], "the test")
+
+
+def here(out: Path) -> Runner:
+    """Run trials in this process."""
+
+    def run_all(runs: Mapping[str, Experiment], labels: Mapping[str, str]) -> Iterator[Event]:
+        assert set(runs) == set(labels)
+        yield from _run(runs, out / TRIALS)
+
+    return run_all
+
+
+def _run(runs: Mapping[str, Experiment], out: Path) -> Iterator[Event]:
+    for name, experiment in runs.items():
+        try:
+            yield Finished(name, run(experiment, out / name))
+        except Diverged as error:
+            yield Failed(name, str(error), diverged=True)
+
+
+def searched(chosen: TableSettings, out: Path) -> tuple[Choice, ...]:
+    return tune(chosen, plan_table(chosen), out, here(out), None)
+
+
+def log_of(out: Path) -> list[dict[str, str]]:
+    with (out / LOG).open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_method_gets_the_same_trials_and_rounds_and_the_best_of_its_last_rung_wins(tmp_path: Path) -> None:
+    chosen = settings(spaces={"fedprox": {"algorithm.mu": [0.001, 0.01, 0.1, 1]}})
+    choices = searched(chosen, tmp_path)
+    log = log_of(tmp_path)
+    assert Counter((line["row"], line["rung"], line["rounds"]) for line in log) == {
+        (row, rung, rounds): trials
+        for row in ("FedAvg", "FedProx", "SCAFFOLD")
+        for rung, rounds, trials in (("1", "1", 4), ("2", "2", 2))
+    }
+    for choice in choices:
+        own = [line for line in log if line["row"] == choice.search.cell.row]
+        first, last = ([line for line in own if line["rung"] == rung] for rung in "12")
+        by_accuracy = sorted(first, key=lambda line: -float(line["accuracy"]))
+        assert {line["trial"] for line in last} == {line["trial"] for line in by_accuracy[:2]}
+        best = max(last, key=lambda line: float(line["accuracy"]))
+        assert json.loads(best["values"]) == choice.best.trial.values
+    rates = [[json.loads(line["values"])["local.learning_rate"] for line in log[at : at + 4]] for at in (0, 4, 8)]
+    assert rates[0] == rates[1] == rates[2]
+    assert len(set(rates[0])) == 4
+
+
+def test_no_trial_reads_a_test_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = settings(grid={"algorithm": ["fedavg"]})
+    plan = plan_table(chosen)
+    honest = tune(chosen, plan, tmp_path / "honest", here(tmp_path / "honest"), None)
+
+    def without_test(name: str, root: Path | None) -> Dataset:
+        dataset = load(name, root)
+        return replace(dataset, test=replace(dataset.test, labels=dataset.test.labels + 10**6))  # no class of the model
+
+    monkeypatch.setattr(wiring, "load", without_test)
+    other = tune(chosen, plan, tmp_path / "other", here(tmp_path / "other"), None)
+    assert [one.accuracy for one in honest[0].tried] == [one.accuracy for one in other[0].tried]
+    assert honest[0].best.trial.values == other[0].best.trial.values
+
+
+def test_another_row_changes_no_trial_of_the_others(tmp_path: Path) -> None:
+    alone = searched(settings(grid={"algorithm": ["fedavg"]}), tmp_path / "alone")
+    both = searched(settings(grid={"algorithm": ["fedprox", "fedavg"]}), tmp_path / "both")
+    assert [one.trial.values for one in alone[0].tried] == [one.trial.values for one in both[1].tried]
+    assert [one.accuracy for one in alone[0].tried] == [one.accuracy for one in both[1].tried]
+
+
+def test_what_diverges_counts_as_the_worst(tmp_path: Path) -> None:
+    chosen = settings(grid={"algorithm": ["fedavg"]}, trials=3, space={"local.learning_rate": [1e30, 0.1, 0.0001]})
+    (choice,) = searched(chosen, tmp_path)
+    assert choice.best.trial.values == {"local.learning_rate": 0.1}
+    (diverged,) = [line for line in log_of(tmp_path) if line["status"] == "diverged"]
+    assert json.loads(diverged["values"]) == {"local.learning_rate": 1e30}
+    assert diverged["accuracy"] == ""
+    assert "training diverged" in diverged["error"]
+
+
+def test_a_search_of_which_all_diverges_is_refused_by_the_name_of_its_row(tmp_path: Path) -> None:
+    chosen = settings(grid={"algorithm": ["fedavg", "fedprox"]}, trials=2, space={"local.learning_rate": [1e30, 1e31]})
+    with pytest.raises(RunError, match=r"tuning FedAvg, digits 2-Label: all 2 trials of 2 rounds diverged.*smaller"):
+        searched(chosen, tmp_path)
+    assert len(log_of(tmp_path)) == 4
+
+
+def filled(chosen: TableSettings, out: Path, monkeypatch: pytest.MonkeyPatch) -> Board:
+    def in_process(runs: Mapping[str, Experiment], out: Path, jobs: int, root: Path | None) -> Iterator[Event]:
+        yield from _run(runs, out)
+
+    monkeypatch.setattr(filling, "run_all", in_process)
+    board = Board(chosen, plan_table(chosen))
+    fill(board, out, 1, None, progress=False)
+    conclude(board, out)
+    return board
+
+
+def test_the_tables_own_runs_have_the_chosen_values_all_records_and_one_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = settings(
+        grid={"algorithm": ["fedavg", "fedprox"], "seed": [0, 1]}, spaces={"fedprox": {"algorithm.mu": [0.5, 2.0]}}
+    )
+    board = filled(chosen, tmp_path, monkeypatch)
+    values = {choice.search.cell.row: choice.best.trial.values for choice in board.choices}
+    assert [(cell.row, cell.seed) for cell in board.plan.cells] == [
+        ("FedAvg", 0), ("FedAvg", 1), ("FedProx", 0), ("FedProx", 1)
+    ]  # fmt: skip
+    for cell in board.plan.cells:
+        own = cell.experiment
+        assert own.local.learning_rate == values[cell.row]["local.learning_rate"]
+        assert (own.evaluate.validation, own.evaluate.test, own.rounds) == (0, "last", 2)
+        assert cell.row == "FedAvg" or own.algorithm.mu == values["FedProx"]["algorithm.mu"]  # type: ignore[attr-defined]
+        lines = (tmp_path / "cells" / cell.name / "rounds.jsonl").read_text().splitlines()
+        assert [json.loads(line)["test_accuracy"] is None for line in lines] == [True, False]
+    told = (tmp_path / "table.md").read_text()
+    assert "4 trials of 1 rounds, the best 2 of them 2 rounds" in told
+    assert "on 10 % of every client's training records" in told
+    assert (
+        f"FedProx, chosen: digits 2-Label local.learning_rate={values['FedProx']['local.learning_rate']:.10g}" in told
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"space": {"local.lerning_rate": [0.1]}}, r"unknown key 'local.lerning_rate' \(did you mean 'learning_rate'"),
+        ({"space": {"local.learning_rate": [0.1, -0.1]}}, r"local.learning_rate = '-0.1'.*greater than 0"),
+        ({"space": {"local.momentum": {"low": 0.5, "high": 1.0}}}, r"local.momentum = '1.0'.*less than 1"),
+        ({"spaces": {"fedprox": {"algorithm.mu": [-1]}}}, r"cell algorithm=fedprox.*algorithm.mu = '-1'"),
+        ({"space": {"algorithm.mu": [1]}}, r"cell algorithm=fedavg.*unknown key 'algorithm.mu'"),
+        ({"grid": {"local.epochs": [1, 2]}, "space": {"local.epochs": [1]}}, "sets local.epochs in the grid"),
+        ({"grid": {"algorithm": [{"kind": "fedprox", "mu": 1.0}]}, "space": {"algorithm.mu": [1]}}, "sets algorithm"),
+        ({"grid": {"algorithm": ["fedprox:2"]}, "space": {"algorithm.mu": [1]}}, "row FedProx.* sets algorithm.mu"),
+        ({"validation": 0.999}, "leaves client 0.* none to train on"),
+        ({"base": {"aggregator": "global-dp"}}, r"row FedAvg promises privacy.*tune.data = \"NAME\""),
+        ({"data": "digits"}, "tune.data=digits is what the table itself is about"),
+        ({"data": "digts"}, "digts"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_searched_is_told_before_the_first_trial(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    chosen = settings(**changes)
+    plan = plan_table(chosen)
+    with pytest.raises(UserError, match=said):
+        tune(chosen, plan, tmp_path / "out", here(tmp_path), None)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("tuning", "said"),
+    [
+        ({"trials": 0}, r"tune.trials = 0: input should be greater than or equal to 1"),
+        ({"halving": 1}, r"tune.halving = 1"),
+        ({"validation": 0}, r"tune.validation = 0"),
+        ({"trails": 3}, r"unknown key 'tune.trails' \(did you mean 'trials'\?\)"),
+        ({"search": "grid"}, r"tune.search = 'grid'.*'random' or 'optuna'"),
+    ],
+)
+def test_mistakes_in_tune_are_told_by_name(tuning: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        settings(**tuning)
+
+
+def test_the_command_line_lays_settings_of_the_search_over_the_files() -> None:
+    table = {"tune": {"trials": 4, "space": {"local.learning_rate": [0.1]}}}
+    chosen = table_settings(table, ["tune.trials=2", "tune.search=optuna", "rounds=3"], "the test")
+    assert chosen.tune is not None
+    assert (chosen.tune.trials, chosen.tune.search, chosen.base["rounds"]) == (2, "optuna", "3")
+    with pytest.raises(UserError, match=r"stands in the file, in \[tune.space\]"):
+        table_settings(table, ["tune.space.local.momentum=0.1"], "the test")
+
+
+def test_a_report_shows_no_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(settings(grid={"algorithm": ["fedavg"]}, trials=2), tmp_path, monkeypatch)
+    found = find([tmp_path])
+    assert [run.path.parent.name for run in found.runs] == ["cells"]
+    assert not found.problems
