@@ -35,8 +35,8 @@ class FeatureNoise:
 
     @property
     def title(self) -> str:
-        """Return the short form, and whose definition it is where that is not the paper's."""
-        return f"feature-noise:{self.sigma}" + (", niid-bench" if self.variant == "niid-bench" else "")
+        """Return the short form."""
+        return f"feature-noise:{self.sigma}"
 
     def split(
         self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator

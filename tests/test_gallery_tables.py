@@ -1,12 +1,15 @@
-"""The tables of the gallery: every cell of their files is an experiment that can be run, as it was published."""
+"""The gallery: its page is made from its files, and every cell of its tables can be run, as it was published."""
 
 from pathlib import Path
 
 import pytest
 
+from fl_sim.report.gallery import PAGE, gallery_text, read_gallery
 from fl_sim.tables.plan import experiments, read_settings
+from fl_sim.tables.words import data_label, label
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
+BENCHMARKS, GALLERY = ROOT / "benchmarks", ROOT / "docs" / "results"
 NIID = {
     "mnist": 20, "mnist_labels": 45, "mnist_mu": 21, "fashion_mnist": 35, "cifar10": 20, "adult": 25, "partial": 15,
 }  # fmt: skip
@@ -31,3 +34,20 @@ def test_every_other_table_file_holds_experiments_that_go_together() -> None:
     assert len(files) >= 12
     for file in files:
         assert experiments(read_settings(file, [])), file
+
+
+def test_the_page_is_what_its_files_make() -> None:
+    made = gallery_text(read_gallery(GALLERY), "../..")
+    assert (GALLERY / PAGE).read_text() == made, "run: fl-sim report --gallery docs/results"
+
+
+def test_every_published_figure_stands_beside_a_cell_of_its_table() -> None:
+    for entry in read_gallery(GALLERY):
+        cells = experiments(read_settings(ROOT / entry.about.file, []))
+        rows = {label(cell.algorithm) for cell in cells}
+        columns = {f"{data_label(cell.data)} {label(cell.partition)}" for cell in cells}
+        for column, accuracies in (
+            (column, some) for one in entry.about.published for column, some in one.accuracies.items()
+        ):
+            assert column in columns, entry.name
+            assert {row.partition(", local.")[0] for row in accuracies} <= rows, entry.name

@@ -187,6 +187,9 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Where to write (default: DIR/report; results/report for several).")
     ] = None,
+    gallery: Annotated[
+        bool, typer.Option("--gallery", help="Write DIR/README.md on the tables in DIR, beside what was published.")
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print what was found as one JSON object.")] = False,
 ) -> None:
     """Draw accuracy and loss over rounds, and write a page that compares finished runs.
@@ -203,7 +206,14 @@ def report(
       fl-sim report results/digits
 
       fl-sim report results/fedavg results/scaffold --out results/comparison
+
+      fl-sim report --gallery docs/results
     """
+    if gallery:
+        from fl_sim.cli.gallery import write_gallery  # noqa: PLC0415 (see above)
+
+        write_gallery(directories, out, json_output=json_output)
+        return
     with importing():
         from fl_sim.cli.report import write_report  # noqa: PLC0415 (see above)
 

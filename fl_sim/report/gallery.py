@@ -1,0 +1,211 @@
+"""The gallery: tables that were run, beside what was published, as one page of Markdown that is made from files.
+
+A folder for each table: ``about.toml`` (``About``), written by hand, and ``table.json`` and ``table.csv`` as ``fl-sim
+table`` wrote them. A folder without ``table.json`` is a table that is still to be run.
+"""
+
+import csv
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fl_sim.errors import UserError
+from fl_sim.mistakes import guess
+from fl_sim.report.runs import TABLE, read_json_table
+from fl_sim.report.spread import mean_and_deviation
+from fl_sim.report.table import MEASURES, Measure, Table, best_rows, cell_text, percentages
+
+ABOUT, RUNS = "about.toml", "table.csv"
+PAGE = "README.md"
+_DEVIATIONS, _POINTS = 3, 3
+_FURTHER: Final = f"Further than {_DEVIATIONS} of our deviations from"
+_SECONDS: Final = "seconds.total"
+
+_HEAD = """# Published tables, run here
+
+Made by `fl-sim report --gallery docs/results` from the files in this folder; do not edit it. Each table has a folder:
+the `table.json` and `table.csv` that its command wrote, and `about.toml`, what must be known besides.
+
+Accuracies are in percent, after the last round where nothing else is said; ± is the sample standard deviation over
+seeds. Below a method stands what was published for it: *read* was read in the source itself, *recalled* was quoted from
+memory and is to be checked there before it is printed as fact. Bold is what is significantly the best (see
+[tables](../tables.md)).
+"""
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Published(_Facts):
+    """Accuracies in percent from one source: {column: {row: accuracy}}, named as the table names them.
+
+    ``measure``: whether they are of the last round, or of the best one.
+    """
+
+    source: str
+    confidence: Literal["read", "recalled"]
+    measure: Measure = "last"
+    note: str = ""
+    accuracies: dict[str, dict[str, Annotated[float, Field(ge=0, le=100)]]]
+
+
+class About(_Facts):
+    """What a reader must know of a table besides its ``table.json``.
+
+    ``file``: the table's file, from the repository's root. ``hours``: of all its runs together, where ``table.csv``
+    does not tell. ``differs``: what is not as published, and why, in Markdown.
+    """
+
+    title: str
+    file: str
+    command: str
+    hardware: str = ""
+    hours: float | None = Field(None, ge=0)
+    differs: str = ""
+    published: list[Published] = []
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A table of the gallery; ``table`` None: it is still to be run. ``hours``: None where nobody noted them."""
+
+    name: str
+    about: About
+    table: Table | None
+    hours: float | None
+
+
+def read_gallery(directory: Path) -> list[Entry]:
+    """Read every folder of ``directory`` with an ``about.toml``, by name.
+
+    Raises UserError for a directory without any, and one that names the file that is damaged or that speaks of rows or
+    columns which its table does not have.
+    """
+    places = sorted(path.parent for path in directory.glob(f"*/{ABOUT}"))
+    if not places:
+        raise UserError(
+            f"no gallery in {directory}: no folder in it holds an {ABOUT}; docs/results shows how they look"
+        )
+    return [_entry(place) for place in places]
+
+
+def gallery_text(entries: Sequence[Entry], root: str) -> str:
+    """Return the page. ``root``: the way from the page's folder to the folder that ``About.file`` starts in."""
+    lines = [_HEAD, *_contents(entries)]
+    for entry in entries:
+        lines += _section(entry, root)
+    return "\n".join(lines)
+
+
+def _entry(place: Path) -> Entry:
+    try:
+        about = About.model_validate(tomllib.loads((place / ABOUT).read_text(encoding="utf-8")))
+        table = read_json_table(place) if (place / TABLE).exists() else None
+        hours = _hours(place / RUNS) if about.hours is None and (place / RUNS).exists() else about.hours
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{place / ABOUT}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{place}: {error}") from error
+    if table is not None:
+        _check_names(place, about, table)
+    return Entry(place.name, about, table, hours)
+
+
+def _hours(runs: Path) -> float | None:
+    """Return how many hours all runs took one after another; None where one does not say."""
+    with runs.open(encoding="utf-8", newline="") as file:
+        seconds = [line.get(_SECONDS) for line in csv.DictReader(file) if line.get("status") == "finished"]
+    return sum(map(float, filter(None, seconds))) / 3600 if seconds and all(seconds) else None
+
+
+def _check_names(place: Path, about: About, table: Table) -> None:
+    """Raise UserError for a figure that would be dropped, because no cell of the table has its place."""
+    for column, accuracies in ((column, some) for one in about.published for column, some in one.accuracies.items()):
+        for name, known in ((column, table.columns), *((row, table.rows) for row in accuracies)):
+            if name not in known:
+                raise UserError(
+                    f"{place / ABOUT} tells a published figure of {name!r}, which {TABLE} does not have"
+                    f"{guess(name, known)}; it has {', '.join(known)}"
+                )
+
+
+def _contents(entries: Sequence[Entry]) -> Iterator[str]:
+    yield "| table | file | folder | runs |"
+    yield "|---|---|---|---|"
+    for entry in entries:
+        yield f"| {entry.about.title} | `{entry.about.file}` | `{entry.name}` | {_progress(entry.table)} |"
+    yield ""
+
+
+def _progress(table: Table | None) -> str:
+    if table is None:
+        return "to be run"
+    runs = {one.directory: one.status for one in table.results}
+    done, failed = (sum(status == wanted for status in runs.values()) for wanted in ("finished", "failed"))
+    return f"{done} of {len(runs)}" + (f", {failed} failed" if failed else "")
+
+
+def _section(entry: Entry, root: str) -> Iterator[str]:
+    about, table = entry.about, entry.table
+    yield f"## {about.title}\n"
+    yield f"[{about.file}]({root}/{about.file}): `{about.command}`\n"
+    if table is None:
+        yield "Still to be run.\n"
+    else:
+        hours = "not recorded" if entry.hours is None else f"{entry.hours:.1f}, all runs one after another"
+        yield f"Machine: {about.hardware or 'not recorded'}. Hours: {hours}.\n"
+        yield from _rows(about, table)
+        yield ""
+        yield from _missed(about, table)
+    yield from [f"{about.differs.strip()}\n"] if about.differs.strip() else []
+    yield from (f"{one.source} ({one.confidence}): {one.note}\n" for one in about.published if one.note)
+    if table is not None:
+        yield "<details><summary>What the table says of itself</summary>\n"
+        yield from (f"- {line}" for line in table.caption)
+        yield "\n</details>\n"
+
+
+def _rows(about: About, table: Table) -> Iterator[str]:
+    """Tell each row of ours, and below it the figures of each source; their best rounds below our best round."""
+    yield f"| | {' | '.join(table.columns)} |"
+    yield f"|---|{'---|' * len(table.columns)}"
+    measures: tuple[Measure, ...] = MEASURES if any(one.measure == "best" for one in about.published) else ("last",)
+    best = {(column, measure): best_rows(table, column, measure) for column in table.columns for measure in measures}
+    for row in table.rows:
+        for measure in measures:
+            cells = [
+                f"**{text}**" if row in best[column, measure] else text
+                for column in table.columns
+                for text in [cell_text(table.at(row, column), measure)]
+            ]
+            yield _line(row if measure == "last" else f"{row}, best round", cells)
+            for one in about.published:
+                figures = {column: some[row] for column, some in one.accuracies.items() if row in some}
+                if figures and one.measure == measure:
+                    shown = [f"*{figures[column]:g}*" if column in figures else "" for column in table.columns]
+                    yield _line(f"*{one.source}, {one.confidence}*", shown)
+
+
+def _line(first: str, cells: Sequence[str]) -> str:
+    return f"| {' | '.join([first, *cells])} |"
+
+
+def _missed(about: About, table: Table) -> Iterator[str]:
+    """Tell the published figures that ours are far from: by deviations over seeds, by points where a seed is alone."""
+    for one in about.published:
+        far: dict[str, list[str]] = {}
+        for column, accuracies in one.accuracies.items():
+            for row, published in accuracies.items():
+                mean, deviation = mean_and_deviation(percentages(table.at(row, column), one.measure))
+                if mean is not None and abs(mean - published) > (
+                    _POINTS if deviation is None else _DEVIATIONS * deviation
+                ):
+                    which = f"One seed, and further than {_POINTS} points from" if deviation is None else _FURTHER
+                    far.setdefault(which, []).append(f"{row}, {column}: {mean:.1f} and {published:g}")
+        yield from (f"{which} {one.source}: {'; '.join(cells)}.\n" for which, cells in far.items())
