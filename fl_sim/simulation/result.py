@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_sim.errors import RunError
+from fl_sim.errors import Diverged, RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of, short_form, title_of
@@ -99,14 +99,14 @@ def _validation(job: Job, scores: list[_Score], best: _Score | None) -> dict[str
     return {"validation": facts}
 
 
-def told(error: BaseException | None, out: Path) -> dict[str, str]:
+def told(error: BaseException | None, out: Path) -> dict[str, Any]:
     """Return what ``result.json`` says of a failure; what clients said in private goes into a file of its own."""
     if not isinstance(error, RunError):
         return {}
     if error.private:
         with suppress(OSError):
             write_private(out / run_directory.PRIVATE_ERRORS, f"{error.private}\n".encode())
-    return {"error": str(error)}
+    return {"error": str(error), **({"diverged": True} if isinstance(error, Diverged) else {})}
 
 
 def _evaluated(experiment: Experiment) -> str:

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.store import run_directory
 from fl_sim.tables.plan import Plan, TableSettings
+from fl_sim.tables.tuning_runs import Outcome, directory_of, outcome_in
 from fl_sim.tables.tuning_space import Values
 from fl_sim.tables.tuning_trials import (
     Choice,
@@ -18,10 +19,9 @@ from fl_sim.tables.tuning_trials import (
     drawn_trials,
     experiment_of,
     searches_of,
-    trial_name,
 )
 from fl_sim.tables.tuning_words import csv_text
-from fl_sim.tables.workers import Event, Failed, Finished
+from fl_sim.tables.workers import Event, Failed
 
 TRIALS, LOG = "tuning", "tuning.csv"
 
@@ -56,7 +56,7 @@ def tune(settings: TableSettings, plan: Plan, out: Path, run: Runner, data_root:
     for step in range(max((len(search.rungs) for search in searches), default=0)):
         racing = [search for search in searches if step < len(search.rungs)]
         trials = [trial for search in racing for trial in alive[search.place]]
-        tried = _tried(settings, trials, step, run, out / TRIALS, data_root)
+        tried = _tried(settings, trials, log.tried, run, out / TRIALS, data_root)
         log.add(tried)
         for search in racing:
             alive[search.place] = _best(search, [one for one in tried if one.trial.search is search], step)
@@ -64,44 +64,61 @@ def tune(settings: TableSettings, plan: Plan, out: Path, run: Runner, data_root:
 
 
 def _tried(
-    settings: TableSettings, trials: Sequence[Trial], step: int, run: Runner, folder: Path, data_root: Path | None
+    settings: TableSettings,
+    trials: Sequence[Trial],
+    earlier: Sequence[Tried],
+    run: Runner,
+    folder: Path,
+    data_root: Path | None,
 ) -> list[Tried]:
-    """Run ``trials`` on their rung, those with the same settings once, and return what they came to."""
-    names: list[str] = []
-    runs: dict[str, Experiment] = {}
-    labels: dict[str, str] = {}
-    for trial in trials:
-        rung = trial.search.rungs[step]
-        experiment = experiment_of(settings, trial, rung.rounds)
-        names.append(trial_name(experiment, data_root))
-        runs[names[-1]] = experiment
-        labels.setdefault(names[-1], f"{trial.search.words}, trial {trial.number}, {rung.rounds} rounds")
-    outcomes = {event.name: event for event in run(runs, labels) if isinstance(event, Finished | Failed)}
-    found = []
-    for trial, name in zip(trials, names, strict=True):
-        outcome, rounds = outcomes[name], trial.search.rungs[step].rounds
-        if isinstance(outcome, Failed) and not outcome.diverged:
+    """Run ``trials`` on their next rung, those with the same settings once, and return what they came to."""
+    last = {one.trial: one for one in earlier}
+    entries = [_entered(settings, trial, last.get(trial), folder, data_root) for trial in trials]
+    unknown = {entry.directory.name: entry for entry in reversed(entries) if entry.outcome() is None}
+    runs = {name: entry.experiment for name, entry in reversed(unknown.items())}
+    errors: dict[str, str] = {}
+    if runs:
+        labels = {name: unknown[name].label for name in runs}
+        errors = {event.name: event.error for event in run(runs, labels) if isinstance(event, Failed)}
+    return [entry.tried(errors.get(entry.directory.name, "")) for entry in entries]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A trial enters a rung, which counts from 1; ``after``: so many of its rounds the rung before has paid for."""
+
+    trial: Trial
+    rung: int
+    experiment: Experiment
+    directory: Path
+    after: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.trial.search.words}, trial {self.trial.number}, {self.experiment.rounds} rounds"
+
+    def outcome(self) -> Outcome | None:
+        return outcome_in(self.directory, self.experiment, self.after)
+
+    def tried(self, error: str) -> Tried:
+        """Return what came of it. Raises RunError, with the ``error`` that was told, where it has no outcome."""
+        outcome = self.outcome()
+        if outcome is None:
             raise RunError(
-                f"trial {trial.number} of {trial.search.words} failed, in {folder / name}: {outcome.error}; what is "
+                f"trial {self.trial.number} of {self.trial.search.words} failed, in {self.directory}: {error}; what is "
                 "finished stays, and the same command goes on from there"
             )
-        accuracy = _accuracy(outcome.result) if isinstance(outcome, Finished) else None
-        error = outcome.error if isinstance(outcome, Failed) else ""
-        found.append(Tried(trial, step + 1, rounds, name, accuracy, _seconds(folder / name), error))
-    return found
+        rounds = self.experiment.rounds
+        name, trained = self.directory.name, rounds - self.after
+        return Tried(self.trial, self.rung, rounds, trained, name, outcome.accuracy, outcome.seconds, outcome.error)
 
 
-def _accuracy(result: Mapping[str, Any]) -> float:
-    """Return what a trial is judged by: accuracy on validation, or on the test records of a public data set."""
-    accuracy = result["validation"]["final_accuracy"] if "validation" in result else result["final_accuracy"]
-    assert isinstance(accuracy, float), "the last round is evaluated"
-    return accuracy
-
-
-def _seconds(directory: Path) -> float:
-    result = run_directory.read_result(directory) or {}
-    seconds = result.get("seconds", {})
-    return float(seconds.get("preprocess", 0.0)) + float(seconds.get("train", 0.0))
+def _entered(settings: TableSettings, trial: Trial, last: Tried | None, folder: Path, data_root: Path | None) -> _Entry:
+    rungs, step = trial.search.rungs, last.rung if last else 0
+    experiment = experiment_of(settings, trial, rungs[step].rounds)
+    directory = directory_of(experiment, experiment_of(settings, trial, rungs[-1].rounds), folder, data_root)
+    after = last.rounds if last and last.name == directory.name else 0
+    return _Entry(trial, step + 1, experiment, directory, after)
 
 
 def _best(search: Search, tried: Sequence[Tried], step: int) -> list[Trial]:

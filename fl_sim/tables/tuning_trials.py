@@ -5,18 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fl_sim.data import load
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import field_defaults, kind_of
-from fl_sim.tables.names import run_name
 from fl_sim.tables.plan import Cell, Plan, TableSettings
 from fl_sim.tables.points import AXES, CENTRALIZED, as_run, experiment_at, flat, is_bound, job_at
 from fl_sim.tables.tuning_settings import Rung, Tune, rungs
 from fl_sim.tables.tuning_space import Method, Space, Values, drawn, spaces
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Search:
     """What is tuned: one row in one column, on the split of its first seed, which ``cell`` has."""
 
@@ -35,7 +33,7 @@ class Search:
         return f"{self.cell.row}, {self.cell.column}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trial:
     """One set of values of a search; ``number`` counts from 1."""
 
@@ -48,12 +46,15 @@ class Trial:
 class Tried:
     """What a trial came to on a rung, which counts from 1; ``accuracy`` in [0, 1] is None where it diverged.
 
-    ``seconds`` of its rounds, known only roughly where the run is private.
+    ``rounds``: how many it has on this rung; ``trained``: how many of them it trained for it, as it goes on after the
+    rung before where it can. ``seconds`` of these, known only roughly where the run is private. ``name``: its
+    directory's.
     """
 
     trial: Trial
     rung: int
     rounds: int
+    trained: int
     name: str
     accuracy: float | None
     seconds: float
@@ -117,15 +118,10 @@ def experiment_of(settings: TableSettings, trial: Trial, rounds: int) -> Experim
     return experiment_at(settings.base, _point(settings.tune, trial, rounds))
 
 
-def trial_name(experiment: Experiment, data_root: Path | None) -> str:
-    """Return the name of a trial's directory. Trials with the same settings, of whatever row, are one run."""
-    return f"{run_name(experiment, load(experiment.data, data_root))}-{experiment.rounds}-rounds"
-
-
 def _point(tune: Tune, trial: Trial, rounds: int) -> dict[str, Any]:
     """Return the settings of a trial: of its cell, but for its values and what it is judged by."""
     judged: dict[str, Any] = (
-        {"data": tune.data, "evaluate.validation": 0, "evaluate.test": "last"}
+        {"data": tune.data, "evaluate.validation": 0, "evaluate.test": "rounds"}
         if tune.data
         else {"evaluate.validation": tune.validation, "evaluate.test": "never"}
     )

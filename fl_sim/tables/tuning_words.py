@@ -14,17 +14,20 @@ from fl_sim.tables.words import data_label, text
 def csv_text(tried: Iterable[Tried]) -> str:
     """Return one line for each trial on each of its rungs, accuracies in [0, 1]."""
     lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow(
-        ["row", "column", "trial", "rung", "rounds", "values", "accuracy", "status", "seconds", "dir", "error"]
-    )
-    for one in tried:
-        values = json.dumps(one.trial.values)
-        writer.writerow(
-            [*one.trial.search.place, one.trial.number, one.rung, one.rounds, values, one.accuracy, one.status,
-             one.seconds, one.name, one.error]
-        )  # fmt: skip
+    table = [_line(one) for one in tried]
+    writer = csv.DictWriter(lines, list(table[0]) if table else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
     return lines.getvalue()
+
+
+def _line(one: Tried) -> dict[str, Any]:
+    row, column = one.trial.search.place
+    return {
+        "row": row, "column": column, "trial": one.trial.number, "rung": one.rung, "rounds": one.rounds,
+        "trained": one.trained, "values": json.dumps(one.trial.values), "accuracy": one.accuracy, "status": one.status,
+        "seconds": one.seconds, "dir": one.name, "error": one.error,
+    }  # fmt: skip
 
 
 def as_json(choices: Iterable[Choice], tune: Tune) -> list[dict[str, Any]]:
@@ -90,10 +93,10 @@ def _rungs(rungs: Sequence[Rung]) -> str:
 
 def _spent(tried: Iterable[Tried]) -> dict[str, Any]:
     """Return what the runs of trials cost: the same settings are run once, whoever asks for them."""
-    runs = {one.name: one for one in tried}.values()
+    runs = {(one.name, one.rung): one for one in tried}.values()
     return {
-        "runs": len(runs),
+        "runs": len({one.name for one in runs}),
         "diverged": sum(one.status == "diverged" for one in runs),
-        "rounds": sum(one.rounds for one in runs),
+        "rounds": sum(one.trained for one in runs),
         "seconds": sum(one.seconds for one in runs),
     }

@@ -7,7 +7,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from fl_sim.errors import Diverged, RunError, UserError
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import CONFIG, RoundRecord
@@ -58,7 +58,7 @@ def _attempt(
     try:
         return Finished(name, run(experiment, directory, data_root, _Told(name, connection)))
     except (RunError, UserError) as error:
-        return Failed(name, str(error), isinstance(error, Diverged))
+        return Failed(name, str(error))
     except Exception as error:  # noqa: BLE001 (one cell's surprise must not end the others; it is reported)
         return Failed(name, f"{type(error).__name__}: {error}")
 

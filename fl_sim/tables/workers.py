@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, InProcess, defined_in_script
+from fl_sim.settings_file import read_table
 from fl_sim.simulation.capacity import cores
 from fl_sim.store import run_directory
 from fl_sim.store.locks import sole_run
@@ -57,11 +58,10 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """A run could not go on, or its worker died; ``diverged``: its numbers stopped being finite."""
+    """A run could not go on, or its worker died."""
 
     name: str
     error: str
-    diverged: bool = False
 
 
 Event: TypeAlias = Started | Preparing | RoundDone | Finished | Failed
@@ -79,10 +79,14 @@ work(int(sys.argv[2]))
 """A worker's program. multiprocessing's would import the caller's main module again: a script would run twice."""
 
 
-def finished_result(directory: Path) -> dict[str, Any] | None:
-    """Return the result of a run that is done, else None."""
+def finished_result(directory: Path, rounds: int) -> dict[str, Any] | None:
+    """Return the result of a run of so many rounds that is done, else None. It may have begun with fewer."""
     result = run_directory.read_result(directory)
-    return result if result is not None and result.get("status") == "finished" else None
+    if result is None or result.get("status") != "finished":
+        return None
+    with suppress(UserError):  # a worker will say what is wrong with it
+        return result if read_table(directory / run_directory.CONFIG).get("rounds") == rounds else None
+    return None
 
 
 def run_all(
@@ -99,7 +103,7 @@ def run_all(
     with sole_run(out):
         waiting: deque[tuple[str, Experiment]] = deque()
         for name, experiment in runs.items():
-            if (result := finished_result(out / name)) is not None:
+            if (result := finished_result(out / name, experiment.rounds)) is not None:
                 yield Finished(name, result)
             else:
                 waiting.append((name, _with_share_of_cores(experiment, jobs)))

@@ -20,7 +20,7 @@ from fl_sim.tables import filling
 from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
 from fl_sim.tables.tuning import LOG, TRIALS, Runner, tune
-from fl_sim.tables.tuning_trials import Choice
+from fl_sim.tables.tuning_trials import Choice, experiment_of
 from fl_sim.tables.workers import Event, Failed, Finished
 from fl_sim.types import Dataset
 
@@ -53,7 +53,7 @@ def _run(runs: Mapping[str, Experiment], out: Path) -> Iterator[Event]:
         try:
             yield Finished(name, run(experiment, out / name))
         except Diverged as error:
-            yield Failed(name, str(error), diverged=True)
+            yield Failed(name, str(error))
 
 
 def searched(chosen: TableSettings, out: Path) -> tuple[Choice, ...]:
@@ -123,6 +123,53 @@ def test_a_search_of_which_all_diverges_is_refused_by_the_name_of_its_row(tmp_pa
     with pytest.raises(RunError, match=r"tuning FedAvg, digits 2-Label: all 2 trials of 2 rounds diverged.*smaller"):
         searched(chosen, tmp_path)
     assert len(log_of(tmp_path)) == 4
+
+
+def test_a_trial_goes_on_from_rung_to_rung_and_each_round_is_trained_once(tmp_path: Path) -> None:
+    (choice,) = searched(settings(grid={"algorithm": ["scaffold"]}, rounds=4), tmp_path)
+    log = log_of(tmp_path)
+    assert [(line["rounds"], line["trained"]) for line in log] == [("2", "2")] * 4 + [("4", "2")] * 2
+    lines = {path.parent.name: len(path.read_text().splitlines()) for path in tmp_path.glob("tuning/*/rounds.jsonl")}
+    assert sorted(lines.values()) == [2, 2, 4, 4]
+    anew = run(experiment_of(settings(), choice.best.trial, 4), tmp_path / "anew")
+    assert anew["validation"]["final_accuracy"] == choice.best.accuracy
+
+
+@pytest.mark.parametrize(
+    "base", [{"local": {"schedule": "cosine"}}, {"calibrate": "ccvr:5", "model": "mlp", "local": {"steps": 1}}]
+)
+def test_a_trial_that_depends_on_its_number_of_rounds_begins_anew_on_every_rung(
+    tmp_path: Path, base: dict[str, Any]
+) -> None:
+    chosen = settings(grid={"algorithm": ["fedavg"]}, base=base, trials=3, rounds=4)
+    (choice,) = searched(chosen, tmp_path)
+    assert [(one.rounds, one.trained) for one in choice.tried] == [(2, 2)] * 3 + [(4, 4)]
+    anew = run(experiment_of(chosen, choice.best.trial, 4), tmp_path / "anew")
+    assert anew["validation"]["final_accuracy"] == choice.best.accuracy
+
+
+def test_a_search_that_was_broken_off_goes_on_trial_by_trial_to_the_same_end(tmp_path: Path) -> None:
+    chosen = settings(grid={"algorithm": ["fedavg"]}, space={"local.learning_rate": [1e30, 0.1, 0.3, 0.001]})
+    plan = plan_table(chosen)
+    whole = tune(chosen, plan, tmp_path / "whole", here(tmp_path / "whole"), None)
+    out = tmp_path / "out"
+    asked: list[list[str]] = []
+
+    def broken_off(runs: Mapping[str, Experiment], labels: Mapping[str, str]) -> Iterator[Event]:
+        asked.append(list(runs))
+        events = _run(runs, out / TRIALS)
+        yield next(events)
+        next(events, None)
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            tune(chosen, plan, out, broken_off, None)
+    assert [len(names) for names in asked] == [4, 2, 2]  # two trials of the first rung, the other two, the second rung
+    asked.clear()
+    again = tune(chosen, plan, out, broken_off, None)
+    assert not asked  # all is known, what diverged, too
+    assert [(one.name, one.accuracy) for one in again[0].tried] == [(one.name, one.accuracy) for one in whole[0].tried]
 
 
 def filled(chosen: TableSettings, out: Path, monkeypatch: pytest.MonkeyPatch) -> Board:
