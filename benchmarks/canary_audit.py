@@ -200,7 +200,7 @@ def audit(setting: Setting, mechanism: str) -> Finding:
         epsilon_estimate=_estimate(scores, taking_part, setting.delta),
         power_limit=power_limit(setting.num_canaries, setting.delta),
         guesses=guesses,
-        test_accuracy=evaluate(model, last, *to_tensors(dataset.test, dataset))[0],
+        test_accuracy=evaluate(model, last, *to_tensors(dataset.test, dataset)).accuracy,
         seconds=time.perf_counter() - start,
         seed=setting.seed,
     )

@@ -184,7 +184,7 @@ def _train(algorithm: Any, aggregator: Any, grid: Replying) -> bytes:
 
 def _share(algorithm: Any, grid: Replying) -> bytes:
     template = what_clients_share(algorithm, SHAPE, CLASSES)
-    pool = share_before_training(_strategy(algorithm), grid, template, 1.0)
+    pool, _ = share_before_training(_strategy(algorithm), grid, template, 1.0)
     return b"".join(value.numpy().tobytes() for value in pool.values())
 
 

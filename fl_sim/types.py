@@ -234,6 +234,22 @@ class Cohort:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """How many bytes of arrays go to clients (``down``) and come from them (``up``)."""
+
+    down: int
+    up: int
+
+    def __mul__(self, clients: int) -> Traffic:
+        """Return that of so many clients, each of which has this much."""
+        return Traffic(self.down * clients, self.up * clients)
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Return both together."""
+        return Traffic(self.down + other.down, self.up + other.up)
+
+
+@dataclass(frozen=True)
 class Aggregate:
     """All that the server half of an algorithm sees of a round: means over clients.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from fl_sim.engines import wire
 from fl_sim.errors import Diverged, Malformed, RunError
 from fl_sim.params import flattened, is_finite
 from fl_sim.seeding import rng
-from fl_sim.types import Aggregate, Cohort, Examples, Params, Payloads, Reply, ServerState
+from fl_sim.types import Aggregate, Cohort, Examples, Params, Payloads, Reply, ServerState, Traffic
 from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, Weighing, what_clients_send
 from strategies.answers import (
@@ -78,7 +78,7 @@ class FederatedStrategy(Strategy):
         self.cohort = self.sampler.sample(self.num_clients, coins)
         rate = float(str(config["learning-rate"]))
         order = replace(self.order, server_round=server_round, learning_rate=rate)
-        content = wire.task_content(order, self.server.params, {**self.server.broadcast, **self._layers})
+        content = self._content(order)
         return [Message(content, self.population.nodes[client], wire.TRAIN) for client in self.cohort]
 
     def aggregate_train(
@@ -123,6 +123,18 @@ class FederatedStrategy(Strategy):
 
     def summary(self) -> None:
         """Say nothing: progress belongs to whoever runs the strategy."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return what goes to a client in a round and what comes back: the same for all, whatever they hold.
+
+        An update of another size is refused.
+        """
+        update = wire.update_content(self._template, 0, None)
+        return Traffic(wire.num_bytes(self._content(self.order)), wire.num_bytes(update))
+
+    def _content(self, order: wire.Order) -> RecordDict:
+        return wire.task_content(order, self.server.params, {**self.server.broadcast, **self._layers})
 
     def _after_attack(self, answers: tuple[Reply, ...]) -> tuple[Reply, ...]:
         """Return the round's updates with those of hostile clients as the attack forges them."""
@@ -171,11 +183,12 @@ class FederatedStrategy(Strategy):
 
 @dataclass(frozen=True)
 class Round:
-    """What a round did, apart from evaluation."""
+    """What a round did, apart from evaluation. ``traffic``: of all its clients; None where who they are is secret."""
 
     server_round: int
     cohort_size: int | None
     train_loss: float | None
+    traffic: Traffic | None
     seconds: float
 
 
@@ -194,28 +207,35 @@ def run_round(
         strategy.privacy.pay(server_round)
     config = ConfigRecord({"learning-rate": learning_rate})
     messages = list(strategy.configure_train(server_round, ArrayRecord(), config, grid))
+    each = strategy.traffic
     replies = grid.send_and_receive(messages, timeout=timeout) if messages else []
     _, metrics = strategy.aggregate_train(server_round, replies)
     loss = float(str(metrics["train_loss"])) if metrics and "train_loss" in metrics else None
     size = None if strategy.privacy else len(messages)
-    return Round(server_round, size, loss, time.perf_counter() - start)
+    return Round(server_round, size, loss, None if size is None else each * size, time.perf_counter() - start)
 
 
-def share_before_training(strategy: FederatedStrategy, grid: Grid, template: Params, timeout: float) -> Params:
-    """Ask every client to share, and return the tensors of all of them, concatenated in the order of clients.
+def share_before_training(
+    strategy: FederatedStrategy, grid: Grid, template: Params, timeout: float
+) -> tuple[Params, int]:
+    """Ask every client to share; return the tensors of all, concatenated in the order of clients, and the bytes sent.
 
     ``template``: what a client without records would share.
     """
     strategy.population = find_population(grid, strategy.num_clients, timeout)
     asking = Asking(wire.SHARE, strategy.order, timeout, quoted=not strategy.order.synthetic)
     most = strategy.most_examples
-    shared = ask_everybody(grid, strategy.population, asking, lambda one: wire.read_pool(one, template, most))
+    sent = ask_everybody(
+        grid, strategy.population, asking, lambda one: (wire.read_pool(one, template, most), wire.num_bytes(one))
+    )
+    shared = [part for part, _ in sent]
     if not any(len(part) for one in shared for part in one.values()):
         raise RunError(
             f"no client has records enough to share any before the first round ({strategy.algorithm}), so this would "
             "be another algorithm: have fewer clients, or ask for fewer records in algorithm's settings"
         )
-    return {name: torch.cat([part[name] for part in shared]) for name in template}
+    pool = {name: torch.cat([part[name] for part in shared]) for name in template}
+    return pool, sum(num_bytes for _, num_bytes in sent)
 
 
 def synthesize_before_training(

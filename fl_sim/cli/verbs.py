@@ -75,9 +75,9 @@ def run(
     Settings: data, normalise, partition, clients, model, algorithm, sampler, local.epochs, local.steps,
     local.batch_size, local.optimizer, local.learning_rate, local.momentum, local.weight_decay, local.clip_norm,
     local.label_smoothing, local.augment, local.batch_norm, local.schedule, local.precision, rounds, evaluate_every,
-    evaluate.validation, evaluate.test, seed, partition_seed, model_seed, sampling_seed, device, engine, round_timeout,
-    aggregator, attack, calibrate, preprocess, preprocess.epsilon, preprocess.gamma, preprocess.generator,
-    preprocess.labels, preprocess.train_on, preprocess.server_epochs.
+    evaluate.validation, evaluate.test, evaluate.patience, evaluate.target_accuracy, seed, partition_seed, model_seed,
+    sampling_seed, device, engine, round_timeout, aggregator, attack, calibrate, preprocess, preprocess.epsilon,
+    preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on, preprocess.server_epochs.
 
     For example:
 

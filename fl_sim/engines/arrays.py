@@ -44,6 +44,13 @@ class TensorArray(Array):
         return Array, (self.dtype, self.shape, self.stype, self.data)
 
 
+def num_bytes(array: Array) -> int:
+    """Return how many bytes an array has on its way, without making them."""
+    if isinstance(array, TensorArray):
+        return len(_header(array.shape, "<f4")) + 4 * array.tensor.numel()
+    return len(array.data)
+
+
 def tensor_in(array: object, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the float32 tensor of ``shape`` that an array holds. Raises Malformed where it holds anything else."""
     if isinstance(array, TensorArray):

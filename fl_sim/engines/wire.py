@@ -18,6 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from numpy.typing import NDArray
 
 from fl_sim.engines.arrays import TensorArray, numbers_in, tensor_in
+from fl_sim.engines.arrays import num_bytes as array_bytes
 from fl_sim.errors import Malformed
 from fl_sim.params import FlatParams, Layout, flattened, is_finite, layout_of, num_in
 from fl_sim.types import Params, Payloads, Reply
@@ -221,6 +222,15 @@ def read_who(content: RecordDict) -> int:
     if not isinstance(report, MetricRecord) or set(report) != {_PARTITION}:
         raise Malformed("reported something else than the number of a partition")
     return _whole(report[_PARTITION], sys.maxsize, "a partition's number")
+
+
+def num_bytes(content: RecordDict) -> int:
+    """Return how many bytes the arrays of a message have on their way, each as numpy.save writes it.
+
+    That is 4 a number and 128 before each group of tensors; names, settings and Flower's own frame are not counted.
+    """
+    groups = (record for record in content.values() if isinstance(record, ArrayRecord))
+    return sum(array_bytes(array) for group in groups for array in group.values())
 
 
 def to_arrays(params: Params) -> ArrayRecord:

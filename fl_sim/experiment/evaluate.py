@@ -23,18 +23,29 @@ class Evaluate(Settings):
 
     ``test``: when the test records are looked at: after every evaluated round ("rounds"), after the last alone
     ("last"), or "never", where settings are searched for by validation.
+
+    ``patience``: the run stops once so many rounds have passed without a better validation accuracy than before (0: it
+    does not). ``target_accuracy``: it stops once the validation accuracy is at least this (0: it does not).
     """
 
     validation: float = Field(0.0, ge=0, lt=1)
     test: Literal["rounds", "last", "never"] = "rounds"
+    patience: int = Field(0, ge=0)
+    target_accuracy: float = Field(0.0, ge=0, le=1)
 
     @model_validator(mode="after")
-    def _measures_something(self) -> Self:
+    def _compatible(self) -> Self:
         if self.test == "never" and not self.validation:
             raise ValueError(
                 "evaluate.test=never without evaluate.validation measures nothing: hold records out, for example "
                 "evaluate.validation=0.1, or take evaluate.test=last"
             )
+        for name in ("patience", "target_accuracy"):
+            if (value := getattr(self, name)) and not self.validation:
+                raise ValueError(
+                    f"evaluate.{name}={value:g} stops a run by its validation accuracy, and nothing is held out for "
+                    f"that: set evaluate.validation, for example to 0.1, or leave evaluate.{name} out"
+                )
         return self
 
     def tests(self, *, is_last: bool) -> bool:

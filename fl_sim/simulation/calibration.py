@@ -10,10 +10,12 @@ import numpy as np
 from flwr.serverapp import Grid
 
 from clients.class_moments import num_moments
+from fl_sim.engines import wire
 from fl_sim.experiment.job import Job
 from fl_sim.seeding import rng
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run_log import Calibration, RunLog
+from fl_sim.types import Traffic
 from strategies.ccvr import CCVR, with_trained_head
 from strategies.class_gaussians import class_gaussians, draw_features
 from strategies.flower import FederatedStrategy, summarise_after_training
@@ -43,6 +45,9 @@ def calibrate(
             noisy=settings.is_private,
             quoted=not job.experiment.is_private,
         )
+    down = wire.num_bytes(wire.task_content(strategy.order, log.server.model, {}))
+    up = wire.num_bytes(wire.moments_content(np.zeros(shape)))
+    log.after["moments"] = Traffic(down, up) * job.experiment.num_clients
     moments, protection = np.sum(answers, axis=0), settings.protection
     if protection is None:
         classes = class_gaussians(moments, num_features)
@@ -58,7 +63,8 @@ def calibrate(
     after = measuring.measured(calibrated.model, when, is_last=True)
     before = log.rounds[-1].test_accuracy
     skipped = sorted(set(range(num_classes)) - {one.label for one in classes})
-    log.calibration = Calibration(before, after.accuracy, after.loss, tuple(skipped), after.validation_accuracy)
+    log.calibration = Calibration(before, after, tuple(skipped))
+    log.measured = after
     log.server = calibrated
 
 

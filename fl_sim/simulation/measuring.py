@@ -1,57 +1,130 @@
 """The server's model is measured: on the test records, and on what clients' records are held out for validation."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 from fl_sim.errors import Diverged
 from fl_sim.experiment.job import Job
 from fl_sim.simulation.capacity import threads_of
 from fl_sim.simulation.site import evaluation_records, validation_records
+from fl_sim.store.run_directory import RoundRecord
+from fl_sim.training.evaluation import Scores
+from fl_sim.training.measures import Confusion, Holdings, OverClients, area_under_roc
 from fl_sim.training.records import Source
 from fl_sim.types import Params
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a model is measured to be: accuracies in [0, 1], mean cross-entropies; None where it is not measured."""
+@dataclass(frozen=True, eq=False)
+class Tested:
+    """What a model does on the test records.
 
-    accuracy: float | None = None
-    loss: float | None = None
-    validation_accuracy: float | None = None
-    validation_loss: float | None = None
+    ``holdings``: what clients hold, by which their accuracies are weighted; None where those may not be told.
+    """
+
+    scores: Scores
+    num_classes: int
+    holdings: Holdings | None = None
+
+    @cached_property
+    def confusion(self) -> Confusion:
+        """Return which classes are taken for which."""
+        return Confusion.of(self.scores, self.num_classes)
+
+    @cached_property
+    def auc(self) -> float | None:
+        """Return the area under the ROC curve; None unless there are two classes."""
+        return area_under_roc(self.scores)
+
+    @cached_property
+    def clients(self) -> OverClients | None:
+        """Return how the accuracy differs over clients; None where that may not be told, or nobody holds records."""
+        if self.holdings is None:
+            return None
+        found = self.holdings.accuracies(self.confusion.recalls)
+        return OverClients.of(found) if len(found) else None
+
+    def noted_in(self, record: RoundRecord) -> RoundRecord:
+        """Return a round's record with all this in it."""
+        record = replace(
+            record,
+            test_accuracy=self.scores.accuracy,
+            test_loss=self.scores.loss,
+            balanced_accuracy=self.confusion.balanced_accuracy,
+            macro_f1=self.confusion.macro_f1,
+            auc=self.auc,
+        )
+        if (clients := self.clients) is None:
+            return record
+        return replace(
+            record,
+            client_accuracy=clients.mean,
+            client_deviation=clients.deviation,
+            client_worst_tenth=clients.worst_tenth,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What a model is measured to be, None where it is not: on the test records, and on those held out."""
+
+    test: Tested | None = None
+    validation: Scores | None = None
+
+    @property
+    def accuracy(self) -> float | None:
+        """Return the test accuracy."""
+        return self.test.scores.accuracy if self.test is not None else None
+
+    @property
+    def validation_accuracy(self) -> float | None:
+        """Return the accuracy on the records held out."""
+        return self.validation.accuracy if self.validation is not None else None
+
+    def noted_in(self, record: RoundRecord) -> RoundRecord:
+        """Return a round's record with all this in it."""
+        if self.validation is not None:
+            accuracy, loss = self.validation.accuracy, self.validation.loss
+            record = replace(record, validation_accuracy=accuracy, validation_loss=loss)
+        return record if self.test is None else self.test.noted_in(record)
 
 
 @dataclass(frozen=True, eq=False)
 class Measuring:
-    """What models of ``job`` are measured on; ``validation`` None: nothing is held out."""
+    """What models of ``job`` are measured on; ``validation`` None: nothing is held out. ``holdings``: see Tested."""
 
     job: Job
     test: Source
     validation: Source | None
+    holdings: Holdings | None
 
     @classmethod
     def of(cls, job: Job) -> Self:
         """Return what the experiment's models are measured on, loaded."""
-        return cls(job, evaluation_records(job), validation_records(job) if job.validation else None)
+        validation = validation_records(job) if job.validation else None
+        # How many records of which class a client holds is its own affair where anybody is promised privacy.
+        private = job.experiment.is_private
+        holdings = None if private else Holdings.of((job.shards, job.validation), job.dataset.train.labels)
+        return cls(job, evaluation_records(job), validation, holdings)
 
     def measured(self, params: Params, when: str, *, is_last: bool) -> Measured:
         """Measure the model ``params``, the last of its run or not.
 
         Raises Diverged, with ``when`` and what to do about it in its message, where a loss is not finite.
         """
-        tested: tuple[float | None, float | None] = (None, None)
-        if self.job.experiment.evaluate.tests(is_last=is_last):
-            tested = self._scored(params, self.test, "test", when)
-        if self.validation is None:
-            return Measured(*tested)
-        return Measured(*tested, *self._scored(params, self.validation, "validation", when))
+        validation = self._scored(params, self.validation, "validation", when) if self.validation else None
+        tests = self.job.experiment.evaluate.tests(is_last=is_last)
+        return Measured(self.tested(params, when) if tests else None, validation)
 
-    def _scored(self, params: Params, records: Source, what: str, when: str) -> tuple[float, float]:
+    def tested(self, params: Params, when: str) -> Tested:
+        """Measure the model on the test records alone. Raises Diverged as ``measured`` does."""
+        scores = self._scored(params, self.test, "test", when)
+        return Tested(scores, self.job.dataset.num_classes, self.holdings)
+
+    def _scored(self, params: Params, records: Source, what: str, when: str) -> Scores:
         workers = threads_of(self.job.experiment.engine, self.job)
-        accuracy, loss = self.job.trainer.evaluate(
-            params, records.inputs, records.labels, scale=records.scale, workers=workers
-        )
-        if not math.isfinite(loss):
-            raise Diverged(f"the {what} loss is {loss} {when}")
-        return accuracy, loss
+        scores = self.job.trainer.evaluate(params, records.inputs, records.labels, scale=records.scale, workers=workers)
+        if not math.isfinite(scores.loss):
+            raise Diverged(f"the {what} loss is {scores.loss} {when}")
+        return scores

@@ -9,6 +9,7 @@ from flwr.serverapp import Grid
 
 from clients.dafl.settings import DaFl
 from fl_sim.batch_norm import layers_after, placed
+from fl_sim.engines import wire
 from fl_sim.engines.wire import Order
 from fl_sim.errors import Diverged
 from fl_sim.experiment.job import Job
@@ -22,7 +23,7 @@ from fl_sim.store import run_directory
 from fl_sim.store.tensors import save_by_content
 from fl_sim.training.loop import resident
 from fl_sim.training.trainer import LocalJob
-from fl_sim.types import LocalTask, ServerState, Trained
+from fl_sim.types import LocalTask, ServerState, Traffic, Trained
 from strategies.algorithm import Algorithm, Sharing, what_clients_share
 from strategies.flower import FederatedStrategy, share_before_training
 from strategies.global_dp import GlobalDP
@@ -73,7 +74,9 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
     strategy.most_examples = len(dataset.train) + (log.pool.num_synthetic if log.pool else 0)
     if isinstance(algorithm, Sharing):
         template = what_clients_share(algorithm, dataset.input_shape, dataset.num_classes)
-        shared = share_before_training(strategy, grid, template, experiment.round_timeout)
+        shared, up = share_before_training(strategy, grid, template, experiment.round_timeout)
+        down = wire.num_bytes(wire.pool_content(shared)) * experiment.num_clients
+        log.before["shared records"] = None if experiment.is_private else Traffic(down, up)
         strategy.order = replace(strategy.order, pool=str(save_by_content(out.absolute(), "pool", shared)))
     log.preprocess_seconds = time.perf_counter() - start
     return strategy
@@ -81,10 +84,11 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
 
 def _use_synthetic_records(job: Job, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> None:
     assert isinstance(job.experiment.preprocess, DaFl)
-    from fl_sim.simulation.dafl.synthesis import prepare_pool, warnings_of  # noqa: PLC0415 (the accountants load slowly)
+    from fl_sim.simulation.dafl.synthesis import prepare_pool, traffic_of, warnings_of  # noqa: PLC0415 (the accountants load slowly)
 
     log.pool = prepare_pool(job, strategy, grid, out)
     log.warnings += warnings_of(log.pool)
+    log.before["synthetic records"] = traffic_of(log.pool, job.dataset.input_shape)
     counts = [part.counts for part in log.pool.parts]
     log.warnings += write_samples(out, log.pool.path, counts, job.experiment.model_dump(), job.dataset.note)
     strategy.order = replace(strategy.order, synthetic=str(log.pool.path))

@@ -11,6 +11,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of, short_form, title_of
 from fl_sim.params import num_parameters
+from fl_sim.simulation.measures import measures_of
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import coarse
@@ -47,6 +48,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "best_round": best.round if best else None,
         "best_chosen_on": "validation" if job.validation else "test",
         **_validation(job, scores, best),
+        **measures_of(job, log),
         "preprocess": _preprocess(experiment, log),
         "calibrate": {"kind": experiment.calibrate.kind, **(log.calibration.facts() if log.calibration else {})},
         **log.facts,
@@ -84,7 +86,8 @@ def _scores(experiment: Experiment, log: RunLog) -> list[_Score]:
         if (record.validation_accuracy if untested else record.test_accuracy) is not None
     ]
     if log.calibration is not None:
-        scores.append(_Score(len(log.rounds), log.calibration.accuracy, log.calibration.validation_accuracy))
+        after = log.calibration.after
+        scores.append(_Score(len(log.rounds), after.accuracy, after.validation_accuracy))
     return scores
 
 

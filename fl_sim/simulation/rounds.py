@@ -1,6 +1,7 @@
 """Federated rounds: the main loop, and what a run with a federated algorithm needs beside it."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +14,14 @@ from clients.dafl.settings import DaFl
 from fl_sim.batch_norm import layers_in
 from fl_sim.engines import wire
 from fl_sim.errors import BudgetExhausted, Diverged, UserError
+from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
 from fl_sim.simulation.calibration import calibrate
-from fl_sim.simulation.measuring import Measured, Measuring
+from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.preparation import federated_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import site_for
@@ -74,30 +76,52 @@ class Rounds:
         strategy = federated_strategy(self.job, self.algorithm, grid, out, log)
         measuring = Measuring.of(self.job)
         for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
-            start = time.perf_counter()
-            rate = experiment.local.learning_rate * experiment.local.schedule.factor(server_round, experiment.rounds)
+            if stopped := _stopped(experiment.evaluate, log.rounds):
+                log.stopped = stopped
+                break
             try:
-                done = run_round(strategy, grid, server_round, rate, experiment.round_timeout)
+                record = self._round(server_round, strategy, grid, log, measuring)
             except BudgetExhausted as spent:
                 log.stopped = f"privacy budget spent after {len(log.rounds)} rounds ({spent})"
                 break
-            measured: Measured | None = None
-            is_last = _is_last(experiment, server_round, log.privacy)
-            if server_round % experiment.evaluate_every == 0 or is_last:
-                model = replace(strategy.server, params=reported_by(self.algorithm, strategy.server)).model
-                when = f"after round {server_round}: training diverges, try smaller learning rates"
-                measured = measuring.measured(model, when, is_last=is_last)
-            epsilon = strategy.privacy.ledger.epsilon if strategy.privacy else None
-            seconds = None if experiment.is_private else time.perf_counter() - start
-            record = RoundRecord(server_round, None, None, done.train_loss, epsilon, done.cohort_size, rate, seconds)
-            if measured is not None:
-                record = _with_measures(record, measured)
             _keep(out, log, strategy, record)
             observer.finished_round(record)
+        log.traffic = strategy.traffic
         last = strategy.server
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
+        if log.measured is None and log.rounds:  # all of them ran before this process
+            log.measured = measuring.measured(log.server.model, _after(len(log.rounds)), is_last=True)
         if isinstance(experiment.calibrate, CCVR):
             calibrate(self.job, experiment.calibrate, strategy, grid, log, measuring)
+
+    def _round(
+        self, server_round: int, strategy: FederatedStrategy, grid: Grid, log: RunLog, measuring: Measuring
+    ) -> RoundRecord:
+        """Train, and evaluate where that is due. Raises BudgetExhausted where the privacy budget does not afford it."""
+        experiment, start = self.job.experiment, time.perf_counter()
+        rate = experiment.local.learning_rate * experiment.local.schedule.factor(server_round, experiment.rounds)
+        done = run_round(strategy, grid, server_round, rate, experiment.round_timeout)
+        epsilon = strategy.privacy.ledger.epsilon if strategy.privacy else None
+        record = RoundRecord(server_round, None, None, done.train_loss, epsilon, done.cohort_size, rate, None)
+        if done.traffic is not None:
+            record = replace(record, bytes_down=done.traffic.down, bytes_up=done.traffic.up)
+        record = self._evaluated(record, strategy, log, measuring)
+        return record if experiment.is_private else replace(record, seconds=time.perf_counter() - start)
+
+    def _evaluated(
+        self, record: RoundRecord, strategy: FederatedStrategy, log: RunLog, measuring: Measuring
+    ) -> RoundRecord:
+        """Return a round's record with what its model is measured to be, where that is due."""
+        experiment, log.measured = self.job.experiment, None
+        is_last = _is_last(experiment, record.round, log.privacy)
+        if record.round % experiment.evaluate_every and not is_last:
+            return record
+        model = replace(strategy.server, params=reported_by(self.algorithm, strategy.server)).model
+        when = _after(record.round)
+        log.measured = measuring.measured(model, when, is_last=is_last)
+        if log.measured.test is None and _stopped(experiment.evaluate, [*log.rounds, log.measured.noted_in(record)]):
+            log.measured = measuring.measured(model, when, is_last=True)
+        return log.measured.noted_in(record)
 
     @property
     def num_trainings(self) -> int:
@@ -166,14 +190,28 @@ class Rounds:
         return [*warnings, advice] if advice else warnings
 
 
-def _with_measures(record: RoundRecord, measured: Measured) -> RoundRecord:
-    return replace(
-        record,
-        test_accuracy=measured.accuracy,
-        test_loss=measured.loss,
-        validation_accuracy=measured.validation_accuracy,
-        validation_loss=measured.validation_loss,
-    )
+def _after(server_round: int) -> str:
+    return f"after round {server_round}: training diverges, try smaller learning rates"
+
+
+def _stopped(settings: Evaluate, rounds: Sequence[RoundRecord]) -> str:
+    """Say why a run that has these rounds ends before its last one; empty where it goes on."""
+    validated = [(one.round, one.validation_accuracy) for one in rounds if one.validation_accuracy is not None]
+    if not validated:
+        return ""
+    last, accuracy = validated[-1]
+    best, highest = max(validated, key=lambda one: one[1])  # the first of equals
+    if settings.target_accuracy and accuracy >= settings.target_accuracy:
+        return (
+            f"validation accuracy {100 * accuracy:.2f} % after round {last} reaches the target of "
+            f"{100 * settings.target_accuracy:g} %"
+        )
+    if settings.patience and last - best >= settings.patience:
+        return (
+            f"no validation accuracy above the {100 * highest:.2f} % of round {best} in the {last - best} rounds after "
+            f"it (evaluate.patience={settings.patience})"
+        )
+    return ""
 
 
 def _is_last(experiment: Experiment, server_round: int, privacy: "PrivateRounds | None") -> bool:

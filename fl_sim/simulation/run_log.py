@@ -4,34 +4,33 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.simulation.measuring import Measured
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.store.seal import Seal
-from fl_sim.types import ServerState
+from fl_sim.types import ServerState, Traffic
 
 if TYPE_CHECKING:
     from fl_sim.simulation.dafl.pool import Pool
     from strategies.private import PrivateRounds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Calibration:
-    """What training the head again came to. Accuracies in [0, 1]; ``skipped``: classes that nothing was drawn of.
+    """What training the head again came to: the accuracy before, in [0, 1], and the model after it.
 
-    None: the test records are not looked at; ``validation_accuracy`` None: nothing is held out.
+    ``skipped``: classes that nothing was drawn of.
     """
 
     accuracy_before: float | None
-    accuracy: float | None
-    loss: float | None
+    after: Measured
     skipped: tuple[int, ...]
-    validation_accuracy: float | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return what ``result.json`` says."""
         return {
             "accuracy_before": self.accuracy_before,
-            "accuracy_after": self.accuracy,
-            "loss_after": self.loss,
+            "accuracy_after": self.after.accuracy,
+            "loss_after": self.after.test.scores.loss if self.after.test else None,
             "classes_skipped": list(self.skipped),
         }
 
@@ -40,8 +39,10 @@ class Calibration:
 class RunLog:
     """What a run has to show so far.
 
-    ``engine``: its kind; ``trainer``: who trains clients, in words. ``facts`` and ``statements`` (of privacy) are a
-    procedure's own: they go into ``result.json`` as they are.
+    ``engine``: its kind; ``trainer``: who trains clients, in words. ``measured``: the last model that was. ``traffic``:
+    of each client in a round, None where there was none; ``before`` and ``after`` the rounds: of all clients, by what
+    it was, None where that depends on private records. ``facts`` and ``statements`` (of privacy) are a procedure's own:
+    they go into ``result.json`` as they are.
     """
 
     server: ServerState
@@ -53,6 +54,10 @@ class RunLog:
     privacy: "PrivateRounds | None" = None
     pool: "Pool | None" = None
     calibration: Calibration | None = None
+    measured: Measured | None = None
+    traffic: Traffic | None = None
+    before: dict[str, Traffic | None] = field(default_factory=dict)
+    after: dict[str, Traffic | None] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     statements: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)

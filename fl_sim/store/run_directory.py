@@ -38,8 +38,13 @@ class RoundRecord:
     ``test_accuracy`` in [0, 1] and ``test_loss`` are None in rounds without evaluation; ``train_loss`` is the clients'
     mean; ``epsilon`` None means no guarantee; ``seconds`` is the whole round. ``train_loss``, ``cohort`` and
     ``seconds`` are None where they may not leave the round (under privacy). ``validation_accuracy`` and
-    ``validation_loss`` are measured whenever the test accuracy is, where records are held out for it. What has a
-    default is left out of the line where it has nothing to say, so older logs are read, too.
+    ``validation_loss`` are measured whenever the test accuracy is, where records are held out for it; so are, on the
+    test records, ``balanced_accuracy``, ``macro_f1``, ``auc`` (of two classes) and, over clients, the mean, deviation
+    and worst tenth of the accuracy on their shares of the classes (None under privacy). ``bytes_down`` and
+    ``bytes_up``: of the arrays that went to and came from all clients of the round (None where who they were is
+    secret).
+
+    What has a default is left out of the line where it is None, so older logs are read, too.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -54,6 +59,14 @@ class RoundRecord:
     seconds: float | None
     validation_accuracy: float | None = None
     validation_loss: float | None = None
+    balanced_accuracy: float | None = None
+    macro_f1: float | None = None
+    auc: float | None = None
+    client_accuracy: float | None = None
+    client_deviation: float | None = None
+    client_worst_tenth: float | None = None
+    bytes_down: int | None = None
+    bytes_up: int | None = None
 
 
 MEASURED = ("test_", "validation_")

@@ -22,7 +22,7 @@ from fl_sim.native.checks import RECEIVED, TAKES, TERMS, tensors_of
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import Stack, describe
 from fl_sim.params import is_finite, vector_in
-from fl_sim.training.evaluation import EVALUATION_BATCH, evaluate, ready, score
+from fl_sim.training.evaluation import EVALUATION_BATCH, Scores, evaluate, ready, score
 from fl_sim.training.features import head_of, sums_by_class
 from fl_sim.training.loop import train
 from fl_sim.training.losses import LogitsOf
@@ -133,15 +133,15 @@ class Trainer:
         *,
         scale: Scale | None = None,
         workers: int = 1,
-    ) -> tuple[float, float]:
-        """Return (accuracy in [0, 1], mean cross-entropy) as ``fl_sim.training.evaluation.evaluate`` does.
+    ) -> Scores:
+        """Return how well ``params`` do, as ``fl_sim.training.evaluation.evaluate`` does.
 
         To float32 rounding, and the same for any number of ``workers``; where one is not finite it is PyTorch's.
         """
         if (logits_of := self._compiled(params, inputs)) is not None:
-            accuracy, loss = score(logits_of, inputs, labels, workers=workers)
-            if math.isfinite(loss):
-                return accuracy, loss
+            scores = score(logits_of, inputs, labels, workers=workers)
+            if math.isfinite(scores.loss):
+                return scores
         with self._lock:
             return evaluate(self._model, params, inputs, labels, scale=scale, workers=workers)
 

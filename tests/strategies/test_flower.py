@@ -178,9 +178,10 @@ def test_a_round_with_an_empty_poisson_cohort_sends_nothing_and_changes_nothing(
 
 def test_what_clients_share_is_concatenated_in_the_order_of_clients(strategy_of):
     strategy = strategy_of(FedAvg(), MODEL, 3)
-    pool = share_before_training(strategy, InProcessGrid(_app(), 3), ROWS, timeout=10.0)
+    pool, num_bytes = share_before_training(strategy, InProcessGrid(_app(), 3), ROWS, timeout=10.0)
     assert pool["inputs"][:, 0].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
     assert pool["labels"].shape == (6, 3)
+    assert num_bytes == 4 * sum(part.numel() for part in pool.values()) + 3 * 128  # a header each
 
 
 def test_the_order_of_clients_does_not_depend_on_the_order_of_replies(strategy_of):
@@ -188,7 +189,7 @@ def test_the_order_of_clients_does_not_depend_on_the_order_of_replies(strategy_o
         def _exchange(self, messages, timeout):
             return random.Random(1).sample(super()._exchange(messages, timeout), len(messages))
 
-    pool = share_before_training(strategy_of(FedAvg(), MODEL, 4), Shuffled(_app(), 4), ROWS, timeout=10.0)
+    pool, _ = share_before_training(strategy_of(FedAvg(), MODEL, 4), Shuffled(_app(), 4), ROWS, timeout=10.0)
     assert pool["inputs"][:, 0].tolist() == [0.0] + [1.0] * 2 + [2.0] * 3 + [3.0] * 4
 
 

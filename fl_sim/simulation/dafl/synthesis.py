@@ -10,16 +10,20 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from flwr.serverapp import Grid
 
 from fl_sim.data import fingerprint
+from fl_sim.engines import wire
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.simulation.dafl.pool import FACTS, Pool, da_fl, load, store
+from fl_sim.simulation.site import read_pool
 from fl_sim.store.files import folder_of, write_whole
 from fl_sim.store.locks import alone_in
+from fl_sim.types import Traffic
 from strategies.flower import FederatedStrategy, synthesize_before_training
 
 _FORMAT = 2
@@ -83,6 +87,18 @@ def summary(pool: Pool, experiment: Experiment) -> dict[str, object]:
         "seconds": pool.seconds,
         "reused": pool.reused,
     }
+
+
+def traffic_of(pool: Pool, input_shape: tuple[int, ...]) -> Traffic:
+    """Return what the release takes: every client's records, as it sends them, and the whole pool to each client.
+
+    In a simulation the pool lies on a disk that all clients see, and is read there. What is told follows from the
+    counts that clients release.
+    """
+    released = [torch.empty(sum(part.counts), *input_shape) for part in pool.parts]
+    up = sum(wire.num_bytes(wire.synthetic_content(records, "")) for records in released)
+    whole = read_pool(pool.path)
+    return Traffic((whole.inputs.nbytes + whole.labels.nbytes) * len(pool.parts), up)
 
 
 def warnings_of(pool: Pool) -> list[str]:

@@ -12,13 +12,14 @@ import torch
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import nn
-from torch.nn import functional
 
+from fl_sim.engines import wire
 from fl_sim.errors import RunError
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.seeding import seed_torch, torch_kept
+from fl_sim.simulation.measuring import Measured, Tested
 from fl_sim.simulation.pate.ensemble import Votes, as_npy, prepare_votes, write_private_votes
 from fl_sim.simulation.pate.noisy_labels import LEDGER, Released, release_labels
 from fl_sim.simulation.pate.statements import data_dependent, statements_of
@@ -28,9 +29,9 @@ from fl_sim.store import run_directory
 from fl_sim.store.files import write_whole
 from fl_sim.store.run_directory import RoundRecord, coarse
 from fl_sim.store.tensors import write_private
-from fl_sim.training.evaluation import EVALUATION_BATCH
+from fl_sim.training.evaluation import Scores, score
 from fl_sim.training.loop import to_tensors
-from fl_sim.types import Dataset, Examples, ServerState
+from fl_sim.types import Dataset, Examples, ServerState, Traffic
 from strategies.pate.labelling import UNANSWERED, Labelled
 from strategies.pate.neighbours import representatives
 from strategies.pate.settings import Pate
@@ -59,6 +60,8 @@ def run_pate(
     say(f"{experiment.clients} teachers train, and vote on {len(split.pool)} public records")
     votes = prepare_votes(job, settings, grid, order_of(job, out))
     voted = time.perf_counter()
+    sent = wire.votes_content(np.zeros(len(split.pool), dtype=np.int64))
+    log.before["votes"] = Traffic(0, wire.num_bytes(sent)) * experiment.clients
     rows = _asked(settings, split.pool, job.dataset)
     votes, pool = votes.about(rows), split.pool.take(rows)
     released = release_labels(settings, votes, experiment.seed, out)
@@ -119,13 +122,14 @@ class _Training:
         rounds, epoch = self.experiment.rounds, len(self.log.rounds) + 1
         if step * rounds < epoch * self.settings.steps:
             return
-        accuracy, loss = None, None
+        record = RoundRecord(epoch, None, None, None, self.epsilon, None, learning_rate, None, bytes_down=0, bytes_up=0)
         chosen = self.experiment.evaluate.tests(is_last=False) and epoch % self.experiment.evaluate_every == 0
         if chosen or epoch == rounds:
-            accuracy, loss = evaluate(model, self.inputs, self.labels)
-            if not math.isfinite(loss):
+            scores = evaluate(model, self.inputs, self.labels)
+            if not math.isfinite(loss := scores.loss):
                 raise RunError(f"the student's loss is {loss} after epoch {epoch}: choose a smaller learning rate")
-        record = RoundRecord(epoch, accuracy, loss, None, self.epsilon, None, learning_rate, None)
+            self.log.measured = Measured(Tested(scores, self.dataset.num_classes))
+            record = self.log.measured.noted_in(record)
         self.log.rounds.append(record)
         self.log.chain = run_directory.append_round(self.out, record, self.log.chain)
         self.finished(record)
@@ -138,14 +142,12 @@ def student_data(pool: torch.Tensor, labelled: Labelled, num_classes: int) -> St
     return StudentData(pool[torch.from_numpy(answered)], labels, pool, num_classes)
 
 
-def evaluate(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
-    """Return (accuracy in [0, 1], mean cross-entropy) of a model as it is; its mode is left as it was."""
+def evaluate(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> Scores:
+    """Return how well a model does as it is; its mode is left as it was."""
     training = model.training
-    model.eval()
-    with torch.no_grad():
-        logits = torch.cat([model(batch) for batch in torch.split(inputs, EVALUATION_BATCH)])
+    scores = score(model.eval(), inputs, labels)
     model.train(training)
-    return float((logits.argmax(1) == labels).float().mean()), float(functional.cross_entropy(logits, labels))
+    return scores
 
 
 def _write_labels(out: Path, settings: Pate, votes: Votes, released: Released, pool: Examples) -> None:

@@ -154,8 +154,8 @@ def test_personal_layers_go_on_from_round_to_round_whatever_others_do_and_their_
     found_model = load_file(tmp_path / "run" / "model.safetensors")
     assert found_model.keys() == expected.keys()
     assert all(torch.equal(found_model[name], value) for name, value in expected.items())
-    accuracy, _ = job.trainer.evaluate(expected, evaluation_records(job).inputs, evaluation_records(job).labels)
-    assert result["final_accuracy"] == accuracy
+    scores = job.trainer.evaluate(expected, evaluation_records(job).inputs, evaluation_records(job).labels)
+    assert result["final_accuracy"] == scores.accuracy
     assert any(
         "a model which no client has, with the mean of the last cohort's layers" in said for said in result["warnings"]
     )

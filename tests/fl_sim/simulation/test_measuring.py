@@ -1,22 +1,32 @@
-"""What a run measures of its models, and by what it calls a round the best."""
+"""What a run measures of its models, by what it calls a round the best, and when it stops early."""
 
+import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord, Message
+from safetensors.torch import load_file
 
 from fl_sim.data import load
+from fl_sim.engines.inprocess import InProcessGrid
+from fl_sim.errors import UserError
 from fl_sim.experiment import job as wiring
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
+from fl_sim.simulation.engine_choice import client_app
+from fl_sim.simulation.measures import measures_of
 from fl_sim.simulation.run import run
-from fl_sim.simulation.site import validation_records
+from fl_sim.simulation.run_log import RunLog, Silent
+from fl_sim.simulation.site import evaluation_records, validation_records
 from fl_sim.store import run_directory
-from fl_sim.store.run_directory import read_rounds
+from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.training.loop import to_tensors
-from fl_sim.types import Dataset
+from fl_sim.training.measures import Confusion
+from fl_sim.types import Dataset, ServerState
 
 QUICK = ("model=logistic", "rounds=3", "engine=inprocess", "local.batch_size=32")
 
@@ -134,3 +144,165 @@ def test_a_run_that_began_before_there_was_validation_goes_on_to_the_same_bits(t
     assert again == result
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "new" / "model.safetensors").read_bytes()
     assert result["final_accuracy"] == new["final_accuracy"]
+
+
+def _curve(out: Path) -> list[tuple[float | None, ...]]:
+    return [(one.test_accuracy, one.validation_accuracy, one.validation_loss) for one in read_rounds(out)]
+
+
+@pytest.mark.parametrize("name", ["patience=5", "target_accuracy=0.9"])
+def test_without_validation_nothing_stops_a_run_early(name: str) -> None:
+    with pytest.raises(UserError, match=f"evaluate.{name} stops a run by its validation accuracy, and nothing is held"):
+        quick(f"evaluate.{name}")
+
+
+def test_patience_ends_a_run_that_many_rounds_after_its_best_validation(tmp_path: Path) -> None:
+    chosen = ("evaluate.validation=0.2", "rounds=16", "local.learning_rate=0.3", "partition=iid")
+    whole = run(quick(*chosen), tmp_path / "whole")
+    stopped = run(quick(*chosen, "evaluate.patience=3"), tmp_path / "stopped")
+    accuracies = [one.validation_accuracy or 0 for one in read_rounds(tmp_path / "whole")]
+    last = next(end for end in range(4, 16) if max(accuracies[:end]) == max(accuracies[: end - 3]))
+    assert stopped["rounds"] == last < whole["rounds"]
+    assert stopped["best_round"] == last - 3
+    assert f"of round {last - 3} in the 3 rounds after it (evaluate.patience=3)" in stopped["stopped"]
+    assert _curve(tmp_path / "stopped") == _curve(tmp_path / "whole")[:last]
+
+
+def test_a_target_ends_a_run_in_the_first_evaluated_round_that_reaches_it(tmp_path: Path) -> None:
+    result = run(
+        quick(
+            "evaluate.validation=0.2", "evaluate.target_accuracy=0.8", "rounds=16", "partition=iid", "evaluate_every=2"
+        ),
+        tmp_path / "run",
+    )
+    *_, before, last = (one.validation_accuracy for one in read_rounds(tmp_path / "run") if one.validation_accuracy)
+    assert before < 0.8 <= last
+    assert result["rounds"] % 2 == 0
+    assert "reaches the target of 80 %" in result["stopped"]
+
+
+@pytest.mark.parametrize("after", [2, 100])
+def test_a_run_that_is_stopped_early_ends_in_the_same_bits_after_a_kill(tmp_path: Path, after: int) -> None:
+    chosen = quick(
+        "evaluate.validation=0.2", "evaluate.patience=2", "rounds=16", "local.learning_rate=0.3", "partition=iid"
+    )
+    whole = run(chosen, tmp_path / "whole")
+    last = min(after, whole["rounds"])
+
+    class Killed(Silent):
+        def finished_round(self, record: RoundRecord) -> None:
+            if record.round == last:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(chosen, tmp_path / "killed", observer=Killed())
+    again = run(chosen, tmp_path / "killed")
+    for name in ("stopped", "rounds", "best_round", "best_accuracy", "validation", "bytes"):
+        assert again[name] == whole[name]
+    assert {**again["measures"], "reached": None} == {**whole["measures"], "reached": None}  # which tells seconds
+    assert (tmp_path / "killed" / "model.safetensors").read_bytes() == (
+        tmp_path / "whole" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_the_measures_are_those_of_the_model_that_is_saved(tmp_path: Path) -> None:
+    chosen = quick("partition=label-2")
+    result, job = run(chosen, tmp_path / "run"), job_of(chosen)
+    test, model = evaluation_records(job), load_file(tmp_path / "run" / "model.safetensors")
+    scores = job.trainer.evaluate(model, test.inputs, test.labels)
+    told, confusion = result["measures"], Confusion.of(scores, 10)
+    assert told["confusion"] == confusion.counts.tolist()
+    assert told["balanced_accuracy"] == confusion.balanced_accuracy
+    assert told["macro_f1"] == confusion.macro_f1
+    assert told["recalls"] == confusion.recalls.tolist()
+    assert told["majority_share"] == np.bincount(job.dataset.test.labels).max() / len(job.dataset.test)
+    assert told["auc"] is None
+    clients = [confusion.recalls[job.dataset.train.labels[shard]].mean() for shard in job.shards]
+    assert told["clients"]["mean"] == pytest.approx(np.mean(clients))
+    assert told["clients"]["worst_tenth"] == pytest.approx(min(clients))
+    last = read_rounds(tmp_path / "run")[-1]
+    assert (last.balanced_accuracy, last.client_accuracy) == (told["balanced_accuracy"], told["clients"]["mean"])
+
+
+@pytest.mark.usefixtures("quick_accounting")
+def test_under_privacy_nothing_is_told_that_follows_from_whose_records_are_where(tmp_path: Path) -> None:
+    private = ("aggregator=global-dp", "aggregator.noise_multiplier=1", "sampler=poisson:0.5", "rounds=2")
+    results = []
+    for partition in ("iid", "label-1"):
+        results.append(run(quick(*private, f"partition={partition}"), tmp_path / partition))
+        for one in read_rounds(tmp_path / partition):
+            assert (one.client_accuracy, one.client_worst_tenth, one.bytes_down, one.bytes_up) == (None,) * 4
+            assert one.balanced_accuracy is not None
+    assert results[0]["bytes"] == results[1]["bytes"]
+    assert results[0]["bytes"]["total"] is results[0]["bytes"]["rounds"] is None
+    assert "who took part is secret" in results[0]["bytes"]["left_out"]["rounds"]
+    assert results[0]["measures"]["clients"] is None
+    assert "private" in results[0]["measures"]["left_out"]["clients"]
+    assert all(step["bytes"] is step["seconds"] is None for one in results for step in one["measures"]["reached"])
+
+
+class Counting(InProcessGrid):
+    """Counts what really travels, by pickling every message's arrays."""
+
+    down = up = 0
+
+    def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
+        replies = super()._exchange(messages, timeout)
+        self.down += sum(map(_weight, messages))
+        self.up += sum(map(_weight, replies))
+        return replies
+
+
+def _weight(message: Message) -> int:
+    groups = [one for one in message.content.values() if isinstance(one, ArrayRecord)]
+    return sum(len(pickle.loads(pickle.dumps(array)).data) for group in groups for array in group.values())
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        ["algorithm=fedavg", "sampler=fixed-size:3"],
+        ["algorithm=scaffold", "partition=dirichlet:0.5"],
+        ["algorithm=fedmix", "partition=iid"],
+        ["calibrate=ccvr:50", "partition=dirichlet:0.5", "model=mlp"],
+    ],
+)
+def test_the_bytes_of_a_run_are_those_that_travel(tmp_path: Path, chosen: list[str]) -> None:
+    experiment = quick(*chosen, "rounds=2")
+    grid = Counting(client_app(), 10)
+    told = run(experiment, tmp_path / "run", grid=grid)["bytes"]
+    pool = told["before"].get("shared records", {"down": 0})["down"]  # lies on a disk, which all clients read
+    assert told["total"] == {"down": grid.down + pool, "up": grid.up}
+    each, cohort = told["each_client_in_a_round"], read_rounds(tmp_path / "run")[0].cohort or 0
+    assert told["rounds"] == {way: 2 * cohort * count for way, count in each.items()}
+    if "algorithm=scaffold" in chosen:
+        plain = run(quick("rounds=1"), tmp_path / "plain")["bytes"]["each_client_in_a_round"]
+        assert each == {way: 2 * count for way, count in plain.items()}
+
+
+def test_rounds_of_an_earlier_version_leave_the_bytes_unknown(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    class Killed(Silent):
+        def finished_round(self, record: RoundRecord) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(quick(), out, observer=Killed())
+    log = RunLog(ServerState({}))
+    log.rounds = [replace(one, bytes_down=None, bytes_up=None) for one in read_rounds(out)]
+    told = measures_of(job_of(quick()), log)
+    assert told["bytes"]["total"] is None
+    assert "earlier version" in told["bytes"]["left_out"]["rounds"]
+
+
+def test_where_the_last_round_alone_is_tested_it_is_the_one_that_patience_ends_at(tmp_path: Path) -> None:
+    chosen = ("evaluate.validation=0.2", "rounds=16", "local.learning_rate=0.3", "partition=iid", "evaluate.patience=2")
+    always = run(quick(*chosen), tmp_path / "always")
+    once = run(quick(*chosen, "evaluate.test=last"), tmp_path / "once")
+    assert once["rounds"] == always["rounds"] < 16
+    assert [one.test_accuracy is not None for one in read_rounds(tmp_path / "once")] == [False] * (
+        once["rounds"] - 1
+    ) + [True]
+    assert once["final_accuracy"] == always["final_accuracy"]
+    assert once["measures"]["confusion"] == always["measures"]["confusion"]

@@ -110,8 +110,10 @@ def test_a_model_is_evaluated_with_the_statistics_that_come_with_it() -> None:
     reference = model()
     reference.load_state_dict({**found.params, **found.statistics})
     expected = functional.cross_entropy(reference.eval()(inputs), labels)
-    assert evaluate(model(), {**found.params, **found.statistics}, inputs, labels)[1] == pytest.approx(expected.item())
-    anew = evaluate(reference, found.params, inputs, labels)[1]
+    assert evaluate(model(), {**found.params, **found.statistics}, inputs, labels).loss == pytest.approx(
+        expected.item()
+    )
+    anew = evaluate(reference, found.params, inputs, labels).loss
     assert anew != pytest.approx(expected.item(), rel=1e-3)
     assert set(running_in(reference)) == set(statistics_of(reference)) == set(found.statistics)
 

@@ -113,7 +113,7 @@ def test_the_released_model_is_the_student(tmp_path: Path) -> None:
     model = experiment.algorithm.student.network(dataset.input_shape, 10)
     model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
     inputs, labels = to_tensors(public_split(experiment).evaluation, dataset)
-    assert evaluate(model, inputs, labels)[0] == result["final_accuracy"]
+    assert evaluate(model, inputs, labels).accuracy == result["final_accuracy"]
 
 
 def test_a_run_directory_holds_no_teacher_and_no_vote_unless_it_is_asked_to(tmp_path: Path) -> None:

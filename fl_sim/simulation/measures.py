@@ -1,0 +1,100 @@
+"""What ``result.json`` says under ``measures`` and ``bytes``."""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.job import Job
+from fl_sim.report.curve import LADDER, Spent, area_under, mean_of_last, reached
+from fl_sim.simulation.measuring import Tested
+from fl_sim.simulation.run_log import RunLog
+from fl_sim.store.run_directory import RoundRecord
+from fl_sim.types import Traffic
+from partitions import FeatureSkew
+
+_PRIVATE = "how many records of which class a client holds is private"
+_SHARES = "accuracy on the test records, each counted as often as its class occurs with the client"
+_SKEWED = f"{_SHARES}; what each client sees of its own in its records is not in it"
+_UNTOLD = "who took part is secret under Global DP; the bytes of a client in a round depend on no record"
+_EARLIER = "some rounds were run by an earlier version, which did not count"
+
+
+def measures_of(job: Job, log: RunLog) -> dict[str, Any]:
+    """Return what ``result.json`` says under ``measures`` and ``bytes``.
+
+    What may not be told, or is not known, is None, and ``left_out`` says why.
+    """
+    return {"measures": _measures(job, log), "bytes": _bytes(log)}
+
+
+def _measures(job: Job, log: RunLog) -> dict[str, Any]:
+    beforehand = _sum(log.before.values())
+    spent = Spent(beforehand.down + beforehand.up if beforehand else None, log.preprocess_seconds)
+    steps = [reached(log.rounds, accuracy, spent) for accuracy in LADDER]
+    return {
+        **(_of_the_last(job, log.measured.test) if log.measured and log.measured.test else {}),
+        "mean_of_last_ten": mean_of_last(log.rounds),
+        "area_under_curve": area_under(log.rounds),
+        "reached": [asdict(step) for step in steps if step],
+        "left_out": {"clients": _PRIVATE} if job.experiment.is_private else {},
+    }
+
+
+def _of_the_last(job: Job, tested: Tested) -> dict[str, Any]:
+    """Return what is said of the model that was measured last, on the test records."""
+    confusion = tested.confusion
+    return {
+        "test_records": len(tested.scores.labels),
+        "majority_share": confusion.majority_share,
+        "balanced_accuracy": confusion.balanced_accuracy,
+        "macro_f1": confusion.macro_f1,
+        "auc": tested.auc,
+        "recalls": [None if np.isnan(recall) else float(recall) for recall in confusion.recalls],
+        "confusion": confusion.counts.tolist(),
+        "clients": _clients(job.experiment, tested),
+    }
+
+
+def _clients(experiment: Experiment, tested: Tested) -> dict[str, Any] | None:
+    if tested.clients is None:
+        return None
+    skewed = isinstance(experiment.partition, FeatureSkew) and experiment.num_clients > 1
+    return {**asdict(tested.clients), "what": _SKEWED if skewed else _SHARES}
+
+
+def _bytes(log: RunLog) -> dict[str, Any]:
+    in_rounds, others = _sum(_traffic(record) for record in log.rounds), {**log.before, **log.after}
+    total = _sum([in_rounds, *others.values()])
+    left_out = {what: _PRIVATE for what, traffic in others.items() if traffic is None}
+    if in_rounds is None:
+        left_out["rounds"] = _UNTOLD if log.privacy is not None else _EARLIER
+    return {
+        "each_client_in_a_round": _table(log.traffic),
+        "rounds": _table(in_rounds),
+        "before": {what: _table(traffic) for what, traffic in log.before.items()},
+        "after": {what: _table(traffic) for what, traffic in log.after.items()},
+        "total": _table(total),
+        "left_out": left_out,
+    }
+
+
+def _table(traffic: Traffic | None) -> dict[str, int] | None:
+    return asdict(traffic) if traffic else None
+
+
+def _traffic(record: RoundRecord) -> Traffic | None:
+    known = record.bytes_down is not None and record.bytes_up is not None
+    return Traffic(record.bytes_down or 0, record.bytes_up or 0) if known else None
+
+
+def _sum(parts: Iterable[Traffic | None]) -> Traffic | None:
+    """Return all together, None where one of them is."""
+    total = Traffic(0, 0)
+    for part in parts:
+        if part is None:
+            return None
+        total += part
+    return total

@@ -1,0 +1,116 @@
+"""What can be said of a classifier beside its accuracy, all of it from one pass over the records.
+
+By the definitions of scikit-learn's metrics, in numpy: importing those costs more than all of this.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.training.evaluation import Scores
+
+
+@dataclass(frozen=True, eq=False)
+class Confusion:
+    """``counts[i, j]``: how many records of class i the model takes for class j, shape (classes, classes)."""
+
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, scores: Scores, num_classes: int) -> Self:
+        """Return that of ``scores``, whose labels are below ``num_classes``."""
+        cells = np.bincount(scores.labels * num_classes + scores.predicted, minlength=num_classes**2)
+        return cls(cells.reshape(num_classes, num_classes))
+
+    @property
+    def recalls(self) -> NDArray[np.float64]:
+        """Return, for each class, which part of its records is taken for it; NaN for a class without records."""
+        return _share(self.counts.diagonal(), self.counts.sum(1))
+
+    @property
+    def balanced_accuracy(self) -> float:
+        """Return the mean recall of the classes that have records."""
+        return float(np.nanmean(self.recalls))
+
+    @property
+    def macro_f1(self) -> float:
+        """Return the mean F1 of the classes that have records, or that some record is taken for."""
+        f1 = _share(2 * self.counts.diagonal(), self.counts.sum(0) + self.counts.sum(1))
+        return float(np.nanmean(f1))
+
+    @property
+    def majority_share(self) -> float:
+        """Return which part of the records is of the most frequent class: a constant guess is right so often."""
+        return float(self.counts.sum(1).max() / self.counts.sum())
+
+
+def area_under_roc(scores: Scores) -> float | None:
+    """Return how often a record of class 1 has a larger margin than one of class 0, where equals count half.
+
+    None where there are not two classes, or no record of one of them.
+    """
+    if scores.margins is None:
+        return None
+    positive, negative = scores.margins[scores.labels == 1], np.sort(scores.margins[scores.labels == 0])
+    if not len(positive) or not len(negative):
+        return None
+    below, up_to = (np.searchsorted(negative, positive, side).mean() for side in ("left", "right"))
+    return float((below + up_to) / 2 / len(negative))
+
+
+@dataclass(frozen=True)
+class OverClients:
+    """The accuracies of ``clients`` clients: mean, standard deviation, and mean of the worst tenth, rounded up."""
+
+    clients: int
+    mean: float
+    deviation: float
+    worst_tenth: float
+
+    @classmethod
+    def of(cls, accuracies: NDArray[np.float64]) -> Self:
+        """Return that of at least one accuracy."""
+        worst = np.sort(accuracies)[: -(-len(accuracies) // 10)]
+        return cls(len(accuracies), float(accuracies.mean()), float(accuracies.std()), float(worst.mean()))
+
+
+@dataclass(frozen=True, eq=False)
+class Holdings:
+    """What clients hold: ``owners[i]`` has ``counts[i]`` records of class ``labels[i]``; no pair comes twice."""
+
+    owners: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, splits: Iterable[Sequence[NDArray[np.int64]]], labels: NDArray[np.int64]) -> Self:
+        """Return it where each client has its part of every split: indices into ``labels``, of all records."""
+        parts = [(np.full(len(part), client), part) for split in splits for client, part in enumerate(split)]
+        owners, records = (np.concatenate(column) for column in zip(*parts, strict=True))
+        num_classes = int(labels.max()) + 1
+        pairs, counts = np.unique(owners * num_classes + labels[records], return_counts=True)
+        return cls(pairs // num_classes, pairs % num_classes, counts)
+
+    def accuracies(self, recalls: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return each client's accuracy: the ``recalls`` of the classes, weighted by its shares of them.
+
+        That is the accuracy on test records of which each counts as often as its class does with the client, exactly,
+        with nothing drawn. Records of classes that no test record is of (a recall of NaN) count nowhere; clients
+        without others are left out.
+        """
+        recall = recalls[self.labels]
+        tested = ~np.isnan(recall)
+        owners, counts = self.owners[tested], self.counts[tested]
+        right, held = np.bincount(owners, counts * recall[tested]), np.bincount(owners, counts)
+        found: NDArray[np.float64] = right[held > 0] / held[held > 0]
+        return found
+
+
+def _share(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return ``part`` / ``whole``, NaN where both are 0."""
+    shares = np.full(len(whole), np.nan)
+    np.divide(part, whole, out=shares, where=whole > 0)
+    return shares

@@ -1,0 +1,78 @@
+"""Measures of a classifier: scikit-learn's numbers, and what clients of given shares of the classes would see."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn import metrics
+
+from fl_sim.training.evaluation import Scores
+from fl_sim.training.measures import Confusion, Holdings, OverClients, area_under_roc
+
+
+def _scores(num_classes: int, count: int, seed: int, *, tied: bool = False) -> Scores:
+    """Return what a poor classifier makes of ``count`` records, of which the last class has none if there is room."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, max(2, num_classes - 1), count)
+    labels[:2] = 0, 1
+    predicted = np.where(rng.random(count) < 0.5, labels, rng.integers(0, num_classes, count))
+    margins = rng.normal(size=count).astype(np.float32) + labels
+    return Scores(0.0, labels, predicted, np.round(margins) if tied else margins)
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 12), st.integers(2, 60), st.integers(0, 99))
+@pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true")
+def test_the_measures_of_a_confusion_matrix_are_those_of_scikit_learn(num_classes, count, seed):
+    scores = _scores(num_classes, count, seed)
+    confusion = Confusion.of(scores, num_classes)
+    truth, predicted = scores.labels, scores.predicted
+    classes = np.arange(num_classes)
+    assert np.array_equal(confusion.counts, metrics.confusion_matrix(truth, predicted, labels=classes))
+    assert scores.accuracy == metrics.accuracy_score(truth, predicted)
+    assert confusion.balanced_accuracy == pytest.approx(metrics.balanced_accuracy_score(truth, predicted))
+    assert confusion.macro_f1 == pytest.approx(metrics.f1_score(truth, predicted, average="macro", zero_division=0))
+    held = np.isin(classes, truth)
+    recalls = metrics.recall_score(truth, predicted, labels=classes, average=None, zero_division=0)
+    assert confusion.recalls[held] == pytest.approx(recalls[held])
+    assert np.isnan(confusion.recalls[~held]).all()
+    assert confusion.majority_share == np.bincount(truth).max() / count
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 60), st.integers(0, 99), st.booleans())
+def test_the_area_under_the_roc_curve_is_that_of_scikit_learn(count, seed, tied):
+    scores = _scores(2, count, seed, tied=tied)
+    assert area_under_roc(scores) == pytest.approx(metrics.roc_auc_score(scores.labels, scores.margins))
+
+
+def test_there_is_no_area_under_the_roc_curve_of_one_class_or_of_three():
+    labels = np.zeros(3, dtype=np.int64)
+    assert area_under_roc(Scores(0.0, labels, labels, np.zeros(3, dtype=np.float32))) is None
+    assert area_under_roc(Scores(0.0, labels, labels)) is None
+
+
+def test_a_clients_accuracy_counts_each_test_record_as_often_as_its_class_occurs_with_the_client():
+    scores = _scores(5, 300, 1)
+    confusion = Confusion.of(scores, 5)
+    labels = np.random.default_rng(2).integers(0, 4, 40)
+    kept, held_out = (np.arange(0, 20), np.arange(20, 30)), (np.arange(30, 35), np.arange(35, 40))
+    found = Holdings.of((kept, held_out), labels).accuracies(confusion.recalls)
+    for client, accuracy in enumerate(found):
+        own = labels[np.concatenate([kept[client], held_out[client]])]
+        weights = np.bincount(own, minlength=5)[scores.labels] / np.bincount(scores.labels, minlength=5)[scores.labels]
+        assert accuracy == pytest.approx(np.average(scores.labels == scores.predicted, weights=weights))
+
+
+def test_classes_without_test_records_count_nowhere_and_clients_without_others_are_left_out():
+    holdings = Holdings.of(
+        ([np.array([0, 1, 2]), np.array([3]), np.array([], dtype=np.int64)],), np.array([0, 0, 1, 2])
+    )
+    assert holdings.accuracies(np.array([0.5, 1.0, np.nan])).tolist() == [pytest.approx(2 / 3)]
+
+
+@pytest.mark.parametrize(("count", "worst"), [(1, 0.0), (10, 0.0), (11, 0.5), (20, 0.5), (21, 1.0)])
+def test_the_worst_tenth_is_rounded_up_to_whole_clients(count, worst):
+    accuracies = np.arange(count, dtype=np.float64)[::-1]
+    found = OverClients.of(accuracies)
+    assert found == OverClients(count, accuracies.mean(), accuracies.std(), worst)
