@@ -55,7 +55,8 @@ def _print(result: Mapping[str, Any], out: Path) -> None:
     note = f" ({result['data_note']})" if result["data_note"] else ""
     typer.echo(
         f"{result['algorithm']} on {result['data']}{note}, {result['partition']}, {result['clients']} clients, "
-        f"{result['model']}: accuracy {_percent(result['final_accuracy'])} after {result['rounds']} rounds, "
+        f"{result['model']}: accuracy {_percent(result['final_accuracy'])}{_majority(result)} after "
+        f"{result['rounds']} rounds, "
         f"best {_percent(result['best_accuracy'])} (picked on {_PICKED_ON[result.get('best_chosen_on', 'test')]}), "
         f"{took(result)} on engine {result['engine']}"
     )
@@ -74,6 +75,12 @@ def _print(result: Mapping[str, Any], out: Path) -> None:
         typer.echo(f"  covers: {promise['covers']}")
         typer.echo(f"  does not cover: {promise['does_not_cover']}")
     typer.echo(f"results in {out}")
+
+
+def _majority(result: Mapping[str, Any]) -> str:
+    """Say how often guessing the most frequent class would be right: an accuracy near it has learned nothing."""
+    share = result.get("measures", {}).get("majority_share")
+    return "" if share is None else f" (largest class: {_percent(share)} of the test records)"
 
 
 def _in_words(made: Mapping[str, Any]) -> str:

@@ -64,7 +64,7 @@ def _unmeasured(experiment: Experiment, server_round: int) -> tuple[str, ...]:
     """Return which measures of a round are none where it is not the last one."""
     if server_round % experiment.evaluate_every:
         return run_directory.MEASURED
-    return () if experiment.evaluate.tests(is_last=False) else ("test_",)
+    return () if experiment.evaluate.tests(is_last=False) else run_directory.TESTED
 
 
 def _check_promises(experiment: Experiment, out: Path, earlier: Experiment) -> None:

@@ -76,8 +76,7 @@ class Rounds:
         strategy = federated_strategy(self.job, self.algorithm, grid, out, log)
         measuring = Measuring.of(self.job)
         for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
-            if stopped := _stopped(experiment.evaluate, log.rounds):
-                log.stopped = stopped
+            if _stopped(experiment.evaluate, log.rounds):
                 break
             try:
                 record = self._round(server_round, strategy, grid, log, measuring)
@@ -86,6 +85,7 @@ class Rounds:
                 break
             _keep(out, log, strategy, record)
             observer.finished_round(record)
+        log.stopped = log.stopped or _stopped(experiment.evaluate, log.rounds)
         log.traffic = strategy.traffic
         last = strategy.server
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))

@@ -69,8 +69,11 @@ class RoundRecord:
     bytes_up: int | None = None
 
 
-MEASURED = ("test_", "validation_")
-"""How the names of fields begin that are there only where a round's model was measured."""
+TESTED = ("test_", "balanced_accuracy", "macro_f1", "auc", "client_")
+"""How the names of fields begin that are there only where a round's model was measured on the test records."""
+
+MEASURED = (*TESTED, "validation_")
+"""The same where it was measured at all."""
 
 _RECORD = TypeAdapter(RoundRecord)
 

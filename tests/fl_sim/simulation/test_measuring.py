@@ -306,3 +306,12 @@ def test_where_the_last_round_alone_is_tested_it_is_the_one_that_patience_ends_a
     ) + [True]
     assert once["final_accuracy"] == always["final_accuracy"]
     assert once["measures"]["confusion"] == always["measures"]["confusion"]
+
+
+def test_a_run_that_stopped_in_the_last_round_that_it_had_says_so_and_takes_no_more(tmp_path: Path) -> None:
+    chosen = ("evaluate.validation=0.2", "evaluate.target_accuracy=0.5", "local.learning_rate=0.3", "partition=iid")
+    last = run(quick(*chosen, "rounds=16"), tmp_path / "whole")["rounds"]
+    stopped = run(quick(*chosen, f"rounds={last}"), tmp_path / "run")["stopped"]
+    assert stopped.endswith("reaches the target of 50 %")
+    with pytest.raises(UserError, match="it stopped by itself"):
+        run(quick(*chosen, "rounds=16"), tmp_path / "run")
