@@ -53,6 +53,7 @@ class Table:
     """A table as far as it is filled. Rows in ``upper_bounds`` do not compete for the best value.
 
     ``bill``: what all runs together cost the records they are about (``Bill.to_json``); None while runs are to come.
+    ``tuning``: what a search for settings came to in each row and column, in the form of ``table.json``.
     """
 
     rows: tuple[str, ...]
@@ -62,6 +63,7 @@ class Table:
     caption: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     bill: tuple[Mapping[str, Any], ...] | None = None
+    tuning: tuple[Mapping[str, Any], ...] = ()
 
     def at(self, row: str, column: str) -> list[SeedResult]:
         """Return the cell's results, one a seed."""

@@ -24,6 +24,7 @@ def as_json(table: Table) -> dict[str, Any]:
         "caption": notes(table),
         "bill": None if table.bill is None else list(table.bill),
         "settings": dict(table.settings),
+        **({"tuning": list(table.tuning)} if table.tuning else {}),
     }
 
 

@@ -21,7 +21,7 @@ from fl_sim.simulation.capacity import cores
 from fl_sim.tables.plan import Cell, Plan, TableSettings, tuned
 from fl_sim.tables.tuning import TRIALS, tune, values_of
 from fl_sim.tables.tuning_trials import Choice
-from fl_sim.tables.tuning_words import caption
+from fl_sim.tables.tuning_words import as_json, caption
 from fl_sim.tables.words import data_label, took
 from fl_sim.tables.workers import Event, Failed, Finished, Preparing, RoundDone, Started, run_all
 
@@ -59,8 +59,11 @@ class Board:
         plan = self.plan
         results = tuple(self._result(cell) for cell in plan.cells)
         settings = json.loads(self.settings.model_dump_json())  # unlike model_dump it leaves no inf, which is no JSON
-        searched = caption(self.choices, self.settings.tune) if self.settings.tune is not None else ()
-        return Table(plan.rows, plan.columns, plan.upper_bounds, results, (*plan.caption, *searched), settings)
+        table = Table(plan.rows, plan.columns, plan.upper_bounds, results, plan.caption, settings)
+        if (search := self.settings.tune) is None:
+            return table
+        words = (*plan.caption, *caption(self.choices, search))
+        return replace(table, caption=words, tuning=tuple(as_json(self.choices, search)))
 
     def _result(self, cell: Cell) -> SeedResult:
         place = (cell.row, cell.column, cell.seed)

@@ -41,6 +41,11 @@ class Choices:
         """Return the values that show whether all may be taken: here all of them."""
         return self.values
 
+    def is_at_end(self, value: Any) -> bool:
+        """Say whether ``value`` is the smallest or the largest of three or more numbers."""
+        numbers = [one for one in self.values if isinstance(one, int | float) and not isinstance(one, bool)]
+        return len(numbers) == len(self.values) > 2 and value in {min(numbers), max(numbers)}
+
 
 def _finite(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -80,6 +85,11 @@ class Range(Settings):
     def extremes(self) -> tuple[Any, ...]:
         """Return the values that show whether all may be taken: both ends."""
         return self.low, self.high
+
+    def is_at_end(self, value: float) -> bool:
+        """Say whether ``value`` lies in the first or the last tenth of the range."""
+        low, high, at = (math.log(one) if self.log else float(one) for one in (self.low, self.high, value))
+        return not 0.1 < (at - low) / (high - low) < 0.9
 
 
 Knob: TypeAlias = Choices | Range

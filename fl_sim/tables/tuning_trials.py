@@ -74,6 +74,12 @@ class Choice:
     best: Tried
     tried: tuple[Tried, ...]
 
+    @property
+    def at_end(self) -> list[str]:
+        """Return the knobs whose chosen value lies at an end of what could be drawn: better ones may lie beyond."""
+        space = self.search.space
+        return [key for key, value in self.best.trial.values.items() if space[key].is_at_end(value)]
+
 
 def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> tuple[Search, ...]:
     """Return what ``settings.tune`` searches for, checked as far as that is possible without training.

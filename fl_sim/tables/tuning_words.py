@@ -35,7 +35,8 @@ def as_json(choices: Iterable[Choice], tune: Tune) -> list[dict[str, Any]]:
     return [
         {
             "row": choice.search.cell.row, "column": choice.search.cell.column, "seed": choice.search.cell.seed,
-            "values": dict(choice.best.trial.values), "accuracy": 100 * (choice.best.accuracy or 0.0),
+            "values": dict(choice.best.trial.values),
+            "accuracy": 100 * (choice.best.accuracy or 0.0), "at_end": choice.at_end,
             "judged_on": f"test records of {tune.data}" if tune.data else "validation",
             "trials": choice.search.rungs[0].trials,
             "rungs": [[rung.trials, rung.rounds] for rung in choice.search.rungs],
@@ -69,7 +70,10 @@ def caption(choices: Sequence[Choice], tune: Tune) -> tuple[str, ...]:
         f"them. The runs of the table {'' if held_out else 'train on all training records and '}look at the test "
         "records once, at the end."
     )
-    return first, *(_row(row, [one for one in choices if one.search.cell.row == row]) for row in _rows(choices))
+    rows = [_row(row, [one for one in choices if one.search.cell.row == row]) for row in _rows(choices)]
+    ends = [f"{choice.search.words}: {', '.join(choice.at_end)}" for choice in choices if choice.at_end]
+    wider = f"Chosen at an end of what could be drawn, so a wider space may do better: {'; '.join(ends)}."
+    return first, *rows, *([wider] if ends else [])
 
 
 def _rows(choices: Iterable[Choice]) -> list[str]:

@@ -201,6 +201,13 @@ def test_the_tables_own_runs_have_the_chosen_values_all_records_and_one_test(
         assert cell.row == "FedAvg" or own.algorithm.mu == values["FedProx"]["algorithm.mu"]  # type: ignore[attr-defined]
         lines = (tmp_path / "cells" / cell.name / "rounds.jsonl").read_text().splitlines()
         assert [json.loads(line)["test_accuracy"] is None for line in lines] == [True, False]
+    found = {entry["row"]: entry for entry in json.loads((tmp_path / "table.json").read_text())["tuning"]}
+    assert {row: entry["values"] for row, entry in found.items()} == values
+    assert {(entry["trials"], entry["runs"], entry["rounds"], entry["diverged"]) for entry in found.values()} == {
+        (4, 4, 6, 0)
+    }
+    assert found["FedAvg"]["accuracy"] == 100 * board.choices[0].best.accuracy
+    assert all(entry["rungs"] == [[4, 1], [2, 2]] and entry["seconds"] > 0 for entry in found.values())
     told = (tmp_path / "table.md").read_text()
     assert "4 trials of 1 rounds, the best 2 of them 2 rounds" in told
     assert "on 10 % of every client's training records" in told

@@ -71,6 +71,21 @@ def test_a_logarithmic_range_has_as_much_below_its_geometric_middle_as_above() -
     assert 450 < below < 550
 
 
+@pytest.mark.parametrize(
+    ("knob", "at_end", "inside"),
+    [
+        (RATE, [0.001, 0.0015, 0.07, 0.1], [0.0016, 0.01, 0.06]),
+        (Range(low=0, high=10), [0, 1, 9, 10], [2, 5, 8]),
+        (Choices((1, 0.001, 0.1)), [1, 0.001], [0.1]),
+        (Choices((1, 2)), [], [1, 2]),
+        (Choices(("adam", "sgd", "adamw")), [], ["adam", "adamw"]),
+    ],
+)
+def test_a_value_at_an_end_of_what_could_be_drawn_is_noticed(knob: Any, at_end: list[Any], inside: list[Any]) -> None:
+    assert all(knob.is_at_end(value) for value in at_end)
+    assert not any(knob.is_at_end(value) for value in inside)
+
+
 def test_an_upper_bound_is_tuned_in_what_it_has_a_place_for() -> None:
     tune = Tune(space={"local.learning_rate": [0.1], "sampler.cohort_size": [2]})
     bound = Method("Centralized", "centralized", frozenset(), is_bound=True)
