@@ -16,9 +16,10 @@ from fl_sim.tables.tuning_trials import (
     Search,
     Trial,
     Tried,
-    drawn_trials,
     experiment_of,
+    proposed_trial,
     searches_of,
+    turns,
 )
 from fl_sim.tables.tuning_words import csv_text
 from fl_sim.tables.workers import Event, Failed
@@ -40,6 +41,9 @@ class _Log:
         self.tried += tried
         run_directory.write_text(self.path, csv_text(self.tried))
 
+    def of(self, search: Search) -> list[Tried]:
+        return [one for one in self.tried if one.trial.search is search]
+
 
 def tune(settings: TableSettings, plan: Plan, out: Path, run: Runner, data_root: Path | None) -> tuple[Choice, ...]:
     """Search for the settings of every method in every column, and return what was chosen.
@@ -52,15 +56,18 @@ def tune(settings: TableSettings, plan: Plan, out: Path, run: Runner, data_root:
     searches = searches_of(settings, plan, data_root)
     out.mkdir(parents=True, exist_ok=True)
     log = _Log(out / LOG)
-    alive = {search.place: drawn_trials(search, settings.tune) for search in searches}
-    for step in range(max((len(search.rungs) for search in searches), default=0)):
+
+    def climb(trials: Sequence[Trial]) -> None:
+        log.add(_tried(settings, trials, log.tried, run, out / TRIALS, data_root))
+
+    for numbers in turns(settings.tune):
+        climb(
+            [proposed_trial(search, settings.tune, number, log.of(search)) for search in searches for number in numbers]
+        )
+    for step in range(1, max((len(search.rungs) for search in searches), default=0)):
         racing = [search for search in searches if step < len(search.rungs)]
-        trials = [trial for search in racing for trial in alive[search.place]]
-        tried = _tried(settings, trials, log.tried, run, out / TRIALS, data_root)
-        log.add(tried)
-        for search in racing:
-            alive[search.place] = _best(search, [one for one in tried if one.trial.search is search], step)
-    return tuple(_choice(search, log.tried) for search in searches)
+        climb([trial for search in racing for trial in _best(search, log.of(search), step)])
+    return tuple(_choice(search, log.of(search)) for search in searches)
 
 
 def _tried(
@@ -121,15 +128,19 @@ def _entered(settings: TableSettings, trial: Trial, last: Tried | None, folder: 
     return _Entry(trial, step + 1, experiment, directory, after)
 
 
-def _best(search: Search, tried: Sequence[Tried], step: int) -> list[Trial]:
-    """Return the trials that go on to the next rung, the best first. Raises RunError where all of them diverged."""
-    left = ranked(tried)
+def _best(search: Search, tried: Iterable[Tried], step: int) -> list[Trial]:
+    """Return the trials that go on to rung ``step``, from 0, the best first; after the last rung the best alone.
+
+    Raises RunError where all of the rung before diverged.
+    """
+    before = [one for one in tried if one.rung == step]
+    left = ranked(before)
     if not left:
         raise RunError(
-            f"tuning {search.words}: all {len(tried)} trials of {search.rungs[step].rounds} rounds diverged, the first "
-            f"of them: {tried[0].error}; give [tune] a space with smaller values, such as a lower learning rate"
+            f"tuning {search.words}: all {len(before)} trials of {search.rungs[step - 1].rounds} rounds diverged, the "
+            f"first of them: {before[0].error}; give [tune] a space with smaller values, such as a lower learning rate"
         )
-    places = search.rungs[step + 1].trials if step + 1 < len(search.rungs) else 1
+    places = search.rungs[step].trials if step < len(search.rungs) else 1
     return [one.trial for one in left[:places]]
 
 
@@ -139,9 +150,9 @@ def ranked(tried: Iterable[Tried]) -> list[Tried]:
     return sorted(left, key=lambda one: (-(one.accuracy or 0.0), one.trial.number))
 
 
-def _choice(search: Search, tried: Iterable[Tried]) -> Choice:
-    own = tuple(one for one in tried if one.trial.search is search)
-    return Choice(search, ranked(one for one in own if one.rung == len(search.rungs))[0], own)
+def _choice(search: Search, tried: Sequence[Tried]) -> Choice:
+    (winner,) = _best(search, tried, len(search.rungs))
+    return Choice(search, next(one for one in reversed(tried) if one.trial is winner), tuple(tried))
 
 
 def values_of(choices: Iterable[Choice]) -> dict[tuple[str, str], Values]:

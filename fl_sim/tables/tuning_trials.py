@@ -1,6 +1,6 @@
 """The searches of a table and their trials: all is checked before the first one runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +10,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import field_defaults, kind_of
 from fl_sim.tables.plan import Cell, Plan, TableSettings
 from fl_sim.tables.points import AXES, CENTRALIZED, as_run, experiment_at, flat, is_bound, job_at
+from fl_sim.tables.tuning_optuna import check_installed, proposed
 from fl_sim.tables.tuning_settings import Rung, Tune, rungs
 from fl_sim.tables.tuning_space import Method, Space, Values, drawn, spaces
 
@@ -89,6 +90,8 @@ def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> 
     """
     tune = settings.tune
     assert tune is not None, "a table that tunes nothing"
+    if tune.search == "optuna":
+        check_installed()
     firsts: dict[tuple[str, str], Cell] = {}
     for cell in plan.cells:
         firsts.setdefault((cell.row, cell.column), cell)
@@ -105,17 +108,26 @@ def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> 
     for search in searches:
         point = _point(tune, Trial(search, 1, drawn(search.space, tune.seed, 0)), search.rungs[0].rounds)
         job_at(settings.base, point, data_root)
-        if tune.search == "random":
-            for trial in drawn_trials(search, tune):
-                experiment_of(settings, trial, search.rungs[0].rounds)
+        for number in turns(tune)[0]:
+            experiment_of(settings, proposed_trial(search, tune, number, ()), search.rungs[0].rounds)
     return searches
 
 
-def drawn_trials(search: Search, tune: Tune) -> list[Trial]:
-    """Return all trials of a search with values drawn at random."""
-    return [
-        Trial(search, number + 1, drawn(search.space, tune.seed, number)) for number in range(search.rungs[0].trials)
-    ]
+def turns(tune: Tune) -> list[range]:
+    """Return which trials of every search begin together, by their numbers from 0.
+
+    All of them where they are drawn at random. Optuna is asked for one after another, once a quarter was drawn.
+    """
+    drawn_first = tune.trials if tune.search == "random" else max(1, tune.trials // 4)
+    return [range(drawn_first), *(range(number, number + 1) for number in range(drawn_first, tune.trials))]
+
+
+def proposed_trial(search: Search, tune: Tune, number: int, tried: Sequence[Tried]) -> Trial:
+    """Return trial ``number``, from 0, of a search in which so much was ``tried`` before."""
+    if number in turns(tune)[0]:
+        return Trial(search, number + 1, drawn(search.space, tune.seed, number))
+    before = [(one.trial.values, one.accuracy) for one in tried]
+    return Trial(search, number + 1, proposed(search.space, before, tune.seed))
 
 
 def experiment_of(settings: TableSettings, trial: Trial, rounds: int) -> Experiment:

@@ -16,10 +16,12 @@ from fl_sim.experiment import job as wiring
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.runs import find
 from fl_sim.simulation.run import run
-from fl_sim.tables import filling
+from fl_sim.tables import filling, tuning_optuna
 from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
 from fl_sim.tables.tuning import LOG, TRIALS, Runner, tune
+from fl_sim.tables.tuning_optuna import proposed
+from fl_sim.tables.tuning_space import Choices, Range, drawn
 from fl_sim.tables.tuning_trials import Choice, experiment_of
 from fl_sim.tables.workers import Event, Failed, Finished
 from fl_sim.types import Dataset
@@ -170,6 +172,51 @@ def test_a_search_that_was_broken_off_goes_on_trial_by_trial_to_the_same_end(tmp
     again = tune(chosen, plan, out, broken_off, None)
     assert not asked  # all is known, what diverged, too
     assert [(one.name, one.accuracy) for one in again[0].tried] == [(one.name, one.accuracy) for one in whole[0].tried]
+
+
+def test_optuna_proposes_one_trial_after_another_and_the_same_again_after_a_break(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    chosen = settings(
+        grid={"algorithm": ["fedavg"]}, trials=5, search="optuna", rounds=1,
+        space={"local": {"learning_rate": RATES, "batch_size": {"low": 16, "high": 128}, "momentum": [0.0, 0.9]}},
+    )  # fmt: skip
+    plan, asked = plan_table(chosen), []
+
+    def counted(runs: Mapping[str, Experiment], labels: Mapping[str, str]) -> Iterator[Event]:
+        asked.append(len(runs))
+        yield from _run(runs, tmp_path / "out" / TRIALS)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(chosen, plan, tmp_path / "out", counted, None)
+    (again,) = tune(chosen, plan, tmp_path / "out", counted, None)
+    assert asked == [1] * 5
+    (whole,) = searched(chosen, tmp_path / "whole")
+    assert [one.trial.values for one in again.tried] == [one.trial.values for one in whole.tried]
+    assert len({json.dumps(one.trial.values) for one in whole.tried}) == 5
+    assert all(isinstance(one.trial.values["local.batch_size"], int) for one in whole.tried)
+
+
+def test_optuna_goes_where_trials_were_good() -> None:
+    pytest.importorskip("optuna")
+    space = {"rate": Range(low=0.0, high=1.0), "kind": Choices(("good", "bad"))}
+    tried: list[tuple[dict[str, Any], float | None]] = []
+    for number in range(30):
+        values = drawn(space, 0, number) if number < 5 else proposed(space, tried, 0)
+        tried.append((values, None if values["kind"] == "bad" else 1 - abs(values["rate"] - 0.3)))
+    late = [values for values, _ in tried[20:]]
+    assert sum(abs(values["rate"] - 0.3) < 0.2 for values in late) >= 8
+    assert sum(values["kind"] == "good" for values in late) >= 8
+
+
+def test_optuna_is_asked_for_in_words_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning_optuna, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs Optuna.*pip install 'fl-sim\[tune\]', or take tune.search=random"):
+        searched(settings(search="optuna"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def filled(chosen: TableSettings, out: Path, monkeypatch: pytest.MonkeyPatch) -> Board:
