@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fl_sim.data import load
@@ -217,6 +218,42 @@ def test_optuna_is_asked_for_in_words_where_it_is_not_installed(
     with pytest.raises(UserError, match=r"needs Optuna.*pip install 'fl-sim\[tune\]', or take tune.search=random"):
         searched(settings(search="optuna"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def public_records(folder: Path) -> str:
+    """Return the name of a data set that is not the table's own."""
+    digits = load("digits", None)
+    train, test = digits.train.take(np.arange(400)), digits.test.take(np.arange(100))
+    images = {"x_train": train.inputs, "x_test": test.inputs}
+    arrays = {name: inputs.transpose(0, 2, 3, 1) for name, inputs in images.items()}
+    np.savez(folder / "public.npz", **arrays, y_train=train.labels, y_test=test.labels)
+    return f"npz:{folder / 'public.npz'}"
+
+
+def test_methods_under_privacy_are_searched_for_on_public_records_and_read_no_private_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = {"aggregator": {"kind": "global-dp", "noise_multiplier": 0.5, "delta": 0.01}}
+    public = public_records(tmp_path)
+    chosen = settings(grid={"algorithm": ["fedavg"]}, base=base, trials=3, data=public)
+    plan = plan_table(chosen)
+    seen: set[str] = set()
+
+    def watched(name: str, root: Path | None) -> Dataset:
+        seen.add(name)
+        return load(name, root)
+
+    monkeypatch.setattr(wiring, "load", watched)
+    (choice,) = tune(chosen, plan, tmp_path, here(tmp_path), None)
+    assert seen == {public}
+    assert all(one.trained == one.rounds for one in choice.tried)  # a private run gets no more rounds
+    results = [json.loads((tmp_path / TRIALS / one.name / "result.json").read_text()) for one in choice.tried]
+    assert [one.accuracy for one in choice.tried] == [result["final_accuracy"] for result in results]
+    board = filled(chosen, tmp_path, monkeypatch)
+    assert {cell.experiment.data for cell in board.plan.cells} == {"digits"}
+    told = (tmp_path / "table.md").read_text()
+    assert "public.npz, public records in place of the table's own" in told
+    assert "judged by its test records" in told
 
 
 def filled(chosen: TableSettings, out: Path, monkeypatch: pytest.MonkeyPatch) -> Board:
