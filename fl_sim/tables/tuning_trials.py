@@ -143,7 +143,8 @@ def _point(tune: Tune, trial: Trial, rounds: int) -> dict[str, Any]:
         if tune.data
         else {"evaluate.validation": tune.validation, "evaluate.test": "never"}
     )
-    return dict(as_run({**trial.search.cell.point, **trial.values, "rounds": rounds, "evaluate_every": 1, **judged}))
+    whole = {"rounds": rounds, "evaluate_every": 1, "evaluate.patience": 0, "evaluate.target_accuracy": 0}
+    return dict(as_run({**trial.search.cell.point, **trial.values, **whole, **judged}))
 
 
 def _method(cell: Cell) -> Method:

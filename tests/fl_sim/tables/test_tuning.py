@@ -151,6 +151,15 @@ def test_a_trial_that_depends_on_its_number_of_rounds_begins_anew_on_every_rung(
     assert anew["validation"]["final_accuracy"] == choice.best.accuracy
 
 
+def test_a_trial_has_all_rounds_of_its_rung_where_the_tables_own_runs_stop_early(tmp_path: Path) -> None:
+    early = {"evaluate": {"validation": 0.2, "patience": 1, "target_accuracy": 0.01}}
+    (choice,) = searched(settings(grid={"algorithm": ["fedavg"]}, base=early, trials=2, rounds=3), tmp_path)
+    assert [one.rounds for one in choice.tried] == [3, 3]
+    logs = [(tmp_path / TRIALS / one.name / "rounds.jsonl").read_text().splitlines() for one in choice.tried]
+    assert [len(lines) for lines in logs] == [3, 3]
+    assert choice.search.cell.experiment.evaluate.patience == 1
+
+
 def test_a_search_that_was_broken_off_goes_on_trial_by_trial_to_the_same_end(tmp_path: Path) -> None:
     chosen = settings(grid={"algorithm": ["fedavg"]}, space={"local.learning_rate": [1e30, 0.1, 0.3, 0.001]})
     plan = plan_table(chosen)
