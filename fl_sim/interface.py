@@ -102,8 +102,7 @@ def run(
     """
     root = _path(data_root)
     given = experiment if isinstance(experiment, Experiment) else experiment_from(experiment or {})
-    chosen = resolved(given, root)
-    directory = _path(out) or RESULTS / run_name(chosen, load(chosen.data, root))
+    chosen, directory = directory_of(given, _path(out), root)
     title = f"{kind_of(chosen.algorithm)} on {chosen.data} {short_form(chosen.partition)}"
     stream = None if progress else io.StringIO()
     with RunProgress(title, chosen.rounds, stream, timed=not chosen.is_private) as shown:
@@ -117,6 +116,12 @@ def run(
     releases = tuple(Release.model_validate(release) for release in facts["privacy"])
     rounds = tuple(read_rounds(directory))
     return RunResult(chosen, directory, rounds, facts["final_accuracy"], facts["best_accuracy"], releases, facts)
+
+
+def directory_of(experiment: Experiment, out: Path | None, data_root: Path | None) -> tuple[Experiment, Path]:
+    """Return the experiment with all defaults filled in, and where it is run: in ``out``, or named after itself."""
+    chosen = resolved(experiment, data_root)
+    return chosen, out or RESULTS / run_name(chosen, load(chosen.data, data_root))
 
 
 def table(

@@ -85,6 +85,12 @@ class PrivateRounds:
         )
 
 
+def terms_of(aggregator: GlobalDP, sampler: AnySampler) -> Terms:
+    """Return under which terms the ledger of such rounds is held."""
+    adjacency = Adjacency.REPLACE_ONE if isinstance(sampler, FixedSize) else Adjacency.ADD_OR_REMOVE_ONE
+    return Terms(UNIT, adjacency, aggregator.delta, aggregator.epsilon, aggregator.accountant)
+
+
 def open_private_rounds(
     aggregator: GlobalDP,
     sampler: AnySampler,
@@ -100,10 +106,10 @@ def open_private_rounds(
     A run that goes on with secret noise has a new key: a round that was charged but not finished is charged again, and
     has another cohort.
     """
-    adjacency = Adjacency.REPLACE_ONE if isinstance(sampler, FixedSize) else Adjacency.ADD_OR_REMOVE_ONE
-    terms = Terms(UNIT, adjacency, aggregator.delta, aggregator.epsilon, aggregator.accountant)
     noise = Noise.seeded(seed) if aggregator.noise == "seeded" else Noise.secret()
     norm = aggregator.clipping_norm if clipping_norm is None else clipping_norm
     paid = None if receipt is None else Receipt.from_json(receipt)
-    ledger = Ledger(terms, out / LEDGER, receipt=paid, holder="what this run has released so far")
+    ledger = Ledger(
+        terms_of(aggregator, sampler), out / LEDGER, receipt=paid, holder="what this run has released so far"
+    )
     return PrivateRounds(aggregator, sampler, num_clients, ledger, noise, norm)

@@ -138,6 +138,40 @@ def table(
     fill_table(arguments or [], out, jobs, data_root, json_output=json_output)
 
 
+@app.command("plan")
+def plan(
+    arguments: _Settings = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the results are, or will be (default: as for the verb).")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Cells of a table side by side (default: one a core).")
+    ] = None,
+    data_root: _DataRoot = None,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="Time nothing.")] = False,
+    json_output: _Json = False,
+) -> None:
+    """Look before you run: what each run of a table, or one run, takes, and what all of them cost in privacy.
+
+    Shows which runs are finished, how far others are, about how long the rest takes on this machine, bytes on the wire,
+    and the privacy bill of the whole. A few steps of each kind are timed, on public test records; nothing else is
+    trained, and nothing is written. FILE is a table's (with [base] or [grid]), a preset, or a run's settings.
+
+    For example:
+
+      fl-sim plan digits
+
+      fl-sim plan grid.toml rounds=50 --jobs 4
+
+      fl-sim plan data=mnist aggregator=global-dp sampler=poisson:0.1 rounds=100 --quick
+    """
+    with importing():
+        from fl_sim.cli.plan import show_plan  # noqa: PLC0415 (see above)
+
+    show_plan(arguments or [], out, jobs, data_root, quick=quick, json_output=json_output)
+
+
 @app.command("partition")
 def partition(
     *,

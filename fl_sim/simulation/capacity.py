@@ -2,6 +2,10 @@
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray
@@ -15,6 +19,17 @@ STACK_ON_GPU = 100
 def cores() -> int:
     """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def fixed_threads(threads: int) -> Iterator[None]:
+    """Fix torch's threads for a while, and put them back: their number changes the last bits of every sum."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def generator_threads(engine: Engine) -> int:

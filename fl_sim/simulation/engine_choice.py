@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
@@ -25,22 +25,16 @@ from fl_sim.importing import settled
 from fl_sim.local_plan import fields_in_use
 from fl_sim.native.checks import RECEIVED, unknown_settings
 from fl_sim.native.kernel import load_kernel
-from fl_sim.params import detached
 from fl_sim.seeding import rng
 from fl_sim.simulation.capacity import cores, generator_threads, stack_of, workers_of
+from fl_sim.simulation.pace import PROBE_STEPS, SHARE_PER_CORE, num_steps, step_seconds
 from fl_sim.simulation.procedure import procedure_of, site_of
 from fl_sim.simulation.site import local_settings, to_generator
-from fl_sim.training.loop import to_tensors, train
-from fl_sim.types import LocalSettings, LocalTask
+from fl_sim.training.loop import to_tensors
+from fl_sim.types import LocalSettings
 
 RAY_START_SECONDS = 10.0
 """What starting Ray and importing torch in its actors costs (6 to 12 s measured on two cores)."""
-
-PROBE_STEPS = 8
-"""Minibatch steps that are timed to guess how long the job takes."""
-
-RAY_SHARE_PER_CORE = 0.9
-"""How much of a further core Ray turns into speed."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +120,9 @@ def choose(job: Job) -> tuple[Engine, str]:
     alone = InProcess(threads=engine.threads)
     if why := _why_alone(job, workers):
         return alone, f"engine inprocess: {why}"
-    generators = synthesis_seconds(job) / (1 + (workers - 1) * RAY_SHARE_PER_CORE)
+    generators = synthesis_seconds(job) / (1 + (workers - 1) * SHARE_PER_CORE)
     seconds = estimated_seconds(job)
-    parallel = RAY_START_SECONDS + seconds / (1 + (workers - 1) * RAY_SHARE_PER_CORE) + generators
+    parallel = RAY_START_SECONDS + seconds / (1 + (workers - 1) * SHARE_PER_CORE) + generators
     seconds += generators  # threads share them out in process, too
     times = f"about {seconds:.0f} s of training in process, {parallel:.0f} s with {workers} Ray actors and their start"
     if parallel < seconds:
@@ -182,20 +176,7 @@ def _typical_settings(job: Job) -> LocalSettings:
 
 def estimated_seconds(job: Job) -> float:
     """Return about how long local training takes one client after another, from timed steps on public test records."""
-    experiment, dataset = job.experiment, job.dataset
-    settings = _typical_settings(job)
-    sizes = [len(shard) for shard in job.shards]
-    cohort = experiment.sampler.expected_size(experiment.num_clients)
-    procedure = procedure_of(job)
-    num_steps = procedure.num_trainings * cohort * sum(settings.num_steps(size) for size in sizes) / len(sizes)
-    sample = dataset.test.take(np.arange(min(len(dataset.test), PROBE_STEPS * settings.batch_size)))
-    inputs, labels = to_tensors(sample, dataset)
-    model = job.model()
-    probe = replace(settings, epochs=1, steps=0)
-    task = LocalTask(0, 0, 1, len(labels), probe, detached(model.named_parameters()))
-    start = time.perf_counter()
-    trained = train(model, task, procedure.typical_plan(), inputs, labels, rng(experiment.seed, "probe"))
-    return num_steps * (time.perf_counter() - start) / trained.num_steps
+    return num_steps(job) * step_seconds(job)
 
 
 def synthesis_seconds(job: Job) -> float:

@@ -1,18 +1,17 @@
 """Run one experiment in a directory that survives a crash, and goes on from there."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.serverapp import Grid
 
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import job_of
 from fl_sim.seeding import torch_kept
+from fl_sim.simulation.capacity import fixed_threads
 from fl_sim.simulation.engine_choice import FLOWER, open_engine
 from fl_sim.simulation.procedure import Procedure, procedure_of
 from fl_sim.simulation.result import result_of, told
@@ -57,7 +56,7 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
     log.warnings = procedure.warnings(out, log)
     start = time.perf_counter()
     error: BaseException | None = None
-    with torch_kept(), _one_thread(experiment.engine.threads):
+    with torch_kept(), fixed_threads(experiment.engine.threads):
         try:
             # Under privacy who has answered when is the clients' own affair, on the screen, too.
             replied = Silent().replied if experiment.is_private else observer.replied
@@ -83,14 +82,3 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
         if log.server.params:
             run_directory.write_model(out, log.server.model)
     raise error
-
-
-@contextmanager
-def _one_thread(threads: int) -> Iterator[None]:
-    """Fix torch's threads for a run, and put them back: their number changes the last bits of every sum."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -106,7 +106,7 @@ def run_all(
             if (result := finished_result(out / name, experiment.rounds)) is not None:
                 yield Finished(name, result)
             else:
-                waiting.append((name, _with_share_of_cores(experiment, jobs)))
+                waiting.append((name, with_share_of_cores(experiment, jobs)))
         workers: list[_Worker] = []
         try:
             for _ in range(min(jobs, len(waiting))):
@@ -124,7 +124,7 @@ def run_all(
             _stop(workers)
 
 
-def _with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
+def with_share_of_cores(experiment: Experiment, jobs: int) -> Experiment:
     """Return ``experiment`` with as many clients at a time as leave the other jobs their cores."""
     engine = experiment.engine
     if not isinstance(engine, InProcess) or engine.workers:

@@ -58,6 +58,11 @@ def pools_root() -> Path:
     return folder_of("FL_SIM_POOLS", "XDG_CACHE_HOME", "~/.cache", "pools")
 
 
+def is_made(job: Job) -> bool:
+    """Say whether an earlier run has left the job's pool."""
+    return (pools_root() / pool_key(job) / FACTS).exists()
+
+
 def pool_key(job: Job) -> str:
     """Return the name of the job's pool: a digest of all that determines it."""
     experiment = job.experiment

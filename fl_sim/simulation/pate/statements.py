@@ -54,7 +54,7 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
     and the number of records is public.
     """
     ledger, labelling = released.ledger, settings.labelling
-    relation, public = _neighbours(experiment.partition)
+    relation, public = neighbours(experiment.partition)
     terms = replace(ledger.terms, adjacency=relation)
     limits = DOES_NOT_COVER + public + OTHER_RELEASES + tuned_on(experiment.data)
     planned = labelling.planned(len(released.labelled.labels), released.labelled.num_asked)
@@ -72,7 +72,7 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
     ]
 
 
-def _neighbours(partition: Scheme) -> tuple[Adjacency, str]:
+def neighbours(partition: Scheme) -> tuple[Adjacency, str]:
     """Return which neighbours a split over teachers keeps apart by one shard, and what it takes for public."""
     if type(partition) in _BY_NUMBER:
         return Adjacency.REPLACE_ONE, ""

@@ -1,7 +1,7 @@
 """Which trainer is said to take an experiment, and what is timed for it: all that its clients' plans ask for."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -9,9 +9,9 @@ from fl_sim.experiment.experiment import Local, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import load_kernel
-from fl_sim.simulation import engine_choice
 from fl_sim.simulation.engine_choice import estimated_seconds, trainer_line, trains_natively
-from fl_sim.training.loop import train
+from fl_sim.training.trainer import LocalJob, Trainer
+from fl_sim.types import Trained
 
 
 @pytest.mark.skipif(load_kernel()[0] is None, reason=f"no native trainer: {load_kernel()[1]}")
@@ -45,13 +45,15 @@ def test_moved_images_are_trained_natively_but_beside_what_compares_them(algorit
 @pytest.mark.parametrize("algorithm", ["fedmix", "scaffold", "fedavg"])
 def test_what_is_timed_is_training_by_the_algorithms_own_plan(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[LocalPlan] = []
+    train_all = Trainer.train_all
 
-    def watched(model: Any, task: Any, plan: LocalPlan, *rest: Any) -> Any:
-        timed.append(plan)
-        return train(model, task, plan, *rest)
+    def watched(self: Trainer, jobs: Sequence[LocalJob]) -> list[Trained]:
+        timed.extend(job.plan for job in jobs)
+        return train_all(self, jobs)
 
-    monkeypatch.setattr(engine_choice, "train", watched)
+    monkeypatch.setattr(Trainer, "train_all", watched)
     made = experiment_from({"device": "cpu", "algorithm": algorithm, "model": "logistic"})
     assert estimated_seconds(job_of(made)) > 0
-    [plan] = timed
+    plan, again = timed  # the first call loads what the second one finds
+    assert again is plan
     assert (plan.mix is not None, plan.gradient_offset is not None) == (algorithm == "fedmix", algorithm == "scaffold")

@@ -10,7 +10,7 @@ import pytest
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Auto, Experiment, InProcess, Ray
 from fl_sim.tables import workers
-from fl_sim.tables.workers import Failed, _why_it_died, _why_none_starts, _with_share_of_cores, _Worker, run_all
+from fl_sim.tables.workers import Failed, _why_it_died, _why_none_starts, _Worker, run_all, with_share_of_cores
 from strategies.fedavg import FedAvg
 
 
@@ -20,14 +20,14 @@ def test_a_cell_trains_as_many_clients_at_a_time_as_leave_the_others_their_cores
 ) -> None:
     monkeypatch.setattr(workers, "cores", lambda: 8)
     asked = InProcess(threads=3, stack=5, graphs=False)
-    shared = _with_share_of_cores(Experiment(engine=asked, rounds=7), jobs)
+    shared = with_share_of_cores(Experiment(engine=asked, rounds=7), jobs)
     assert shared == Experiment(engine=InProcess(threads=3, workers=clients, stack=5, graphs=False), rounds=7)
 
 
 @pytest.mark.parametrize("engine", [InProcess(workers=5), Ray(actors=3), Auto()])
 def test_what_was_asked_for_stays(engine: InProcess | Ray | Auto) -> None:
     asked = Experiment(engine=engine)
-    assert _with_share_of_cores(asked, 4) is asked
+    assert with_share_of_cores(asked, 4) is asked
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts
 from fl_sim.seeding import rng
 from fl_sim.simulation.pate.ensemble import Votes
 from fl_sim.simulation.pate.noisy_labels import release_labels
-from fl_sim.simulation.pate.statements import _neighbours, statements_of
+from fl_sim.simulation.pate.statements import neighbours, statements_of
 from partitions import AnyScheme, Dirichlet, FeatureNoise, Iid, LabelK, Natural, Quantity, Scheme, Shards
 from strategies.pate.labelling import UNANSWERED
 
@@ -119,12 +119,12 @@ def test_one_record_in_the_place_of_another_stays_with_its_teacher_wherever_that
         assert "How many records of each class there are" in statement["does_not_cover"]
 
 
-def test_of_every_split_it_is_said_which_neighbours_it_keeps_apart():
-    assert {type(scheme()).__name__: _neighbours(scheme())[0].value for scheme in get_args(AnyScheme)} == {
+def test_of_every_split_it_is_said_whichneighbours_it_keeps_apart():
+    assert {type(scheme()).__name__: neighbours(scheme())[0].value for scheme in get_args(AnyScheme)} == {
         "Iid": "replace-one", "Quantity": "replace-one", "FeatureNoise": "replace-one",
         "Natural": "add-or-remove-one",
         "LabelK": "add-or-remove-one", "Dirichlet": "add-or-remove-one", "Shards": "add-or-remove-one",
     }  # fmt: skip
-    assert "Which groups of records there are" in _neighbours(Natural())[1]
+    assert "Which groups of records there are" in neighbours(Natural())[1]
     with pytest.raises(AssertionError, match="nobody has said"):
-        _neighbours(object())
+        neighbours(object())

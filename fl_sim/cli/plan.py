@@ -1,0 +1,66 @@
+"""``fl-sim plan``: what a run or a table will take, before anything runs."""
+
+import json
+from pathlib import Path
+
+import typer
+
+from fl_sim.cli.run import named, parse_experiment
+from fl_sim.data.places import look_for
+from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.importing import importing
+from fl_sim.settings_file import read_table
+from fl_sim.tables.plan import plan_table, table_settings
+
+
+def show_plan(
+    arguments: list[str], out: Path | None, jobs: int | None, data_root: Path | None, *, quick: bool, json_output: bool
+) -> None:
+    """Print every run that ``[FILE or PRESET] [key=value ...]`` stands for, with what it takes, and their bill."""
+    files = [argument for argument in arguments if "=" not in argument]
+    overrides = [argument for argument in arguments if "=" in argument]
+    if len(files) > 1:
+        raise UserError(f"one FILE or PRESET at most, got {', '.join(files)}; settings are given as key=value")
+    path = named(files[0]) if files else None
+    content = read_table(path) if path else {}
+    if path is None or not {"base", "grid", "tune"} & set(content):
+        if jobs is not None:
+            raise UserError(f"--jobs {jobs} is for the cells of a table, and this is one run: leave it out")
+        runs, cells = _one_run(arguments, out, data_root)
+        side_by_side = 1
+    else:
+        settings = table_settings(content, overrides, str(path))
+        runs, cells, side_by_side = _table(plan_table(settings, data_root).runs, out, path.stem, jobs)
+    with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
+        from fl_sim.cli.printed_plan import as_json, print_plan  # noqa: PLC0415
+        from fl_sim.tables.forecast import forecast  # noqa: PLC0415
+    found = forecast(runs, cells, data_root, None if quick else {}, billed=True)
+    if json_output:
+        typer.echo(json.dumps({"directory": str(cells), **as_json(found, side_by_side)}))
+    else:
+        print_plan(found, side_by_side)
+
+
+def _one_run(arguments: list[str], out: Path | None, data_root: Path | None) -> tuple[dict[str, Experiment], Path]:
+    """Return {name of its directory: experiment}, and the folder around that."""
+    experiment = parse_experiment(arguments)
+    look_for(experiment.data, data_root)
+    with importing():
+        from fl_sim.interface import directory_of  # noqa: PLC0415
+    experiment, directory = directory_of(experiment, out, data_root)
+    return {directory.name: experiment}, directory.parent
+
+
+def _table(
+    runs: dict[str, Experiment], out: Path | None, name: str, jobs: int | None
+) -> tuple[dict[str, Experiment], Path, int]:
+    """Return {name of its directory: experiment}, the folder around them, and how many go side by side."""
+    from fl_sim.interface import RESULTS  # noqa: PLC0415 (as above)
+    from fl_sim.simulation.capacity import cores  # noqa: PLC0415
+    from fl_sim.tables.filling import CELLS  # noqa: PLC0415
+    from fl_sim.tables.workers import with_share_of_cores  # noqa: PLC0415
+
+    side_by_side = jobs or min(cores(), len(runs))
+    shared = {name: with_share_of_cores(experiment, side_by_side) for name, experiment in runs.items()}
+    return shared, (out or RESULTS / name) / CELLS, side_by_side

@@ -1,0 +1,76 @@
+"""What runs will take, on the screen and as JSON."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from fl_sim.tables.forecast import Forecast, bills_of, in_time, seconds_together
+
+_WIDTH = 140
+"""Characters of a line that goes to no terminal."""
+
+
+def print_plan(found: Sequence[Forecast], jobs: int) -> None:
+    """Print a line for each run, what all of them take with ``jobs`` side by side, and what they cost in privacy."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=_WIDTH)
+    console.print(_drawn(found))
+    typer.echo(_together(found, jobs))
+    bills = bills_of(found)
+    for bill in bills:
+        typer.echo(bill.in_words)
+    if not bills:
+        typer.echo("Privacy: nothing here promises any.")
+
+
+def as_json(found: Sequence[Forecast], jobs: int) -> dict[str, Any]:
+    """Return the same for programs; seconds are null where nothing was timed."""
+    return {
+        "jobs": jobs,
+        "seconds": seconds_together(found, jobs),
+        "runs": [
+            {
+                "name": one.name, "status": _status(one), "rounds": one.rounds, "rounds_done": one.done,
+                "seconds": one.estimate.seconds, "seconds_left": one.seconds_left,
+                "bytes": asdict(one.estimate.traffic) if one.estimate.traffic else None,
+                "left_out": list(one.estimate.left_out),
+            }
+            for one in found
+        ],
+        "bill": [bill.to_json() for bill in bills_of(found)],
+    }  # fmt: skip
+
+
+def _drawn(found: Sequence[Forecast]) -> Table:
+    drawn = Table("run", "state", box=box.SIMPLE)
+    for head in ("time left", "MB down", "MB up"):
+        drawn.add_column(head, justify="right")
+    for one in found:
+        traffic, seconds = one.estimate.traffic, one.seconds_left
+        sizes = [f"{size / 1e6:,.1f}" for size in (traffic.down, traffic.up)] if traffic else ["-", "-"]
+        drawn.add_row(one.name, _status(one), in_time(seconds) if seconds else "-", *sizes)
+    return drawn
+
+
+def _status(one: Forecast) -> str:
+    if one.is_finished:
+        return "finished"
+    begun = f"{one.done} of {one.rounds} rounds done" if one.done else "new"
+    return f"{begun}, synthetic records there" if one.has_pool else begun
+
+
+def _together(found: Sequence[Forecast], jobs: int) -> str:
+    num_finished, seconds = sum(one.is_finished for one in found), seconds_together(found, jobs)
+    told = f"{len(found)} run{'' if len(found) == 1 else 's'}, {num_finished} finished"
+    if seconds:
+        rest = "the rest" if num_finished else "all of it" if len(found) > 1 else "it"
+        beside = f" with {jobs} side by side" if jobs > 1 else ""
+        told += f"; {rest} takes about {in_time(seconds)}{beside}, by steps that were timed just now"
+    if left_out := sorted({what for one in found for what in one.estimate.left_out}):
+        told += f"; not counted: {', '.join(left_out)}"
+    return told

@@ -1,0 +1,125 @@
+"""What runs will take, before they run: what is there already, seconds and bytes of the rest, and the privacy bill."""
+
+import heapq
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from clients.dafl.settings import DaFl
+from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.job import Job, job_of
+from fl_sim.privacy.bill import Bill, Paid, bills
+from fl_sim.simulation.dafl.synthesis import is_made, pool_key
+from fl_sim.simulation.estimate import Estimate, estimate_of
+from fl_sim.simulation.pace import Pace, kind_of_work, pace_of
+from fl_sim.simulation.planned_bill import planned
+from fl_sim.store.run_directory import read_rounds
+from fl_sim.tables.workers import finished_result
+
+START_SECONDS = 4.0
+"""What a process takes until it trains: Python, torch and the data."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is known of a run beforehand. ``rounds``: how many it will have, ``done`` how many of them it has.
+
+    ``estimate``: of all its rounds. ``has_pool``: whether its synthetic records are there, or come from a run before it
+    in the list. ``paid``: what it releases, None where that was not asked for.
+    """
+
+    name: str
+    rounds: int
+    done: int
+    is_finished: bool
+    estimate: Estimate
+    has_pool: bool
+    paid: Paid | None = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Return how long what is missing of it takes; None where nothing was timed."""
+        if self.is_finished:
+            return 0.0
+        return None if self.estimate.seconds is None else self.estimate.seconds * (1 - self.done / self.rounds)
+
+
+def forecast(
+    runs: Mapping[str, Experiment],
+    cells: Path,
+    data_root: Path | None,
+    paces: dict[str, Pace] | None,
+    *,
+    billed: bool = False,
+) -> list[Forecast]:
+    """Return what each of ``runs`` {directory in ``cells``: experiment} takes.
+
+    ``paces``: of the kinds of work that were timed already, to which new ones are added; None: nothing is timed.
+    ``billed``: whether it is worked out what private runs cost, which takes seconds. Nothing is trained but the timed
+    steps, on public test records, and nothing is written.
+    """
+    pools: set[str] = set()
+    found = []
+    for name, experiment in runs.items():
+        job = job_of(experiment, data_root)
+        is_finished = finished_result(cells / name, job.experiment.rounds) is not None
+        has_pool = _has_pool(job, pools)
+        pace = None if paces is None or is_finished else _pace(job, paces)
+        estimate = estimate_of(job, pace, has_pool=has_pool)
+        paid = planned(job) if billed else None
+        done = _rounds_done(cells / name)
+        found.append(Forecast(name, job.experiment.rounds, done, is_finished, estimate, has_pool, paid))
+    return found
+
+
+def seconds_together(found: Iterable[Forecast], jobs: int) -> float | None:
+    """Return how long the rest takes, ``jobs`` runs side by side, each begun in its turn as soon as one has ended.
+
+    0 where nothing is left, None where nothing was timed.
+    """
+    left = [one.seconds_left for one in found if not one.is_finished]
+    busy = [START_SECONDS] * jobs
+    for seconds in left:
+        if seconds is None:
+            return None
+        heapq.heapreplace(busy, busy[0] + seconds)
+    return max(busy) if left else 0.0
+
+
+def bills_of(found: Iterable[Forecast]) -> list[Bill]:
+    """Return what all of them together cost the records that they are about. Takes seconds where some are private."""
+    return bills([one.paid for one in found if one.paid is not None])
+
+
+def in_time(seconds: float) -> str:
+    """Return a time that is not known exactly in words.
+
+    >>> [in_time(seconds) for seconds in (0.4, 59, 1500, 45000)]
+    ['1 s', '59 s', '25 min', '12.5 h']
+    """
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def _pace(job: Job, known: dict[str, Pace]) -> Pace:
+    kind = kind_of_work(job.experiment)
+    if kind not in known:
+        known[kind] = pace_of(job)
+    return known[kind]
+
+
+def _has_pool(job: Job, seen: set[str]) -> bool:
+    if not isinstance(job.experiment.preprocess, DaFl):
+        return False
+    there = is_made(job) or pool_key(job) in seen
+    seen.add(pool_key(job))
+    return there
+
+
+def _rounds_done(directory: Path) -> int:
+    with suppress(UserError):  # what is damaged is told when the run is taken up
+        return len(read_rounds(directory))
+    return 0

@@ -1,0 +1,118 @@
+"""``fl-sim plan`` as typed: every run with what it takes, what is there already, and the bill of the whole."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_sim.__main__ import main
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.simulation.run import Silent, run
+from fl_sim.store.run_directory import RoundRecord
+from fl_sim.tables.plan import plan_table, read_settings
+
+GRID = """
+centralized = false
+[base]
+model = "logistic"
+rounds = 4
+[grid]
+algorithm = ["fedavg", "scaffold", {algorithm = "fedavg", aggregator = "global-dp"}]
+"""
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["fl-sim", "plan", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    return int(exit_.value.code or 0)
+
+
+@pytest.fixture
+def grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grid.toml").write_text(GRID)
+    return tmp_path / "grid.toml"
+
+
+def names_of(grid: Path, *overrides: str) -> list[str]:
+    return list(plan_table(read_settings(grid, list(overrides))).runs)
+
+
+@pytest.mark.usefixtures("quick_accounting")
+def test_a_plan_tells_what_is_finished_what_is_begun_and_what_the_rest_takes_and_writes_nothing(
+    grid: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Impatient(Silent):
+        def finished_round(self, record: RoundRecord) -> None:
+            if record.round == 3:
+                raise KeyboardInterrupt
+
+    finished, begun, _ = names_of(grid)
+    cells = grid.parent / "results" / "grid" / "cells"
+    run(experiment_from({"model": "logistic", "rounds": 4}), cells / finished)
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            experiment_from({"model": "logistic", "rounds": 4, "algorithm": "scaffold"}),
+            cells / begun,
+            None,
+            Impatient(),
+        )
+    before = sorted(grid.parent.rglob("*"))
+    assert typed(monkeypatch, "grid.toml", "--jobs", "2", "--json") == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert sorted(grid.parent.rglob("*")) == before
+    assert [(one["status"], one["rounds_done"]) for one in told["runs"]] == [
+        ("finished", 4), ("3 of 4 rounds done", 3), ("new", 0),
+    ]  # fmt: skip
+    done, half, new = told["runs"]
+    assert done["seconds_left"] == 0
+    assert half["seconds_left"] == pytest.approx(half["seconds"] / 4)
+    assert told["seconds"] >= new["seconds_left"] == new["seconds"] > 0
+    assert half["bytes"]["up"] == 2 * done["bytes"]["up"]  # control variates
+    [bill] = told["bill"]
+    assert (bill["unit"], bill["runs"], bill["runs_without_guarantee"]) == ("client", 3, 2)
+    assert bill["private_releases"][0]["epsilon_sum"] > 1
+
+
+def test_people_read_a_line_a_run_and_quick_times_nothing(
+    grid: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["algorithm=fedavg,scaffold", "seed=0,1", "rounds=2"]
+    monkeypatch.setattr("fl_sim.tables.forecast.pace_of", pytest.fail)
+    assert typed(monkeypatch, "grid.toml", *overrides, "--quick") == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in names_of(grid, *overrides))
+    assert "4 runs, 0 finished\nPrivacy: nothing here promises any.\n" in told
+
+
+def test_one_run_is_planned_by_its_settings_or_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text('model = "logistic"\nrounds = 2\n')
+    for arguments in ([str(tmp_path / "run.toml")], ["model=logistic", "rounds=2"]):
+        assert typed(monkeypatch, *arguments, "--json") == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["directory"] == "results"
+        [one] = told["runs"]
+        assert one["name"].startswith("fedavg-digits-label-1-seed-0-")
+        assert one["bytes"] == {"down": 2 * 10 * (128 + 4 * 650), "up": 2 * 10 * (128 + 4 * 650)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.toml"], "no file or preset 'nothing.toml'"),
+        (["a.toml", "b.toml"], "one FILE or PRESET at most"),
+        (["rouds=3"], "did you mean 'rounds'"),
+        (["rounds=3", "--jobs", "2"], "--jobs 2 is for the cells of a table"),
+        (["digits", "algorithm=fedporx"], "did you mean 'fedprox'"),
+    ],
+)
+def test_mistakes_exit_with_2(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(monkeypatch, *arguments) == 2
+    assert message in capsys.readouterr().err
