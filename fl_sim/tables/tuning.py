@@ -123,7 +123,7 @@ class _Entry:
 def _entered(settings: TableSettings, trial: Trial, last: Tried | None, folder: Path, data_root: Path | None) -> _Entry:
     rungs, step = trial.search.rungs, last.rung if last else 0
     experiment = experiment_of(settings, trial, rungs[step].rounds)
-    directory = directory_of(experiment, experiment_of(settings, trial, rungs[-1].rounds), folder, data_root)
+    directory = directory_of(experiment, folder, data_root)
     after = last.rounds if last and last.name == directory.name else 0
     return _Entry(trial, step + 1, experiment, directory, after)
 

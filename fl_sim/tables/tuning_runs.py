@@ -27,14 +27,15 @@ class Outcome:
     error: str = ""
 
 
-def directory_of(experiment: Experiment, longest: Experiment, folder: Path, data_root: Path | None) -> Path:
-    """Return where a trial runs: ``experiment`` on its rung, ``longest`` on the last.
+def directory_of(experiment: Experiment, folder: Path, data_root: Path | None) -> Path:
+    """Return where a trial runs on its rung.
 
     Trials with the same settings, of whatever row, are one run. It goes on from rung to rung in one directory, unless
     what it does depends on how many rounds it has, or what it could go on with was too large to be kept.
     """
-    shared = folder / run_name(longest, load(longest.data, data_root))
-    if _goes_on(experiment, longest) and _can_go_on(shared, experiment.rounds):
+    of_any_length = Experiment.model_validate({**dict(experiment), "rounds": 1})
+    shared = folder / run_name(of_any_length, load(experiment.data, data_root))
+    if _goes_on(experiment) and _can_go_on(shared, experiment.rounds):
         return shared
     return folder / f"{shared.name}-{experiment.rounds}-rounds"
 
@@ -59,15 +60,12 @@ def outcome_in(directory: Path, experiment: Experiment, after: int) -> Outcome |
     return None
 
 
-def _goes_on(experiment: Experiment, longest: Experiment) -> bool:
-    schedule = experiment.local.schedule
+def _goes_on(experiment: Experiment) -> bool:
+    schedule, rounds = experiment.local.schedule, experiment.rounds
     return (
         not experiment.is_private
         and type(experiment.calibrate) is NoCalibration
-        and all(
-            schedule.factor(each, experiment.rounds) == schedule.factor(each, longest.rounds)
-            for each in range(1, experiment.rounds + 1)
-        )
+        and all(schedule.factor(each, rounds) == schedule.factor(each, rounds + 1) for each in range(1, rounds + 1))
     )
 
 

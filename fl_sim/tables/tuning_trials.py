@@ -102,15 +102,30 @@ def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> 
         for cell in firsts.values()
         if found[cell.row]
     )
+    if not searches:
+        raise UserError("tune has nothing to search for: name a knob in [tune.space], such as local.learning_rate")
     for search in {search.cell.row: search for search in searches}.values():
         for values in _extremes(search.space, tune.seed):
             experiment_of(settings, Trial(search, 1, values), search.rungs[0].rounds)
     for search in searches:
-        point = _point(tune, Trial(search, 1, drawn(search.space, tune.seed, 0)), search.rungs[0].rounds)
-        job_at(settings.base, point, data_root)
-        for number in turns(tune)[0]:
-            experiment_of(settings, proposed_trial(search, tune, number, ()), search.rungs[0].rounds)
+        _check_trials(settings, search, data_root)
     return searches
+
+
+def _check_trials(settings: TableSettings, search: Search, data_root: Path | None) -> None:
+    """Check all that is known of the trials of a search before the first one: drawn values, data, split and model."""
+    tune, shortest = settings.tune, search.rungs[0].rounds
+    assert tune is not None
+    known = [proposed_trial(search, tune, number, ()) for number in turns(tune)[0]]
+    for trial in known:
+        experiment_of(settings, trial, shortest)
+    ours = search.cell.experiment
+    model = job_at(settings.base, _point(tune, known[0], shortest), data_root).experiment.model
+    if model != ours.model and "model" not in search.space:
+        raise UserError(
+            f"row {search.cell.row} trains model={ours.model} on {ours.data}, and would be tuned with model={model} on "
+            f"tune.data={tune.data}: set model in [base]"
+        )
 
 
 def turns(tune: Tune) -> list[range]:

@@ -49,7 +49,7 @@ def as_json(choices: Iterable[Choice], tune: Tune) -> list[dict[str, Any]]:
 def caption(choices: Sequence[Choice], tune: Tune) -> tuple[str, ...]:
     """Return what a reader must know of the searches, and what each came to."""
     if not choices:
-        return ()
+        return ("The search for the settings of the methods is not done, so none of the table's own runs has begun.",)
     spent = _spent(one for choice in choices for one in choice.tried)
     plans = "; ".join(dict.fromkeys(_rungs(choice.search.rungs) for choice in choices))
     judged = (

@@ -138,6 +138,15 @@ def test_a_trial_goes_on_from_rung_to_rung_and_each_round_is_trained_once(tmp_pa
     assert anew["validation"]["final_accuracy"] == choice.best.accuracy
 
 
+def test_a_longer_search_goes_on_with_the_trials_of_a_shorter_one(tmp_path: Path) -> None:
+    searched(settings(grid={"algorithm": ["fedavg"]}, trials=2, rounds=1), tmp_path)
+    assert [line["trained"] for line in log_of(tmp_path)] == ["1", "1"]
+    names = {line["dir"] for line in log_of(tmp_path)}
+    searched(settings(grid={"algorithm": ["fedavg"]}, trials=2, rounds=3), tmp_path)
+    assert {line["dir"] for line in log_of(tmp_path)} == names
+    assert {len((tmp_path / TRIALS / name / "rounds.jsonl").read_text().splitlines()) for name in names} == {3}
+
+
 @pytest.mark.parametrize(
     "base", [{"local": {"schedule": "cosine"}}, {"calibrate": "ccvr:5", "model": "mlp", "local": {"steps": 1}}]
 )
@@ -229,12 +238,14 @@ def test_optuna_is_asked_for_in_words_where_it_is_not_installed(
     assert not (tmp_path / "out").exists()
 
 
-def public_records(folder: Path) -> str:
+def public_records(folder: Path, *, flat: bool = False) -> str:
     """Return the name of a data set that is not the table's own."""
     digits = load("digits", None)
     train, test = digits.train.take(np.arange(400)), digits.test.take(np.arange(100))
     images = {"x_train": train.inputs, "x_test": test.inputs}
     arrays = {name: inputs.transpose(0, 2, 3, 1) for name, inputs in images.items()}
+    if flat:
+        arrays = {name: inputs.reshape(len(inputs), -1).astype(np.float32) for name, inputs in images.items()}
     np.savez(folder / "public.npz", **arrays, y_train=train.labels, y_test=test.labels)
     return f"npz:{folder / 'public.npz'}"
 
@@ -263,6 +274,12 @@ def test_methods_under_privacy_are_searched_for_on_public_records_and_read_no_pr
     told = (tmp_path / "table.md").read_text()
     assert "public.npz, public records in place of the table's own" in told
     assert "judged by its test records" in told
+
+
+def test_a_public_data_set_that_would_train_another_model_is_refused(tmp_path: Path) -> None:
+    chosen = settings(grid={"algorithm": ["fedavg"]}, base={"model": ""}, data=public_records(tmp_path, flat=True))
+    with pytest.raises(UserError, match=r"trains model=.* on digits, and would be tuned with model=.* set model in"):
+        searched(chosen, tmp_path / "out")
 
 
 def filled(chosen: TableSettings, out: Path, monkeypatch: pytest.MonkeyPatch) -> Board:
