@@ -130,8 +130,15 @@ class FederatedStrategy(Strategy):
 
         An update of another size is refused.
         """
-        update = wire.update_content(self._template, 0, None)
-        return Traffic(wire.num_bytes(self._content(self.order)), wire.num_bytes(update))
+        return self.traffic_with(self._content(self.order))
+
+    def traffic_with(self, content: RecordDict) -> Traffic:
+        """Return the same in a round whose message is ``content``."""
+        return Traffic(wire.num_bytes(content), self._bytes_up)
+
+    @cached_property
+    def _bytes_up(self) -> int:
+        return wire.num_bytes(wire.update_content(self._template, 0, None))
 
     def _content(self, order: wire.Order) -> RecordDict:
         return wire.task_content(order, self.server.params, {**self.server.broadcast, **self._layers})
@@ -207,12 +214,13 @@ def run_round(
         strategy.privacy.pay(server_round)
     config = ConfigRecord({"learning-rate": learning_rate})
     messages = list(strategy.configure_train(server_round, ArrayRecord(), config, grid))
-    each = strategy.traffic
     replies = grid.send_and_receive(messages, timeout=timeout) if messages else []
     _, metrics = strategy.aggregate_train(server_round, replies)
     loss = float(str(metrics["train_loss"])) if metrics and "train_loss" in metrics else None
     size = None if strategy.privacy else len(messages)
-    return Round(server_round, size, loss, None if size is None else each * size, time.perf_counter() - start)
+    each = strategy.traffic_with(messages[0].content) if messages else Traffic(0, 0)
+    traffic = None if size is None else each * size
+    return Round(server_round, size, loss, traffic, time.perf_counter() - start)
 
 
 def share_before_training(

@@ -5,6 +5,7 @@ By the definitions of scikit-learn's metrics, in numpy: importing those costs mo
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -25,7 +26,7 @@ class Confusion:
         cells = np.bincount(scores.labels * num_classes + scores.predicted, minlength=num_classes**2)
         return cls(cells.reshape(num_classes, num_classes))
 
-    @property
+    @cached_property
     def recalls(self) -> NDArray[np.float64]:
         """Return, for each class, which part of its records is taken for it; NaN for a class without records."""
         return _share(self.counts.diagonal(), self.counts.sum(1))
@@ -33,13 +34,13 @@ class Confusion:
     @property
     def balanced_accuracy(self) -> float:
         """Return the mean recall of the classes that have records."""
-        return float(np.nanmean(self.recalls))
+        return _mean(self.recalls)
 
     @property
     def macro_f1(self) -> float:
         """Return the mean F1 of the classes that have records, or that some record is taken for."""
         f1 = _share(2 * self.counts.diagonal(), self.counts.sum(0) + self.counts.sum(1))
-        return float(np.nanmean(f1))
+        return _mean(f1)
 
     @property
     def majority_share(self) -> float:
@@ -107,6 +108,12 @@ class Holdings:
         right, held = np.bincount(owners, counts * recall[tested]), np.bincount(owners, counts)
         found: NDArray[np.float64] = right[held > 0] / held[held > 0]
         return found
+
+
+def _mean(shares: NDArray[np.float64]) -> float:
+    """Return the mean of those that are not NaN; np.nanmean takes ten times as long."""
+    known = shares[~np.isnan(shares)]
+    return float(known.sum() / len(known))
 
 
 def _share(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.float64]:
