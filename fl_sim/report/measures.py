@@ -10,7 +10,9 @@ from fl_sim.store.run_directory import RoundRecord
 Value: TypeAlias = str | int | float | bool
 """What a setting may be in a column."""
 
-_SHARE: Final = re.compile(r"(^|[._])(accuracy|recall|precision|f1|auc|share)$")
+_SHARE: Final = re.compile(
+    r"(^|[._])(accuracy(_[a-z_]+)?|client_deviation|client_worst_tenth|recall|precision|f1|auc|share)$"
+)
 _NO_MEASURES: Final = {"seed", "clients", "rounds"}
 """Numbers at the top of ``result.json`` that are settings, or have another name here."""
 

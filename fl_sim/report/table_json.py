@@ -51,5 +51,5 @@ def _cell_json(table: Table, row: str, column: str, ahead: Lead) -> dict[str, An
 
 def _measures(results: list[SeedResult]) -> dict[str, list[float | None]]:
     """Return {measure: a value a seed}, but for times: the same runs give the same table. ``table.csv`` has those."""
-    names = dict.fromkeys(name for one in results for name in one.measures if not name.startswith("seconds"))
+    names = dict.fromkeys(name for one in results for name in one.measures if "seconds" not in name.split("."))
     return {name: [one.measures.get(name) for one in results] for name in names}

@@ -8,7 +8,7 @@ import numpy as np
 
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
-from fl_sim.report.curve import LADDER, Spent, area_under, mean_of_last, reached
+from fl_sim.report.curve import LADDER, Reached, Spent, area_under, mean_of_last, reached
 from fl_sim.simulation.measuring import Tested
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.store.run_directory import RoundRecord
@@ -34,12 +34,13 @@ def _measures(job: Job, log: RunLog) -> dict[str, Any]:
     beforehand = _sum(log.before.values())
     spent = Spent(beforehand.down + beforehand.up if beforehand else None, log.preprocess_seconds)
     steps = [reached(log.rounds, accuracy, spent) for accuracy in LADDER]
+    reached_so_far = {f"{100 * step.accuracy:g}": _taken(step) for step in steps if step}
     return {
         **(_of_the_last(job, log.measured.test) if log.measured and log.measured.test else {}),
-        "mean_of_last_ten": mean_of_last(log.rounds),
-        "area_under_curve": area_under(log.rounds),
-        "reached": [asdict(step) for step in steps if step],
-        "left_out": {"clients": _PRIVATE} if job.experiment.is_private else {},
+        "accuracy_of_last_ten": mean_of_last(log.rounds),
+        "accuracy_area": area_under(log.rounds),
+        "reached": reached_so_far,
+        "left_out": {"client_accuracy": _PRIVATE} if job.experiment.is_private else {},
     }
 
 
@@ -54,15 +55,24 @@ def _of_the_last(job: Job, tested: Tested) -> dict[str, Any]:
         "auc": tested.auc,
         "recalls": [None if np.isnan(recall) else float(recall) for recall in confusion.recalls],
         "confusion": confusion.counts.tolist(),
-        "clients": _clients(job.experiment, tested),
+        **_clients(job.experiment, tested),
     }
 
 
-def _clients(experiment: Experiment, tested: Tested) -> dict[str, Any] | None:
-    if tested.clients is None:
-        return None
+def _taken(step: Reached) -> dict[str, float | None]:
+    return {"round": step.round, "bytes": step.bytes, "seconds": step.seconds}
+
+
+def _clients(experiment: Experiment, tested: Tested) -> dict[str, Any]:
+    if (clients := tested.clients) is None:
+        return {}
     skewed = isinstance(experiment.partition, FeatureSkew) and experiment.num_clients > 1
-    return {**asdict(tested.clients), "what": _SKEWED if skewed else _SHARES}
+    return {
+        "client_accuracy": clients.mean,
+        "client_deviation": clients.deviation,
+        "client_worst_tenth": clients.worst_tenth,
+        "client_accuracy_is": _SKEWED if skewed else _SHARES,
+    }
 
 
 def _bytes(log: RunLog) -> dict[str, Any]:

@@ -64,9 +64,8 @@ def area_under_roc(scores: Scores) -> float | None:
 
 @dataclass(frozen=True)
 class OverClients:
-    """The accuracies of ``clients`` clients: mean, standard deviation, and mean of the worst tenth, rounded up."""
+    """The accuracies of clients: mean, standard deviation, and mean of the worst tenth, rounded up."""
 
-    clients: int
     mean: float
     deviation: float
     worst_tenth: float
@@ -75,7 +74,7 @@ class OverClients:
     def of(cls, accuracies: NDArray[np.float64]) -> Self:
         """Return that of at least one accuracy."""
         worst = np.sort(accuracies)[: -(-len(accuracies) // 10)]
-        return cls(len(accuracies), float(accuracies.mean()), float(accuracies.std()), float(worst.mean()))
+        return cls(float(accuracies.mean()), float(accuracies.std()), float(worst.mean()))
 
 
 @dataclass(frozen=True, eq=False)

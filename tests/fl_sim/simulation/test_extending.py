@@ -32,8 +32,8 @@ def untimed(out: Path) -> list[RoundRecord]:
 
 
 def told(result: dict[str, Any]) -> dict[str, Any]:
-    untimed_steps = [{**step, "seconds": None} for step in result["measures"]["reached"]]
-    facts = {**result, "measures": {**result["measures"], "reached": untimed_steps}}
+    steps = {name: {**step, "seconds": None} for name, step in result["measures"]["reached"].items()}
+    facts = {**result, "measures": {**result["measures"], "reached": steps}}
     return {key: value for key, value in facts.items() if key not in {"seconds", "chain"}}
 
 

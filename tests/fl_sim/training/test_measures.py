@@ -75,4 +75,4 @@ def test_classes_without_test_records_count_nowhere_and_clients_without_others_a
 def test_the_worst_tenth_is_rounded_up_to_whole_clients(count, worst):
     accuracies = np.arange(count, dtype=np.float64)[::-1]
     found = OverClients.of(accuracies)
-    assert found == OverClients(count, accuracies.mean(), accuracies.std(), worst)
+    assert found == OverClients(accuracies.mean(), accuracies.std(), worst)

@@ -61,6 +61,12 @@ def test_a_run_states_what_its_pool_costs_a_record_and_that_the_main_task_is_not
     tensors = load_file(tmp_path / "run" / made["pool"])
     assert tensors["inputs"].dtype == torch.uint8
     assert len(tensors["inputs"]) == len(tensors["labels"]) == made["num_synthetic"]
+    count, told = made["num_synthetic"], result["bytes"]
+    assert told["before"]["synthetic records"] == {"down": 10 * count * (64 + 8), "up": 10 * 128 + count * 64 * 4}
+    assert told["total"] == {
+        way: told["rounds"][way] + told["before"]["synthetic records"][way] for way in told["total"]
+    }
+    assert "client_accuracy" not in result["measures"]
 
 
 def test_runs_that_differ_in_the_method_share_one_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,10 @@ def test_a_student_learns_from_noisy_votes_and_the_bill_is_the_ledgers(tmp_path:
     assert [one.round for one in rounds] == [1, 2, 3]
     assert {one.epsilon for one in rounds} == {said["epsilon"]}
     assert rounds[-1].test_accuracy == result["final_accuracy"]
+    assert result["bytes"]["total"] == {"down": 0, "up": 6 * (128 + 8 * 200)}  # a vote a public record
+    assert result["measures"]["test_records"] == 160
+    assert result["measures"]["balanced_accuracy"] == rounds[-1].balanced_accuracy
+    assert "private" in result["measures"]["left_out"]["client_accuracy"]
     assert rounds[-1].test_loss < rounds[0].test_loss
 
 
