@@ -14,7 +14,7 @@ from fl_sim.report.figures.sweep import draw_sweeps
 from fl_sim.report.groups import Panel, group, panels
 from fl_sim.report.page import page
 from fl_sim.report.page_words import groups_of, percent, runs_of, summary, title_of
-from fl_sim.report.picture import Picture
+from fl_sim.report.picture import for_papers
 from fl_sim.report.runs import Found, find
 from fl_sim.report.spread import mean_and_deviation
 from fl_sim.report.sweep import sweeps
@@ -23,8 +23,11 @@ from fl_sim.store.run_directory import write_text
 PAGE = "report.html"
 
 
-def write_report(directories: list[Path], out: Path | None, *, json_output: bool) -> None:
-    """Write the page and its figures, and print where they are and what could not be shown."""
+def write_report(directories: list[Path], out: Path | None, *, paper: bool, json_output: bool) -> None:
+    """Write the page and its figures, and print where they are and what could not be shown.
+
+    ``paper``: diagrams are also written as PDF and SVG, as wide as a paper's column and as its text.
+    """
     found = find(directories)
     groups, doubles = group(found.runs)
     found.problems += doubles
@@ -36,20 +39,23 @@ def write_report(directories: list[Path], out: Path | None, *, json_output: bool
     pictures = [*draw_all(shown), *draw_sweeps(sweeps(groups)), *samples, *votes]
     out = out or (directories[0] / "report" if len(directories) == 1 else Path("results/report"))
     out.mkdir(parents=True, exist_ok=True)
-    for picture in pictures:
-        (out / picture.name).write_bytes(picture.png)
+    files = {picture.name: picture.png for picture in pictures}
+    for picture in pictures if paper else ():
+        files |= for_papers(picture)
+    for name, content in files.items():
+        (out / name).write_bytes(content)
     write_text(out / PAGE, page(found, shown, pictures, bills.in_words))
     problems = _problems(found)
     for problem in problems:
         typer.echo(f"warning: {problem['dir']}: {problem['error']}", err=True)
     if json_output:
-        typer.echo(json.dumps(_as_json(out, pictures, shown, problems) | {"bill": list(bills.bills)}))
+        typer.echo(json.dumps(_as_json(out, list(files), shown, problems) | {"bill": list(bills.bills)}))
         return
     typer.echo(title_of(shown))
     typer.echo(summary(groups_of(shown)))
     for line in bills.in_words:
         typer.echo(line)
-    for name in (PAGE, *(picture.name for picture in pictures)):
+    for name in (PAGE, *files):
         typer.echo(str(out / name))
 
 
@@ -59,7 +65,7 @@ def _problems(found: Found) -> list[dict[str, str]]:
     return [{"dir": str(path), "status": status, "error": error} for path, status, error in unfinished + damaged]
 
 
-def _as_json(out: Path, pictures: list[Picture], shown: list[Panel], problems: list[dict[str, str]]) -> dict[str, Any]:
+def _as_json(out: Path, files: list[str], shown: list[Panel], problems: list[dict[str, str]]) -> dict[str, Any]:
     groups = groups_of(shown)
     rows = []
     for label, one in (line for some in groups.values() for line in some):
@@ -76,7 +82,7 @@ def _as_json(out: Path, pictures: list[Picture], shown: list[Panel], problems: l
         })  # fmt: skip
     return {
         "report": str(out / PAGE),
-        "figures": [str(out / picture.name) for picture in pictures],
+        "figures": [str(out / name) for name in files],
         "runs": len(runs_of(groups)),
         "finished": sum(run.status == "finished" for run in runs_of(groups)),
         "unit": "percent",

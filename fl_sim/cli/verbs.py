@@ -221,6 +221,9 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Where to write (default: DIR/report; results/report for several).")
     ] = None,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Also write diagrams as PDF and SVG, 3.3 and 6.9 inches wide.")
+    ] = False,
     gallery: Annotated[
         bool, typer.Option("--gallery", help="Write DIR/README.md on the tables in DIR, beside what was published.")
     ] = False,
@@ -241,6 +244,8 @@ def report(
 
       fl-sim report results/fedavg results/scaffold --out results/comparison
 
+      fl-sim report results/digits --paper
+
       fl-sim report --gallery docs/results
     """
     if gallery:
@@ -251,7 +256,7 @@ def report(
     with importing():
         from fl_sim.cli.report import write_report  # noqa: PLC0415 (see above)
 
-    write_report(directories, out, json_output=json_output)
+    write_report(directories, out, paper=paper, json_output=json_output)
 
 
 @data_app.command("list")

@@ -59,8 +59,9 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """Return what the panel shows."""
-        return f"{self.data}, {self.partition}"
+        """Return what the panel shows: as the table calls it that all its lines come from, if there is one."""
+        columns = {run.column for _, one in self.lines if not one.is_bound for run in one.runs}
+        return (columns.pop() if len(columns) == 1 else "") or f"{self.data}, {self.partition}"
 
 
 def group(runs: Sequence[Run]) -> tuple[list[Group], list[Problem]]:
@@ -103,7 +104,13 @@ def panels(groups: Sequence[Group]) -> list[Panel]:
 
 
 def labels(groups: Sequence[Group], left_out: str = "") -> list[str]:
-    """Name each group by its method and by those settings, but for ``left_out``, in which ``groups`` differ."""
+    """Name each group as its table's row, else by its method and the settings in which ``groups`` differ.
+
+    ``left_out``: a setting that is not named, so that a table's row, which may name it, is not taken.
+    """
+    rows = [_row(one) for one in groups]
+    if all(rows) and len(set(rows)) == len(rows) and not left_out:
+        return rows
     flat = [dict(_flat(_compared(one))) for one in groups]
     of_clients = [own for one, own in zip(groups, flat, strict=True) if not one.is_bound]
     named = []
@@ -117,6 +124,11 @@ def labels(groups: Sequence[Group], left_out: str = "") -> list[str]:
         ]
         named.append(", ".join([one.method, *shown]))
     return named
+
+
+def _row(one: Group) -> str:
+    rows = {run.row for run in one.runs}
+    return rows.pop() if len(rows) == 1 else ""
 
 
 def parameters(one: Group) -> str:

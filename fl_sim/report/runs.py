@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -23,13 +23,19 @@ _DEEPEST = 6
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory. ``settings``: all of ``config.toml``; ``outcome`` None: there is no ``result.json``."""
+    """A run directory. ``settings``: all of ``config.toml``; ``outcome`` None: there is no ``result.json``.
+
+    ``row`` and ``column``: what a table above it calls its method and its split, where there is one and it stands in
+    one place of it.
+    """
 
     path: Path
     config: RunConfig
     settings: Mapping[str, Any]
     rounds: tuple[RoundRecord, ...]
     outcome: Outcome | None
+    row: str = ""
+    column: str = ""
 
     @property
     def status(self) -> str:
@@ -219,15 +225,28 @@ def _seeds(cell: CellFile) -> Iterator[SeedResult]:
 
 
 def _obey_tables(found: Found) -> None:
-    """Put each table's runs in the order of its rows, and leave out those that it does not name."""
+    """Put each table's runs in the order of its rows, under its names, and leave out those that it does not name."""
     order: dict[Path, int] = {}
+    rows: dict[Path, set[str]] = {}
+    columns: dict[Path, set[str]] = {}
     for place, table in found.tables.items():
         for result in table.results:
-            order.setdefault(place / result.directory, len(order))
+            path = place / result.directory
+            order.setdefault(path, len(order))
+            rows.setdefault(path, set()).add(result.row)
+            columns.setdefault(path, set()).add(result.column)
     for run in list(found.runs):
         if run.path not in order and any(place in run.path.parents for place in found.tables):
             found.runs.remove(run)
             error = f"left out: the {TABLE} above it does not name it, so it comes from other settings"
             found.problems.append(Problem(run.path, error))
-    # sort() keeps the order of the command line among runs outside tables.
-    found.runs.sort(key=lambda run: order.get(run.path, len(order)))
+    # sorted() keeps the order of the command line among runs outside tables.
+    ordered = sorted(found.runs, key=lambda run: order.get(run.path, len(order)))
+    found.runs = [
+        replace(run, row=_only(rows.get(run.path, set())), column=_only(columns.get(run.path, set())))
+        for run in ordered
+    ]
+
+
+def _only(names: set[str]) -> str:
+    return next(iter(names)) if len(names) == 1 else ""

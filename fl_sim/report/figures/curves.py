@@ -1,14 +1,15 @@
-"""Accuracy and loss over rounds: a panel for each data set and split, a line for each method, min-max over seeds."""
+"""Accuracy and loss over rounds: a panel for each data set and split, a line for each method, a band over seeds."""
 
 import math
-import statistics
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fl_sim.report.groups import Group, Panel
-from fl_sim.report.picture import Picture, file_names, plain, png
+from fl_sim.report.picture import PAGE, WIDE_PAGE, Layout, Picture, drawn, file_names, plain
+from fl_sim.report.spread import mean_and_deviation
 from fl_sim.store.run_directory import RoundRecord
 
 if TYPE_CHECKING:
@@ -40,12 +41,21 @@ Style: TypeAlias = tuple[str, tuple[float, ...], str]
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean, smallest and largest value over the seeds in each round that all of them evaluated."""
+    """Mean and sample standard deviation over the seeds in each round that all of them evaluated (0 for one seed)."""
 
     rounds: list[int]
     mean: list[float]
-    low: list[float]
-    high: list[float]
+    deviation: list[float]
+
+    @property
+    def low(self) -> list[float]:
+        """Return where the band begins."""
+        return [mean - deviation for mean, deviation in zip(self.mean, self.deviation, strict=True)]
+
+    @property
+    def high(self) -> list[float]:
+        """Return where the band ends."""
+        return [mean + deviation for mean, deviation in zip(self.mean, self.deviation, strict=True)]
 
 
 def draw_all(panels: Sequence[Panel]) -> list[Picture]:
@@ -84,26 +94,25 @@ def curve(group: Group, measure: Measure) -> Curve:
         for run in group.drawn
     ]
     rounds = sorted(set.intersection(*map(set, seeds)))
-    columns = [[seed[number] for seed in seeds] for number in rounds]
-    return Curve(rounds, [statistics.fmean(c) for c in columns], [min(c) for c in columns], [max(c) for c in columns])
+    spread = [mean_and_deviation([seed[number] for seed in seeds]) for number in rounds]
+    return Curve(rounds, [mean or 0.0 for mean, _ in spread], [deviation or 0.0 for _, deviation in spread])
 
 
-def draw(panels: Sequence[Panel], measure: Measure, styles: Mapping[str, Style]) -> "Figure":
-    """Draw ``panels`` side by side, the legend below."""
+def draw(panels: Sequence[Panel], measure: Measure, styles: Mapping[str, Style], layout: Layout = PAGE) -> "Figure":
+    """Draw ``panels`` side by side where there is room, the legend below."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
-    across = min(len(panels), 2)
+    across = min(len(panels), layout.across)
     down = math.ceil(len(panels) / across)
     num_labels = len({label for panel in panels for label, _ in panel.lines})
     longest = max(len(label) + (0 if one.finished else 13) for panel in panels for label, one in panel.lines)
-    width = 8.0 if across == 1 else 11.0
-    columns = max(1, min(num_labels, int(width / (0.075 * longest + 0.75))))
-    height = 4.2 * down + 0.24 * math.ceil(num_labels / columns)
-    figure = Figure(figsize=(width, height), layout="constrained")
+    columns = max(1, min(num_labels, layout.characters(layout.text, 1.0) // (longest + 8)))
+    height = min(layout.height * down, layout.highest) + 0.027 * layout.text * math.ceil(num_labels / columns)
+    figure = Figure(figsize=(layout.width, height), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False).flatten()
     handles: dict[str, Artist] = {}
     for axes, panel in zip(grid, panels, strict=False):
-        _draw_panel(axes, panel, measure, styles)
+        _draw_panel(axes, panel, measure, styles, replace(layout, width=layout.width / across))
         handles |= {text: line for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
@@ -113,7 +122,7 @@ def draw(panels: Sequence[Panel], measure: Measure, styles: Mapping[str, Style])
         ordered = sorted(handles, key=lambda text: text.removesuffix(_UNFINISHED) in bounds)
         figure.legend(
             handles=[handles[text] for text in ordered], labels=ordered, loc="outside lower center", ncols=columns,
-            fontsize=9, frameon=False, handlelength=4.2, columnspacing=1.5,
+            frameon=False, handlelength=4.2, columnspacing=1.5,
         )  # fmt: skip
     return figure
 
@@ -122,41 +131,44 @@ def _picture(name: str, measure: Measure, panels: Sequence[Panel], styles: Mappi
     heading = _HEADINGS[measure]
     what = "; ".join(panel.title for panel in panels)
     data = "; ".join(dict.fromkeys(f"{panel.data}: {panel.note}" for panel in panels if panel.note))
-    caption = [f"{heading}: {what}. Lines: mean over seeds; bands: smallest to largest seed."]
+    caption = [f"{heading}: {what}. Lines: mean over seeds; bands: ± sample standard deviation."]
     caption += [f"Data {data}"] if data else []
-    return Picture(name, heading, tuple(caption), png(draw(panels, measure, styles)))
+    drawing = partial(draw, panels, measure, styles)
+    png = drawn(drawing, WIDE_PAGE if len(panels) > 1 else PAGE)
+    return Picture(name, heading, tuple(caption), png, draw=drawing)
 
 
-def _draw_panel(axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[str, Style]) -> None:
+def _draw_panel(axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[str, Style], layout: Layout) -> None:
     curves = [(label, one, curve(one, measure)) for label, one in panel.lines]
     nothing: list[str] = []
-    for number, (label, one, drawn) in enumerate(curves):
+    for number, (label, one, line) in enumerate(curves):
         color, dashes, marker = _BOUND if one.is_bound else styles[label]
         shown = plain(label if one.finished else f"{label}{_UNFINISHED}")
-        if not drawn.rounds:
+        if not line.rounds:
             nothing.append(shown)
             continue
-        every = max(1, math.ceil(len(drawn.rounds) / _MARKS_A_LINE))
+        every = max(1, math.ceil(len(line.rounds) / _MARKS_A_LINE))
         axes.plot(
-            drawn.rounds, drawn.mean, label=shown, color=color, linewidth=1.6,
-            dashes=dashes or (1, 0), marker=marker or ("o" if len(drawn.rounds) == 1 else ""), markersize=5,
-            markerfacecolor="white" if number % 2 else color,
+            line.rounds, line.mean, label=shown, color=color, linewidth=layout.line,
+            dashes=dashes or (1, 0), marker=marker or ("o" if len(line.rounds) == 1 else ""),
+            markersize=3 * layout.line, markerfacecolor="white" if number % 2 else color,
             # Lines that coincide show their markers one after the other.
             markevery=(number % every, every),
         )  # fmt: skip
         if len(one.drawn) > 1:
             axes.fill_between(
-                drawn.rounds, drawn.low, drawn.high, color=color, alpha=0.13 if len(curves) < 6 else 0.07, linewidth=0
+                line.rounds, line.low, line.high, color=color, alpha=0.13 if len(curves) < 6 else 0.07, linewidth=0
             )
     axes.set(xlabel=_x_label(panel), ylabel=_WHAT[measure])
-    axes.grid(color="0.92", linewidth=0.8)
+    axes.grid(color="0.92", linewidth=0.5 * layout.line)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    _title(axes, panel)
-    _scale(axes, measure, [value for _, _, drawn in curves for value in (*drawn.low, *drawn.high)])
+    _title(axes, panel, layout)
+    _scale(axes, measure, [value for _, _, line in curves for value in line.mean])
     if nothing:
-        text = textwrap.fill(f"no finite value in a round of all seeds: {'; '.join(nothing)}", 70)
-        axes.text(0.02, 0.98, text, transform=axes.transAxes, ha="left", va="top", fontsize=8, color="0.35")
+        told = f"no finite value in a round of all seeds: {'; '.join(nothing)}"
+        text = textwrap.fill(told, layout.characters(layout.small))
+        axes.text(0.02, 0.98, text, transform=axes.transAxes, ha="left", va="top", fontsize=layout.small, color="0.35")
 
 
 def _x_label(panel: Panel) -> str:
@@ -175,6 +187,7 @@ def _scale(axes: "Axes", measure: Measure, values: Sequence[float]) -> None:
         axes.set_yticks(range(0, 101, 10))
     elif values and min(values) > 0 and max(values) > _SKEWED * min(values):
         axes.set_yscale("log")
+        axes.set_ylim(min(values) / 1.5, 1.5 * max(values))  # a band may reach down to 0, which is infinitely far away
         axes.yaxis.set_major_formatter("{x:g}")
         if max(values) < 1000 * min(values):
             axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
@@ -184,14 +197,15 @@ def _scale(axes: "Axes", measure: Measure, values: Sequence[float]) -> None:
         axes.set_ylim(0, max(1.08 * max(values), 0.1))
 
 
-def _title(axes: "Axes", panel: Panel) -> None:
-    title = textwrap.fill(panel.title, 60)
-    note = textwrap.fill(f"data: {panel.note}", 78) if panel.note else ""
-    axes.set_title(plain(title), fontsize=11, loc="left", pad=10 + 11 * (note.count("\n") + 1) if note else 8)
+def _title(axes: "Axes", panel: Panel, layout: Layout) -> None:
+    title = textwrap.fill(panel.title, layout.characters(layout.title))
+    note = textwrap.fill(f"data: {panel.note}", layout.characters(layout.small)) if panel.note else ""
+    pad = (10 + 1.4 * layout.small * (note.count("\n") + 1) if note else 8) * layout.title / 11
+    axes.set_title(plain(title), fontsize=layout.title, loc="left", pad=pad)
     if note:
         axes.annotate(
             plain(note), (0, 1), xytext=(0, 6), xycoords="axes fraction", textcoords="offset points",
-            fontsize=8, color="#8a3b00", va="bottom",
+            fontsize=layout.small, color="#8a3b00", va="bottom",
         )  # fmt: skip
 
 

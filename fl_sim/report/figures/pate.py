@@ -5,10 +5,10 @@ only where its owner asked for it: that figure is as private as they are, and sa
 """
 
 import re
-import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tokenize import TokenError
 from typing import TYPE_CHECKING, TypeAlias
@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from fl_sim.report.figures.curves import Style, styled
 from fl_sim.report.files import PateFacts
 from fl_sim.report.groups import Group
-from fl_sim.report.picture import Picture, file_names, plain, png
+from fl_sim.report.picture import PAGE, Layout, Picture, drawn, file_names, plain
 from fl_sim.report.runs import Problem, Run
+from fl_sim.report.spread import mean_and_deviation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,17 +125,19 @@ def pate_pictures(groups: Sequence[Group]) -> tuple[list[Picture], list[Problem]
     return pictures, problems
 
 
-def draw(plot: Plot, title: str, lines: Mapping[str, Points]) -> "Figure":
-    """Draw means, and bars from the smallest to the largest where a point has several runs."""
-    figure, axes = _axes(len(lines), title)
+def draw(plot: Plot, title: str, lines: Mapping[str, Points], layout: Layout = PAGE) -> "Figure":
+    """Draw means, and bars of one deviation where a point has several runs."""
+    figure, axes = _axes(len(lines), title, layout)
     for (label, points), style in zip(lines.items(), styled(list(lines)), strict=True):
-        _draw_line(axes, label, points, style)
+        _draw_line(axes, label, points, style, layout)
     axes.set_xscale("log")
     ticks = sorted({x for points in lines.values() for x in points})
     if len(ticks) <= _MOST_TICKS:
         axes.set_xticks(ticks, [f"{tick:,.0f}" if tick >= 1000 else f"{tick:.3g}" for tick in ticks])
         axes.set_xticks([], minor=True)
-    axes.set(xlabel=textwrap.fill(plot.x_label, 80), ylabel=plot.y_label)
+    else:
+        axes.xaxis.set_major_formatter("{x:g}")  # a power's exponent would be smaller than the rest
+    axes.set(xlabel=textwrap.fill(plot.x_label, layout.characters(layout.text)), ylabel=plot.y_label)
     axes.margins(x=0.06)
     return _with_legend(figure)
 
@@ -165,8 +168,9 @@ def _picture(plot: Plot, name: str, where: str, shots: Sequence[Shot]) -> Pictur
         "records that are neither a teacher's nor in the public pool. Each labelling is a release of its own: the "
         "epsilons of the points add up for whoever sees all of them."
     )
-    caption = (f"{plot.heading}: {where}. Points: mean over seeds; bars: smallest to largest seed.", terms)
-    return Picture(f"pate-{plot.stem}-{name}.png", plot.heading, caption, png(draw(plot, where, lines)))
+    caption = (f"{plot.heading}: {where}. Points: mean over seeds; bars: ± sample standard deviation.", terms)
+    drawing = partial(draw, plot, where, lines)
+    return Picture(f"pate-{plot.stem}-{name}.png", plot.heading, caption, drawn(drawing, PAGE), draw=drawing)
 
 
 def _by_numbers(label: str) -> list[tuple[int, str]]:
@@ -192,7 +196,15 @@ def _agreement(name: str, where: str, shots: Sequence[Shot]) -> tuple[list[Pictu
     if not gaps:
         return [], problems
     heading = "Agreement of the teachers (PRIVATE)"
-    figure, axes = _axes(len(gaps), f"{where}\nPRIVATE: computed from the votes, do not publish")
+    caption = (
+        f"{heading}: {where}. Queries on which teachers agree cost little by the data-dependent analysis.",
+        "This figure is computed from the raw votes, which are as private as the teachers' records: do not publish it.",
+    )
+    return [Picture(f"pate-agreement-{name}.png", heading, caption, drawn(partial(_ecdf, gaps, where), PAGE))], problems
+
+
+def _ecdf(gaps: Mapping[str, NDArray[np.float64]], where: str, layout: Layout) -> "Figure":
+    figure, axes = _axes(len(gaps), f"{where}\nPRIVATE: computed from the votes, do not publish", layout)
     for label, (color, dashes, _) in zip(sorted(gaps, key=_by_numbers), styled(list(gaps)), strict=True):
         gap = gaps[label]
         shown = f"{label}, {len(gap)} queries, mean {100 * gap.mean():.0f} %"
@@ -201,11 +213,7 @@ def _agreement(name: str, where: str, shots: Sequence[Shot]) -> tuple[list[Pictu
         xlabel="votes that the first class is ahead of the second (% of the teachers)",
         ylabel="share of the queries with at most that", xlim=(0, 100), ylim=(0, 1),
     )  # fmt: skip
-    caption = (
-        f"{heading}: {where}. Queries on which teachers agree cost little by the data-dependent analysis.",
-        "This figure is computed from the raw votes, which are as private as the teachers' records: do not publish it.",
-    )
-    return [Picture(f"pate-agreement-{name}.png", heading, caption, png(_with_legend(figure)))], problems
+    return _with_legend(figure)
 
 
 def _votes(path: Path) -> NDArray[np.int64]:
@@ -225,34 +233,33 @@ def _votes(path: Path) -> NDArray[np.int64]:
     return votes.astype(np.int64)
 
 
-def _axes(num_lines: int, title: str) -> "tuple[Figure, Axes]":
+def _axes(num_lines: int, title: str, layout: Layout) -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
-    figure = Figure(figsize=(8.0, 4.6 + 0.24 * num_lines), layout="constrained")
+    height = 1.1 * layout.height + 0.027 * layout.text * num_lines
+    figure = Figure(figsize=(layout.width, height), layout="constrained")
     axes = figure.subplots()
-    axes.grid(color="0.92", linewidth=0.8)
+    axes.grid(color="0.92", linewidth=0.5 * layout.line)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(plain(title), fontsize=11, loc="left")
+    wrapped = "\n".join(textwrap.fill(line, layout.characters(layout.title)) for line in title.split("\n"))
+    axes.set_title(plain(wrapped), fontsize=layout.title, loc="left")
     return figure, axes
 
 
-def _draw_line(axes: "Axes", label: str, points: Points, style: Style) -> None:
+def _draw_line(axes: "Axes", label: str, points: Points, style: Style, layout: Layout) -> None:
     color, dashes, marker = style
-    means = [statistics.fmean(values) for values in points.values()]
-    below = [mean - min(values) for mean, values in zip(means, points.values(), strict=True)]
-    above = [max(values) - mean for mean, values in zip(means, points.values(), strict=True)]
-    axes.plot(list(points), means, color=color, linewidth=1.6, dashes=dashes or (1, 0))
-    several = any(len(values) > 1 for values in points.values())
+    spread = [mean_and_deviation(list(values)) for values in points.values()]
+    means, bars = [mean or 0.0 for mean, _ in spread], [deviation or 0.0 for _, deviation in spread]
+    axes.plot(list(points), means, color=color, linewidth=layout.line, dashes=dashes or (1, 0))
     axes.errorbar(
-        list(points), means, yerr=[below, above] if several else None, color=color, fmt=marker, markersize=6, capsize=4,
-        linewidth=1.2, label=plain(label),
+        list(points), means, yerr=bars if any(bars) else None, color=color, fmt=marker, markersize=3.5 * layout.line,
+        capsize=2.5 * layout.line, linewidth=0.8 * layout.line,
+        label=plain(textwrap.fill(label, layout.characters(layout.text))),
     )  # fmt: skip
 
 
 def _with_legend(figure: "Figure") -> "Figure":
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(
-        handles=handles, labels=labels, loc="outside lower center", ncols=1, fontsize=9, frameon=False, handlelength=4.2
-    )
+    figure.legend(handles=handles, labels=labels, loc="outside lower center", ncols=1, frameon=False, handlelength=4.2)
     return figure

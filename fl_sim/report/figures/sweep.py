@@ -3,11 +3,13 @@
 import math
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fl_sim.report.figures.by_epsilon import EPSILON
 from fl_sim.report.figures.curves import Style, styled
-from fl_sim.report.picture import Picture, file_names, plain, png
+from fl_sim.report.picture import PAGE, Layout, Picture, drawn, file_names, plain
+from fl_sim.report.spread import mean_and_deviation
 from fl_sim.report.sweep import Line, Point, Sweep
 
 if TYPE_CHECKING:
@@ -23,58 +25,64 @@ def draw_sweeps(found: Sequence[Sweep]) -> list[Picture]:
     """Draw a figure for each sweep."""
     names = file_names([f"{one.setting}-{one.data}-{one.partition}" for one in found])
     return [
-        Picture(f"sweep-{name}.png", _HEADINGS[one.setting], _caption(one), png(draw(one)), one.limits)
+        Picture(
+            f"sweep-{name}.png", _HEADINGS[one.setting], _caption(one), drawn(partial(draw, one), PAGE), one.limits,
+            partial(draw, one),
+        )
         for name, one in zip(names, found, strict=True)
-    ]
+    ]  # fmt: skip
 
 
-def draw(sweep: Sweep) -> "Figure":
-    """Draw mean and min-max over seeds on a logarithmic axis; inf is a point of its own behind a gap."""
+def draw(sweep: Sweep, layout: Layout = PAGE) -> "Figure":
+    """Draw mean and deviation over seeds on a logarithmic axis; inf is a point of its own behind a gap."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
-    figure = Figure(figsize=(8.0, 4.6 + 0.24 * len(sweep.lines)), layout="constrained")
+    meaning = textwrap.wrap(_meaning(sweep), layout.characters(layout.text))
+    around = 0.027 * layout.text * (len(sweep.lines) + len(meaning))
+    figure = Figure(figsize=(layout.width, 1.1 * layout.height + around), layout="constrained")
     axes = figure.subplots()
     values = sorted({point.value for line in sweep.lines for point in line.points if math.isfinite(point.value)})
     finite = [_place(value) for value in values]
     infinity = finite[-1] * (finite[-1] / finite[0]) ** 0.2 * 2 if finite else 1.0
     for line, style in zip(sweep.lines, styled([line.label for line in sweep.lines]), strict=True):
-        _draw_line(axes, line, style, infinity)
+        _draw_line(axes, line, style, infinity, layout)
     if sweep.baseline:
         label, point = sweep.baseline
         shown = f"{_BASELINE}: {label}, {point.mean:.1f} % ({_seeds(point)})"
-        axes.axhline(point.mean, color="black", linestyle=(0, (2.5, 1.2)), linewidth=1.4, label=plain(shown))
+        shown = textwrap.fill(shown, layout.characters(layout.text))
+        axes.axhline(point.mean, color="black", linestyle=(0, (2.5, 1.2)), linewidth=layout.line, label=plain(shown))
     has_infinity = any(math.isinf(point.value) for line in sweep.lines for point in line.points)
     texts = [f"{value:g}" for value in values]
     _ticks(axes, [*finite, *([infinity] if has_infinity else [])], texts, has_infinity=has_infinity)
-    axes.set_xlabel(f"{sweep.setting} (log scale)\n{textwrap.fill(_meaning(sweep), 100)}", fontsize=9)
+    axes.set_xlabel("\n".join([f"{sweep.setting} (log scale)", *meaning]))
     axes.set(ylabel="final test accuracy (%)", ylim=(0, 100), yticks=range(0, 101, 10))
-    axes.grid(color="0.92", linewidth=0.8)
+    axes.grid(color="0.92", linewidth=0.5 * layout.line)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     note = f" - data: {sweep.note}" if sweep.note else ""
-    axes.set_title(plain(f"{sweep.data}, {sweep.partition}{note}"), fontsize=11, loc="left")
+    title = textwrap.fill(f"{sweep.data}, {sweep.partition}{note}", layout.characters(layout.title))
+    axes.set_title(plain(title), fontsize=layout.title, loc="left")
     handles, texts = axes.get_legend_handles_labels()
     order = sorted(range(len(texts)), key=lambda number: texts[number].startswith(_BASELINE))
     figure.legend(
         handles=[handles[number] for number in order], labels=[texts[number] for number in order],
-        loc="outside lower center", ncols=1, fontsize=9, frameon=False, handlelength=4.2,
+        loc="outside lower center", ncols=1, frameon=False, handlelength=4.2,
     )  # fmt: skip
     return figure
 
 
-def _draw_line(axes: "Axes", line: Line, style: Style, infinity: float) -> None:
+def _draw_line(axes: "Axes", line: Line, style: Style, infinity: float, layout: Layout) -> None:
     color, dashes, marker = style
     places = [_place(point.value) if math.isfinite(point.value) else infinity for point in line.points]
     means = [point.mean for point in line.points]
     last = len(places) - math.isinf(line.points[-1].value)
-    axes.plot(places[:last], means[:last], color=color, linewidth=1.6, dashes=dashes or (1, 0))
+    axes.plot(places[:last], means[:last], color=color, linewidth=layout.line, dashes=dashes or (1, 0))
     # No scale leads from a number to infinity.
-    axes.plot(places[last - 1 :], means[last - 1 :], color=color, linewidth=1.0, linestyle=":", alpha=0.7)
-    below = [point.mean - min(point.by_seed.values()) for point in line.points]
-    above = [max(point.by_seed.values()) - point.mean for point in line.points]
+    axes.plot(places[last - 1 :], means[last - 1 :], color=color, linewidth=0.6 * layout.line, linestyle=":", alpha=0.7)
+    spread = [mean_and_deviation(list(point.by_seed.values()))[1] or 0.0 for point in line.points]
     axes.errorbar(
-        places, means, yerr=[below, above], color=color, fmt=marker, markersize=6, capsize=4, linewidth=1.2,
-        label=plain(line.label),
+        places, means, yerr=spread, color=color, fmt=marker, markersize=3.5 * layout.line, capsize=2.5 * layout.line,
+        linewidth=0.8 * layout.line, label=plain(textwrap.fill(line.label, layout.characters(layout.text))),
     )  # fmt: skip
 
 
@@ -104,7 +112,7 @@ def _caption(sweep: Sweep) -> tuple[str, ...]:
     meaning = _meaning(sweep)
     where = f"{_HEADINGS[sweep.setting]}: {sweep.data}, {sweep.partition}"
     lines = [
-        f"{where}. Points: mean over seeds; bars: smallest to largest seed.",
+        f"{where}. Points: mean over seeds; bars: ± sample standard deviation.",
         f"{meaning[0].upper()}{meaning[1:]}.",
         *_seeds_of(sweep),
         *_empty(sweep),

@@ -2,14 +2,17 @@
 
 import io
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from fl_sim.report import picture as report_picture
 from fl_sim.report.figures.curves import curve, draw, draw_all, styles_of
 from fl_sim.report.files import Outcome, RunConfig, Seconds
 from fl_sim.report.groups import group, labels, panels
+from fl_sim.report.picture import PAPER, for_papers
 from fl_sim.report.runs import Run
 from fl_sim.store.run_directory import RoundRecord
 
@@ -45,14 +48,17 @@ def run_of(tmp_path):
     return make
 
 
-def test_a_curve_is_mean_min_and_max_over_the_seeds_in_rounds_that_all_evaluated(run_of):
+def test_a_curve_is_the_tables_mean_and_deviation_over_the_seeds_in_rounds_that_all_evaluated(run_of):
     (one,), _ = group([
         run_of("a", (0.1, None, 0.3), seed=0), run_of("b", (0.2, 0.9, 0.6), seed=1),
         run_of("c", (0.6, 0.9, 0.6), seed=2)
     ])  # fmt: skip
     drawn = curve(one, "accuracy")
     assert drawn.rounds == [1, 3]
-    np.testing.assert_allclose([drawn.mean, drawn.low, drawn.high], [[30, 50], [10, 30], [60, 60]])
+    np.testing.assert_allclose([drawn.mean, drawn.deviation], [[30, 50], [700**0.5, 300**0.5]])
+    np.testing.assert_allclose(
+        [drawn.low, drawn.high], [[30 - 700**0.5, 50 - 300**0.5], [30 + 700**0.5, 50 + 300**0.5]]
+    )
 
 
 def test_losses_that_are_not_finite_are_no_points(run_of):
@@ -174,6 +180,45 @@ def test_a_loss_that_explodes_puts_the_axis_on_a_log_scale_and_nan_is_told(run_o
     assert axes.get_yscale() == "linear"
     assert axes.get_ylim()[0] == 0
     assert axes.get_ylim()[1] > 2
+
+
+def test_runs_of_a_table_have_its_names(run_of):
+    runs = [
+        replace(run_of("a"), row="FedAvg, mine", column="Digits 1-Label"),
+        replace(run_of("b", clients=20), row="Another", column="Digits 1-Label"),
+    ]
+    (panel,) = panels(group(runs)[0])
+    assert (panel.title, [label for label, _ in panel.lines]) == ("Digits 1-Label", ["FedAvg, mine", "Another"])
+    (panel,) = panels(group([runs[0], run_of("c", clients=20)])[0])
+    assert (panel.title, [label for label, _ in panel.lines]) == (
+        "digits, label-1", ["FedAvg, clients=10", "FedAvg, clients=20"]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", PAPER)
+def test_a_figure_for_a_paper_can_be_read(run_of, readable, layout):
+    long = {"kind": "fedprox", "mu": 0.1}
+    runs = [
+        run_of(f"{algorithm['kind']}{each}{seed}", (0.2, 0.3 + seed / 10), labels_each=each, seed=seed,
+               algorithm=algorithm, note="1,000 of 60,000 training images, taken evenly from all classes")
+        for each in (1, 2) for seed in (0, 1) for algorithm in ({"kind": "fedavg"}, long)
+    ]  # fmt: skip
+    for picture in draw_all(panels(group(runs)[0])):
+        readable(picture, layout)
+
+
+def test_files_for_papers_are_pdf_and_svg_at_two_widths_with_the_same_bytes_each_time(run_of, monkeypatch):
+    picture, _ = draw_all(panels(group([run_of("a")])[0]))
+    files = for_papers(picture)
+    assert sorted(files) == ["accuracy-column.pdf", "accuracy-column.svg", "accuracy-wide.pdf", "accuracy-wide.svg"]
+    monkeypatch.setattr(report_picture, "PAPER", (report_picture.COLUMN,))
+    again = for_papers(picture)
+    assert len(again) == 2
+    assert again == {name: files[name] for name in again}
+    assert files["accuracy-column.pdf"].startswith(b"%PDF")
+    assert b"CreationDate" not in files["accuracy-column.pdf"]
+    assert b"<dc:date>" not in files["accuracy-wide.svg"]
+    assert f'width="{6.9 * 72:g}pt"'.encode() in files["accuracy-wide.svg"]
 
 
 @pytest.mark.parametrize("splits", [1, 4, 5])

@@ -1,8 +1,9 @@
 """PATE's figures: what can be compared is drawn, every epsilon axis says whose it is, votes are drawn where kept."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from fl_sim.report.figures import pate
 from fl_sim.report.figures.pate import VOTES, pate_pictures
 from fl_sim.report.groups import group
-from fl_sim.report.picture import Picture
+from fl_sim.report.picture import PAPER, Layout, Picture, for_papers
 from fl_sim.report.runs import find
 
 CONFIG = """
@@ -22,6 +23,8 @@ model = "mlp"
 partition = {{ kind = "iid" }}
 algorithm = {{ kind = "pate", queries = {queries}, student = {{ kind = "{student}" }}, gamma = {gamma}{asked} }}
 """
+
+Readable: TypeAlias = Callable[[Picture, Layout], None]
 
 
 def write_run(path: Path, *, student: str = "fixmatch", queries: int = 100, gamma: float = 0.1, seed: int = 0,
@@ -86,6 +89,7 @@ def test_the_agreement_is_drawn_where_votes_were_kept_and_says_that_it_is_privat
     write_run(tmp_path / "run", kept=True)
     (drawn,) = pictures(tmp_path).values()
     assert drawn.name == "pate-agreement-digits-iid.png"
+    assert for_papers(drawn) == {}
     assert "PRIVATE" in drawn.heading
     assert "do not publish" in drawn.caption[1]
 
@@ -102,7 +106,7 @@ def test_votes_that_cannot_be_read_are_named(tmp_path: Path, header: str) -> Non
 @pytest.mark.parametrize("axis", ["epsilon of ALL queries together", "epsilon of ONE query alone"])
 def test_axes_name_the_epsilon(axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(pate, "png", lambda figure: seen.append(figure.axes[0].get_xlabel()) or b"")
+    monkeypatch.setattr(pate, "drawn", lambda draw, layout: seen.append(draw(layout).axes[0].get_xlabel()) or b"")
     for number, gamma in enumerate((0.05, 0.1)):
         write_run(tmp_path / f"run{number}", gamma=gamma)
     pictures(tmp_path)
@@ -111,8 +115,8 @@ def test_axes_name_the_epsilon(axis: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_runs_that_asked_about_other_records_are_other_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {}
-    monkeypatch.setattr(pate, "draw", lambda plot, title, lines: seen.update({plot.stem: set(lines)}))
-    monkeypatch.setattr(pate, "png", lambda figure: b"")
+    monkeypatch.setattr(pate, "draw", lambda plot, title, lines, layout: seen.update({plot.stem: set(lines)}))
+    monkeypatch.setattr(pate, "drawn", lambda draw, layout: draw(layout) or b"")
     for number, asking in enumerate((None, "in-order", "representative")):
         for queries in (100, 2000):
             write_run(tmp_path / f"run{number}-{queries}", queries=queries, asking=asking)
@@ -125,9 +129,18 @@ def test_runs_that_asked_about_other_records_are_other_lines(tmp_path: Path, mon
 def test_ticks_are_numbers_as_people_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(
-        pate, "png", lambda figure: seen.append([one.get_text() for one in figure.axes[0].get_xticklabels()])
-    )
+        pate, "drawn",
+        lambda draw, layout: seen.append([one.get_text() for one in draw(layout).axes[0].get_xticklabels()]),
+    )  # fmt: skip
     for queries in (100, 2000):
         write_run(tmp_path / f"run{queries}", queries=queries)
     pictures(tmp_path)
     assert ["100", "2,000"] in seen
+
+
+@pytest.mark.parametrize("layout", PAPER)
+def test_a_figure_for_a_paper_can_be_read(layout: Layout, tmp_path: Path, readable: Readable) -> None:
+    for queries in (100, 2000):
+        for seed in (0, 1):
+            write_run(tmp_path / f"run{queries}-{seed}", queries=queries, seed=seed)
+    readable(pictures(tmp_path)["pate-student-by-queries-digits-iid.png"], layout)
