@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
@@ -11,7 +12,10 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.importing import importing
 from fl_sim.settings_file import read_table
-from fl_sim.tables.plan import plan_table, table_settings
+from fl_sim.tables.plan import Plan, TableSettings, plan_table, table_settings, tuned
+
+if TYPE_CHECKING:
+    from fl_sim.tables.tuning_trials import Search
 
 
 def show_plan(
@@ -28,18 +32,43 @@ def show_plan(
         if jobs is not None:
             raise UserError(f"--jobs {jobs} is for the cells of a table, and this is one run: leave it out")
         runs, cells = _one_run(arguments, out, data_root)
-        side_by_side = 1
+        side_by_side, table = 1, None
     else:
-        settings = table_settings(content, overrides, str(path))
-        runs, cells, side_by_side = _table(plan_table(settings, data_root).runs, out, path.stem, jobs)
+        table = _searched(table_settings(content, overrides, str(path)), out, path.stem, data_root)
+        runs, cells, side_by_side = _table(table.plan.runs, out, path.stem, jobs)
     with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
         from fl_sim.cli.printed_plan import as_json, print_plan  # noqa: PLC0415
         from fl_sim.tables.forecast import forecast  # noqa: PLC0415
+        from fl_sim.tables.tuning_forecast import search_forecasts  # noqa: PLC0415
     found = forecast(runs, cells, data_root, None if quick else {}, billed=True)
+    searches = search_forecasts(table.settings, table.searches, cells.parent, data_root, found) if table else []
     if json_output:
-        typer.echo(json.dumps({"directory": str(cells), **as_json(found, side_by_side)}))
+        typer.echo(json.dumps({"directory": str(cells), **as_json(found, searches, side_by_side)}))
     else:
-        print_plan(found, side_by_side)
+        print_plan(found, searches, side_by_side)
+
+
+class _Table(NamedTuple):
+    """A table: its own runs with what a search has chosen, and the searches that have not."""
+
+    settings: TableSettings
+    plan: Plan
+    searches: "tuple[Search, ...]"
+
+
+def _searched(settings: TableSettings, out: Path | None, name: str, data_root: Path | None) -> _Table:
+    plan = plan_table(settings, data_root)
+    if settings.tune is None:
+        return _Table(settings, plan, ())
+    with importing():
+        from fl_sim.interface import RESULTS  # noqa: PLC0415
+        from fl_sim.tables.tuning import known_choices, values_of  # noqa: PLC0415
+        from fl_sim.tables.tuning_trials import searches_of  # noqa: PLC0415
+    searches = searches_of(settings, plan, data_root)
+    chosen = known_choices(settings, searches, out or RESULTS / name, data_root)
+    if chosen is None:
+        return _Table(settings, plan, searches)
+    return _Table(settings, tuned(settings, plan, values_of(chosen), data_root), ())
 
 
 def _one_run(arguments: list[str], out: Path | None, data_root: Path | None) -> tuple[dict[str, Experiment], Path]:

@@ -10,17 +10,23 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_sim.tables.forecast import Forecast, bills_of, in_time, seconds_together
+from fl_sim.tables.tuning_forecast import SearchForecast
 
 _WIDTH = 140
 """Characters of a line that goes to no terminal."""
 
 
-def print_plan(found: Sequence[Forecast], jobs: int) -> None:
-    """Print a line for each run, what all of them take with ``jobs`` side by side, and what they cost in privacy."""
+def print_plan(found: Sequence[Forecast], searches: Sequence[SearchForecast], jobs: int) -> None:
+    """Print a line for each run, what all of them take with ``jobs`` side by side, and what they cost in privacy.
+
+    ``searches``: those before them that are not done.
+    """
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
     console.print(_drawn(found))
     typer.echo(_together(found, jobs))
+    if searches:
+        typer.echo(_search(searches, jobs))
     bills = bills_of(found)
     for bill in bills:
         typer.echo(bill.in_words)
@@ -28,7 +34,7 @@ def print_plan(found: Sequence[Forecast], jobs: int) -> None:
         typer.echo("Privacy: nothing here promises any.")
 
 
-def as_json(found: Sequence[Forecast], jobs: int) -> dict[str, Any]:
+def as_json(found: Sequence[Forecast], searches: Sequence[SearchForecast], jobs: int) -> dict[str, Any]:
     """Return the same for programs; seconds are null where nothing was timed."""
     return {
         "jobs": jobs,
@@ -41,6 +47,13 @@ def as_json(found: Sequence[Forecast], jobs: int) -> dict[str, Any]:
                 "left_out": list(one.estimate.left_out),
             }
             for one in found
+        ],
+        "searches": [
+            {
+                "row": one.search.cell.row, "column": one.search.cell.column, "trials": one.search.rungs[0].trials,
+                "rounds": one.rounds, "rounds_done": one.done, "seconds_left": one.seconds_left,
+            }
+            for one in searches
         ],
         "bill": [bill.to_json() for bill in bills_of(found)],
     }  # fmt: skip
@@ -55,6 +68,20 @@ def _drawn(found: Sequence[Forecast]) -> Table:
         sizes = [f"{size / 1e6:,.1f}" for size in (traffic.down, traffic.up)] if traffic else ["-", "-"]
         drawn.add_row(one.name, _status(one), in_time(seconds) if seconds else "-", *sizes)
     return drawn
+
+
+def _search(searches: Sequence[SearchForecast], jobs: int) -> str:
+    rounds, done = sum(one.rounds for one in searches), sum(one.done for one in searches)
+    trials = sum(one.search.rungs[0].trials for one in searches)
+    told = (
+        f"before them a search for the settings of {len(searches)} rows and columns, which are those of the file here: "
+        f"{trials} trials with {rounds:,} rounds together, {done:,} of them done"
+    )
+    seconds = [one.seconds_left for one in searches if one.seconds_left is not None]
+    if len(seconds) < len(searches):
+        return told
+    beside = f" with {jobs} side by side" if jobs > 1 else ""
+    return f"{told}; the rest takes about {in_time(sum(seconds) / jobs)} more{beside}"
 
 
 def _status(one: Forecast) -> str:

@@ -30,16 +30,21 @@ Runner: TypeAlias = Callable[[Mapping[str, Experiment], Mapping[str, str]], Iter
 """Runs {name: experiment}, each known to the user by its {name: label}, and tells what happens."""
 
 
+class _Unknown(Exception):  # noqa: N818 (not an error)
+    """Some trial has no outcome yet."""
+
+
 @dataclass
 class _Log:
-    """All that was tried so far, on the disk, too."""
+    """All that was tried so far, on the disk, too; ``path`` None: nothing is written."""
 
-    path: Path
+    path: Path | None
     tried: list[Tried] = field(default_factory=list)
 
     def add(self, tried: Iterable[Tried]) -> None:
         self.tried += tried
-        run_directory.write_text(self.path, csv_text(self.tried))
+        if self.path is not None:
+            run_directory.write_text(self.path, csv_text(self.tried))
 
     def of(self, search: Search) -> list[Tried]:
         return [one for one in self.tried if one.trial.search is search]
@@ -52,19 +57,44 @@ def tune(settings: TableSettings, plan: Plan, out: Path, run: Runner, data_root:
     after another. Raises UserError as ``searches_of`` does, RunError for a trial that could not run, and where all
     trials of a search diverge.
     """
-    assert settings.tune is not None, "a table that tunes nothing"
     searches = searches_of(settings, plan, data_root)
     out.mkdir(parents=True, exist_ok=True)
-    log = _Log(out / LOG)
+    return _searched(settings, searches, _Log(out / LOG), out / TRIALS, run, data_root)
+
+
+def known_choices(
+    settings: TableSettings, searches: Sequence[Search], out: Path, data_root: Path | None
+) -> tuple[Choice, ...] | None:
+    """Return what a search that is done has chosen, else None. Nothing is run and nothing is written."""
+
+    def run(runs: Mapping[str, Experiment], labels: Mapping[str, str]) -> Iterable[Event]:
+        del runs, labels
+        raise _Unknown
+
+    try:
+        return _searched(settings, searches, _Log(None), out / TRIALS, run, data_root)
+    except _Unknown:
+        return None
+
+
+def _searched(
+    settings: TableSettings,
+    searches: Sequence[Search],
+    log: _Log,
+    folder: Path,
+    run: Runner,
+    data_root: Path | None,
+) -> tuple[Choice, ...]:
+    assert settings.tune is not None, "a table that tunes nothing"
 
     def climb(trials: Sequence[Trial]) -> None:
-        log.add(_tried(settings, trials, log.tried, run, out / TRIALS, data_root))
+        log.add(_tried(settings, trials, log.tried, run, folder, data_root))
 
     for numbers in turns(settings.tune):
         climb(
             [proposed_trial(search, settings.tune, number, log.of(search)) for search in searches for number in numbers]
         )
-    for step in range(1, max((len(search.rungs) for search in searches), default=0)):
+    for step in range(1, max(len(search.rungs) for search in searches)):
         racing = [search for search in searches if step < len(search.rungs)]
         climb([trial for search in racing for trial in _best(search, log.of(search), step)])
     return tuple(_choice(search, log.of(search)) for search in searches)

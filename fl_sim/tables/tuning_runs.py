@@ -35,9 +35,19 @@ def directory_of(experiment: Experiment, folder: Path, data_root: Path | None) -
     """
     of_any_length = Experiment.model_validate({**dict(experiment), "rounds": 1})
     shared = folder / run_name(of_any_length, load(experiment.data, data_root))
-    if _goes_on(experiment) and _can_go_on(shared, experiment.rounds):
+    if goes_on(experiment) and _can_go_on(shared, experiment.rounds):
         return shared
     return folder / f"{shared.name}-{experiment.rounds}-rounds"
+
+
+def goes_on(experiment: Experiment) -> bool:
+    """Say whether a trial can get more rounds: what it does depends on nothing that more of them would change."""
+    schedule, rounds = experiment.local.schedule, experiment.rounds
+    return (
+        not experiment.is_private
+        and type(experiment.calibrate) is NoCalibration
+        and all(schedule.factor(each, rounds) == schedule.factor(each, rounds + 1) for each in range(1, rounds + 1))
+    )
 
 
 def outcome_in(directory: Path, experiment: Experiment, after: int) -> Outcome | None:
@@ -58,15 +68,6 @@ def outcome_in(directory: Path, experiment: Experiment, after: int) -> Outcome |
     if len(records) >= experiment.rounds:  # it has gone on since
         return Outcome(_accuracy(records[experiment.rounds - 1]), seconds)
     return None
-
-
-def _goes_on(experiment: Experiment) -> bool:
-    schedule, rounds = experiment.local.schedule, experiment.rounds
-    return (
-        not experiment.is_private
-        and type(experiment.calibrate) is NoCalibration
-        and all(schedule.factor(each, rounds) == schedule.factor(each, rounds + 1) for each in range(1, rounds + 1))
-    )
 
 
 def _can_go_on(directory: Path, rounds: int) -> bool:

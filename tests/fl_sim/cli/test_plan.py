@@ -2,16 +2,21 @@
 
 import json
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fl_sim.__main__ import main
-from fl_sim.experiment.experiment import experiment_from
+from fl_sim.errors import RunError
+from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.tables.plan import plan_table, read_settings
+from fl_sim.tables.plan import plan_table, read_settings, tuned
+from fl_sim.tables.tuning import tune, values_of
+from fl_sim.tables.workers import Finished
 
 GRID = """
 centralized = false
@@ -99,6 +104,33 @@ def test_one_run_is_planned_by_its_settings_or_its_file(
         [one] = told["runs"]
         assert one["name"].startswith("fedavg-digits-label-1-seed-0-")
         assert one["bytes"] == {"down": 2 * 10 * (128 + 4 * 650), "up": 2 * 10 * (128 + 4 * 650)}
+
+
+def test_a_search_is_planned_as_far_as_it_is_not_done_and_then_the_runs_that_it_chose(
+    grid: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    search = '[tune]\ntrials = 2\nrounds = 3\nhalving = 2\n[tune.space]\n"local.learning_rate" = [0.1, 0.001]\n'
+    grid.write_text(GRID + search)
+    settings, out = read_settings(grid, ["algorithm=fedavg"]), grid.parent / "results" / "grid"
+
+    def in_process(runs: Mapping[str, Experiment], labels: Mapping[str, str]) -> Iterator[Finished]:
+        yield from (Finished(name, run(one, out / "tuning" / name)) for name, one in list(runs.items())[:until])
+
+    planned, told = ("grid.toml", "algorithm=fedavg", "--quick"), []
+    for until in (1, 2):  # noqa: B007 (in_process reads it)
+        with suppress(RunError):  # one of the two trials has not run
+            choices = tune(settings, plan_table(settings), out, in_process, None)
+        assert typed(monkeypatch, *planned, "--json") == 0
+        told.append(json.loads(capsys.readouterr().out))
+    [before] = told[0]["searches"]
+    assert (before["row"], before["trials"], before["rounds"], before["rounds_done"]) == ("FedAvg", 2, 6, 3)
+    assert told[0]["runs"][0]["name"] in names_of(grid, "algorithm=fedavg")
+    assert told[1]["searches"] == []
+    chosen = tuned(settings, plan_table(settings), values_of(choices), None)
+    assert [one["name"] for one in told[1]["runs"]] == list(chosen.runs) != [told[0]["runs"][0]["name"]]
+    grid.write_text(GRID + search.replace("0.001", "0.01"))
+    assert typed(monkeypatch, *planned) == 0
+    assert "2 trials with 6 rounds together, 3 of them done" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
