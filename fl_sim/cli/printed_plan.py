@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fl_sim.tables.forecast import Forecast, bills_of, in_time, seconds_together
+from fl_sim.tables.forecast import Forecast, bills_of, in_time, seconds_together, time_in_words
 from fl_sim.tables.tuning_forecast import SearchForecast
 
 _WIDTH = 140
@@ -92,12 +92,6 @@ def _status(one: Forecast) -> str:
 
 
 def _together(found: Sequence[Forecast], jobs: int) -> str:
-    num_finished, seconds = sum(one.is_finished for one in found), seconds_together(found, jobs)
-    told = f"{len(found)} run{'' if len(found) == 1 else 's'}, {num_finished} finished"
-    if seconds:
-        rest = "the rest" if num_finished else "all of it" if len(found) > 1 else "it"
-        beside = f" with {jobs} side by side" if jobs > 1 else ""
-        told += f"; {rest} takes about {in_time(seconds)}{beside}, by steps that were timed just now"
-    if left_out := sorted({what for one in found for what in one.estimate.left_out}):
-        told += f"; not counted: {', '.join(left_out)}"
-    return told
+    told = time_in_words(found, jobs)
+    left_out = sorted({what for one in found for what in one.estimate.left_out})
+    return f"{told}; not counted: {', '.join(left_out)}" if left_out else told

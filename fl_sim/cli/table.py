@@ -1,5 +1,6 @@
 """``fl-sim table``: methods against data sets and splits, resumable cell by cell."""
 
+import math
 from pathlib import Path
 
 import typer
@@ -11,20 +12,40 @@ from fl_sim.tables.plan import plan_table, read_settings
 
 
 def fill_table(
-    arguments: list[str], out: Path | None, jobs: int | None, data_root: Path | None, *, json_output: bool
+    arguments: list[str],
+    out: Path | None,
+    jobs: int | None,
+    data_root: Path | None,
+    *,
+    hours: float | None,
+    json_output: bool,
 ) -> None:
-    """Run all cells that are not finished, and print the table. Raises RunError where a cell failed."""
+    """Run all cells that are not finished, and print the table. Raises RunError where a cell failed.
+
+    ``hours``: how much time there is. Exits with 3 where that was too short.
+    """
+    if hours is not None and not 0 < hours < math.inf:
+        raise UserError(f"--budget {hours:g} is no time to fill a table in: give hours, such as 2.5, or leave it out")
     path, overrides = _parse(arguments)
     settings = read_settings(path, overrides)
     plan = plan_table(settings, data_root)
     with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
         from fl_sim.cli.printed_table import print_table  # noqa: PLC0415
         from fl_sim.interface import RESULTS  # noqa: PLC0415
-        from fl_sim.tables.filling import Board, fill  # noqa: PLC0415
+        from fl_sim.tables.filling import Board, TimeIsUp, fill  # noqa: PLC0415
     out = out or RESULTS / path.stem
     board = Board(settings, plan)
     try:
-        fill(board, out, jobs, data_root)
+        fill(board, out, jobs, data_root, seconds=math.inf if hours is None else 3600 * hours)
+    except TimeIsUp:
+        print_table(board, out, json_output=json_output)
+        failed = f", {len(board.failures())} failed ({'; '.join(board.failures())})" if board.failures() else ""
+        typer.echo(
+            f"--budget {hours:g} leaves no time for more: this table is PARTIAL, {board.num_finished()} of "
+            f"{len(board.plan.runs)} cells are finished and kept in {out}{failed}; the same command goes on from there",
+            err=True,
+        )
+        raise typer.Exit(3) from None
     except KeyboardInterrupt:
         print_table(board, out, json_output=json_output)
         typer.echo(

@@ -108,6 +108,9 @@ def table(
     jobs: Annotated[int | None, typer.Option(min=1, help="Cells to run side by side (default: one a core).")] = None,
     data_root: _DataRoot = None,
     *,
+    budget: Annotated[
+        float | None, typer.Option(metavar="HOURS", help="Stop in time, with a table of what is there (exit code 3).")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the table as one JSON object.")] = False,
 ) -> None:
     """Compare methods: rows are methods, columns data sets and splits, seeds are averaged.
@@ -131,11 +134,13 @@ def table(
       fl-sim table mnist --out results/mnist --data-root ROOT --jobs 4
 
       fl-sim table grid.toml rounds=50 seed=0,1,2 algorithm=fedavg,scaffold
+
+      fl-sim table grid.toml --budget 8
     """
     with importing():
         from fl_sim.cli.table import fill_table  # noqa: PLC0415 (see above)
 
-    fill_table(arguments or [], out, jobs, data_root, json_output=json_output)
+    fill_table(arguments or [], out, jobs, data_root, hours=budget, json_output=json_output)
 
 
 @app.command("plan")

@@ -2,6 +2,8 @@
 
 import io
 import json
+import math
+import time
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -18,12 +20,27 @@ from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_rounds, write_table
 from fl_sim.report.table_progress import TableProgress
 from fl_sim.simulation.capacity import cores
+from fl_sim.simulation.pace import Pace
+from fl_sim.tables.budget import Budget
+from fl_sim.tables.forecast import forecast, time_in_words
 from fl_sim.tables.plan import Cell, Plan, TableSettings, tuned
 from fl_sim.tables.tuning import TRIALS, tune, values_of
 from fl_sim.tables.tuning_trials import Choice
 from fl_sim.tables.tuning_words import as_json, caption
 from fl_sim.tables.words import data_label, took
-from fl_sim.tables.workers import Event, Failed, Finished, Preparing, RoundDone, Started, run_all
+from fl_sim.tables.workers import (
+    Event,
+    Failed,
+    Finished,
+    Postponed,
+    Preparing,
+    RoundDone,
+    Started,
+    Stopped,
+    finished_result,
+    run_all,
+    with_share_of_cores,
+)
 
 CELLS = "cells"
 
@@ -82,34 +99,85 @@ class Board:
         )  # fmt: skip
 
 
-def fill(board: Board, out: Path, jobs: int | None, data_root: Path | None, *, progress: bool = True) -> None:
+class TimeIsUp(Exception):  # noqa: N818 (what happened, not what went wrong)
+    """The time that was given is used up before all is done."""
+
+
+def fill(
+    board: Board,
+    out: Path,
+    jobs: int | None,
+    data_root: Path | None,
+    *,
+    progress: bool = True,
+    seconds: float = math.inf,
+) -> None:
     """Run all runs of ``board`` that are not finished, ``jobs`` at once (None: one a core), and note the outcomes.
 
     Where its settings ask for it, the settings of the runs are searched for first, in runs of their own. ``progress``:
-    whether it is shown on standard error. Raises what ``run_all`` and ``tune`` raise; a run that fails is noted.
+    whether it is shown on standard error, and beforehand about how long all of it takes. ``seconds``: how much time
+    there is. Raises TimeIsUp where that is too short, what is finished stays; and what ``run_all`` and ``tune`` raise.
+    A run that fails is noted.
     """
-
-    def run_in(folder: str, runs: Mapping[str, Experiment], labels: Mapping[str, str]) -> Generator[Event, None, None]:
-        rounds = {labels[name]: experiment.rounds for name, experiment in runs.items()}
-        with (
-            TableProgress(rounds, None if progress else io.StringIO()) as shown,
-            closing(run_all(runs, out / folder, jobs or min(cores(), len(runs)), data_root)) as events,
-        ):
-            for event in events:
-                _tell(shown, labels[event.name], event)
-                yield event
-
+    runner = _Runner(out, jobs, data_root, time.monotonic() + seconds, progress=progress)
     if board.settings.tune is not None:
-        choices = tune(board.settings, board.plan, out, partial(run_in, TRIALS), data_root)
+        choices = tune(board.settings, board.plan, out, partial(runner.run_all_of, TRIALS), data_root)
         board.tuned(choices, tuned(board.settings, board.plan, values_of(choices), data_root))
     labels = {
         cell.name: f"{cell.row}, {_place(cell, board.plan)}, seed {cell.seed}" for cell in reversed(board.plan.cells)
     }
-    with closing(run_in(CELLS, board.plan.runs, labels)) as events:
+    with closing(runner.run_all_of(CELLS, board.plan.runs, labels)) as events:
         for event in events:
             if isinstance(event, Finished | Failed):
                 board.outcomes[event.name] = event
                 write_table(out, board.table())
+
+
+@dataclass
+class _Runner:
+    """Runs what it is given, ``jobs`` at once (None: one a core), until ``deadline``, by ``time.monotonic``."""
+
+    out: Path
+    jobs: int | None
+    data_root: Path | None
+    deadline: float
+    paces: dict[str, Pace | None] = field(default_factory=dict)
+    progress: bool = field(default=True, kw_only=True)
+
+    def run_all_of(
+        self, folder: str, runs: Mapping[str, Experiment], labels: Mapping[str, str]
+    ) -> Generator[Event, None, None]:
+        """Run ``runs`` in ``folder`` and tell what happens. Raises TimeIsUp at the end where some of them are left."""
+        jobs = self.jobs or min(cores(), len(runs))
+        rounds = {labels[name]: experiment.rounds for name, experiment in runs.items()}
+        with TableProgress(rounds, None if self.progress else io.StringIO()) as shown:
+            budget = self._looked_ahead(self.out / folder, runs, jobs, shown)
+            left = 0
+            with closing(run_all(runs, self.out / folder, jobs, self.data_root, budget)) as events:
+                for event in events:
+                    left += isinstance(event, Stopped | Postponed)
+                    _tell(shown, labels[event.name], event)
+                    yield event
+        if left:
+            raise TimeIsUp
+
+    def _looked_ahead(
+        self, folder: Path, runs: Mapping[str, Experiment], jobs: int, shown: TableProgress
+    ) -> Budget | None:
+        """Say how long what is missing takes, and return which of it there is time for; None: for all."""
+        missing = [name for name, run in runs.items() if finished_result(folder / name, run.rounds) is None]
+        is_limited = math.isfinite(self.deadline)
+        if not missing:
+            shown.say(f"all {len(runs)} finished already: nothing of it is run again")
+        if not missing or not (self.progress or is_limited):
+            return None
+        shared = {name: with_share_of_cores(experiment, jobs) for name, experiment in runs.items()}
+        found = forecast(shared, folder, self.data_root, self.paces, timed_own_models=False)
+        shown.say(time_in_words(found, jobs))
+        begun = frozenset(one.name for one in found if one.done)
+        return (
+            Budget(self.deadline, {one.name: one.seconds_left or 0.0 for one in found}, begun) if is_limited else None
+        )
 
 
 def conclude(board: Board, out: Path) -> tuple[Table, list[Problem]]:
@@ -148,3 +216,7 @@ def _tell(progress: TableProgress, label: str, event: Event) -> None:
             progress.closed(label, f"{_reached(result)}, {took(result)}")
         case Failed(error=error):
             progress.closed(label, f"failed: {error}")
+        case Stopped(last_round=last_round):
+            progress.closed(label, f"stopped after round {last_round}, as the time is up")
+        case Postponed():
+            progress.closed(label, "not begun, as the time that is left is too short")

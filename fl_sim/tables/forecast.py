@@ -1,7 +1,7 @@
 """What runs will take, before they run: what is there already, seconds and bytes of the rest, and the privacy bill."""
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,15 +50,17 @@ def forecast(
     runs: Mapping[str, Experiment],
     cells: Path,
     data_root: Path | None,
-    paces: dict[str, Pace] | None,
+    paces: dict[str, Pace | None] | None,
     *,
     billed: bool = False,
+    timed_own_models: bool = True,
 ) -> list[Forecast]:
     """Return what each of ``runs`` {directory in ``cells``: experiment} takes.
 
-    ``paces``: of the kinds of work that were timed already, to which new ones are added; None: nothing is timed.
-    ``billed``: whether it is worked out what private runs cost, which takes seconds. Nothing is trained but the timed
-    steps, on public test records, and nothing is written.
+    ``paces``: of the kinds of work that were timed already, None for those that failed, to which new ones are added; or
+    None: nothing is timed. ``billed``: whether it is worked out what private runs cost, which takes seconds.
+    ``timed_own_models``: whether models of the user's own are tried, which may end this process. Nothing is trained but
+    the timed steps, on public test records, and nothing is written.
     """
     pools: set[str] = set()
     found = []
@@ -66,7 +68,8 @@ def forecast(
         job = job_of(experiment, data_root)
         is_finished = finished_result(cells / name, job.experiment.rounds) is not None
         has_pool = _has_pool(job, pools)
-        pace = None if paces is None or is_finished else _pace(job, paces)
+        is_timed = paces is not None and not is_finished and (timed_own_models or ":" not in job.experiment.model)
+        pace = _pace(job, paces) if paces is not None and is_timed else None
         estimate = estimate_of(job, pace, has_pool=has_pool)
         paid = planned(job) if billed else None
         done = _rounds_done(cells / name)
@@ -77,15 +80,28 @@ def forecast(
 def seconds_together(found: Iterable[Forecast], jobs: int) -> float | None:
     """Return how long the rest takes, ``jobs`` runs side by side, each begun in its turn as soon as one has ended.
 
-    0 where nothing is left, None where nothing was timed.
+    0 where nothing is left. Those that were not timed are left out; None where all of them are.
     """
     left = [one.seconds_left for one in found if not one.is_finished]
+    timed = [seconds for seconds in left if seconds is not None]
+    if not timed:
+        return None if left else 0.0
     busy = [START_SECONDS] * jobs
-    for seconds in left:
-        if seconds is None:
-            return None
+    for seconds in timed:
         heapq.heapreplace(busy, busy[0] + seconds)
-    return max(busy) if left else 0.0
+    return max(busy)
+
+
+def time_in_words(found: Sequence[Forecast], jobs: int) -> str:
+    """Return how many runs there are, and how long the rest of them takes."""
+    num_finished = sum(one.is_finished for one in found)
+    told = f"{len(found)} run{'' if len(found) == 1 else 's'}, {num_finished} finished"
+    if not (seconds := seconds_together(found, jobs)):
+        return told
+    beside = f" with {jobs} side by side" if jobs > 1 else ""
+    told += f"; the rest takes about {in_time(seconds)}{beside}, by steps that were timed just now"
+    unknown = sum(one.seconds_left is None for one in found)
+    return f"{told} ({unknown} of them were not, and come on top)" if unknown else told
 
 
 def bills_of(found: Iterable[Forecast]) -> list[Bill]:
@@ -104,10 +120,12 @@ def in_time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
-def _pace(job: Job, known: dict[str, Pace]) -> Pace:
+def _pace(job: Job, known: dict[str, Pace | None]) -> Pace | None:
     kind = kind_of_work(job.experiment)
     if kind not in known:
-        known[kind] = pace_of(job)
+        known[kind] = None
+        with suppress(Exception):  # what is wrong with the model or the method is told by the run itself
+            known[kind] = pace_of(job)
     return known[kind]
 
 

@@ -1,8 +1,10 @@
 """The other end of ``fl_sim.tables.workers``: a process that runs one experiment after another."""
 
+import math
 import os
 import shutil
 import threading
+import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -11,7 +13,7 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import CONFIG, RoundRecord
-from fl_sim.tables.workers import UP, Event, Failed, Finished, Preparing, RoundDone, Started
+from fl_sim.tables.workers import UP, Event, Failed, Finished, Preparing, RoundDone, Started, Stopped
 
 _STANDARD_INPUT = 0
 
@@ -23,40 +25,52 @@ def work(descriptor: int) -> None:
     connection.send(UP)
     with suppress(EOFError):
         while True:
-            name, settings, directory, data_root = connection.recv()
-            connection.send(_attempt(name, Experiment.model_validate_json(settings), directory, data_root, connection))
+            name, settings, directory, data_root, seconds = connection.recv()
+            told = _Told(name, connection, seconds)
+            connection.send(_attempt(told, Experiment.model_validate_json(settings), directory, data_root))
+
+
+class _TimeIsUp(KeyboardInterrupt):
+    """Ends a run after a round, as Ctrl-C would."""
 
 
 class _Told:
-    """Passes what a run says on to the parent."""
+    """Passes what a run says on to the parent, and ends it before a round that would not be finished in ``seconds``."""
 
-    def __init__(self, name: str, connection: Connection) -> None:
-        self._name, self._connection = name, connection
+    def __init__(self, name: str, connection: Connection, seconds: float | None) -> None:
+        self.name, self._connection = name, connection
+        self._last_time, self.last_round, self._rounds = time.monotonic(), 0, 0
+        self._deadline = math.inf if seconds is None else self._last_time + seconds
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
         """Tell where the run begins."""
-        del experiment, engine
-        self._connection.send(Started(self._name, first_round))
+        del engine
+        self._last_time, self.last_round, self._rounds = time.monotonic(), first_round - 1, experiment.rounds
+        self._connection.send(Started(self.name, first_round))
 
     def preparing(self, what: str) -> None:
         """Tell what happens before the first round."""
-        self._connection.send(Preparing(self._name, what))
+        self._connection.send(Preparing(self.name, what))
 
     def replied(self, replies: int) -> None:
         """Tell nothing: rounds are news enough."""
 
     def finished_round(self, record: RoundRecord) -> None:
         """Tell of a round."""
-        self._connection.send(RoundDone(self._name, record))
+        self._connection.send(RoundDone(self.name, record))
+        before, self._last_time, self.last_round = self._last_time, time.monotonic(), record.round
+        if record.round < self._rounds and self._last_time + (self._last_time - before) > self._deadline:
+            raise _TimeIsUp
 
 
-def _attempt(
-    name: str, experiment: Experiment, directory: Path, data_root: Path | None, connection: Connection
-) -> Event:
+def _attempt(told: _Told, experiment: Experiment, directory: Path, data_root: Path | None) -> Event:
+    name = told.name
     if directory.exists() and not (directory / CONFIG).exists():
         shutil.rmtree(directory)  # killed before its first file was whole
     try:
-        return Finished(name, run(experiment, directory, data_root, _Told(name, connection)))
+        return Finished(name, run(experiment, directory, data_root, told))
+    except _TimeIsUp:
+        return Stopped(name, told.last_round)
     except (RunError, UserError) as error:
         return Failed(name, str(error))
     except Exception as error:  # noqa: BLE001 (one cell's surprise must not end the others; it is reported)

@@ -20,6 +20,7 @@ from fl_sim.simulation.capacity import cores
 from fl_sim.store import run_directory
 from fl_sim.store.locks import sole_run
 from fl_sim.store.run_directory import RoundRecord
+from fl_sim.tables.budget import Budget
 
 _SECONDS_TO_STOP = 5.0
 
@@ -64,7 +65,22 @@ class Failed:
     error: str
 
 
-Event: TypeAlias = Started | Preparing | RoundDone | Finished | Failed
+@dataclass(frozen=True)
+class Stopped:
+    """The time is up: a run was stopped after round ``last_round``, from which it can go on."""
+
+    name: str
+    last_round: int
+
+
+@dataclass(frozen=True)
+class Postponed:
+    """A run was not begun: the time that is left is too short for it."""
+
+    name: str
+
+
+Event: TypeAlias = Started | Preparing | RoundDone | Finished | Failed | Stopped | Postponed
 
 UP: Final = "up"  # what a worker says first, once it has imported what it needs
 
@@ -90,11 +106,12 @@ def finished_result(directory: Path, rounds: int) -> dict[str, Any] | None:
 
 
 def run_all(
-    runs: Mapping[str, Experiment], out: Path, jobs: int, data_root: Path | None
+    runs: Mapping[str, Experiment], out: Path, jobs: int, data_root: Path | None, budget: Budget | None = None
 ) -> Generator[Event, None, None]:
     """Run every experiment in ``out / name``, at most ``jobs`` at once, and tell what happens as it happens.
 
-    A finished run is only reported; an unfinished one goes on at its checkpoint. Closing the generator, or an exception
+    A finished run is only reported; an unfinished one goes on at its checkpoint. What the ``budget`` has no time for is
+    not begun, or stopped after a round. Closing the generator, or an exception
     inside it, stops the workers at once; what they finished stays. Raises UserError for a class that workers cannot
     import, RunError while another process is at it, and where a worker cannot start, which is the fault of no run.
     """
@@ -109,17 +126,18 @@ def run_all(
                 waiting.append((name, with_share_of_cores(experiment, jobs)))
         workers: list[_Worker] = []
         try:
-            for _ in range(min(jobs, len(waiting))):
+            while len(workers) < jobs and (run := _next(waiting, budget)) is not None:
                 workers.append(_Worker(out, data_root))
-                workers[-1].take(*waiting.popleft())
+                workers[-1].take(*run, budget)
             while workers:
                 ready = wait([worker.connection for worker in workers])
                 for worker in [worker for worker in workers if worker.connection in ready]:
                     event = worker.next_event()
-                    if isinstance(event, Finished | Failed):
-                        _go_on(worker, workers, waiting)
+                    if isinstance(event, Finished | Failed | Stopped):
+                        _go_on(worker, workers, waiting, budget)
                     if event is not None:
                         yield event
+            yield from (Postponed(name) for name, _ in waiting)
         finally:
             _stop(workers)
 
@@ -151,14 +169,15 @@ class _Worker:
         self.name, self._is_up = "", False
         self.process, self.connection = _spawn()
 
-    def take(self, name: str, experiment: Experiment) -> None:
+    def take(self, name: str, experiment: Experiment, budget: Budget | None) -> None:
         """Start a run, in a new process where the old one died. A death just now is noticed at the next event."""
+        seconds = None if budget is None else budget.left
         self.name = name
         if self.connection.closed:
             self.process, self.connection = _spawn()
             self._is_up = False
         with suppress(ConnectionError):
-            self.connection.send((name, experiment.model_dump_json(), self._out / name, self._data_root))
+            self.connection.send((name, experiment.model_dump_json(), self._out / name, self._data_root, seconds))
 
     def next_event(self) -> Event | None:
         """Return what the worker says, or that it died; None where it is up. Raises RunError where it cannot start."""
@@ -206,9 +225,19 @@ def _why_none_starts(code: int | None) -> str:
     )
 
 
-def _go_on(worker: _Worker, workers: list[_Worker], waiting: deque[tuple[str, Experiment]]) -> None:
-    if waiting:
-        worker.take(*waiting.popleft())
+def _next(waiting: deque[tuple[str, Experiment]], budget: Budget | None) -> tuple[str, Experiment] | None:
+    """Take the first run for which there is time."""
+    found = next((run for run in waiting if budget is None or budget.fits(run[0])), None)
+    if found is not None:
+        waiting.remove(found)
+    return found
+
+
+def _go_on(
+    worker: _Worker, workers: list[_Worker], waiting: deque[tuple[str, Experiment]], budget: Budget | None
+) -> None:
+    if (run := _next(waiting, budget)) is not None:
+        worker.take(*run, budget)
     else:
         workers.remove(worker)
         _stop([worker])

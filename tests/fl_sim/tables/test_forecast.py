@@ -1,11 +1,15 @@
 """How long many runs take side by side."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fl_sim.experiment.experiment import Experiment
 from fl_sim.simulation.estimate import Estimate
-from fl_sim.tables.forecast import START_SECONDS, Forecast, seconds_together
+from fl_sim.simulation.pace import pace_of
+from fl_sim.tables import forecast as forecasting
+from fl_sim.tables.forecast import START_SECONDS, Forecast, forecast, seconds_together, time_in_words
 
 
 def left(seconds: float | None, **others: Any) -> Forecast:
@@ -28,4 +32,38 @@ def test_runs_take_turns(found: list[Forecast], jobs: int, seconds: float) -> No
 
 def test_nothing_left_takes_no_time_and_what_was_not_timed_is_not_known() -> None:
     assert seconds_together([left(10, is_finished=True)], 2) == 0
-    assert seconds_together([left(10), left(None)], 2) is None
+    assert seconds_together([left(None)], 2) is None
+    assert seconds_together([left(10), left(None)], 2) == START_SECONDS + 10
+    assert time_in_words([left(96), left(None), left(1, is_finished=True)], 2) == (
+        "3 runs, 1 finished; the rest takes about 2 min with 2 side by side, by steps that were timed just now (1 of "
+        "them were not, and come on top)"
+    )
+
+
+FAULTY = """
+from torch import nn
+
+class Faulty(nn.Linear):
+    def forward(self, inputs):
+        if len(inputs) > 2:  # which is how many it is tried with as it is made
+            raise RuntimeError("no")
+        return super().forward(inputs.flatten(1))
+
+def factory(input_shape, num_classes):
+    return Faulty(64, num_classes)
+"""
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_model_that_fails_is_not_timed_and_one_that_might_end_the_process_is_not_tried_by_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, own: bool
+) -> None:
+    (tmp_path / f"faulty_{own}.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    timed: list[str] = []
+    monkeypatch.setattr(forecasting, "pace_of", lambda job: timed.append(job.experiment.model) or pace_of(job))
+    runs = {name: Experiment(model=name) for name in (f"faulty_{own}:factory", "logistic")}
+    faulty, fine = forecast(runs, tmp_path, None, {}, timed_own_models=own)
+    assert faulty.seconds_left is None
+    assert fine.seconds_left is not None
+    assert timed == (list(runs) if own else ["logistic"])

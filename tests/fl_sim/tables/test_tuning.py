@@ -283,7 +283,7 @@ def test_a_public_data_set_that_would_train_another_model_is_refused(tmp_path: P
 
 
 def filled(chosen: TableSettings, out: Path, monkeypatch: pytest.MonkeyPatch) -> Board:
-    def in_process(runs: Mapping[str, Experiment], out: Path, jobs: int, root: Path | None) -> Iterator[Event]:
+    def in_process(runs: Mapping[str, Experiment], out: Path, jobs: int, *_: object) -> Iterator[Event]:
         yield from _run(runs, out)
 
     monkeypatch.setattr(filling, "run_all", in_process)
