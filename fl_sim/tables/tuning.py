@@ -145,9 +145,10 @@ class _Entry:
                 f"trial {self.trial.number} of {self.trial.search.words} failed, in {self.directory}: {error}; what is "
                 "finished stays, and the same command goes on from there"
             )
-        rounds = self.experiment.rounds
-        name, trained = self.directory.name, rounds - self.after
-        return Tried(self.trial, self.rung, rounds, trained, name, outcome.accuracy, outcome.seconds, outcome.error)
+        return Tried(
+            self.trial, self.rung, self.experiment.rounds, outcome.trained, self.directory.name, outcome.accuracy,
+            outcome.seconds, outcome.error,
+        )  # fmt: skip
 
 
 def _entered(settings: TableSettings, trial: Trial, last: Tried | None, folder: Path, data_root: Path | None) -> _Entry:

@@ -19,10 +19,12 @@ from strategies.ccvr import NoCalibration
 class Outcome:
     """What a trial came to: its accuracy in [0, 1], None where it diverged, and then of what.
 
-    ``seconds`` of the rounds after the first ``after`` ones, known only roughly where the run is private.
+    ``trained``: how many rounds it finished beyond those that another rung has paid for. ``seconds`` of these, known
+    only roughly where the run is private.
     """
 
     accuracy: float | None
+    trained: int
     seconds: float
     error: str = ""
 
@@ -60,13 +62,14 @@ def outcome_in(directory: Path, experiment: Experiment, after: int) -> Outcome |
         return None
     records = read_rounds(directory)
     ended_here = read_table(directory / run_directory.CONFIG).get("rounds") == experiment.rounds
-    seconds = _seconds(records[after : experiment.rounds], result, anew=not after)
+    new = records[after : experiment.rounds]
+    cost = len(new), _seconds(new, result, anew=not after)
     if ended_here and result.get("status") == "finished":
-        return Outcome(_final_accuracy(result), seconds)
+        return Outcome(_final_accuracy(result), *cost)
     if ended_here and result.get("diverged"):
-        return Outcome(None, seconds, str(result["error"]))
+        return Outcome(None, *cost, str(result["error"]))
     if len(records) >= experiment.rounds:  # it has gone on since
-        return Outcome(_accuracy(records[experiment.rounds - 1]), seconds)
+        return Outcome(_accuracy(records[experiment.rounds - 1]), *cost)
     return None
 
 
