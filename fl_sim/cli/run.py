@@ -14,7 +14,11 @@ from fl_sim.settings_file import read_table
 from fl_sim.tables.plan import file_or_preset
 from fl_sim.tables.words import took
 
-_PICKED_ON = {"test": "the test set, so optimistic", "validation": "records held out for validation"}
+_BEST = {
+    "test": "picked on the test set, so optimistic",
+    "validation": "picked on records held out for validation",
+    "last": "the last, which alone was tested",
+}
 
 
 def run_experiment(
@@ -57,7 +61,7 @@ def _print(result: Mapping[str, Any], out: Path) -> None:
         f"{result['algorithm']} on {result['data']}{note}, {result['partition']}, {result['clients']} clients, "
         f"{result['model']}: accuracy {_percent(result['final_accuracy'])}{_majority(result)} after "
         f"{result['rounds']} rounds, "
-        f"best {_percent(result['best_accuracy'])} (picked on {_PICKED_ON[result.get('best_chosen_on', 'test')]}), "
+        f"best {_percent(result['best_accuracy'])} ({_BEST[result.get('best_chosen_on', 'test')]}), "
         f"{took(result)} on engine {result['engine']}"
     )
     if result["stopped"]:

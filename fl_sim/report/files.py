@@ -129,6 +129,7 @@ class Outcome(Facts):
     rounds: Count
     final_accuracy: Share | None
     best_accuracy: Share | None
+    best_chosen_on: Literal["test", "validation", "last"] = "test"
     privacy: list[Release]
     seconds: Seconds
     versions: dict[str, str]

@@ -9,6 +9,7 @@ from fl_sim.report.groups import Group, Panel, parameters
 from fl_sim.report.page_words import (
     Groups,
     groups_of,
+    how_picked,
     percent,
     privacy_in_short,
     privacy_in_words,
@@ -133,8 +134,8 @@ def _comparison(groups: Groups) -> str:
     rows = "".join(_row(label, one, longest) for some in groups.values() for label, one in some)
     return (
         f"<h2>Comparison</h2>{_grid(heads, rows)}"
-        '<p class="small">Test accuracy after the last round, and in the best evaluated round (picked on the test set '
-        "and so optimistic); wall-clock seconds of a run. Mean ± sample standard deviation over the finished seeds.</p>"
+        f'<p class="small">Test accuracy after the last round, and in the best evaluated round ({how_picked(groups)}); '
+        "wall-clock seconds of a run. Mean ± sample standard deviation over the finished seeds.</p>"
     )
 
 

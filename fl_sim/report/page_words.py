@@ -8,6 +8,12 @@ from fl_sim.report.release import in_short, in_words
 from fl_sim.report.runs import Run
 from fl_sim.report.spread import mean_and_deviation
 
+_PICKED = {
+    "test": "picked on the test set and so optimistic",
+    "validation": "picked on records held out for validation",
+    "last": "the last, which alone was tested",
+}
+
 NO_GUARANTEE = "No privacy guarantee: updates leave the clients without noise"
 
 Groups: TypeAlias = Mapping[str, Sequence[tuple[str, Group]]]
@@ -24,6 +30,12 @@ def groups_of(panels: Iterable[Panel]) -> Groups:
                 seen.add(id(one))
                 groups.setdefault(f"{one.data}, {one.partition}", []).append((label, one))
     return groups
+
+
+def how_picked(groups: Groups) -> str:
+    """Say by which records the best rounds of the runs were picked."""
+    chosen = dict.fromkeys(run.outcome.best_chosen_on for run in runs_of(groups) if run.outcome)
+    return " or ".join(_PICKED[how] for how in chosen)
 
 
 def runs_of(groups: Groups) -> list[Run]:

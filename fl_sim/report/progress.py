@@ -78,7 +78,8 @@ class RunProgress:
     def finished_round(self, record: RoundRecord) -> None:
         """Show a round."""
         self._preparing = False
-        accuracy = "" if record.test_accuracy is None else f"accuracy {record.test_accuracy:.4f}"
+        measured = {"accuracy": record.test_accuracy, "validation": record.validation_accuracy}
+        accuracy = "  ".join(f"{name} {value:.4f}" for name, value in measured.items() if value is not None)
         rate = "" if record.seconds is None else f"{record.seconds:.2f} s/round"
         self._bar.update(self._task, advance=1, accuracy=accuracy, rate=rate, clients="")
         if not self._live and (record.round == self._rounds or self._is_due(record.round)):

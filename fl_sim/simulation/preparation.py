@@ -76,7 +76,7 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
         template = what_clients_share(algorithm, dataset.input_shape, dataset.num_classes)
         shared, up = share_before_training(strategy, grid, template, experiment.round_timeout)
         down = wire.num_bytes(wire.pool_content(shared)) * experiment.num_clients
-        log.before["shared records"] = None if experiment.is_private else Traffic(down, up)
+        log.before["shared_records"] = None if experiment.is_private else Traffic(down, up)
         strategy.order = replace(strategy.order, pool=str(save_by_content(out.absolute(), "pool", shared)))
     log.preprocess_seconds = time.perf_counter() - start
     return strategy
@@ -88,7 +88,7 @@ def _use_synthetic_records(job: Job, strategy: FederatedStrategy, grid: Grid, ou
 
     log.pool = prepare_pool(job, strategy, grid, out)
     log.warnings += warnings_of(log.pool)
-    log.before["synthetic records"] = traffic_of(log.pool, job.dataset.input_shape)
+    log.before["synthetic_records"] = traffic_of(log.pool, job.dataset.input_shape)
     counts = [part.counts for part in log.pool.parts]
     log.warnings += write_samples(out, log.pool.path, counts, job.experiment.model_dump(), job.dataset.note)
     strategy.order = replace(strategy.order, synthetic=str(log.pool.path))

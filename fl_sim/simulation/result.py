@@ -24,8 +24,8 @@ VERSIONS = ("fl-sim", "flwr", "torch", "numpy")
 def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, Any]:
     """Return what ``result.json`` says of a run that took ``seconds``."""
     experiment = job.experiment
-    scores = _scores(experiment, log)
-    best = max(scores, key=lambda one: one.chosen_by, default=None)  # the first of equals
+    scores = _scores(log)
+    best = _best(experiment, scores)
     return {
         "status": status,
         "algorithm": kind_of(experiment.algorithm),
@@ -46,8 +46,8 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "final_accuracy": scores[-1].accuracy if scores else None,
         "best_accuracy": best.accuracy if best else None,
         "best_round": best.round if best else None,
-        "best_chosen_on": "validation" if job.validation else "test",
-        **_validation(job, scores, best),
+        "best_chosen_on": _chosen_on(experiment),
+        **_validation(job, scores),
         **measures_of(job, log),
         "preprocess": _preprocess(experiment, log),
         "calibrate": {"kind": experiment.calibrate.kind, **(log.calibration.facts() if log.calibration else {})},
@@ -63,7 +63,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
 
 @dataclass(frozen=True)
 class _Score:
-    """A model's accuracies in [0, 1], after the round ``round``; None where it was not measured."""
+    """A model's accuracies in [0, 1], after the round ``round``; None where it was not measured on such records."""
 
     round: int
     accuracy: float | None
@@ -72,18 +72,15 @@ class _Score:
     @property
     def chosen_by(self) -> float:
         """Return what decides which model is the best."""
-        measured = self.accuracy if self.validation is None else self.validation
-        assert measured is not None
-        return measured
+        return (self.accuracy if self.validation is None else self.validation) or 0.0
 
 
-def _scores(experiment: Experiment, log: RunLog) -> list[_Score]:
-    """Return what was tested, in order, or validated where nothing is; the calibrated model comes after the rounds'."""
-    untested = experiment.evaluate.test == "never"
+def _scores(log: RunLog) -> list[_Score]:
+    """Return what was measured, in order; the calibrated model comes after the rounds'."""
     scores = [
         _Score(record.round, record.test_accuracy, record.validation_accuracy)
         for record in log.rounds
-        if (record.validation_accuracy if untested else record.test_accuracy) is not None
+        if record.test_accuracy is not None or record.validation_accuracy is not None
     ]
     if log.calibration is not None:
         after = log.calibration.after
@@ -91,13 +88,27 @@ def _scores(experiment: Experiment, log: RunLog) -> list[_Score]:
     return scores
 
 
-def _validation(job: Job, scores: list[_Score], best: _Score | None) -> dict[str, Any]:
+def _best(experiment: Experiment, scores: list[_Score]) -> _Score | None:
+    """Return the model that is the best, of those that were tested where any is to be; the first of equals."""
+    if experiment.evaluate.test != "never":
+        scores = [one for one in scores if one.accuracy is not None]
+    return max(scores, key=lambda one: one.chosen_by, default=None)
+
+
+def _chosen_on(experiment: Experiment) -> str:
+    """Say by which records the best model is chosen; "last": it is the last one, which alone was tested."""
+    if experiment.evaluate.test == "last":
+        return "last"
+    return "validation" if experiment.evaluate.validation else "test"
+
+
+def _validation(job: Job, scores: list[_Score]) -> dict[str, Any]:
     if not job.validation:
         return {}
     facts = {
         "records": sum(map(len, job.validation)),
         "final_accuracy": scores[-1].validation if scores else None,
-        "best_accuracy": best.validation if best else None,
+        "best_accuracy": max((one.validation or 0.0 for one in scores), default=None),
     }
     return {"validation": facts}
 

@@ -128,6 +128,14 @@ def test_the_table_averages_finished_seeds_and_tells_of_the_others(write_run, tm
     assert "torch 9.9" in told
 
 
+def test_the_page_says_by_which_records_best_rounds_were_picked(write_run, tmp_path):
+    write_run("old")
+    assert "the best evaluated round (picked on the test set and so optimistic); " in text_of(shown(tmp_path))
+    write_run("new", seed=1, best_chosen_on="validation")
+    picked = "picked on the test set and so optimistic or picked on records held out for validation"
+    assert f"the best evaluated round ({picked}); " in text_of(shown(tmp_path))
+
+
 def test_a_table_directory_shows_its_table_orders_its_runs_and_leaves_out_strangers(write_run, tmp_path):
     for name, seed in (("t/cells/a", 1), ("t/cells/b", 0), ("t/cells/old", 7)):
         write_run(name, seed=seed)

@@ -44,6 +44,17 @@ def test_fast_rounds_are_left_out_but_for_the_last(monkeypatch: pytest.MonkeyPat
     assert last == "round 3/3  accuracy 0.5000  2.00 s/round"
 
 
+def test_what_is_held_out_is_shown_beside_the_test_or_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", -1.0)
+    stream, both = io.StringIO(), replace(_record(1), validation_accuracy=0.25)
+    with RunProgress("title", 3, stream) as shown:
+        shown.finished_round(both)
+        shown.finished_round(replace(both, round=2, test_accuracy=None))
+    assert stream.getvalue().splitlines() == [
+        "round 1/3  accuracy 0.5000  validation 0.2500  2.00 s/round", "round 2/3  validation 0.2500  2.00 s/round",
+    ]  # fmt: skip
+
+
 def test_where_time_is_private_none_is_shown_and_it_does_not_choose_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 1e9)
     stream = io.StringIO()

@@ -272,7 +272,7 @@ def test_the_bytes_of_a_run_are_those_that_travel(tmp_path: Path, chosen: list[s
     experiment = quick(*chosen, "rounds=2")
     grid = Counting(client_app(), 10)
     told = run(experiment, tmp_path / "run", grid=grid)["bytes"]
-    pool = told["before"].get("shared records", {"down": 0})["down"]  # lies on a disk, which all clients read
+    pool = told["before"].get("shared_records", {"down": 0})["down"]  # lies on a disk, which all clients read
     assert told["total"] == {"down": grid.down + pool, "up": grid.up}
     each, cohort = told["each_client_in_a_round"], read_rounds(tmp_path / "run")[0].cohort or 0
     assert told["rounds"] == {way: 2 * cohort * count for way, count in each.items()}
@@ -307,6 +307,8 @@ def test_where_the_last_round_alone_is_tested_it_is_the_one_that_patience_ends_a
     ) + [True]
     assert once["final_accuracy"] == always["final_accuracy"]
     assert once["measures"]["confusion"] == always["measures"]["confusion"]
+    assert (once["best_chosen_on"], once["best_round"]) == ("last", once["rounds"])
+    assert once["validation"] == always["validation"]
 
 
 def test_a_run_that_stopped_in_the_last_round_that_it_had_says_so_and_takes_no_more(tmp_path: Path) -> None:

@@ -62,9 +62,9 @@ def test_a_run_states_what_its_pool_costs_a_record_and_that_the_main_task_is_not
     assert tensors["inputs"].dtype == torch.uint8
     assert len(tensors["inputs"]) == len(tensors["labels"]) == made["num_synthetic"]
     count, told = made["num_synthetic"], result["bytes"]
-    assert told["before"]["synthetic records"] == {"down": 10 * count * (64 + 8), "up": 10 * 128 + count * 64 * 4}
+    assert told["before"]["synthetic_records"] == {"down": 10 * count * (64 + 8), "up": 10 * 128 + count * 64 * 4}
     assert told["total"] == {
-        way: told["rounds"][way] + told["before"]["synthetic records"][way] for way in told["total"]
+        way: told["rounds"][way] + told["before"]["synthetic_records"][way] for way in told["total"]
     }
     assert "client_accuracy" not in result["measures"]
 
