@@ -3,9 +3,9 @@
 import base64
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
 from fl_sim.report.groups import Group, Panel, parameters
+from fl_sim.report.page_tables import row_start, table_section
 from fl_sim.report.page_words import (
     Groups,
     groups_of,
@@ -20,7 +20,6 @@ from fl_sim.report.page_words import (
 )
 from fl_sim.report.picture import Picture
 from fl_sim.report.runs import Found, Run
-from fl_sim.report.table import MEASURES, Table, texts
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2630; max-width: 1180px; margin: 2em auto; padding: 0 1em; }
@@ -48,7 +47,7 @@ def page(found: Found, panels: Sequence[Panel], pictures: Sequence[Picture], bil
     """Return the page as HTML. It refers to nothing outside itself. ``bill``: what all runs together cost, in words."""
     groups = groups_of(panels)
     title = title_of(panels)
-    tables = [_table(place, table) for place, table in found.tables.items()]
+    tables = [table_section(place, table) for place, table in found.tables.items()]
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(summary(groups))}</p>",
@@ -99,23 +98,6 @@ def _failures(found: Found, groups: Groups) -> list[str]:
     return [f'<div class="bad"><b>Failed, unfinished or left out</b><ul>{items}</ul></div>']
 
 
-def _table(place: Path, table: Table) -> str:
-    heads = "".join(f'<th colspan="2" class="n">{escape(column)}</th>' for column in table.columns)
-    measures = "".join(f'<th class="n">{measure}</th>' for _ in table.columns for measure in MEASURES)
-    rows = "".join(_table_row(row, cells, is_bound=row in table.upper_bounds) for row, cells in texts(table))
-    below = "<br>".join(escape(line) for line in table.caption)
-    return (
-        f'<h2>Table <span class="small path">{escape(str(place))}</span></h2>'
-        f'<div class="wide"><table><tr><th></th>{heads}</tr><tr><th>Method</th>{measures}</tr>{rows}</table></div>'
-        f'<p class="small">{below}</p>'
-    )
-
-
-def _table_row(row: str, cells: Sequence[tuple[str, bool]], *, is_bound: bool) -> str:
-    shown = (f"<b>{escape(text)}</b>" if best else escape(text) for text, best in cells)
-    return f"{_tr(is_bound=is_bound)}<td>{escape(row)}</td>{''.join(f'<td class=n>{cell}</td>' for cell in shown)}</tr>"
-
-
 def _comparison(groups: Groups) -> str:
     longest = max((run.outcome.seconds.total for run in runs_of(groups) if run.outcome), default=0.0)
     heads = (
@@ -159,11 +141,7 @@ def _row(label: str, one: Group, longest: float) -> str:
         f"<td>{escape(', '.join(dict.fromkeys(privacy_in_short(run) for run in one.runs)))}</td>",
         f"<td>{escape(status)}</td>",
     ]
-    return f"{_tr(is_bound=one.is_bound)}{''.join(cells)}</tr>"
-
-
-def _tr(*, is_bound: bool) -> str:
-    return '<tr class="bound">' if is_bound else "<tr>"
+    return f"{row_start(is_bound=one.is_bound)}{''.join(cells)}</tr>"
 
 
 def _grid(heads: Sequence[str], rows: str) -> str:

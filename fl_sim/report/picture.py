@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -36,12 +36,11 @@ class Layout:
     highest: float = math.inf
 
     def style(self) -> Any:
-        """Return matplotlib's settings: text is embedded as TrueType, and the same figure has the same bytes."""
+        """Return matplotlib's settings."""
         return {
             "font.size": self.text, "axes.labelsize": self.text, "xtick.labelsize": self.text,
             "ytick.labelsize": self.text, "legend.fontsize": self.text, "axes.linewidth": 0.5 * self.line,
-            "xtick.major.width": 0.5 * self.line, "ytick.major.width": 0.5 * self.line, "pdf.fonttype": 42,
-            "svg.hashsalt": "fl-sim",
+            "xtick.major.width": 0.5 * self.line, "ytick.major.width": 0.5 * self.line,
         }  # fmt: skip
 
     def characters(self, size: float, share: float = 0.85) -> int:
@@ -58,6 +57,9 @@ COLUMN = Layout("-column", 3.3, 2.2, text=7, title=8, small=7, line=0.9, highest
 TEXT_WIDTH = Layout("-wide", 6.9, 2.6, text=8, title=8, small=7, line=1.1, across=2, highest=7.0)
 PAPER = (COLUMN, TEXT_WIDTH)
 """One column of a paper, and both."""
+
+_EMBEDDED: Any = {"pdf.fonttype": 42, "svg.hashsalt": "fl-sim"}
+"""Text is embedded as TrueType, and names in an SVG are not drawn at random."""
 
 Draw: TypeAlias = Callable[[Layout], "Figure"]
 
@@ -83,23 +85,32 @@ def for_papers(picture: Picture) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     if picture.draw is not None:
         for layout in PAPER:
-            for kind, metadata in (("pdf", {"CreationDate": None}), ("svg", {"Date": None})):
+            for kind in ("pdf", "svg"):
                 name = f"{picture.name.removesuffix('.png')}{layout.suffix}.{kind}"
-                files[name] = _saved(picture.draw, layout, kind, metadata)
+                files[name] = _saved(picture.draw, layout, kind)
     return files
 
 
 def drawn(draw: Draw, layout: Layout) -> bytes:
     """Return a diagram as a PNG of ``DPI`` pixels an inch."""
-    return _saved(draw, layout, "png", {})
+    return _saved(draw, layout, "png")
 
 
-def _saved(draw: Draw, layout: Layout, kind: str, metadata: Mapping[str, None]) -> bytes:
+def save(figure: "Figure", target: Path | io.BytesIO, kind: str) -> None:
+    """Write ``figure`` as ``kind`` (png, pdf, svg): without its date, so that the same figure has the same bytes."""
     from matplotlib import rc_context  # noqa: PLC0415 (a second to import)
+
+    undated: Any = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
+    with rc_context(_EMBEDDED):
+        figure.savefig(target, format=kind, dpi=DPI, metadata=undated.get(kind, {}))
+
+
+def _saved(draw: Draw, layout: Layout, kind: str) -> bytes:
+    from matplotlib import rc_context  # noqa: PLC0415
 
     buffer = io.BytesIO()
     with rc_context(layout.style()):
-        draw(layout).savefig(buffer, format=kind, dpi=DPI, metadata=dict(metadata))
+        save(draw(layout), buffer, kind)
     return buffer.getvalue()
 
 
@@ -130,5 +141,5 @@ def plain(text: str) -> str:
 def png(figure: "Figure") -> bytes:
     """Return a figure as a PNG of ``DPI`` pixels an inch."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI)
+    save(figure, buffer, "png")
     return buffer.getvalue()

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.errors import UserError
+from fl_sim.report.picture import save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +31,7 @@ def draw_partition(label_counts: NDArray[np.int64], path: Path, title: str) -> N
     figure = _bubbles(label_counts) if max(label_counts.shape) <= _MOST_BUBBLES else _heat_map(label_counts)
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path, path.suffix.lower().removeprefix("."))
 
 
 def _bubbles(counts: NDArray[np.int64]) -> "Figure":
@@ -64,12 +65,12 @@ def _write_numbers(axes: "Axes", counts: NDArray[np.int64]) -> None:
     halo = [withStroke(linewidth=1.2, foreground="white", alpha=0.8)]
     for client, label in np.argwhere(counts).tolist():
         number, dark = counts[client, label], counts[client, label] > 0.3 * counts.max()
-        text = axes.text(client, label, str(number), ha="center", va="center", fontsize=6.5, zorder=3)
+        text = axes.text(client, label, str(number), ha="center", va="center", fontsize=7, zorder=3)
         text.set(color="white" if dark else "black", path_effects=[] if dark else halo)
     above = counts.shape[1] - 0.4
     for client, size in enumerate(counts.sum(axis=1).tolist()):
-        axes.text(client, above, str(size), ha="center", va="bottom", fontsize=6.5, color="0.35")
-    axes.text(-0.6, above, "records", ha="right", va="bottom", fontsize=6.5, color="0.35")
+        axes.text(client, above, str(size), ha="center", va="bottom", fontsize=7, color="0.35")
+    axes.text(-0.6, above, "records", ha="right", va="bottom", fontsize=7, color="0.35")
 
 
 def _heat_map(counts: NDArray[np.int64]) -> "Figure":

@@ -11,6 +11,8 @@ from fl_sim.report.groups import group, panels
 from fl_sim.report.page import page
 from fl_sim.report.page_words import NO_GUARANTEE, privacy_in_words
 from fl_sim.report.runs import find
+from fl_sim.report.table import SeedResult, Table
+from fl_sim.report.table_files import write_table
 
 CONFIG = """data = "mnist"
 clients = 10
@@ -152,3 +154,23 @@ def test_a_table_directory_shows_its_table_orders_its_runs_and_leaves_out_strang
     assert "Method &amp; Co failed failed Centralized 99.0 ± 0.0 99.0 ± 0.0 a subset of MNIST" in told
     assert "failed: Method &amp; Co, MNIST 1-Label, seed 2: worker died" in told
     assert "left out: the table.json above it does not name it" in told
+
+
+def test_a_table_read_back_is_the_one_that_was_written_and_the_page_shows_how_far_rows_are_behind(write_run, tmp_path):
+    results = tuple(
+        SeedResult(
+            row, "x", seed, "finished", f"cells/{row}{seed}", last + seed / 100, last, measures={"macro_f1": 0.5}
+        )
+        for row, last in (("A", 0.5), ("B", 0.25))
+        for seed in range(3)
+    )
+    table = Table(("A", "B"), ("x",), frozenset(), results, ("What it is.",))
+    for one in results:
+        write_run(f"t/{one.directory}", seed=one.seed, clients=10 + 10 * (one.row == "B"))
+    write_table(tmp_path / "t", table)
+    (found,) = find([tmp_path]).tables.values()
+    assert [(one.row, one.seed, one.status, one.measures) for one in found.results] == [
+        (one.row, one.seed, "finished", {"macro_f1": 0.5}) for one in results
+    ]
+    told = text_of(shown(tmp_path))
+    assert "Method x A highest mean B -25.0 [-25.0, -25.0] What it is." in told

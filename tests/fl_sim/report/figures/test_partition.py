@@ -19,6 +19,16 @@ def test_the_picture_is_written_and_stays_of_a_sane_size(tmp_path, num_clients):
         assert np.asarray(image.convert("L")).min() < 120  # something dark was drawn
 
 
+@pytest.mark.parametrize("kind", ["pdf", "svg"])
+def test_the_same_split_has_the_same_bytes(tmp_path, kind):
+    for name in ("one", "two"):
+        draw_partition(np.ones((2, 2), dtype=np.int64), tmp_path / f"{name}.{kind}", "a title")
+    written = (tmp_path / f"one.{kind}").read_bytes()
+    assert written == (tmp_path / f"two.{kind}").read_bytes()
+    assert b"CreationDate" not in written
+    assert b"dc:date" not in written
+
+
 def test_bubbles_carry_the_counts_and_sizes_and_their_area_is_the_count():
     counts = np.array([[40, 0], [10, 5]])
     (axes,) = _bubbles(counts).axes
