@@ -124,7 +124,8 @@ def fill(
         choices = tune(board.settings, board.plan, out, partial(runner.run_all_of, TRIALS), data_root)
         board.tuned(choices, tuned(board.settings, board.plan, values_of(choices), data_root))
     labels = {
-        cell.name: f"{cell.row}, {_place(cell, board.plan)}, seed {cell.seed}" for cell in reversed(board.plan.cells)
+        cell.name: f"{cell.row}, {_place(cell, board.plan)}, {board.plan.over.replace('_', ' ')} {cell.seed}"
+        for cell in reversed(board.plan.cells)
     }
     with closing(runner.run_all_of(CELLS, board.plan.runs, labels)) as events:
         for event in events:

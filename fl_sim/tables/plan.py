@@ -28,6 +28,7 @@ from fl_sim.tables.points import (
     job_at,
     points,
 )
+from fl_sim.tables.seeds import SEEDS, seed_of_means
 from fl_sim.tables.tuning_settings import Tune
 from fl_sim.tables.words import caption, data_label, differences, label, method, text
 
@@ -58,6 +59,7 @@ class Cell:
     row: str
     column: str
     seed: int
+    """The one over which the table has means."""
     experiment: Experiment
     name: str
     """Name of the run's directory: readable, and different for different settings or records."""
@@ -74,6 +76,8 @@ class Plan:
     cells: tuple[Cell, ...]
     upper_bounds: frozenset[str]
     caption: tuple[str, ...]
+    over: str = "seed"
+    """Which of the seeds the cells of a row and column differ in."""
 
     @property
     def runs(self) -> dict[str, Experiment]:
@@ -127,7 +131,7 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
     base = []
     for override in overrides:
         key, _, value = override.partition("=")
-        if key in grid or key in AXES:
+        if key in grid or key in AXES or (key in SEEDS and "," in value):
             grid[key] = value.split(",")
         elif key != "centralized":
             base.append(override)
@@ -158,21 +162,22 @@ def plan_table(settings: TableSettings, data_root: Path | None = None) -> Plan:
     if (num_cells := math.prod(map(len, grid.values()))) > MOST_CELLS:
         raise UserError(f"the grid has {num_cells:,} cells, a table at most {MOST_CELLS:,}: make several tables of it")
     placed = [(point, _placed(settings, point, data_root)) for point in _points(settings)]
-    varied = differences([cell.experiment for _, cell in placed])
+    varied, over = differences([cell.experiment for _, cell in placed]), seed_of_means(grid)
     cells: dict[tuple[str, str, int], Cell] = {}
     bounds: dict[str, None] = {}
     for point, one in placed:
-        row = ", ".join([method(one.experiment, varied), *_further(point)])
+        row = ", ".join([method(one.experiment, varied), *_further(point, over)])
         if is_bound(point):
             bounds[row] = None
-        place = (row, one.column, one.experiment.seed)
+        seed = getattr(one.experiment, over)  # an upper bound has no split and no cohorts: None
+        place = (row, one.column, one.experiment.seed if seed is None else seed)
         cell = Cell(*place, one.experiment, one.name, point)
         assert cells.setdefault(place, cell) == cell, "two experiments of one name"
     rows = [row for row in dict.fromkeys(cell.row for cell in cells.values()) if row not in bounds] + list(bounds)
     columns = tuple(dict.fromkeys(cell.column for cell in cells.values()))
     ordered = sorted(cells.values(), key=lambda cell: (rows.index(cell.row), columns.index(cell.column)))
     words = _caption(ordered, bounds, [one for _, one in placed])
-    return Plan(tuple(rows), columns, tuple(ordered), frozenset(bounds), words)
+    return Plan(tuple(rows), columns, tuple(ordered), frozenset(bounds), words, over)
 
 
 def _caption(cells: Sequence[Cell], bounds: Collection[str], placed: Iterable["_Placed"]) -> tuple[str, ...]:
@@ -231,7 +236,7 @@ def _placed(settings: TableSettings, point: Point, data_root: Path | None) -> _P
     return _Placed(column, job.experiment, run_name(job.experiment, job.dataset), note, largest_class)
 
 
-def _further(point: Point) -> list[str]:
-    """Return what a row's name must say besides the method: all that spans the table and is in no column."""
-    named = {*AXES, *(CENTRALIZED if is_bound(point) else _IN_THE_NAME)}
+def _further(point: Point, over: str) -> list[str]:
+    """Return what a row's name must say besides the method: all that spans the table, is in no column and no mean."""
+    named = {*AXES, over, *(CENTRALIZED if is_bound(point) else _IN_THE_NAME)}
     return [f"{key}={text(value)}" for key, value in flat(point) if key.split(".")[0] not in named]

@@ -7,6 +7,7 @@ from typing import Any
 from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.experiment.experiment import Experiment, Local
 from fl_sim.kinds import field_defaults, is_settings, kind_of, short_form, title_of
+from fl_sim.tables.seeds import spread
 from strategies.algorithm import Advising, Noted
 from strategies.ccvr import CCVR
 
@@ -89,8 +90,6 @@ def caption(
 
     ``notes``: what is to be said of each data set. ``shares``: what part of its test records is of the largest class.
     """
-    seeds = _values(e.seed for e in experiments)
-    spread = f"mean ± sample standard deviation over seeds {seeds}" if ", " in seeds else f"one seed ({seeds})"
     noted = {data_label(e.data): notes.get(e.data) for e in experiments}
     measures = f"last: after the last round; best: {_best(experiments)}"
     bound = (
@@ -99,7 +98,7 @@ def caption(
         "compete."
     )
     return (
-        f"Test accuracy in percent, {spread}. {measures}.",
+        f"Test accuracy in percent, {spread(experiments)}. {measures}.",
         f"{_values(data_label(e.data) for e in experiments)}; {_federation(experiments)}; {_training(experiments)}.",
         *_largest_class(shares),
         *_preprocessing([e.preprocess for e in experiments if isinstance(e.preprocess, DaFl)]),

@@ -29,6 +29,26 @@ def test_rows_are_methods_columns_are_data_and_splits_and_seeds_share_a_cell() -
     assert len(plan.runs) == 8
 
 
+def test_a_table_has_means_over_the_seed_that_has_several_values_and_rows_for_the_others() -> None:
+    plan = plan_table(settings(centralized=True, partition_seed=[4, 5], seed=[3], partition=["iid"]))
+    assert (plan.rows, plan.over) == (("FedAvg", "Centralized"), "partition_seed")
+    assert [(cell.row, cell.seed, cell.experiment.partition_seed) for cell in plan.cells] == [
+        ("FedAvg", 4, 4), ("FedAvg", 5, 5), ("Centralized", 3, None),
+    ]  # fmt: skip
+    assert "mean ± sample standard deviation over partition seeds 4, 5; seed 3." in plan.caption[0]
+    both = plan_table(settings(model_seed=[4, 5], seed=[0, 1], partition=["iid"]))
+    assert (both.rows, both.over) == (("FedAvg, model_seed=4", "FedAvg, model_seed=5"), "seed")
+    assert [cell.seed for cell in both.cells] == [0, 1, 0, 1]
+    assert "over seeds 0, 1; model_seed 4, 5." in both.caption[0]
+
+
+def test_a_seed_apart_takes_a_list_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "grid.toml").write_text('[base]\nmodel = "logistic"\n')
+    plan = plan_table(read_settings(tmp_path / "grid.toml", ["model_seed=1,2", "centralized=false"]))
+    assert [cell.seed for cell in plan.cells] == [1, 2]
+    assert len(plan.rows) == 1
+
+
 def test_upper_bound_runs_once_per_data_set_and_seed_and_stands_in_every_column() -> None:
     plan = plan_table(settings(centralized=True, partition=["label-1", "label-2"], seed=[0, 1]))
     bound = [cell for cell in plan.cells if cell.row == "Centralized"]
