@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fl_sim.cli import verbs
 from fl_sim.data import load
 from fl_sim.errors import Diverged, RunError, UserError
 from fl_sim.experiment import job as wiring
@@ -22,6 +24,7 @@ from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
 from fl_sim.tables.tuning import LOG, TRIALS, Runner, tune
 from fl_sim.tables.tuning_optuna import proposed
+from fl_sim.tables.tuning_settings import Tune
 from fl_sim.tables.tuning_space import Choices, Range, drawn
 from fl_sim.tables.tuning_trials import Choice, experiment_of
 from fl_sim.tables.workers import Event, Failed, Finished
@@ -382,3 +385,8 @@ def test_a_report_shows_no_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     found = find([tmp_path])
     assert [run.path.parent.name for run in found.runs] == ["cells"]
     assert not found.problems
+
+
+def test_every_setting_of_a_search_is_in_the_help() -> None:
+    words = set(re.findall(r"\w+", verbs.table.__doc__ or ""))
+    assert set(Tune.model_fields) - words == set()
