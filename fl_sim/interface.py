@@ -66,7 +66,7 @@ class TableResult:
 
     def to_markdown(self) -> str:
         """Return what ``fl-sim table`` prints."""
-        from fl_sim.report.table import markdown  # noqa: PLC0415 (of no use to a single run)
+        from fl_sim.report.table_markdown import markdown  # noqa: PLC0415 (of no use to a single run)
 
         return markdown(self.table)
 

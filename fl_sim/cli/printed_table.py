@@ -8,8 +8,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from fl_sim.report.table import DIFFERENCES, MEASURES, Table, differences, markdown, notes, texts
+from fl_sim.report.further import targets
+from fl_sim.report.table import MEASURES, Grid, Table, differences, notes, texts
 from fl_sim.report.table_json import as_json
+from fl_sim.report.table_markdown import markdown
 from fl_sim.tables.filling import Board, conclude
 
 
@@ -27,8 +29,8 @@ def _show(table: Table, *, json_output: bool) -> None:
         typer.echo(json.dumps(as_json(table)))
     elif console.is_terminal:
         console.print(_for_terminal(table))
-        if apart := differences(table):
-            console.print(_apart(table, apart))
+        for grid in filter(None, (differences(table), targets(table))):
+            console.print(_grid(grid))
         for note in notes(table):
             console.print(note, highlight=False, markup=False)
     else:
@@ -45,10 +47,10 @@ def _for_terminal(table: Table) -> RichTable:
     return shown
 
 
-def _apart(table: Table, apart: list[tuple[str, list[str]]]) -> RichTable:
-    shown = RichTable("Method", title=DIFFERENCES)
-    for column in table.columns:
-        shown.add_column(Text(column), justify="right")
-    for row, cells in apart:
+def _grid(grid: Grid) -> RichTable:
+    shown = RichTable("Method", title=grid.title)
+    for head in grid.heads:
+        shown.add_column(Text(head), justify="right")
+    for row, cells in grid.rows:
         shown.add_row(Text(row), *map(Text, cells))
     return shown

@@ -1,22 +1,24 @@
-"""The tables of a report's page as HTML: means and deviations, and how far every row is behind the best one."""
+"""The tables of a report's page as HTML: means and deviations, and below them all that they tell besides."""
 
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from fl_sim.report.table import DIFFERENCES, MEASURES, Table, differences, texts
+from fl_sim.report.further import further, targets
+from fl_sim.report.table import MEASURES, Grid, Table, differences, texts
 
 
 def table_section(place: Path, table: Table) -> str:
-    """Return a table that was found at ``place``, its differences where they have intervals, and its caption."""
+    """Return a table that was found at ``place``, what it tells besides accuracies, and its caption."""
     heads = "".join(f'<th colspan="2" class="n">{escape(column)}</th>' for column in table.columns)
     measures = "".join(f'<th class="n">{measure}</th>' for _ in table.columns for measure in MEASURES)
     rows = "".join(_row(row, cells, is_bound=row in table.upper_bounds) for row, cells in texts(table))
     below = "<br>".join(escape(line) for line in table.caption)
+    more = "".join(_grid(grid) for grid in (differences(table), targets(table), *further(table)) if grid)
     return (
         f'<h2>Table <span class="small path">{escape(str(place))}</span></h2>'
         f'<div class="wide"><table><tr><th></th>{heads}</tr><tr><th>Method</th>{measures}</tr>{rows}</table></div>'
-        f'{_differences(table)}<p class="small">{below}</p>'
+        f'{more}<p class="small">{below}</p>'
     )
 
 
@@ -31,10 +33,8 @@ def _row(row: str, cells: Sequence[tuple[str, bool]], *, is_bound: bool) -> str:
     return f"{start}<td>{escape(row)}</td>{''.join(f'<td class=n>{cell}</td>' for cell in shown)}</tr>"
 
 
-def _differences(table: Table) -> str:
-    apart = differences(table)
-    if not apart:
-        return ""
-    heads = "".join(f'<th class="n">{escape(column)}</th>' for column in table.columns)
-    rows = "".join(_row(row, [(cell, False) for cell in cells], is_bound=False) for row, cells in apart)
-    return f'<p>{DIFFERENCES}:</p><div class="wide"><table><tr><th>Method</th>{heads}</tr>{rows}</table></div>'
+def _grid(grid: Grid) -> str:
+    heads = "".join(f'<th class="n">{escape(head)}</th>' for head in grid.heads)
+    rows = "".join(_row(row, [(cell, False) for cell in cells], is_bound=False) for row, cells in grid.rows)
+    body = f'<div class="wide"><table><tr><th>Method</th>{heads}</tr>{rows}</table></div>'
+    return f"<details><summary>{escape(grid.title)}</summary>{body}</details>"

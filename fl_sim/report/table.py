@@ -1,6 +1,6 @@
-"""A table of accuracies: means and deviations over seeds, the best of each column, in Markdown."""
+"""A table of accuracies: means and deviations over seeds, the best of each column, and what is said below."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -78,6 +78,15 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Grid:
+    """A further table below a table: its title, the heads of its columns after that of the rows, and (row, cells)."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
+
+
+@dataclass(frozen=True)
 class Lead:
     """The ``row`` of a column with the highest mean, None where no row competes, and how far the others are behind it.
 
@@ -97,12 +106,16 @@ def cell_text(results: list[SeedResult], measure: Measure) -> str:
     """Return what a reader sees: ``93.1``, ``93.1 ± 0.4``, ``93.1 ± 0.4 (2 of 3)``, ``failed`` or ``-``."""
     if any(result.status == "failed" for result in results):
         return "failed"
-    values = percentages(results, measure)
+    return spread_text(percentages(results, measure), len(results))
+
+
+def spread_text(values: Sequence[float], wanted: int) -> str:
+    """Return mean and deviation, and of how many of ``wanted`` runs where these are not all; ``-`` without any."""
     mean, deviation = mean_and_deviation(values)
     if mean is None:
         return "-"
     text = f"{mean:.1f}" if deviation is None else f"{mean:.1f} ± {deviation:.1f}"
-    return text if len(values) == len(results) else f"{text} ({len(values)} of {len(results)})"
+    return text if len(values) == wanted else f"{text} ({len(values)} of {wanted})"
 
 
 def lead(table: Table, column: str, measure: Measure) -> Lead:
@@ -138,16 +151,17 @@ def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
     return {ahead.row} if ahead.row is not None and is_best else set()
 
 
-def differences(table: Table) -> list[tuple[str, list[str]]]:
-    """Return (row, [a column's difference to the row ahead, after the last round]); nothing where no interval is."""
+def differences(table: Table) -> Grid | None:
+    """Return how far every row is behind the one with the highest mean; None where no interval can be given."""
     leads = [lead(table, column, "last") for column in table.columns]
     if not any(found for one in leads for found in one.others.values()):
-        return []
-    return [
+        return None
+    rows = [
         (row, ["highest mean" if row == one.row else _difference_text(one.others.get(row)) for one in leads])
         for row in table.rows
         if row not in table.upper_bounds
     ]
+    return Grid(DIFFERENCES, table.columns, rows)
 
 
 def _difference_text(found: Difference | None) -> str:
@@ -199,18 +213,3 @@ def _bill_notes(table: Table) -> list[str]:
     if any(result.guarantee for result in table.results):
         return ["What all runs together cost the records they are about is told once the table is done."]
     return []
-
-
-def markdown(table: Table) -> str:
-    """Return the table in Markdown, differences to the best row and notes below."""
-    heads = ["Method", *(f"{column} {measure}" for column in table.columns for measure in MEASURES)]
-    rows = [[row, *(f"**{text}**" if best else text for text, best in cells)] for row, cells in texts(table)]
-    parts = [_grid(heads, rows)]
-    if apart := differences(table):
-        parts += [f"{DIFFERENCES}:", _grid(["Method", *table.columns], [[row, *cells] for row, cells in apart])]
-    return "\n\n".join([*parts, "\n".join(f"{note}  " for note in notes(table))]).rstrip()
-
-
-def _grid(heads: list[str], rows: list[list[str]]) -> str:
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

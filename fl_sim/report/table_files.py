@@ -4,8 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fl_sim.report.table import Table, markdown
+from fl_sim.report.table import Table
 from fl_sim.report.table_json import as_json
+from fl_sim.report.table_markdown import markdown
 from fl_sim.report.tex import latex
 from fl_sim.report.tidy import csv_text, rounds_text
 from fl_sim.store.files import remove_partial

@@ -3,7 +3,8 @@
 import re
 from typing import Final
 
-from fl_sim.report.table import DIFFERENCES, MEASURES, Table, differences, notes, texts
+from fl_sim.report.further import targets
+from fl_sim.report.table import MEASURES, Grid, Table, differences, notes, texts
 
 _FITTED: Final = r"\leavevmode\ifdim\wd0>\linewidth\resizebox{\linewidth}{!}{\box0}\else\box0\fi\par\medskip"
 """Shows what was put in box 0, shrunk to the width of the text where it is wider."""
@@ -16,7 +17,7 @@ _SPECIAL: Final = {
 
 
 def latex(table: Table, label: str) -> str:
-    """Return the environment: caption, label, the table, differences to the best row, and all other notes below.
+    """Return the environment: caption, label, the table, differences to the best row, what targets took, and notes.
 
     ``label`` is put after ``tab:``. It needs the packages booktabs and graphicx.
     """
@@ -29,7 +30,8 @@ def latex(table: Table, label: str) -> str:
         rf"\label{{tab:{_label(label)}}}",
         r"\small",
         *_fitted(_tabular(table)),
-        *_differences(table),
+        *_below(differences(table)),
+        *_below(targets(table)),
         *([r"\begin{minipage}{\linewidth}\footnotesize", *(rf"{_escape(note)}\par" for note in said[1:]),
            r"\end{minipage}"] if said[1:] else []),
         r"\end{table}",
@@ -51,15 +53,14 @@ def _tabular(table: Table) -> list[str]:
     return [*lines, r"\bottomrule", r"\end{tabular}"]
 
 
-def _differences(table: Table) -> list[str]:
-    """Return the second tabular with its title: nothing where no interval can be given."""
-    apart = differences(table)
-    if not apart:
+def _below(grid: Grid | None) -> list[str]:
+    """Return a further tabular with its title."""
+    if grid is None:
         return []
-    lines = [rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}", r"\toprule"]
-    lines += [rf"{' & '.join(['Method', *map(_escape, table.columns)])} \\", r"\midrule"]
-    lines += [rf"{' & '.join([_escape(row), *map(_escape, cells)])} \\" for row, cells in apart]
-    return [rf"{_escape(DIFFERENCES)}:\par\smallskip", *_fitted([*lines, r"\bottomrule", r"\end{tabular}"])]
+    lines = [rf"\begin{{tabular}}{{l{'r' * len(grid.heads)}}}", r"\toprule"]
+    lines += [rf"{' & '.join(['Method', *map(_escape, grid.heads)])} \\", r"\midrule"]
+    lines += [rf"{' & '.join([_escape(row), *map(_escape, cells)])} \\" for row, cells in grid.rows]
+    return [rf"{_escape(grid.title)}:\par\smallskip", *_fitted([*lines, r"\bottomrule", r"\end{tabular}"])]
 
 
 def _fitted(lines: list[str]) -> list[str]:

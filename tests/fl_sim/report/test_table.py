@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from fl_sim.report.release import Release, in_short, promise
-from fl_sim.report.table import SeedResult, Status, Table, markdown, notes
+from fl_sim.report.table import SeedResult, Status, Table, notes
 from fl_sim.report.table_files import write_table
 from fl_sim.report.table_json import as_json
+from fl_sim.report.table_markdown import markdown
 from fl_sim.report.tex import latex
 
 
@@ -201,3 +202,37 @@ def test_all_four_files_are_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["table.csv", "table.json", "table.md", "table.tex"]
     assert json.loads((tmp_path / "table.json").read_text()) == as_json(filled)
     assert (tmp_path / "table.md").read_text() == markdown(filled) + "\n"
+
+
+def reaching(row: str, seed: int, **reached: tuple[int, int]) -> SeedResult:
+    taken = {
+        f"reached.{accuracy.removeprefix('at_')}.{what}": value
+        for accuracy, both in reached.items()
+        for what, value in zip(("round", "bytes"), both, strict=True)
+    }
+    return replace(result(row, "x", seed, 0.9), measures=taken)
+
+
+def test_what_a_target_took_is_told_for_the_highest_that_all_runs_of_a_row_reached() -> None:
+    fast = [reaching("A", 0, at_80=(3, 10**6), at_90=(5, 2 * 10**6)), reaching("A", 1, at_80=(4, 10**6))]
+    half = [reaching("B", 0, at_80=(10, 1_234_567)), reaching("B", 1)]
+    bound = [reaching("C", seed, at_80=(1, 1), at_90=(1, 1), at_95=(2, 1)) for seed in (0, 1)]
+    filled = table(*fast, *half, *[replace(one, row="None") for one in (half[1], half[1])], *bound,
+                   bounds=frozenset({"C"}))  # fmt: skip
+    for text in (markdown(filled), latex(filled, "t").replace(" & ", " | ").replace(" \\\\", " |")):
+        assert "Rounds to a test accuracy, and MB from and to all clients until then:" in text
+        assert "x, 80 " in text
+        assert "A | 3.5, 1 MB |" in text
+        assert "B | 10, 1.23 MB (1 of 2) |" in text
+        assert "None | - (0 of 2) |" in text
+    assert "Rounds to a test accuracy" not in markdown(table(result("A", "x", 0, 0.5)))
+
+
+def test_further_measures_have_a_table_each_with_mean_and_deviation_and_a_dash_where_a_run_has_none() -> None:
+    scores = [replace(result("A", "x", seed, 0.9), measures={"macro_f1_percent": 80.0 + seed}) for seed in (0, 2)]
+    private = [result("B", "x", seed, 0.9) for seed in (0, 2)]
+    shown = markdown(table(*scores, *private))
+    _, _, below = shown.partition("Macro-F1 after the last round, in percent:")
+    assert "| A | 81.0 ± 1.4 |" in below
+    assert "| B | - |" in below
+    assert "Balanced accuracy" not in shown

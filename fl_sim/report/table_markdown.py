@@ -1,0 +1,21 @@
+"""``table.md``: a table in Markdown, with everything that is told below it."""
+
+from collections.abc import Sequence
+
+from fl_sim.report.further import further, targets
+from fl_sim.report.table import MEASURES, Table, differences, notes, texts
+
+
+def markdown(table: Table) -> str:
+    """Return the table in Markdown: differences to the best row, what targets took, further measures, and notes."""
+    heads = [f"{column} {measure}" for column in table.columns for measure in MEASURES]
+    rows = [(row, [f"**{text}**" if best else text for text, best in cells]) for row, cells in texts(table)]
+    parts = [_grid(heads, rows)]
+    for grid in (differences(table), targets(table), *further(table)):
+        parts += [f"{grid.title}:", _grid(grid.heads, grid.rows)] if grid else []
+    return "\n\n".join([*parts, "\n".join(f"{note}  " for note in notes(table))]).rstrip()
+
+
+def _grid(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    lines = [["Method", *heads], ["---", *["---:"] * len(heads)], *([row, *cells] for row, cells in rows)]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
