@@ -381,6 +381,13 @@ class Experiment(Settings):
         unset = {f"{part}_seed" for part in ("partition", "model", "sampling") if getattr(self, f"{part}_seed") is None}
         return self.model_dump(mode="json", include={*names} - unset)
 
+    def as_written(self) -> dict[str, Any]:
+        """Return these settings as ``config.toml`` has them: without those that are None.
+
+        Nor has it ``evaluate`` where nothing of it is used, so that files are as they were before there was any.
+        """
+        return self.model_dump(exclude_none=True, exclude={"evaluate"} if self.evaluate == Evaluate() else None)
+
     @property
     def is_private(self) -> bool:
         """Say whether a run promises privacy to anybody: then it shows nothing about single clients, nor their time."""

@@ -11,6 +11,7 @@ _CENTRALIZED = "centralized"
 _NOT_COMPARED = {"seed", "engine", "round_timeout"}  # engines agree bit for bit
 _NOT_OF_CENTRALIZED = {"clients", "sampler", "aggregator", "partition", "preprocess", "attack", "calibrate"}
 _IN_THE_NAME = {("algorithm", ""), ("preprocess", "")}
+_UNUSED = {"validation": 0, "test": "rounds", "patience": 0, "target_accuracy": 0}  # of ``evaluate``, which came later
 _UNKNOWN_NOTE = "no finished run says whether these are the full data"
 
 Place: TypeAlias = tuple[str, str]
@@ -45,7 +46,7 @@ class Group:
     @property
     def compared(self) -> dict[str, Any]:
         """Return the settings that make it this group and no other, but for ``note``."""
-        return {key: value for key, value in self.runs[0].settings.items() if key not in _NOT_COMPARED}
+        return _compared_of(self.runs[0])
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def group(runs: Sequence[Run]) -> tuple[list[Group], list[Problem]]:
     members: dict[str, dict[int, Run]] = {}
     doubles = []
     for run in sorted(runs, key=lambda run: run.status != "finished"):
-        settings = {key: value for key, value in run.settings.items() if key not in _NOT_COMPARED}
+        settings = _compared_of(run)
         key = json.dumps([settings, _note(run, notes)], sort_keys=True, default=str)
         kept = members.setdefault(key, {}).setdefault(run.config.seed, run)
         if kept is not run:
@@ -124,6 +125,14 @@ def labels(groups: Sequence[Group], left_out: str = "") -> list[str]:
         ]
         named.append(", ".join([one.method, *shown]))
     return named
+
+
+def _compared_of(run: Run) -> dict[str, Any]:
+    """Return the settings that tell a run from others; what is not used of ``evaluate`` is as if it was not there."""
+    settings = {key: value for key, value in run.settings.items() if key not in _NOT_COMPARED}
+    given = settings.pop("evaluate", {})
+    used = {key: value for key, value in given.items() if key not in _UNUSED or value != _UNUSED[key]}
+    return {**settings, "evaluate": used} if used else settings
 
 
 def _row(one: Group) -> str:

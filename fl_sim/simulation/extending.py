@@ -37,7 +37,7 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
     experiment = procedure.job.experiment
     _check_promises(experiment, out, earlier)
     checkpoint = read_checkpoint(out, procedure.beginning())
-    settings = experiment.model_dump(exclude_none=True)
+    settings = experiment.as_written()
     if checkpoint is not None:
         progress, server = checkpoint
         last = progress.last_round

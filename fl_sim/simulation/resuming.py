@@ -80,7 +80,7 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
         log.chain, log.clipping_norm, log.receipt = progress.chain, progress.clipping_norm, progress.receipt
     else:
         _clear(out)
-        run_directory.write_config(out, experiment.model_dump(exclude_none=True))
+        run_directory.write_config(out, experiment.as_written())
         log.chain = run_directory.chain_start(out)
     if state := procedure.kept_by_clients(log.server):
         log.seal = open_seal(out / run_directory.STATE, experiment.num_clients, len(log.rounds), state)

@@ -41,3 +41,13 @@ def test_runs_that_differ_in_the_seed_or_the_engine_are_one_line(write_experimen
     for seed, engine in enumerate(("inprocess", "ray")):
         write_experiment(engine, sampler=SAMPLER, seed=seed, engine=engine)
     assert [len(each.runs) for each in grouped(tmp_path)] == [2]
+
+
+def test_what_is_not_used_of_evaluate_is_no_difference_to_runs_from_before_there_was_any(write_experiment, tmp_path):
+    unused = {"validation": 0.0, "test": "rounds", "patience": 0, "target_accuracy": 0.0}
+    write_experiment("old")
+    write_experiment("new", seed=1, evaluate=unused)
+    write_experiment("held", seed=2, evaluate=unused | {"validation": 0.1})
+    found = grouped(tmp_path)
+    assert sorted(len(one.runs) for one in found) == [1, 2]
+    assert sorted(labels(found)) == ["FedAvg", "FedAvg, evaluate.validation=0.1"]

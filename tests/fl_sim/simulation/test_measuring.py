@@ -71,7 +71,8 @@ def test_without_validation_the_best_round_is_the_tests_and_said_to_be(tmp_path:
     assert result["best_chosen_on"] == "test"
     assert result["best_accuracy"] == max(one.test_accuracy or 0 for one in read_rounds(tmp_path / "run"))
     assert "validation" not in result
-    assert all("validation" not in line for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines())
+    written = [(tmp_path / "run" / name).read_text() for name in ("rounds.jsonl", "config.toml")]
+    assert all("validation" not in text and "evaluate]" not in text for text in written)
 
 
 def test_validation_decides_between_the_last_round_and_the_calibrated_model(tmp_path: Path) -> None:
