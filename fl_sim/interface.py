@@ -21,6 +21,7 @@ from fl_sim.settings import as_table
 from fl_sim.simulation import run as simulation
 from fl_sim.simulation.repeating import set_aside
 from fl_sim.store.run_directory import RoundRecord, read_rounds
+from fl_sim.tables.forerunner import begin_with_shorter
 from fl_sim.tables.names import run_name
 from fl_sim.tables.plan import file_or_preset, plan_table, read_settings, table_settings
 
@@ -108,6 +109,8 @@ def run(
     with RunProgress(title, chosen.rounds, stream, timed=not chosen.is_private) as shown:
         if again and (aside := set_aside(chosen, directory)):
             shown.say(f"what {directory} held is in {aside} now")
+        if out is None and (shorter := begin_with_shorter(chosen, directory, root)):
+            shown.say(f"the rounds of {shorter} are the first of this run")
         shown.say(f"results go to {directory}")
         observer = _Shown(shown)
         facts = simulation.run(chosen, directory, root, observer)

@@ -3,6 +3,7 @@
 So nothing that was done may have depended on the number of rounds, and nothing may have been promised for it.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,15 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
     run_directory.write_config(out, settings)
 
 
+def check_extension(experiment: Experiment, out: Path, earlier: Experiment, records: Sequence[RoundRecord]) -> None:
+    """Raise UserError, with the reason, where the run in ``out`` cannot go on to be ``experiment``.
+
+    ``records``: the rounds that it has, as a run of ``earlier``.
+    """
+    _check_promises(experiment, out, earlier)
+    _check_rounds(experiment, out, earlier, records)
+
+
 def _unmeasured(experiment: Experiment, server_round: int) -> tuple[str, ...]:
     """Return which measures of a round are none where it is not the last one."""
     if server_round % experiment.evaluate_every:
@@ -79,7 +89,7 @@ def _check_promises(experiment: Experiment, out: Path, earlier: Experiment) -> N
         raise UserError(f"{held}, and it stopped by itself ({result['stopped']}): more of them change nothing")
 
 
-def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, records: list[RoundRecord]) -> None:
+def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, records: Sequence[RoundRecord]) -> None:
     """Raise UserError where a run of the experiment would have done other rounds, or no more than there are."""
     if len(records) >= experiment.rounds:
         raise UserError(

@@ -11,8 +11,10 @@ from pathlib import Path
 
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.job import resolved
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import CONFIG, RoundRecord
+from fl_sim.tables.forerunner import begin_with_shorter
 from fl_sim.tables.workers import UP, Event, Failed, Finished, Preparing, RoundDone, Started, Stopped
 
 _STANDARD_INPUT = 0
@@ -68,6 +70,7 @@ def _attempt(told: _Told, experiment: Experiment, directory: Path, data_root: Pa
     if directory.exists() and not (directory / CONFIG).exists():
         shutil.rmtree(directory)  # killed before its first file was whole
     try:
+        begin_with_shorter(resolved(experiment, data_root), directory, data_root)
         return Finished(name, run(experiment, directory, data_root, told))
     except _TimeIsUp:
         return Stopped(name, told.last_round)

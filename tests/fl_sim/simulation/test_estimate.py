@@ -71,6 +71,8 @@ def test_a_slower_step_is_timed_to_be_slower_and_the_same_work_has_one_name() ->
     small, large = paced(batch_size=2), paced(batch_size=64)
     assert 0 < small[1].step < large[1].step
     assert small[1].record > 0
+    stacked = job_of(quick(model="mlp", engine={"kind": "inprocess", "stack": 3}))
+    assert pace_of(stacked).step > 0
     assert kind_of_work(small[0].experiment) != kind_of_work(large[0].experiment)
     assert kind_of_work(quick()) == kind_of_work(quick(rounds=9, seed=3, partition="iid", sampler="fixed-size:2"))
     assert kind_of_work(quick()) != kind_of_work(quick(algorithm="scaffold"))

@@ -133,6 +133,13 @@ def test_a_run_that_cannot_go_on_says_why_and_stays_as_it_was(
     assert "rounds = 2" in (tmp_path / "run" / "config.toml").read_text()
 
 
+def test_a_run_that_stopped_by_itself_would_have_done_so_with_more_rounds_too(tmp_path: Path) -> None:
+    evaluate = {"validation": 0.2, "target_accuracy": 0.01}
+    assert run(quick(evaluate=evaluate, rounds=3), tmp_path / "run")["rounds"] == 1
+    with pytest.raises(UserError, match=r"rounds=3, and it stopped by itself \(.*\): more of them change nothing"):
+        run(quick(evaluate=evaluate, rounds=4), tmp_path / "run")
+
+
 @pytest.mark.usefixtures("quick_accounting")
 def test_a_run_that_promises_privacy_gets_no_further_rounds_and_keeps_nothing_for_them(tmp_path: Path) -> None:
     private = {"algorithm": "scaffold", "aggregator": {"kind": "global-dp", "noise": "seeded"}}
