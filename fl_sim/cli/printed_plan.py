@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fl_sim.tables.forecast import Forecast, bills_of, in_time, seconds_together, time_in_words
-from fl_sim.tables.tuning_forecast import SearchForecast
+from fl_sim.tables.tuning_forecast import SearchForecast, search_in_words
 
 _WIDTH = 140
 """Characters of a line that goes to no terminal."""
@@ -26,7 +26,7 @@ def print_plan(found: Sequence[Forecast], searches: Sequence[SearchForecast], jo
     console.print(_drawn(found))
     typer.echo(_together(found, jobs))
     if searches:
-        typer.echo(_search(searches, jobs))
+        typer.echo(f"before them {search_in_words(searches, jobs)}")
     bills = bills_of(found)
     for bill in bills:
         typer.echo(bill.in_words)
@@ -68,20 +68,6 @@ def _drawn(found: Sequence[Forecast]) -> Table:
         sizes = [f"{size / 1e6:,.1f}" for size in (traffic.down, traffic.up)] if traffic else ["-", "-"]
         drawn.add_row(one.name, _status(one), in_time(seconds) if seconds else "-", *sizes)
     return drawn
-
-
-def _search(searches: Sequence[SearchForecast], jobs: int) -> str:
-    rounds, done = sum(one.rounds for one in searches), sum(one.done for one in searches)
-    trials = sum(one.search.rungs[0].trials for one in searches)
-    told = (
-        f"before them a search for the settings of {len(searches)} rows and columns, which are those of the file here: "
-        f"{trials} trials with {rounds:,} rounds together, {done:,} of them done"
-    )
-    seconds = [one.seconds_left for one in searches if one.seconds_left is not None]
-    if len(seconds) < len(searches):
-        return told
-    beside = f" with {jobs} side by side" if jobs > 1 else ""
-    return f"{told}; the rest takes about {in_time(sum(seconds) / jobs)} more{beside}"
 
 
 def _status(one: Forecast) -> str:

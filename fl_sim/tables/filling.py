@@ -22,10 +22,11 @@ from fl_sim.report.table_progress import TableProgress
 from fl_sim.simulation.capacity import cores
 from fl_sim.simulation.pace import Pace
 from fl_sim.tables.budget import Budget
-from fl_sim.tables.forecast import forecast, time_in_words
+from fl_sim.tables.forecast import Forecast, forecast, time_in_words
 from fl_sim.tables.plan import Cell, Plan, TableSettings, tuned
-from fl_sim.tables.tuning import TRIALS, tune, values_of
-from fl_sim.tables.tuning_trials import Choice
+from fl_sim.tables.tuning import TRIALS, known_choices, tune, values_of
+from fl_sim.tables.tuning_forecast import search_forecasts, search_in_words
+from fl_sim.tables.tuning_trials import Choice, searches_of
 from fl_sim.tables.tuning_words import as_json, caption
 from fl_sim.tables.words import data_label, took
 from fl_sim.tables.workers import (
@@ -121,6 +122,7 @@ def fill(
     """
     runner = _Runner(out, jobs, data_root, time.monotonic() + seconds, progress=progress)
     if board.settings.tune is not None:
+        runner.tell_of_search(board.settings, board.plan)
         choices = tune(board.settings, board.plan, out, partial(runner.run_all_of, TRIALS), data_root)
         board.tuned(choices, tuned(board.settings, board.plan, values_of(choices), data_root))
     labels = {
@@ -162,6 +164,21 @@ class _Runner:
         if left:
             raise TimeIsUp
 
+    def tell_of_search(self, settings: TableSettings, plan: Plan) -> None:
+        """Say how long a search takes, and the table's own runs after it; nothing where it is done."""
+        searches = searches_of(settings, plan, self.data_root)
+        if not self.progress or known_choices(settings, searches, self.out, self.data_root) is not None:
+            return
+        jobs = self.jobs or min(cores(), len(plan.runs))
+        found = self._forecast(self.out / CELLS, plan.runs, jobs)
+        ahead = search_forecasts(settings, searches, self.out, self.data_root, found)
+        with TableProgress({}) as shown:
+            shown.say(f"{search_in_words(ahead, jobs)}; after it {time_in_words(found, jobs)}")
+
+    def _forecast(self, folder: Path, runs: Mapping[str, Experiment], jobs: int) -> list[Forecast]:
+        shared = {name: with_share_of_cores(experiment, jobs) for name, experiment in runs.items()}
+        return forecast(shared, folder, self.data_root, self.paces, timed_own_models=False)
+
     def _looked_ahead(
         self, folder: Path, runs: Mapping[str, Experiment], jobs: int, shown: TableProgress
     ) -> Budget | None:
@@ -172,8 +189,7 @@ class _Runner:
             shown.say(f"all {len(runs)} finished already: nothing of it is run again")
         if not missing or not (self.progress or is_limited):
             return None
-        shared = {name: with_share_of_cores(experiment, jobs) for name, experiment in runs.items()}
-        found = forecast(shared, folder, self.data_root, self.paces, timed_own_models=False)
+        found = self._forecast(folder, runs, jobs)
         shown.say(time_in_words(found, jobs))
         begun = frozenset(one.name for one in found if one.done)
         return (

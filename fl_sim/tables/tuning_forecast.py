@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fl_sim.errors import UserError
 from fl_sim.store.run_directory import read_rounds
-from fl_sim.tables.forecast import Forecast
+from fl_sim.tables.forecast import Forecast, in_time
 from fl_sim.tables.plan import TableSettings
 from fl_sim.tables.tuning import TRIALS
 from fl_sim.tables.tuning_runs import directory_of, goes_on
@@ -48,6 +48,22 @@ def search_forecasts(
         left = None if seconds is None else seconds / search.cell.experiment.rounds * (rounds - done)
         found.setdefault(tuple(path.name for path in directories), SearchForecast(search, rounds, done, left))
     return list(found.values())
+
+
+def search_in_words(searches: Sequence[SearchForecast], jobs: int) -> str:
+    """Return how much there is to search, what of it is done, and how long the rest takes, ``jobs`` side by side."""
+    rounds, done = sum(one.rounds for one in searches), sum(one.done for one in searches)
+    trials = sum(one.search.rungs[0].trials for one in searches)
+    told = (
+        f"{len(searches)} search{'' if len(searches) == 1 else 'es'} for settings, one a row and column: {trials} "
+        f"trials with {rounds:,} rounds together, {done:,} of them done"
+    )
+    seconds = [one.seconds_left for one in searches if one.seconds_left is not None]
+    if len(seconds) < len(searches):
+        return told
+    return (
+        f"{told}; the rest takes about {in_time(sum(seconds) / jobs)}{f' with {jobs} side by side' if jobs > 1 else ''}"
+    )
 
 
 def _directories(settings: TableSettings, search: Search, folder: Path, data_root: Path | None) -> list[Path]:

@@ -65,10 +65,10 @@ def caption(choices: Sequence[Choice], tune: Tune) -> tuple[str, ...]:
     held_out = any(choice.search.cell.experiment.evaluate.validation for choice in choices)
     first = (
         f"Tuned: for every method in every column {plans}; values drawn {drawn} (tune.seed {tune.seed}), the same ones "
-        f"of shared settings for all methods; {judged}. The split is that of seed {seeds}. All searches together took "
-        f"{spent['runs']} runs{diverged}, {spent['rounds']:,} rounds and {spent['seconds']:,.0f} s; tuning.csv lists "
-        f"them. The runs of the table {'' if held_out else 'train on all training records and '}look at the test "
-        "records once, at the end."
+        f"of shared settings for all methods; {judged}. Trials have the first of the table's seeds ({seeds}). All "
+        f"searches together took {spent['runs']} runs{diverged}, {spent['rounds']:,} rounds and "
+        f"{spent['seconds']:,.0f} s; tuning.csv lists them. The runs of the table "
+        f"{'' if held_out else 'train on all training records and '}look at the test records once, at the end."
     )
     rows = [_row(row, [one for one in choices if one.search.cell.row == row]) for row in _rows(choices)]
     ends = [f"{choice.search.words}: {', '.join(choice.at_end)}" for choice in choices if choice.at_end]

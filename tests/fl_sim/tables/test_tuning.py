@@ -18,6 +18,7 @@ from fl_sim.errors import Diverged, RunError, UserError
 from fl_sim.experiment import job as wiring
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.runs import find
+from fl_sim.simulation.pace import Pace
 from fl_sim.simulation.run import run
 from fl_sim.tables import filling, tuning_optuna
 from fl_sim.tables.filling import Board, conclude, fill
@@ -285,13 +286,13 @@ def test_a_public_data_set_that_would_train_another_model_is_refused(tmp_path: P
         searched(chosen, tmp_path / "out")
 
 
-def filled(chosen: TableSettings, out: Path, monkeypatch: pytest.MonkeyPatch) -> Board:
+def filled(chosen: TableSettings, out: Path, monkeypatch: pytest.MonkeyPatch, *, progress: bool = False) -> Board:
     def in_process(runs: Mapping[str, Experiment], out: Path, jobs: int, *_: object) -> Iterator[Event]:
         yield from _run(runs, out)
 
     monkeypatch.setattr(filling, "run_all", in_process)
     board = Board(chosen, plan_table(chosen))
-    fill(board, out, 1, None, progress=False)
+    fill(board, out, 1, None, progress=progress)
     conclude(board, out)
     return board
 
@@ -327,6 +328,19 @@ def test_the_tables_own_runs_have_the_chosen_values_all_records_and_one_test(
     assert (
         f"FedProx, chosen: digits 2-Label local.learning_rate={values['FedProx']['local.learning_rate']:.10g}" in told
     )
+
+
+def test_how_long_a_search_takes_is_told_before_it_begins_and_not_where_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fl_sim.tables.forecast.pace_of", lambda job: Pace(step=1.0, record=0.0))
+    chosen = settings(grid={"algorithm": ["fedavg"]}, trials=2, base={"engine": {"kind": "inprocess", "workers": 1}})
+    for told in (True, False):
+        filled(chosen, tmp_path, monkeypatch, progress=True)
+        first = capsys.readouterr().err.partition("\n")[0]
+        assert ("1 search for settings, one a row and column: 2 trials with 4 rounds together, 0" in first) is told
+        assert ("0 of them done; the rest takes about" in first) is told
+        assert ("; after it 1 run, 0 finished" in first) is told
 
 
 @pytest.mark.parametrize(
