@@ -1,6 +1,7 @@
 """``fl-sim report``: figures and a page from finished runs."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,19 @@ from fl_sim.report.picture import for_papers
 from fl_sim.report.runs import Found, find
 from fl_sim.report.spread import mean_and_deviation
 from fl_sim.report.sweep import sweeps
+from fl_sim.report.targets import Taken, taken
 from fl_sim.store.run_directory import write_text
 
 PAGE = "report.html"
 
 
-def write_report(directories: list[Path], out: Path | None, *, paper: bool, json_output: bool) -> None:
+def write_report(
+    directories: list[Path], out: Path | None, *, paper: bool, target: float | None, json_output: bool
+) -> None:
     """Write the page and its figures, and print where they are and what could not be shown.
 
-    ``paper``: diagrams are also written as PDF and SVG, as wide as a paper's column and as its text.
+    ``paper``: diagrams are also written as PDF and SVG, as wide as a paper's column and as its text. ``target``: a test
+    accuracy in [0, 1]; what runs took to it is told, too.
     """
     found = find(directories)
     groups, doubles = group(found.runs)
@@ -44,16 +49,17 @@ def write_report(directories: list[Path], out: Path | None, *, paper: bool, json
         files |= for_papers(picture)
     for name, content in files.items():
         (out / name).write_bytes(content)
-    write_text(out / PAGE, page(found, shown, pictures, bills.in_words))
-    problems = _problems(found)
+    write_text(out / PAGE, page(found, shown, pictures, bills.in_words, target))
+    problems, got_there = _problems(found), [] if target is None else taken(groups_of(shown), target)
     for problem in problems:
         typer.echo(f"warning: {problem['dir']}: {problem['error']}", err=True)
     if json_output:
-        typer.echo(json.dumps(_as_json(out, list(files), shown, problems) | {"bill": list(bills.bills)}))
+        told = _as_json(out, list(files), shown, problems) | {"bill": list(bills.bills)}
+        typer.echo(json.dumps(told | ({} if target is None else {"target": _target_as_json(target, got_there)})))
         return
     typer.echo(title_of(shown))
     typer.echo(summary(groups_of(shown)))
-    for line in bills.in_words:
+    for line in [*(f"to {100 * (target or 0):g} %: {one.in_words}" for one in got_there), *bills.in_words]:
         typer.echo(line)
     for name in (PAGE, *files):
         typer.echo(str(out / name))
@@ -63,6 +69,14 @@ def _problems(found: Found) -> list[dict[str, str]]:
     unfinished = [(run.path, run.status, run.error) for run in found.runs if run.status != "finished"]
     damaged = [(problem.path, "problem", problem.error) for problem in found.problems]
     return [{"dir": str(path), "status": status, "error": error} for path, status, error in unfinished + damaged]
+
+
+def _target_as_json(target: float, got_there: list[Taken]) -> dict[str, Any]:
+    rows = [
+        {"method": one.method, "where": one.where, "runs": one.runs, "reached": [asdict(run) for run in one.reached]}
+        for one in got_there
+    ]
+    return {"accuracy": target, "rows": rows}
 
 
 def _as_json(out: Path, files: list[str], shown: list[Panel], problems: list[dict[str, str]]) -> dict[str, Any]:

@@ -231,6 +231,9 @@ def report(
     paper: Annotated[
         bool, typer.Option("--paper", help="Also write diagrams as PDF and SVG, 3.3 and 6.9 inches wide.")
     ] = False,
+    target: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Also tell what runs took to this test accuracy, such as 0.8.")
+    ] = None,
     gallery: Annotated[
         bool, typer.Option("--gallery", help="Write DIR/README.md on the tables in DIR, beside what was published.")
     ] = False,
@@ -251,7 +254,7 @@ def report(
 
       fl-sim report results/fedavg results/scaffold --out results/comparison
 
-      fl-sim report results/digits --paper
+      fl-sim report results/digits --paper --target 0.8
 
       fl-sim report --gallery docs/results
     """
@@ -263,7 +266,7 @@ def report(
     with importing():
         from fl_sim.cli.report import write_report  # noqa: PLC0415 (see above)
 
-    write_report(directories, out, paper=paper, json_output=json_output)
+    write_report(directories, out, paper=paper, target=target, json_output=json_output)
 
 
 @data_app.command("list")

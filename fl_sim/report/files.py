@@ -17,6 +17,7 @@ _DEEPEST: Final = 32
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 Count: TypeAlias = Annotated[int, Field(ge=0, le=10**9)]
 Duration: TypeAlias = Annotated[float, Field(ge=0, le=1e12)]
+Bytes: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 
@@ -116,6 +117,19 @@ class Seconds(Facts):
     total: Duration
 
 
+class Travelled(Facts):
+    """Bytes to clients, and from them."""
+
+    down: Bytes
+    up: Bytes
+
+
+class BytesFacts(Facts):
+    """What travelled before the first round, by what it was; None where that is not told."""
+
+    before: dict[str, Travelled | None] = {}
+
+
 class Outcome(Facts):
     """What a report needs of ``result.json``; accuracies in [0, 1]. What does not say so may be private."""
 
@@ -132,6 +146,7 @@ class Outcome(Facts):
     best_chosen_on: Literal["test", "validation", "last"] = "test"
     privacy: list[Release]
     seconds: Seconds
+    bytes: BytesFacts = BytesFacts()
     versions: dict[str, str]
     error: str = ""
     preprocess: Made = Made(kind="none")

@@ -20,6 +20,7 @@ from fl_sim.report.page_words import (
 )
 from fl_sim.report.picture import Picture
 from fl_sim.report.runs import Found, Run
+from fl_sim.report.targets import taken
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2630; max-width: 1180px; margin: 2em auto; padding: 0 1em; }
@@ -43,8 +44,13 @@ _BILL = (
 )
 
 
-def page(found: Found, panels: Sequence[Panel], pictures: Sequence[Picture], bill: Sequence[str]) -> str:
-    """Return the page as HTML. It refers to nothing outside itself. ``bill``: what all runs together cost, in words."""
+def page(
+    found: Found, panels: Sequence[Panel], pictures: Sequence[Picture], bill: Sequence[str], target: float | None = None
+) -> str:
+    """Return the page as HTML. It refers to nothing outside itself.
+
+    ``bill``: what all runs together cost, in words. ``target``: a test accuracy in [0, 1]; the page tells what it took.
+    """
     groups = groups_of(panels)
     title = title_of(panels)
     tables = [table_section(place, table) for place, table in found.tables.items()]
@@ -55,6 +61,7 @@ def page(found: Found, panels: Sequence[Panel], pictures: Sequence[Picture], bil
         *_failures(found, groups),
         *tables,
         _comparison(groups),
+        *([] if target is None else [_to_target(groups, target)]),
         *(_figures(heading, pictures) for heading in dict.fromkeys(one.heading for one in pictures)),
         _privacy(groups),
         *_bill(bill),
@@ -118,6 +125,21 @@ def _comparison(groups: Groups) -> str:
         f"<h2>Comparison</h2>{_grid(heads, rows)}"
         f'<p class="small">Test accuracy after the last round, and in the best evaluated round ({how_picked(groups)}); '
         "wall-clock seconds of a run. Mean ± sample standard deviation over the finished seeds.</p>"
+    )
+
+
+def _to_target(groups: Groups, target: float) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(one.method)}</td><td>{escape(one.where)}</td>"
+        f"{''.join(f'<td class=n>{cell}</td>' for cell in one.cells)}</tr>"
+        for one in taken(groups, target)
+    )
+    return (
+        f"<h2>To a test accuracy of {100 * target:g} %</h2>"
+        f"{_grid(('Method', 'Data', 'Rounds', 'MB', 'Seconds', 'Runs that got there'), rows)}"
+        '<p class="small">Up to the first evaluated round with that accuracy, and with what was done before the first '
+        "round; MB: a million bytes of arrays to and from all clients. Mean ± sample standard deviation over the "
+        "finished runs that got there.</p>"
     )
 
 

@@ -52,6 +52,15 @@ def test_runs_at_any_depth_become_one_page_and_two_figures_beside_them(runs):
     assert "No privacy guarantee: updates leave the clients without noise" in page
 
 
+def test_what_it_took_to_a_target_is_told_on_the_screen_on_the_page_and_in_json(runs):
+    told = run(runs, "--target", "0.05").stdout
+    assert "to 5 %: FedAvg on digits, iid: rounds 1.0 ± 0.0, MB " in told
+    assert "(2 of 2 runs got there)" in told
+    assert "<h2>To a test accuracy of 5 %</h2>" in (runs / "report" / "report.html").read_text()
+    target = json.loads(run(runs, "--target", "1", "--json").stdout)["target"]
+    assert target == {"accuracy": 1.0, "rows": [{"method": "FedAvg", "where": "digits, iid", "runs": 2, "reached": []}]}
+
+
 def test_json_is_one_object_with_the_means_of_the_results(runs, tmp_path):
     told = json.loads(run(runs, "--json", "--out", tmp_path / "elsewhere").stdout)
     results = [json.loads(path.read_text()) for path in sorted(runs.rglob("result.json"))]

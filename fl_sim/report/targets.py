@@ -1,0 +1,55 @@
+"""What runs took to a test accuracy that somebody asks for: rounds, bytes and seconds, and how many got there."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fl_sim.report.curve import Reached, Spent, reached
+from fl_sim.report.page_words import Groups, spread
+from fl_sim.report.runs import Run
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a line's finished runs, ``runs`` of them, took to the target; ``reached`` has those that got there."""
+
+    method: str
+    where: str
+    runs: int
+    reached: tuple[Reached, ...]
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """Return rounds, megabytes and seconds, over the runs that got there ("-" without any), and how many did."""
+        return (
+            spread(float(one.round) for one in self.reached),
+            spread((None if one.bytes is None else one.bytes / 1e6 for one in self.reached), digits=2),
+            spread(one.seconds for one in self.reached),
+            f"{len(self.reached)} of {self.runs}",
+        )
+
+    @property
+    def in_words(self) -> str:
+        """Return all of it as a line."""
+        rounds, megabytes, seconds, count = self.cells
+        taken = f"rounds {rounds}, MB {megabytes}, seconds {seconds}" if self.reached else "-"
+        return f"{self.method} on {self.where}: {taken} ({count} runs got there)"
+
+
+def taken(groups: Groups, accuracy: float) -> list[Taken]:
+    """Return what every line of ``groups`` took to a test accuracy of at least ``accuracy``, in [0, 1]."""
+    return [
+        Taken(label, where, len(one.finished), tuple(_reached(one.finished, accuracy)))
+        for where, some in groups.items()
+        for label, one in some
+    ]
+
+
+def _reached(runs: tuple[Run, ...], accuracy: float) -> Iterator[Reached]:
+    for run in runs:
+        if run.outcome is None:
+            continue
+        before = [one for one in run.outcome.bytes.before.values() if one is not None]
+        known = len(before) == len(run.outcome.bytes.before)
+        spent = Spent(sum(one.down + one.up for one in before) if known else None, run.outcome.seconds.preprocess)
+        if (found := reached(run.rounds, accuracy, spent)) is not None:
+            yield found

@@ -1,0 +1,54 @@
+"""What runs took to a target: of those that got there, and "-" where none did."""
+
+import pytest
+
+from fl_sim.report.files import BytesFacts, Outcome, RunConfig, Seconds, Travelled
+from fl_sim.report.groups import Group
+from fl_sim.report.runs import Run
+from fl_sim.report.targets import taken
+from fl_sim.store.run_directory import RoundRecord
+
+
+@pytest.fixture
+def run(tmp_path):
+    def make(*accuracies, seed=0, status="finished", each=500_000, before=None):
+        rounds = tuple(
+            RoundRecord(number, accuracy, 1.0, None, None, 10, 0.1, 2.0, bytes_down=each, bytes_up=each)
+            for number, accuracy in enumerate(accuracies, 1)
+        )
+        config = RunConfig(
+            data="digits", seed=seed, clients=10, rounds=len(rounds), model="mlp", algorithm={"kind": "fedavg"},
+            partition={"kind": "iid"},
+        )  # fmt: skip
+        outcome = Outcome(
+            status=status, data_note="", partition="iid", engine="inprocess", rounds=len(rounds),
+            final_accuracy=accuracies[-1], best_accuracy=max(accuracies), privacy=[], versions={},
+            seconds=Seconds(preprocess=1.0, train=2.0, total=3.0),
+            bytes=BytesFacts(before={"shared_records": before} if before is not None else {}),
+        )  # fmt: skip
+        return Run(tmp_path, config, {}, rounds, outcome)
+
+    return make
+
+
+def _taken(*runs):
+    groups = {"digits, iid": [("FedAvg", Group("FedAvg", "digits", "", "iid", runs))]}
+    (one,) = taken(groups, 0.8)
+    return one
+
+
+def test_rounds_bytes_and_seconds_are_means_over_the_finished_runs_that_got_there(run):
+    found = _taken(run(0.5, 0.8), run(0.5, 0.6, 0.7, 0.9, seed=1), run(0.5, 0.7, seed=2), run(0.9, status="failed"))
+    assert found.cells == ("3.0 ± 1.4", "3.00 ± 1.41", "7.0 ± 2.8", "2 of 3")
+    assert found.in_words == (
+        "FedAvg on digits, iid: rounds 3.0 ± 1.4, MB 3.00 ± 1.41, seconds 7.0 ± 2.8 (2 of 3 runs got there)"
+    )
+
+
+def test_a_target_that_no_run_reaches_is_a_dash_with_the_number_of_runs(run):
+    assert _taken(run(0.5, 0.7)).in_words == "FedAvg on digits, iid: - (0 of 1 runs got there)"
+
+
+def test_what_travelled_beforehand_counts_and_what_is_not_told_leaves_the_bytes_out(run):
+    assert _taken(run(0.9, before=Travelled(down=2_000_000, up=500_000))).cells[1] == "3.50"
+    assert _taken(run(0.9, each=None)).cells[:2] == ("1.0", "-")
