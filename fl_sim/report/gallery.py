@@ -18,6 +18,7 @@ from fl_sim.mistakes import guess
 from fl_sim.report.runs import TABLE, read_json_table
 from fl_sim.report.spread import mean_and_deviation
 from fl_sim.report.table import MEASURES, Measure, Table, best_rows, cell_text, percentages
+from fl_sim.report.table_markdown import below
 
 ABOUT, RUNS = "about.toml", "table.csv"
 PAGE = "README.md"
@@ -166,7 +167,8 @@ def _section(entry: Entry, root: str) -> Iterator[str]:
     yield from [f"{about.differs.strip()}\n"] if about.differs.strip() else []
     yield from (f"{one.source} ({one.confidence}): {one.note}\n" for one in about.published if one.note)
     if table is not None:
-        yield "<details><summary>What the table says of itself</summary>\n"
+        yield "<details><summary>What the table says besides</summary>\n"
+        yield from (f"{paragraph}\n" for paragraph in below(table))
         yield from (f"- {line}" for line in table.caption)
         yield "\n</details>\n"
 

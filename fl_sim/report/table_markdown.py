@@ -10,10 +10,15 @@ def markdown(table: Table) -> str:
     """Return the table in Markdown: differences to the best row, what targets took, further measures, and notes."""
     heads = [f"{column} {measure}" for column in table.columns for measure in MEASURES]
     rows = [(row, [f"**{text}**" if best else text for text, best in cells]) for row, cells in texts(table)]
-    parts = [_grid(heads, rows)]
+    return "\n\n".join([_grid(heads, rows), *below(table), "\n".join(f"{note}  " for note in notes(table))]).rstrip()
+
+
+def below(table: Table) -> list[str]:
+    """Return paragraphs: the title of each further table and the table itself."""
+    parts: list[str] = []
     for grid in (differences(table), targets(table), *further(table)):
         parts += [f"{grid.title}:", _grid(grid.heads, grid.rows)] if grid else []
-    return "\n\n".join([*parts, "\n".join(f"{note}  " for note in notes(table))]).rstrip()
+    return parts
 
 
 def _grid(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:

@@ -72,4 +72,5 @@ def _label(name: str) -> str:
 
 
 def _escape(text: str) -> str:
-    return "".join(_SPECIAL.get(character, character) for character in text)
+    escaped = "".join(_SPECIAL.get(character, character) for character in text)
+    return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)  # a minus, not a hyphen

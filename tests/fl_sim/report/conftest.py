@@ -10,6 +10,8 @@ from matplotlib import rc_context
 from matplotlib.text import Text
 from safetensors.numpy import save_file
 
+from fl_sim.report.picture import PAPER
+
 TITLES = {"fedavg": "FedAvg", "fedprox": "FedProx", "scaffold": "SCAFFOLD"}
 POOL = "synthetic-0123456789abcdef.safetensors"
 
@@ -20,23 +22,28 @@ SMALLEST = 7  # points
 def readable():
     """Assert that a picture drawn for a paper is as wide as asked for, with no text that is too small or cut off."""
 
-    def check(picture, layout):
-        with rc_context(layout.style()):
-            figure = picture.draw(layout)
-            figure.draw_without_rendering()
-        assert figure.get_figwidth() == layout.width
-        whole = figure.bbox.padded(1)
-        texts = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
-        assert len(texts) > 10
-        assert all(text.get_fontsize() >= SMALLEST for text in texts)
-        assert not [text for text in texts if "$" in text.get_text()], "an exponent would be smaller"
-        ticks = {id(one) for axes in figure.axes for one in (*axes.get_xticklabels(), *axes.get_yticklabels())}
-        for text in (one for one in texts if id(one) not in ticks):  # of ticks some lie outside and are not drawn
-            box = text.get_window_extent()
-            assert whole.x0 <= box.x0 <= box.x1 <= whole.x1, text
-            assert whole.y0 <= box.y0 <= box.y1 <= whole.y1, text
+    def check(picture):
+        for layout in PAPER:
+            with rc_context(layout.style()):
+                figure = picture.draw(layout)
+                figure.draw_without_rendering()
+            assert figure.get_figwidth() == layout.width
+            _assert_legible(figure)
 
     return check
+
+
+def _assert_legible(figure):
+    texts = [text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
+    assert len(texts) > 10
+    assert all(text.get_fontsize() >= SMALLEST for text in texts)
+    assert not [text for text in texts if "$" in text.get_text()], "an exponent would be smaller"
+    whole = figure.bbox.padded(1)
+    ticks = {id(one) for axes in figure.axes for one in (*axes.get_xticklabels(), *axes.get_yticklabels())}
+    for text in (one for one in texts if id(one) not in ticks):  # of ticks some lie outside and are not drawn
+        box = text.get_window_extent()
+        assert whole.x0 <= box.x0 <= box.x1 <= whole.x1, text
+        assert whole.y0 <= box.y0 <= box.y1 <= whole.y1, text
 
 
 @pytest.fixture

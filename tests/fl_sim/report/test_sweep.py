@@ -6,7 +6,6 @@ import pytest
 
 from fl_sim.report.figures.sweep import draw, draw_sweeps
 from fl_sim.report.groups import group
-from fl_sim.report.picture import PAPER
 from fl_sim.report.runs import find
 from fl_sim.report.sweep import sweeps
 
@@ -137,10 +136,9 @@ def test_values_that_no_axis_holds_are_drawn_at_its_end(write_experiment, found)
     axes.figure.canvas.draw()
 
 
-@pytest.mark.parametrize("layout", PAPER)
-def test_a_figure_for_a_paper_can_be_read(write_experiment, found, readable, layout):
+def test_a_figure_for_a_paper_can_be_read(write_experiment, found, readable):
     for epsilon in (1.0, 10.0, math.inf):
         write_experiment(str(epsilon), preprocess={"epsilon": epsilon})
     write_experiment("plain")
     (picture,) = draw_sweeps(found())
-    readable(picture, layout)
+    readable(picture)

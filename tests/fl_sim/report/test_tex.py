@@ -59,7 +59,7 @@ def test_it_is_one_environment_with_caption_label_and_both_tabulars() -> None:
         r"Method & Dir(0.0) \& {[}more{]} \\",
         r"\midrule",
         r"{[}A{]} (mu\_1=5\%) & highest mean \\",
-        r"B & -10.0 {[}-10.0, -10.0{]} \\",
+        r"B & $-$10.0 {[}$-$10.0, $-$10.0{]} \\",
         r"\bottomrule",
         r"\end{tabular}}",
         r"\leavevmode\ifdim\wd0>\linewidth\resizebox{\linewidth}{!}{\box0}\else\box0\fi\par\medskip",

@@ -12,7 +12,7 @@ from fl_sim.report import picture as report_picture
 from fl_sim.report.figures.curves import curve, draw, draw_all, styles_of
 from fl_sim.report.files import Outcome, RunConfig, Seconds
 from fl_sim.report.groups import group, labels, panels
-from fl_sim.report.picture import PAPER, for_papers
+from fl_sim.report.picture import for_papers
 from fl_sim.report.runs import Run
 from fl_sim.store.run_directory import RoundRecord
 
@@ -195,8 +195,7 @@ def test_runs_of_a_table_have_its_names(run_of):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", PAPER)
-def test_a_figure_for_a_paper_can_be_read(run_of, readable, layout):
+def test_a_figure_for_a_paper_can_be_read(run_of, readable):
     long = {"kind": "fedprox", "mu": 0.1}
     runs = [
         run_of(f"{algorithm['kind']}{each}{seed}", (0.2, 0.3 + seed / 10), labels_each=each, seed=seed,
@@ -204,7 +203,7 @@ def test_a_figure_for_a_paper_can_be_read(run_of, readable, layout):
         for each in (1, 2) for seed in (0, 1) for algorithm in ({"kind": "fedavg"}, long)
     ]  # fmt: skip
     for picture in draw_all(panels(group(runs)[0])):
-        readable(picture, layout)
+        readable(picture)
 
 
 def test_files_for_papers_are_pdf_and_svg_at_two_widths_with_the_same_bytes_each_time(run_of, monkeypatch):
