@@ -23,11 +23,11 @@ from fl_sim.simulation.run import run
 from fl_sim.tables import filling, tuning_optuna
 from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
-from fl_sim.tables.tuning import LOG, TRIALS, Runner, tune
+from fl_sim.tables.tuning import LOG, TRIALS, Runner, ranked, tune
 from fl_sim.tables.tuning_optuna import proposed
 from fl_sim.tables.tuning_settings import Tune
 from fl_sim.tables.tuning_space import Choices, Range, drawn
-from fl_sim.tables.tuning_trials import Choice, experiment_of
+from fl_sim.tables.tuning_trials import Choice, Trial, Tried, experiment_of, searches_of
 from fl_sim.tables.workers import Event, Failed, Finished
 from fl_sim.types import Dataset
 
@@ -254,6 +254,7 @@ def public_records(folder: Path, *, flat: bool = False) -> str:
     return f"npz:{folder / 'public.npz'}"
 
 
+@pytest.mark.usefixtures("quick_accounting")
 def test_methods_under_privacy_are_searched_for_on_public_records_and_read_no_private_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +393,22 @@ def test_the_command_line_lays_settings_of_the_search_over_the_files() -> None:
     assert (chosen.tune.trials, chosen.tune.search, chosen.base["rounds"]) == (2, "optuna", "3")
     with pytest.raises(UserError, match=r"stands in the file, in \[tune.space\]"):
         table_settings(table, ["tune.space.local.momentum=0.1"], "the test")
+
+
+def test_a_table_whose_search_is_not_done_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = settings(grid={"algorithm": ["fedavg"]})
+    table, _ = conclude(Board(chosen, plan_table(chosen)), tmp_path)
+    assert "The search for the settings of the methods is not done" in table.caption[-1]
+    assert {one.status for one in table.results} == {"missing"}
+    assert "tuning" not in json.loads((tmp_path / "table.json").read_text())
+
+
+def test_of_equally_good_trials_the_earlier_one_wins_and_what_diverged_never(tmp_path: Path) -> None:
+    chosen = settings(grid={"algorithm": ["fedavg"]})
+    (search,) = searches_of(chosen, plan_table(chosen), None)
+    accuracies = [0.5, None, 0.75, 0.75, 0.0]
+    tried = [Tried(Trial(search, at, {}), 1, 1, 1, "", one, 0.0) for at, one in enumerate(accuracies, 1)]
+    assert [one.trial.number for one in ranked(tried)] == [3, 4, 1, 5]
 
 
 def test_a_report_shows_no_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,16 @@ def test_no_more_processes_is_a_message(tmp_path: Path, monkeypatch: pytest.Monk
         list(run_all(RUNS, tmp_path / "out", 2, None))
 
 
+def test_a_finished_run_is_none_of_another_number_of_rounds(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text('{"status": "finished"}')
+    assert workers.finished_result(tmp_path, 3) is None  # nobody knows of how many rounds
+    (tmp_path / "config.toml").write_text("rounds = 3\n")
+    assert workers.finished_result(tmp_path, 3) == {"status": "finished"}
+    assert workers.finished_result(tmp_path, 4) is None
+    (tmp_path / "result.json").write_text('{"status": "failed"}')
+    assert workers.finished_result(tmp_path, 3) is None
+
+
 def test_a_worker_killed_in_the_middle_of_a_word_costs_its_cell_alone() -> None:
     ours, theirs = workers.Pipe()
     os.write(theirs.fileno(), b"\0\0\1\0the first few of 256 bytes")
