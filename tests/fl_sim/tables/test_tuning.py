@@ -20,7 +20,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.runs import find
 from fl_sim.simulation.pace import Pace
 from fl_sim.simulation.run import run
-from fl_sim.tables import filling, tuning_optuna
+from fl_sim.tables import tuning_optuna
 from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
 from fl_sim.tables.tuning import LOG, TRIALS, Runner, ranked, tune
@@ -254,7 +254,7 @@ def public_records(folder: Path, *, flat: bool = False) -> str:
     return f"npz:{folder / 'public.npz'}"
 
 
-@pytest.mark.usefixtures("quick_accounting")
+@pytest.mark.usefixtures("quick_accounting", "cells_in_threads")
 def test_methods_under_privacy_are_searched_for_on_public_records_and_read_no_private_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +274,7 @@ def test_methods_under_privacy_are_searched_for_on_public_records_and_read_no_pr
     assert all(one.trained == one.rounds for one in choice.tried)  # a private run gets no more rounds
     results = [json.loads((tmp_path / TRIALS / one.name / "result.json").read_text()) for one in choice.tried]
     assert [one.accuracy for one in choice.tried] == [result["final_accuracy"] for result in results]
-    board = filled(chosen, tmp_path, monkeypatch)
+    board = filled(chosen, tmp_path)
     assert {cell.experiment.data for cell in board.plan.cells} == {"digits"}
     told = (tmp_path / "table.md").read_text()
     assert "public.npz, public records in place of the table's own" in told
@@ -287,24 +287,19 @@ def test_a_public_data_set_that_would_train_another_model_is_refused(tmp_path: P
         searched(chosen, tmp_path / "out")
 
 
-def filled(chosen: TableSettings, out: Path, monkeypatch: pytest.MonkeyPatch, *, progress: bool = False) -> Board:
-    def in_process(runs: Mapping[str, Experiment], out: Path, jobs: int, *_: object) -> Iterator[Event]:
-        yield from _run(runs, out)
-
-    monkeypatch.setattr(filling, "run_all", in_process)
+def filled(chosen: TableSettings, out: Path, *, progress: bool = False) -> Board:
     board = Board(chosen, plan_table(chosen))
     fill(board, out, 1, None, progress=progress)
     conclude(board, out)
     return board
 
 
-def test_the_tables_own_runs_have_the_chosen_values_all_records_and_one_test(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("cells_in_threads")
+def test_the_tables_own_runs_have_the_chosen_values_all_records_and_one_test(tmp_path: Path) -> None:
     chosen = settings(
         grid={"algorithm": ["fedavg", "fedprox"], "seed": [0, 1]}, spaces={"fedprox": {"algorithm.mu": [0.5, 2.0]}}
     )
-    board = filled(chosen, tmp_path, monkeypatch)
+    board = filled(chosen, tmp_path)
     values = {choice.search.cell.row: choice.best.trial.values for choice in board.choices}
     assert [(cell.row, cell.seed) for cell in board.plan.cells] == [
         ("FedAvg", 0), ("FedAvg", 1), ("FedProx", 0), ("FedProx", 1)
@@ -331,13 +326,14 @@ def test_the_tables_own_runs_have_the_chosen_values_all_records_and_one_test(
     )
 
 
+@pytest.mark.usefixtures("cells_in_threads")
 def test_how_long_a_search_takes_is_told_before_it_begins_and_not_where_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("fl_sim.tables.forecast.pace_of", lambda job: Pace(step=1.0, record=0.0))
     chosen = settings(grid={"algorithm": ["fedavg"]}, trials=2, base={"engine": {"kind": "inprocess", "workers": 1}})
     for told in (True, False):
-        filled(chosen, tmp_path, monkeypatch, progress=True)
+        filled(chosen, tmp_path, progress=True)
         first = capsys.readouterr().err.partition("\n")[0]
         assert ("1 search for settings, one a row and column: 2 trials with 4 rounds together, 0" in first) is told
         assert ("0 of them done; the rest takes about" in first) is told
@@ -395,7 +391,7 @@ def test_the_command_line_lays_settings_of_the_search_over_the_files() -> None:
         table_settings(table, ["tune.space.local.momentum=0.1"], "the test")
 
 
-def test_a_table_whose_search_is_not_done_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_whose_search_is_not_done_says_so(tmp_path: Path) -> None:
     chosen = settings(grid={"algorithm": ["fedavg"]})
     table, _ = conclude(Board(chosen, plan_table(chosen)), tmp_path)
     assert "The search for the settings of the methods is not done" in table.caption[-1]
@@ -411,8 +407,9 @@ def test_of_equally_good_trials_the_earlier_one_wins_and_what_diverged_never(tmp
     assert [one.trial.number for one in ranked(tried)] == [3, 4, 1, 5]
 
 
-def test_a_report_shows_no_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    filled(settings(grid={"algorithm": ["fedavg"]}, trials=2), tmp_path, monkeypatch)
+@pytest.mark.usefixtures("cells_in_threads")
+def test_a_report_shows_no_trials(tmp_path: Path) -> None:
+    filled(settings(grid={"algorithm": ["fedavg"]}, trials=2), tmp_path)
     found = find([tmp_path])
     assert [run.path.parent.name for run in found.runs] == ["cells"]
     assert not found.problems
