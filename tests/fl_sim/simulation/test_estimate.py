@@ -6,14 +6,17 @@ from typing import Any
 import pytest
 
 from fl_sim.experiment.experiment import Experiment, experiment_from
-from fl_sim.experiment.job import Job, job_of
+from fl_sim.experiment.job import job_of
 from fl_sim.privacy.bill import bills
+from fl_sim.simulation import pace
 from fl_sim.simulation.estimate import estimate_of
 from fl_sim.simulation.pace import Pace, kind_of_work, num_steps, pace_of
 from fl_sim.simulation.planned_bill import planned
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_rounds
+from fl_sim.training.evaluation import Scores
 from fl_sim.training.trainer import Trainer
+from fl_sim.types import Trained
 
 QUICK = {"model": "logistic", "rounds": 3, "engine": {"kind": "inprocess", "workers": 1}, "local": {"batch_size": 32}}
 
@@ -22,8 +25,8 @@ def quick(**changes: object) -> Experiment:
     return experiment_from({**QUICK, **changes})
 
 
-def estimated(pace: Pace | None = None, **changes: object) -> Any:
-    return estimate_of(job_of(quick(**changes)), pace, has_pool=False)
+def estimated(known: Pace | None = None, **changes: object) -> Any:
+    return estimate_of(job_of(quick(**changes)), known, has_pool=False)
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "fedadam"])
@@ -63,19 +66,25 @@ def test_seconds_are_those_of_steps_and_of_records_that_are_measured() -> None:
     assert estimated().seconds is None
 
 
-def test_a_slower_step_is_timed_to_be_slower_and_the_same_work_has_one_name() -> None:
-    def paced(**local: object) -> tuple[Job, Pace]:
-        job = job_of(quick(model="mlp", local=local))
-        return job, pace_of(job)
+def test_a_pace_is_that_of_eight_steps_and_of_their_records_by_the_jobs_own_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worked: list[object] = []
+    monkeypatch.setattr(pace, "_seconds", lambda _, work: worked.append(work()) or 32.0)
+    assert pace_of(job_of(quick(local={"batch_size": 4}))) == Pace(step=32.0 / 8, record=32.0 / 32)
+    [trained], scores = worked
+    assert isinstance(trained, Trained)
+    assert trained.num_steps == 8
+    assert isinstance(scores, Scores)
+    assert len(scores.labels) == 32
+    stacked = quick(engine={"kind": "inprocess", "stack": 3}, local={"batch_size": 4})
+    assert pace_of(job_of(stacked)).step == 32.0 / (3 * 8)
 
-    small, large = paced(batch_size=2), paced(batch_size=64)
-    assert 0 < small[1].step < large[1].step
-    assert small[1].record > 0
-    stacked = job_of(quick(model="mlp", engine={"kind": "inprocess", "stack": 3}))
-    assert pace_of(stacked).step > 0
-    assert kind_of_work(small[0].experiment) != kind_of_work(large[0].experiment)
+
+def test_work_that_takes_as_long_has_one_name() -> None:
     assert kind_of_work(quick()) == kind_of_work(quick(rounds=9, seed=3, partition="iid", sampler="fixed-size:2"))
     assert kind_of_work(quick()) != kind_of_work(quick(algorithm="scaffold"))
+    assert kind_of_work(quick()) != kind_of_work(quick(local={"batch_size": 2}))
 
 
 @pytest.mark.usefixtures("quick_accounting")
