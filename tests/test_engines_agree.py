@@ -44,7 +44,7 @@ LABEL_SKEW = [
 def settings(algorithm: str, engine: str | dict[str, Any], model: str = OWN) -> Experiment:
     """An unequal split, partial participation, a model with dropout and BatchNorm.
 
-    With SCAFFOLD images are moved, too, and BatchNorm stays with clients.
+    With SCAFFOLD images are moved, too, BatchNorm stays with clients, and records are held out for validation.
     """
     is_scaffold = algorithm == "scaffold"
     own = {"batch_norm": "personal" if is_scaffold else "average"} if model == OWN else {}
@@ -58,6 +58,7 @@ def settings(algorithm: str, engine: str | dict[str, Any], model: str = OWN) -> 
             "sampler": SAMPLERS.get(algorithm, "full"),
             "calibrate": CALIBRATED if algorithm == "fedmix" else "none",
             "rounds": 4,
+            "evaluate": {"validation": 0.2 if is_scaffold else 0},
             "local": {"epochs": 2, "batch_size": 16, "augment": "crop-flip" if is_scaffold else "none", **own},
             "seed": 5,
             "engine": engine,

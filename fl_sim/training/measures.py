@@ -3,7 +3,7 @@
 By the definitions of scikit-learn's metrics, in numpy: importing those costs more than all of this.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -86,10 +86,10 @@ class Holdings:
     counts: NDArray[np.int64]
 
     @classmethod
-    def of(cls, splits: Iterable[Sequence[NDArray[np.int64]]], labels: NDArray[np.int64]) -> Self:
+    def of(cls, splits: Sequence[Sequence[NDArray[np.int64]]], labels: NDArray[np.int64]) -> Self:
         """Return it where each client has its part of every split: indices into ``labels``, of all records."""
-        parts = [(np.full(len(part), client), part) for split in splits for client, part in enumerate(split)]
-        owners, records = (np.concatenate(column) for column in zip(*parts, strict=True))
+        owners = np.concatenate([np.repeat(np.arange(len(split)), [*map(len, split)]) for split in splits])
+        records = np.concatenate([part for split in splits for part in split])
         num_classes = int(labels.max()) + 1
         pairs, counts = np.unique(owners * num_classes + labels[records], return_counts=True)
         return cls(pairs // num_classes, pairs % num_classes, counts)
