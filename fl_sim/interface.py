@@ -74,15 +74,13 @@ class TableResult:
     _repr_markdown_ = to_markdown  # what a notebook shows
 
     def to_pandas(self) -> Any:
-        """Return a pandas DataFrame with a row for each run. Raises UserError where pandas is not installed."""
-        return _data_frame(
-            {
-                "method": cell.row, "column": cell.column, "seed": cell.seed, "status": cell.status,
-                "final_accuracy": cell.last, "best_accuracy": cell.best, "error": cell.error,
-                "directory": str(self.directory / cell.directory),
-            }
-            for cell in self.cells
-        )  # fmt: skip
+        """Return ``table.csv`` as a pandas DataFrame: a row a run, a column a setting and a measure, shares in percent.
+
+        Raises UserError where pandas is not installed.
+        """
+        from fl_sim.report.tidy import run_lines  # noqa: PLC0415 (of no use to a single run)
+
+        return _data_frame(run_lines(self.table))
 
 
 def run(

@@ -17,9 +17,16 @@ _LAST: Final = ("dir", "error")
 
 
 def csv_text(table: Table) -> str:
+    """Return ``run_lines`` as CSV; what is None is empty."""
+    lines = run_lines(table)
+    return _text(list(lines[0]) if lines else [*_FIRST, *_LAST], lines)
+
+
+def run_lines(table: Table) -> list[dict[str, Value | None]]:
     """Return a line for each run: its place, its status, a column a setting, a column a measure, where it lies.
 
-    A run that stands in several columns, as an upper bound does, is one line, which names all of them.
+    All lines have all columns, None where a run has no such setting or measure. A run that stands in several columns of
+    the table, as an upper bound does, is one line, which names all of them.
     """
     lines = [
         {**_place(same), "status": same[0].status, **same[0].settings, **_accuracies(same[0]), **same[0].measures,
@@ -27,9 +34,9 @@ def csv_text(table: Table) -> str:
         for same in _runs(table)
     ]  # fmt: skip
     settings = dict.fromkeys(name for one in table.results for name in one.settings)
-    names = dict.fromkeys(name for line in lines for name in line)
-    middle = [*settings, *(name for name in names if name not in settings)]
-    return _text([*_FIRST, *(name for name in middle if name not in {*_FIRST, *_LAST}), *_LAST], lines)
+    middle = dict.fromkeys([*settings, *(name for line in lines for name in line)])
+    names = [*_FIRST, *(name for name in middle if name not in {*_FIRST, *_LAST}), *_LAST]
+    return [{name: line.get(name) for name in names} for line in lines]
 
 
 def rounds_text(table: Table, rounds: Mapping[str, Sequence[RoundRecord]]) -> str:

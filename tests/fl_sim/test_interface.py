@@ -1,5 +1,7 @@
 """fl-sim as a library: what a script or a notebook calls, and what it gets back."""
 
+import csv
+import io
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
@@ -41,7 +43,7 @@ def test_a_private_run_states_its_epsilon(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cells_in_threads")
-def test_a_table_takes_objects_and_returns_a_cell_for_each_run(tmp_path: Path) -> None:
+def test_a_table_takes_objects_and_returns_a_cell_for_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = {"base": SMALL, "grid": {"algorithm": ["fedavg", FedProx(mu=0.3)]}, "centralized": False}
     filled = fl_sim.table(plan, out=tmp_path / "table", jobs=1, progress=False)
     assert [(cell.row, cell.status) for cell in filled.cells] == [
@@ -51,6 +53,9 @@ def test_a_table_takes_objects_and_returns_a_cell_for_each_run(tmp_path: Path) -
     assert filled.to_markdown() == (tmp_path / "table" / "table.md").read_text().rstrip("\n")
     run = fl_sim.run(SMALL, out=filled.directory / filled.cells[0].directory, progress=False)
     assert run.final_accuracy == filled.cells[0].last
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
+    lines = [{name: "" if value is None else str(value) for name, value in line.items()} for line in filled.to_pandas()]
+    assert lines == list(csv.DictReader(io.StringIO((tmp_path / "table" / "table.csv").read_text())))
 
 
 def test_records_go_to_pandas_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
