@@ -1,5 +1,6 @@
 """The gallery: its page is made from its files, and every cell of its tables can be run, as it was published."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,13 @@ def test_every_published_figure_stands_beside_a_cell_of_its_table() -> None:
         ):
             assert column in columns, entry.name
             assert {row.partition(", local.")[0] for row in accuracies} <= rows, entry.name
+
+
+def test_every_table_of_the_gallery_was_made_from_its_file_as_it_is_now() -> None:
+    made = [entry for entry in read_gallery(GALLERY) if entry.table is not None]
+    assert made
+    for entry in made:
+        settings = json.loads((GALLERY / entry.name / "table.json").read_text())["settings"]
+        now = json.loads(read_settings(ROOT / entry.about.file, []).model_dump_json())
+        for part in ("base", "grid", "tune"):
+            assert settings.get(part) == now.get(part), f"{entry.name}: run it again: {entry.about.command}"
