@@ -18,6 +18,7 @@ from partitions import FeatureSkew
 _PRIVATE = "how many records of which class a client holds is private"
 _SHARES = "accuracy on the test records, each counted as often as its class occurs with the client"
 _SKEWED = f"{_SHARES}; what each client sees of its own in its records is not in it"
+_ONCE = "the test records are looked at once at most, after the last round, so nobody knows how rounds before it did"
 _UNTOLD = "who took part is secret under Global DP; the bytes of a client in a round depend on no record"
 _EARLIER = "some rounds were run by an earlier version, which did not count"
 
@@ -31,16 +32,22 @@ def measures_of(job: Job, log: RunLog) -> dict[str, Any]:
 
 
 def _measures(job: Job, log: RunLog) -> dict[str, Any]:
+    left_out = {"client_accuracy": _PRIVATE} if job.experiment.is_private else {}
+    last = _of_the_last(job, log.measured.test) if log.measured and log.measured.test else {}
+    if job.experiment.evaluate.test != "rounds":
+        untold = dict.fromkeys(("accuracy_of_last_ten", "accuracy_area", "reached"), _ONCE)
+        nothing: dict[str, Any] = {"accuracy_of_last_ten": None, "accuracy_area": None, "reached": {}}
+        return {**last, **nothing, "left_out": left_out | untold}
     beforehand = _sum(log.before.values())
     spent = Spent(beforehand.down + beforehand.up if beforehand else None, log.preprocess_seconds)
     steps = [reached(log.rounds, accuracy, spent) for accuracy in LADDER]
     reached_so_far = {f"{100 * step.accuracy:g}": _taken(step) for step in steps if step}
     return {
-        **(_of_the_last(job, log.measured.test) if log.measured and log.measured.test else {}),
+        **last,
         "accuracy_of_last_ten": mean_of_last(log.rounds),
         "accuracy_area": area_under(log.rounds),
         "reached": reached_so_far,
-        "left_out": {"client_accuracy": _PRIVATE} if job.experiment.is_private else {},
+        "left_out": left_out,
     }
 
 

@@ -133,6 +133,10 @@ def test_the_test_records_may_be_looked_at_once_after_the_last_round(tmp_path: P
     assert all(one.validation_accuracy is not None for one in rounds)
     assert result["final_accuracy"] == result["best_accuracy"] == rounds[-1].test_accuracy
     assert result["best_round"] == 3
+    of_all_rounds = {name: result["measures"][name] for name in ("accuracy_of_last_ten", "accuracy_area", "reached")}
+    assert not any(of_all_rounds.values())
+    assert set(of_all_rounds) <= set(result["measures"]["left_out"])
+    assert result["measures"]["balanced_accuracy"] > 0
 
 
 def test_a_run_that_began_before_there_was_validation_goes_on_to_the_same_bits(tmp_path: Path) -> None:
