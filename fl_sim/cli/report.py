@@ -92,6 +92,7 @@ def _as_json(out: Path, files: list[str], shown: list[Panel], problems: list[dic
             "seeds": [run.config.seed for run in one.runs], "status": [run.status for run in one.runs],
             "mean": mean_and_deviation(final)[0], "std": mean_and_deviation(final)[1],
             "best_mean": mean_and_deviation(best)[0], "best_std": mean_and_deviation(best)[1],
+            "best_chosen_on": [outcome.best_chosen_on for outcome in done],
             "seconds": [outcome.seconds.total for outcome in done], "dir": [str(run.path) for run in one.runs],
         })  # fmt: skip
     return {

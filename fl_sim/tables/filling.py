@@ -218,7 +218,11 @@ def _reached(result: Mapping[str, Any]) -> str:
     last, best = result["final_accuracy"], result["best_accuracy"]
     if last is None:
         return f"{100 * result['validation']['final_accuracy']:.1f} % on validation"
-    return f"last {100 * last:.1f} %, best {100 * best:.1f} %"
+    chosen_on = result.get("best_chosen_on", "test")
+    if chosen_on == "last":  # the last alone was tested
+        return f"{100 * last:.1f} %"
+    records = "the test set" if chosen_on == "test" else "validation"
+    return f"last {100 * last:.1f} %, best {100 * best:.1f} % (picked on {records})"
 
 
 def _tell(progress: TableProgress, label: str, event: Event) -> None:

@@ -66,6 +66,7 @@ def test_json_is_one_object_with_the_means_of_the_results(runs, tmp_path):
     results = [json.loads(path.read_text()) for path in sorted(runs.rglob("result.json"))]
     (row,) = told["rows"]
     assert row["mean"] == pytest.approx(sum(50 * result["final_accuracy"] for result in results))
+    assert row["best_chosen_on"] == ["test", "test"]
     assert (row["method"], row["data"], row["partition"], row["seeds"]) == ("FedAvg", "digits", "iid", [0, 1])
     assert told["report"] == str(tmp_path / "elsewhere" / "report.html")
     assert (told["runs"], told["finished"], told["problems"]) == (2, 2, [])

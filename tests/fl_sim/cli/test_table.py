@@ -103,6 +103,7 @@ def test_number_of_jobs_does_not_change_the_table(
     printed = capsys.readouterr()
     assert json.loads(printed.out) == json.loads(table_of(tmp_path / "one"))
     assert "[3/3]" in printed.err
+    assert printed.err.count("(picked on the test set)") == 3
     rounds = (tmp_path / "one" / "rounds.csv").read_text().splitlines()
     logs = [path.read_text() for path in tmp_path.glob("one/cells/*/rounds.jsonl")]
     assert len(rounds) == 1 + sum(len(log.splitlines()) for log in logs)
