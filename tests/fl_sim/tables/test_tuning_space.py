@@ -45,6 +45,13 @@ def test_methods_share_the_draws_of_shared_knobs_whatever_other_knobs_they_have(
         assert ours == {"local.learning_rate": theirs["local.learning_rate"]} == drawn(alone["FedAvg"], 7, trial)
 
 
+def test_another_seed_draws_other_values() -> None:
+    for knob in (RATE, Range(low=1, high=10**6), Choices(tuple(range(20)))):
+        first, again, other = ([knob.drawn(seed, "key", trial) for trial in range(9)] for seed in (0, 0, 1))
+        assert first == again != other
+        assert first != [knob.drawn(0, "other key", trial) for trial in range(9)]
+
+
 def test_every_value_of_a_list_is_tried_as_often_as_any_other() -> None:
     values = [Choices(("a", "b", "c")).drawn(3, "key", trial) for trial in range(12)]
     assert Counter(values) == {"a": 4, "b": 4, "c": 4}
