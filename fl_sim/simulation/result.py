@@ -3,6 +3,7 @@
 import importlib.metadata
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,7 @@ def _privacy(experiment: Experiment, log: RunLog) -> list[dict[str, object]]:
     return statements
 
 
+@cache
 def _version(name: str) -> str:
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)

@@ -31,13 +31,15 @@ from fl_sim.tables.tuning_trials import Choice, Trial, Tried, experiment_of, sea
 from fl_sim.tables.workers import Event, Failed, Finished
 from fl_sim.types import Dataset
 
+ONE_WORKER = {"kind": "inprocess", "workers": 1}
 RATES = {"low": 0.001, "high": 1.0, "log": True}
 METHODS = ["fedavg", "fedprox", "scaffold"]
+QUICK = {"model": "logistic", "rounds": 2, "partition": "label-2", "clients": 4, "engine": ONE_WORKER}
 
 
 def settings(*, grid: dict[str, Any] | None = None, base: dict[str, Any] | None = None, **tuning: Any) -> TableSettings:
     table = {
-        "base": {"model": "logistic", "rounds": 2, "partition": "label-2", **(base or {})},
+        "base": {**QUICK, **(base or {})},
         "grid": {"algorithm": METHODS, **(grid or {})},
         "centralized": False,
         "tune": {"trials": 4, "space": {"local.learning_rate": RATES}, **tuning},
@@ -331,7 +333,7 @@ def test_how_long_a_search_takes_is_told_before_it_begins_and_not_where_it_is_do
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("fl_sim.tables.forecast.pace_of", lambda job: Pace(step=1.0, record=0.0))
-    chosen = settings(grid={"algorithm": ["fedavg"]}, trials=2, base={"engine": {"kind": "inprocess", "workers": 1}})
+    chosen = settings(grid={"algorithm": ["fedavg"]}, trials=2)
     for told in (True, False):
         filled(chosen, tmp_path, progress=True)
         first = capsys.readouterr().err.partition("\n")[0]
