@@ -1,6 +1,7 @@
 """``fl-sim table``: methods against data sets and splits, resumable cell by cell."""
 
 import math
+import time
 from pathlib import Path
 
 import typer
@@ -26,6 +27,7 @@ def fill_table(
     """
     if hours is not None and not 0 < hours < math.inf:
         raise UserError(f"--budget {hours:g} is no time to fill a table in: give hours, such as 2.5, or leave it out")
+    deadline = math.inf if hours is None else time.monotonic() + 3600 * hours
     path, overrides = _parse(arguments)
     settings = read_settings(path, overrides)
     plan = plan_table(settings, data_root)
@@ -36,7 +38,7 @@ def fill_table(
     out = out or RESULTS / path.stem
     board = Board(settings, plan)
     try:
-        fill(board, out, jobs, data_root, seconds=math.inf if hours is None else 3600 * hours)
+        fill(board, out, jobs, data_root, deadline=deadline)
     except TimeIsUp:
         print_table(board, out, json_output=json_output)
         failed = f", {len(board.failures())} failed ({'; '.join(board.failures())})" if board.failures() else ""

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import time
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -111,16 +110,16 @@ def fill(
     data_root: Path | None,
     *,
     progress: bool = True,
-    seconds: float = math.inf,
+    deadline: float = math.inf,
 ) -> None:
     """Run all runs of ``board`` that are not finished, ``jobs`` at once (None: one a core), and note the outcomes.
 
     Where its settings ask for it, the settings of the runs are searched for first, in runs of their own. ``progress``:
-    whether it is shown on standard error, and beforehand about how long all of it takes. ``seconds``: how much time
-    there is. Raises TimeIsUp where that is too short, what is finished stays; and what ``run_all`` and ``tune`` raise.
-    A run that fails is noted.
+    whether it is shown on standard error, and beforehand about how long all of it takes. ``deadline``: when all of
+    it must have ended, by ``time.monotonic``. Raises TimeIsUp where that is too soon, what is finished stays; and what
+    ``run_all`` and ``tune`` raise. A run that fails is noted.
     """
-    runner = _Runner(out, jobs, data_root, time.monotonic() + seconds, progress=progress)
+    runner = _Runner(out, jobs, data_root, deadline, progress=progress)
     if board.settings.tune is not None:
         runner.tell_of_search(board.settings, board.plan)
         choices = tune(board.settings, board.plan, out, partial(runner.run_all_of, TRIALS), data_root)
@@ -240,4 +239,4 @@ def _tell(progress: TableProgress, label: str, event: Event) -> None:
         case Stopped(last_round=last_round):
             progress.closed(label, f"stopped after round {last_round}, as the time is up")
         case Postponed():
-            progress.closed(label, "not begun, as the time that is left is too short")
+            progress.say(f"{label}: not begun, as the time that is left is too short")
