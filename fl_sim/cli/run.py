@@ -42,6 +42,12 @@ def parse_experiment(arguments: list[str]) -> Experiment:
     if len(files) > 1:
         raise typer.BadParameter(f"one FILE at most, got {', '.join(files)}; settings are given as key=value")
     table = read_table(named(files[0])) if files else {}
+    if "base" in table and (left := [f"[{name}]" for name in ("grid", "tune") if name in table]):
+        typer.echo(
+            f"{files[0]} is a table's: this run takes its [base] alone, not {' and '.join(left)}; 'fl-sim table "
+            f"{files[0]}' takes all",
+            err=True,
+        )
     return experiment_from(
         with_overrides(table.get("base", table), [argument for argument in arguments if "=" in argument])
     )

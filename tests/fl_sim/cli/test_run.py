@@ -136,6 +136,11 @@ def test_a_preset_is_the_base_of_its_table() -> None:
     assert (experiment.data, experiment.model, experiment.rounds) == ("mnist", "niid-cnn", 3)
 
 
+def test_what_a_run_leaves_out_of_a_tables_file_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    parse_experiment(["digits"])
+    assert "digits is a table's: this run takes its [base] alone, not [grid]" in capsys.readouterr().err
+
+
 def test_a_name_means_the_preset_in_every_folder_and_for_every_verb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
