@@ -24,6 +24,7 @@
 #include <stdexcept>
 
 #include "network.h"
+#include "subnormals.h"
 
 namespace {
 
@@ -183,6 +184,7 @@ int infer(const Request& request, bool wants_features, float* rows) {
 // Returns what ``work`` returns; no exception may reach Python.
 template <class Work>
 int guarded(const Work& work) try {
+    const NoSubnormals none;
     return work();
 } catch (const std::bad_alloc&) {
     return 2;

@@ -167,6 +167,16 @@ def test_offset_proximal_term_and_warm_buffers(kernel: Kernel, momentum: float) 
         assert not torch.equal(other.params["0.weight"], found.params["0.weight"])
 
 
+def test_numbers_too_small_for_a_full_float32_count_as_zero_in_the_kernel_alone(kernel: Kernel) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 10))
+    buffers = {name: torch.full_like(value, 1.2e-38) for name, value in detached(model.named_parameters()).items()}
+    settings, plan = LocalSettings(0.1, 0.9, 0.0, 8, 1), LocalPlan(momentum_buffers=buffers)
+    _, expected, found = both(kernel, model, settings, plan, torch.zeros(8, 1, 2, 2), torch.arange(8))
+    assert expected.momentum_buffers["1.weight"].unique().tolist() == pytest.approx([0.9 * 1.2e-38])
+    assert found.momentum_buffers["1.weight"].unique().tolist() == [0.0]
+    assert float(torch.tensor(1e-30) * torch.tensor(1e-9)) > 0
+
+
 def test_the_error_is_that_of_float32_and_no_more(kernel: Kernel) -> None:
     """Against the same training in float64 the kernel is as near as PyTorch, give or take a factor of three."""
     torch.manual_seed(3)
