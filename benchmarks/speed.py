@@ -23,6 +23,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,11 +76,12 @@ class Contestant:
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         start = time.perf_counter()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the process is)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
             env=environment,
         )
@@ -118,7 +120,8 @@ class Contestant:
             text = line.strip()
             if text == word or (not word and text.replace(".", "", 1).replace("e-", "", 1).isdigit()):
                 return text
-        raise SystemExit(f"{self._process.args} ended; run it by hand to see why")
+        self._errors.seek(0)
+        raise SystemExit(f"{self._process.args} ended:\n{''.join(self._errors.readlines()[-20:])}")
 
     def _cpu(self) -> float:
         total = 0.0
@@ -137,7 +140,7 @@ def contestant(what: str, work: Work, peers: dict[str, Entrant]) -> Contestant:
         return Contestant(peers[what].command(work), peers[what].environment())
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "2" if what == "plain-2" else "1",
     }
     return Contestant([sys.executable, str(HERE / "contestants.py"), what, work.title], environment)
