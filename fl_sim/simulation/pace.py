@@ -30,7 +30,7 @@ _NOT_OF_A_STEP = {
     "partition", "clients", "aggregator", "sampler", "attack", "calibrate", "preprocess", "rounds", "evaluate_every",
     "evaluate", "seed", "partition_seed", "model_seed", "sampling_seed", "engine", "round_timeout",
 }  # fmt: skip
-_NOT_OF_A_LOCAL_STEP = {"epochs", "steps", "learning_rate", "schedule", "momentum", "weight_decay", "label_smoothing"}
+_NOT_OF_A_LOCAL_STEP = {"epochs", "steps", "learning_rate", "schedule", "momentum", "weight_decay"}
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,7 @@ def test_work_that_takes_as_long_has_one_name() -> None:
     assert kind_of_work(quick()) == kind_of_work(quick(rounds=9, seed=3, partition="iid", sampler="fixed-size:2"))
     assert kind_of_work(quick()) != kind_of_work(quick(algorithm="scaffold"))
     assert kind_of_work(quick()) != kind_of_work(quick(local={"batch_size": 2}))
+    assert kind_of_work(quick()) != kind_of_work(quick(local={"label_smoothing": 0.1}))  # PyTorch trains then
 
 
 @pytest.mark.usefixtures("quick_accounting")
