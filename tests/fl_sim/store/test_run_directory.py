@@ -1,11 +1,13 @@
 """The log of rounds: what is not exactly what was written is refused, but for what a crash leaves."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from fl_sim.errors import UserError
 from fl_sim.store.run_directory import (
+    MEASURED,
     RoundRecord,
     append_round,
     chain_start,
@@ -94,6 +96,14 @@ def test_the_chain_begins_with_the_settings(tmp_path: Path) -> None:
 def test_a_result_that_cannot_be_read_is_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "result.json").write_bytes(content)
     assert read_result(tmp_path) is None
+
+
+def test_what_a_round_measures_is_known_by_its_name() -> None:
+    # A longer run takes what the last round alone had off it by these names: a new field has to be put on one side.
+    others = {part.name for part in fields(RoundRecord) if not part.name.startswith(MEASURED)}
+    assert others == {
+        "round", "train_loss", "epsilon", "cohort", "learning_rate", "seconds", "bytes_down", "bytes_up",
+    }  # fmt: skip
 
 
 def test_private_times_fall_on_a_coarse_grid() -> None:
