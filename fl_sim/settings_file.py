@@ -3,6 +3,7 @@
 import re
 import stat
 import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +36,25 @@ def read_table(path: Path) -> dict[str, Any]:
         return parse_table(content.decode("utf-8-sig"), str(path))
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a TOML file: {error}") from error
+
+
+def _is_no_table(value: Any) -> bool:
+    return not isinstance(value, Mapping)
+
+
+def flat(
+    table: Mapping[str, Any], is_value: Callable[[Any], bool] = _is_no_table, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of tables in a table. ``is_value``: where to stop; default, at what is no table.
+
+    >>> dict(flat({"rounds": 3, "local": {"epochs": 1}}))
+    {'rounds': 3, 'local.epochs': 1}
+    """
+    for key, value in table.items():
+        if is_value(value):
+            yield prefix + key, value
+        else:
+            yield from flat(value, is_value, f"{prefix}{key}.")
 
 
 def parse_table(text: str, where: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
-from fl_sim.cli.run import named, parse_experiment
+from fl_sim.cli.run import file_and_settings, named, parse_experiment
 from fl_sim.data.places import look_for
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
@@ -22,11 +22,8 @@ def show_plan(
     arguments: list[str], out: Path | None, jobs: int | None, data_root: Path | None, *, quick: bool, json_output: bool
 ) -> None:
     """Print every run that ``[FILE or PRESET] [key=value ...]`` stands for, with what it takes, and their bill."""
-    files = [argument for argument in arguments if "=" not in argument]
-    overrides = [argument for argument in arguments if "=" in argument]
-    if len(files) > 1:
-        raise UserError(f"one FILE or PRESET at most, got {', '.join(files)}; settings are given as key=value")
-    path = named(files[0]) if files else None
+    name, overrides = file_and_settings(arguments)
+    path = named(name) if name is not None else None
     content = read_table(path) if path else {}
     if path is None or not {"base", "grid", "tune"} & set(content):
         if jobs is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from fl_sim.data.places import look_for
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.importing import importing
 from fl_sim.settings_file import read_table
@@ -51,6 +52,14 @@ def parse_experiment(arguments: list[str]) -> Experiment:
     return experiment_from(
         with_overrides(table.get("base", table), [argument for argument in arguments if "=" in argument])
     )
+
+
+def file_and_settings(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Return FILE or PRESET, None where it is not given, and the key=value settings. Raises UserError for two files."""
+    files = [argument for argument in arguments if "=" not in argument]
+    if len(files) > 1:
+        raise UserError(f"one FILE or PRESET at most, got {', '.join(files)}; settings are given as key=value")
+    return next(iter(files), None), [argument for argument in arguments if "=" in argument]
 
 
 def named(name: str) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from fl_sim.cli.run import named
+from fl_sim.cli.run import file_and_settings, named
 from fl_sim.errors import RunError, UserError
 from fl_sim.importing import importing
 from fl_sim.tables.plan import plan_table, read_settings
@@ -28,7 +28,8 @@ def fill_table(
     if hours is not None and not 0 < hours < math.inf:
         raise UserError(f"--budget {hours:g} is no time to fill a table in: give hours, such as 2.5, or leave it out")
     deadline = math.inf if hours is None else time.monotonic() + 3600 * hours
-    path, overrides = _parse(arguments)
+    name, overrides = file_and_settings(arguments)
+    path = named("digits" if name is None else name)
     settings = read_settings(path, overrides)
     plan = plan_table(settings, data_root)
     with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
@@ -60,10 +61,3 @@ def fill_table(
     typer.echo(f"table.md, table.csv, rounds.csv, table.tex and table.json are in {out}", err=True)
     if failures := board.failures():
         raise RunError(f"{len(failures)} of {len(plan.runs)} cells failed: {'; '.join(failures)}")
-
-
-def _parse(arguments: list[str]) -> tuple[Path, list[str]]:
-    names = [argument for argument in arguments if "=" not in argument]
-    if len(names) > 1:
-        raise UserError(f"one FILE or PRESET at most, got {', '.join(names)}; settings are given as key=value")
-    return named(names[0] if names else "digits"), [argument for argument in arguments if "=" in argument]

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final, TypeAlias
 
+from fl_sim.settings_file import flat
 from fl_sim.store.run_directory import RoundRecord
 
 Value: TypeAlias = str | int | float | bool
@@ -24,18 +25,18 @@ def measures(result: Mapping[str, Any]) -> dict[str, float]:
     behind a further one of the same unit. What is under ``measures`` there stands without that name before it.
     """
     top = {name: value for name, value in result.items() if name not in {*_NO_MEASURES, "measures"}}
-    flat = {"rounds_done": result.get("rounds"), **top, **result.get("measures", {}), **_epsilons(result)}
-    return {name: value for name, value in _in_units(_flat(flat)) if _is_number(value)}
+    said = {"rounds_done": result.get("rounds"), **top, **result.get("measures", {}), **_epsilons(result)}
+    return {name: value for name, value in _in_units(flat(said)) if _is_number(value)}
 
 
 def of_round(record: RoundRecord) -> dict[str, float]:
     """Return a round's numbers, named and in units as ``measures`` has them; what is None is left out."""
-    return {name: value for name, value in _in_units(_flat(asdict(record))) if _is_number(value)}
+    return {name: value for name, value in _in_units(flat(asdict(record))) if _is_number(value)}
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Value]:
     """Return {dotted name: value} of a resolved experiment's settings; lists as text, what is None as empty text."""
-    return {name: value if isinstance(value, Value) else _text(value) for name, value in _flat(settings)}
+    return {name: value if isinstance(value, Value) else _text(value) for name, value in flat(settings)}
 
 
 def percent(name: str, value: float) -> tuple[str, float]:
@@ -55,14 +56,6 @@ def _epsilons(result: Mapping[str, Any]) -> dict[str, Any]:
         place = unit if number == 1 else f"{unit}.{number}"
         found[f"epsilon.{place}"], found[f"delta.{place}"] = release["epsilon"], release.get("delta")
     return found
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _in_units(numbers: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -72,7 +72,7 @@ def forecast(
         pace = _pace(job, paces) if paces is not None and is_timed else None
         estimate = estimate_of(job, pace, has_pool=has_pool)
         paid = planned(job) if billed else None
-        done = _rounds_done(cells / name)
+        done = rounds_done(cells / name)
         found.append(Forecast(name, job.experiment.rounds, done, is_finished, estimate, has_pool, paid))
     return found
 
@@ -137,7 +137,8 @@ def _has_pool(job: Job, seen: set[str]) -> bool:
     return there
 
 
-def _rounds_done(directory: Path) -> int:
+def rounds_done(directory: Path) -> int:
+    """Return how many rounds the run in ``directory`` has."""
     with suppress(UserError):  # what is damaged is told when the run is taken up
         return len(read_rounds(directory))
     return 0

@@ -14,7 +14,7 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, with_overrides
 from fl_sim.mistakes import explain, guess, shortened
 from fl_sim.settings import Settings
-from fl_sim.settings_file import read_table
+from fl_sim.settings_file import flat, read_table
 from fl_sim.tables.names import run_name
 from fl_sim.tables.points import (
     AXES,
@@ -23,7 +23,6 @@ from fl_sim.tables.points import (
     as_federation,
     as_run,
     experiment_at,
-    flat,
     is_bound,
     job_at,
     points,

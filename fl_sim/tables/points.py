@@ -81,15 +81,6 @@ def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Jo
     return job
 
 
-def flat(grid: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Turn TOML's nested ``local.epochs = [1, 5]`` into the key ``local.epochs``."""
-    for key, value in grid.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
 def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an entry of ``grid.algorithm``: an algorithm, or a table that sets it and more."""
     if not isinstance(entry, dict) or "kind" in entry or not set(entry) & set(Experiment.model_fields):

@@ -1,13 +1,10 @@
 """What a search will take, before it runs."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_sim.errors import UserError
-from fl_sim.store.run_directory import read_rounds
-from fl_sim.tables.forecast import Forecast, in_time
+from fl_sim.tables.forecast import Forecast, in_time, rounds_done
 from fl_sim.tables.plan import TableSettings
 from fl_sim.tables.tuning import TRIALS
 from fl_sim.tables.tuning_runs import directory_of, goes_on
@@ -43,7 +40,7 @@ def search_forecasts(
     for search in searches:
         directories = _directories(settings, search, out / TRIALS, data_root)
         rounds = _rounds(settings, search)
-        done = min(rounds, sum(map(_rounds_done, directories)))
+        done = min(rounds, sum(map(rounds_done, directories)))
         seconds = whole[search.cell.name]
         left = None if seconds is None else seconds / search.cell.experiment.rounds * (rounds - done)
         found.setdefault(tuple(path.name for path in directories), SearchForecast(search, rounds, done, left))
@@ -86,9 +83,3 @@ def _rounds(settings: TableSettings, search: Search) -> int:
         total += rung.trials * (rung.rounds - before if on else rung.rounds)
         before = rung.rounds
     return total
-
-
-def _rounds_done(directory: Path) -> int:
-    with suppress(UserError):  # what is damaged is told when the trial is taken up
-        return len(read_rounds(directory))
-    return 0

@@ -1,7 +1,7 @@
 """The space of a search: what a knob may be, and which values a trial draws."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
@@ -11,6 +11,7 @@ from fl_sim.errors import UserError
 from fl_sim.mistakes import explain, guess, shortened
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings
+from fl_sim.settings_file import flat
 from fl_sim.tables.tuning_settings import Tune
 
 Values: TypeAlias = Mapping[str, Any]
@@ -164,16 +165,12 @@ def _check_free(key: str, method: Method) -> None:
 
 
 def _read(table: Mapping[str, Any], where: str) -> dict[str, Knob]:
-    return {key: _knob(value, f"{where}.{key}") for key, value in _flat(table)}
+    return {key: _knob(value, f"{where}.{key}") for key, value in flat(table, _is_knob)}
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Turn TOML's nested ``local.learning_rate = {low = ...}`` into one key."""
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value and not {"low", "high"} & set(value):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+def _is_knob(value: Any) -> bool:
+    """Say whether it is no further table of keys: ``{low = ..., high = ...}`` is a range."""
+    return not isinstance(value, Mapping) or not value or bool({"low", "high"} & set(value))
 
 
 def _knob(value: Any, where: str) -> Knob:
