@@ -10,7 +10,7 @@ import torch
 
 from fl_sim import seeding
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.simulation.client_ledgers import ledger_path
 from fl_sim.simulation.dafl.synthesis import pool_key
