@@ -21,9 +21,10 @@ from fl_sim.settings import as_table
 from fl_sim.simulation import run as simulation
 from fl_sim.simulation.repeating import set_aside
 from fl_sim.store.run_directory import RoundRecord, read_rounds
+from fl_sim.tables.files import file_or_preset
 from fl_sim.tables.forerunner import begin_with_shorter
 from fl_sim.tables.names import run_name
-from fl_sim.tables.plan import file_or_preset, plan_table, read_settings, table_settings
+from fl_sim.tables.plan import plan_table, read_settings, table_settings
 
 if TYPE_CHECKING:
     from fl_sim.report.table import SeedResult, Table

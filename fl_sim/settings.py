@@ -10,6 +10,7 @@ import importlib.metadata
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
+from functools import cache
 from typing import Annotated, Any, Final, Self, TypeAlias, get_args, get_origin
 
 from pydantic import (
@@ -264,6 +265,7 @@ def _one_of(field: FieldInfo) -> OneOf | None:
     return next((extra for extra in field.metadata if isinstance(extra, OneOf)), None)
 
 
+@cache
 def _entry_point(name: str) -> str:
     """Return the import path that an installed package gives ``name`` to, empty where none does."""
     found = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)

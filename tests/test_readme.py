@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fl_sim.cli.arguments import read
 from fl_sim.cli.run import run_experiment
 from fl_sim.interface import RESULTS
 from fl_sim.store.run_directory import read_rounds
@@ -60,7 +61,7 @@ def _directories(runs: list[list[str]], capsys: pytest.CaptureFixture[str]) -> l
     found = []
     for words in runs:
         student = ["algorithm.student.steps=20"] if "algorithm=pate" in words else []
-        run_experiment([*words, *SMALL, *student], None, None, again=False, json_output=False)
+        run_experiment(read([*words, *SMALL, *student]), None, None, again=False, json_output=False)
         printed = capsys.readouterr()
         beforehand = re.findall(r"^results go to (.*)$", printed.err, re.MULTILINE)
         assert re.findall(r"^results in (.*)$", printed.out, re.MULTILINE) == beforehand

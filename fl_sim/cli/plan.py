@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
-from fl_sim.cli.run import file_and_settings, named, parse_experiment
+from fl_sim.cli.arguments import Given
+from fl_sim.cli.run import parse_experiment
 from fl_sim.data.places import look_for
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.importing import importing
-from fl_sim.settings_file import read_table
 from fl_sim.tables.plan import Plan, TableSettings, plan_table, table_settings, tuned
 
 if TYPE_CHECKING:
@@ -19,19 +19,17 @@ if TYPE_CHECKING:
 
 
 def show_plan(
-    arguments: list[str], out: Path | None, jobs: int | None, data_root: Path | None, *, quick: bool, json_output: bool
+    given: Given, out: Path | None, jobs: int | None, data_root: Path | None, *, quick: bool, json_output: bool
 ) -> None:
-    """Print every run that ``[FILE or PRESET] [key=value ...]`` stands for, with what it takes, and their bill."""
-    name, overrides = file_and_settings(arguments)
-    path = named(name) if name is not None else None
-    content = read_table(path) if path else {}
-    if path is None or not {"base", "grid", "tune"} & set(content):
+    """Print every run that was typed, or that the table's file holds, with what it takes, and their bill."""
+    path = given.path
+    if path is None or not {"base", "grid", "tune"} & set(given.table):
         if jobs is not None:
             raise UserError(f"--jobs {jobs} is for the cells of a table, and this is one run: leave it out")
-        runs, cells = _one_run(arguments, out, data_root)
+        runs, cells = _one_run(given, out, data_root)
         side_by_side, table = 1, None
     else:
-        table = _searched(table_settings(content, overrides, str(path)), out, path.stem, data_root)
+        table = _searched(table_settings(given.table, given.overrides, str(path)), out, path.stem, data_root)
         runs, cells, side_by_side = _table(table.plan.runs, out, path.stem, jobs)
     with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
         from fl_sim.cli.printed_plan import as_json, print_plan  # noqa: PLC0415
@@ -68,9 +66,9 @@ def _searched(settings: TableSettings, out: Path | None, name: str, data_root: P
     return _Table(settings, tuned(settings, plan, values_of(chosen), data_root), ())
 
 
-def _one_run(arguments: list[str], out: Path | None, data_root: Path | None) -> tuple[dict[str, Experiment], Path]:
+def _one_run(given: Given, out: Path | None, data_root: Path | None) -> tuple[dict[str, Experiment], Path]:
     """Return {name of its directory: experiment}, and the folder around that."""
-    experiment = parse_experiment(arguments)
+    experiment = parse_experiment(given)
     look_for(experiment.data, data_root)
     with importing():
         from fl_sim.interface import directory_of  # noqa: PLC0415

@@ -7,12 +7,10 @@ from typing import Any
 
 import typer
 
+from fl_sim.cli.arguments import Given
 from fl_sim.data.places import look_for
-from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.importing import importing
-from fl_sim.settings_file import read_table
-from fl_sim.tables.plan import file_or_preset
 from fl_sim.tables.words import took
 
 _BEST = {
@@ -22,11 +20,9 @@ _BEST = {
 }
 
 
-def run_experiment(
-    arguments: list[str], out: Path | None, data_root: Path | None, *, again: bool, json_output: bool
-) -> None:
-    """Run what ``[FILE or PRESET] [key=value ...]`` describes, and print what came of it."""
-    experiment = parse_experiment(arguments)
+def run_experiment(given: Given, out: Path | None, data_root: Path | None, *, again: bool, json_output: bool) -> None:
+    """Run what was typed, and print what came of it."""
+    experiment = parse_experiment(given)
     look_for(experiment.data, data_root)
     with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
         from fl_sim.interface import run  # noqa: PLC0415
@@ -37,37 +33,16 @@ def run_experiment(
         _print(result.facts, result.directory)
 
 
-def parse_experiment(arguments: list[str]) -> Experiment:
-    """Return the experiment that ``[FILE or PRESET] [key=value ...]`` describes; of a table's file, its [base]."""
-    files = [argument for argument in arguments if "=" not in argument]
-    if len(files) > 1:
-        raise typer.BadParameter(f"one FILE at most, got {', '.join(files)}; settings are given as key=value")
-    table = read_table(named(files[0])) if files else {}
+def parse_experiment(given: Given) -> Experiment:
+    """Return the experiment that was typed; of a table's file, its [base]."""
+    table = given.table
     if "base" in table and (left := [f"[{name}]" for name in ("grid", "tune") if name in table]):
         typer.echo(
-            f"{files[0]} is a table's: this run takes its [base] alone, not {' and '.join(left)}; 'fl-sim table "
-            f"{files[0]}' takes all",
+            f"{given.name} is a table's: this run takes its [base] alone, not {' and '.join(left)}; 'fl-sim table "
+            f"{given.name}' takes all",
             err=True,
         )
-    return experiment_from(
-        with_overrides(table.get("base", table), [argument for argument in arguments if "=" in argument])
-    )
-
-
-def file_and_settings(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Return FILE or PRESET, None where it is not given, and the key=value settings. Raises UserError for two files."""
-    files = [argument for argument in arguments if "=" not in argument]
-    if len(files) > 1:
-        raise UserError(f"one FILE or PRESET at most, got {', '.join(files)}; settings are given as key=value")
-    return next(iter(files), None), [argument for argument in arguments if "=" in argument]
-
-
-def named(name: str) -> Path:
-    """Return the file that FILE or PRESET stands for, and say which was taken where both are there."""
-    path, which = file_or_preset(name)
-    if which:
-        typer.echo(which, err=True)
-    return path
+    return experiment_from(with_overrides(table.get("base", table), given.overrides))
 
 
 def _print(result: Mapping[str, Any], out: Path) -> None:

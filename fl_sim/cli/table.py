@@ -6,14 +6,14 @@ from pathlib import Path
 
 import typer
 
-from fl_sim.cli.run import file_and_settings, named
+from fl_sim.cli.arguments import Given
 from fl_sim.errors import RunError, UserError
 from fl_sim.importing import importing
-from fl_sim.tables.plan import plan_table, read_settings
+from fl_sim.tables.plan import plan_table, table_settings
 
 
 def fill_table(
-    arguments: list[str],
+    given: Given,
     out: Path | None,
     jobs: int | None,
     data_root: Path | None,
@@ -28,15 +28,14 @@ def fill_table(
     if hours is not None and not 0 < hours < math.inf:
         raise UserError(f"--budget {hours:g} is no time to fill a table in: give hours, such as 2.5, or leave it out")
     deadline = math.inf if hours is None else time.monotonic() + 3600 * hours
-    name, overrides = file_and_settings(arguments)
-    path = named("digits" if name is None else name)
-    settings = read_settings(path, overrides)
+    assert given.path is not None, "without one typed, a preset"
+    settings = table_settings(given.table, given.overrides, str(given.path))
     plan = plan_table(settings, data_root)
     with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
         from fl_sim.cli.printed_table import print_table  # noqa: PLC0415
         from fl_sim.interface import RESULTS  # noqa: PLC0415
         from fl_sim.tables.filling import Board, TimeIsUp, fill  # noqa: PLC0415
-    out = out or RESULTS / path.stem
+    out = out or RESULTS / given.path.stem
     board = Board(settings, plan)
     try:
         fill(board, out, jobs, data_root, deadline=deadline)

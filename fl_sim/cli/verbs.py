@@ -4,13 +4,16 @@ Help and typos are answered from here, so nothing in this file may import torch,
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import fl_sim
 from fl_sim.cli.privacy.verbs import app as privacy_app
 from fl_sim.importing import importing
+
+if TYPE_CHECKING:
+    from fl_sim.cli.arguments import Given
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _DataRoot = Annotated[Path | None, typer.Option(help="Where data sets lie (else $FL_SIM_DATA, then your cache).")]
@@ -35,6 +38,13 @@ def _print_version(*, asked: bool) -> None:
     if asked:
         typer.echo(f"fl-sim {fl_sim.__version__}")
         raise typer.Exit
+
+
+def _read(arguments: list[str] | None, default: str | None = None) -> "Given":
+    with importing():
+        from fl_sim.cli.arguments import read  # noqa: PLC0415 (see above)
+
+    return read(arguments, default)
 
 
 @app.callback()
@@ -95,10 +105,11 @@ def run(
 
       fl-sim run experiment.toml algorithm=fedprox algorithm.mu=0.1 sampler=fixed-size:10 engine=ray:4
     """
+    given = _read(arguments)
     with importing():
         from fl_sim.cli.run import run_experiment  # noqa: PLC0415 (see above)
 
-    run_experiment(arguments or [], out, data_root, again=again, json_output=json_output)
+    run_experiment(given, out, data_root, again=again, json_output=json_output)
 
 
 @app.command("table")
@@ -139,10 +150,11 @@ def table(
 
       fl-sim table grid.toml --budget 8
     """
+    given = _read(arguments, "digits")
     with importing():
         from fl_sim.cli.table import fill_table  # noqa: PLC0415 (see above)
 
-    fill_table(arguments or [], out, jobs, data_root, hours=budget, json_output=json_output)
+    fill_table(given, out, jobs, data_root, hours=budget, json_output=json_output)
 
 
 @app.command("plan")
@@ -173,10 +185,11 @@ def plan(
 
       fl-sim plan data=mnist aggregator=global-dp sampler=poisson:0.1 rounds=100 --quick
     """
+    given = _read(arguments)
     with importing():
         from fl_sim.cli.plan import show_plan  # noqa: PLC0415 (see above)
 
-    show_plan(arguments or [], out, jobs, data_root, quick=quick, json_output=json_output)
+    show_plan(given, out, jobs, data_root, quick=quick, json_output=json_output)
 
 
 @app.command("partition")

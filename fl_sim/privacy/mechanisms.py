@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 
 from fl_sim.errors import UserError
@@ -92,6 +91,8 @@ class Noise:
         return lambda: int(self._words(next(draws), purpose, server_round)[-1])
 
     def _words(self, count: int, purpose: str, server_round: int) -> NDArray[np.uint64]:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # noqa: PLC0415 (settings need no noise)
+
         assert 8 * count < _STREAM_LIMIT
         stream_key = hashlib.blake2b(f"{server_round}:{purpose}".encode(), key=self.key, digest_size=32).digest()
         encryptor = Cipher(algorithms.ChaCha20(stream_key, bytes(16)), mode=None).encryptor()

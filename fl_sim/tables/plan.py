@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, with_overrides
-from fl_sim.mistakes import explain, guess, shortened
+from fl_sim.mistakes import explain, shortened
 from fl_sim.settings import Settings
 from fl_sim.settings_file import flat, read_table
 from fl_sim.tables.names import run_name
@@ -31,7 +30,6 @@ from fl_sim.tables.seeds import SEEDS, seed_of_means
 from fl_sim.tables.tuning_settings import Tune
 from fl_sim.tables.words import caption, data_label, differences, label, method, text
 
-PRESETS = Path(__file__).parent / "presets"
 MOST_CELLS = 10_000
 """A table of more cells would be checked for minutes before the first one runs, and nobody could read it."""
 
@@ -82,29 +80,6 @@ class Plan:
     def runs(self) -> dict[str, Experiment]:
         """Return {directory name: experiment}, each experiment once, in the order of the rows."""
         return {cell.name: cell.experiment for cell in self.cells}
-
-
-def preset_names() -> list[str]:
-    """Return the names of the tables that come with the package."""
-    return sorted(path.stem for path in PRESETS.glob("*.toml"))
-
-
-def file_or_preset(name: str) -> tuple[Path, str]:
-    """Return the file of the preset ``name``, else the one at that path; and which was taken where there are both.
-
-    So a preset's name means the same in every folder. Raises UserError where there is neither.
-    """
-    presets, there = preset_names(), Path(name)
-    if name in presets:
-        which = f"{name} is taken for the preset; the file of that name in this folder is ./{name}"
-        return PRESETS / f"{name}.toml", which if there.is_file() else ""
-    with suppress(OSError):  # what no path can be is refused when it is read
-        if not there.exists():
-            raise UserError(
-                f"no file or preset {shortened(name)!r}{guess(name, presets)}; presets: {', '.join(presets)} (settings "
-                "are given as key=value, for example rounds=50)"
-            )
-    return there, ""
 
 
 def read_settings(path: Path, overrides: list[str]) -> TableSettings:

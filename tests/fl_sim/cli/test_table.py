@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fl_sim.__main__ import main
-from fl_sim.tables.plan import preset_names
+from fl_sim.tables.files import preset_names
 
 ROOT = Path(__file__).parents[3]
 QUICK = ["model=logistic", "rounds=2", "algorithm=fedavg,scaffold", "partition=label-1"]

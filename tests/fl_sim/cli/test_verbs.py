@@ -20,23 +20,29 @@ for typed in json.loads(sys.argv[1]):
         main()
     except SystemExit as left:
         answers[typed] = left.code
-print(json.dumps({"answers": answers, "imported": sorted({name.partition(".")[0] for name in sys.modules})}))
+print(json.dumps({"answers": answers, "imported": sorted(sys.modules)}))
 """
+
+
+def asked_of_a_fresh_python(typed: list[str]) -> tuple[dict[str, int], set[str], str, str]:
+    """Return the exit codes, all that was imported, standard output and standard error."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, json.dumps(typed)], capture_output=True, text=True, timeout=60, check=True
+    )
+    told = json.loads(done.stdout.splitlines()[-1])
+    return told["answers"], set(told["imported"]), done.stdout, done.stderr
 
 
 def test_help_the_version_and_typos_are_answered_without_a_slow_import() -> None:
     asked = {"--help": 0,
              "--version": 0, "run --help": 0, "table --help": 0, "privacy --help": 0, "data list --help": 0,
              "rnu": 2, "run --ouut x": 2, "table --jobs few": 2}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, json.dumps(list(asked))], capture_output=True, text=True, timeout=60, check=True
-    )
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["answers"] == asked
-    assert not {*HEAVY, "numpy", "pydantic"} & set(told["imported"])
-    assert f"fl-sim {fl_sim.__version__}\n" in done.stdout
-    assert "Did you mean 'run'?" in done.stderr
-    assert "Did you mean '--out'?" in done.stderr
+    answers, imported, said, told = asked_of_a_fresh_python(list(asked))
+    assert answers == asked
+    assert not {*HEAVY, "numpy", "pydantic"} & imported
+    assert f"fl-sim {fl_sim.__version__}\n" in said
+    assert "Did you mean 'run'?" in told
+    assert "Did you mean '--out'?" in told
 
 
 def test_mistakes_in_settings_are_told_without_torch() -> None:
@@ -45,15 +51,24 @@ def test_mistakes_in_settings_are_told_without_torch() -> None:
              "run data=digts": "did you mean 'digits'?",
              "run data=npz:nowhere.npz": "nowhere.npz", "table digits data=minst": "did you mean 'mnist'?",
              "run clients=ten": "clients", "run algorithm=pate algorithm.student=fixmatchh": "fixmatch",
-             "run preprocess=da-fl preprocess.generator=gan": "dp-cgan", "run nowhere.toml": "nowhere.toml",
-             "table digts": "digits", "table digits local.epoch=2": "did you mean 'epochs'?"}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, json.dumps(list(asked))], capture_output=True, text=True, timeout=60, check=True
-    )
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["answers"] == dict.fromkeys(asked, 2)
-    assert not set(HEAVY) & set(told["imported"])
-    for line, hint in zip(done.stderr.splitlines(), asked.values(), strict=True):
+             "run preprocess=da-fl preprocess.generator=gan": "dp-cgan",
+             "table digits local.epoch=2": "did you mean 'epochs'?"}  # fmt: skip
+    answers, imported, _, told = asked_of_a_fresh_python(list(asked))
+    assert answers == dict.fromkeys(asked, 2)
+    assert not {*HEAVY, "ssl", "cryptography"} & imported
+    for line, hint in zip(told.splitlines(), asked.values(), strict=True):
+        assert hint in line
+
+
+def test_a_file_that_is_not_there_is_told_without_the_settings_of_all_kinds(tmp_path: Path) -> None:
+    (tmp_path / "broken.toml").write_text("rounds = ")
+    asked = {"run nowhere.toml": "nowhere.toml", "table nowhere.toml rounds=3": "nowhere.toml",
+             "plan nowhere.toml": "nowhere.toml", "table digts": "did you mean 'digits'?",
+             f"run {tmp_path}/broken.toml": "is not a TOML file", "run a.toml b.toml": "at most"}  # fmt: skip
+    answers, imported, _, told = asked_of_a_fresh_python(list(asked))
+    assert answers == dict.fromkeys(asked, 2)
+    assert not {*HEAVY, "numpy", "strategies", "clients", "partitions", "fl_sim.experiment"} & imported
+    for line, hint in zip(told.splitlines(), asked.values(), strict=True):
         assert hint in line
 
 

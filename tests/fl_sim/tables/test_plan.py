@@ -9,7 +9,8 @@ import pytest
 from clients.dafl.settings import DaFl
 from fl_sim.data import load
 from fl_sim.errors import UserError
-from fl_sim.tables.plan import PRESETS, TableSettings, plan_table, preset_names, read_settings
+from fl_sim.tables.files import PRESETS, preset_names
+from fl_sim.tables.plan import TableSettings, plan_table, read_settings
 from strategies.fedavg import FedAvg
 
 BASE = {"model": "logistic", "rounds": 1, "engine": "inprocess"}

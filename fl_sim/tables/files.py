@@ -1,0 +1,32 @@
+"""The file that a table comes from: a preset's, or the user's own."""
+
+from contextlib import suppress
+from pathlib import Path
+
+from fl_sim.errors import UserError
+from fl_sim.mistakes import guess, shortened
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+def preset_names() -> list[str]:
+    """Return the names of the tables that come with the package."""
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def file_or_preset(name: str) -> tuple[Path, str]:
+    """Return the file of the preset ``name``, else the one at that path; and which was taken where there are both.
+
+    So a preset's name means the same in every folder. Raises UserError where there is neither.
+    """
+    presets, there = preset_names(), Path(name)
+    if name in presets:
+        which = f"{name} is taken for the preset; the file of that name in this folder is ./{name}"
+        return PRESETS / f"{name}.toml", which if there.is_file() else ""
+    with suppress(OSError):  # what no path can be is refused when it is read
+        if not there.exists():
+            raise UserError(
+                f"no file or preset {shortened(name)!r}{guess(name, presets)}; presets: {', '.join(presets)} (settings "
+                "are given as key=value, for example rounds=50)"
+            )
+    return there, ""
