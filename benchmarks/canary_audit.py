@@ -239,7 +239,7 @@ def _published(seed: int, server_round: int) -> Coins:
 def _published_cohort(experiment: Experiment, setting: Setting, server_round: int) -> NDArray[np.bool_]:
     """Return which canaries the published seed draws, (canaries,)."""
     population = setting.num_real + setting.num_canaries
-    there = experiment.sampler.sample(population, _published(setting.seed, server_round))
+    there = experiment.sampler.sample(population, _published(setting.seed, server_round), server_round)
     return np.isin(np.arange(setting.num_real, population), there)
 
 

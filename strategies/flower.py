@@ -75,7 +75,7 @@ class FederatedStrategy(Strategy):
         # Under privacy the seed is published: cohorts drawn from it would hide nobody.
         seed = self.seed if self.sampling_seed is None else self.sampling_seed
         coins = self.privacy.coins(server_round) if self.privacy else rng(seed, "sampler", server_round).random
-        self.cohort = self.sampler.sample(self.num_clients, coins)
+        self.cohort = self.sampler.sample(self.num_clients, coins, server_round)
         rate = float(str(config["learning-rate"]))
         order = replace(self.order, server_round=server_round, learning_rate=rate)
         content = self._content(order)

@@ -2,6 +2,7 @@
 
 w <- w + (1/m) (sum_k Delta_k / max(1, |Delta_k| / S) + N(0, z^2 S^2 I)), with accountants that match how clients are
 sampled, and adaptive clipping (Andrew et al. 2021, algorithm 1) in place of the paper's median of norms, which leaks.
+Where clients take part in turns, the noise may be correlated over rounds (``strategies.correlated_noise``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
+from fl_sim.errors import UserError
+from fl_sim.kinds import Choices
 from fl_sim.late_torch import torch
 from fl_sim.params import FlatParams, layout_of, num_in, num_parameters, vector_in
 from fl_sim.privacy.mechanisms import (
@@ -25,6 +28,8 @@ from fl_sim.privacy.mechanisms import (
 )
 from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort, Payloads, Reply
+from strategies.correlated_noise import CorrelatedNoise
+from strategies.samplers import Cyclic
 
 if TYPE_CHECKING:
     from dp_accounting import dp_event
@@ -70,6 +75,8 @@ class GlobalDP(Settings):
     ``epsilon``: the budget at ``delta``; training stops before the round that would exceed it; None sets no limit.
     ``accountant``: whose epsilon is held against the budget. ``noise`` "secret": a fresh key from the operating system,
     so no two runs agree; "seeded": repeatable, and a guarantee only about the method, not about this run.
+    ``noise_bands``: over how many rounds the noise is correlated, which leaves less of it in the model; 1 for none.
+    Only with ``sampler=cyclic`` of at least as many groups. A run that goes on after a stop begins it anew.
     """
 
     kind: Literal["global-dp"] = "global-dp"
@@ -82,6 +89,7 @@ class GlobalDP(Settings):
     accountant: Literal["rdp", "pld"] = "rdp"
     noise: Literal["secret", "seeded"] = "secret"
     adaptive_clipping: Annotated[AdaptiveClipping | None, BeforeValidator(_no_raw_median)] = None
+    noise_bands: int = Field(1, ge=1)
 
     @model_validator(mode="after")
     def _noise_is_affordable(self) -> GlobalDP:
@@ -90,9 +98,30 @@ class GlobalDP(Settings):
             update_noise_multiplier(self.noise_multiplier, self.noise_multiplier if chosen is None else chosen)
         return self
 
+    @model_validator(mode="after")
+    def _rounds_are_alike(self) -> GlobalDP:
+        if self.noise_bands > 1 and self.adaptive_clipping is not None:
+            raise ValueError(
+                f"noise_bands={self.noise_bands} correlates the noise of rounds with one clipping norm, and under "
+                "adaptive_clipping every round has its own: leave one of the two out"
+            )
+        if self.noise_bands > 1 and self.noise_multiplier == 0:
+            raise ValueError(f"noise_bands={self.noise_bands} has no noise to correlate at noise_multiplier=0")
+        return self
+
+    def check(self, experiment: Choices) -> None:
+        """Raise UserError where a client may take part twice within ``noise_bands`` rounds."""
+        sampler = experiment.sampler
+        if self.noise_bands > 1 and not (isinstance(sampler, Cyclic) and sampler.groups >= self.noise_bands):
+            raise UserError(
+                f"aggregator.noise_bands={self.noise_bands} is private where a client takes part at most once in any "
+                f"{self.noise_bands} rounds in a row: take sampler=cyclic sampler.groups={self.noise_bands} or more"
+            )
+
     def event(self) -> dp_event.DpEvent:
         """Return what one round costs before any sampling, with z relative to ONE client's clipping norm.
 
+        With correlated noise: what a client pays for each round in which it takes part.
         Adaptive clipping is inside: update noise and count noise together are worth z. To replace a client moves the
         sum by 2 S; ``amplify_fixed_size`` accounts for that, so z is stated the same way under either adjacency.
         """
@@ -103,12 +132,19 @@ class GlobalDP(Settings):
         return dp_event.GaussianDpEvent(self.noise_multiplier)
 
     def mean(self, cohort: Cohort, *, noise: Noise, template: Payloads) -> Aggregate:
-        """Return the noised mean of a round with a fixed clipping norm; see ``release``."""
+        """Return the noised mean of a round with a fixed clipping norm and noise of its own; see ``release``."""
         assert self.adaptive_clipping is None, "the clipping norm adapts: carry it from round to round with release()"
+        assert self.noise_bands == 1, "noise is correlated: carry it from round to round with release()"
         return self.release(cohort, noise=noise, template=template, clipping_norm=self.clipping_norm)[0]
 
     def release(
-        self, cohort: Cohort, *, noise: Noise, template: Payloads, clipping_norm: float
+        self,
+        cohort: Cohort,
+        *,
+        noise: Noise,
+        template: Payloads,
+        clipping_norm: float,
+        correlated: CorrelatedNoise | None = None,
     ) -> tuple[Aggregate, float]:
         """Return the noised mean of a round and the next round's clipping norm. Charge the ledger BEFORE calling this.
 
@@ -116,8 +152,11 @@ class GlobalDP(Settings):
         same whatever num_examples says. A client that is missing, answered twice, or sent what is not finite or has
         other names or shapes than the template, counts as zeros; noise and denominator (``cohort.expected_size``,
         public) stay, for an empty cohort too. Noise is drawn from the streams of ``cohort.server_round``: never release
-        two different cohorts under one key and round.
+        two different cohorts under one key and round. ``correlated``: what earlier rounds left, carried from round to
+        round; None with one band.
         """
+        correlated = CorrelatedNoise(1) if correlated is None else correlated
+        assert correlated.bands == self.noise_bands
         assert cohort.expected_size > 0
         size = sum(num_parameters(params) for params in template.values())
         count_noise = self._count_noise(cohort.expected_size)
@@ -126,12 +165,14 @@ class GlobalDP(Settings):
             noise_multiplier = update_noise_multiplier(self.noise_multiplier, count_noise)
         std = noise_multiplier * clipping_norm
         # SENSITIVE until noised: total and num_within never leave this method as they are.
-        limit = clipping_norm_on_grid(clipping_norm, std, size, summands=cohort.num_clients)
+        # A client's update is in the sums of as many rounds as there are bands, and each of them is rounded.
+        bands = self.noise_bands
+        limit = clipping_norm_on_grid(clipping_norm, std, size * bands, summands=cohort.num_clients * bands)
         counting = _counting(cohort.replies, template)
         total, num_within, num_finite = _clipped_sum(counting, template, size, clipping_norm, limit)
         if std:
             steps = noise.gaussian(size, std, purpose="global-dp update", server_round=cohort.server_round)
-            total = add_noise(total, std, steps)
+            total = correlated.release(total, std, steps)
         flat = total / cohort.expected_size
         aggregate = Aggregate(_unflatten(flat, template), participation=cohort.expected_size / cohort.num_clients)
         if self.adaptive_clipping is None:

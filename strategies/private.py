@@ -1,10 +1,13 @@
 """Rounds under Global DP: pay first, draw a secret cohort, then release; nothing else about its clients leaves it."""
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from dp_accounting.dp_event import DpEvent
 
 from fl_sim.errors import Malformed, RunError
 from fl_sim.privacy.accounting import Adjacency
@@ -15,6 +18,7 @@ from fl_sim.store.run_directory import LEDGER
 from fl_sim.types import Aggregate, Cohort, ServerState
 from strategies.algorithm import Algorithm, what_clients_send
 from strategies.answers import UNQUOTED, in_words
+from strategies.correlated_noise import CorrelatedNoise
 from strategies.global_dp import COVERS, DOES_NOT_COVER, GlobalDP
 from strategies.samplers import AnySampler, Coins, FixedSize
 
@@ -34,24 +38,29 @@ class PrivateRounds:
     ledger: Ledger
     noise: Noise
     clipping_norm: float
+    correlated: CorrelatedNoise = field(init=False, repr=False)
     failed: dict[int, Malformed] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.correlated = CorrelatedNoise(self.aggregator.noise_bands)
 
     def pay(self, server_round: int) -> float | None:
         """Charge a round before anything of it happens, and return the epsilon spent after it (None: no guarantee).
 
-        Raises BudgetExhausted where it would exceed the budget.
+        Where clients take turns, all of a turn's rounds are one charge: nobody takes part in two of them. Raises
+        BudgetExhausted where it would exceed the budget.
         """
-        event = self.sampler.amplify(self.aggregator.event(), self.num_clients)
-        return self.ledger.charge(event, release=f"round {server_round}", noise=self.noise.identity)
+        return self.ledger.charge(self._event, release=self._release(server_round), noise=self.noise.identity)
 
     def coins(self, server_round: int) -> Coins:
         """Return what the round's cohort is drawn with: as secret as the noise, and the same only where that is."""
         draws = itertools.count()
         return lambda count: self.noise.uniform(count, purpose=f"cohort {next(draws)}", server_round=server_round)
 
-    def affords_another(self) -> bool:
-        """Say whether the budget is good for one more round."""
-        return self.ledger.affords(self.sampler.amplify(self.aggregator.event(), self.num_clients))
+    def affords(self, server_round: int) -> bool:
+        """Say whether the budget is good for a round, or it is paid for already."""
+        release, noise = self._release(server_round), self.noise.identity
+        return self.ledger.has_charged(release, noise) or self.ledger.affords(self._event)
 
     def note(self, failed: Mapping[int, Malformed], *, answered: bool) -> None:
         """Take note of who failed in a round, and whether anybody answered well.
@@ -71,18 +80,43 @@ class PrivateRounds:
         """Return the noised mean of a round that was paid for."""
         template = what_clients_send(algorithm, server)
         aggregate, self.clipping_norm = self.aggregator.release(
-            cohort, noise=self.noise, template=template, clipping_norm=self.clipping_norm
+            cohort,
+            noise=self.noise,
+            template=template,
+            clipping_norm=self.clipping_norm,
+            correlated=self.correlated,
         )
         return aggregate
 
     def statement(self, rounds: int) -> dict[str, object]:
         """Return what ``result.json`` says about the clients' privacy in a run that was to have ``rounds`` rounds."""
         return self.ledger.statement(
-            covers=COVERS,
+            covers=f"{COVERS}{_turns_in_words(self.sampler)}",
             does_not_cover=DOES_NOT_COVER,
             simulation_only=self.noise.simulation_only,
-            planned={self.sampler.amplify(self.aggregator.event(), self.num_clients): rounds},
+            planned=planned_charges(self.aggregator, self.sampler, self.num_clients, rounds),
         )
+
+    @property
+    def _event(self) -> DpEvent:
+        return self.sampler.amplify(self.aggregator.event(), self.num_clients)
+
+    def _release(self, server_round: int) -> str:
+        apart = self.sampler.rounds_apart
+        first = (server_round - 1) // apart * apart + 1
+        return f"round {first}" if apart == 1 else f"rounds {first} to {first + apart - 1}"
+
+
+def planned_charges(aggregator: GlobalDP, sampler: AnySampler, num_clients: int, rounds: int) -> Mapping[DpEvent, int]:
+    """Return what ``rounds`` rounds cost a client: {event: how often}."""
+    return {sampler.amplify(aggregator.event(), num_clients): math.ceil(rounds / sampler.rounds_apart)}
+
+
+def _turns_in_words(sampler: AnySampler) -> str:
+    if sampler.rounds_apart == 1:
+        return ""
+    apart = sampler.rounds_apart
+    return f" A step is {apart} rounds, in which each client has one turn; whose turn a round is, is public."
 
 
 def terms_of(aggregator: GlobalDP, sampler: AnySampler) -> Terms:

@@ -46,7 +46,7 @@ from strategies.mofedsam import MoFedSAM
 from strategies.moon import MOON
 from strategies.norm_bound import NormBound
 from strategies.pate.settings import Pate
-from strategies.samplers import AnySampler, Everyone, FixedSize, Poisson, Sampler
+from strategies.samplers import AnySampler, Cyclic, Everyone, FixedSize, Poisson, Sampler
 from strategies.scaffold import Scaffold
 from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from strategies.trimmed_mean import TrimmedMean
@@ -326,10 +326,10 @@ class Experiment(Settings):
                 f"aggregator {kind_of(self.aggregator)} changes global-dp, so what it protects is not known here and "
                 "no epsilon could be printed: take global-dp itself, or derive from WeightedMean, without a guarantee"
             )
-        if type(self.sampler) not in {Everyone, FixedSize, Poisson}:
+        if type(self.sampler) not in {Everyone, FixedSize, Poisson, Cyclic}:
             raise ValueError(
                 f"sampler {kind_of(self.sampler)} cannot run under aggregator global-dp: how much it amplifies privacy "
-                "is not proven here; take full, fixed-size or poisson"
+                "is not proven here; take full, fixed-size, poisson or cyclic"
             )
         if self.sampling_seed is not None:
             raise ValueError(

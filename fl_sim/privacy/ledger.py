@@ -75,6 +75,10 @@ class Ledger:
         with self._up_to_date():
             return self.terms.budget is None or _finite_at_most(self._epsilon_after(event), self.terms.budget)
 
+    def has_charged(self, release: str, noise: str) -> bool:
+        """Return whether ``release`` was charged with that ``noise``: to charge it again is free."""
+        return (release, noise) in self._charges
+
     def charge(self, event: dp_event.DpEvent, *, release: str, noise: str) -> float | None:
         """Pay for one release BEFORE it is made and return the epsilon spent so far (None: no guarantee).
 

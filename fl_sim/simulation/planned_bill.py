@@ -21,7 +21,7 @@ from fl_sim.simulation.pate.statements import neighbours
 from strategies.ccvr import CCVR
 from strategies.global_dp import GlobalDP
 from strategies.pate.settings import Pate
-from strategies.private import terms_of
+from strategies.private import planned_charges, terms_of
 
 
 def planned(job: Job) -> Paid:
@@ -53,9 +53,9 @@ def _payments(job: Job) -> Iterator[Payment]:
 
 
 def _of_rounds(experiment: Experiment, aggregator: GlobalDP) -> Payment:
-    event = experiment.sampler.amplify(aggregator.event(), experiment.num_clients)
+    charges = planned_charges(aggregator, experiment.sampler, experiment.num_clients, experiment.rounds)
     terms = terms_of(aggregator, experiment.sampler)
-    return _payment(terms, {event: experiment.rounds}, "", is_simulated=aggregator.noise == "seeded")
+    return _payment(terms, charges, "", is_simulated=aggregator.noise == "seeded")
 
 
 def _of_labels(job: Job, pate: Pate) -> Payment:

@@ -71,7 +71,7 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
     if there is not None and there.rounds != experiment.rounds:
         extend(procedure, out, there)
     if isinstance(experiment.aggregator, GlobalDP):
-        _check_paid(out)
+        _check_paid(out, getattr(experiment.sampler, "rounds_apart", 1))
     log = RunLog(procedure.beginning())
     checkpoint = read_checkpoint(out, log.server)
     if there is not None and checkpoint is not None:
@@ -114,7 +114,7 @@ def _settings(experiment: Experiment) -> dict[str, Any]:
     return experiment.model_dump(exclude={"engine", "round_timeout", "rounds"})
 
 
-def _check_paid(out: Path) -> None:
+def _check_paid(out: Path, rounds_of_a_charge: int) -> None:
     """Raise RunError where rounds of a private run were released, but are not in its ledger any more.
 
     The receipt in the checkpoint says more, but not of a round that was seen in the log and has no checkpoint.
@@ -122,7 +122,7 @@ def _check_paid(out: Path) -> None:
     released = len(run_directory.read_rounds(out))
     path = out / run_directory.LEDGER
     charges = read_whole(path).count(b"\n") - 1 if path.exists() else 0
-    if charges < released:
+    if charges * rounds_of_a_charge < released:
         raise RunError(
             f"{path} holds {charges} charges, but {released} rounds were released: put an unchanged copy of it back, "
             "or start a new run in a fresh directory, which pays again"

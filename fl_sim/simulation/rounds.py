@@ -184,6 +184,11 @@ class Rounds:
             warnings.append(PERSONAL)
         if not isinstance(experiment.aggregator, GlobalDP):
             return warnings
+        if experiment.aggregator.noise_bands > 1 and log.rounds:
+            warnings.append(
+                f"the noise of the first {len(log.rounds)} rounds was kept nowhere, for safety, so the correlation of "
+                "the noise begins anew here: less accurate than a run without a stop, and as private"
+            )
         from fl_sim.privacy.planning import delta_advice  # noqa: PLC0415 (the accountants load slowly)
 
         advice = delta_advice(experiment.aggregator.delta, experiment.num_clients)
@@ -215,7 +220,7 @@ def _stopped(settings: Evaluate, rounds: Sequence[RoundRecord]) -> str:
 
 
 def _is_last(experiment: Experiment, server_round: int, privacy: "PrivateRounds | None") -> bool:
-    return server_round == experiment.rounds or (privacy is not None and not privacy.affords_another())
+    return server_round == experiment.rounds or (privacy is not None and not privacy.affords(server_round + 1))
 
 
 def _keep(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundRecord) -> None:

@@ -78,7 +78,7 @@ class FirstOnes(Settings):
 
     count: int = 2
 
-    def sample(self, num_clients: int, coins: Coins) -> NDArray[np.int64]:
+    def sample(self, num_clients: int, coins: Coins, server_round: int) -> NDArray[np.int64]:
         return np.arange(min(self.count, num_clients))
 
     def expected_size(self, num_clients: int) -> float:
@@ -239,8 +239,10 @@ def test_what_is_no_such_kind_is_refused_in_one_line(field: str, value: Any, mes
 class OftenButNotSaid(Poisson):
     """Takes part twice as often as it says."""
 
-    def sample(self, num_clients: int, coins: Coins) -> NDArray[np.int64]:
-        return np.union1d(super().sample(num_clients, coins), super().sample(num_clients, coins))
+    def sample(self, num_clients: int, coins: Coins, server_round: int) -> NDArray[np.int64]:
+        return np.union1d(
+            super().sample(num_clients, coins, server_round), super().sample(num_clients, coins, server_round)
+        )
 
 
 class Quiet(GlobalDP):

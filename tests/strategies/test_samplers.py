@@ -9,7 +9,7 @@ import pytest
 
 from fl_sim.errors import UserError
 from fl_sim.seeding import rng
-from strategies.samplers import Everyone, FixedSize, Poisson
+from strategies.samplers import Cyclic, Everyone, FixedSize, Poisson
 
 ROUNDS = 20_000
 
@@ -19,18 +19,18 @@ def _draws(sampler, num_clients, rounds=ROUNDS):
     generator = rng(0, "test")
     present = np.zeros((rounds, num_clients), dtype=bool)
     for row in present:
-        row[sampler.sample(num_clients, generator.random)] = True
+        row[sampler.sample(num_clients, generator.random, 1)] = True
     return present
 
 
 def test_everyone_is_everyone_every_round():
-    assert Everyone().sample(5, rng(0, "sampler", 1).random).tolist() == [0, 1, 2, 3, 4]
+    assert Everyone().sample(5, rng(0, "sampler", 1).random, 1).tolist() == [0, 1, 2, 3, 4]
     assert Everyone().expected_size(5) == 5.0
 
 
 def test_fixed_size_draws_that_many_distinct_clients_in_order():
     for server_round in range(200):
-        clients = FixedSize(cohort_size=7).sample(20, rng(0, "sampler", server_round).random)
+        clients = FixedSize(cohort_size=7).sample(20, rng(0, "sampler", server_round).random, server_round)
         assert len(set(clients.tolist())) == 7
         assert clients.tolist() == sorted(clients.tolist())
         assert set(clients.tolist()) <= set(range(20))
@@ -45,13 +45,13 @@ def test_fixed_size_is_uniform_over_all_subsets():
 
 
 def test_fixed_size_of_all_is_everyone():
-    assert FixedSize(cohort_size=6).sample(6, rng(0, "sampler", 1).random).tolist() == [0, 1, 2, 3, 4, 5]
+    assert FixedSize(cohort_size=6).sample(6, rng(0, "sampler", 1).random, 1).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_fixed_size_expects_its_size_and_refuses_more_clients_than_there_are():
     assert FixedSize(cohort_size=3).expected_size(10) == 3.0
     with pytest.raises(UserError, match="fixed-size:11 wants more clients than the 10 there are"):
-        FixedSize(cohort_size=11).sample(10, rng(0, "sampler", 1).random)
+        FixedSize(cohort_size=11).sample(10, rng(0, "sampler", 1).random, 1)
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.9])
@@ -74,18 +74,21 @@ def test_poisson_takes_every_client_at_the_rate_and_independently(rate):
 
 
 def test_poisson_may_draw_nobody_and_expects_a_fraction():
-    assert any(len(Poisson(sampling_rate=0.1).sample(3, rng(0, "sampler", r).random)) == 0 for r in range(20))
+    assert any(len(Poisson(sampling_rate=0.1).sample(3, rng(0, "sampler", r).random, r)) == 0 for r in range(20))
     assert Poisson(sampling_rate=0.1).expected_size(25) == 2.5
 
 
 def test_poisson_at_rate_one_is_everyone():
-    assert all(len(Poisson(sampling_rate=1.0).sample(50, rng(0, "sampler", r).random)) == 50 for r in range(50))
+    assert all(len(Poisson(sampling_rate=1.0).sample(50, rng(0, "sampler", r).random, r)) == 50 for r in range(50))
 
 
 @pytest.mark.parametrize("sampler", [FixedSize(cohort_size=10), Poisson(sampling_rate=0.2)])
 def test_samples_are_seeded_and_differ_from_round_to_round(sampler):
     def cohorts(seed):
-        return [tuple(sampler.sample(50, rng(seed, "sampler", server_round).random)) for server_round in range(1, 21)]
+        return [
+            tuple(sampler.sample(50, rng(seed, "sampler", server_round).random, server_round))
+            for server_round in range(1, 21)
+        ]
 
     assert cohorts(0) == cohorts(0)
     assert len(set(cohorts(0))) == 20
@@ -95,7 +98,7 @@ def test_samples_are_seeded_and_differ_from_round_to_round(sampler):
 
 def test_equal_coins_are_drawn_again():
     draws = iter([[0.25, 0.5, 0.25, 0.75], [0.5, 0.75, 0.25, 0.0]])
-    assert FixedSize(cohort_size=2).sample(4, lambda _: np.array(next(draws))).tolist() == [2, 3]
+    assert FixedSize(cohort_size=2).sample(4, lambda _: np.array(next(draws)), 1).tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 1.0, 2.0**-53, 1.5 * 2.0**-53, 2.0**-53 + 2.0**-80, 1e-9])
@@ -103,7 +106,7 @@ def test_nobody_takes_part_more_often_than_at_the_rate(rate):
     # a coin is k / 2^53: count the k around the rate for which it says yes
     around = int(rate * 2**53) + np.arange(-3, 4)
     coins = around[(around >= 0) & (around < 2**53)] * 2.0**-53
-    yes = coins[Poisson(sampling_rate=rate).sample(len(coins), lambda _: coins)]
+    yes = coins[Poisson(sampling_rate=rate).sample(len(coins), lambda _: coins, 1)]
     chance = Fraction(float(yes.max())) + Fraction(1, 2**53)  # all coins up to that one
     assert chance <= Fraction(rate) < chance + Fraction(1, 2**53)
 
@@ -111,3 +114,26 @@ def test_nobody_takes_part_more_often_than_at_the_rate(rate):
 def test_a_rate_that_coins_cannot_express_is_refused():
     with pytest.raises(ValueError, match="nobody ever takes part"):
         Poisson(sampling_rate=1e-320)
+
+
+def test_cyclic_gives_every_client_one_turn_in_as_many_rounds_as_there_are_groups():
+    def no_coins(_):
+        raise AssertionError("at rate 1 nobody is drawn")
+
+    sampler = Cyclic(groups=3)
+    turns = [sampler.sample(8, no_coins, server_round).tolist() for server_round in range(1, 8)]
+    assert turns[:3] == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert turns[3:6] == turns[:3]
+    assert sampler.expected_size(8) == 8 / 3
+    assert [one.rounds_apart for one in (sampler, Everyone(), FixedSize(), Poisson())] == [3, 1, 1, 1]
+
+
+def test_cyclic_draws_the_clients_of_its_group_at_the_rate():
+    sampler, generator = Cyclic(groups=2, sampling_rate=0.3), rng(0, "test")
+    present = np.zeros((ROUNDS, 5), dtype=bool)
+    for at, row in enumerate(present):
+        row[sampler.sample(5, generator.random, at + 1)] = True
+    assert not present[::2, 1::2].any()
+    assert not present[1::2, ::2].any()
+    share = np.concatenate([present[::2, ::2].ravel(), present[1::2, 1::2].ravel()])
+    assert abs(share.mean() - 0.3) < 4.5 * sqrt(0.3 * 0.7 / share.size)

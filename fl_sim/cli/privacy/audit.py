@@ -138,8 +138,8 @@ def sampled(noise_multiplier: float, noise: Noise) -> dict[str, Mechanism]:
     def looked_at(coins: Callable[[int], Coins], world: World, run: int) -> NDArray[np.float64]:
         total = 0.0
         for server_round in range(run * _ROUNDS, (run + 1) * _ROUNDS):
-            if 1 in sampler.sample(2, published(server_round)):
-                everybody, there = _world(world, server_round), sampler.sample(2, coins(server_round))
+            if 1 in sampler.sample(2, published(server_round), server_round):
+                everybody, there = _world(world, server_round), sampler.sample(2, coins(server_round), server_round)
                 replies = tuple(reply for reply in everybody.replies if reply.client in there)
                 along = float(_release(true, replace(everybody, replies=replies), noise).sum()) / _DIMENSION**0.5
                 total += (along - CLIPPING_NORM / 2) * CLIPPING_NORM / (noise_multiplier * CLIPPING_NORM) ** 2
