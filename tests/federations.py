@@ -111,7 +111,7 @@ def strategy_of(
         wire.Order("", 0, 0.0, "", "", ""), num_clients, seed,
         population=Population(tuple(grid.get_node_ids())),
     )  # fmt: skip
-    strategy.cohort = strategy.sampler.sample(num_clients, rng(seed, "sampler", 1).random)
+    strategy.cohort = strategy.sampler.sample(num_clients, rng(seed, "sampler", 1).random, 1)
     return strategy
 
 

@@ -96,7 +96,7 @@ def test_nothing_of_what_only_server_and_clients_know_is_written_or_shown(
     assert f"seed = {SEED}" in config
     assert result["seed"] == SEED
     published = [
-        Poisson.sample(Poisson(sampling_rate=RATE), CLIENTS, rng(SEED, "sampler", one).random).tolist()
+        Poisson.sample(Poisson(sampling_rate=RATE), CLIENTS, rng(SEED, "sampler", one).random, one).tolist()
         for one in range(1, ROUNDS + 1)
     ]
     assert published != secrets.cohorts[:ROUNDS]

@@ -51,7 +51,8 @@ def test_two_secret_runs_of_one_seed_have_different_cohorts_that_the_seed_does_n
     assert not set(first) & set(second)
     assert len(set(first)) == ROUNDS
     published = [
-        tuple(sampler.sample(CLIENTS, rng(7, "sampler", server_round).random)) for server_round in range(1, ROUNDS + 1)
+        tuple(sampler.sample(CLIENTS, rng(7, "sampler", server_round).random, server_round))
+        for server_round in range(1, ROUNDS + 1)
     ]
     seeded = _cohorts(_strategy(strategy_of, sampler, tmp_path / "seeded", noise="seeded"))
     assert not set(first) & {*published, *seeded}

@@ -165,4 +165,4 @@ def test_schedules_match_numbers_by_hand():
 
 def test_a_cohort_is_drawn_from_the_population_of_the_experiment():
     made = _made("sampler=fixed-size:3", "clients=5")
-    assert len(made.sampler.sample(made.num_clients, rng(0, "sampler", 1).random)) == 3
+    assert len(made.sampler.sample(made.num_clients, rng(0, "sampler", 1).random, 1)) == 3
