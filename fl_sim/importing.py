@@ -4,6 +4,10 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Event
+from typing import Final
+
+_LEFT_OUT: Final = Event()  # gc.get_freeze_count would tell as much, and takes as long as a round: it counts objects
 
 
 @contextmanager
@@ -19,17 +23,23 @@ def importing() -> Iterator[None]:
         yield
     finally:
         if len(sys.modules) > before:
-            gc.freeze()
+            leave_out()
         gc.enable()
+
+
+def leave_out() -> None:
+    """Leave out what there is whenever Python looks for garbage, until the process ends."""
+    gc.freeze()
+    _LEFT_OUT.set()
 
 
 @contextmanager
 def settled() -> Iterator[None]:
     """Leave out what there is when Python looks for garbage in this block, which it does every few rounds.
 
-    Where ``importing`` has seen to that already it stays so afterwards: the search at the end takes most of a second.
+    Where ``leave_out`` has seen to that already it stays so afterwards: the search at the end takes most of a second.
     """
-    if gc.get_freeze_count():
+    if _LEFT_OUT.is_set():
         yield
         return
     gc.freeze()

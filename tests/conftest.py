@@ -21,6 +21,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 
 from fl_sim.engines.ray_token import choose_token
+from fl_sim.importing import leave_out
 
 hypothesis_settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis_settings.load_profile("repeatable")
@@ -30,7 +31,7 @@ gc.disable()  # until all tests are imported: what that makes stays to the end, 
 
 def pytest_collection_finish() -> None:
     """Look for garbage from now on, and only in what the tests themselves make."""
-    gc.freeze()
+    leave_out()
     gc.enable()
 
 
