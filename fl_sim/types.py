@@ -92,12 +92,36 @@ class Examples:
 
 
 @dataclass(frozen=True)
+class Column:
+    """What is public about one column of a table, which takes up one or several neighbouring features of a record.
+
+    A number takes one: ``values``, ascending and in the units of the records, are what it may be rounded to. A category
+    takes one feature for each of its ``categories``, of which at most one is 1: none where it is not listed.
+    """
+
+    name: str
+    values: tuple[float, ...] = ()
+    categories: int = 0
+
+    @property
+    def width(self) -> int:
+        """Return the number of features."""
+        return self.categories or 1
+
+    @property
+    def cells(self) -> int:
+        """Return how many different entries it has: of a category one more than are listed."""
+        return len(self.values) or self.categories + 1
+
+
+@dataclass(frozen=True)
 class Dataset:
     """A classification task: training and test records and the public constants that normalise them.
 
     ``mean`` and ``std``: one float per channel, in units of 1 (an input byte b becomes ``(b / 255 - mean) / std``).
     They are published constants of the data set, never computed from what clients hold. ``note`` says what a reader
-    must know about the copy at hand (a subset, a generated stand-in), and is shown wherever results are.
+    must know about the copy at hand (a subset, a generated stand-in), and is shown wherever results are. ``columns``:
+    of a table, in order, if they are known; public as the constants are.
     """
 
     name: str
@@ -107,6 +131,7 @@ class Dataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     note: str = ""
+    columns: tuple[Column, ...] = ()
 
     @property
     def input_shape(self) -> tuple[int, ...]:

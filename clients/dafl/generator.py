@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fl_sim.late_torch import torch
 from fl_sim.privacy.mechanisms import Noise
+from fl_sim.types import Column
 
 if TYPE_CHECKING:
     from dp_accounting import dp_event  # loads slowly, and most runs need no generator
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
 class PrivateRecords:
     """One client's own records, scaled by public constants alone.
 
-    ``inputs``: float32 in [-1, 1], (n, *input shape); ``labels``: int64 (n,), values in 0..num_classes-1.
+    ``inputs``: float32 in [-1, 1], (n, *input shape); ``labels``: int64 (n,), values in 0..num_classes-1. ``columns``:
+    of a table, if they are known: (inputs + 1) / 2 is in their units.
     """
 
     inputs: torch.Tensor
     labels: torch.Tensor
     num_classes: int
+    columns: tuple[Column, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,15 @@ class Stacking(Protocol):
 
         ``check`` is called every now and then, and what it raises ends all. May be called from several threads.
         """
+        ...
+
+
+@runtime_checkable
+class Choosy(Protocol):
+    """A generator that is not for records of every shape."""
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise UserError where it cannot make records of ``shape``: asked before anything is charged."""
         ...
 
 

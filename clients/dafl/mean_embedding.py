@@ -18,6 +18,7 @@ from pydantic import Field
 
 from clients.dafl.generator import Bill, PrivateRecords
 from clients.symmetric import Array, products, shrunk, symmetric
+from fl_sim.errors import UserError
 from fl_sim.late_torch import torch
 from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_norm_on_grid
 from fl_sim.settings import Settings
@@ -41,6 +42,14 @@ class MeanEmbedding(Settings):
     mean_share: float = Field(0.5, gt=0, lt=1)
     whitening: float = Field(0.5, ge=0, le=1)
     radius: float = Field(1.2, gt=0)
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise UserError for tables, of whose columns no two are neighbours."""
+        if len(shape) != 3:
+            raise UserError(
+                f"preprocess.generator mean-embedding makes images, and these records have shape {shape}: take "
+                "preprocess.generator=marginals, or dp-cgan"
+            )
 
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> Bill:  # noqa: ARG002 (slot's)
         """Price both releases as one Gaussian release: of noise z_1 and z_2, they are one of z^-2 = z_1^-2 + z_2^-2.

@@ -12,12 +12,13 @@ from pydantic import Field
 from clients.dafl.dpcgan.settings import DpCgan
 from clients.dafl.generator import Generator
 from clients.dafl.labels import ExponentialMechanism, LabelPicker
+from clients.dafl.marginals import Marginals
 from clients.dafl.mean_embedding import MeanEmbedding
 from fl_sim.errors import UserError
 from fl_sim.kinds import Choices
 from fl_sim.settings import OneOf, Settings
 
-AnyGenerator: TypeAlias = DpCgan | MeanEmbedding
+AnyGenerator: TypeAlias = DpCgan | MeanEmbedding | Marginals
 
 
 class NoPreprocess(Settings):
@@ -31,7 +32,7 @@ class DaFl(Settings):
 
     ``epsilon`` (inf: no noise, the paper's control) and ``delta``: what a record pays for labels and generator
     together. ``generator``: "dp-cgan" is the paper's, and the better one beside raw records; "mean-embedding" takes a
-    second and makes the better records to train on alone.
+    second and makes the better records to train on alone; "marginals" is for tables.
     ``client_gammas``: one gamma per client, in place of ``gamma``. ``train_on``: the main task's records,
     the client's own and the pool, or the pool alone, which makes the whole run private by post-processing.
     ``server_epochs``: how long the server trains the first model on the pool, which it holds anyway, before the first

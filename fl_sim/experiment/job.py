@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from clients.dafl.generator import Choosy
 from clients.dafl.settings import DaFl
 from fl_sim import models
 from fl_sim.data import load
@@ -138,13 +139,24 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
         )
     if isinstance(experiment.preprocess, DaFl):
         experiment.preprocess.generator_epsilon(dataset.num_classes)
-        if len(dataset.input_shape) != 3:
-            raise UserError(f"preprocess da-fl makes images, but the records of {experiment.data} are feature vectors")
+        _check_generator(experiment.preprocess, dataset)
     filled: dict[str, Any] = {"model": experiment.model or models.default_model(dataset.input_shape)}
     if isinstance(experiment.algorithm, Bounded):
         filled |= {"rounds": experiment.algorithm.bound_rounds(experiment.rounds, dataset)}
     given = {name: getattr(experiment, name) for name in Experiment.model_fields}
     return experiment_from({**given, **filled})
+
+
+def _check_generator(settings: DaFl, dataset: Dataset) -> None:
+    """Raise UserError where the generator cannot make such records, or does not see them as they are."""
+    if isinstance(settings.generator, Choosy):
+        settings.generator.check_shape(dataset.input_shape)
+    inputs = dataset.train.inputs
+    if inputs.dtype == np.float32 and len(inputs) and not 0 <= inputs.min() <= inputs.max() <= 1:
+        raise UserError(
+            f"preprocess da-fl takes numbers from 0 to 1, and those of {dataset.name} run from {inputs.min():g} to "
+            f"{inputs.max():g}: scale every column by public bounds, not by what the records hold"
+        )
 
 
 def _shards(experiment: Experiment, dataset: Dataset) -> tuple[NDArray[np.int64], ...]:

@@ -196,7 +196,7 @@ def _synthesize(
     releasing = []
     for client, folder in clients:
         inputs, labels = (tensor.cpu() for tensor in own(client).tensors())
-        private = PrivateRecords(to_generator(inputs, dataset), labels, dataset.num_classes)
+        private = PrivateRecords(to_generator(inputs, dataset), labels, dataset.num_classes, dataset.columns)
         ledger = ledger_path(job, client)
         if policy:  # what is private stays where the client wants it, not where the server says
             release = experiment.preprocess.release_of(client, experiment.seed)

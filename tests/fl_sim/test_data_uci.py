@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from clients.dafl.table import cells_of, records_of
 from fl_sim.data import load, verify
 from fl_sim.data.known import KNOWN
 from fl_sim.data.uci import _DIABETES, _DIABETES_NUMBERS
@@ -43,6 +44,30 @@ def test_adult_is_read_with_published_categories_and_divisors(tmp_path: Path) ->
     assert dataset.train.inputs[1, :5].tolist() == [1.0, 1.0, 0.0, 1.0, 0.0]
     assert dataset.train.inputs[:, 5:].sum(axis=1).tolist() == [7.0, 6.0]  # one a category, none for "?"
     assert np.array_equal(dataset.train.inputs, dataset.test.inputs)
+
+
+def test_columns_describe_the_features_in_order(tmp_path: Path) -> None:
+    (tmp_path / "uci" / "adult.data").write_text(ADULT.format(dot="") + "\n")
+    (tmp_path / "uci" / "adult.test").write_text(ADULT.format(dot=".") + "\n")
+    _diabetes(tmp_path / "uci" / "diabetic_data.csv")
+    for name in ("adult", "diabetes"):
+        dataset = load(name, tmp_path)
+        assert sum(column.width for column in dataset.columns) == dataset.input_shape[0]
+        for column in dataset.columns:
+            assert bool(column.values) != bool(column.categories)
+            assert list(column.values) == sorted(set(column.values))
+            assert all(0 <= value <= 1 for value in column.values)
+        cells = cells_of(dataset.train.inputs, dataset.columns)
+        back = records_of(cells, dataset.columns)
+        places = np.cumsum([0] + [column.width for column in dataset.columns])[:-1]
+        is_category = np.repeat([not column.values for column in dataset.columns], [c.width for c in dataset.columns])
+        assert np.array_equal(back[:, is_category], dataset.train.inputs[:, is_category])
+        for column, place in zip(dataset.columns, places, strict=True):
+            if column.values:  # no record is further from a value than half the widest step
+                widest = np.diff(column.values).max() / 2
+                inside = (dataset.train.inputs[:, place] >= column.values[0]) & (dataset.train.inputs[:, place] <= 1)
+                gaps = np.abs(back[:, place] - dataset.train.inputs[:, place])[inside]
+                assert (gaps <= max(widest, 1 - column.values[-1]) + 1e-6).all(), column.name
 
 
 def test_diabetes_is_split_by_patient_and_diagnoses_are_grouped(tmp_path: Path) -> None:

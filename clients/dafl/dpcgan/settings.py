@@ -66,6 +66,13 @@ class DpCgan(Settings):
     discriminator_width: int = Field(64, ge=1)
     generator_width: int = Field(64, ge=1)
 
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise UserError for tables where the networks are the paper's."""
+        if self.networks == "paper" and len(shape) != 3:
+            raise UserError(
+                f'preprocess.generator.networks "paper" need images, these records have shape {shape}: choose "small"'
+            )
+
     def bill(self, num_records: int, num_classes: int, epsilon: float, delta: float) -> Bill:  # noqa: ARG002 (the protocol's)
         """Return the cost of ``discriminator_steps`` steps with the least noise that (epsilon, delta) allows.
 

@@ -7,7 +7,7 @@ runs that differ in the algorithm or the rounds share one - and one release of e
 import hashlib
 import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -69,9 +69,10 @@ def pool_key(job: Job) -> str:
     settings = experiment.chosen("partition", "clients", "seed", "partition_seed", "preprocess")
     for afterwards in ("train_on", "server_epochs"):
         del settings["preprocess"][afterwards]
-    digest = hashlib.sha256(
-        json.dumps([_FORMAT, settings, fingerprint(experiment.data, job.root)], sort_keys=True).encode()
-    )
+    determining = [_FORMAT, settings, fingerprint(experiment.data, job.root)]
+    if job.dataset.columns:
+        determining.append([asdict(column) for column in job.dataset.columns])
+    digest = hashlib.sha256(json.dumps(determining, sort_keys=True).encode())
     return f"{experiment.data.partition(':')[0]}-{digest.hexdigest()[:20]}"
 
 

@@ -227,7 +227,7 @@ def test_settings_reach_into_the_generator_and_the_label_picker() -> None:
     assert (made.preprocess.generator.kind, made.preprocess.generator.batch_size) == ("dp-cgan", 64)
     again = Experiment.model_validate_json(_made(f"preprocess.epsilon={math.inf}").model_dump_json())
     assert again.preprocess.epsilon == math.inf
-    with pytest.raises(UserError, match="valid: dp-cgan, mean-embedding"):
+    with pytest.raises(UserError, match="valid: dp-cgan, mean-embedding, marginals"):
         _made("preprocess.generator=gan")
 
 
@@ -246,6 +246,35 @@ def test_what_does_not_fit_the_data_is_refused_before_anything_is_written(tmp_pa
     features = np.random.default_rng(0).random((40, 5), dtype=np.float32)
     labels = np.arange(40) % 2
     np.savez(tmp_path / "f.npz", x_train=features, y_train=labels, x_test=features, y_test=labels)
-    with pytest.raises(UserError, match=r"da-fl makes images, but the records of npz:.* are feature vectors"):
-        run(_made(f"data=npz:{tmp_path / 'f.npz'}", "partition=iid", "model=mlp"), tmp_path / "run")
+    table = (f"data=npz:{tmp_path / 'f.npz'}", "partition=iid", "model=mlp")
+    with pytest.raises(UserError, match=r"mean-embedding makes images, and these records have shape \(5,\)"):
+        run(_made(*table), tmp_path / "run")
+    with pytest.raises(UserError, match='networks "paper" need images'):
+        run(_made(*table, "preprocess.generator=dp-cgan", "preprocess.generator.networks=paper"), tmp_path / "run")
+    with pytest.raises(UserError, match="marginals is for tables"):
+        run(_made("preprocess.generator=marginals"), tmp_path / "run")
+    np.savez(tmp_path / "wide.npz", x_train=3 * features, y_train=labels, x_test=features, y_test=labels)
+    with pytest.raises(
+        UserError, match=r"takes numbers from 0 to 1, and those of npz:.* to 2\.\d+: scale every column"
+    ):
+        run(_made(f"data=npz:{tmp_path / 'wide.npz'}", *table[1:], "preprocess.generator=marginals"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_table_is_released_by_marginals_and_trained_on_alone(tmp_path: Path) -> None:
+    """One-class clients; the label follows the first column, and the pool says so."""
+    labels = np.arange(1200) % 2
+    features = np.random.default_rng(0).random((1200, 3), dtype=np.float32)
+    features[:, 0] = 0.25 + 0.5 * labels
+    np.savez(tmp_path / "f.npz", x_train=features, y_train=labels, x_test=features, y_test=labels)
+    settings = ("preprocess.generator=marginals", "preprocess.train_on=synthetic", "preprocess.gamma=0.5", "clients=2")
+    result = run(_made(f"data=npz:{tmp_path / 'f.npz'}", "partition=label-1", *settings, *SEEDED), tmp_path / "run")
+    assert result["preprocess"]["generator"] == "marginals"
+    (said,) = result["privacy"]
+    assert said["covers"].startswith("everything this run releases")
+    assert 9 < said["epsilon"] <= 10
+    kinds = {one["event"]["kind"] for one in said["events"]}
+    assert kinds == {"bounded-range", "zcdp"}
+    pool = load_file(next((tmp_path / "run").glob("synthetic-*.safetensors")))
+    means = [pool["inputs"][pool["labels"] == label][:, 0].float().mean() / 255 for label in (0, 1)]
+    assert means == pytest.approx([0.25, 0.75], abs=0.1)
