@@ -102,7 +102,7 @@ def run(
     ``progress``: whether it is shown on standard error. Raises UserError for settings that cannot be run, RunError
     where the run cannot go on; what is finished stays.
     """
-    root = _path(data_root)
+    root = _data_root(data_root)
     given = experiment if isinstance(experiment, Experiment) else experiment_from(experiment or {})
     chosen, directory = directory_of(given, _path(out), root)
     title = f"{kind_of(chosen.algorithm)} on {chosen.data} {short_form(chosen.partition)}"
@@ -155,7 +155,7 @@ def table(
         if which and progress:
             print(which, file=sys.stderr)
         settings, name = read_settings(path, []), path.stem
-    root, directory = _path(data_root), _path(out) or RESULTS / name
+    root, directory = _data_root(data_root), _path(out) or RESULTS / name
     board = Board(settings, plan_table(settings, root))
     fill(board, directory, jobs, root, progress=progress)
     return TableResult(directory, conclude(board, directory)[0])
@@ -180,6 +180,13 @@ class _Shown:
 
 def _path(given: str | Path | None) -> Path | None:
     return None if given is None else Path(given)
+
+
+def _data_root(given: str | Path | None) -> Path | None:
+    root = _path(given)
+    if root is not None and not root.is_dir():
+        raise UserError(f"data_root={str(root)!r} is no directory: name the one that data sets lie in, or leave it out")
+    return root
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ValidationError
 
 from fl_sim.kinds import field_defaults, is_settings, kinds
+from fl_sim.other_words import elsewhere
 
 MOST_MISTAKES, MOST_CHARACTERS = 5, 600
 """What one message tells: so many mistakes, each in so many characters."""
@@ -37,13 +38,26 @@ def _explain_one(detail: Any, settings: type, what: str) -> str:
     where = ".".join([*([what] if what else []), *path])
     if detail["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
         valid = list(field_defaults(group))
-        return f"unknown key {where!r}{guess(path[-1], valid)}; valid here: {', '.join(valid)}"
+        meant = elsewhere(path[-1]) or guess(path[-1], valid)
+        return f"unknown key {where!r}{meant}; valid here: {', '.join(valid)}"
     if detail["type"] in {"union_tag_not_found", "union_tag_invalid"}:
         known = kinds(_union(_members(_annotation(group, path[-1]))))
         given = detail["input"].get("kind")
         return f"{where} needs a kind, one of {', '.join(known)}; got {given!r}{guess(str(given), known)}"
     message = detail["msg"].removeprefix("Value error, ")
-    return f"{where} = {detail['input']!r}: {message[0].lower()}{message[1:]}" if where else message
+    return (
+        f"{where} = {detail['input']!r}: {message[0].lower()}{message[1:]}{_several(detail, where)}"
+        if where
+        else message
+    )
+
+
+def _several(detail: Any, where: str) -> str:
+    """Say how several values are tried, where several stand in the place of one."""
+    given = detail["input"]
+    if not isinstance(given, str) or "," not in given:
+        return ""
+    return f"; several values are tried by 'fl-sim sweep {where}={given}', or by a table's [grid]"
 
 
 def _locate(location: list[str], settings: type) -> tuple[list[str], type]:

@@ -88,7 +88,10 @@ class OneOf:
         if self.wants is not None and (found := _SHORT_IMPORT_PATH.fullmatch(text)):
             return {"kind": found[1], **self._first_parameter(found[1], self._load(found[1], known), found[2])}
         own = "" if self.wants is None else ", or your own as package.module:Class"
-        raise UserError(f"unknown {self.what} {shortened(text)!r}{guess(name, known)}; valid: {', '.join(known)}{own}")
+        several = f"; several are tried by 'fl-sim sweep {self.what}={shortened(text)}'" if "," in text else ""
+        raise UserError(
+            f"unknown {self.what} {shortened(text)!r}{guess(name, known)}; valid: {', '.join(known)}{own}{several}"
+        )
 
     def class_of(self, table: Mapping[str, Any], union: Any) -> Any:
         """Return the settings class that ``table`` speaks of, None where its kind is unknown."""

@@ -38,6 +38,7 @@ def read(arguments: list[str] | None, default: str | None = None) -> Given:
     if len(files) > 1:
         raise UserError(f"one FILE or PRESET at most, got {', '.join(files)}; settings are given as key=value")
     overrides = [argument for argument in arguments if "=" in argument]
+    _tell_of_repeated(overrides)
     name = files[0] if files else default
     if name is None:
         return Given(None, None, {}, overrides)
@@ -45,3 +46,10 @@ def read(arguments: list[str] | None, default: str | None = None) -> Given:
     if which:
         typer.echo(which, err=True)
     return Given(name, path, read_table(path), overrides)
+
+
+def _tell_of_repeated(overrides: list[str]) -> None:
+    last = {override.partition("=")[0]: override for override in overrides}
+    for override in overrides:
+        if override not in last.values():
+            typer.echo(f"{override} does not count: {last[override.partition('=')[0]]} comes after it", err=True)

@@ -35,6 +35,11 @@ def run_experiment(given: Given, out: Path | None, data_root: Path | None, *, ag
 
 def parse_experiment(given: Given) -> Experiment:
     """Return the experiment that was typed; of a table's file, its [base]."""
+    return experiment_from(with_overrides(base_of(given), given.overrides))
+
+
+def base_of(given: Given) -> dict[str, Any]:
+    """Return the settings in the file that was typed; of a table's, those of its [base], and say what is left out."""
     table = given.table
     if "base" in table and (left := [f"[{name}]" for name in ("grid", "tune") if name in table]):
         typer.echo(
@@ -42,7 +47,8 @@ def parse_experiment(given: Given) -> Experiment:
             f"{given.name}' takes all",
             err=True,
         )
-    return experiment_from(with_overrides(table.get("base", table), given.overrides))
+    base: dict[str, Any] = table.get("base", table)
+    return base
 
 
 def _print(result: Mapping[str, Any], out: Path) -> None:

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from fl_sim.cli.arguments import Given
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-_DataRoot = Annotated[Path | None, typer.Option(help="Where data sets lie (else $FL_SIM_DATA, then your cache).")]
+_DataRoot = Annotated[
+    Path | None,
+    typer.Option(exists=True, file_okay=False, help="Where data sets lie (else $FL_SIM_DATA, then your cache)."),
+]
+_AnyDataRoot = Annotated[Path | None, typer.Option(help="Where to look first (else $FL_SIM_DATA, then your cache).")]
+_DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Run nothing: show what would run and how long it takes, as 'fl-sim plan'.")
+]
 _Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="[FILE or PRESET] [KEY=VALUE]..."),
@@ -27,7 +34,6 @@ app = typer.Typer(
     help="Federated-learning simulation: split a data set, train with a list of methods, compare them. "
     "Start with 'fl-sim table', which compares all methods on embedded data.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -75,6 +81,7 @@ def run(
     again: Annotated[
         bool, typer.Option("--again", help="Run from the beginning; what DIR holds of the run is moved beside it.")
     ] = False,
+    dry_run: _DryRun = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Run one experiment; with no arguments FedAvg on 1-Label digits, embedded in the package.
@@ -106,6 +113,9 @@ def run(
       fl-sim run experiment.toml algorithm=fedprox algorithm.mu=0.1 sampler=fixed-size:10 engine=ray:4
     """
     given = _read(arguments)
+    if dry_run:
+        _show_plan(given, out, None, data_root, json_output=json_output)
+        return
     with importing():
         from fl_sim.cli.run import run_experiment  # noqa: PLC0415 (see above)
 
@@ -122,6 +132,7 @@ def table(
     budget: Annotated[
         float | None, typer.Option(metavar="HOURS", help="Stop in time, with a table of what is there (exit code 3).")
     ] = None,
+    dry_run: _DryRun = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the table as one JSON object.")] = False,
 ) -> None:
     """Compare methods: rows are methods, columns data sets and splits, seeds are averaged.
@@ -151,10 +162,68 @@ def table(
       fl-sim table grid.toml --budget 8
     """
     given = _read(arguments, "digits")
+    if dry_run:
+        _show_plan(given, out, jobs, data_root, json_output=json_output)
+        return
     with importing():
         from fl_sim.cli.table import fill_table  # noqa: PLC0415 (see above)
 
     fill_table(given, out, jobs, data_root, hours=budget, json_output=json_output)
+
+
+@app.command("sweep")
+def sweep(
+    arguments: _Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the results (default: results/sweep-NAME).")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side (default: one a core).")] = None,
+    data_root: _DataRoot = None,
+    *,
+    budget: Annotated[
+        float | None, typer.Option(metavar="HOURS", help="Stop in time, with a table of what is there (exit code 3).")
+    ] = None,
+    dry_run: _DryRun = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the table as one JSON object.")] = False,
+) -> None:
+    """Try several values of any settings: KEY=A,B,C, all of them with all of the others; no file is needed.
+
+    A table of the runs, with seeds averaged, as 'fl-sim table' makes it; other settings are as for 'fl-sim run', and so
+    is FILE or PRESET. The same command goes on where it stopped, and with further values it runs these alone.
+
+    For example:
+
+      fl-sim sweep local.learning_rate=0.001,0.01,0.1 seed=0,1,2
+
+      fl-sim sweep data=mnist partition=label-2 algorithm=fedavg,fedprox,scaffold local.epochs=1,5 --dry-run
+    """
+    given = _read(arguments)
+    with importing():
+        from fl_sim.cli.sweep import as_table  # noqa: PLC0415 (see above)
+
+    given = as_table(given)
+    if dry_run:
+        _show_plan(given, out, jobs, data_root, json_output=json_output)
+        return
+    with importing():
+        from fl_sim.cli.table import fill_table  # noqa: PLC0415 (see above)
+
+    fill_table(given, out, jobs, data_root, hours=budget, json_output=json_output)
+
+
+@app.command("init")
+def init(
+    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="What to write.")] = Path("table.toml"),
+) -> None:
+    """Write a table's file with comments to begin with; it runs as it is.
+
+    For example:
+
+      fl-sim init
+
+      fl-sim init skew.toml
+    """
+    from fl_sim.cli.init import write_table_file  # noqa: PLC0415 (see above)
+
+    write_table_file(file)
 
 
 @app.command("plan")
@@ -185,7 +254,18 @@ def plan(
 
       fl-sim plan data=mnist aggregator=global-dp sampler=poisson:0.1 rounds=100 --quick
     """
-    given = _read(arguments)
+    _show_plan(_read(arguments), out, jobs, data_root, quick=quick, json_output=json_output)
+
+
+def _show_plan(
+    given: "Given",
+    out: Path | None,
+    jobs: int | None,
+    data_root: Path | None,
+    *,
+    quick: bool = False,
+    json_output: bool,
+) -> None:
     with importing():
         from fl_sim.cli.plan import show_plan  # noqa: PLC0415 (see above)
 
@@ -283,7 +363,7 @@ def report(
 
 
 @data_app.command("list")
-def list_data(*, data_root: _DataRoot = None, json_output: _Json = False) -> None:
+def list_data(*, data_root: _AnyDataRoot = None, json_output: _Json = False) -> None:
     """Show which data sets are found, and where the others are looked for.
 
     For example:
