@@ -5,7 +5,7 @@ import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +14,18 @@ from fl_sim.data.checked import as_labels, known_dataset, own_dataset
 from fl_sim.data.known import KnownSet
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
+from fl_sim.mistakes import guess, shortened
 from fl_sim.types import Dataset, Examples
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 _OPTIONAL = ("groups", "mean", "std", "jpeg_train", "jpeg_test")
+_WORDS: Final = {
+    **dict.fromkeys(("client_train", "clients", "client", "users", "user", "writer", "writers"), "groups"),
+    **dict.fromkeys(("x_val", "y_val", "x_valid", "y_valid"), "evaluate.validation=0.1, a setting of the run"),
+    **dict.fromkeys(("x", "data", "images", "features"), "x_train and x_test"),
+    **dict.fromkeys(("y", "labels", "targets"), "y_train and y_test"),
+}
+"""{what others call an array: what is meant here}"""
 _LOCAL_HEADER_SIZE = 30
 
 
@@ -34,9 +42,10 @@ def read_own(name: str, path: Path) -> Dataset:
     Images are normalised by the file's arrays ``mean`` and ``std`` (in units of 1, one number or one a channel), or by
     0.5 and 0.5; features by ``mean`` and ``std`` or not at all. They are never computed from the training records: that
     would be a statistic of the clients' private data. ``groups``, if there: a whole number for each training record,
-    its writer, hospital or device, which partition=natural keeps together.
+    its writer, hospital or device, which partition=natural keeps together. Raises UserError for any other array: a
+    misspelt one would be left out without a word.
     """
-    arrays = _read(path)
+    arrays = _read(path, only_known=True)
     train, test = _examples(path, arrays, "train"), _examples(path, arrays, "test")
     is_image = train.inputs.ndim == 4
     channels = train.inputs.shape[1]
@@ -47,11 +56,13 @@ def read_own(name: str, path: Path) -> Dataset:
     return own_dataset(name, train, test, mean, std, str(path))
 
 
-def _read(path: Path) -> dict[str, NDArray[np.generic]]:
+def _read(path: Path, *, only_known: bool = False) -> dict[str, NDArray[np.generic]]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
             _check_names(path, list(members))
+            if only_known:
+                _check_no_others(path, list(members))
             wanted = [name for name in (*REQUIRED, *_OPTIONAL) if name in members]
             return {name: _member(path, archive, members[name]) for name in wanted}
     except UserError:
@@ -66,6 +77,17 @@ def _check_names(path: Path, found: list[str]) -> None:
     if missing := [name for name in REQUIRED if name not in found]:
         holds = ", ".join(found[:20]) or "nothing"
         raise UserError(f"{path} lacks {', '.join(missing)}; it holds {holds}, wanted are {', '.join(REQUIRED)}")
+
+
+def _check_no_others(path: Path, found: list[str]) -> None:
+    known = (*REQUIRED, *_OPTIONAL)
+    if others := [name for name in found if name not in known]:
+        first = others[0]
+        meant = f" (here: {_WORDS[first]})" if first in _WORDS else guess(first, known)
+        raise UserError(
+            f"{path} holds {', '.join(map(shortened, others[:20]))}, which nothing reads{meant}; leave it out, or name "
+            f"it as one of {', '.join(known)}"
+        )
 
 
 def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[np.generic]:

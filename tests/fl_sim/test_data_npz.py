@@ -126,6 +126,21 @@ def test_arrays_that_are_no_classification_data_are_refused_with_what_they_are(t
         load_from(tmp_path, **changes)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("maen", r"did you mean 'mean'\?"),
+        ("client_train", r"here: groups"),
+        ("x_val", r"here: evaluate\.validation=0\.1"),
+        ("zzz", r"which nothing reads; leave it out"),
+    ],
+)
+def test_an_array_that_nothing_reads_is_refused_with_what_may_be_meant(tmp_path, name, meant):
+    with pytest.raises(UserError, match=rf"own\.npz holds {name}, which nothing reads.*") as caught:
+        load_from(tmp_path, **{name: np.zeros(3)})
+    assert caught.match(meant)
+
+
 @pytest.mark.parametrize("keep", [0, 10, 500, -1])
 def test_a_truncated_file_is_refused_by_name(tmp_path, keep):
     np.savez(tmp_path / "own.npz", **arrays())
