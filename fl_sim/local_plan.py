@@ -209,3 +209,14 @@ def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:
 def _is_default(value: Any, part: Any) -> bool:
     default = part.default if part.default_factory is MISSING else part.default_factory()
     return value is default or (value == default) is True  # a tensor compared with a number is a tensor
+
+
+def check_optimizer(plan: LocalPlan, settings: LocalSettings) -> None:
+    """Raise UserError where there is momentum, or a warm start for it, beside an optimiser that has its own."""
+    if settings.optimizer == "sgd":
+        return
+    if settings.momentum or plan.momentum_buffers:
+        raise UserError(
+            f"momentum={settings.momentum:g} or momentum_buffers have no place beside optimizer={settings.optimizer}, "
+            "whose running means start anew in every round: leave them out"
+        )

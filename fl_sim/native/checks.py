@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fl_sim.local_plan import LocalPlan, fields_in_use
+from fl_sim.local_plan import LocalPlan, check_optimizer, fields_in_use
 from fl_sim.native.layers import FIELDS, Stack
 from fl_sim.params import Layout, check_layout, num_in, vector_in
 from fl_sim.types import LocalSettings, Params
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fl_sim.native.kernel import Lesson
 
 TAKES = frozenset({
-    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm", "steps", "augment",
+    "learning_rate", "momentum", "weight_decay", "batch_size", "epochs", "clip_norm", "steps", "augment", "optimizer",
     "gradient_offset", "proximal_mu", "momentum_buffers", "mix", "gradient_scale", "logit_scale", "logit_shift",
     "distillation", "suppression", "ascent", "contrast", "pull", "step_offset",
     "class_features",
@@ -46,11 +46,15 @@ def vector_of(what: str, params: Params, layout: Layout) -> torch.Tensor:
 
 
 def check_lesson(stack: Stack, lesson: "Lesson") -> None:
-    """Raise ValueError, which says what is wrong, where records, draws, pool or settings do not fit the model."""
+    """Raise ValueError, which says what is wrong, where records, draws, pool or settings do not fit the model.
+
+    UserError where momentum stands beside an optimiser that has its own.
+    """
     task, plan, inputs, labels, draws = lesson
     count, settings = len(labels), task.settings
     if unknown := sorted((fields_in_use(settings) | fields_in_use(plan)) - TAKES):
         raise ValueError(f"the compiled trainer does not know {', '.join(unknown)} of the plan")
+    check_optimizer(plan, settings)
     if count < 1 or settings.batch_size < 1 or settings.num_steps(count) < 1:
         raise ValueError(
             "local training needs a record, a batch and a part of an epoch at least, not "

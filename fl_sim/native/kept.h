@@ -1,7 +1,7 @@
 // A gradient that is kept until all of it is known: for what depends on its length.
 #pragma once
 
-#include "sgd.h"
+#include "optimizer.h"
 
 namespace {
 
@@ -17,11 +17,11 @@ struct Kept {
 
 // A sink that keeps the gradient with all that the plan adds to it.
 struct Corrected {
-    const Sgd& sgd;
+    const Optimizer& optimizer;
     Kept kept;
 
     inline __attribute__((always_inline)) void step(long at, vec part, long count) const {
-        kept.step(at, sgd.corrected(at, part), count);
+        kept.step(at, optimizer.corrected(at, part), count);
     }
 };
 
@@ -42,10 +42,10 @@ double length_of(long count, const Part& part) {
 }
 
 // Steps ``count`` parameters by a corrected gradient that is no longer than ``clip_norm``, if need be made shorter.
-NOINLINE void move_clipped(const Sgd& sgd, const float* gradient, long count) {
+NOINLINE void move_clipped(const Optimizer& optimizer, const float* gradient, long count) {
     const double length = length_of(count, [&](long at) { return load(gradient + at); });
-    const float factor = float(std::min(sgd.clip_norm / (length + 1e-6), 1.0));  // NaN where the length is
-    for (long at = 0; at < count; at += LANES) sgd.move(at, factor * load(gradient + at), count - at);
+    const float factor = float(std::min(optimizer.clip_norm / (length + 1e-6), 1.0));  // NaN where the length is
+    for (long at = 0; at < count; at += LANES) optimizer.move(at, factor * load(gradient + at), count - at);
 }
 
 }  // namespace

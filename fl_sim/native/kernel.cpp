@@ -1,4 +1,4 @@
-// Clients' local training, one after another in one call, or what a model makes of records: minibatch SGD on
+// Clients' local training, one after another in one call, or what a model makes of records: minibatch SGD or Adam on
 // convolutions, pooling, GroupNorm, residual blocks, ReLU, dropout and linear layers.
 //
 // Layout. An activation is [group][channel][row][column][LANES]: a group is LANES records of the minibatch, and the
@@ -44,7 +44,9 @@ struct Request {
     uint64_t masks;                                // the key of what dropout leaves out
     int64_t num_partners;                          // records of the mixing pool
     int64_t num_examples, num_steps, batch_size, linearise;
+    int64_t adam;  // whether the optimiser is Adam or AdamW
     float learning_rate, momentum, weight_decay, proximal_mu, own_weight, partner_weight, gradient_scale, clip_norm;
+    float weight_kept;  // 1 but for AdamW
     Terms terms;
     Ascent ascent;
     Moves moves;  // places: [epoch][record in the epoch's order]
@@ -149,8 +151,12 @@ int train(const Request& request, double* mean_loss) {
     std::copy(request.anchor, request.anchor + request.num_params + LANES, request.params);
     if (request.warm) std::copy(request.warm, request.warm + request.num_params + LANES, request.buffers);
     else if (request.buffers) std::fill(request.buffers, request.buffers + request.num_params + LANES, 0.0f);
-    const Sgd sgd{request.learning_rate, request.momentum, request.weight_decay, request.proximal_mu,
-                  request.gradient_scale, request.clip_norm, request.params, request.buffers, request.anchor, request.offset, request.drift};
+    std::vector<float> moments(request.adam ? 2 * (request.num_params + LANES) : 0);
+    float* const first_moments = request.adam ? moments.data() : nullptr;
+    Optimizer optimizer{request.learning_rate, request.momentum, request.weight_decay, request.proximal_mu,
+                        request.gradient_scale, request.clip_norm, request.weight_kept, request.params, request.buffers,
+                        request.anchor, request.offset, request.drift,
+                        {first_moments, first_moments + moments.size() / 2, 1, 1}};
     const Mix mix{request.partner_inputs, request.partner_labels, request.own_weight, request.partner_weight,
                   request.linearise != 0};
     network->begin(request.masks);
@@ -160,12 +166,13 @@ int train(const Request& request, double* mean_loss) {
     for (int64_t step = 0; step < request.num_steps; step++) {
         const int64_t epoch = step / num_batches(request), first = step % num_batches(request) * batch_size;
         const int here = int(std::min(batch_size, count - first));
+        if (request.adam) optimizer.moments.begin(step + 1);
         Moves moves = request.moves;
         if (moves.places) moves.places += 3 * (epoch * count + first);
         const Batch batch{request.labels, request.order + epoch * count + first, here, (here + LANES - 1) / LANES,
                           classes, request.partners ? &mix : nullptr, request.partners ? request.partners[step] : 0,
                           terms.any() ? &terms : nullptr, moves};
-        total += network->step(request.inputs, batch, sgd, request.ascent);
+        total += network->step(request.inputs, batch, optimizer, request.ascent);
     }
     *mean_loss = total / double(request.num_steps);
     return 0;

@@ -1,7 +1,7 @@
 // Linear layers: over all groups of a minibatch at once; a gradient goes to its sink as soon as it is known.
 #pragma once
 
-#include "sgd.h"
+#include "optimizer.h"
 
 namespace {
 

@@ -26,11 +26,11 @@ class Network {
     }
 
     // One step on ``batch``; returns its mean loss before the step.
-    double step(const float* inputs, const Batch& batch, const Sgd& sgd, const Ascent& ascent) {
-        if (sgd.clip_norm == 0) return descend(inputs, batch, sgd.params, ascent, sgd);
+    double step(const float* inputs, const Batch& batch, const Optimizer& optimizer, const Ascent& ascent) {
+        if (optimizer.clip_norm == 0) return descend(inputs, batch, optimizer.params, ascent, optimizer);
         whole_.assign(graph_.num_params + LANES, 0.0f);
-        const double loss = descend(inputs, batch, sgd.params, ascent, Corrected{sgd, {whole_.data()}});
-        move_clipped(sgd, whole_.data(), graph_.num_params);
+        const double loss = descend(inputs, batch, optimizer.params, ascent, Corrected{optimizer, {whole_.data()}});
+        move_clipped(optimizer, whole_.data(), graph_.num_params);
         return loss;
     }
 

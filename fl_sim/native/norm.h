@@ -14,11 +14,6 @@ INLINE void each_row(const Layer& layer, int part, const Each& each) {
         for (int y = 0; y < layer.in.height; y++) each(channel, y);
 }
 
-INLINE vec root(vec value) {
-    for (int lane = 0; lane < LANES; lane++) value[lane] = std::sqrt(value[lane]);
-    return value;
-}
-
 // Sums go row by row, so that rounding grows with the rows and not with the pixels.
 NOINLINE void norm_forward(Layer& layer, const Flow& flow, const float* params) {
     const Image &from = layer.in, &to = layer.out;

@@ -82,8 +82,10 @@ class Request(ctypes.Structure):
         ("partner_inputs", _POINTER), ("partner_labels", _POINTER), ("partners", _POINTER), ("masks", _LONG),
         ("num_partners", _LONG),
         ("num_examples", _LONG), ("num_steps", _LONG), ("batch_size", _LONG), ("linearise", _LONG),
+        ("adam", _LONG),
         ("learning_rate", _FLOAT), ("momentum", _FLOAT), ("weight_decay", _FLOAT), ("proximal_mu", _FLOAT),
         ("own_weight", _FLOAT), ("partner_weight", _FLOAT), ("gradient_scale", _FLOAT), ("clip_norm", _FLOAT),
+        ("weight_kept", _FLOAT),
         ("terms", Terms), ("ascent", Climbed), ("moves", Moved),
     ]  # fmt: skip
 
@@ -112,7 +114,9 @@ class Held:
             drift=self._vector("the step offsets", plan.step_offset or None),
             inputs=records, labels=targets, order=self._array(draws.order), masks=draws.masks, num_examples=len(labels),
             num_steps=settings.num_steps(len(labels)), batch_size=min(settings.batch_size, len(labels)),
-            learning_rate=settings.learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay,
+            adam=int(settings.optimizer != "sgd"), learning_rate=settings.learning_rate, momentum=settings.momentum,
+            weight_decay=0 if settings.optimizer == "adamw" else settings.weight_decay,
+            weight_kept=1 - settings.learning_rate * settings.weight_decay if settings.optimizer == "adamw" else 1,
             proximal_mu=plan.proximal_mu, gradient_scale=plan.gradient_scale, clip_norm=settings.clip_norm,
             terms=self._terms(plan),
         )  # fmt: skip

@@ -9,7 +9,7 @@
 #include "norm.h"
 #include "planes.h"
 #include "routed.h"
-#include "sgd.h"
+#include "optimizer.h"
 #include "winograd.h"
 
 namespace {

@@ -54,6 +54,11 @@ INLINE vec larger(vec left, vec right) { return left > right ? left : right; }
 
 INLINE vec rectified(vec value) { return larger(vec{}, value); }
 
+INLINE vec root(vec value) {
+    for (int lane = 0; lane < LANES; lane++) value[lane] = std::sqrt(value[lane]);
+    return value;
+}
+
 typedef float four __attribute__((vector_size(16)));
 
 }  // namespace

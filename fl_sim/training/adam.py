@@ -5,10 +5,6 @@ from typing import Self
 
 import torch
 
-from fl_sim.errors import UserError
-from fl_sim.local_plan import LocalPlan
-from fl_sim.types import LocalSettings
-
 BETAS = 0.9, 0.999
 """What part of the running means of gradients and of their squares is kept in a step."""
 
@@ -41,14 +37,3 @@ class Moments:
         # 1 - 0.999 loses half its digits in float32
         first_share, second_share = ((1 - beta**self.num_steps).to(gradient.dtype) for beta in BETAS)
         return self.first / first_share / ((self.second / second_share).sqrt() + EPSILON)
-
-
-def check_optimizer(plan: LocalPlan, settings: LocalSettings) -> None:
-    """Raise UserError where there is momentum, or a warm start for it, beside an optimiser that has its own."""
-    if settings.optimizer == "sgd":
-        return
-    if settings.momentum or plan.momentum_buffers:
-        raise UserError(
-            f"momentum={settings.momentum:g} or momentum_buffers have no place beside optimizer={settings.optimizer}, "
-            "whose running means start anew in every round: leave them out"
-        )

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.func import grad, grad_and_value, vmap
 
-from fl_sim.local_plan import LocalPlan
+from fl_sim.local_plan import LocalPlan, check_optimizer
 from fl_sim.params import check_layout
-from fl_sim.training.adam import Moments, check_optimizer
+from fl_sim.training.adam import Moments
 from fl_sim.training.ascent import blended, uphill
 from fl_sim.training.augmenting import black_of, moved
 from fl_sim.training.clipping import clipped

@@ -120,7 +120,7 @@ def test_a_copy_without_a_kernel_takes_that_of_the_same_sources_on_the_import_pa
             if with_sources and path.suffix in {".cpp", ".h"}:
                 (folder / path.name).write_bytes(path.read_bytes())
         if addition:
-            (folder / "sgd.h").write_text(addition)
+            (folder / "optimizer.h").write_text(addition)
         (folder / "libkernel.so").write_text("a kernel")
         return folder / "libkernel.so"
 

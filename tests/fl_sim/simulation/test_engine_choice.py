@@ -26,8 +26,8 @@ def test_the_native_trainer_is_named_where_it_takes_the_plans(algorithm: str, mo
     assert trains_natively(job) is native
     assert trainer_line(job, 2) == ("native trainer, 2 threads" if native else "PyTorch trains, 2 threads")
     if native:
-        local = {"local": Local(optimizer="adam")}
-        told = "PyTorch trains, 2 threads: the native trainer does not take local.optimizer=adam"
+        local = {"local": Local(label_smoothing=0.1)}
+        told = "PyTorch trains, 2 threads: the native trainer does not take local.label_smoothing=0.1"
         assert trainer_line(replace(job, experiment=job.experiment.model_copy(update=local)), 2) == told
 
 

@@ -49,6 +49,11 @@ def by_loop(given: list[LocalJob]) -> list[Trained]:
     return [train(model(), one.task, one.plan, *one.records.tensors(), one.generator) for one in given]
 
 
+def by_trainer(given: list[LocalJob]) -> list[Trained]:
+    """Let the compiled trainer train, where it is there."""
+    return Trainer(model(), load_kernel()[0]).train_all(given)
+
+
 def by_torch(given: LocalJob, optimizer_of: Callable[[Any], torch.optim.Optimizer]) -> Params:
     """Train whole epochs with torch's own classes, the plan's offset and proximal term as parts of the loss."""
     network, settings, (inputs, labels) = model(), given.task.settings, given.records.tensors()
@@ -161,9 +166,8 @@ def test_the_compiled_trainer_takes_as_many_steps_and_clips_as_the_loop_does(par
         torch.testing.assert_close(flat(one.params), flat(other.params), rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize("parts", [{"label_smoothing": 0.1}, ADAM])
-def test_the_compiled_trainer_hands_on_what_it_does_not_take(parts: dict[str, Any]) -> None:
-    settings = replace(SETTINGS, **parts)
+def test_the_compiled_trainer_hands_on_what_it_does_not_take() -> None:
+    settings = replace(SETTINGS, label_smoothing=0.1)
     for one, other in zip(
         Trainer(model(), load_kernel()[0]).train_all(jobs(settings)), by_loop(jobs(settings)), strict=True
     ):
@@ -207,13 +211,26 @@ def test_labels_are_not_spread_over_classes_that_are_not_in_the_softmax(trained_
 @pytest.mark.parametrize(("optimizer", "torchs"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)])
 @pytest.mark.parametrize("clip_norm", [0.0, 0.7])
 @pytest.mark.parametrize("plan", [LocalPlan(), corrected()], ids=["alone", "with corrections"])
-def test_adam_is_torchs_and_alike_in_a_stack(optimizer: Any, torchs: Any, clip_norm: float, plan: LocalPlan) -> None:
+def test_adam_is_torchs_and_alike_compiled_and_in_a_stack(
+    optimizer: Any, torchs: Any, clip_norm: float, plan: LocalPlan
+) -> None:
     settings = LocalSettings(0.01, 0.0, 0.1, batch_size=4, epochs=2, clip_norm=clip_norm, optimizer=optimizer)
-    [trained] = by_loop([job(1, settings, plan)])
     expected = by_torch(job(1, settings, plan), lambda weights: torchs(weights, lr=0.01, weight_decay=0.1))
-    torch.testing.assert_close(flat(trained.params), flat(expected), rtol=0, atol=1e-6)
-    assert trained.momentum_buffers == {}
+    for trained_by in (by_loop, by_trainer):
+        [trained] = trained_by([job(1, settings, plan)])
+        torch.testing.assert_close(flat(trained.params), flat(expected), rtol=0, atol=1e-6)
+        assert trained.momentum_buffers == {}
     assert_stack_is_loop(settings, plan)
+
+
+@pytest.mark.skipif(load_kernel()[0] is None, reason=f"no native trainer: {load_kernel()[1]}")
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_the_compiled_trainer_takes_adam_and_starts_every_client_anew(optimizer: Any) -> None:
+    settings, trainer = replace(SETTINGS, optimizer=optimizer, momentum=0.0), Trainer(model(), load_kernel()[0])
+    assert trainer.is_native(SHAPE, LocalPlan(), settings)
+    together, alone = trainer.train_all([job(1, settings), job(1, settings)]), trainer.train_all([job(1, settings)])
+    for one in together:
+        assert torch.equal(flat(one.params), flat(alone[0].params))
 
 
 def test_adam_starts_anew_in_every_round_of_a_stack() -> None:
@@ -223,7 +240,7 @@ def test_adam_starts_anew_in_every_round_of_a_stack() -> None:
         assert torch.equal(flat(one.params), flat(other.params))
 
 
-@pytest.mark.parametrize("trained_by", [by_loop, lambda given: StackedTrainer(model()).train(given)])
+@pytest.mark.parametrize("trained_by", [by_loop, by_trainer, lambda given: StackedTrainer(model()).train(given)])
 def test_adam_has_no_place_for_momentum_nor_a_warm_start(trained_by: Any) -> None:
     warm = LocalPlan(momentum_buffers=detached(model().named_parameters()))
     for given in (jobs(replace(SETTINGS, optimizer="adam")), jobs(replace(SETTINGS, **ADAM), warm)):

@@ -153,7 +153,7 @@ def test_the_compiled_trainer_itself_refuses_what_it_does_not_know() -> None:
 def test_trainers_name_fields_that_there_are() -> None:
     there = {part.name for kind in (LocalPlan, LocalSettings) for part in fields(kind)}
     assert there == loop.TAKES == stack_kind.TAKES
-    assert there - {"loss_term", "label_smoothing", "optimizer"} == checks.TAKES
+    assert there - {"loss_term", "label_smoothing"} == checks.TAKES
 
 
 def test_a_field_is_in_use_where_it_differs_from_its_default() -> None:

@@ -1,20 +1,45 @@
-// The step of SGD.
+// The step of SGD, and those of Adam and AdamW.
 #pragma once
 
 #include "vectors.h"
 
 namespace {
 
+// Adam's running means of a gradient and of its squares (Kingma and Ba 2015), LANES longer than they have numbers.
+struct Moments {
+    static constexpr double FIRST_KEPT = 0.9, SECOND_KEPT = 0.999;
+    float *first, *second;
+    float first_share, second_share;  // what part of a mean is of gradients: the rest is of the zeros it began with
+
+    // Before the step of number ``step``, from 1.
+    void begin(int64_t step) {
+        first_share = float(1 - std::pow(FIRST_KEPT, double(step)));
+        second_share = float(1 - std::pow(SECOND_KEPT, double(step)));
+    }
+
+    // Takes in a gradient; returns what the weights move against. Those that are not ``is_mine`` stay as they were.
+    inline __attribute__((always_inline)) vec direction(long at, vec gradient, ivec is_mine) const {
+        const vec mean = load(first + at), square = load(second + at);
+        const vec new_mean = mean + float(1 - FIRST_KEPT) * (gradient - mean);
+        const vec new_square = float(SECOND_KEPT) * square + float(1 - SECOND_KEPT) * gradient * gradient;
+        store(first + at, is_mine ? new_mean : mean);
+        store(second + at, is_mine ? new_square : square);
+        return new_mean / first_share / (root(new_square / second_share) + 1e-8f);
+    }
+};
+
 // Where the parts of a gradient go as soon as they are known. A sink has a function
 //     step(at, gradient, count): ``count`` numbers of the gradient, at most LANES, those of the parameters from ``at`` on;
 // what lies behind them is written as it was.
 //
-// This one takes torch.optim.SGD's step. All arrays are LANES longer than they have parameters.
-struct Sgd {
+// This one takes torch.optim.SGD's step, or those of Adam and AdamW. All arrays are LANES longer than they have parameters.
+struct Optimizer {
     float learning_rate, momentum, weight_decay, proximal_mu, gradient_scale, clip_norm;  // clip_norm 0: not clipped
+    float weight_kept;             // what AdamW leaves of a weight before its step; 1: all of it
     float *params, *buffers;       // buffers are not touched without momentum
     const float *anchor, *offset;  // offset: of the gradient; null where there is none
-    const float* drift;            // joins what momentum makes of the gradient; likewise
+    const float* drift;            // joins what the optimiser makes of the gradient; likewise
+    Moments moments;               // null but for Adam and AdamW
 
     inline __attribute__((always_inline)) void step(long at, vec gradient, long count) const {
         move(at, corrected(at, gradient), count);
@@ -33,13 +58,16 @@ struct Sgd {
         const ivec is_mine = LANE < int32_t(std::min<long>(count, LANES));
         const vec weight = load(params + at);
         if (weight_decay != 0) gradient += weight_decay * weight;
-        if (momentum != 0) {
+        if (moments.first) {
+            gradient = moments.direction(at, gradient, is_mine);
+        } else if (momentum != 0) {
             const vec buffer = load(buffers + at);
             gradient += momentum * buffer;
             store(buffers + at, is_mine ? gradient : buffer);
         }
         if (drift) gradient += load(drift + at);
-        store(params + at, is_mine ? weight - learning_rate * gradient : weight);
+        const vec kept = weight_kept != 1 ? weight_kept * weight : weight;
+        store(params + at, is_mine ? kept - learning_rate * gradient : weight);
     }
 };
 
