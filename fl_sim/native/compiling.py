@@ -41,7 +41,8 @@ def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = ()) -> None
     flags = processor()
     tuned = ["-march=native"] if flags else []
     command = [
-        *_compiler(), "-O3", "-fno-math-errno", *tuned, *options, "-std=c++17", "-fPIC", "-shared", f'-DFL_SIM_PROCESSOR="{flags}"',
+        *_compiler(), "-O3", "-fno-math-errno", *tuned, *options, "-std=c++17", "-fPIC", "-shared",
+        f'-DFL_SIM_PROCESSOR="{flags}"',
         f'-DFL_SIM_SOURCES="{sources_digest()}"', str(SOURCE), "-o", str(partial),
     ]  # fmt: skip
     try:
