@@ -125,7 +125,7 @@ def run(
 def directory_of(experiment: Experiment, out: Path | None, data_root: Path | None) -> tuple[Experiment, Path]:
     """Return the experiment with all defaults filled in, and where it is run: in ``out``, or named after itself."""
     chosen = resolved(experiment, data_root)
-    return chosen, out or RESULTS / run_name(chosen, load(chosen.data, data_root))
+    return chosen, out or RESULTS / run_name(chosen, load(chosen.data, data_root, chosen.features))
 
 
 def table(

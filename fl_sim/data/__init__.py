@@ -1,5 +1,6 @@
 """Classification data sets by name, read once per process and kept as bytes."""
 
+from fl_sim.data.features import Features, version_of
 from fl_sim.data.integrity import Check, verify
 from fl_sim.data.known import NAMES, tuned_on
 from fl_sim.data.places import Root, Source, describe_missing, find, roots, wanted_files
@@ -8,6 +9,7 @@ from fl_sim.data.reading import fingerprint, load
 __all__ = [
     "NAMES",
     "Check",
+    "Features",
     "Root",
     "Source",
     "describe_missing",
@@ -17,5 +19,6 @@ __all__ = [
     "roots",
     "tuned_on",
     "verify",
+    "version_of",
     "wanted_files",
 ]

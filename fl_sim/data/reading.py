@@ -8,20 +8,23 @@ import numpy as np
 
 from fl_sim.data import digits, folder, idx, npz, own, uci
 from fl_sim.data.checked import known_dataset
+from fl_sim.data.features import Features, as_features
 from fl_sim.data.known import KNOWN
 from fl_sim.data.places import Source, look_for
 from fl_sim.data.torchvision_files import download, read_cifar, read_svhn
 from fl_sim.types import Dataset
 
 
-def load(name: str, data_root: Path | None = None) -> Dataset:
+def load(name: str, data_root: Path | None = None, features: Features = "none") -> Dataset:
     """Return the data set ``name``, one of ``NAMES``, npz:PATH, folder:PATH or package.module:function.
 
     Searched in ``data_root``, $FL_SIM_DATA and the user's cache, in this order; a known set that is in none of them is
     downloaded unless FL_SIM_OFFLINE is set. Read once per process; images stay uint8, memory-mapped where the files
-    allow. Raises UserError for unknown names, missing or damaged files, and what is no classification data set.
+    allow. ``features``: what records are turned into. Raises UserError for unknown names, missing or damaged files,
+    what is no classification data set, and records that have no such features.
     """
-    return _read_once(name, look_for(name, data_root) or download(KNOWN[name], data_root))
+    dataset = _read_once(name, look_for(name, data_root) or download(KNOWN[name], data_root))
+    return dataset if features == "none" else _features_once(name, data_root, features)
 
 
 @lru_cache(maxsize=8)
@@ -53,6 +56,11 @@ def read(name: str, source: Source) -> Dataset:
     readers = {"idx": idx.read, "cifar": read_cifar, "mat": read_svhn}
     train, test = readers[source.layout](path, known)
     return known_dataset(known, train, test, str(path / next(iter(known.files)).rpartition("/")[0]))
+
+
+@lru_cache(maxsize=2)
+def _features_once(name: str, data_root: Path | None, features: Features) -> Dataset:
+    return as_features(load(name, data_root), features, fingerprint(name, data_root, with_test=True))
 
 
 @lru_cache(maxsize=8)

@@ -235,6 +235,8 @@ class Experiment(Settings):
     the worker sees one (a Ray actor sees the share it asked for); sums on a GPU have other last bits than on a CPU.
     ``normalise``: how inputs are scaled. "published" takes the data set's published mean and deviation, "none" leaves
     images in [0, 1], as NIID-Bench's program does, and features as they are, "unit" puts images into [-1, 1].
+    ``features``: "scattering" turns images into vectors that no data set had a say in (fl_sim.data.scattering), so that
+    linear models and small perceptrons do on them what takes a convolutional network on pixels; "none" leaves pixels.
     ``partition_seed``, ``model_seed`` and ``sampling_seed`` take their part of what ``seed`` decides (fl_sim.seeding);
     each that is left out is ``seed``.
     """
@@ -244,6 +246,7 @@ class Experiment(Settings):
     clients: int = Field(10, ge=1, le=1_000_000)
     model: Annotated[str, AfterValidator(known_model)] = ""
     normalise: Literal["published", "none", "unit"] = "published"
+    features: Literal["none", "scattering"] = "none"
     algorithm: Annotated[AnyAlgorithm, OneOf("algorithm", Algorithm)] = FedAvg()
     aggregator: Annotated[AnyAggregator, OneOf("aggregator", Aggregator)] = WeightedMean()
     sampler: Annotated[AnySampler, OneOf("sampler", Sampler)] = Everyone()
@@ -379,14 +382,16 @@ class Experiment(Settings):
         Seeds apart that are not set are left out: keys from before there were any stay as they are.
         """
         unset = {f"{part}_seed" for part in ("partition", "model", "sampling") if getattr(self, f"{part}_seed") is None}
-        return self.model_dump(mode="json", include={*names} - unset)
+        without = {"features"} if self.features == "none" else set()  # which came later
+        return self.model_dump(mode="json", include={*names} - unset - without)
 
     def as_written(self) -> dict[str, Any]:
         """Return these settings as ``config.toml`` has them: without those that are None.
 
-        Nor has it ``evaluate`` where nothing of it is used, so that files are as they were before there was any.
+        Nor has it ``evaluate`` and ``features`` where nothing of them is used, so that files are as they were before.
         """
-        return self.model_dump(exclude_none=True, exclude={"evaluate"} if self.evaluate == Evaluate() else None)
+        unused = {"evaluate"} if self.evaluate == Evaluate() else set()
+        return self.model_dump(exclude_none=True, exclude=unused | ({"features"} if self.features == "none" else set()))
 
     @property
     def is_private(self) -> bool:

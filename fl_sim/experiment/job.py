@@ -75,7 +75,7 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     Raises UserError for settings that do not fit the data or the model, an impossible split, or a GPU that is not
     there.
     """
-    dataset = _scaled(load(experiment.data, data_root), experiment.normalise)
+    dataset = _scaled(load(experiment.data, data_root, experiment.features), experiment.normalise)
     experiment = _resolved(experiment, dataset)
     job = Job(experiment, dataset, _shards(experiment, dataset), device_of(experiment), data_root)
     if share := experiment.evaluate.validation:
@@ -91,7 +91,7 @@ def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:
 
     Raises UserError for settings that do not fit the data.
     """
-    return _resolved(experiment, load(experiment.data, data_root))
+    return _resolved(experiment, load(experiment.data, data_root, experiment.features))
 
 
 def shards_of(dataset: Dataset, scheme: Scheme, num_clients: int, seed: int) -> tuple[NDArray[np.int64], ...]:

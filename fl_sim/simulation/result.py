@@ -33,6 +33,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "titles": {"algorithm": title_of(experiment.algorithm), "preprocess": title_of(experiment.preprocess)},
         "data": experiment.data,
         "data_note": job.dataset.note,
+        "features": experiment.features,
         "partition": _split(experiment),
         "clients": experiment.num_clients,
         "is_private": experiment.is_private,

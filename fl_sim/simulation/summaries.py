@@ -59,7 +59,8 @@ def summarise(
 
 def release_name(experiment: Experiment, client: int, params: Params) -> str:
     """Return the name of the moments that ``client`` releases under ``params``: a digest of all that they depend on."""
-    asked = experiment.chosen("data", "normalise", "model", "partition", "clients", "seed", "partition_seed")
+    names = ("data", "normalise", "features", "model", "partition", "clients", "seed", "partition_seed")
+    asked = experiment.chosen(*names)
     calibrate = experiment.calibrate.model_dump(include={"epsilon", "delta", "clipping_norm", "noise"})
     digest = hashlib.sha256(json.dumps([asked, calibrate, client], sort_keys=True).encode())
     for value in params.values():

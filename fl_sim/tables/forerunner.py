@@ -39,7 +39,7 @@ def begin_with_shorter(experiment: Experiment, out: Path, data_root: Path | None
 
 def _shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Iterator[tuple[Experiment, Path]]:
     """Give the finished runs beside ``out`` that are the same but for fewer rounds, and their folders."""
-    dataset = load(experiment.data, data_root)
+    dataset = load(experiment.data, data_root, experiment.features)
     readable = run_name(experiment, dataset).rpartition("-")[0]
     for folder in out.parent.glob(f"{readable}-*"):
         if not all((folder / name).exists() for name in _NEEDED):

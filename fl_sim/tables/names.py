@@ -22,5 +22,6 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
     records = [len(dataset.train), len(dataset.test), dataset.note]
     digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]
     split = "" if experiment.is_central else short_form(experiment.partition)
-    readable = f"{method(experiment)} {experiment.data} {split} seed {experiment.seed}"
+    features = "" if experiment.features == "none" else experiment.features
+    readable = f"{method(experiment)} {experiment.data} {features} {split} seed {experiment.seed}"
     return f"{re.sub(r'[^a-z0-9.]+', '-', readable.lower())[:80].strip('-.')}-{digest}"

@@ -36,7 +36,7 @@ def directory_of(experiment: Experiment, folder: Path, data_root: Path | None) -
     what it does depends on how many rounds it has, or what it could go on with was too large to be kept.
     """
     of_any_length = Experiment.model_validate({**dict(experiment), "rounds": 1})
-    shared = folder / run_name(of_any_length, load(experiment.data, data_root))
+    shared = folder / run_name(of_any_length, load(experiment.data, data_root, experiment.features))
     if goes_on(experiment) and _can_go_on(shared, experiment.rounds):
         return shared
     return folder / f"{shared.name}-{experiment.rounds}-rounds"

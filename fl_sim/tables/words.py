@@ -141,6 +141,8 @@ def _federation(experiments: Sequence[Experiment]) -> str:
     attack = "" if attacks == "none" else f", attack {attacks}"
     scaled = _values(e.normalise for e in experiments)
     inputs = "" if scaled == "published" else f", normalise {scaled}"
+    features = _values(e.features for e in experiments)
+    inputs += "" if features == "none" else f", features {features}"
     return f"{clients} clients, sampler {sampler}, aggregator {aggregator}{attack}, model {model}{inputs}"
 
 

@@ -89,7 +89,8 @@ def prepare_votes(job: Job, settings: Pate, grid: Grid, order: Order) -> Votes:
 def votes_key(job: Job) -> str:
     """Return the name of the votes: a digest of all that determines them, the students and the noise left out."""
     experiment = job.experiment
-    settings = experiment.chosen("partition", "clients", "seed", "partition_seed", "model_seed", "model", "local")
+    names = ("partition", "clients", "seed", "partition_seed", "model_seed", "model", "local", "features")
+    settings = experiment.chosen(*names)
     pate = experiment.algorithm.model_dump(mode="json", include={"teachers", "public", "public_records", "overlap"})
     records = fingerprint(experiment.data, job.root, with_test=True)
     digest = hashlib.sha256(json.dumps([_FORMAT, settings, pate, records], sort_keys=True).encode())

@@ -1,0 +1,111 @@
+"""Public features in place of pixels: made once for a data set's records, and kept in a checked file.
+
+In $FL_SIM_FEATURES, else in the user's cache. A file is named by the content of the records and by the version of what
+made it, so none is taken for another's; a damaged one is made again.
+"""
+
+import hashlib
+import math
+import sys
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from fl_sim.data import scattering
+from fl_sim.errors import UserError
+from fl_sim.store.files import folder_of, in_words, write_whole
+from fl_sim.store.locks import alone_in
+from fl_sim.types import Dataset, Examples
+
+Features: TypeAlias = Literal["none", "scattering"]
+"""What records are turned into before anything else: nothing, or the vectors of ``fl_sim.data.scattering``."""
+
+Vectors: TypeAlias = NDArray[np.float32]
+
+_VERSION: Final = {"scattering": 1}
+"""To be raised when a transform makes other numbers than before."""
+
+_FILE: Final = "features.safetensors"
+_PARTS: Final = ("train", "test")
+
+
+def features_root() -> Path:
+    """Return where features are kept: $FL_SIM_FEATURES, else the user's cache."""
+    return folder_of("FL_SIM_FEATURES", "XDG_CACHE_HOME", "~/.cache", "features")
+
+
+def version_of(features: Features) -> str:
+    """Return a name for ``features`` that changes when their numbers do; nothing for records as they are."""
+    return "" if features == "none" else f"{features}-{_VERSION[features]}"
+
+
+def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
+    """Return ``dataset`` with vectors in place of images, (records, numbers), of norm 1 at most.
+
+    Training sees them times the root of their number (``std``), which is about a standard deviation of 1 each.
+    ``records``: a digest of all records of ``dataset``. Raises UserError for records that cannot be turned into
+    features, RunError where the file cannot be written.
+    """
+    if features == "none":
+        return dataset
+    size = scattering.dimension_of(dataset.input_shape)
+    train, test = _kept(dataset, features, records, size)
+    note = f"{features} features of the images, {size} numbers a record, which look at no other record"
+    return Dataset(
+        dataset.name,
+        Examples(train, dataset.train.labels, dataset.train.groups),
+        Examples(test, dataset.test.labels, dataset.test.groups),
+        dataset.num_classes,
+        mean=(0.0,),
+        std=(1 / math.sqrt(size),),
+        note="; ".join(filter(None, [dataset.note, note])),
+    )
+
+
+def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tuple[Vectors, Vectors]:
+    """Return the features of training and test records: from the file, or made and put there."""
+    identity = hashlib.sha256(f"{version_of(features)} {records}".encode()).hexdigest()
+    folder = features_root() / f"{dataset.name.partition(':')[0]}-{version_of(features)}-{identity[:20]}"
+    shapes = (len(dataset.train), size), (len(dataset.test), size)
+    with in_words():
+        folder.mkdir(parents=True, exist_ok=True)
+        with alone_in(folder):
+            path = folder / _FILE
+            damaged = ""
+            try:
+                return _read(path, identity, shapes)
+            except FileNotFoundError:
+                pass
+            except (SafetensorError, UserError, ValueError, KeyError) as error:
+                damaged = f"{path} is damaged or of another kind ({error}) and is made again; "
+            count = len(dataset.train) + len(dataset.test)
+            sys.stderr.write(f"fl-sim: {damaged}making the {features} features of {count:,} images, once\n")
+            made = (scattering.features_of(dataset.train.inputs), scattering.features_of(dataset.test.inputs))
+            said = {"identity": identity, "sha256": _digest(made)}
+            write_whole(path, save(dict(zip(_PARTS, made, strict=True)), said))
+            return made
+
+
+def _read(path: Path, identity: str, shapes: tuple[tuple[int, int], tuple[int, int]]) -> tuple[Vectors, Vectors]:
+    """Raise FileNotFoundError where there is no file, and ValueError or another error where it is not what it was."""
+    if not path.exists():
+        raise FileNotFoundError(path)
+    with safe_open(path, "np") as file:
+        said = file.metadata() or {}
+        train, test = (file.get_tensor(part) for part in _PARTS)
+    if said.get("identity") != identity or any(part.dtype != np.float32 for part in (train, test)):
+        raise ValueError("it holds the features of other records")
+    if (train.shape, test.shape) != shapes or said.get("sha256") != _digest((train, test)):
+        raise ValueError("its content is not what was written")
+    return train, test
+
+
+def _digest(parts: tuple[Vectors, Vectors]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(np.ascontiguousarray(part).data)
+    return digest.hexdigest()

@@ -1,0 +1,231 @@
+"""Wavelet scattering of images: a public representation that no data set had a say in (Bruna and Mallat 2013).
+
+Two scales (J = 2), eight orientations, orders 0 to 2, with the Morlet wavelets and the Gaussian of Kymatio (Andreux et
+al. 2020). On top of it what Tramer and Boneh (2021, section 2.2) do for private learning: every record's maps are
+normalised in 27 groups, which looks at that record alone. Then random orthonormal directions, whose seed is public,
+bring all images to the same few numbers.
+"""
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.fft import dct
+
+from fl_sim.errors import UserError
+
+DIMENSION: Final = 1000
+"""The most numbers that a record is made of."""
+
+ORIENTATIONS: Final = 8
+NUM_MAPS: Final = 1 + 2 * ORIENTATIONS + ORIENTATIONS**2
+"""Maps of one channel: the Gaussian's; those of 2 scales; those of the coarse wavelets on the fine ones' moduli."""
+
+GROUPS: Final = 27
+
+_STRIDE: Final = 4  # 2^J: pixels from one position of a map to the next
+_LONGEST: Final = 7  # positions along a side; longer maps are averaged in blocks of 2 x 2
+_SMALLEST, _LARGEST = 8, 128  # pixels along a side
+_PADDING: Final = 2  # pixels, at least, that images are mirrored at each edge
+_SEED: Final = 0  # of the projection
+_BATCH: Final = 64  # channels of images that are transformed at a time: they stay in the processor's cache
+_EPSILON: Final = 1e-5  # added to the variance of a group
+
+
+def dimension_of(shape: tuple[int, ...]) -> int:
+    """Return how many numbers the features of images of ``shape``, (channels, height, width), have.
+
+    Raises UserError for what is no image, and for images that are too small or too large.
+    """
+    if len(shape) != 3:
+        raise UserError(
+            f"features=scattering is for images, and these records are vectors of {math.prod(shape)} numbers: leave "
+            "features out"
+        )
+    if not _SMALLEST <= min(shape[1:]) <= max(shape[1:]) <= _LARGEST:
+        raise UserError(
+            f"features=scattering takes images from {_SMALLEST}x{_SMALLEST} to {_LARGEST}x{_LARGEST} pixels, and these "
+            f"have {shape[1]}x{shape[2]}: leave features out, or give other images"
+        )
+    return min(DIMENSION, _num_coefficients(shape))
+
+
+def features_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the features of ``images`` (n, channels, height, width), (n, dimension_of(shape)), of norm 1 at most.
+
+    Each record's depend on that record alone: bytes / 255, scattered, normalised in groups, projected, divided by the
+    root of their number, and shortened to length 1 where they are longer. Raises UserError as ``dimension_of`` does.
+    """
+    shape = images.shape[1:]
+    size = dimension_of(shape)
+    features = np.empty((len(images), size), dtype=np.float32)
+
+    def fill(rows: slice) -> None:
+        torch.set_num_threads(1)  # holds for the thread that calls it: the bits do not depend on how many there are
+        maps = scattered(torch.from_numpy(images[rows].astype(np.float32)) / 255)
+        normal = torch.nn.functional.group_norm(maps, _groups(shape[0]), eps=_EPSILON)
+        projected = _projected(normal.flatten(1).numpy(), size) / np.float32(math.sqrt(size))
+        features[rows] = projected / np.maximum(np.linalg.norm(projected, axis=1, keepdims=True), 1)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for _ in pool.map(fill, _batches(len(images), shape[0])):
+            pass
+    return features
+
+
+def scattered(images: torch.Tensor) -> torch.Tensor:
+    """Return the scattering maps of ``images`` (n, channels, height, width), (n, 81 channels, positions, positions).
+
+    A channel's maps: the images smoothed; the moduli of 8 fine and 8 coarse wavelets, smoothed; and, fine wavelet by
+    fine wavelet, the moduli of the 8 coarse wavelets on its modulus, smoothed.
+    """
+    count, channels, height, width = images.shape
+    padded = _padded(images.reshape(count * channels, height, width))
+    fine, coarse = (torch.from_numpy(one) for one in wavelets(*padded.shape[1:]))
+    spectrum = torch.fft.fft2(padded)
+    first = _modulus(torch.fft.ifft2(spectrum[:, None] * fine))
+    second = _modulus(torch.fft.ifft2(_every_other(spectrum[:, None], coarse)))
+    deep = _modulus(torch.fft.ifft2(_every_other(torch.fft.fft2(first)[:, :, None], coarse))).flatten(1, 2)
+    maps = [
+        _smoothed(padded[:, None], height, width, 1), _smoothed(first, height, width, 1),
+        _smoothed(second, height, width, 2), _smoothed(deep, height, width, 2),
+    ]  # fmt: skip
+    positions = _positions(height), _positions(width)
+    return torch.cat(maps, dim=1).reshape(count, channels * NUM_MAPS, *positions)
+
+
+@lru_cache(maxsize=4)
+def wavelets(height: int, width: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the Fourier transforms of the fine and the coarse wavelets, each (8, height, width): they are real."""
+    angles = [(ORIENTATIONS // 2 - 1 - number) * math.pi / ORIENTATIONS for number in range(ORIENTATIONS)]
+    fine, coarse = (
+        np.stack([np.fft.fft2(_morlet(height, width, 2.0**scale, angle)).real for angle in angles]).astype(np.float32)
+        for scale in (0, 1)
+    )
+    return fine, coarse
+
+
+def _morlet(height: int, width: int, scale: float, angle: float) -> NDArray[np.complex128]:
+    """Return a wave of frequency 3 pi / (4 scale) under an elliptic Gaussian, less what makes its sum zero."""
+    frequency = 3 / 4 * math.pi / scale * np.array([math.cos(angle), math.sin(angle)])
+    wave, envelope = (_gabor(height, width, 0.8 * scale, angle, each) for each in (frequency, 0 * frequency))
+    wave -= wave.sum() / envelope.sum() * envelope
+    return wave
+
+
+def _gabor(
+    height: int, width: int, sigma: float, angle: float, frequency: NDArray[np.float64]
+) -> NDArray[np.complex128]:
+    """Return a wave under a Gaussian that is half as narrow across the wave as along it, on a torus."""
+    slant = 4 / ORIENTATIONS
+    total = np.zeros((height, width), dtype=np.complex128)
+    for down in range(-2, 3):
+        for right in range(-2, 3):
+            y, x = np.mgrid[down * height : (down + 1) * height, right * width : (right + 1) * width]
+            along, across = y * math.cos(angle) + x * math.sin(angle), x * math.cos(angle) - y * math.sin(angle)
+            exponent = -(along**2 + (slant * across) ** 2) / (2 * sigma**2)
+            total += np.exp(exponent + 1j * (y * frequency[0] + x * frequency[1]))
+    total *= slant / (2 * math.pi * sigma**2)
+    return total
+
+
+def _every_other(spectrum: torch.Tensor, filters: torch.Tensor) -> torch.Tensor:
+    """Return the spectrum of every other pixel, down and across, of the filtered image: a sum over four aliases.
+
+    ``spectrum``: (..., 1, height, width); ``filters``: (8, height, width), real.
+    """
+    height, width = filters.shape[1] // 2, filters.shape[2] // 2
+    parts = torch.view_as_real(_aliases(spectrum).contiguous()).flatten(-3)  # as pairs, as complex products are slow
+    weights = _aliases(filters).flatten(-2).repeat_interleave(2, -1)
+    total = parts[..., 0, :] * weights[:, 0]
+    for alias in (1, 2, 3):
+        total.addcmul_(parts[..., alias, :], weights[:, alias])
+    return torch.view_as_complex(total.div_(4).view(*total.shape[:-1], height, width, 2))
+
+
+def _aliases(values: torch.Tensor) -> torch.Tensor:
+    """Return (..., 4, height / 2, width / 2): the quarters of (..., height, width), which subsampling adds up."""
+    down, across = values.shape[-2] // 2, values.shape[-1] // 2
+    return values.reshape(*values.shape[:-2], 2, down, 2, across).transpose(-3, -2).flatten(-4, -3)
+
+
+def _modulus(values: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_real(values)  # torch's own abs of complex numbers takes three times as long
+    return pairs[..., 0].square().addcmul_(pairs[..., 1], pairs[..., 1]).sqrt_()
+
+
+def _smoothed(maps: torch.Tensor, height: int, width: int, spacing: int) -> torch.Tensor:
+    """Return ``maps``, on a padded grid of every ``spacing``-th pixel, under the Gaussian at the maps' positions."""
+    down, across = (torch.from_numpy(_smoothing(side, spacing)) for side in (height, width))
+    return down @ (maps @ across.T)
+
+
+@lru_cache(maxsize=16)
+def _smoothing(side: int, spacing: int) -> NDArray[np.float32]:
+    """Return (positions, padded side / spacing): a Gaussian of 1.6 pixels around the middle of every 4, averaged."""
+    padded = _padded_side(side)
+    before = (padded - side) // 2
+    places = np.arange(0, padded, spacing)
+    middles = before + np.arange(side // _STRIDE) * _STRIDE + (_STRIDE - 1) / 2
+    distances = np.abs(places - middles[:, None])
+    weights = np.exp(-(np.minimum(distances, padded - distances) ** 2) / (2 * 1.6**2))
+    weights /= weights.sum(axis=1, keepdims=True)
+    while len(weights) > _LONGEST:
+        weights = np.stack([block.mean(axis=0) for block in np.array_split(weights, -(-len(weights) // 2))])
+    smoothing: NDArray[np.float32] = weights.astype(np.float32)
+    return smoothing
+
+
+def _padded(images: torch.Tensor) -> torch.Tensor:
+    """Return ``images`` (n, height, width), mirrored at their edges."""
+    sides = []
+    for side in reversed(images.shape[1:]):
+        more = _padded_side(side) - side
+        sides += [more // 2, more - more // 2]
+    return torch.nn.functional.pad(images[:, None], sides, mode="reflect")[:, 0]
+
+
+def _padded_side(side: int) -> int:
+    return -(-(side + 2 * _PADDING) // _STRIDE) * _STRIDE
+
+
+def _positions(side: int) -> int:
+    return len(_smoothing(side, 1))
+
+
+def _num_coefficients(shape: tuple[int, ...]) -> int:
+    return shape[0] * NUM_MAPS * _positions(shape[1]) * _positions(shape[2])
+
+
+def _groups(channels: int) -> int:
+    return math.gcd(GROUPS, channels * NUM_MAPS)
+
+
+def _batches(count: int, channels: int) -> Iterator[slice]:
+    step = max(1, _BATCH // channels)
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def _projected(vectors: NDArray[np.float32], size: int) -> NDArray[np.float32]:
+    """Return ``vectors`` (n, coefficients) in ``size`` random orthonormal directions; as they are where all are taken.
+
+    Signs are flipped at random, and of the cosine transform of what comes of it a random part is taken.
+    """
+    coefficients = vectors.shape[1]
+    if coefficients == size:
+        return vectors
+    signs, directions = _directions(coefficients, size)
+    projected: NDArray[np.float32] = dct(vectors * signs, axis=1, norm="ortho", overwrite_x=True)[:, directions]
+    return projected
+
+
+@lru_cache(maxsize=4)
+def _directions(coefficients: int, size: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    generator = np.random.default_rng(_SEED)
+    signs = generator.choice(np.array([-1, 1], dtype=np.float32), coefficients)
+    return signs, np.sort(generator.permutation(coefficients)[:size])

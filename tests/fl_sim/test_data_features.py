@@ -1,0 +1,162 @@
+"""Public features: made once, kept in a file that is checked, and stated wherever results are."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fl_sim.data import features, fingerprint, load, scattering
+from fl_sim.data.features import as_features, features_root
+from fl_sim.errors import RunError, UserError
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.job import job_of
+from fl_sim.simulation.pate.ensemble import votes_key
+from fl_sim.simulation.run import run
+from fl_sim.tables.names import run_name
+from fl_sim.types import Dataset, Examples
+
+
+@pytest.fixture(autouse=True)
+def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("FL_SIM_FEATURES", str(tmp_path / "features"))
+    return tmp_path / "features"
+
+
+def images(seed: int = 0, *, shape: tuple[int, ...] = (1, 8, 8)) -> Dataset:
+    generator = np.random.default_rng(seed)
+    train, test = (
+        Examples(generator.integers(0, 256, (count, *shape), dtype=np.uint8), np.arange(count) % 2) for count in (6, 4)
+    )
+    return Dataset("few", train, test, 2, (0.5,), (0.5,), "a note")
+
+
+def kept(root: Path) -> list[Path]:
+    return sorted(root.glob("*/features.safetensors"))
+
+
+def test_a_data_set_becomes_vectors_and_says_so() -> None:
+    made = as_features(images(), "scattering", "records")
+    assert made.input_shape == (324,)
+    assert np.array_equal(made.train.inputs, scattering.features_of(images().train.inputs))
+    assert np.array_equal(made.test.labels, images().test.labels)
+    assert made.note == "a note; scattering features of the images, 324 numbers a record, which look at no other record"
+    assert (made.mean, made.std) == ((0.0,), (324**-0.5,))
+
+
+def test_features_are_made_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    first = as_features(images(), "scattering", "records")
+    assert "making the scattering features of 10 images, once" in capsys.readouterr().err
+    monkeypatch.setattr(scattering, "features_of", lambda _: pytest.fail("they were made again"))
+    again = as_features(images(), "scattering", "records")
+    assert np.array_equal(first.train.inputs, again.train.inputs)
+    assert not capsys.readouterr().err
+
+
+def test_other_records_and_other_versions_have_a_file_of_their_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_features(images(), "scattering", "records")
+    as_features(images(1), "scattering", "other records")
+    monkeypatch.setitem(features._VERSION, "scattering", 10**6)
+    as_features(images(), "scattering", "records")
+    assert len(kept(root)) == 3
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def with_another_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def of_other_records(path: Path) -> None:
+    as_features(images(1), "scattering", "other records")
+    (other,) = set(kept(path.parent.parent)) - {path}
+    path.write_bytes(other.read_bytes())
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [truncated, with_another_bit, of_other_records, empty])
+def test_a_damaged_file_is_made_again_in_words(damage, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = as_features(images(), "scattering", "records")
+    (path,) = kept(root)
+    whole = path.read_bytes()
+    damage(path)
+    assert path.read_bytes() != whole
+    capsys.readouterr()
+    again = as_features(images(), "scattering", "records")
+    assert f"{path} is damaged or of another kind" in capsys.readouterr().err
+    assert np.array_equal(first.train.inputs, again.train.inputs)
+    as_features(images(), "scattering", "records")
+    assert not capsys.readouterr().err
+
+
+def test_where_nothing_can_be_written_it_is_said(root: Path) -> None:
+    root.write_text("no folder")
+    with pytest.raises(RunError, match="stands where a folder is needed"):
+        as_features(images(), "scattering", "records")
+
+
+def test_vectors_and_tiny_images_are_refused(tmp_path: Path) -> None:
+    arrays = {"x_train": np.zeros((4, 3)), "y_train": np.arange(4) % 2, "x_test": np.zeros((2, 3)), "y_test": [0, 1]}
+    np.savez(tmp_path / "table.npz", **arrays)
+    with pytest.raises(UserError, match="features=scattering is for images, and these records are vectors of 3"):
+        load(f"npz:{tmp_path}/table.npz", None, "scattering")
+    with pytest.raises(UserError, match="images from 8x8 to 128x128 pixels, and these have 8x5"):
+        as_features(images(shape=(1, 8, 5)), "scattering", "records")
+
+
+SETTINGS = {"data": "digits", "features": "scattering", "clients": 2, "partition": "iid", "rounds": 1}
+
+
+def test_training_sees_numbers_of_about_deviation_one() -> None:
+    job = job_of(experiment_from(SETTINGS))
+    assert job.experiment.model == "mlp"
+    assert job.dataset.input_shape == (324,)
+    assert torch.tensor(job.dataset.std).item() == pytest.approx(1 / 18)
+
+
+def test_what_fits_no_vector_is_refused() -> None:
+    with pytest.raises(UserError, match="normalise=unit puts images into"):
+        job_of(experiment_from({**SETTINGS, "normalise": "unit"}))
+    with pytest.raises(UserError, match=r"local\.augment=flip moves images"):
+        job_of(experiment_from({**SETTINGS, "local": {"augment": "flip"}}))
+    with pytest.raises(UserError, match="niid-cnn"):
+        job_of(experiment_from({**SETTINGS, "model": "niid-cnn"})).model()
+    with pytest.raises(UserError, match="features"):
+        experiment_from({"features": "wavelets"})
+
+
+def test_keys_and_names_know_the_features_and_stay_as_they_were_without() -> None:
+    with_them, without = (experiment_from({**SETTINGS, "features": one}) for one in ("scattering", "none"))
+    jobs = [job_of(one) for one in (with_them, without)]
+    names = [run_name(job.experiment, job.dataset) for job in jobs]
+    assert "digits-scattering-iid" in names[0]
+    assert "scattering" not in names[1]
+    assert "features" not in without.as_written()
+    assert "features" not in without.chosen("data", "features")
+    assert with_them.as_written()["features"] == "scattering"
+    voting = {"data": "digits", "algorithm": {"kind": "pate", "student": "supervised"}}
+    keys = [votes_key(job_of(experiment_from({**voting, "features": one}))) for one in ("scattering", "none")]
+    assert keys[0] != keys[1]
+
+
+def test_a_run_learns_on_features_and_states_them(tmp_path: Path) -> None:
+    table = {**SETTINGS, "model": "logistic", "rounds": 3, "engine": {"kind": "inprocess", "workers": 1}}
+    facts = run(experiment_from(table), tmp_path / "run")
+    assert facts["features"] == "scattering"
+    assert "scattering features of the images, 324 numbers" in facts["data_note"]
+    assert facts["final_accuracy"] > 0.8
+    assert 'features = "scattering"' in (tmp_path / "run" / "config.toml").read_text()
+
+
+def test_the_cache_is_the_users_unless_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FL_SIM_FEATURES")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert features_root() == tmp_path / "cache" / "fl-sim" / "features"
+    assert fingerprint("digits", None, with_test=True) != fingerprint("digits", None)
