@@ -14,7 +14,10 @@ from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
 from fl_sim.simulation.engine_choice import client_app
 
-POOLED = ("preprocess=da-fl", "preprocess.generator=mean-embedding", "preprocess.epsilon=8")
+POOLED = (
+    "preprocess=da-fl", "preprocess.generator=mean-embedding", "preprocess.generator.frequencies=8",
+    "preprocess.epsilon=8",
+)  # fmt: skip
 
 Ask = Callable[..., Message]
 

@@ -25,7 +25,10 @@ def _policy(folder: Path, text: str = "epsilon = 10.0") -> Policy:
 
 
 def _order(*overrides: str) -> Experiment:
-    quick = ["preprocess.generator=mean-embedding", "preprocess.epsilon=6", "model=logistic"]
+    quick = [
+        "preprocess.generator=mean-embedding", "preprocess.generator.frequencies=8", "preprocess.epsilon=6",
+        "model=logistic",
+    ]  # fmt: skip
     return experiment_from(with_overrides({"preprocess": "da-fl"}, [*quick, *overrides]))
 
 

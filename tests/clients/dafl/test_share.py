@@ -31,7 +31,8 @@ def _records(client_class: int = 3) -> PrivateRecords:
 
 def _settings(**changes: object) -> DaFl:
     # The noise is secret, so labels are picked with so little of it that no outcome of these tests hangs on it.
-    return DaFl.model_validate({"generator": "mean-embedding", "labels": "exponential:2", **changes})
+    generator = {"kind": "mean-embedding", "frequencies": 8}
+    return DaFl.model_validate({"generator": generator, "labels": "exponential:2", **changes})
 
 
 def _client(records: PrivateRecords, folder: Path, number: int = 0) -> Client:

@@ -145,9 +145,10 @@ def test_the_screen_tells_nothing_about_time_or_single_clients(
 ) -> None:
     settings = {
         "global-dp": ["aggregator=global-dp", "clients=12", "rounds=40"],
-        "da-fl": ["preprocess=da-fl", "preprocess.generator=mean-embedding", "clients=3", "partition=iid", "rounds=40"],
+        "da-fl": ["preprocess=da-fl", "preprocess.generator=mean-embedding", "preprocess.generator.frequencies=8",
+                  "clients=3", "partition=iid", "rounds=40"],
         "pate": ["algorithm=pate", "clients=4", "algorithm.queries=20", "algorithm.student.steps=20", "rounds=5"],
-    }[kind]
+    }[kind]  # fmt: skip
     monkeypatch.setattr(
         sys, "argv", ["fl-sim", "run", "model=logistic", "engine=inprocess", *settings, "--out", str(tmp_path / "run")]
     )

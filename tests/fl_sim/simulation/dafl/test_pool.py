@@ -29,7 +29,10 @@ Change = Callable[[dict[str, Any]], Any]
 
 
 def _order(*overrides: str) -> Experiment:
-    quick = ["preprocess.generator=mean-embedding", "preprocess.labels=exponential:2", "clients=2", "model=logistic"]
+    quick = [
+        "preprocess.generator=mean-embedding", "preprocess.generator.frequencies=8", "preprocess.labels=exponential:2",
+        "clients=2", "model=logistic",
+    ]  # fmt: skip
     return experiment_from(with_overrides({"preprocess": "da-fl"}, [*quick, *overrides]))
 
 
