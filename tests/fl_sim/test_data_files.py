@@ -1,12 +1,12 @@
 """The official layouts, all on small generated files (labelled so in their notes), image folders, and the download."""
 
 import hashlib
+import importlib
 import pickle
 import struct
 
 import numpy as np
 import pytest
-import torchvision
 from PIL import Image
 from scipy.io import savemat
 
@@ -24,6 +24,12 @@ def no_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("FL_SIM_OFFLINE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("FL_SIM_DATA", raising=False)
+
+
+@pytest.fixture
+def datasets():
+    """torchvision's: importing it takes longer than all tests of this file, and every worker imports the file."""
+    return importlib.import_module("torchvision.datasets")
 
 
 def idx(array):
@@ -102,10 +108,10 @@ def test_cifar_batches_that_are_not_the_published_ones_are_refused_before_they_a
     assert "official file's is c99cafc152244af753f735de768cd75f" in verify("cifar10", tmp_path).problems[0]
 
 
-def test_cifar_batches_are_read_channels_first(tmp_path, monkeypatch):
+def test_cifar_batches_are_read_channels_first(tmp_path, monkeypatch, datasets):
     folder, pixels = write_cifar10(tmp_path)
     md5 = {file.name: hashlib.md5(file.read_bytes()).hexdigest() for file in folder.iterdir()}
-    cifar = torchvision.datasets.CIFAR10
+    cifar = datasets.CIFAR10
     monkeypatch.setattr(cifar, "train_list", [[name, md5[name]] for name in sorted(md5) if name.startswith("data")])
     monkeypatch.setattr(cifar, "test_list", [["test_batch", md5["test_batch"]]])
     monkeypatch.setattr(cifar, "meta", {**cifar.meta, "md5": md5["batches.meta"]})
@@ -228,7 +234,7 @@ def test_folders_with_something_wrong_are_refused_by_file(tmp_path, damage, mess
         load(f"folder:{tmp_path}")
 
 
-def test_a_missing_set_is_downloaded_into_the_given_root(tmp_path, monkeypatch, capsys):
+def test_a_missing_set_is_downloaded_into_the_given_root(tmp_path, monkeypatch, datasets, capsys):
     monkeypatch.delenv("FL_SIM_OFFLINE")
 
     def download(root, *, download):
@@ -236,20 +242,20 @@ def test_a_missing_set_is_downloaded_into_the_given_root(tmp_path, monkeypatch, 
         print("torchvision talks")
         write_mnist(root)
 
-    monkeypatch.setattr(torchvision.datasets, "MNIST", download)
+    monkeypatch.setattr(datasets, "MNIST", download)
     assert len(load("mnist", tmp_path / "new").train) == 6
     assert find("mnist", tmp_path / "new").path == tmp_path / "new"
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("error", [OSError("name or service not known"), RuntimeError("Tried\n two mirrors")])
-def test_a_failed_download_says_why_and_what_to_do(tmp_path, monkeypatch, error):
+def test_a_failed_download_says_why_and_what_to_do(tmp_path, monkeypatch, datasets, error):
     monkeypatch.delenv("FL_SIM_OFFLINE")
 
     def download(root, *, download, split):
         raise error
 
-    monkeypatch.setattr(torchvision.datasets, "SVHN", download)
+    monkeypatch.setattr(datasets, "SVHN", download)
     with pytest.raises(UserError) as caught:
         load("svhn", tmp_path)
     assert " ".join(str(error).split()) in str(caught.value)
@@ -258,9 +264,9 @@ def test_a_failed_download_says_why_and_what_to_do(tmp_path, monkeypatch, error)
     assert "\n" not in str(caught.value)
 
 
-def test_torchvision_still_has_every_class_and_file_we_name():
+def test_torchvision_still_has_every_class_and_file_we_name(datasets):
     for known in KNOWN.values():
-        assert not known.torchvision_class or hasattr(torchvision.datasets, known.torchvision_class)
-    for name, cls in (("cifar10", torchvision.datasets.CIFAR10), ("cifar100", torchvision.datasets.CIFAR100)):
+        assert not known.torchvision_class or hasattr(datasets, known.torchvision_class)
+    for name, cls in (("cifar10", datasets.CIFAR10), ("cifar100", datasets.CIFAR100)):
         files = [file for file, _ in (*cls.train_list, *cls.test_list)] + [cls.meta["filename"]]
         assert [f"{cls.base_folder}/{file}" for file in files] == list(KNOWN[name].files)

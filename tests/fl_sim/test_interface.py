@@ -34,6 +34,7 @@ def test_a_run_returns_its_rounds_and_where_they_lie_and_finds_them_again(
         result.rounds = ()
 
 
+@pytest.mark.usefixtures("quick_accounting")
 def test_a_private_run_states_its_epsilon(tmp_path: Path) -> None:
     private = {**SMALL, "aggregator": {"kind": "global-dp", "epsilon": 8}, "sampler": "poisson:0.5", "partition": "iid"}
     (release,) = fl_sim.run(private, out=str(tmp_path / "run"), progress=False).privacy
