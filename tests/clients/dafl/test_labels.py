@@ -317,11 +317,11 @@ def test_a_class_without_records_yields_junk_as_seldom_as_promised(
     threshold, pmf = picker.threshold(gamma, 1000), picker.pmf(0, gamma, 1000)
     assert pmf[threshold:].sum() <= chance
     assert pmf[threshold - 1 :].sum() > chance
-    absent = picker.select(np.zeros(20_000, dtype=np.int64), gamma, 1000, Noise.seeded(3))
-    assert (absent > 0).mean() <= chance + 4 * math.sqrt(chance / 20_000)
+    absent = picker.select(np.zeros(5_000, dtype=np.int64), gamma, 1000, Noise.seeded(3))
+    assert (absent > 0).mean() <= chance + 4 * math.sqrt(chance / 5_000)
     keeping = mechanism(false_positive=1, least_share=0)
     assert keeping.threshold(gamma, 1000) == 0
-    kept = keeping.select(np.zeros(20_000, dtype=np.int64), gamma, 1000, Noise.seeded(3))
+    kept = keeping.select(np.zeros(5_000, dtype=np.int64), gamma, 1000, Noise.seeded(3))
     assert (np.where(kept < threshold, 0, kept) == absent).all()
     if gamma >= 0.05:
         assert (kept > 0).mean() > 0.1  # what the threshold is there for

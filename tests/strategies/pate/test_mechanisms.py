@@ -292,7 +292,7 @@ def test_the_plan_is_that_every_query_is_answered() -> None:
 def test_the_audit_catches_every_planted_fault(
     fault: str, release: Callable[[World, int], float], claim: list[dp_event.DpEvent]
 ) -> None:
-    assert audited(release, claim, runs=2000).refuted, fault
+    assert audited(release, claim, runs=1000).refuted, fault
 
 
 def test_the_noise_on_the_counts_is_what_it_claims_to_be() -> None:

@@ -146,7 +146,7 @@ def test_no_pair_counts_for_more_than_the_clipping_norm_however_large_the_weight
     # products in float32 lose that rest, and the pair is not clipped at all: it counted for 3.3 times the bound.
     net, (real, _) = case(3)
     with_weights(net, scale)
-    for row in range(3):
+    for row in range(3 if case is small_case else 1):  # the paper's networks take a hundred times as long
         with torch.no_grad():
             [*_, last] = [layer for layer in net if isinstance(layer, nn.Linear | nn.Conv2d)]
             last.bias += score - net(real[[row]]).flatten()

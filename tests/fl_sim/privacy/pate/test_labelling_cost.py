@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 from dp_accounting import dp_event
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -44,6 +44,7 @@ def test_dependent_is_at_most_independent_and_never_negative_or_nan(
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=str)
+@settings(max_examples=25)
 @given(votes=vote_rows, data=st.data())
 def test_names_of_classes_do_not_matter(cost: labelling_cost.Cost, votes: list[int], data: st.DataObject) -> None:
     shuffled = data.draw(st.permutations(votes))
@@ -58,6 +59,7 @@ def test_a_wider_gap_costs_no_more(cost: labelling_cost.Cost, votes: list[int], 
     assert (curves(cost, clearer)[0] <= curves(cost, votes)[0] * (1 + 1e-9) + 1e-15).all()
 
 
+@settings(max_examples=30)
 @given(votes=st.lists(vote_rows.map(lambda row: (row * 3)[:3]), min_size=1, max_size=8))
 def test_queries_add_up(votes: list[list[int]]) -> None:
     cost = COSTS[4]
