@@ -15,9 +15,9 @@ from strategies.pate.labelling import UNANSWERED
 from strategies.pate.settings import Pate
 
 SETTINGS = Pate(queries=12, labelling={"mechanism": "lnmax:0.5", "delta": 1e-5})
-CONFIDENT = Pate(
+CONFIDENT = Pate(  # in one run of a million all queries would be answered
     queries=12,
-    labelling={"mechanism": {"kind": "confident", "threshold": 12, "sigma_threshold": 2.0, "sigma": 3.0}},
+    labelling={"mechanism": {"kind": "confident", "threshold": 14, "sigma_threshold": 2.0, "sigma": 3.0}},
 )
 
 
