@@ -6,6 +6,8 @@ import pytest
 
 from fl_sim.store import run_directory
 
+pytestmark = pytest.mark.usefixtures("quick_accounting")
+
 
 @pytest.fixture(scope="module")
 def harness(load_benchmark):

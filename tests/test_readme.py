@@ -11,6 +11,8 @@ from fl_sim.cli.run import run_experiment
 from fl_sim.interface import RESULTS
 from fl_sim.store.run_directory import read_rounds
 
+pytestmark = pytest.mark.usefixtures("quick_accounting")
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 SHELL = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 SMALL = ["data=digits", "model=logistic", "rounds=2", "engine=inprocess", "local.epochs=1", "clients=20"]

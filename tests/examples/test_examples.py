@@ -17,6 +17,8 @@ from fl_sim.kinds import kind_of, title_of
 from fl_sim.testing import check
 from fl_sim.types import Cohort, Reply
 
+pytestmark = pytest.mark.usefixtures("quick_accounting")
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMANDS = {
     path.stem: shlex.split(command[1])

@@ -24,6 +24,8 @@ from fl_sim.simulation.dafl.bill import statement
 from fl_sim.simulation.dafl.pool import FACTS, Pool, load, store
 from fl_sim.simulation.procedure import site_of
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 Answer = tuple[torch.Tensor, str]
 Change = Callable[[dict[str, Any]], Any]
 

@@ -29,6 +29,8 @@ from strategies.pate.neighbours import representatives
 from strategies.pate.public_split import PublicSplit
 from strategies.pate.student import StudentData, Supervised
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 QUICK = (
     "clients=6", "model=logistic", "local.epochs=15", "engine=inprocess", "rounds=3", "algorithm.public_records=200",
     "algorithm.queries=60", "algorithm.student=supervised", "algorithm.student.steps=9",
