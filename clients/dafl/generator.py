@@ -22,13 +22,15 @@ class PrivateRecords:
     """One client's own records, scaled by public constants alone.
 
     ``inputs``: float32 in [-1, 1], (n, *input shape); ``labels``: int64 (n,), values in 0..num_classes-1. ``columns``:
-    of a table, if they are known: (inputs + 1) / 2 is in their units.
+    of a table, if they are known: (inputs + 1) / 2 is in their units. ``features``: the version of the public features
+    that they are, empty for records as they came.
     """
 
     inputs: torch.Tensor
     labels: torch.Tensor
     num_classes: int
     columns: tuple[Column, ...] = ()
+    features: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from clients.dafl.dpcgan.settings import DpCgan
+from clients.dafl.gaussian import Gaussian
 from clients.dafl.generator import Generator
 from clients.dafl.labels import ExponentialMechanism, LabelPicker
 from clients.dafl.marginals import Marginals
@@ -18,7 +19,7 @@ from fl_sim.errors import UserError
 from fl_sim.kinds import Choices
 from fl_sim.settings import OneOf, Settings
 
-AnyGenerator: TypeAlias = DpCgan | MeanEmbedding | Marginals
+AnyGenerator: TypeAlias = DpCgan | MeanEmbedding | Marginals | Gaussian
 
 
 class NoPreprocess(Settings):
@@ -32,7 +33,7 @@ class DaFl(Settings):
 
     ``epsilon`` (inf: no noise, the paper's control) and ``delta``: what a record pays for labels and generator
     together. ``generator``: "dp-cgan" is the paper's, and the better one beside raw records; "mean-embedding" takes a
-    second and makes the better records to train on alone; "marginals" is for tables.
+    second and makes the better records to train on alone; "marginals" is for tables, "gaussian" for public features.
     ``client_gammas``: one gamma per client, in place of ``gamma``. ``train_on``: the main task's records,
     the client's own and the pool, or the pool alone, which makes the whole run private by post-processing.
     ``server_epochs``: how long the server trains the first model on the pool, which it holds anyway, before the first
@@ -65,11 +66,16 @@ class DaFl(Settings):
         """Return how many records ``client`` makes, as a share of those it holds."""
         return self.client_gammas[client] if self.client_gammas else self.gamma
 
-    def release_of(self, client: int, seed: int) -> str:
-        """Return the name of what ``client`` releases: two releases of one name differ in their noise key alone."""
+    def release_of(self, client: int, seed: int, features: str = "") -> str:
+        """Return the name of what ``client`` releases: two releases of one name differ in their noise key alone.
+
+        ``features``: the version of the public features that its records are.
+        """
         afterwards = {"train_on", "server_epochs", "gamma", "client_gammas"}
         settings = self.model_dump(mode="json", exclude=afterwards) | {"gamma": self.gamma_of(client)}
-        return hashlib.sha256(json.dumps([settings, seed, client], sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(
+            json.dumps([settings, seed, client, *filter(None, [features])], sort_keys=True).encode()
+        ).hexdigest()[:16]
 
     def generator_epsilon(self, num_classes: int) -> float:
         """Return eps_0, what the labels leave for the generator. Raises UserError where that is nothing."""

@@ -154,7 +154,7 @@ def _begin(settings: DaFl, client: Client, seed: int, public_records: int) -> Sh
         one.mkdir(mode=0o700, parents=True, exist_ok=True)
     seeded = settings.noise == "seeded"
     noise = seeded_noise(f"{seed}/da-fl/{client.number}") if seeded else kept_noise(folder)
-    releases = _releases(settings, bill, records.num_classes, client.number, seed)
+    releases = _releases(settings, bill, client, seed)
     receipt = pay(client.policy, client.ledger, releases, noise)
     counts = pick_labels(settings, records, settings.gamma_of(client.number), public_records, noise)
     return _Paid(Request(records, counts, bill, noise, rng(seed, "generator", client.number)), receipt)
@@ -204,10 +204,10 @@ def label_event(settings: DaFl, num_classes: int) -> dp_event.DpEvent:
     return dp_event.NonPrivateDpEvent() if math.isinf(settings.epsilon) else settings.labels.event(num_classes)
 
 
-def _releases(settings: DaFl, bill: Bill, num_classes: int, client: int, seed: int) -> dict[str, dp_event.DpEvent]:
-    name = settings.release_of(client, seed)
+def _releases(settings: DaFl, bill: Bill, client: Client, seed: int) -> dict[str, dp_event.DpEvent]:
+    name = settings.release_of(client.number, seed, client.records.features)
     return {
-        f"labels {name}": label_event(settings, num_classes),
+        f"labels {name}": label_event(settings, client.records.num_classes),
         f"generator {name}": dp_event.SelfComposedDpEvent(bill.event, bill.steps),
     }
 

@@ -63,7 +63,7 @@ def _print(result: Mapping[str, Any], out: Path) -> None:
     if result["stopped"]:
         typer.echo(result["stopped"])
     if result["preprocess"]["kind"] != "none":
-        typer.echo(_in_words(result["preprocess"]))
+        typer.echo(_in_words(result["preprocess"], is_drawn=(out / "samples.png").exists()))
     if result["calibrate"]["kind"] != "none":
         typer.echo(_calibration_in_words(result["calibrate"]))
     if "pate" in result:
@@ -83,11 +83,12 @@ def _majority(result: Mapping[str, Any]) -> str:
     return "" if share is None else f" (largest class: {_percent(share)} of the test records)"
 
 
-def _in_words(made: Mapping[str, Any]) -> str:
+def _in_words(made: Mapping[str, Any], *, is_drawn: bool) -> str:
     origin = "from an earlier run with the same settings" if made["reused"] else "made in this run"
+    pictures = "; look at them in samples.png" if is_drawn else ""
     return (
         f"{made['kind']}: {made['num_synthetic']} synthetic records by {made['generator']} (gamma {made['gamma']:g}, "
-        f"trained on: {made['train_on']}), {origin}; look at them in samples.png"
+        f"trained on: {made['train_on']}), {origin}{pictures}"
     )
 
 

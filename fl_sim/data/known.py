@@ -92,6 +92,7 @@ _TUNED_ON = {
         "the defaults of PATE's teachers and students, those of DA-FL's generators, calibrate.clipping_norm, and the "
         "settings of the benchmarks"
     ),
+    "cifar10": "the radius of DA-FL's generator gaussian",
     DIGITS: "how many synthetic records the preset digits asks clients for",
 }
 

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clients.dafl.generator import Choosy
+from clients.dafl.marginals import Marginals
 from clients.dafl.settings import DaFl
 from fl_sim import models
-from fl_sim.data import load
+from fl_sim.data import Features, load
 from fl_sim.errors import UserError
 from fl_sim.experiment.evaluate import held_out
 from fl_sim.experiment.experiment import Auto, Experiment, experiment_from
@@ -139,7 +140,7 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
         )
     if isinstance(experiment.preprocess, DaFl):
         experiment.preprocess.generator_epsilon(dataset.num_classes)
-        _check_generator(experiment.preprocess, dataset)
+        _check_generator(experiment.preprocess, dataset, experiment.features)
     filled: dict[str, Any] = {"model": experiment.model or models.default_model(dataset.input_shape)}
     if isinstance(experiment.algorithm, Bounded):
         filled |= {"rounds": experiment.algorithm.bound_rounds(experiment.rounds, dataset)}
@@ -147,10 +148,17 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
     return experiment_from({**given, **filled})
 
 
-def _check_generator(settings: DaFl, dataset: Dataset) -> None:
+def _check_generator(settings: DaFl, dataset: Dataset, features: Features) -> None:
     """Raise UserError where the generator cannot make such records, or does not see them as they are."""
     if isinstance(settings.generator, Choosy):
         settings.generator.check_shape(dataset.input_shape)
+    if features != "none":
+        if isinstance(settings.generator, Marginals):
+            raise UserError(
+                f"preprocess.generator marginals is for tables, and features={features} has {dataset.input_shape[0]} "
+                "numbers a record that are none: take preprocess.generator=gaussian"
+            )
+        return
     inputs = dataset.train.inputs
     if inputs.dtype == np.float32 and len(inputs) and not 0 <= inputs.min() <= inputs.max() <= 1:
         raise UserError(

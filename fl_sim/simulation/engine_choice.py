@@ -192,7 +192,7 @@ def synthesis_seconds(job: Job) -> float:
 
     num_records = sum(len(shard) for shard in job.shards) // experiment.num_clients
     inputs, _ = to_tensors(dataset.test.take(np.arange(min(len(dataset.test), num_records))), dataset)
-    records = PrivateRecords(to_generator(inputs, dataset), torch.zeros(len(inputs), dtype=torch.int64), 1)
+    records = PrivateRecords(to_generator(inputs, job), torch.zeros(len(inputs), dtype=torch.int64), 1)
     counts = np.array([max(1, round(settings.gamma * len(inputs)))])
     generator: Generator = settings.generator
     share = 1.0

@@ -90,7 +90,8 @@ def _use_synthetic_records(job: Job, strategy: FederatedStrategy, grid: Grid, ou
     log.warnings += warnings_of(log.pool)
     log.before["synthetic_records"] = traffic_of(log.pool, job.dataset.input_shape)
     counts = [part.counts for part in log.pool.parts]
-    log.warnings += write_samples(out, log.pool.path, counts, job.experiment.model_dump(), job.dataset.note)
+    if len(job.dataset.input_shape) == 3:
+        log.warnings += write_samples(out, log.pool.path, counts, job.experiment.model_dump(), job.dataset.note)
     strategy.order = replace(strategy.order, synthetic=str(log.pool.path))
     if (epochs := job.experiment.preprocess.server_epochs) and not log.rounds:
         trained = _trained_on_pool(job, log.pool.path, epochs, log.server)

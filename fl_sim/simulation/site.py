@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from clients.app import Site, Synthetic
 from clients.dafl.settings import DaFl
+from fl_sim.data import version_of
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, InProcess
 from fl_sim.experiment.job import Job
@@ -100,20 +101,26 @@ def _augment(job: Job) -> Augment:
 
 
 def read_pool(path: Path) -> Examples:
-    """Read a pool of synthetic records: uint8 images and their labels."""
+    """Read a pool of synthetic records, as ``as_kept`` has them, and their labels."""
     tensors = load_file(path)
     return Examples(tensors["inputs"].numpy(), tensors["labels"].numpy())
 
 
-def to_generator(inputs: torch.Tensor, dataset: Dataset) -> torch.Tensor:
-    """Return normalised images as generators see them, in [-1, 1], by the data set's public constants."""
-    mean, std = _constants(dataset, inputs.ndim)
-    return (2 * (inputs * std + mean) - 1).clamp(-1, 1)
+def to_generator(inputs: torch.Tensor, job: Job) -> torch.Tensor:
+    """Return normalised records as generators see them, in [-1, 1], by the data set's public constants.
+
+    Public features, of which no record is longer than 1, are there already.
+    """
+    mean, std = _constants(job.dataset, inputs.ndim)
+    records = inputs * std + mean
+    return (records if job.experiment.features != "none" else 2 * records - 1).clamp(-1, 1)
 
 
-def to_bytes(images: torch.Tensor) -> torch.Tensor:
-    """Return images in [-1, 1] as uint8 in 0..255, the form in which a pool is kept."""
-    return ((images + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+def as_kept(records: torch.Tensor, job: Job) -> torch.Tensor:
+    """Return records in [-1, 1] in the form in which a pool is kept: uint8 in 0..255, but features as they are."""
+    if job.experiment.features != "none":
+        return records
+    return ((records + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def _own_records(job: Job, client: int) -> Records:
@@ -191,15 +198,15 @@ def _synthesize(
     from clients.dafl.share import Client, make_shares  # noqa: PLC0415
     from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
 
-    experiment, dataset = job.experiment, job.dataset
+    experiment, dataset, features = job.experiment, job.dataset, version_of(job.experiment.features)
     assert isinstance(experiment.preprocess, DaFl)
     releasing = []
     for client, folder in clients:
         inputs, labels = (tensor.cpu() for tensor in own(client).tensors())
-        private = PrivateRecords(to_generator(inputs, dataset), labels, dataset.num_classes, dataset.columns)
+        private = PrivateRecords(to_generator(inputs, job), labels, dataset.num_classes, dataset.columns, features)
         ledger = ledger_path(job, client)
         if policy:  # what is private stays where the client wants it, not where the server says
-            release = experiment.preprocess.release_of(client, experiment.seed)
+            release = experiment.preprocess.release_of(client, experiment.seed, features)
             folder = policy.home / f"{ledger.parent.parent.name}-{ledger.parent.name}-{release}"  # noqa: PLW2901
         releasing.append(Client(client, private, folder, ledger, policy))
     shares = make_shares(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from dp_accounting import dp_event
 from safetensors import SafetensorError
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 from clients.dafl.settings import DaFl
 from clients.dafl.share import label_event
 from clients.policy import open_ledger
+from fl_sim.data import version_of
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
@@ -27,7 +29,7 @@ from fl_sim.privacy import events
 from fl_sim.privacy.accounting import Adjacency, adjacency
 from fl_sim.privacy.charge_log import Receipt
 from fl_sim.simulation.client_ledgers import Together, all_together, ledger_path
-from fl_sim.simulation.site import read_pool, to_bytes
+from fl_sim.simulation.site import as_kept, read_pool
 from fl_sim.store.files import read_whole
 from fl_sim.store.run_directory import coarse, write_text
 from fl_sim.store.tensors import save_by_content
@@ -59,8 +61,9 @@ class ClientPart:
 class Pool:
     """A pool as the server holds it.
 
-    ``path``: safetensors, uint8 images and int64 labels, sorted by client. ``together``: what all releases about these
-    records cost, this one and those of other settings, seeds and deleted pools; None where not all ledgers are here.
+    ``path``: safetensors, records as ``site.as_kept`` has them and int64 labels, sorted by client. ``together``: what
+    all releases about these records cost, this one and those of other settings, seeds and deleted pools; None where not
+    all ledgers are here.
     """
 
     path: Path
@@ -95,7 +98,7 @@ def store(folder: Path, answers: Sequence[tuple[torch.Tensor, str]], job: Job, s
             raise RunError(f"client {client} sent no synthetic records that can be used: {_words(error)}") from error
         here = part.receipt is not None and _is_at(ledger_path(job, client), part.receipt)
         said.append({**json.loads(text), "here": here})
-    inputs = torch.cat([to_bytes(records) for records, _ in answers])
+    inputs = torch.cat([as_kept(records, job) for records, _ in answers])
     labels = _labels([one["counts"] for one in said])
     path = save_by_content(folder, "synthetic", {"inputs": inputs.contiguous(), "labels": labels})
     write_text(folder / FACTS, json.dumps({"pool": path.name, "seconds": coarse(seconds), "clients": said}))
@@ -173,13 +176,16 @@ def _read(folder: Path, job: Job, *, reused: bool) -> Pool:
         raise ValueError(f"{FACTS} holds another pool")
     parts = tuple(_part(one, job, stored=True) for one in clients)
     labels = _labels([part.counts for part in parts])
-    size = len(labels) * (math.prod(dataset.input_shape) + labels.element_size())
+    kept = "uint8" if job.experiment.features == "none" else "float32"
+    size = len(labels) * (math.prod(dataset.input_shape) * np.dtype(kept).itemsize + labels.element_size())
     content = _bounded(folder / name, size + _MOST_SAID)
     if hashlib.sha256(content).hexdigest()[:16] not in name:
         raise ValueError(f"{name} is not what its name says")
     records = read_pool(folder / name)
-    if records.inputs.shape != (len(labels), *dataset.input_shape) or records.inputs.dtype != "uint8":
+    if records.inputs.shape != (len(labels), *dataset.input_shape) or records.inputs.dtype != kept:
         raise ValueError(f"{name} holds other records than {FACTS} says")
+    if kept == "float32" and not (np.abs(records.inputs) <= 1).all():
+        raise ValueError(f"{name} holds records that are not all numbers in [-1, 1]")
     if not torch.equal(torch.from_numpy(records.labels), labels):
         raise ValueError(f"{name} holds other labels than {FACTS} says")
     return Pool(folder / name, parts, seconds, reused, None)
@@ -201,7 +207,10 @@ def _hold_against_ledger(folder: Path, part: ClientPart, job: Job, client: int) 
         raise RunError(
             f"{error}. Here a new run means to delete {folder} first: the pool is then made again and paid for again"
         ) from error
-    name, generator = settings.release_of(client, job.experiment.seed), events.from_json(part.facts["generator"])
+    name, generator = (
+        settings.release_of(client, job.experiment.seed, version_of(job.experiment.features)),
+        events.from_json(part.facts["generator"]),
+    )
     said = {
         f"labels {name}": events.from_json(part.facts["labels"]),
         f"generator {name}": dp_event.SelfComposedDpEvent(generator, part.facts["generator_steps"]),

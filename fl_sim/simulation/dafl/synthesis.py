@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from flwr.serverapp import Grid
 
-from fl_sim.data import fingerprint
+from fl_sim.data import fingerprint, version_of
 from fl_sim.engines import wire
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
@@ -70,6 +70,8 @@ def pool_key(job: Job) -> str:
     for afterwards in ("train_on", "server_epochs"):
         del settings["preprocess"][afterwards]
     determining = [_FORMAT, settings, fingerprint(experiment.data, job.root)]
+    if features := version_of(experiment.features):
+        determining.append(features)
     if job.dataset.columns:
         determining.append([asdict(column) for column in job.dataset.columns])
     digest = hashlib.sha256(json.dumps(determining, sort_keys=True).encode())
