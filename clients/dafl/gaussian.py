@@ -86,7 +86,7 @@ class Gaussian(Settings):
         first = Release(_UP * bill.noise_multiplier / math.sqrt(self.centre_share), noise)
         second = Release(_UP * bill.noise_multiplier / math.sqrt(1 - self.centre_share), noise)
         made = [np.zeros((0, size), dtype=np.float32)]
-        for label in np.flatnonzero(counts):
+        for label in np.flatnonzero(counts).tolist():
             own = vectors[labels == label]
             number = max(1.0, len(vectors) * counts[label] / counts.sum())
             centre = first.sum_of(own, len(counts), label) / number
