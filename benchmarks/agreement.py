@@ -93,6 +93,19 @@ def measured(algorithm: str, model: str, folder: Path, *, rounds: int = 2, ray: 
     )  # fmt: skip
 
 
+def ray_and_process(algorithm: str, model: str, folder: Path, *, rounds: int = 1) -> float:
+    """Return how far apart one process and Ray end, at the furthest weight: 0 for the same bits.
+
+    ``folder`` holds what ``write_records`` puts there.
+    """
+    settings = _settings(algorithm, model, folder, rounds)
+    process, ray = (
+        _trained({**settings, "engine": engine}, folder / f"{algorithm} {model} {engine.partition(':')[0]} alone")[0]
+        for engine in ("inprocess", "ray:1")
+    )
+    return difference(process, ray)
+
+
 def write_records(folder: Path) -> None:
     """Write 28x28 images, scikit-learn's digits made larger, as ``folder``/digits.npz: 160, and 40 for tests."""
     digits = load_digits()
@@ -172,7 +185,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name, ExitStack() as opened:
         write_records(Path(name))
         if not asked.no_ray:
-            opened.enter_context(_one_ray())
+            opened.enter_context(one_ray())
         for model in asked.models:
             for algorithm in asked.algorithms:
                 rows.append(measured(algorithm, model, Path(name), ray=not asked.no_ray))
@@ -182,7 +195,7 @@ def main() -> int:
 
 
 @contextmanager
-def _one_ray() -> Iterator[None]:
+def one_ray() -> Iterator[None]:
     """Start one Ray for all runs, which join it and leave it running."""
     choose_token()  # before Ray is imported
     from fl_sim.engines import ray_start

@@ -19,7 +19,7 @@ from fl_sim.batch_norm import layers_after, placed
 from fl_sim.engines import wire
 from fl_sim.engines.grid import partition_of, raised
 from fl_sim.engines.pieces import Play, Release
-from fl_sim.local_plan import LocalAlgorithm
+from fl_sim.local_plan import LocalAlgorithm, LocalPlan
 from fl_sim.native.kernel import load_kernel
 from fl_sim.seeding import rng, seed_torch
 from fl_sim.store.tensors import load_state, save_state
@@ -228,6 +228,17 @@ class _Turn:
         return Message(content, reply_to=self.message)
 
 
+def _with_own_layers(plan: LocalPlan, params: Params, personal: tuple[str, ...]) -> LocalPlan:
+    """Return ``plan`` with the ``personal`` layers of ``params`` in the client's previous model.
+
+    The client kept them where it last trained; the algorithm saw them as they were before.
+    """
+    if plan.contrast is None or not personal:
+        return plan
+    previous = {**plan.contrast.previous, **{name: params[name] for name in personal}}
+    return replace(plan, contrast=replace(plan.contrast, previous=previous))
+
+
 class _Turns:
     """Reads the messages of a round; what all of them share is unpacked once."""
 
@@ -276,7 +287,8 @@ class _Turns:
         _set_threads(site.threads)
         generator = rng(site.seed, "batches", client, order.server_round)
         seeded = partial(seed_torch, site.seed, "local", client, order.server_round)
-        job = LocalJob(task, site.algorithm.plan(task), records, generator, seeded)
+        plan = _with_own_layers(site.algorithm.plan(task), task.params, personal)
+        job = LocalJob(task, plan, records, generator, seeded)
         return _Turn(message, order, site, job, personal)
 
     def _unpacked(self, message: Message) -> tuple[wire.Order, Params, Payloads]:

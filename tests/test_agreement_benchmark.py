@@ -32,6 +32,17 @@ def test_trainers_end_within_the_bound(agreement: ModuleType, folder: Path, algo
     assert row.by_ray is None
 
 
+@pytest.mark.cluster
+def test_ray_ends_in_the_bits_of_one_process_on_every_model(
+    agreement: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some methods, as every run starts a worker anew, for seconds."""
+    monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")  # they would lack the import path that actors get
+    runs = [("feddyn", "logistic"), ("moon", "niid-cnn"), ("fedmix", "niid-cnn"), ("fedvls", "resnet")]
+    with agreement.one_ray():
+        assert [agreement.ray_and_process(*one, folder) for one in runs] == [0.0] * len(runs)
+
+
 def test_the_greatest_difference_of_a_model_ends_the_table(agreement: ModuleType) -> None:
     rows = [agreement.Row("fedavg", "mlp", one, 2e-8, None, 0.0, 1e-8, 0.1) for one in (3e-8, 5e-8, None)]
     last = agreement.table(rows).splitlines()[-1]

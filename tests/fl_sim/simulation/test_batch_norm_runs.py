@@ -21,6 +21,7 @@ from fl_sim.simulation.site import evaluation_records, local_settings, site_for
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.store.tensors import load_state
 from fl_sim.training.loop import train
+from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import ClientUpdate, LocalTask, Params, ServerState, Trained
 from strategies.fedavg import FedAvg
 
@@ -215,3 +216,24 @@ def test_statistics_go_on_from_the_servers_own_epochs_on_the_pool(
     batches = -(-result["preprocess"]["num_synthetic"] // 32)
     tracked = load_file(tmp_path / "run" / "model.safetensors")["2.num_batches_tracked"]
     assert float(tracked) == 2 * batches + batches  # the server's epochs, and each client's on the same pool
+
+
+def test_moons_previous_model_is_all_that_the_client_trained_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[int, list[tuple[Params, Params]]] = {client: [] for client in range(4)}
+    plainly = Trainer.train
+
+    def watched(self: Trainer, job: LocalJob) -> Trained:
+        trained = plainly(self, job)
+        assert job.plan.contrast is not None
+        seen[job.task.client].append((job.plan.contrast.previous, trained.params))
+        return trained
+
+    monkeypatch.setattr(Trainer, "train", watched)
+    local = {"batch_norm": "personal", "batch_size": 32}
+    run(experiment_from(table(algorithm="moon", rounds=2, local=local)), tmp_path / "run")
+    for (received, wanted), (found, _) in seen.values():
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert not torch.equal(received["2.weight"], wanted["2.weight"])  # BatchNorm's
