@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from fl_sim.data import scattering
 from fl_sim.errors import UserError
 from fl_sim.store.files import folder_of, in_words, write_whole
 from fl_sim.store.locks import alone_in
@@ -52,6 +51,8 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
     """
     if features == "none":
         return dataset
+    from fl_sim.data import scattering  # noqa: PLC0415 (torch and scipy: settings are told without them)
+
     size = scattering.dimension_of(dataset.input_shape)
     train, test = _kept(dataset, features, records, size)
     note = f"{features} features of the images, {size} numbers a record, which look at no other record"
@@ -84,6 +85,8 @@ def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tupl
                 damaged = f"{path} is damaged or of another kind ({error}) and is made again; "
             count = len(dataset.train) + len(dataset.test)
             sys.stderr.write(f"fl-sim: {damaged}making the {features} features of {count:,} images, once\n")
+            from fl_sim.data import scattering  # noqa: PLC0415 (as above)
+
             made = (scattering.features_of(dataset.train.inputs), scattering.features_of(dataset.test.inputs))
             said = {"identity": identity, "sha256": _digest(made)}
             write_whole(path, save(dict(zip(_PARTS, made, strict=True)), said))
