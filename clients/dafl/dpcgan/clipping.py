@@ -11,7 +11,8 @@ Where the rows of a pair cancel, a norm from scalar products may be rounded down
 does not cancel (n terms a sum, u = 2^-53; Higham 2002, section 3.1), and that much is added to it.
 
 Why not Opacus: its hooks form every record's gradient of every layer, of real and fake apart, at about three times the
-cost of a step without privacy (``benchmarks/dpcgan_step.py``). They are what the tests hold this file against.
+cost of a step without privacy (``benchmarks/dpcgan_step.py``). They are what the tests hold this file against, and what
+``clients.dafl.dpcgan.with_opacus`` takes where it is asked for.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from torch.nn import functional
 
 from clients.dafl.dpcgan.nets import Layers, filled_up, stacked
 
-_MARGIN: Final = 1e-5
+MARGIN: Final = 1e-5
 """Pairs are clipped to (1 - margin) C: room for the rounding of float64 in the sum, less than 1e-6 C in 1,000 pairs."""
 
 _SLACK: Final = 2.0**-32
@@ -75,7 +76,7 @@ def _sums(clients: Sequence[Pairs]) -> list[torch.Tensor]:
         sizes.append(filled_up(2 * len(one.real)) // 2)
         # The pairs that fill up a stack have the bound zero: a factor of zero, and no part in any sum.
         bounds += [
-            torch.full((len(one.real),), one.clipping_norm * (1 - _MARGIN), dtype=torch.float64),
+            torch.full((len(one.real),), one.clipping_norm * (1 - MARGIN), dtype=torch.float64),
             torch.zeros(sizes[-1] - len(one.real), dtype=torch.float64),
         ]
     layers = _backward(clients, sizes)

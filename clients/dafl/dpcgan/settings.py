@@ -40,6 +40,8 @@ class DpCgan(Settings):
     The defaults were chosen for ten one-class clients of MNIST at epsilon 10 and one CPU thread, by what a classifier
     trained on the samples made of the last sixth of the training records.
 
+    ``gradients``: "own" code, or "opacus": its hooks, its optimiser's clipping and its accountant, with noise from the
+    same secret source: the same release up to rounding, several times slower.
     ``networks``: "small" perceptrons, or the "paper"'s convolutions (a step costs a hundred times as much).
     ``discriminator_steps``: D's steps, each a release; 300 are enough for 8x8 digits. ``batch_size``: expected records
     in one; a client with no more records than that takes all in every step. ``ratio``: D's steps for one of G, with
@@ -51,6 +53,7 @@ class DpCgan(Settings):
     """
 
     kind: Literal["dp-cgan"] = "dp-cgan"
+    gradients: Literal["own", "opacus"] = "own"
     networks: Literal["small", "paper"] = "small"
     discriminator_steps: int = Field(2000, ge=1)
     batch_size: int = Field(256, ge=1)

@@ -20,6 +20,7 @@ from fl_sim.seeding import torch_alone
 
 if TYPE_CHECKING:
     from clients.dafl.dpcgan.settings import DpCgan
+    from clients.dafl.dpcgan.with_opacus import OpacusGradients
 
 _WARM_UP: Final = 0.2
 _ROUNDING: Final = 1e-9
@@ -128,6 +129,7 @@ class Training:
         self.discriminator_adam = Adam(Weights(self.discriminators), settings.discriminator_learning_rate)
         self.generator_adam = Adam(self.weights, settings.generator_learning_rate)
         self.generator_steps = 0
+        self.by_opacus = [_opacus(client) for client in clients] if settings.gradients == "opacus" else []
 
     def step(self, step: int) -> None:
         """Take step number ``step``."""
@@ -136,19 +138,29 @@ class Training:
             self.generator_step()
         for client in self.clients:
             client.draw_samples((step + 1) / client.bill.steps)
+        if step + 1 == self.clients[0].bill.steps:
+            for one in self.by_opacus:
+                one.check()
 
     def discriminator_step(self, step: int) -> None:
         """Release each client's noised sum of clipped gradients, and let Adam take it from there."""
         real = [client.batch(step) for client in self.clients]
         fake = self._fakes_of_records(real, step)
+        released = self._by_opacus(real, fake, step) if self.by_opacus else self._by_own_code(real, fake, step)
+        self.discriminator_adam.step([[gradient] for gradient in released])
+
+    def _by_own_code(self, real: Sequence[torch.Tensor], fake: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
         totals = clipped_sums(
             [
                 Pairs(client.nets.discriminator, records, made, client.bound)
                 for client, records, made in zip(self.clients, real, fake, strict=True)
             ]
         )
-        released = [client.released(total, step) for client, total in zip(self.clients, totals, strict=True)]
-        self.discriminator_adam.step([[gradient] for gradient in released])
+        return [client.released(total, step) for client, total in zip(self.clients, totals, strict=True)]
+
+    def _by_opacus(self, real: Sequence[torch.Tensor], fake: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
+        batches = zip(self.by_opacus, real, fake, strict=True)
+        return [one.released(records, made, step) for one, records, made in batches]
 
     @torch.no_grad()
     def _fakes_of_records(self, real: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
@@ -185,3 +197,11 @@ class Training:
             [one.generator for one in nets], [one.join(*parts) for one, parts in zip(nets, drawn, strict=True)]
         )
         return [one.join(views, classes) for one, views, (_, classes) in zip(nets, made, drawn, strict=True)]
+
+
+def _opacus(client: Client) -> "OpacusGradients":
+    from clients.dafl.dpcgan.with_opacus import OpacusGradients, Terms  # noqa: PLC0415 (loads slowly, few runs need it)
+
+    batch = client.bill.sampling_rate * len(client.shown)
+    terms = Terms(client.bill, batch, client.std, client.bound, client.noise)
+    return OpacusGradients(client.nets.discriminator, terms)

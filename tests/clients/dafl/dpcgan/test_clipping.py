@@ -66,7 +66,7 @@ def test_the_sum_is_that_of_every_pairs_own_gradient_clipped_as_one_vector(
 ) -> None:
     net, (real, fake) = case(6)
     gradients = oracle(net, real, fake)
-    expected = clipped(gradients, norm * (1 - clipping._MARGIN))
+    expected = clipped(gradients, norm * (1 - clipping.MARGIN))
     found = clipped_sum(net, real, fake, norm)
     assert (found - expected).abs().max() <= 1e-5 * max(1.0, float(gradients.norm(dim=1).max()))
 
