@@ -89,7 +89,7 @@ def run(
     Settings come from a TOML file, or from a preset (digits, mnist), and KEY=VALUE over them. A preset's name means the
     preset in every folder; a file of that name is ./NAME.
 
-    Settings: data, normalise, partition, clients, model, algorithm, sampler, local.epochs, local.steps,
+    Settings: data, features, normalise, partition, clients, model, algorithm, sampler, local.epochs, local.steps,
     local.batch_size, local.optimizer, local.learning_rate, local.momentum, local.weight_decay, local.clip_norm,
     local.label_smoothing, local.augment, local.batch_norm, local.schedule, local.precision, rounds, evaluate_every,
     evaluate.validation, evaluate.test, evaluate.patience, evaluate.target_accuracy, seed, partition_seed, model_seed,

@@ -76,7 +76,7 @@ def test_overrides_lie_over_a_table_and_leave_it_as_it_was():
         (["local.epoch=3"], r"unknown key 'local.epoch' \(did you mean 'epochs'\?\); valid here: epochs, steps, batch"),
         (["algorithm=fedprx"], r"unknown algorithm 'fedprx' \(did you mean 'fedprox'\?\); valid: fedavg, fedprox"),
         (["algorithm=fedprox", "algorithm.muu=1"], r"'algorithm.muu' \(did you mean 'mu'\?\); .*: kind, mu$"),
-        (["algorithm.mu=0.1"], "unknown key 'algorithm.mu'; valid here: kind$"),
+        (["algorithm.mu=0.1"], r"'algorithm.mu' \(here: algorithm=fedprox algorithm.mu=0.01\); valid here: kind$"),
         (["algorithm.kind=fedprx"], r"algorithm needs a kind, .*; got 'fedprx' \(did you mean 'fedprox'\?\)"),
         (["engine=rya"], r"unknown engine 'rya' \(did you mean 'ray'\?\); valid: auto, inprocess, ray"),
         (["partition=dirichlt:1"], r"unknown partition 'dirichlt:1' \(did you mean 'dirichlet'\?\)"),

@@ -11,7 +11,7 @@ import torch
 from flwr.app import ArrayRecord, Message
 from safetensors.torch import load_file
 
-from fl_sim.data import load
+from fl_sim.data import Features, load
 from fl_sim.engines.inprocess import InProcessGrid
 from fl_sim.errors import UserError
 from fl_sim.experiment import job as wiring
@@ -92,8 +92,8 @@ def test_the_test_records_decide_nothing_where_there_is_validation(
     chosen = quick("evaluate.validation=0.2")
     plain = run(chosen, tmp_path / "plain")
 
-    def with_other_test(name: str, root: Path | None) -> Dataset:
-        dataset = load(name, root)
+    def with_other_test(name: str, root: Path | None, features: Features) -> Dataset:
+        dataset = load(name, root, features)
         return replace(dataset, test=replace(dataset.test, labels=dataset.test.labels[::-1].copy()))
 
     monkeypatch.setattr(wiring, "load", with_other_test)
@@ -110,8 +110,8 @@ def test_a_run_that_never_tests_reads_no_test_record_and_trains_the_same_bits(
     chosen = ("evaluate.validation=0.2", f"calibrate={calibration}", "partition=dirichlet:0.5")
     tested = run(quick(*chosen), tmp_path / "tested")
 
-    def without_test(name: str, root: Path | None) -> Dataset:
-        dataset = load(name, root)
+    def without_test(name: str, root: Path | None, features: Features) -> Dataset:
+        dataset = load(name, root, features)
         return replace(dataset, test=replace(dataset.test, labels=dataset.test.labels + 10**6))  # no class of the model
 
     monkeypatch.setattr(wiring, "load", without_test)

@@ -18,7 +18,7 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation import site as wiring
 from fl_sim.simulation.procedure import procedure_of, site_of
-from fl_sim.simulation.site import evaluation_records, to_bytes, to_generator
+from fl_sim.simulation.site import as_kept, evaluation_records, to_generator
 from fl_sim.training import loop
 from fl_sim.training.loop import to_tensors
 from fl_sim.types import Examples, LocalSettings
@@ -178,16 +178,16 @@ def test_training_on_the_pool_alone_touches_no_record_of_the_client(tmp_path: Pa
 
 
 def test_generators_see_images_between_minus_one_and_one_and_bytes_come_back() -> None:
-    dataset = load("digits", None)
-    inputs, _ = to_tensors(dataset.train, dataset)
-    images = to_generator(inputs, dataset)
+    job = job_of(Experiment())
+    inputs, _ = to_tensors(job.dataset.train, job.dataset)
+    images = to_generator(inputs, job)
     assert -1 <= float(images.min()) < float(images.max()) <= 1
-    assert torch.equal(to_bytes(images), torch.from_numpy(dataset.train.inputs.copy()))
+    assert torch.equal(as_kept(images, job), torch.from_numpy(job.dataset.train.inputs.copy()))
 
 
 @given(st.floats(-1, 1))
 def test_a_byte_is_the_nearest_to_what_a_generator_made(value: float) -> None:
-    byte = int(to_bytes(torch.tensor([value])))
+    byte = int(as_kept(torch.tensor([value]), job_of(Experiment())))
     assert abs((byte / 127.5 - 1) - value) <= 1 / 255 + 1e-6
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fl_sim.cli import verbs
-from fl_sim.data import load
+from fl_sim.data import Features, load
 from fl_sim.errors import Diverged, RunError, UserError
 from fl_sim.experiment import job as wiring
 from fl_sim.experiment.experiment import Experiment
@@ -100,8 +100,8 @@ def test_no_trial_reads_a_test_record(tmp_path: Path, monkeypatch: pytest.Monkey
     plan = plan_table(chosen)
     honest = tune(chosen, plan, tmp_path / "honest", here(tmp_path / "honest"), None)
 
-    def without_test(name: str, root: Path | None) -> Dataset:
-        dataset = load(name, root)
+    def without_test(name: str, root: Path | None, features: Features) -> Dataset:
+        dataset = load(name, root, features)
         return replace(dataset, test=replace(dataset.test, labels=dataset.test.labels + 10**6))  # no class of the model
 
     monkeypatch.setattr(wiring, "load", without_test)
@@ -266,9 +266,9 @@ def test_methods_under_privacy_are_searched_for_on_public_records_and_read_no_pr
     plan = plan_table(chosen)
     seen: set[str] = set()
 
-    def watched(name: str, root: Path | None) -> Dataset:
+    def watched(name: str, root: Path | None, features: Features) -> Dataset:
         seen.add(name)
-        return load(name, root)
+        return load(name, root, features)
 
     monkeypatch.setattr(wiring, "load", watched)
     (choice,) = tune(chosen, plan, tmp_path, here(tmp_path), None)
