@@ -83,8 +83,8 @@ class Gaussian(Settings):
         """
         vectors = records.inputs.numpy().astype(np.float64) / self.clipping_norm
         labels, size = records.labels.numpy(), vectors.shape[1]
-        first = Release(_UP * bill.noise_multiplier / math.sqrt(self.centre_share), noise)
-        second = Release(_UP * bill.noise_multiplier / math.sqrt(1 - self.centre_share), noise)
+        first = Release(_UP * bill.noise_multiplier / math.sqrt(self.centre_share), noise, len(vectors))
+        second = Release(_UP * bill.noise_multiplier / math.sqrt(1 - self.centre_share), noise, len(vectors))
         made = [np.zeros((0, size), dtype=np.float32)]
         for label in np.flatnonzero(counts).tolist():
             own = vectors[labels == label]
@@ -102,16 +102,18 @@ class Release:
     """One Gaussian release of sums over the records of each class.
 
     ``noise_multiplier``: noise on a sum / how far a record moves it, 0: neither noise nor clipping. A record is in one
-    class, so it moves the sums of all classes together by no more than that of its own.
+    class, so it moves the sums of all classes together by no more than that of its own. ``num_records``: of all classes
+    together, a public number; what is clipped to must not depend on how many a class has.
     """
 
     noise_multiplier: float
     noise: Noise
+    num_records: int
 
     def sum_of(self, rows: Array, num_classes: int, label: int) -> Array:
         """Return the noisy sum of ``rows`` (n, d), each shortened to length 1."""
         std = self.noise_multiplier
-        sums = clipped(rows, self._limit(1.0, num_classes * rows.shape[1], len(rows))).sum(axis=0)
+        sums = clipped(rows, self._limit(1.0, num_classes * rows.shape[1])).sum(axis=0)
         return self._noisy(sums, std, f"gaussian: centre of class {label}")
 
     def moments_of(self, rows: Array, num_classes: int, label: int) -> tuple[Array, float]:
@@ -123,7 +125,7 @@ class Release:
         """
         std = self.noise_multiplier * LONGEST
         size = num_moments(rows.shape[1]) - 1
-        limit = self._limit(LONGEST, num_classes * size, len(rows))
+        limit = self._limit(LONGEST, num_classes * size)
         shortened = clipped(rows, 1.0 if self.noise_multiplier else math.inf)
         squares = (shortened**2).sum(axis=1)
         weights = np.array([clip_factor(math.sqrt(square + square**2), limit) for square in squares])
@@ -134,9 +136,9 @@ class Release:
         )
         return self._noisy(moments[1:], std, f"gaussian: moments of class {label}"), std
 
-    def _limit(self, longest: float, size: int, summands: int) -> float:
+    def _limit(self, longest: float, size: int) -> float:
         std = self.noise_multiplier * longest
-        return clipping_norm_on_grid(longest, std, size, summands=summands) if std else math.inf
+        return clipping_norm_on_grid(longest, std, size, summands=self.num_records) if std else math.inf
 
     def _noisy(self, sums: Array, std: float, purpose: str) -> Array:
         return (

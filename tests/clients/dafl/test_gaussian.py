@@ -45,7 +45,7 @@ def without_any_noise() -> Iterator[None]:
         yield
 
 
-RELEASE = Release(3.0, Noise.seeded(0))
+RELEASE = Release(3.0, Noise.seeded(0), 100)
 
 
 @pytest.mark.usefixtures("without_any_noise")
@@ -70,6 +70,14 @@ def test_the_sensitivities_are_attained() -> None:
 
 
 @pytest.mark.usefixtures("without_any_noise")
+def test_what_a_record_is_cut_to_does_not_depend_on_how_many_a_class_has() -> None:
+    [row] = ball(1, longest=1.0) * 100
+    alone, beside_others = row[None], np.concatenate([row[None], np.zeros((4000, SIZE))])
+    np.testing.assert_array_equal(RELEASE.sum_of(alone, 2, 0), RELEASE.sum_of(beside_others, 2, 0))
+    np.testing.assert_array_equal(RELEASE.moments_of(alone, 2, 0)[0], RELEASE.moments_of(beside_others, 2, 0)[0])
+
+
+@pytest.mark.usefixtures("without_any_noise")
 def test_moments_are_sums_and_sums_of_products() -> None:
     rows = ball(20, longest=0.5)
     moments, _ = RELEASE.moments_of(rows, 1, 0)
@@ -79,7 +87,7 @@ def test_moments_are_sums_and_sums_of_products() -> None:
 
 def test_noise_has_the_standard_deviation_that_is_billed() -> None:
     rows, z = ball(30, size=30), 2.5
-    release = Release(z, Noise.seeded(3))
+    release = Release(z, Noise.seeded(3), 100)
     with patch.object(Release, "_noisy", lambda _self, sums, _std, _purpose: sums):
         exact = release.sum_of(rows, 1, 0), release.moments_of(rows, 1, 0)[0]
     noisy = release.sum_of(rows, 1, 0), release.moments_of(rows, 1, 0)[0]
