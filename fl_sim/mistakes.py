@@ -44,12 +44,10 @@ def _explain_one(detail: Any, settings: type, what: str) -> str:
         known = kinds(_union(_members(_annotation(group, path[-1]))))
         given = detail["input"].get("kind")
         return f"{where} needs a kind, one of {', '.join(known)}; got {given!r}{guess(str(given), known)}"
-    message = detail["msg"].removeprefix("Value error, ")
-    return (
-        f"{where} = {detail['input']!r}: {message[0].lower()}{message[1:]}{_several(detail, where)}"
-        if where
-        else message
-    )
+    message: str = detail["msg"].removeprefix("Value error, ")
+    if not where:
+        return message
+    return f"{where} = {detail['input']!r}: {message[0].lower()}{message[1:]}{_several(detail, where)}"
 
 
 def _several(detail: Any, where: str) -> str:

@@ -21,6 +21,10 @@ _DataRoot = Annotated[
     typer.Option(exists=True, file_okay=False, help="Where data sets lie (else $FL_SIM_DATA, then your cache)."),
 ]
 _AnyDataRoot = Annotated[Path | None, typer.Option(help="Where to look first (else $FL_SIM_DATA, then your cache).")]
+_Budget = Annotated[
+    float | None, typer.Option(metavar="HOURS", help="Stop in time, with a table of what is there (exit code 3).")
+]
+_TableJson = Annotated[bool, typer.Option("--json", help="Print the table as one JSON object.")]
 _DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Run nothing: show what would run and how long it takes, as 'fl-sim plan'.")
 ]
@@ -129,11 +133,9 @@ def table(
     jobs: Annotated[int | None, typer.Option(min=1, help="Cells to run side by side (default: one a core).")] = None,
     data_root: _DataRoot = None,
     *,
-    budget: Annotated[
-        float | None, typer.Option(metavar="HOURS", help="Stop in time, with a table of what is there (exit code 3).")
-    ] = None,
+    budget: _Budget = None,
     dry_run: _DryRun = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print the table as one JSON object.")] = False,
+    json_output: _TableJson = False,
 ) -> None:
     """Compare methods: rows are methods, columns data sets and splits, seeds are averaged.
 
@@ -162,13 +164,7 @@ def table(
       fl-sim table grid.toml --budget 8
     """
     given = _read(arguments, "digits")
-    if dry_run:
-        _show_plan(given, out, jobs, data_root, json_output=json_output)
-        return
-    with importing():
-        from fl_sim.cli.table import fill_table  # noqa: PLC0415 (see above)
-
-    fill_table(given, out, jobs, data_root, hours=budget, json_output=json_output)
+    _fill_table(given, out, jobs, data_root, budget=budget, dry_run=dry_run, json_output=json_output)
 
 
 @app.command("sweep")
@@ -178,11 +174,9 @@ def sweep(
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side (default: one a core).")] = None,
     data_root: _DataRoot = None,
     *,
-    budget: Annotated[
-        float | None, typer.Option(metavar="HOURS", help="Stop in time, with a table of what is there (exit code 3).")
-    ] = None,
+    budget: _Budget = None,
     dry_run: _DryRun = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print the table as one JSON object.")] = False,
+    json_output: _TableJson = False,
 ) -> None:
     """Try several values of any settings: KEY=A,B,C, all of them with all of the others; no file is needed.
 
@@ -199,14 +193,7 @@ def sweep(
     with importing():
         from fl_sim.cli.sweep import as_table  # noqa: PLC0415 (see above)
 
-    given = as_table(given)
-    if dry_run:
-        _show_plan(given, out, jobs, data_root, json_output=json_output)
-        return
-    with importing():
-        from fl_sim.cli.table import fill_table  # noqa: PLC0415 (see above)
-
-    fill_table(given, out, jobs, data_root, hours=budget, json_output=json_output)
+    _fill_table(as_table(given), out, jobs, data_root, budget=budget, dry_run=dry_run, json_output=json_output)
 
 
 @app.command("init")
@@ -255,6 +242,25 @@ def plan(
       fl-sim plan data=mnist aggregator=global-dp sampler=poisson:0.1 rounds=100 --quick
     """
     _show_plan(_read(arguments), out, jobs, data_root, quick=quick, json_output=json_output)
+
+
+def _fill_table(
+    given: "Given",
+    out: Path | None,
+    jobs: int | None,
+    data_root: Path | None,
+    *,
+    budget: float | None,
+    dry_run: bool,
+    json_output: bool,
+) -> None:
+    if dry_run:
+        _show_plan(given, out, jobs, data_root, json_output=json_output)
+        return
+    with importing():
+        from fl_sim.cli.table import fill_table  # noqa: PLC0415 (see above)
+
+    fill_table(given, out, jobs, data_root, hours=budget, json_output=json_output)
 
 
 def _show_plan(
