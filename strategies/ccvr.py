@@ -18,7 +18,6 @@ from fl_sim.settings import Settings
 from fl_sim.types import Params
 from strategies.algorithm import Central
 from strategies.global_dp import GlobalDP
-from strategies.pate.settings import Pate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,7 +83,7 @@ class CCVR(Settings):
     def check(self, experiment: Choices) -> None:
         """Raise ValueError where there is no head of all clients to train, or the moments have no place."""
         algorithm, preprocess = experiment.algorithm, experiment.preprocess
-        if isinstance(algorithm, Pate) or (isinstance(algorithm, Central) and algorithm.is_central):
+        if isinstance(algorithm, Central) and algorithm.is_central:
             raise ValueError(
                 f"calibrate ccvr undoes what differing labels of clients do to the head of their common model, and "
                 f"algorithm {kind_of(algorithm)} has no model that clients train together: leave calibrate out"

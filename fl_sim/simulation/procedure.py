@@ -10,10 +10,11 @@ from clients.app import Site
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.local_plan import LocalPlan
+from fl_sim.privacy.bill import Payment
 from fl_sim.simulation.pate.procedure import Voting
 from fl_sim.simulation.rounds import Rounds
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.types import Payloads, ServerState
+from fl_sim.types import Payloads, ServerState, Traffic
 from strategies.pate.settings import Pate
 
 
@@ -28,6 +29,24 @@ class Procedure(Protocol):
     @property
     def num_trainings(self) -> int:
         """Return how often a client that is always there trains."""
+        ...
+
+    @property
+    def num_measured(self) -> int:
+        """Return on how many records a model is measured, the whole run together."""
+        ...
+
+    @property
+    def untimed(self) -> tuple[str, ...]:
+        """Return what takes time beside training and measuring, in words."""
+        ...
+
+    def traffic(self) -> Traffic | None:
+        """Return the bytes of arrays to and from all clients, all rounds together; None where there are none."""
+        ...
+
+    def payments(self) -> tuple[Payment, ...] | None:
+        """Return what its own releases will cost: () where it protects nothing, None where votes decide that."""
         ...
 
     def typical_plan(self) -> LocalPlan:

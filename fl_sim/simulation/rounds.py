@@ -20,6 +20,7 @@ from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
+from fl_sim.privacy.bill import Payment
 from fl_sim.simulation.calibration import calibrate
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.preparation import federated_strategy
@@ -28,7 +29,7 @@ from fl_sim.simulation.site import site_for
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, write_checkpoint
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.types import Payloads, ServerState
+from fl_sim.types import Payloads, ServerState, Traffic
 from strategies.algorithm import (
     Advising,
     Algorithm,
@@ -127,6 +128,38 @@ class Rounds:
     def num_trainings(self) -> int:
         """Return how often a client that is always there trains."""
         return self.job.experiment.rounds
+
+    @property
+    def num_measured(self) -> int:
+        """Return on how many records the model is measured, all rounds together."""
+        experiment = self.job.experiment
+        times = -(-experiment.rounds // experiment.evaluate_every)  # the last round is measured in any case
+        tested = {"rounds": times, "last": 1, "never": 0}[experiment.evaluate.test]
+        return tested * len(self.job.dataset.test) + times * sum(map(len, self.job.validation))
+
+    @property
+    def untimed(self) -> tuple[str, ...]:
+        """Return nothing: rounds train and measure."""
+        return ()
+
+    def traffic(self) -> Traffic | None:
+        """Return the bytes of arrays to and from all clients in all rounds."""
+        experiment = self.job.experiment
+        strategy = FederatedStrategy(
+            self.algorithm, experiment.aggregator, experiment.sampler, self.beginning(),
+            wire.Order("", 0, 0.0, "", ""), experiment.num_clients, experiment.seed,
+        )  # fmt: skip
+        cohort = experiment.sampler.expected_size(experiment.num_clients)
+        return strategy.traffic * round(experiment.rounds * cohort)
+
+    def payments(self) -> tuple[Payment, ...]:
+        """Return the cost of noisy rounds, nothing where rounds have no noise."""
+        experiment = self.job.experiment
+        if not isinstance(experiment.aggregator, GlobalDP):
+            return ()
+        from fl_sim.simulation.planned_payment import cost_of_rounds  # noqa: PLC0415 (the accountants load slowly)
+
+        return (cost_of_rounds(experiment, experiment.aggregator),)
 
     def typical_plan(self) -> LocalPlan:
         """Return what clients' plans look like, to be held against what trainers take."""

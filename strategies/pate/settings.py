@@ -81,7 +81,12 @@ class Pate(Settings):
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError for what has no place in a vote, and for a split of which no epsilon is known."""
-        for name, wanted in (("aggregator", "mean"), ("sampler", "full"), ("preprocess", "none")):
+        for name, wanted in (
+            ("aggregator", "mean"),
+            ("sampler", "full"),
+            ("preprocess", "none"),
+            ("calibrate", "none"),
+        ):
             if (given := kind_of(getattr(experiment, name))) != wanted:
                 raise ValueError(
                     f"algorithm pate has teachers vote once, all of them, and adds the noise itself: {name} {given} "

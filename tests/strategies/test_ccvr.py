@@ -137,7 +137,7 @@ def test_a_head_that_diverges_names_the_learning_rate() -> None:
     [
         ({"aggregator": "global-dp"}, "global-dp, which protects all records of a client"),
         ({"algorithm": "centralized"}, "centralized has no model that clients train together"),
-        ({"algorithm": "pate"}, "pate has no model that clients train together"),
+        ({"algorithm": "pate"}, "calibrate ccvr has no place in it"),
         ({"attack": "label-flip:2"}, "one hostile client may move their sum anywhere"),
         ({"preprocess": {"kind": "da-fl", "train_on": "synthetic"}}, "nothing leaves them but synthetic records"),
         ({"calibrate": "ccvr:0"}, "samples_per_class"),

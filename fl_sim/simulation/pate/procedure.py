@@ -16,13 +16,15 @@ from clients.teacher import forest_votes, network_votes
 from fl_sim import models
 from fl_sim.experiment.job import Job
 from fl_sim.local_plan import LocalPlan
+from fl_sim.privacy.bill import Payment
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import local_settings, site_for
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import Trainer
-from fl_sim.types import Payloads, ServerState
+from fl_sim.types import Payloads, ServerState, Traffic
 from strategies.fedavg import FedAvg
+from strategies.pate.public_split import PublicSplit
 from strategies.pate.settings import Pate
 
 
@@ -44,6 +46,26 @@ class Voting:
         """Return how often a teacher trains: once."""
         return 1
 
+    @property
+    def num_measured(self) -> int:
+        """Return how many votes are cast: one a teacher and record of the pool."""
+        return self.job.experiment.clients * len(self._split().pool)
+
+    @property
+    def untimed(self) -> tuple[str, ...]:
+        """Return what is timed by nobody: the student."""
+        return ("the student's training",)
+
+    def traffic(self) -> Traffic | None:
+        """Return None: there are no rounds."""
+        return None
+
+    def payments(self) -> tuple[Payment, ...] | None:
+        """Return the cost of the labels, which runs that differ in the student alone share."""
+        from fl_sim.simulation.pate.planned import cost_of_labels  # noqa: PLC0415 (the accountants load slowly)
+
+        return None if self.settings.publish_cost else (cost_of_labels(self.job, self.settings),)
+
     def typical_plan(self) -> LocalPlan:
         """Return the plan of plain SGD."""
         return LocalPlan()
@@ -51,12 +73,14 @@ class Voting:
     def site(self) -> Site:
         """Return what a worker needs to play any client as a teacher."""
         site = site_for(self.job, FedAvg())
-        split = self.settings.public_split(self.job.dataset, self.job.experiment.seed_of_partition)
-        inputs, _ = to_tensors(split.pool, self.job.dataset)
+        inputs, _ = to_tensors(self._split().pool, self.job.dataset)
         pool = inputs.to(self.job.device)
         return replace(
             site, vote=partial(_vote, self.job, self.settings, lambda client: site.records(client, ""), pool)
         )
+
+    def _split(self) -> PublicSplit:
+        return self.settings.public_split(self.job.dataset, self.job.experiment.seed_of_partition)
 
     def beginning(self) -> ServerState:
         """Return nothing: the student is there when it has learned."""
