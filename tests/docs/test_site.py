@@ -1,0 +1,69 @@
+"""The documentation is built without a warning, quickly enough, and needs no network to be read."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[2]
+PARTS = ("docs", "examples", "benchmarks", "fl_sim", "strategies", "clients", "partitions")
+"""What the site is made of."""
+
+
+def build(project: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "-f",
+        str(project / "docs/site/mkdocs.yml"),
+        "-d",
+        str(out),
+    ]
+    return subprocess.run(command, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True,
+                          timeout=60, check=False)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    done = build(PROJECT, out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 10
+    loaded = {
+        found
+        for page in pages
+        for found in re.findall(r"<(?:script|link|img|iframe)[^>]*https?://[^>]*>", page.read_text())
+    }
+    assert {found for found in loaded if 'rel="canonical"' not in found} == set()
+
+
+def test_what_a_page_of_the_repository_links_to_is_a_page_of_the_site(site: Path) -> None:
+    assert "Clients minimise F_i(w)" in (site / "source/examples/feddyn.py.html").read_text()
+    assert "source/examples/feddyn.py.html" in (site / "adding.html").read_text()
+
+
+def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
+    links = ["nowhere.md", "tables.md#nowhere", "../examples/nowhere.py", "/tables.md"]
+    for part in PARTS:
+        if part != "docs":
+            (tmp_path / part).symlink_to(PROJECT / part)
+    shutil.copytree(PROJECT / "docs/site", tmp_path / "docs/site")
+    (tmp_path / "docs/tables.md").write_text("# Tables\n")
+    (tmp_path / "docs/index.md").write_text("# A page\n\n" + " ".join(f"[a link]({link})" for link in links))
+    settings = tmp_path / "docs/site/mkdocs.yml"
+    settings.write_text(settings.read_text().partition("\nnav:")[0])
+    done = build(tmp_path, tmp_path / "out")
+    assert done.returncode == 1
+    assert [link for link in links if link not in done.stderr] == []
