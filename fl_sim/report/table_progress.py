@@ -6,8 +6,9 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import Progress, TaskID
 
+from fl_sim.report.progress_line import Line, Part
 from fl_sim.store.run_directory import RoundRecord
 
 
@@ -20,14 +21,9 @@ class TableProgress:
         self._closed: set[str] = set()
         self._console = Console(file=stream or sys.stderr)
         self._live = self._console.is_terminal
-        self._bars = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} rounds"),
-            TextColumn("{task.fields[text]}", markup=False),
-            console=self._console,
-        )
-        self._all = self._bars.add_task("all cells", total=sum(rounds.values()), text="")
+        self._bars = Progress(Line(self._console), console=self._console)
+        self._all = self._bars.add_task("all cells", total=sum(rounds.values()), parts=self._parts_of_all)
+        self._told: dict[str, tuple[Part, ...]] = {}
         self._cells: dict[str, TaskID] = {}
         self._started_at: float | None = None
         self._rounds_run = 0
@@ -57,13 +53,15 @@ class TableProgress:
         if first_round > 1:
             self.say(f"{cell} goes on after round {first_round - 1}")
         if self._live:
-            self._cells[cell] = self._bars.add_task(cell, total=self._rounds[cell], completed=first_round - 1, text="")
+            self._cells[cell] = self._bars.add_task(
+                cell, total=self._rounds[cell], completed=first_round - 1, parts=lambda: self._parts_of(cell)
+            )
         self._update()
 
     def preparing(self, cell: str, what: str) -> None:
         """Show what happens before a cell's first round. One cell makes a pool, others that need the same wait."""
         if cell in self._cells:
-            self._bars.update(self._cells[cell], text=f"{what} (once for all cells that need the same)")
+            self._told[cell] = (Part(f"{what} (once for all cells that need the same)", 2, 20),)
         else:
             self.say(f"{cell}: before the first round {what} (once for all cells that need the same)")
 
@@ -74,8 +72,9 @@ class TableProgress:
         self._is_timed &= record.seconds is not None
         if cell in self._cells:
             accuracy = "" if record.test_accuracy is None else f"accuracy {record.test_accuracy:.4f}"
-            text = accuracy if record.seconds is None else f"{accuracy}  {record.seconds:.2f} s/round"
-            self._bars.update(self._cells[cell], completed=record.round, text=text)
+            rate = "" if record.seconds is None else f"{record.seconds:.2f} s/round"
+            self._told[cell] = (Part(accuracy, 5), Part(rate, 6))
+            self._bars.update(self._cells[cell], completed=record.round)
         self._update()
 
     def closed(self, cell: str, outcome: str) -> None:
@@ -96,5 +95,12 @@ class TableProgress:
         return f"{before}about {seconds:.0f} s left" if seconds < 100 else f"{before}about {seconds / 60:.0f} min left"
 
     def _update(self) -> None:
-        text = f"{len(self._closed)}/{len(self._rounds)} cells{self._left(', ')}"
-        self._bars.update(self._all, completed=sum(self._done.values()), text=text)
+        self._bars.update(self._all, completed=sum(self._done.values()))
+
+    def _parts_of_all(self) -> list[Part]:
+        rounds = Part(f"{sum(self._done.values())}/{sum(self._rounds.values())} rounds", 5)
+        return [rounds, Part(f"{len(self._closed)}/{len(self._rounds)} cells{self._left(', ')}", 0)]
+
+    def _parts_of(self, cell: str) -> list[Part]:
+        """Return what stands behind a cell's bar: which cell it is matters more than how full the bar is."""
+        return [Part(f"{self._done[cell]}/{self._rounds[cell]} rounds", 0), *self._told.get(cell, ())]

@@ -1,6 +1,7 @@
 """What a run shows where there is no terminal: few lines, the last round always, and who is done before the first."""
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -76,5 +77,32 @@ def test_a_terminal_shows_no_clock_where_time_is_private(monkeypatch: pytest.Mon
             shown.started(1)
             shown.finished_round(replace(_record(1), seconds=2.0 if timed else None))
             shown._bar.refresh()
-        assert ("0:00:00" in stream.getvalue()) == timed
+        assert ("so far" in stream.getvalue()) == timed
+        assert (" left" in stream.getvalue()) == timed
         assert ("s/round" in stream.getvalue()) == timed
+
+
+def _live_line(monkeypatch: pytest.MonkeyPatch, width: int) -> str:
+    """Return what a terminal of this width shows after a round."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream = io.StringIO()
+    with RunProgress("DA-FL + FedAvg on fashion-mnist (dirichlet:0.05), seed 0", 120, stream) as shown:
+        shown.started(58)
+        shown.finished_round(replace(_record(58), validation_accuracy=0.25))
+        shown.replied(7)
+        shown._bar.refresh()
+        drawn = stream.getvalue()
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn).replace("\n", "").split("\r")[-1]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_round_accuracy_and_time_left_are_shown_at_every_width(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    line = _live_line(monkeypatch, width)
+    assert len(line) < width
+    assert "58/120  accuracy 0.5000" in line
+    assert "2:04 left" in line  # 62 rounds of 2 s
+    for text, needed in (("━━━━", 60), ("DA-FL + Fed", 80), ("validation 0.2500", 120), ("2.00 s/round", 120),
+                         ("7 clients in", 200), ("seed 0", 200)):  # fmt: skip
+        assert (text in line) or width < needed, (text, line)

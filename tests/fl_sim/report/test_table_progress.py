@@ -1,6 +1,7 @@
 """What people see while a table fills."""
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -76,3 +77,25 @@ def test_a_terminal_gets_a_live_view_of_running_cells(monkeypatch: pytest.Monkey
     assert "accuracy 0.9312" in shown
     assert "0.50 s/round" in shown
     assert "0/2 cells, about 0 s left" in shown
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_no_line_is_wider_than_the_terminal_and_cell_and_rounds_are_told(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream = io.StringIO()
+    with TableProgress({"FedProx (mu=0.1), dirichlet:0.05, seed 0": 40, "b": 4}, stream) as progress:
+        progress.started("FedProx (mu=0.1), dirichlet:0.05, seed 0", 1)
+        progress.finished_round("FedProx (mu=0.1), dirichlet:0.05, seed 0", record(1, 0.9312))
+        progress._bars.refresh()
+        drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    lines = drawn.replace("\r", "\n").splitlines()
+    assert all(len(line) < width for line in lines)
+    cell = next(line for line in reversed(lines) if "FedProx (" in line)
+    assert "1/40 rounds" in cell
+    for text, needed in (("accuracy 0.9312", 60), ("━━━━", 80), ("0.50 s/round", 120), ("seed 0", 200)):
+        assert text in cell or width < needed, (text, cell)
+    assert any("0/2 cells, about" in line for line in lines)
