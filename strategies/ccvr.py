@@ -37,7 +37,7 @@ class CCVR(Settings):
     """Clients send moments of every class's features; the server draws from their Gaussians and trains the head on it.
 
     ``samples_per_class``: the paper's M_c, the same for all classes, FL-bench's 200. The head goes on from the trained
-    one by plain SGD for ``epochs`` over what was drawn.
+    one by plain SGD for ``epochs`` over what was drawn, with this ``learning_rate`` and ``batch_size``.
 
     ``epsilon`` (None: moments leave clients as they are) and ``delta``: what a record pays for its client's moments,
     which are one Gaussian release then. Features are clipped to ``clipping_norm`` for it. ``noise``: "secret" is the

@@ -12,7 +12,10 @@ from strategies.algorithm import Averaging, Weighting, accumulated_momentum, che
 
 
 class ClientMomentum(Averaging):
-    """Clients step with alpha g + (1 - alpha) D, where D points along the last round's mean update."""
+    """Clients step with alpha g + (1 - alpha) D, where D points along the last round's mean update.
+
+    ``alpha``: the share of the client's own gradient g in a step.
+    """
 
     alpha: float = Field(0.1, gt=0, le=1)
     weighting: ClassVar[Weighting] = "uniform"

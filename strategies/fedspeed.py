@@ -15,7 +15,7 @@ class FedSpeed(Dynamic):
 
     ``alpha`` is the paper's 1 / lambda; ``uphill_share``, s here, its alpha. The paper's algorithm 1 averages the
     corrections of those who take part alone, which at the optimum moves the model away again; the released code, as
-    here, those of all.
+    here, those of all. ``rho``: how far uphill the second gradient is taken; 0 takes it at w.
     """
 
     kind: Literal["fedspeed"] = "fedspeed"

@@ -77,6 +77,7 @@ class GlobalDP(Settings):
     so no two runs agree; "seeded": repeatable, and a guarantee only about the method, not about this run.
     ``noise_bands``: over how many rounds the noise is correlated, which leaves less of it in the model; 1 for none.
     Only with ``sampler=cyclic`` of at least as many groups. A run that goes on after a stop begins it anew.
+    ``adaptive_clipping``: a table of settings with which the clipping norm follows the updates; left out: it is fixed.
     """
 
     kind: Literal["global-dp"] = "global-dp"

@@ -15,7 +15,7 @@ class MOON(Averaging):
     Adds mu times -log(exp(cos(z, z_x) / tau) / (exp(cos(z, z_x) / tau) + exp(cos(z, z_prev) / tau))), where z_prev is
     of the client's model after its last participation; in its first round the term has no gradient. ``mu``: the paper
     takes 5 on CIFAR-10 and 1 on CIFAR-100; 0 is FedAvg. The paper puts a projection of two layers below the head; here,
-    as in other code, z is what enters the model's own last layer.
+    as in other code, z is what enters the model's own last layer. ``tau``: the temperature of the contrast.
     """
 
     kind: Literal["moon"] = "moon"

@@ -17,7 +17,11 @@ SecondMoment: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
 
 
 class FedAvgM(Averaging):
-    """v <- momentum v + Delta; x <- x + server_learning_rate v."""
+    """v <- server_momentum v + Delta; x <- x + server_learning_rate v.
+
+    ``server_learning_rate``: of the server's step; 1 with ``server_momentum`` 0 is FedAvg. ``server_momentum``: the
+    share of the last step that the server's next step carries on.
+    """
 
     kind: Literal["fedavgm"] = "fedavgm"
     server_learning_rate: float = Field(1.0, gt=0)
@@ -34,7 +38,11 @@ class FedAvgM(Averaging):
 
 
 class FedAdagrad(Averaging):
-    """v <- v + Delta^2; x <- x + server_learning_rate m / (sqrt(v) + tau)."""
+    """v <- v + Delta^2; x <- x + server_learning_rate m / (sqrt(v) + tau).
+
+    ``server_learning_rate``: of the server's step. ``beta_1``: how much of the last mean update m keeps. ``tau``: how
+    little adaptive the step is; v starts at tau^2.
+    """
 
     kind: Literal["fedadagrad"] = "fedadagrad"
     server_learning_rate: float = Field(0.1, gt=0)
@@ -53,7 +61,11 @@ class FedAdagrad(Averaging):
 
 
 class FedAdam(Averaging):
-    """v <- beta_2 v + (1 - beta_2) Delta^2; x <- x + server_learning_rate m / (sqrt(v) + tau)."""
+    """v <- beta_2 v + (1 - beta_2) Delta^2; x <- x + server_learning_rate m / (sqrt(v) + tau).
+
+    ``server_learning_rate``: of the server's step. ``beta_1``: how much of the last mean update m keeps. ``beta_2``:
+    how much of its last value v keeps. ``tau``: how little adaptive the step is; v starts at tau^2.
+    """
 
     kind: Literal["fedadam"] = "fedadam"
     server_learning_rate: float = Field(0.01, gt=0)
@@ -79,7 +91,11 @@ class FedAdam(Averaging):
 
 
 class FedYogi(Averaging):
-    """v <- v - (1 - beta_2) Delta^2 sign(v - Delta^2); x <- x + server_learning_rate m / (sqrt(v) + tau)."""
+    """v <- v - (1 - beta_2) Delta^2 sign(v - Delta^2); x <- x + server_learning_rate m / (sqrt(v) + tau).
+
+    ``server_learning_rate``: of the server's step. ``beta_1``: how much of the last mean update m keeps. ``beta_2``:
+    each step of v is 1 - beta_2 of Delta^2 long. ``tau``: how little adaptive the step is; v starts at tau^2.
+    """
 
     kind: Literal["fedyogi"] = "fedyogi"
     server_learning_rate: float = Field(0.01, gt=0)

@@ -34,6 +34,7 @@ class DaFl(Settings):
     ``epsilon`` (inf: no noise, the paper's control) and ``delta``: what a record pays for labels and generator
     together. ``generator``: "dp-cgan" is the paper's, and the better one beside raw records; "mean-embedding" takes a
     second and makes the better records to train on alone; "marginals" is for tables, "gaussian" for public features.
+    ``labels``: the mechanism that picks how many records of each class are made.
     ``client_gammas``: one gamma per client, in place of ``gamma``. ``train_on``: the main task's records,
     the client's own and the pool, or the pool alone, which makes the whole run private by post-processing.
     ``server_epochs``: how long the server trains the first model on the pool, which it holds anyway, before the first

@@ -99,6 +99,7 @@ def run(
     evaluate.validation, evaluate.test, evaluate.patience, evaluate.target_accuracy, seed, partition_seed, model_seed,
     sampling_seed, device, engine, round_timeout, aggregator, attack, calibrate, preprocess, preprocess.epsilon,
     preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on, preprocess.server_epochs.
+    'fl-sim settings' tells what each takes and means, and 'fl-sim settings fedprox' the parameters of a kind.
 
     For example:
 
@@ -242,6 +243,30 @@ def plan(
       fl-sim plan data=mnist aggregator=global-dp sampler=poisson:0.1 rounds=100 --quick
     """
     _show_plan(_read(arguments), out, jobs, data_root, quick=quick, json_output=json_output)
+
+
+@app.command("settings")
+def settings(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A setting, the start of one, or a kind, such as fedprox.")
+    ] = None,
+    *,
+    json_output: _Json = False,
+) -> None:
+    """Tell what a setting takes, its default, and what it means; without NAME those of every experiment.
+
+    For example:
+
+      fl-sim settings
+
+      fl-sim settings local.schedule
+
+      fl-sim settings algorithm=fedprox
+    """
+    with importing():
+        from fl_sim.cli.settings import show_settings  # noqa: PLC0415 (see above)
+
+    show_settings(name, json_output=json_output)
 
 
 def _fill_table(

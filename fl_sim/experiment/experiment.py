@@ -76,7 +76,7 @@ class Constant(Settings):
 
 
 class Exponential(Settings):
-    """decay^(round - 1)."""
+    """The learning rate times ``decay``^(round - 1)."""
 
     kind: Literal["exponential"] = "exponential"
     decay: float = Field(0.99, gt=0, le=1)
@@ -88,7 +88,7 @@ class Exponential(Settings):
 
 
 class Step(Settings):
-    """``decay`` after every ``every`` rounds."""
+    """The learning rate is multiplied by ``decay`` each time that ``every`` rounds have passed."""
 
     kind: Literal["step"] = "step"
     every: int = Field(10, ge=1)
@@ -101,7 +101,7 @@ class Step(Settings):
 
 
 class Cosine(Settings):
-    """Half a cosine from 1 in the first round down to ``final`` after the last."""
+    """The learning rate times half a cosine, from 1 in the first round down to ``final`` after the last."""
 
     kind: Literal["cosine"] = "cosine"
     final: float = Field(0.0, ge=0, le=1)
@@ -115,7 +115,10 @@ Schedule: TypeAlias = Constant | Exponential | Step | Cosine
 
 
 class Auto(Settings):
-    """The faster engine for the job, by a timed step of it; the run says which was taken and why."""
+    """The faster engine for the job, by a timed step of it; the run says which was taken and why.
+
+    ``threads``: torch threads of each worker.
+    """
 
     kind: Literal["auto"] = "auto"
     threads: int = Field(1, ge=1)
@@ -170,8 +173,11 @@ def _goes_by_steps(local: Mapping[str, Any]) -> bool:
 class Local(Settings):
     """How clients train in a round (NIID-Bench's protocol but for one epoch instead of ten).
 
-    ``epochs`` may have a part: 0.5 is half of an epoch's batches, rounded up. ``steps`` has its place: every client
-    takes as many steps, whatever it holds, and ``epochs`` is 0.
+    ``epochs``: how often a client goes through its records in a round; 0.5 is half of an epoch's batches, rounded up.
+    ``steps``: every client takes this many steps in place of ``epochs``, whatever it holds (0: it goes by epochs).
+    ``batch_size``: records in a step; the last batch of an epoch may be smaller. ``learning_rate``: of the first round.
+    ``schedule``: what becomes of the learning rate over the rounds. ``momentum``: of SGD, from 0 in every round.
+    ``weight_decay``: this times every weight is added to its gradient ("adamw" shrinks the weight itself).
 
     ``clip_norm``: gradients, with what the method adds to them, are scaled down to at most this L2 norm over all
     parameters (0: they are not), before weight decay and momentum. It promises no privacy: ``global-dp`` does.
@@ -230,6 +236,17 @@ class Local(Settings):
 
 class Experiment(Settings):
     """Everything that determines a run's numbers, and the engine, which does not.
+
+    ``data``: a data set by name ('fl-sim data list' shows them), ``npz:PATH``, ``folder:PATH``, or the import path of a
+    function of your own. ``partition``: how training records are dealt to clients. ``clients``: how many clients.
+    ``model``: what is trained, by name, or the import path of a function that makes it; left out: what suits the data.
+    ``algorithm``: what clients minimise, what they send, and what the server makes of it. ``aggregator``: how the
+    server turns a round's updates into one: their mean, a robust mean, or a mean with noise for privacy. ``sampler``:
+    which clients take part in a round. ``preprocess``: what clients do before the first round. ``attack``: what hostile
+    clients do. ``calibrate``: what is done to the model after the last round. ``local``: how clients train.
+    ``rounds``: how often the server and its clients exchange updates. ``evaluate_every``: the model is measured after
+    every round whose number is a multiple of this, and after the last one. ``evaluate``: which records it is measured
+    on. ``engine``: how the work is spread over processors; results are the same. ``seed``: decides all that is random.
 
     ``round_timeout``: seconds in which all clients of a round must have answered. ``device`` "auto" takes a GPU where
     the worker sees one (a Ray actor sees the share it asked for); sums on a GPU have other last bits than on a CPU.

@@ -37,6 +37,8 @@ DOES_NOT_COVER: Final = (
 class Labelling(Settings):
     """How a public pool is labelled, and for how much.
 
+    ``mechanism``: how noise makes one label of the teachers' votes. ``accountant``: whose epsilon is told and held
+    against the budget.
     ``epsilon``: the budget of all queries together at ``delta``; labelling stops before the query that would exceed it;
     None sets no limit. ``budget`` "data-dependent" holds the data-dependent epsilon against it: more labels, but then
     that epsilon, and where labelling stopped, are as private as the votes. ``noise`` "secret": a fresh key from the

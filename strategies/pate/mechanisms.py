@@ -103,6 +103,7 @@ class ConfidentGNMax(Settings):
     """GNMax for the queries on which teachers agree: whose largest count, with noise, reaches ``threshold`` votes.
 
     ``sigma_threshold``: the noise of that test, in votes, paid on every query; it is drawn apart from the answer's.
+    ``sigma``: the noise on the counts of an answer, in votes.
     """
 
     kind: Literal["confident"] = "confident"

@@ -39,16 +39,17 @@ _VOTES_PER_NOISE = 3
 class Pate(Settings):
     """Clients are the teachers; each trains once, on its shard, by the experiment's ``model`` and ``local`` settings.
 
-    ``queries``: how many records of the public pool are asked about, as far as the labelling's budget goes. ``asking``
-    "representative": those first that many others are like, chosen by looking at the pool alone; teachers agree on most
-    of them, and a student learns more from them; "in-order": in the pool's order, as in the papers. ``public``: the
-    pool is the first ``public_records`` test records, and the rest is for evaluation; or it is drawn from the training
-    records before they are split. None: nine tenths of the test, a fifth of the training records. ``overlap``: where
-    the pool holds a private record as well, the run is refused, or that record, which is public then, is left out of
-    its teacher's shard. ``student_seed``: of the student alone, which then learns anew from the same labels; None: the
-    run's seed. ``publish_cost``: release a noisy bound on the data-dependent epsilon as well.
-    ``keep_private``: write the votes and all that is computed from them into the run directory, which then must not be
-    published.
+    ``teachers``: what clients train, networks or forests. ``labelling``: how their votes become noisy labels, and what
+    that may cost. ``student``: what learns from these labels. ``queries``: how many records of the public pool are
+    asked about, as far as the labelling's budget goes. ``asking`` "representative": those first that many others are
+    like, chosen by looking at the pool alone; teachers agree on most of them, and a student learns more from them;
+    "in-order": in the pool's order, as in the papers. ``public``: the pool is the first ``public_records`` test
+    records, and the rest is for evaluation; or it is drawn from the training records before they are split. None: nine
+    tenths of the test, a fifth of the training records. ``overlap``: where the pool holds a private record as well, the
+    run is refused, or that record, which is public then, is left out of its teacher's shard. ``student_seed``: of the
+    student alone, which then learns anew from the same labels; None: the run's seed. ``publish_cost``: release a noisy
+    bound on the data-dependent epsilon as well. ``keep_private``: write the votes and all that is computed from them
+    into the run directory, which then must not be published.
     """
 
     kind: Literal["pate"] = "pate"

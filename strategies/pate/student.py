@@ -79,7 +79,11 @@ class Student(Protocol):
 
 
 class Supervised(Settings):
-    """AdamW on weakly moved views of the labelled records; ``batch_size`` of them a step."""
+    """AdamW on weakly moved views of the labelled records; ``batch_size`` of them a step.
+
+    ``steps``: of the optimiser. ``learning_rate`` and ``weight_decay``: AdamW's. ``augmentation``: how the views are
+    moved.
+    """
 
     kind: Literal["supervised"] = "supervised"
     steps: int = Field(400, ge=1)
@@ -119,7 +123,9 @@ class FixMatch(Settings):
     ``unlabelled_ratio``: unlabelled records per labelled one in a batch. ``neighbours``: labels spread over a graph of
     records that are alike first, and where they are sure of a record, that is its pseudo-label throughout.
     ``doubt_after``: the share of the steps after which labels that the network disagrees with are left out, once; 1
-    trusts all. ``averaging``: of the weights, for the model that is returned.
+    trusts all. ``averaging``: of the weights, for the model that is returned. ``steps``: of the optimiser, with
+    ``batch_size`` labelled records each. ``learning_rate`` and ``weight_decay``: AdamW's. ``augmentation``: how the
+    strong views are moved.
     """
 
     kind: Literal["fixmatch"] = "fixmatch"

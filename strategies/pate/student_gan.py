@@ -25,7 +25,8 @@ _START: Final = 500
 class FeatureMatchingGan(Settings):
     """Adam on both networks, one step each in turn, as in the paper; ``averaging`` of the weights that are returned.
 
-    The learning rate falls to 0 over the second half of the ``steps``.
+    ``learning_rate``: Adam's; it falls to 0 over the second half of the ``steps``. ``batch_size``: labelled records in
+    a step, and as many unlabelled and made ones.
     """
 
     kind: Literal["pate-g"] = "pate-g"

@@ -26,7 +26,8 @@ class ResidualStudent(Settings):
 
     ``block`` "auto": basic blocks (two 3x3 convolutions) up to 5 a stage, bottleneck blocks (1x1, 3x3, 1x1) from 6 on.
     ``decay_at``: after these shares of ``steps`` the learning rate falls to a tenth. ``augmentation``: moves of the
-    labelled images; the default shifts by up to 4 of 32 pixels and mirrors.
+    labelled images; the default shifts by up to 4 of 32 pixels and mirrors. ``norm``: batch or group normalisation.
+    ``batch_size``: labelled records in a step. ``learning_rate``, ``momentum`` and ``weight_decay``: SGD's.
     """
 
     kind: Literal["resnet"] = "resnet"

@@ -46,10 +46,10 @@ class DpCgan(Settings):
     ``discriminator_steps``: D's steps, each a release; 300 are enough for 8x8 digits. ``batch_size``: expected records
     in one; a client with no more records than that takes all in every step. ``ratio``: D's steps for one of G, with
     ``generator_batch_size`` fakes. ``clipping_norm``: C. ``averaging``: decay of the moving average of G's weights,
-    which makes the samples. ``snapshots``: moments of training that the samples are drawn at; G by itself collapses to
-    a lump that follows D about, and where the lump has been is what D has learnt of the records (as in herding,
-    Welling 2009). ``latent_dim``: G's noise. ``resolution`` (pixels a side that D sees), ``discriminator_width``,
-    ``generator_width``: of the small networks alone.
+    which makes the samples. ``snapshots``: samples are drawn at so many moments of training, since G alone
+    mode-collapses and its mode moves during training (as in herding, Welling 2009). ``latent_dim``: the length of G's
+    noise vectors. ``resolution`` (pixels a side that D sees), ``discriminator_width``, ``generator_width``: of the
+    small networks alone. ``discriminator_learning_rate`` and ``generator_learning_rate``: of Adam on each network.
     """
 
     kind: Literal["dp-cgan"] = "dp-cgan"

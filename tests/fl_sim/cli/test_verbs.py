@@ -6,7 +6,11 @@ import sys
 import tomllib
 from pathlib import Path
 
+import typer
+
 import fl_sim
+from fl_sim.cli.verbs import app
+from fl_sim.experiment.reference import groups
 
 HEAVY = ("torch", "flwr", "ray", "sklearn", "scipy", "matplotlib", "dp_accounting")
 
@@ -52,6 +56,7 @@ def test_mistakes_in_settings_are_told_without_torch() -> None:
              "run data=npz:nowhere.npz": "nowhere.npz", "table digits data=minst": "did you mean 'mnist'?",
              "run clients=ten": "clients", "run algorithm=pate algorithm.student=fixmatchh": "fixmatch",
              "run preprocess=da-fl preprocess.generator=gan": "dp-cgan",
+             "settings fedpro": "did you mean 'fedprox'?", "settings algorithm=pat": "did you mean 'pate'?",
              "table digits local.epoch=2": "did you mean 'epochs'?"}  # fmt: skip
     answers, imported, _, told = asked_of_a_fresh_python(list(asked))
     assert answers == dict.fromkeys(asked, 2)
@@ -75,3 +80,25 @@ def test_a_file_that_is_not_there_is_told_without_the_settings_of_all_kinds(tmp_
 def test_the_version_is_that_of_the_distribution() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert fl_sim.__version__ == project["version"]
+
+
+def test_settings_are_explained_without_torch() -> None:
+    asked = ["settings", "settings local.schedule", "settings fedprox", "settings partition=label-2",
+             "settings local.epochs", "settings sampler --json"]  # fmt: skip
+    answers, imported, said, _ = asked_of_a_fresh_python(asked)
+    assert answers == dict.fromkeys(asked)
+    assert not {*HEAVY, "ssl", "cryptography"} & imported
+    for text in ("local.precision: float32, tf32 or bfloat16 (default: float32)", "device: auto, cpu or cuda",
+                 "local.schedule=cosine", "algorithm.mu: number, at least 0 (default: 0.01)", "partition.k: whole",
+                 '"name": "sampler.sampling_rate"'):  # fmt: skip
+        assert text in said
+
+
+def test_help_of_run_names_every_setting_of_every_experiment() -> None:
+    told = " ".join(typer.main.get_command(app).commands["run"].help.split())
+    listed = set(told.partition("Settings: ")[2].partition(". 'fl-sim settings'")[0].split(", "))
+    here = {setting.name for group in groups() if not group.kind for setting in group.settings}
+    tables = {group.name for group in groups() if not group.kind}
+    wanted = {name for name in here - tables if name.partition(".")[0] not in {"algorithm", "aggregator"}}
+    assert sorted(wanted - listed) == []
+    assert sorted(listed - {setting.name for group in groups() for setting in group.settings}) == []
