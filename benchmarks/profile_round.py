@@ -106,7 +106,7 @@ def watched(clock: Clock) -> Iterator[None]:
         *(("algorithm", kind, name) for kind in (Averaging, Scaffold) for name in ("plan", "finish", "merge")),
     ]
     if kernel is not None:
-        places.append(("training kernel", kernel.library, "fl_sim_train"))
+        places.append(("training kernel", kernel.library, f"fl_sim_train_{kernel.lanes}"))
     with ExitStack() as stack:
         for part, owner, name in places:
             stack.enter_context(patch.object(owner, name, clock.timed(part, getattr(owner, name))))

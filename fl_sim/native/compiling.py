@@ -1,4 +1,7 @@
-"""Compile the kernel for this machine's processor. Needs nothing but Python, so that an installation can use it."""
+"""Compile the kernel for x86-64, as one library for AVX2 and AVX-512.
+
+Needs nothing but Python, so that an installation can use it.
+"""
 
 import hashlib
 import os
@@ -8,23 +11,28 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-LIBRARY = FOLDER / "libkernel.so"
+LIBRARY = FOLDER / "libkernel-x86_64.so"
 SOURCE = FOLDER / "kernel.cpp"
 
-SOURCES_DIGEST = "57882d93db8f411fda64384727f4c64c"
+SOURCES_DIGEST = "204745b1d81d6ca8777d8145c4afabb4"
 """What ``sources_digest`` says of this version: a copy of the program that has no sources knows its kernel by it."""
 
 COMPILE_SECONDS = 300.0
-"""How long a compiler may take (9 s measured)."""
+"""How long a compiler may take (10 s measured, with a core for each of the two widths)."""
 
-NEEDED = frozenset({"avx2", "fma"})
-"""The kernel's vectors are 512 bits wide with AVX-512, else 256: see vectors.h.
+WIDTHS = {8: ("avx2", "fma"), 16: ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl")}
+"""The kernel is compiled once for each width, in numbers a vector: with these features of the processor and no others.
 
-Wider ones than the processor has are slow: 512 bits made of twice 256 took 12 times as long, more than PyTorch.
+A library so compiled is the same whichever machine compiles it, and ``lanes_of`` chooses the width where it runs. Wider
+vectors than the processor has are slow: 512 bits made of twice 256 took 12 times as long, more than PyTorch. The
+narrow one is linked first: of the standard library's templates that both hold, the linker keeps the first, which
+every processor that is fit for either can run.
 """
 
 
@@ -33,29 +41,47 @@ class NoCompiler(Exception):  # noqa: N818 (the reason why there is no kernel, n
 
 
 def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = ()) -> None:
-    """Compile the kernel into ``library``, at once or not at all. Raises NoCompiler.
+    """Compile the kernel for all ``WIDTHS`` into ``library``, at once or not at all. Raises NoCompiler.
 
-    ``$CXX`` names the compiler, with options if need be; else g++, c++ or clang++. ``options``: more of them.
+    ``$CXX`` names the compiler, with options if need be; else g++, c++ or clang++. ``options``: more of them. The
+    same compiler makes the same bytes of the same sources, wherever they lie.
     """
+    if platform.machine() not in {"x86_64", "AMD64"}:
+        raise NoCompiler(f"it is for x86-64 processors, and this one is {platform.machine() or 'unknown'}")
+    compiler = [*_compiler(), *options]
     partial = library.with_name(f".{library.name}.{os.getpid()}.part")
-    flags = processor()
-    tuned = ["-march=native"] if flags else []
-    command = [
-        *_compiler(), "-O3", "-fno-math-errno", *tuned, *options, "-std=c++17", "-fPIC", "-shared",
-        f'-DFL_SIM_PROCESSOR="{flags}"',
-        f'-DFL_SIM_SOURCES="{sources_digest()}"', str(SOURCE), "-o", str(partial),
-    ]  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="fl-sim-kernel-") as folder, ThreadPoolExecutor() as threads:
+        objects = {lanes: Path(folder) / f"kernel{lanes}.o" for lanes in sorted(WIDTHS)}
+        try:
+            for made in [threads.submit(_compile, compiler, *item) for item in objects.items()]:
+                made.result()
+            exported = Path(folder) / "exported"
+            exported.write_text("{ global: fl_sim_*; local: *; };")  # all else is between this library and itself
+            link = [f"-Wl,--version-script={exported}", "-shared", "-s", *map(str, objects.values())]
+            _call([*compiler, *link, "-o", str(partial)])
+            partial.replace(library)
+        except OSError as error:
+            raise NoCompiler(f"{library} cannot be written: {error}") from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _compile(compiler: Sequence[str], lanes: int, to: Path) -> None:
+    _call([
+        *compiler, "-O3", "-fno-math-errno", *(f"-m{feature}" for feature in WIDTHS[lanes]), "-std=c++17", "-fPIC",
+        f'-DFL_SIM_SOURCES="{sources_digest()}"', "-c", str(SOURCE), "-o", str(to),
+    ])  # fmt: skip
+
+
+def _call(command: list[str]) -> None:
     try:
         done = subprocess.run(  # noqa: S603 (the user's own compiler)
             command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
         )
-        if done.returncode:
-            raise NoCompiler(f"{command[0]} failed: {_error_in(done.stderr)}")
-        partial.replace(library)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoCompiler(f"{command[0]} failed: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    if done.returncode:
+        raise NoCompiler(f"{command[0]} failed: {_error_in(done.stderr)}")
 
 
 def find_library() -> Path:
@@ -81,19 +107,24 @@ def sources_digest(folder: Path = FOLDER) -> str:
     return digest.hexdigest()[:32]
 
 
-def processor() -> str:
-    """Return this machine's architecture and vector features as one line; empty where they cannot be told."""
+def processor() -> frozenset[str]:
+    """Return this machine's architecture and its processor's features; none where they cannot be told."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return ""
+        return frozenset()
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    if found is None:
-        return ""
-    wanted = re.compile(
-        r"avx|sse|ssse|fma|bmi|f16c|abm|adx|aes|gfni|movbe|popcnt|sha|pclmul|vpclmul|vaes|xsave|asimd|sve"
-    )
-    return " ".join([platform.machine(), *sorted(flag for flag in found[1].split() if wanted.match(flag))])
+    return frozenset() if found is None else frozenset({platform.machine(), *found[1].split()})
+
+
+def lanes_of(features: frozenset[str]) -> int:
+    """Return the widest of ``WIDTHS`` for which a processor has all the features; 0 where it has none."""
+    return max((lanes for lanes, needed in WIDTHS.items() if features.issuperset(needed)), default=0)
+
+
+def missing_in(features: frozenset[str]) -> str:
+    """Return which features even the narrowest of ``WIDTHS`` misses, in words."""
+    return ", ".join(sorted(set(WIDTHS[min(WIDTHS)]) - features))
 
 
 def _compiler() -> list[str]:
@@ -112,15 +143,15 @@ def _error_in(text: str) -> str:
 
 
 def main() -> int:
-    """Compile the kernel where it lies, unless it would not be used."""
+    """Compile the kernel where it lies."""
     try:
-        if missing := NEEDED - set(processor().split()):
-            raise NoCompiler(f"this processor has no {', '.join(sorted(missing))}")  # noqa: TRY301 (as a compiler's failure)
         compile_kernel()
     except NoCompiler as reason:
         sys.stderr.write(f"fl-sim: the native trainer was not built: {reason}; PyTorch will train instead\n")
         return 1
     sys.stderr.write(f"fl-sim: the native trainer was built: {LIBRARY}\n")
+    if missing := missing_in(processor()):
+        sys.stderr.write(f"fl-sim: this processor has no {missing}: on it PyTorch will train instead\n")
     if (found := sources_digest()) != SOURCES_DIGEST:
         sys.stderr.write(f"fl-sim: its sources have changed, so nobody takes it: set SOURCES_DIGEST to {found}\n")
     return 0

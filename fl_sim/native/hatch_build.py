@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,7 +10,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class NativeTrainer(BuildHookInterface[Any]):
-    """Puts libkernel.so into wheels, which then fit one platform; editable installations get it in place."""
+    """Puts the compiled trainer into wheels, which then fit x86-64 Linux; editable installations get it in place."""
 
     PLUGIN_NAME = "custom"
 
@@ -21,10 +20,9 @@ class NativeTrainer(BuildHookInterface[Any]):
         compiling = _compiling()
         compiling.LIBRARY.unlink(missing_ok=True)  # never the leftover of another compiler
         if compiling.main() == 0:
-            build_data["artifacts"].append("/fl_sim/native/libkernel.so")
+            build_data["artifacts"].append(f"/fl_sim/native/{compiling.LIBRARY.name}")
             build_data["pure_python"] = False
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-            build_data["tag"] = f"py3-none-{platform}"
+            build_data["tag"] = "py3-none-linux_x86_64"  # auditwheel says which versions of Linux, and writes it there
 
 
 def _compiling() -> ModuleType:

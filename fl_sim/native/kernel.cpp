@@ -203,24 +203,24 @@ int guarded(const Work& work) try {
 
 }  // namespace
 
+// A library holds this file once for every width of vectors, so what Python calls has the width in its name:
+// fl_sim_train_16. None but those of a width that the processor has may be called.
+#define JOINED(name, lanes) name##_##lanes
+#define EXPANDED(name, lanes) JOINED(name, lanes)
+#define OF_WIDTH(name) EXPANDED(name, FL_SIM_LANES)
+
 extern "C" {
 
-// Which processor features this file was compiled for; nothing else may be called where one is missing.
-const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }
-
 // A digest of the sources that this was compiled from.
-const char* fl_sim_sources() { return FL_SIM_SOURCES; }
-
-// How many records a vector holds.
-int fl_sim_lanes() { return LANES; }
+const char* OF_WIDTH(fl_sim_sources)() { return FL_SIM_SOURCES; }
 
 // What a request looks like here: kernel.py works out the same of its own.
-int fl_sim_layout() { return int(1000 * sizeof(Request) + FIELDS); }
+int OF_WIDTH(fl_sim_layout)() { return int(1000 * sizeof(Request) + FIELDS); }
 
 // Trains ``count`` clients, one after another, up to the first that fails. Returns 0; 1 where the layers do not fit each
 // other, the input or ``num_params``; 2 where memory ran out; 3 where a label is no class; 4 where a place in ``order`` or
 // ``partners`` is no record, or where there is nothing to do.
-int fl_sim_train(const Request* requests, int64_t count, double* mean_losses) {
+int OF_WIDTH(fl_sim_train)(const Request* requests, int64_t count, double* mean_losses) {
     return guarded([&] {
         for (int64_t client = 0; client < count; client++)
             if (const int failed = train(requests[client], mean_losses + client)) return failed;
@@ -231,7 +231,7 @@ int fl_sim_train(const Request* requests, int64_t count, double* mean_losses) {
 // Writes the logits of every record, [record][class], or (``wants_features``) what enters the last layer,
 // [record][feature]. Reads what describes the network, ``params``, ``inputs``,
 // ``num_examples`` and ``batch_size`` (how many go through together: last bits depend on it). Returns as above.
-int fl_sim_infer(const Request* request, int64_t wants_features, float* rows) {
+int OF_WIDTH(fl_sim_infer)(const Request* request, int64_t wants_features, float* rows) {
     return guarded([&] { return infer(*request, wants_features, rows); });
 }
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.checks import check_records, vector_of
-from fl_sim.native.compiling import NEEDED, SOURCES_DIGEST, find_library, processor
+from fl_sim.native.compiling import SOURCES_DIGEST, find_library, lanes_of, missing_in, processor
 from fl_sim.native.layers import FIELDS, Stack
 from fl_sim.native.request import Held, Request, has_momentum, padded
 from fl_sim.params import FlatParams, num_in
@@ -74,9 +74,10 @@ class Lesson(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """The loaded library."""
+    """The loaded library, and how many numbers its vectors hold on this processor: a key of ``compiling.WIDTHS``."""
 
     library: ctypes.CDLL
+    lanes: int
 
     def train(self, stack: Stack, lessons: Sequence[Lesson]) -> list[Trained]:
         """Train clients, one after another, each as ``fl_sim.training.loop.train`` does but for float32 rounding.
@@ -90,7 +91,7 @@ class Kernel:
         held = Held(stack)
         requests = (Request * len(lessons))(*(held.request(*result) for result in results))
         losses = (ctypes.c_double * len(lessons))()
-        failed = self.library.fl_sim_train(requests, ctypes.c_int64(len(lessons)), losses)
+        failed = self._named("fl_sim_train")(requests, ctypes.c_int64(len(lessons)), losses)
         if failed:
             raise _failure(failed, stack, "local training")
         return [
@@ -122,41 +123,45 @@ class Kernel:
             num_params=len(weights), params=weights.data_ptr(), inputs=records.data_ptr(), num_examples=len(records),
             batch_size=_TOGETHER,
         )  # fmt: skip
-        failed = self.library.fl_sim_infer(
+        failed = self._named("fl_sim_infer")(
             ctypes.byref(request), ctypes.c_int64(what == "features"), ctypes.c_void_p(rows.data_ptr())
         )
         if failed:
             raise _failure(failed, stack, "evaluation")
         return rows
 
+    def is_this_versions(self) -> bool:
+        """Say whether the library is of this version's sources, and agrees about what a request looks like."""
+        try:
+            sources, layout = self._named("fl_sim_sources"), self._named("fl_sim_layout")
+        except AttributeError:
+            return False
+        sources.restype = ctypes.c_char_p
+        return bool(sources() == SOURCES_DIGEST.encode() and layout() == _LAYOUT)
+
+    def _named(self, name: str) -> Any:  # a function of C
+        return getattr(self.library, f"{name}_{self.lanes}")
+
 
 @lru_cache(maxsize=1)
 def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
-    """Return (the kernel, nothing), or (None, why there is none here). ``path``: unless given, ``find_library``'s."""
-    path = path or find_library()
+    """Return (the kernel, nothing), or (None, why there is none here). ``path``: unless given, ``find_library``'s.
+
+    The kernel is that of the widest vectors that this processor has.
+    """
+    path, features = path or find_library(), processor()
+    lanes = lanes_of(features)
+    if not lanes:
+        return None, f"this processor has no {missing_in(features)}"
     if not path.exists():
         return None, "it was not compiled (python -m fl_sim.native does that)"
     try:
-        library = ctypes.CDLL(str(path))
-        library.fl_sim_processor.restype = ctypes.c_char_p
-        needed = library.fl_sim_processor().decode("ascii").split()
-    except (OSError, AttributeError) as error:
+        kernel = Kernel(ctypes.CDLL(str(path)), lanes)
+    except OSError as error:
         return None, f"{path} cannot be loaded: {error}"
-    if missing := set(needed) - set(processor().split()):
-        return None, f"{path} was compiled for another processor, with {', '.join(sorted(missing))}"
-    if not _is_this_versions(library):
+    if not kernel.is_this_versions():
         return None, f"{path} is of another version of fl-sim (python -m fl_sim.native compiles this one's)"
-    if not NEEDED.issubset(needed):
-        return None, f"{path} was compiled without {', '.join(sorted(NEEDED))}, and would be slower than PyTorch"
-    return Kernel(library), ""
-
-
-def _is_this_versions(library: ctypes.CDLL) -> bool:
-    """Say whether a library was compiled from this version's sources, and agrees about what a request looks like."""
-    if not (hasattr(library, "fl_sim_sources") and hasattr(library, "fl_sim_layout")):
-        return False
-    library.fl_sim_sources.restype = ctypes.c_char_p
-    return bool(library.fl_sim_sources() == SOURCES_DIGEST.encode() and library.fl_sim_layout() == _LAYOUT)
+    return kernel, ""
 
 
 def _failure(code: int, stack: Stack, what: str) -> Exception:

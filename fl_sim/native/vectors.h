@@ -13,12 +13,15 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, REGISTERS = 32;
+#define FL_SIM_LANES 16
+constexpr int REGISTERS = 32;
 #elif defined(__AVX2__) && defined(__FMA__)
-constexpr int LANES = 8, REGISTERS = 16;
+#define FL_SIM_LANES 8
+constexpr int REGISTERS = 16;
 #else
 #error "fl-sim's native trainer needs AVX-512, or AVX2 with FMA"
 #endif
+constexpr int LANES = FL_SIM_LANES;
 
 typedef float vec __attribute__((vector_size(LANES * sizeof(float))));
 typedef int32_t ivec __attribute__((vector_size(LANES * sizeof(int32_t))));

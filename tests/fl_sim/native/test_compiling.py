@@ -1,13 +1,15 @@
 """Building the native trainer never fails an installation, and a library for another processor is never called."""
 
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from fl_sim.native import compiling
-from fl_sim.native.kernel import _LAYOUT, load_kernel
+from fl_sim.native.kernel import _LAYOUT, Kernel, load_kernel
 
 
 def test_no_compiler_and_a_failing_one_are_reasons_not_crashes(
@@ -38,71 +40,95 @@ def test_a_missing_library_and_one_that_is_none_give_the_reason(tmp_path: Path) 
     assert "cannot be loaded" in why_not
 
 
-PROCESSOR = 'extern "C" const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }\n'
-SOURCES = 'extern "C" const char* fl_sim_sources() { return FL_SIM_SOURCES; }\n'
-LAYOUT = f'extern "C" int fl_sim_layout() {{ return {_LAYOUT}; }}\n'
-"""What a library says of itself; that of this version says all three."""
+def said_by(width: int, sources: str, layout: int) -> str:
+    """Return the source of a library that says these things of itself for one width."""
+    return (
+        f'extern "C" const char* fl_sim_sources_{width}() {{ return "{sources}"; }}\n'
+        f'extern "C" int fl_sim_layout_{width}() {{ return {layout}; }}\n'
+    )
 
 
-def test_without_wide_vectors_nothing_is_compiled_and_nothing_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def never() -> None:
-        raise AssertionError
+LANES = compiling.lanes_of(compiling.processor())
+OTHER = {0: 8, 8: 16, 16: 8}[LANES]
+needs_vectors = pytest.mark.skipif(not LANES, reason="no native trainer for this processor")
 
-    monkeypatch.setattr(compiling, "processor", lambda: "x86_64 avx fma sse4_2")
-    monkeypatch.setattr(compiling, "compile_kernel", never)
-    assert compiling.main() == 1
-    assert "this processor has no avx2; PyTorch will train instead" in capsys.readouterr().err
-    source = tmp_path / "narrow.cpp"
-    source.write_text(PROCESSOR + SOURCES + LAYOUT)
-    monkeypatch.undo()
-    monkeypatch.setattr(compiling, "SOURCE", source)
-    monkeypatch.setattr(compiling, "processor", lambda: "")
-    try:
-        compiling.compile_kernel(tmp_path / "narrow.so")
-    except compiling.NoCompiler as reason:
-        pytest.skip(str(reason))
-    kernel, why_not = load_kernel.__wrapped__(tmp_path / "narrow.so")
-    assert kernel is None
-    assert "slower than PyTorch" in why_not
+
+def library_of(source: str, folder: Path) -> Path:
+    """Compile ``source`` as it stands."""
+    if not (compiler := shutil.which("g++")):
+        pytest.skip("no g++")
+    (folder / "library.cpp").write_text(source)
+    subprocess.run([compiler, "-shared", "-fPIC", "library.cpp", "-o", "library.so"], cwd=folder, check=True)
+    return folder / "library.so"
+
+
+@needs_vectors
+@pytest.mark.parametrize(
+    ("version", "is_taken"),
+    [
+        (said_by(LANES, compiling.SOURCES_DIGEST, _LAYOUT), True),
+        ("", False),
+        (said_by(OTHER, compiling.SOURCES_DIGEST, _LAYOUT), False),
+        (said_by(LANES, compiling.SOURCES_DIGEST, _LAYOUT + 1), False),
+        (said_by(LANES, "other", _LAYOUT), False),
+    ],
+    ids=["this version", "none", "other width", "other layout", "other sources"],
+)  # fmt: skip
+def test_a_library_of_another_version_is_not_used(tmp_path: Path, version: str, *, is_taken: bool) -> None:
+    kernel, why_not = load_kernel.__wrapped__(library_of(version, tmp_path))
+    assert (kernel is not None) is is_taken
+    assert ("of another version" in why_not) is not is_taken
+
+
+AVX2, AVX512 = {"x86_64", "avx", "avx2", "fma"}, {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
 @pytest.mark.parametrize(
-    "version",
-    [
-        "", LAYOUT, SOURCES, SOURCES + LAYOUT.replace("return", "return 1 +"),
-        SOURCES.replace("return FL_SIM_SOURCES", 'return "other"') + LAYOUT,
-    ],
-    ids=["none", "no sources", "no layout", "other layout", "other sources"],
-)  # fmt: skip
-def test_a_library_of_another_version_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+    ("features", "lanes"),
+    [(AVX2 | AVX512, 16), (AVX2, 8), (AVX2 | AVX512 - {"avx512bw"}, 8), (AVX2 - {"fma"}, 0), (set(), 0)],
+    ids=["avx-512", "avx2", "half of avx-512", "no fma", "unknown"],
+)
+def test_the_widest_vectors_that_a_processor_has_are_chosen_where_it_runs(features: set[str], lanes: int) -> None:
+    assert compiling.lanes_of(frozenset(features)) == lanes
+
+
+def test_without_wide_vectors_nothing_is_used_and_what_is_missing_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = tmp_path / "older.cpp"
-    source.write_text(PROCESSOR + version)
-    monkeypatch.setattr(compiling, "SOURCE", source)
-    try:
-        compiling.compile_kernel(tmp_path / "older.so")
-    except compiling.NoCompiler as reason:
-        pytest.skip(str(reason))
-    kernel, why_not = load_kernel.__wrapped__(tmp_path / "older.so")
-    assert kernel is None
-    assert "of another version" in why_not
+    monkeypatch.setattr("fl_sim.native.kernel.processor", lambda: frozenset(AVX2 - {"avx2"}))
+    assert load_kernel.__wrapped__() == (None, "this processor has no avx2")
+    monkeypatch.setattr(compiling, "processor", lambda: frozenset({"x86_64", "avx"}))
+    monkeypatch.setattr(compiling, "compile_kernel", lambda: None)  # for the processors of others
+    assert compiling.main() == 0
+    assert "this processor has no avx2, fma: on it PyTorch will train instead" in capsys.readouterr().err
 
 
-def test_a_library_for_another_processor_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "other.cpp"
-    source.write_text('extern "C" const char* fl_sim_processor() { return FL_SIM_PROCESSOR; }\n')
-    monkeypatch.setattr(compiling, "SOURCE", source)
-    monkeypatch.setattr(compiling, "processor", lambda: "x86_64 avx avx9000")
-    try:
-        compiling.compile_kernel(tmp_path / "other.so")
-    except compiling.NoCompiler as reason:
-        pytest.skip(str(reason))
-    kernel, why_not = load_kernel.__wrapped__(tmp_path / "other.so")
-    assert kernel is None
-    assert "avx9000" in why_not
+def test_another_architecture_than_x86_64_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling.platform, "machine", lambda: "aarch64")
+    with pytest.raises(compiling.NoCompiler, match="for x86-64 processors, and this one is aarch64"):
+        compiling.compile_kernel(tmp_path / "k.so")
+
+
+def test_a_processor_is_known_by_what_the_system_says_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "cpuinfo"
+    monkeypatch.setattr(compiling, "Path", lambda _: told)
+    assert compiling.processor() == frozenset()  # not Linux
+    told.write_text("processor : 0\nflags\t\t: fpu avx2 fma\nbugs : none\n")
+    assert compiling.processor() == {compiling.platform.machine(), "fpu", "avx2", "fma"}
+
+
+@needs_vectors
+def test_one_library_holds_every_width_and_shares_nothing_with_other_libraries(kernel: Kernel) -> None:
+    for lanes in compiling.WIDTHS:
+        assert Kernel(kernel.library, lanes).is_this_versions()
+    if not (nm := shutil.which("nm")):
+        pytest.skip("no nm")
+    listed = subprocess.run(
+        [nm, "-D", "--defined-only", kernel.library._name], capture_output=True, text=True, check=True
+    )
+    names = {line.split()[-1] for line in listed.stdout.splitlines()}
+    called = ("sources", "layout", "train", "infer")
+    assert names == {f"fl_sim_{name}_{lanes}" for name in called for lanes in compiling.WIDTHS}
 
 
 def test_a_copy_without_sources_knows_its_kernel_by_their_digest() -> None:
@@ -121,12 +147,12 @@ def test_a_copy_without_a_kernel_takes_that_of_the_same_sources_on_the_import_pa
                 (folder / path.name).write_bytes(path.read_bytes())
         if addition:
             (folder / "optimizer.h").write_text(addition)
-        (folder / "libkernel.so").write_text("a kernel")
-        return folder / "libkernel.so"
+        (folder / compiling.LIBRARY.name).write_text("a kernel")
+        return folder / compiling.LIBRARY.name
 
     installed("bare", "", with_sources=False)
     installed("other", "// another step")
-    own = tmp_path / "copy" / "libkernel.so"
+    own = tmp_path / "copy" / compiling.LIBRARY.name
     monkeypatch.setattr(compiling, "LIBRARY", own)
     monkeypatch.setattr(sys, "path", [str(tmp_path / name) for name in ("nowhere", "bare", "other", "same")])
     assert compiling.find_library() == own  # none fits

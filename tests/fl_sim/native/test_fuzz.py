@@ -77,8 +77,11 @@ def test_a_trainer_that_is_wrong_is_found(kernel: Kernel, fuzz: ModuleType) -> N
     """So that no fault found means something."""
     case = fuzz.case_of(1)
     assert fuzz.fault_of(kernel, case) == ""
-    assert "from float64's" in fuzz.fault_of(_Wrong(kernel.library), case)
-    assert fuzz.fault_of(_Remembering(kernel.library), case) == "a client ends in other bits behind one of NaN"
+    assert "from float64's" in fuzz.fault_of(_Wrong(kernel.library, kernel.lanes), case)
+    assert (
+        fuzz.fault_of(_Remembering(kernel.library, kernel.lanes), case)
+        == "a client ends in other bits behind one of NaN"
+    )
 
 
 def test_a_client_of_nan_moves_no_bit_of_the_next(kernel: Kernel, fuzz: ModuleType) -> None:
