@@ -162,6 +162,25 @@ class OneOf:
         )
 
 
+@dataclass(frozen=True)
+class InOneLine:
+    """Makes a field of text take a table, too: ``to_table`` takes its text apart, ``to_text`` puts a table together.
+
+    So ``data.label=outcome`` speaks of a part of ``data``, which stays one line wherever it is kept.
+    """
+
+    to_table: Callable[[str], Json]
+    to_text: Callable[[Mapping[str, Any]], str]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema of text with the other form in front of it."""
+
+        def joined(value: Any) -> Any:
+            return self.to_text(value) if isinstance(value, Mapping) else value
+
+        return core_schema.no_info_before_validator_function(joined, handler(source))
+
+
 class Settings(BaseModel):
     """A frozen group of settings that refuses unknown keys, NaN, infinity, and whole numbers beyond 64 bits."""
 
@@ -207,6 +226,9 @@ def group_in(settings: type[BaseModel] | None, table: Json, name: str) -> tuple[
         raise UserError(f"{name} is an object: set its parameters where you make it")
     if isinstance(inner, str) and field is not None and one_of is not None:
         inner = one_of.expand(inner, field.annotation)
+    in_one_line = next((extra for extra in field.metadata if isinstance(extra, InOneLine)), None) if field else None
+    if isinstance(inner, str) and in_one_line is not None:
+        return in_one_line.to_table(inner), None
     if not isinstance(inner, dict):
         raise UserError(f"{shortened(name)} is a single value, it has no settings inside")
     if field is None:

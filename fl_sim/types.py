@@ -121,7 +121,9 @@ class Dataset:
     ``mean`` and ``std``: one float per channel, in units of 1 (an input byte b becomes ``(b / 255 - mean) / std``).
     They are published constants of the data set, never computed from what clients hold. ``note`` says what a reader
     must know about the copy at hand (a subset, a generated stand-in), and is shown wherever results are. ``columns``:
-    of a table, in order, if they are known; public as the constants are.
+    of a table, in order, if they are known; public as the constants are. ``classes``: what classes are called, if that
+    is known. ``shown``: what a file was found to hold, (what, how it is read) line by line. ``read_off``: what of all
+    this was read off the records, a sentence for what no epsilon covers.
     """
 
     name: str
@@ -132,6 +134,9 @@ class Dataset:
     std: tuple[float, ...]
     note: str = ""
     columns: tuple[Column, ...] = ()
+    classes: tuple[str, ...] = ()
+    shown: tuple[tuple[str, str], ...] = ()
+    read_off: str = ""
 
     @property
     def input_shape(self) -> tuple[int, ...]:

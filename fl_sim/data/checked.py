@@ -1,5 +1,7 @@
 """From arrays as read to a Dataset: the checks that every source of records passes."""
 
+import os
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,7 +42,8 @@ def own_dataset(
 ) -> Dataset:
     """Return the user's own records as a data set, checked.
 
-    Raises UserError unless both parts are non-empty, of one shape and type, and labelled 0..L-1 with every class there.
+    Raises UserError unless both parts are non-empty, of one shape and type, and labelled 0..L-1 with every class there,
+    of at least two, and in the training part.
     """
     for split, part in (("train", train), ("test", test)):
         if not len(part):
@@ -56,7 +59,20 @@ def own_dataset(
             f"{where}: labels run from {classes[0]} to {classes[-1]} with {num_classes} different values; "
             f"number the classes 0..{num_classes - 1} without gaps"
         )
+    check_classes(train.labels, test.labels, tuple(map(str, range(num_classes))), where)
     return Dataset(name, train, test, num_classes, mean, std)
+
+
+def check_classes(train: NDArray[np.int64], test: NDArray[np.int64], classes: tuple[str, ...], where: str) -> None:
+    """Raise UserError for one class alone, and for a class that test records have and no training record."""
+    if len(classes) < 2:
+        raise UserError(f"{where}: all records are of class {classes[0]}; there is nothing to tell apart")
+    if strangers := sorted({*np.unique(test).tolist()} - {*np.unique(train).tolist()}):
+        names = ", ".join(classes[label] for label in strangers[:5])
+        raise UserError(
+            f"{where}: class {names} occurs in the test part alone, so nobody can learn it; move records of it into "
+            "the training part, or leave it out"
+        )
 
 
 def as_labels(labels: NDArray[np.generic], where: str) -> NDArray[np.int64]:
@@ -64,6 +80,11 @@ def as_labels(labels: NDArray[np.generic], where: str) -> NDArray[np.int64]:
     if labels.dtype.kind not in "iu" or labels.ndim not in {1, 2} or labels.shape[1:] not in {(), (1,)}:
         raise UserError(f"{where}: labels must be integers of shape (records,), got {labels.dtype} {labels.shape}")
     return labels.reshape(-1).astype(np.int64)
+
+
+def most_bytes() -> int:
+    """Return how many bytes one array may take."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _type(part: Examples) -> str:

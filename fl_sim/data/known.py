@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Layout: TypeAlias = Literal["embedded", "idx", "cifar", "mat", "uci", "npz", "folder", "own"]
+Layout: TypeAlias = Literal["embedded", "idx", "cifar", "mat", "uci", "npz", "own"]
 
 DIGITS = "digits"
 
@@ -98,7 +98,7 @@ _TUNED_ON = {
 
 KNOWN: dict[str, KnownSet] = {known.name: known for known in _ALL}
 NAMES: tuple[str, ...] = (DIGITS, *KNOWN)
-"""The names ``load`` takes, beside npz:PATH and folder:PATH."""
+"""The names ``load`` takes, beside those of the user's own files (fl_sim.data.naming)."""
 
 
 def tuned_on(data: str) -> str:

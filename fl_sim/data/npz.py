@@ -1,7 +1,6 @@
 """One npz file with x_train, y_train, x_test, y_test: checked, and memory-mapped where it is not compressed."""
 
 import math
-import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import IO, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import as_labels, known_dataset, own_dataset
+from fl_sim.data.checked import as_labels, known_dataset, most_bytes, own_dataset
 from fl_sim.data.known import KnownSet
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
@@ -97,7 +96,7 @@ def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDAr
             return mapped
         with archive.open(info) as file:
             declared = _declared_bytes(file)
-        if declared == info.file_size <= _most_bytes():
+        if declared == info.file_size <= most_bytes():
             with archive.open(info) as file:
                 array: NDArray[np.generic] = np.lib.format.read_array(file, allow_pickle=False)
                 return array
@@ -121,11 +120,6 @@ def _declared_bytes(file: IO[bytes]) -> int:
     if dtype.hasobject:
         raise ValueError("it holds pickled objects, which are never loaded")
     return file.tell() + int(math.prod(shape)) * dtype.itemsize
-
-
-def _most_bytes() -> int:
-    """Return how many bytes one array may take."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _map(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic] | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_sim.data.known import DIGITS, KNOWN, NAMES, KnownSet, Layout
+from fl_sim.data.naming import OWN, PLACES, OwnKind, OwnName, own_name
 from fl_sim.errors import UserError
 from fl_sim.import_path import IMPORT_PATH
 from fl_sim.mistakes import shortened
@@ -26,7 +27,7 @@ class Source:
     Layout "own": made by a function of the user's own, which is given the root, or None.
     """
 
-    layout: Layout
+    layout: Layout | OwnKind
     path: Path | None
 
 
@@ -48,16 +49,15 @@ def roots(data_root: Path | None) -> tuple[Root, ...]:
 def find(name: str, data_root: Path | None = None) -> Source | None:
     """Return where ``name`` is, or None where it is not on this machine.
 
-    Raises UserError for a name that is none of ``NAMES``, npz:PATH, folder:PATH or package.module:function.
+    Raises UserError for a name that is none of ``NAMES``, no KIND:PLACE of the user's own files and no
+    package.module:function.
     """
     if name == DIGITS:
         return Source("embedded", None)
-    prefix, colon, text = name.partition(":")
-    if colon and text and prefix in {"npz", "folder"}:
-        path = _absolute(Path(text))
-        if prefix == "npz":
-            return Source("npz", path) if os.path.isfile(path) else None  # noqa: PTH113 (no error for a long name)
-        return Source("folder", path) if os.path.isdir(path) else None  # noqa: PTH112
+    if own := own_name(name):
+        path = _absolute(Path(own.place))
+        is_there = os.path.isfile if _is_file(own) else os.path.isdir  # (Path's raise an error for a long name)
+        return Source(own.kind, path) if is_there(path) else None
     known = KNOWN.get(name)
     if known is None and IMPORT_PATH.fullmatch(name):
         return Source("own", data_root)
@@ -82,9 +82,10 @@ def describe_missing(name: str, data_root: Path | None = None) -> str:
     """Say which files of ``name`` are wanted, where they were looked for, and what to do instead."""
     known = KNOWN.get(name)
     if known is None:
-        kind, _, text = name.partition(":")
-        what, place = "file" if kind == "npz" else "folder", shortened(str(_absolute(Path(text))))
-        return f"{shortened(name)}: there is no {what} {place}"
+        own = own_name(name)
+        assert own is not None
+        what = "file" if _is_file(own) else "folder"
+        return f"{shortened(name)}: there is no {what} {shortened(str(_absolute(Path(own.place))))}"
     looked = ", ".join(f"{root.path} ({root.origin}{_lack(root.path, known)})" for root in roots(data_root))
     return (
         f"{name} was not found in {looked}; put {wanted_files(name)}, into one of these directories, or use the "
@@ -103,6 +104,10 @@ def wanted_files(name: str) -> str:
 
 def _absolute(path: Path) -> Path:
     return path.expanduser().absolute()
+
+
+def _is_file(own: OwnName) -> bool:
+    return PLACES.get(own.kind) != "folder"
 
 
 def _find_in(root: Path, known: KnownSet) -> Source | None:
@@ -127,6 +132,6 @@ def _unknown(name: str) -> str:
     close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.6)
     guess = f" (did you mean {close[0]!r}?)" if close else ""
     return (
-        f"unknown data set {shortened(name)!r}{guess}; valid: {', '.join(NAMES)}, npz:PATH, folder:PATH, or your own "
+        f"unknown data set {shortened(name)!r}{guess}; valid: {', '.join(NAMES)}, {OWN}, or your own "
         "as package.module:function"
     )

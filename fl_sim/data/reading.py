@@ -6,17 +6,18 @@ from pathlib import Path
 
 import numpy as np
 
-from fl_sim.data import digits, folder, idx, npz, own, uci
+from fl_sim.data import digits, folder, idx, npz, own, table, uci
 from fl_sim.data.checked import known_dataset
 from fl_sim.data.features import Features, as_features
 from fl_sim.data.known import KNOWN
+from fl_sim.data.naming import OwnName, own_name
 from fl_sim.data.places import Source, look_for
 from fl_sim.data.torchvision_files import download, read_cifar, read_svhn
 from fl_sim.types import Dataset
 
 
 def load(name: str, data_root: Path | None = None, features: Features = "none") -> Dataset:
-    """Return the data set ``name``, one of ``NAMES``, npz:PATH, folder:PATH or package.module:function.
+    """Return the data set ``name``, one of ``NAMES``, KIND:PLACE (fl_sim.data.naming) or package.module:function.
 
     Searched in ``data_root``, $FL_SIM_DATA and the user's cache, in this order; a known set that is in none of them is
     downloaded unless FL_SIM_OFFLINE is set. Read once per process; images stay uint8, memory-mapped where the files
@@ -46,8 +47,8 @@ def read(name: str, source: Source) -> Dataset:
         return own.read(name, path)
     if path is None:
         return digits.read()
-    if name not in KNOWN:
-        return npz.read_own(name, path) if source.layout == "npz" else folder.read(name, path)
+    if own_files := own_name(name):
+        return _read_own_files(name, own_files, path)
     known = KNOWN[name]
     if source.layout == "uci":
         return uci.read(path, known)
@@ -56,6 +57,12 @@ def read(name: str, source: Source) -> Dataset:
     readers = {"idx": idx.read, "cifar": read_cifar, "mat": read_svhn}
     train, test = readers[source.layout](path, known)
     return known_dataset(known, train, test, str(path / next(iter(known.files)).rpartition("/")[0]))
+
+
+def _read_own_files(name: str, own_files: OwnName, path: Path) -> Dataset:
+    if own_files.kind in {"csv", "parquet"}:
+        return table.read(name, own_files, path)
+    return npz.read_own(name, path) if own_files.kind == "npz" else folder.read(name, path)
 
 
 @lru_cache(maxsize=2)

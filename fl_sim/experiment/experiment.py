@@ -9,12 +9,13 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import AfterValidator, BaseModel, Field, PlainSerializer, ValidationError, model_validator
 
 from clients.dafl.settings import DaFl, NoPreprocess
+from fl_sim.data.naming import as_table, from_table
 from fl_sim.errors import UserError
 from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.kinds import Checking, Promising, kind_of
 from fl_sim.mistakes import explain, shortened
 from fl_sim.model_names import known_model
-from fl_sim.settings import OneOf, Settings, chosen_class, group_in, parse
+from fl_sim.settings import InOneLine, OneOf, Settings, chosen_class, group_in, parse
 from fl_sim.settings_file import MOST_LEVELS
 from fl_sim.types import BatchNorm, Optimizer, Precision
 from partitions import AnyScheme, LabelK, Scheme
@@ -258,7 +259,7 @@ class Experiment(Settings):
     each that is left out is ``seed``.
     """
 
-    data: str = "digits"
+    data: Annotated[str, InOneLine(as_table, from_table)] = "digits"
     partition: Partition = LabelK(k=1)
     clients: int = Field(10, ge=1, le=1_000_000)
     model: Annotated[str, AfterValidator(known_model)] = ""

@@ -16,6 +16,7 @@ from clients.dafl.marginals import Marginals
 from clients.dafl.settings import DaFl
 from fl_sim import models
 from fl_sim.data import Features, load
+from fl_sim.data.naming import own_name
 from fl_sim.errors import UserError
 from fl_sim.experiment.evaluate import held_out
 from fl_sim.experiment.experiment import Auto, Experiment, experiment_from
@@ -137,6 +138,12 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
         raise UserError(
             f"local.augment={augment} moves images, but the records of {experiment.data} are feature vectors: leave it "
             "out"
+        )
+    own = own_name(experiment.data)
+    if experiment.is_private and own is not None and own.option("scale") == "records":
+        raise UserError(
+            "data.scale=records takes mean and deviation of the clients' records, which no epsilon would cover, "
+            "and this run promises privacy: leave it out, and give public bounds by data.range.COLUMN=LOW..HIGH"
         )
     if isinstance(experiment.preprocess, DaFl):
         experiment.preprocess.generator_epsilon(dataset.num_classes)

@@ -54,7 +54,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "preprocess": _preprocess(experiment, log),
         "calibrate": {"kind": experiment.calibrate.kind, **(log.calibration.facts() if log.calibration else {})},
         **log.facts,
-        "privacy": _privacy(experiment, log),
+        "privacy": _privacy(job, log),
         "stopped": log.stopped,
         "warnings": log.warnings,
         "chain": log.chain,
@@ -149,8 +149,9 @@ def _preprocess(experiment: Experiment, log: RunLog) -> dict[str, object]:
     return summary(log.pool, experiment)
 
 
-def _privacy(experiment: Experiment, log: RunLog) -> list[dict[str, object]]:
+def _privacy(job: Job, log: RunLog) -> list[dict[str, object]]:
     """Return a statement for each unit that something was paid for."""
+    experiment = job.experiment
     statements = [*log.statements]
     if log.privacy is not None:
         statements.append(log.privacy.statement(experiment.rounds))
@@ -162,6 +163,8 @@ def _privacy(experiment: Experiment, log: RunLog) -> list[dict[str, object]]:
             for one in statements
         ]
         statements.append(statement(log.pool, experiment))
+    if read_off := job.dataset.read_off:
+        return [one | {"does_not_cover": f"{one['does_not_cover']}{read_off}"} for one in statements]
     return statements
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 
+from fl_sim.data.naming import without_settings
 from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import short_form
@@ -23,5 +24,5 @@ def run_name(experiment: Experiment, dataset: Dataset) -> str:
     digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]
     split = "" if experiment.is_central else short_form(experiment.partition)
     features = "" if experiment.features == "none" else experiment.features
-    readable = f"{method(experiment)} {experiment.data} {features} {split} seed {experiment.seed}"
+    readable = f"{method(experiment)} {without_settings(experiment.data)} {features} {split} seed {experiment.seed}"
     return f"{re.sub(r'[^a-z0-9.]+', '-', readable.lower())[:80].strip('-.')}-{digest}"

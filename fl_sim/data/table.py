@@ -1,0 +1,182 @@
+"""Tables of the user's own: every column but label, client and split becomes numbers from public settings alone.
+
+A column of numbers is taken as it is, or by ``data.range.COLUMN=LOW..HIGH`` to 0..1, where what lies outside counts as
+the nearer end. A column of texts takes a feature for each category, at most one of which is 1. Means and deviations of
+the clients' records are taken only where ``data.scale=records`` asks for them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.data.checked import check_classes, most_bytes, own_dataset
+from fl_sim.data.columns import Survey, survey, texts_of
+from fl_sim.data.naming import OwnName
+from fl_sim.data.table_features import Feature, features_of
+from fl_sim.data.table_file import TableFile, open_table, pyarrow
+from fl_sim.data.table_roles import Roles, check_missing, check_split, check_types, classes_of, roles_of, to_see
+from fl_sim.data.table_words import Told, note, read_off, shown
+from fl_sim.data.testing_part import Held, held_by_setting
+from fl_sim.errors import UserError
+from fl_sim.mistakes import guess
+from fl_sim.types import Dataset, Examples
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """All that is known before records are read; ``clients`` are in order."""
+
+    tables: tuple[TableFile, ...]
+    found: Survey
+    roles: Roles
+    features: tuple[Feature, ...]
+    classes: tuple[str, ...]
+    clients: tuple[str, ...]
+    drops: bool
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows that are kept: numbers, labels, clients (0 where there are none), and which are for testing."""
+
+    inputs: NDArray[np.float32]
+    labels: NDArray[np.int64]
+    clients: NDArray[np.int64]
+    is_test: NDArray[np.bool_]
+
+    def part(self, *, test: bool, has_clients: bool) -> Examples:
+        """Return the training records, or the test records."""
+        mask = self.is_test if test else ~self.is_test
+        return Examples(self.inputs[mask], self.labels[mask], self.clients[mask] if has_clients else None)
+
+
+def read(name: str, own: OwnName, path: Path) -> Dataset:
+    """Return the table at ``path``. Raises UserError, with row and column, for what is no classification data."""
+    held = held_by_setting(own)
+    scales = _choice(own, "scale", ("ranges", "records")) == "records"
+    plan = _planned(own, path, held)
+    rows = _rows(plan)
+    has_clients = bool(plan.roles.client)
+    if held.share:
+        rows = replace(rows, is_test=held.drawn(len(rows.labels), rows.clients if has_clients else None))
+    train, test = (rows.part(test=part, has_clients=has_clients) for part in (False, True))
+    where = f"{path}, column {plan.roles.label!r}"
+    if not len(train) or not len(test):
+        raise UserError(f"{path}: no records in the {'test' if len(train) else 'training'} part; take other records")
+    check_classes(train.labels, test.labels, plan.classes, where)
+    mean, std = _constants(rows, plan.features, from_records=scales)
+    dropped = sum(plan.found.rows) - len(rows.labels)
+    told = Told(plan.roles, plan.features, plan.classes, plan.clients, held, scales, dropped)
+    public = all(feature.is_public for feature in plan.features)
+    return replace(
+        own_dataset(name, train, test, mean, std, where),
+        note=note(told),
+        columns=tuple(feature.column() for feature in plan.features) if public else (),
+        classes=plan.classes,
+        shown=shown(told),
+        read_off=read_off(told),
+    )
+
+
+def _planned(own: OwnName, path: Path, held: Held) -> _Plan:
+    delimiter = own.option("delimiter") or "comma"
+    tables = [open_table(path, own.kind, delimiter)]
+    roles = roles_of(own, tables[0])
+    held.check(has_column=bool(roles.split))
+    if held.file is not None:
+        tables.append(open_table(held.file, own.kind, delimiter))
+        if missing := sorted(set(roles.columns) - set(tables[1].names)):
+            raise UserError(f"{held.file} lacks the column {missing[0]!r} that {path} has; both need the same columns")
+    seen = to_see(own, roles, tables[0])
+    check_types(roles, seen, path)
+    found = survey(tables, seen)
+    drops = _choice(own, "missing", ("refuse", "drop")) == "drop"
+    if not drops:
+        check_missing(found)
+    if roles.split:
+        check_split(seen[roles.split], path)
+    features, classes = features_of(own, roles.features, found), classes_of(seen[roles.label], path)
+    clients: tuple[str, ...] = ()
+    if roles.client:
+        if (of := seen[roles.client].texts) is None:
+            raise UserError(f"{path}: column {roles.client!r} holds over {seen[roles.client].most:,} clients")
+        clients = tuple(sorted(of, key=_by_number))
+    return _Plan(tuple(tables), found, roles, features, classes, clients, drops)
+
+
+def _rows(plan: _Plan) -> _Rows:
+    """Read all records. Raises UserError where they would take too much memory, or numbers are too large."""
+    count, width = sum(plan.found.rows), sum(feature.width for feature in plan.features)
+    if 2 * 4 * count * width > most_bytes():  # all of it, and once more when it is parted
+        raise UserError(
+            f"{plan.tables[0].path}: {count:,} records of {width:,} numbers take {4 * count * width:,} bytes twice, "
+            "more than half of this machine's memory; take fewer records, or leave columns out by data.drop"
+        )
+    inputs, kept = np.zeros((count, width), dtype=np.float32), np.ones(count, dtype=bool)
+    codes = {column: np.zeros(count, dtype=np.int64) for column in ("label", "client")}
+    is_test, first = np.zeros(count, dtype=bool), 0
+    for number, table in enumerate(plan.tables):
+        for batch in table.batches(plan.roles.columns):
+            rows = slice(first, first + len(batch[plan.roles.label]))
+            for feature in plan.features:
+                feature.put_into(inputs[rows], batch[feature.name])
+            codes["label"][rows] = _codes(batch[plan.roles.label], plan.classes)
+            if plan.roles.client:
+                codes["client"][rows] = _codes(batch[plan.roles.client], plan.clients)
+            is_test[rows] = _is_test(batch[plan.roles.split]) if plan.roles.split else number == 1
+            if plan.drops:
+                kept[rows] = np.all([np.asarray(cells.is_valid()) for cells in batch.values()], axis=0)
+            first = rows.stop
+    if plan.drops and not kept.all():
+        inputs, is_test = inputs[kept], is_test[kept]
+        codes = {column: values[kept] for column, values in codes.items()}
+    _check_finite(inputs, plan)
+    return _Rows(inputs, codes["label"], codes["client"], is_test)
+
+
+def _choice(own: OwnName, key: str, valid: Sequence[str]) -> str:
+    chosen = own.option(key) or valid[0]
+    if chosen not in valid:
+        raise UserError(f"data.{key} = {chosen!r}{guess(chosen, valid)}; valid: {', '.join(valid)}")
+    return chosen
+
+
+def _by_number(text: str) -> tuple[float, str]:
+    return (float(text), text) if text.isascii() and text.isdigit() else (float("inf"), text)
+
+
+def _codes(cells: Any, values: Sequence[str]) -> NDArray[np.int64]:
+    """Return the place of each cell among ``values``, 0 where it is empty (such a record is left out)."""
+    found = pyarrow().compute.index_in(texts_of(cells), value_set=pyarrow().array(values, pyarrow().string()))
+    return np.asarray(found.fill_null(0)).astype(np.int64)
+
+
+def _is_test(cells: Any) -> NDArray[np.bool_]:
+    lower = pyarrow().compute.utf8_lower(texts_of(cells))
+    return np.asarray(pyarrow().compute.equal(lower, "test").fill_null(fill_value=False))
+
+
+def _check_finite(inputs: NDArray[np.float32], plan: _Plan) -> None:
+    for feature in plan.features:
+        if feature.width == 1 and not np.isfinite(inputs[:, feature.first]).all():
+            raise UserError(
+                f"{plan.tables[0].path}: column {feature.name!r} holds numbers beyond 3.4e38, the largest of 32 bits; "
+                f"scale it by data.range.{feature.name}=LOW..HIGH"
+            )
+
+
+def _constants(
+    rows: _Rows, features: Sequence[Feature], *, from_records: bool
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    train = rows.inputs[~rows.is_test]
+    width = train.shape[1]
+    mean, std = np.zeros(width), np.ones(width)
+    for feature in features if from_records else ():
+        if not feature.categories and feature.bounds is None:
+            column = train[:, feature.first].astype(np.float64)
+            mean[feature.first], std[feature.first] = column.mean(), column.std() or 1.0
+    return tuple(mean.tolist()), tuple(std.tolist())

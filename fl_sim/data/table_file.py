@@ -1,0 +1,147 @@
+"""A table in a csv or parquet file, read in batches with pyarrow, as often as wanted: it need not fit into memory."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+from fl_sim.errors import UserError
+from fl_sim.import_path import in_one_line
+from fl_sim.mistakes import guess, shortened
+
+Declared: TypeAlias = Literal["", "number", "text", "time", "other"]
+"""What a file says of a column's type: a csv file nothing."""
+
+DELIMITERS: Final[Mapping[str, str]] = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|"}
+
+MISSING: Final = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "?")
+"""What a cell without a value is written as; spaces around a text do not count."""
+
+_ROWS: Final = 2**16  # of a batch
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """A file of rows. ``names``: its columns, in order; ``declared``: what the file says of their types."""
+
+    path: Path
+    kind: str
+    delimiter: str
+    names: tuple[str, ...]
+    declared: tuple[Declared, ...]
+
+    def batches(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield {column: its next cells} as pyarrow's arrays: texts without spaces around them, None where missing.
+
+        Raises UserError where the file is damaged.
+        """
+        try:
+            for batch in self._raw(columns):
+                yield {name: _cleaned(batch.column(name)) for name in columns}
+        except UserError:
+            raise
+        except Exception as error:
+            raise _unreadable(self.path, error) from error
+
+    def _raw(self, columns: Sequence[str]) -> Iterator[Any]:
+        arrow = pyarrow()
+        if self.kind == "parquet":
+            with arrow.parquet.ParquetFile(self.path) as file:
+                yield from file.iter_batches(batch_size=_ROWS, columns=[*columns])
+            return
+        text = dict.fromkeys(self.names, arrow.string())
+        convert = arrow.csv.ConvertOptions(column_types=text, include_columns=[*columns])
+        with _open_csv(self.path, self.delimiter, convert) as reader:
+            yield from reader
+
+
+def open_table(path: Path, kind: str, delimiter: str = "comma") -> TableFile:
+    """Return the table in ``path``. Raises UserError for one that cannot be read, or has two columns of one name."""
+    arrow = pyarrow()
+    if delimiter not in DELIMITERS:
+        valid = ", ".join(DELIMITERS)
+        raise UserError(f"data.delimiter = {delimiter!r}: valid are {valid}{guess(delimiter, DELIMITERS)}")
+    try:
+        if kind == "parquet":
+            schema = arrow.parquet.read_schema(path)
+        else:
+            with _open_csv(path, DELIMITERS[delimiter], None) as reader:
+                schema = reader.schema
+    except Exception as error:
+        raise _unreadable(path, error) from error
+    names = tuple(name.strip() for name in schema.names)
+    _check_names(path, names)
+    if names != tuple(schema.names):
+        raise UserError(f"{path}: the names of its columns have spaces around them: {_list(schema.names)}; remove them")
+    declared = tuple(_declared(part) if kind == "parquet" else "" for part in schema.types)
+    return TableFile(path, kind, DELIMITERS[delimiter], names, declared)
+
+
+def pyarrow() -> Any:
+    """Return pyarrow, with all of it that is used here. Raises UserError where it is not installed."""
+    try:
+        import pyarrow as pa  # noqa: PLC0415 (an extra, and slow to import)
+        import pyarrow.compute  # noqa: PLC0415
+        import pyarrow.csv  # noqa: PLC0415
+        import pyarrow.parquet  # noqa: PLC0415
+    except ImportError as error:
+        raise UserError(
+            f"tables are read by pyarrow, which is not installed ({in_one_line(error)}): pip install 'fl-sim[data]', "
+            "or pip install pyarrow"
+        ) from error
+    return pa
+
+
+def _open_csv(path: Path, delimiter: str, convert: Any) -> Any:
+    arrow = pyarrow()
+    return arrow.csv.open_csv(
+        path,
+        read_options=arrow.csv.ReadOptions(use_threads=False),  # so that a mistake is told with its row
+        parse_options=arrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+        convert_options=convert,
+    )
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    if "Empty CSV" in str(error):
+        return UserError(f"{path} is empty; wanted is a first line with the names of the columns, and a line a record")
+    return UserError(f"{path} cannot be read as a table ({in_one_line(error)}); mend the file, or write it again")
+
+
+def _check_names(path: Path, names: tuple[str, ...]) -> None:
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise UserError(f"{path} has {names.count(twice[0])} columns called {twice[0]!r}; rename all but one of them")
+    if len(names) == 1 and (found := [word for word, sign in DELIMITERS.items() if sign in names[0]]):
+        raise UserError(
+            f"{path} has one column alone, {shortened(names[0])!r}: its cells stand between other signs; set "
+            f"data.delimiter={found[0]}"
+        )
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:20]))
+
+
+def _declared(part: Any) -> Declared:
+    kinds = pyarrow().types
+    if kinds.is_dictionary(part):
+        return _declared(part.value_type)
+    if kinds.is_integer(part) or kinds.is_floating(part) or kinds.is_decimal(part) or kinds.is_boolean(part):
+        return "number"
+    if kinds.is_string(part) or kinds.is_large_string(part):
+        return "text"
+    return "time" if kinds.is_temporal(part) else "other"
+
+
+def _cleaned(cells: Any) -> Any:
+    arrow = pyarrow()
+    kinds, compute = arrow.types, arrow.compute
+    if kinds.is_dictionary(cells.type):
+        cells = cells.dictionary_decode()
+    if kinds.is_string(cells.type) or kinds.is_large_string(cells.type):
+        cells = compute.utf8_trim_whitespace(cells.cast(arrow.string()))
+        missing = compute.is_in(cells, value_set=arrow.array(MISSING))
+        return compute.if_else(missing, None, cells)
+    if kinds.is_floating(cells.type):
+        return compute.if_else(compute.is_nan(cells), None, cells)
+    return cells

@@ -1,0 +1,84 @@
+"""What a table was found to hold, in words: a note beside results, and a line for each column."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from fl_sim.data.table_features import Feature
+from fl_sim.data.table_roles import Roles
+from fl_sim.data.testing_part import Held
+
+_FEW: Final = 6  # names that a note lists
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is to be told. ``scales``: numbers are scaled by the records; ``dropped``: rows with an empty cell."""
+
+    roles: Roles
+    features: tuple[Feature, ...]
+    classes: tuple[str, ...]
+    clients: tuple[str, ...]
+    held: Held
+    scales: bool
+    dropped: int
+
+    @property
+    def as_they_are(self) -> list[str]:
+        """Return the columns of numbers that have no range."""
+        return [feature.name for feature in self.features if not feature.categories and feature.bounds is None]
+
+    @property
+    def test_part(self) -> str:
+        """Say which records are for testing."""
+        return self.held.told(self.roles.split, by_client=bool(self.clients))
+
+
+def note(told: Told) -> str:
+    """Return what stands beside results: one line, however many columns there are."""
+    ranged = [feature.name for feature in told.features if feature.bounds is not None]
+    categories = [f"{feature.name} ({feature.width})" for feature in told.features if feature.categories]
+    unscaled = f"scaled by the training records' mean and deviation: {_some(told.as_they_are)}"
+    parts = [
+        f"label {told.roles.label}: {_some(told.classes)}",
+        f"{len(told.clients):,} clients by {told.roles.client}" if told.clients else "",
+        f"numbers scaled by their range: {_some(ranged)}" if ranged else "",
+        (unscaled if told.scales else f"numbers as they are, not scaled: {_some(told.as_they_are)}")
+        if told.as_they_are
+        else "",
+        f"categories: {_some(categories)}" if categories else "",
+        told.test_part,
+        f"{told.dropped:,} records with an empty cell are left out" if told.dropped else "",
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def shown(told: Told) -> tuple[tuple[str, str], ...]:
+    """Return (column, how it is read) for each, in the order of the file's features."""
+    scaled = ", scaled by the mean and deviation of the training records" if told.scales else ""
+    lines = [(told.roles.label, f"label: {', '.join(told.classes)}")]
+    if told.clients:
+        lines.append((told.roles.client, f"client: {len(told.clients):,} of them"))
+    if told.roles.split:
+        lines.append((told.roles.split, "says train or test"))
+    for feature in told.features:
+        is_scaled = scaled if feature.name in told.as_they_are else ""
+        lines.append((feature.name, f"{feature.told()}{is_scaled}"))
+    return tuple(lines)
+
+
+def read_off(told: Told) -> str:
+    """Return what of all this was read off the records: a sentence for what no epsilon covers, with a space before."""
+    inferred = [feature.name for feature in told.features if feature.categories and not feature.is_given]
+    if not inferred:
+        return ""
+    return (
+        f" The categories of {_some(inferred)}, which were read off the records: where they are no public knowledge, "
+        f"list the public ones by data.category.{inferred[0]}=A+B."
+    )
+
+
+def _some(names: Iterable[str]) -> str:
+    found = [*names]
+    more = f" and {len(found) - _FEW} more" if len(found) > _FEW + 1 else ""
+    return ", ".join(found if not more else found[:_FEW]) + more

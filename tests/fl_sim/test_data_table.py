@@ -1,0 +1,232 @@
+"""Tables in csv and parquet files: what becomes of columns, and what is refused, by row and column."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from fl_sim.data import load, table
+from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.job import job_of
+from fl_sim.simulation.run import run
+
+ROWS = """age,sex,ward,outcome,part
+30,f,north,ill,train
+40,m,north,well,train
+50,f,south,ill,test
+60,f,south,well,train
+70,m,south,ill,train
+80,m,north,well,test
+"""
+SETTINGS = "label=outcome:client=ward:split=part"
+
+
+def written(folder: Path, text: str = ROWS, name: str = "a.csv") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def as_parquet(folder: Path, **columns: object) -> str:
+    path = folder / "a.parquet"
+    pyarrow.parquet.write_table(pa.table(columns), path)
+    return f"parquet:{path}"
+
+
+def test_numbers_categories_label_client_and_test_part(tmp_path):
+    found = load(f"csv:{written(tmp_path)}:{SETTINGS}")
+    assert found.train.inputs.tolist() == [[30, 1, 0], [40, 0, 1], [60, 1, 0], [70, 0, 1]]
+    assert found.train.inputs.dtype == np.float32
+    assert found.classes == ("ill", "well")
+    assert found.train.labels.tolist() == [0, 1, 1, 0]
+    assert found.train.groups.tolist() == [0, 0, 1, 1]
+    assert (found.test.inputs[:, 0].tolist(), found.test.labels.tolist(), found.test.groups.tolist()) == (
+        [50, 80], [0, 1], [1, 0],
+    )  # fmt: skip
+    assert dict(found.shown) == {
+        "outcome": "label: ill, well", "ward": "client: 2 of them", "part": "says train or test",
+        "age": "number, as it is", "sex": "category: f, m",
+    }  # fmt: skip
+    assert found.mean == (0.0,) * 3
+    assert "numbers as they are, not scaled: age" in found.note
+    assert "categories of sex, which were read off the records" in found.read_off
+
+
+def test_public_ranges_and_categories_leave_nothing_to_read_off(tmp_path):
+    name = f"csv:{written(tmp_path)}:{SETTINGS}:range.age=40..80:category.sex=m+x"
+    found = load(name)
+    assert found.train.inputs.tolist() == [[0, 0, 0], [0, 1, 0], [0.5, 0, 0], [0.75, 1, 0]]
+    assert found.read_off == ""
+    assert [(column.name, column.width, column.cells) for column in found.columns] == [("age", 1, 20), ("sex", 2, 3)]
+
+
+def test_parquet_gives_the_records_that_csv_gives(tmp_path):
+    lines = [line.split(",") for line in ROWS.split()]
+    columns = dict(zip(lines[0], zip(*lines[1:], strict=True), strict=True))
+    columns["age"] = [int(age) for age in columns["age"]]
+    columns["sex"] = pa.array(columns["sex"]).dictionary_encode()
+    found, same = load(f"{as_parquet(tmp_path, **columns)}:{SETTINGS}"), load(f"csv:{written(tmp_path)}:{SETTINGS}")
+    for part, other in ((found.train, same.train), (found.test, same.test)):
+        np.testing.assert_array_equal(part.inputs, other.inputs)
+        np.testing.assert_array_equal(part.labels, other.labels)
+        np.testing.assert_array_equal(part.groups, other.groups)
+    assert found.shown == same.shown
+
+
+def test_batches_are_put_together_whatever_their_size(tmp_path, monkeypatch):
+    rows = [f"{i},{'abc'[i % 3]},{i % 2}" for i in range(1000)]
+    path = tmp_path / "a.parquet"
+    columns = list(zip(*(row.split(",") for row in rows), strict=True))
+    pyarrow.parquet.write_table(pa.table({"x": list(map(int, columns[0])), "c": columns[1], "label": columns[2]}), path)
+    whole = load(f"parquet:{path}:test=0.2")
+    monkeypatch.setattr("fl_sim.data.table_file._ROWS", 7)
+    parts = load(f"parquet:{path}:test=0.2:test_seed=0")
+    np.testing.assert_array_equal(whole.train.inputs, parts.train.inputs)
+    np.testing.assert_array_equal(whole.test.labels, parts.test.labels)
+
+
+def test_a_share_for_testing_is_of_every_client_and_by_a_seed(tmp_path):
+    rows = "\n".join(f"{i},{i % 2},{'abcd'[min(i // 10, 3)]}" for i in range(31))
+    path = written(tmp_path, f"x,label,client\n{rows}\n")
+    found = load(f"csv:{path}:test=0.3")
+    assert np.bincount(found.test.groups, minlength=4).tolist() == [3, 3, 3, 0]  # d has one record, and trains on it
+    assert np.bincount(found.train.groups).tolist() == [7, 7, 7, 1]
+    again, other = load(f"csv:{path}:test=0.3:test_seed=0"), load(f"csv:{path}:test=0.3:test_seed=1")
+    assert again.test.inputs.tolist() == found.test.inputs.tolist() != other.test.inputs.tolist()
+    assert "drawn by test_seed 1" in other.note
+
+
+def test_the_test_part_may_be_a_file(tmp_path):
+    head, *rows = ROWS.split()
+    train, test = ("\n".join([head, *some]) + "\n" for some in (rows[:4], rows[4:]))
+    second = written(tmp_path, test, "b.csv")
+    found = load(f"csv:{written(tmp_path, train)}:label=outcome:client=ward:drop=part:test_file={second}")
+    assert (len(found.train), found.test.inputs[:, 0].tolist(), found.test.groups.tolist()) == (4, [70, 80], [1, 0])
+
+
+def test_scaling_by_the_records_is_asked_for_and_said_and_refused_where_privacy_is_promised(tmp_path):
+    name = f"csv:{written(tmp_path)}:{SETTINGS}:scale=records"
+    found = load(name)
+    assert found.mean == (50.0, 0.0, 0.0)
+    np.testing.assert_allclose(found.std, (np.std([30, 40, 60, 70]), 1, 1))
+    assert "scaled by the training records' mean and deviation: age" in found.note
+    settings = {"data": name, "partition": "natural", "clients": 2}
+    assert job_of(experiment_from(settings)).dataset.mean[0] == 50.0
+    with pytest.raises(UserError, match=r"data\.scale=records takes mean and deviation.*this run promises privacy"):
+        job_of(experiment_from({**settings, "aggregator": "global-dp", "sampler": "poisson:0.5"}))
+
+
+def test_records_with_an_empty_cell_are_left_out_when_asked_and_counted(tmp_path):
+    text = ROWS.replace("40,m", " NA ,m").replace("30,f", "30,?")
+    found = load(f"csv:{written(tmp_path, text)}:{SETTINGS}:missing=drop")
+    assert found.train.inputs[:, 0].tolist() == [60, 70]
+    assert "2 records with an empty cell are left out" in found.note
+
+
+def test_other_signs_between_cells_can_be_named(tmp_path):
+    name = f"csv:{written(tmp_path, ROWS.replace(',', ';'))}:{SETTINGS}"
+    with pytest.raises(UserError, match=r"has one column alone.*set data\.delimiter=semicolon"):
+        load(name)
+    assert len(load(f"{name}:delimiter=semicolon").train) == 4
+
+
+def test_what_was_read_off_the_records_is_said_beside_every_epsilon(tmp_path):
+    settings = {"data": f"csv:{written(tmp_path)}:{SETTINGS}", "partition": "natural", "clients": 2, "rounds": 1,
+                "model": "logistic", "aggregator": "global-dp", "sampler": "poisson:0.5"}  # fmt: skip
+    (promise,) = run(experiment_from(settings), tmp_path / "run")["privacy"]
+    assert "The categories of sex, which were read off the records" in promise["does_not_cover"]
+
+
+SAME = "label=outcome:client=ward:split=part"
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "message"),
+    [
+        ("", SAME, "a.csv is empty; wanted is a first line"),
+        ("age,sex,ward,outcome,part\n", SAME, "a.csv has no rows below the names"),
+        (ROWS.replace("age,sex", "sex,sex"), SAME, "has 2 columns called 'sex'; rename all but one"),
+        (ROWS, "label=outcom:split=part", r"no column 'outcom' \(did you mean 'outcome'\?\); its columns are age, sex"),
+        (ROWS, "split=part", "has no column called label: say which one is, data.label=COLUMN; its columns are age"),
+        (ROWS, "label=outcome", r"nothing says which records are for testing; set data\.test=0\.2"),
+        (ROWS, f"{SAME}:test=0.2", "the test part is said 2 times; take one of"),
+        (ROWS, "label=outcome:test=20", r"data\.test = '20': it is a share of the records, above 0 and below 1"),
+        (ROWS, "label=outcome:test=0.2:test_seed=x", r"data\.test_seed = 'x': it is a whole number"),
+        (ROWS, "label=outcome:split=part:test_seed=1", r"data\.test_seed draws a share .*: set data\.test, too"),
+        (ROWS, f"{SAME}:drop=outcome", r"data\.drop leaves out 'outcome', which is data\.label"),
+        (ROWS, f"{SAME}:drop=age+sex", "no column beside outcome, ward, part to learn from"),
+        (ROWS, f"{SAME}:client=outcome", "client is set twice"),
+        (ROWS, "label=outcome:client=outcome:split=part", r"data\.label and data\.client are both 'outcome'"),
+        (ROWS, f"{SAME}:range.sex=0..1", r"data\.range\.sex is for numbers, and the column 'sex' holds texts"),
+        (ROWS, f"{SAME}:range.age=9..1", r"data\.range\.age = '9\.\.1': it is LOW\.\.HIGH"),
+        (ROWS, f"{SAME}:range.ward=0..1", "the column 'ward' is no feature"),
+        (ROWS, f"{SAME}:scale=mean", r"data\.scale = 'mean'; valid: ranges, records"),
+        (ROWS.replace("50,", ","), SAME, "a.csv: row 3, column 'age' is empty: fill it in, leave the column out by"),
+        (ROWS.replace("ill,test", ",test"), SAME, "row 3, column 'outcome' is empty"),
+        (ROWS.replace("50,", "old,"), SAME, "row 3, column 'age': 'old' is no number, and row 1 holds 30: mend"),
+        (ROWS.replace("50,", "inf,"), SAME, "row 3, column 'age': the number is not finite"),
+        (ROWS.replace("50,", "1e300,"), SAME, r"column 'age' holds numbers beyond 3\.4e38"),
+        (ROWS.replace("50,f,", "50,"), SAME, r"cannot be read as a table .*Expected 5 columns, got 4.*; mend the file"),
+        (ROWS.replace("well", "ill"), SAME, "column 'outcome': all records are of class ill; there is nothing to tell"),
+        (ROWS.replace("ill,test", "dead,test"), SAME, "class dead occurs in the test part alone"),
+        (ROWS.replace("well,test", "well,val"), SAME, r"column 'part' says val beside train and test.*evaluate\.valid"),
+        (ROWS.replace(",test", ",train"), SAME, "no records in the test part"),
+        (ROWS.replace(",ill,", ",0.5,").replace(",well,", ",1.5,"), SAME, r"numbers such as 0\.5: regression is not"),
+        (ROWS, "label=outcome+sex:split=part", r"several labels a record \(multi-label\) are not supported"),
+        (ROWS.replace("30,", "2020-01-30,").replace("sex", "x"), SAME, "column 'age': '2020-01-30' is no num"),
+    ],
+)  # fmt: skip
+def test_what_is_no_classification_data_is_refused_in_one_line(tmp_path, text, settings, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load(f"csv:{written(tmp_path, text)}:{settings}")
+    assert "\n" not in str(caught.value)
+
+
+def test_dates_names_and_lists_are_refused_with_the_way_out(tmp_path):
+    labels = ["a", "b"] * 150
+    names = written(tmp_path, "name,label\n" + "".join(f"n{i},{label}\n" for i, label in enumerate(labels)))
+    with pytest.raises(UserError, match=r"'name' holds more than 200 different texts: leave it out by data\.drop=name"):
+        load(f"csv:{names}:test=0.1")
+    dates = written(tmp_path, "day,label\n" + "".join(f"2020-01-{i % 9 + 1:02},{x}\n" for i, x in enumerate(labels)))
+    with pytest.raises(UserError, match=r"'day' holds dates, such as 2020-01-01: leave it out by data\.drop=day"):
+        load(f"csv:{dates}:test=0.1")
+    days = pa.array([0] * 300, pa.date32())
+    with pytest.raises(UserError, match="'day' holds dates or times: leave it out"):
+        load(f"{as_parquet(tmp_path, day=days, label=labels)}:test=0.1")
+    with pytest.raises(UserError, match="'x' holds lists or other cells"):
+        load(f"{as_parquet(tmp_path, x=[[1]] * 300, label=labels)}:test=0.1")
+    with pytest.raises(UserError, match=r"'label' holds lists, wanted are .*; several labels a record \(multi-label\) are not"):
+        load(f"{as_parquet(tmp_path, x=[1] * 300, label=[['a']] * 300)}:test=0.1")
+    with pytest.raises(UserError, match=r"more than 1,000 different entries: .*regression"):
+        load(f"{as_parquet(tmp_path, x=[1] * 1500, label=list(range(1500)))}:test=0.1")
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"no parquet at all" * 9])
+def test_a_damaged_parquet_file_is_refused(tmp_path, content):
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.parquet cannot be read as a table"):
+        load(f"parquet:{tmp_path}/a.parquet:test=0.1")
+
+
+def test_texts_that_are_no_utf8_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_bytes(ROWS.replace("north", "n\u00f6rd").encode("latin-1"))
+    with pytest.raises(UserError, match="invalid UTF8"):
+        load(f"csv:{tmp_path}/a.csv:{SAME}")
+
+
+def test_a_table_that_would_fill_the_memory_is_refused_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "most_bytes", lambda: 100)
+    with pytest.raises(
+        UserError, match=r"6 records of 3 numbers take 72 bytes twice, more than half of this machine's"
+    ):
+        load(f"csv:{written(tmp_path)}:{SAME}")
+
+
+def test_a_missing_file_and_a_missing_pyarrow_are_told(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"there is no file .*nowhere\.csv"):
+        load(f"csv:{tmp_path}/nowhere.csv")
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"pyarrow, which is not installed .*: pip install 'fl-sim\[data\]'"):
+        load(f"csv:{written(tmp_path)}:{SAME}")
