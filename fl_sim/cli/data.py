@@ -23,7 +23,8 @@ def show_found(data_root: Path | None, *, json_output: bool) -> None:
         typer.echo(f"{name:14} {_where(source) if source else f'missing; wanted: {wanted_files(name)}'}")
     typer.echo("searched: " + ", ".join(f"{root.path} ({root.origin})" for root in roots(data_root)))
     typer.echo(
-        "your own: npz:PATH (x_train, y_train, x_test, y_test) and folder:PATH (train/CLASS/*.png, test/CLASS/*.png)"
+        "your own: csv:PATH, parquet:PATH (a table with a column for the label), npz:PATH (x_train, y_train, x_test, "
+        "y_test), folder:PATH (train/CLASS/*.png, test/CLASS/*.png)"
     )
 
 

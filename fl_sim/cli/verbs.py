@@ -309,7 +309,8 @@ def partition(
     data: Annotated[
         str,
         typer.Option(
-            help="digits, mnist, fashion-mnist, cifar10, cifar100, svhn, npz:PATH, folder:PATH, or MODULE:FUNCTION."
+            help="digits, mnist, fashion-mnist, cifar10, cifar100, svhn, your own as csv:PATH, npz:PATH, ... ('fl-sim data "
+            "list' tells), or MODULE:FUNCTION."
         ),
     ] = "digits",
     scheme: Annotated[

@@ -32,7 +32,7 @@ OPTIONS: Final[Mapping[OwnKind, tuple[str, ...]]] = {
 PLACES: Final[Mapping[OwnKind, str]] = {"folder": "folder"}
 """{kind: what its place is}, where that is not a file"""
 
-OWN: Final = ", ".join(f"{kind}:{PLACES.get(kind, 'file').upper()}" for kind in OPTIONS)
+OWN: Final = ", ".join(f"{kind}:PATH" for kind in OPTIONS)
 """The forms of such names, for messages."""
 
 _LISTS: Final = frozenset({"drop", "text"})

@@ -197,7 +197,9 @@ def test_dates_names_and_lists_are_refused_with_the_way_out(tmp_path):
         load(f"{as_parquet(tmp_path, day=days, label=labels)}:test=0.1")
     with pytest.raises(UserError, match="'x' holds lists or other cells"):
         load(f"{as_parquet(tmp_path, x=[[1]] * 300, label=labels)}:test=0.1")
-    with pytest.raises(UserError, match=r"'label' holds lists, wanted are .*; several labels a record \(multi-label\) are not"):
+    with pytest.raises(
+        UserError, match=r"'label' holds lists, wanted are .*; several labels a record \(multi-label\) are not"
+    ):
         load(f"{as_parquet(tmp_path, x=[1] * 300, label=[['a']] * 300)}:test=0.1")
     with pytest.raises(UserError, match=r"more than 1,000 different entries: .*regression"):
         load(f"{as_parquet(tmp_path, x=[1] * 1500, label=list(range(1500)))}:test=0.1")
