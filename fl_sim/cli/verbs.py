@@ -309,8 +309,8 @@ def partition(
     data: Annotated[
         str,
         typer.Option(
-            help="digits, mnist, fashion-mnist, cifar10, cifar100, svhn, your own as csv:PATH, npz:PATH, ... ('fl-sim data "
-            "list' tells), or MODULE:FUNCTION."
+            help="digits, mnist, fashion-mnist, cifar10, cifar100, svhn, your own as csv:PATH, npz:PATH and so on "
+            "('fl-sim data list' tells all), or MODULE:FUNCTION."
         ),
     ] = "digits",
     scheme: Annotated[

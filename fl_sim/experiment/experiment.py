@@ -239,8 +239,9 @@ class Experiment(Settings):
     """Everything that determines a run's numbers, and the engine, which does not.
 
     ``data``: a data set by name ('fl-sim data list' shows them), a file of your own as ``csv:PATH``, ``npz:PATH`` and
-    so on (docs/data.md), or the import path of a function of your own. ``partition``: how training records are dealt to clients. ``clients``: how many clients.
-    ``model``: what is trained, by name, or the import path of a function that makes it; left out: what suits the data.
+    so on (docs/data.md), or the import path of a function of your own. ``partition``: how training records are dealt to
+    clients. ``clients``: how many clients. ``model``: what is trained, by name, or the import path of a function that
+    makes it; left out: what suits the data.
     ``algorithm``: what clients minimise, what they send, and what the server makes of it. ``aggregator``: how the
     server turns a round's updates into one: their mean, a robust mean, or a mean with noise for privacy. ``sampler``:
     which clients take part in a round. ``preprocess``: what clients do before the first round. ``attack``: what hostile
