@@ -29,8 +29,8 @@ class Natural:
         """Raise ImpossibleSplit: labels do not say where a record comes from."""
         del labels, num_partitions, rng
         raise ImpossibleSplit(
-            "this data set does not say where its records come from; add an array groups with a number for each "
-            "training record to its npz file (in Python: Examples.groups), or take another split"
+            "this data set does not say where its records come from; name the column of a table, data.client=COLUMN, "
+            "add an array client_train to an npz file (in Python: Examples.groups), or take another split"
         )
 
     def split_groups(

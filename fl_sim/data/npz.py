@@ -3,6 +3,7 @@
 import math
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Final
 
@@ -17,9 +18,10 @@ from fl_sim.mistakes import guess, shortened
 from fl_sim.types import Dataset, Examples
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
-_OPTIONAL = ("groups", "mean", "std", "jpeg_train", "jpeg_test")
+_CLIENTS = ("client_train", "groups")  # two names for the same
+_OPTIONAL = (*_CLIENTS, "client_test", "mean", "std", "jpeg_train", "jpeg_test")
 _WORDS: Final = {
-    **dict.fromkeys(("client_train", "clients", "client", "users", "user", "writer", "writers"), "groups"),
+    **dict.fromkeys(("clients", "client", "users", "user", "writer", "writers"), "client_train"),
     **dict.fromkeys(("x_val", "y_val", "x_valid", "y_valid"), "evaluate.validation=0.1, a setting of the run"),
     **dict.fromkeys(("x", "data", "images", "features"), "x_train and x_test"),
     **dict.fromkeys(("y", "labels", "targets"), "y_train and y_test"),
@@ -31,7 +33,7 @@ _LOCAL_HEADER_SIZE = 30
 def read_known(path: Path, known: KnownSet) -> Dataset:
     """Return the known data set that ``path`` holds a copy of."""
     arrays = _read(path)
-    train, test = _examples(path, arrays, "train"), _examples(path, arrays, "test")
+    train, test = _with_clients(path, arrays, _examples(path, arrays, "train"), _examples(path, arrays, "test"))
     return known_dataset(known, train, test, str(path), _remarks(arrays, len(train) + len(test)))
 
 
@@ -40,12 +42,13 @@ def read_own(name: str, path: Path) -> Dataset:
 
     Images are normalised by the file's arrays ``mean`` and ``std`` (in units of 1, one number or one a channel), or by
     0.5 and 0.5; features by ``mean`` and ``std`` or not at all. They are never computed from the training records: that
-    would be a statistic of the clients' private data. ``groups``, if there: a whole number for each training record,
-    its writer, hospital or device, which partition=natural keeps together. Raises UserError for any other array: a
-    misspelt one would be left out without a word.
+    would be a statistic of the clients' private data. ``client_train`` (or ``groups``), if there: a whole number or a
+    text for each training record, its writer, hospital or device, which partition=natural keeps together;
+    ``client_test`` says the same of test records, on which clients' accuracies are then measured. Raises UserError for
+    any other array: a misspelt one would be left out without a word.
     """
     arrays = _read(path, only_known=True)
-    train, test = _examples(path, arrays, "train"), _examples(path, arrays, "test")
+    train, test = _with_clients(path, arrays, _examples(path, arrays, "train"), _examples(path, arrays, "test"))
     is_image = train.inputs.ndim == 4
     channels = train.inputs.shape[1]
     mean = _constants(path, arrays, "mean", channels, 0.5 if is_image else 0.0)
@@ -145,20 +148,48 @@ def _map(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic] | None:
 
 def _examples(path: Path, arrays: Mapping[str, NDArray[np.generic]], split: str) -> Examples:
     x, y = f"x_{split}", f"y_{split}"
-    groups = arrays.get("groups") if split == "train" else None
-    labels = as_labels(arrays[y], f"{path}: {y}")
-    return Examples(
-        _inputs(f"{path}: {x}", arrays[x]), labels, None if groups is None else _groups(path, groups, len(labels))
-    )
+    return Examples(_inputs(f"{path}: {x}", arrays[x]), as_labels(arrays[y], f"{path}: {y}"))
 
 
-def _groups(path: Path, groups: NDArray[np.generic], num_records: int) -> NDArray[np.int64]:
-    if groups.dtype.kind not in "iu" or groups.shape != (num_records,):
+def _with_clients(
+    path: Path, arrays: Mapping[str, NDArray[np.generic]], train: Examples, test: Examples
+) -> tuple[Examples, Examples]:
+    """Return both parts with where each record comes from, where the file says that."""
+    given = [name for name in _CLIENTS if name in arrays]
+    if len(given) > 1:
+        raise UserError(f"{path} holds {' and '.join(given)}, two names for the same; leave one of them out")
+    if not given and "client_test" in arrays:
+        raise UserError(f"{path} holds client_test and no client_train, whose records are then tested; add it")
+    if not given:
+        return train, test
+    of_train = _clients(path, given[0], arrays[given[0]], len(train))
+    if "client_test" not in arrays:
+        return replace(train, groups=_numbers(of_train)), test
+    of_test = _clients(path, "client_test", arrays["client_test"], len(test))
+    if of_train.dtype.kind != of_test.dtype.kind:
         raise UserError(
-            f"{path}: groups is {groups.dtype} of shape {groups.shape}; wanted is a whole number for each of "
-            f"{num_records} training records"
+            f"{path}: {given[0]} is {of_train.dtype} and client_test {of_test.dtype}; both must be whole numbers, or "
+            "both texts"
         )
-    return groups.astype(np.int64)
+    numbers = _numbers(np.concatenate([of_train, of_test]))
+    return replace(train, groups=numbers[: len(train)]), replace(test, groups=numbers[len(train) :])
+
+
+def _clients(path: Path, name: str, clients: NDArray[np.generic], num_records: int) -> NDArray[np.generic]:
+    if clients.dtype.kind not in "iuU" or clients.shape != (num_records,):
+        raise UserError(
+            f"{path}: {name} is {clients.dtype} of shape {clients.shape}; wanted is a whole number or a text for each "
+            f"of {num_records} records"
+        )
+    return clients if clients.dtype.kind == "U" else clients.astype(np.int64)
+
+
+def _numbers(clients: NDArray[np.generic]) -> NDArray[np.int64]:
+    """Return whole numbers as they are, and a number for each text."""
+    if clients.dtype.kind != "U":
+        return clients.astype(np.int64)
+    numbers: NDArray[np.int64] = np.unique(clients, return_inverse=True)[1].astype(np.int64)
+    return numbers
 
 
 def _inputs(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDArray[np.float32]:

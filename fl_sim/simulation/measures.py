@@ -12,6 +12,7 @@ from fl_sim.report.curve import LADDER, Reached, Spent, area_under, mean_of_last
 from fl_sim.simulation.measuring import Tested
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.store.run_directory import RoundRecord
+from fl_sim.training.measures import Holdings, OwnTests
 from fl_sim.types import Traffic
 from partitions import FeatureSkew
 
@@ -78,8 +79,18 @@ def _clients(experiment: Experiment, tested: Tested) -> dict[str, Any]:
         "client_accuracy": clients.mean,
         "client_deviation": clients.deviation,
         "client_worst_tenth": clients.worst_tenth,
-        "client_accuracy_is": _SKEWED if skewed else _SHARES,
+        "client_accuracy_is": _own(tested.clients_by) or (_SKEWED if skewed else _SHARES),
     }
+
+
+def _own(clients_by: Holdings | OwnTests | None) -> str:
+    """Say what clients' accuracies are where test records are somebody's, and what is left out; nothing elsewhere."""
+    if not isinstance(clients_by, OwnTests):
+        return ""
+    without, nobodys = (clients_by.counts == 0).sum(), (clients_by.owners < 0).sum()
+    lacking = f"; {without:,} of {clients_by.num_clients:,} clients have none, and are left out" if without else ""
+    strange = f"; {nobodys:,} test records are of nobody who trains, and are left out" if nobodys else ""
+    return f"accuracy on each client's own test records{lacking}{strange}"
 
 
 def _bytes(log: RunLog) -> dict[str, Any]:

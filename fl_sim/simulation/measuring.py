@@ -11,21 +11,23 @@ from fl_sim.simulation.capacity import threads_of
 from fl_sim.simulation.site import evaluation_records, validation_records
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.training.evaluation import Scores
-from fl_sim.training.measures import Confusion, Holdings, OverClients, area_under_roc
+from fl_sim.training.measures import Confusion, Holdings, OverClients, OwnTests, area_under_roc
 from fl_sim.training.records import Source
 from fl_sim.types import Params
+from partitions import ByGroup
 
 
 @dataclass(frozen=True, eq=False)
 class Tested:
     """What a model does on the test records.
 
-    ``holdings``: what clients hold, by which their accuracies are weighted; None where those may not be told.
+    ``clients_by``: which test records are whose, or what clients hold, by which their accuracies are weighted; None
+    where those may not be told.
     """
 
     scores: Scores
     num_classes: int
-    holdings: Holdings | None = None
+    clients_by: Holdings | OwnTests | None = None
 
     @cached_property
     def confusion(self) -> Confusion:
@@ -40,9 +42,12 @@ class Tested:
     @cached_property
     def clients(self) -> OverClients | None:
         """Return how the accuracy differs over clients; None where that may not be told, or nobody holds records."""
-        if self.holdings is None:
+        if self.clients_by is None:
             return None
-        found = self.holdings.accuracies(self.confusion.recalls)
+        if isinstance(self.clients_by, OwnTests):
+            found = self.clients_by.accuracies(self.scores)
+        else:
+            found = self.clients_by.accuracies(self.confusion.recalls)
         return OverClients.of(found) if len(found) else None
 
     def noted_in(self, record: RoundRecord) -> RoundRecord:
@@ -92,21 +97,20 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Measuring:
-    """What models of ``job`` are measured on; ``validation`` None: nothing is held out. ``holdings``: see Tested."""
+    """What models of ``job`` are measured on; ``validation`` None: nothing is held out. ``clients_by``: see Tested."""
 
     job: Job
     test: Source
     validation: Source | None
-    holdings: Holdings | None
+    clients_by: Holdings | OwnTests | None
 
     @classmethod
     def of(cls, job: Job) -> Self:
         """Return what the experiment's models are measured on, loaded."""
         validation = validation_records(job) if job.validation else None
         # How many records of which class a client holds is its own affair where anybody is promised privacy.
-        private = job.experiment.is_private
-        holdings = None if private else Holdings.of((job.shards, job.validation), job.dataset.train.labels)
-        return cls(job, evaluation_records(job), validation, holdings)
+        clients_by = None if job.experiment.is_private else _clients_by(job)
+        return cls(job, evaluation_records(job), validation, clients_by)
 
     def measured(self, params: Params, when: str, *, is_last: bool) -> Measured:
         """Measure the model ``params``, the last of its run or not.
@@ -120,7 +124,7 @@ class Measuring:
     def tested(self, params: Params, when: str) -> Tested:
         """Measure the model on the test records alone. Raises Diverged as ``measured`` does."""
         scores = self._scored(params, self.test, "test", when)
-        return Tested(scores, self.job.dataset.num_classes, self.holdings)
+        return Tested(scores, self.job.dataset.num_classes, self.clients_by)
 
     def _scored(self, params: Params, records: Source, what: str, when: str) -> Scores:
         workers = threads_of(self.job.experiment.engine, self.job)
@@ -128,3 +132,14 @@ class Measuring:
         if not math.isfinite(scores.loss):
             raise Diverged(f"the {what} loss is {scores.loss} {when}")
         return scores
+
+
+def _clients_by(job: Job) -> Holdings | OwnTests:
+    """Return which test records are whose where the data say so and the split follows, else what clients hold."""
+    train, test = job.dataset.train, job.dataset.test
+    follows = isinstance(job.experiment.partition, ByGroup) and not job.experiment.is_central
+    if follows and train.groups is not None and test.groups is not None:
+        own = OwnTests.of(job.shards, train.groups, test.groups)
+        if own is not None and own.counts.any():
+            return own
+    return Holdings.of((job.shards, job.validation), train.labels)

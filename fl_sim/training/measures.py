@@ -109,6 +109,50 @@ class Holdings:
         return found
 
 
+@dataclass(frozen=True, eq=False)
+class OwnTests:
+    """Which test records are whose: ``owners`` has a client for each of them, -1 for those that nobody has."""
+
+    owners: NDArray[np.int64]
+    num_clients: int
+
+    @classmethod
+    def of(
+        cls, shards: Sequence[NDArray[np.int64]], groups: NDArray[np.int64], tested: NDArray[np.int64]
+    ) -> Self | None:
+        """Return it by where records come from: ``groups`` of the training records, ``tested`` of the test records.
+
+        ``shards``: each client's training records. A test record belongs to the client that holds its group; None where
+        a group is spread over several clients.
+        """
+        owner_of = np.full(len(groups), -1)
+        for client, shard in enumerate(shards):
+            owner_of[shard] = client
+        held = owner_of >= 0
+        owner_of, numbers = owner_of[held], groups[held]
+        order = np.lexsort((owner_of, numbers))
+        known, first = np.unique(numbers[order], return_index=True)
+        last = np.append(first[1:], len(order)) - 1
+        owners = owner_of[order]
+        if (owners[first] != owners[last]).any():
+            return None
+        places = np.minimum(np.searchsorted(known, tested), len(known) - 1)
+        return cls(np.where(known[places] == tested, owners[first][places], -1), len(shards))
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Return how many test records each client has."""
+        return np.bincount(self.owners[self.owners >= 0], minlength=self.num_clients)
+
+    def accuracies(self, scores: Scores) -> NDArray[np.float64]:
+        """Return the accuracy of every client that has test records, on these."""
+        owned = self.owners >= 0
+        right = (scores.labels == scores.predicted)[owned]
+        counts = self.counts
+        sums = np.bincount(self.owners[owned], right, minlength=self.num_clients)
+        return np.asarray(sums[counts > 0] / counts[counts > 0])
+
+
 def _mean(shares: NDArray[np.float64]) -> float:
     """Return the mean of those that are not NaN; np.nanmean takes ten times as long."""
     known = shares[~np.isnan(shares)]

@@ -84,6 +84,13 @@ def test_groups_say_where_training_records_come_from(tmp_path):
     assert dataset.test.groups is None
 
 
+def test_clients_may_be_texts_and_test_records_have_theirs_too(tmp_path):
+    of_train, of_test = np.array(["b", "b", "a", "c", "a", "c"]), np.array(["c", "a", "stranger"])
+    dataset, _ = load_from(tmp_path, client_train=of_train, client_test=of_test)
+    assert dataset.train.groups.tolist() == [1, 1, 0, 2, 0, 2]
+    assert dataset.test.groups.tolist() == [2, 0, 3]
+
+
 def test_features_are_float32_and_left_as_they_are(tmp_path):
     x_train, x_test = np.linspace(0, 1, 12).reshape(6, 2), np.ones((3, 2), dtype=np.float32)
     dataset, _ = load_from(tmp_path, x_train=x_train, x_test=x_test)
@@ -118,7 +125,10 @@ NOT_FINITE = np.array([[0.0, 1.0], [np.nan, 0.0], [0.0, 1e300]] * 2)
         ({"mean": np.array(np.inf)}, "mean is not finite"),
         ({"std": np.array([0.1, 0.0, 0.2])}, "std must be above 0, got 0.0"),
         ({"y_train": np.array([0, 1, 2, None, "x", {}], dtype=object)}, "y_train.npy cannot .*never loaded"),
-        ({"groups": np.zeros(5, int)}, r"groups is int64 of shape \(5,\); wanted is a whole number for each of 6"),
+        ({"groups": np.zeros(6, int), "client_train": np.zeros(6, int)}, "client_train and groups, two names for the"),
+        ({"client_test": np.zeros(3, int)}, "holds client_test and no client_train"),
+        ({"client_train": np.zeros(6, int), "client_test": np.array(["a"] * 3)}, "both must be whole numbers, or both"),
+        ({"groups": np.zeros(5, int)}, r"groups is int64 of shape \(5,\); wanted is a whole number or a text for each"),
     ],
 )  # fmt: skip
 def test_arrays_that_are_no_classification_data_are_refused_with_what_they_are(tmp_path, changes, message):
@@ -130,7 +140,7 @@ def test_arrays_that_are_no_classification_data_are_refused_with_what_they_are(t
     ("name", "meant"),
     [
         ("maen", r"did you mean 'mean'\?"),
-        ("client_train", r"here: groups"),
+        ("writers", r"here: client_train"),
         ("x_val", r"here: evaluate\.validation=0\.1"),
         ("zzz", r"which nothing reads; leave it out"),
     ],

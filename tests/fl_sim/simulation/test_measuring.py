@@ -323,3 +323,28 @@ def test_a_run_that_stopped_in_the_last_round_that_it_had_says_so_and_takes_no_m
     assert stopped.endswith("reaches the target of 50 %")
     with pytest.raises(UserError, match="it stopped by itself"):
         run(quick(*chosen, "rounds=16"), tmp_path / "run")
+
+
+def test_clients_are_measured_on_their_own_test_records_where_the_data_say_whose_they_are(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    train, test = [("train", i % 4, i % 2) for i in range(80)], [("test", (0, 1, 9)[i % 3], i % 2) for i in range(30)]
+    rows = [f"{label + rng.normal(0, 0.3)},{label},c{client},{part}" for part, client, label in train + test]
+    (tmp_path / "a.csv").write_text("x,label,client,split\n" + "\n".join(rows) + "\n")
+    settings = {"data": f"csv:{tmp_path}/a.csv", "model": "logistic", "partition": "natural", "clients": 4,
+                "rounds": 1, "engine": "inprocess"}  # fmt: skip
+    result = run(experiment_from(settings), tmp_path / "own")
+    own, tested = result["measures"], load(str(settings["data"])).test
+    assert own["client_accuracy_is"] == (
+        "accuracy on each client's own test records; 2 of 4 clients have none, and are left out; 10 test records "
+        "are of nobody who trains, and are left out"
+    )
+    job = job_of(experiment_from(settings))
+    model = load_file(tmp_path / "own" / "model.safetensors")
+    logits = tested.inputs @ model["1.weight"].numpy().T + model["1.bias"].numpy()
+    right = logits.argmax(1) == tested.labels
+    accuracies = [right[tested.groups == job.dataset.train.groups[job.shards[client][0]]].mean() for client in (0, 1)]
+    assert own["client_accuracy"] == pytest.approx(np.mean(accuracies))
+    split = run(experiment_from({**settings, "partition": "iid"}), tmp_path / "iid")
+    assert "each counted as often as its class" in split["measures"]["client_accuracy_is"]
+    private = {**settings, "aggregator": "global-dp", "sampler": "poisson:0.5"}
+    assert "client_accuracy" in run(experiment_from(private), tmp_path / "private")["measures"]["left_out"]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sklearn import metrics
 
 from fl_sim.training.evaluation import Scores
-from fl_sim.training.measures import Confusion, Holdings, OverClients, area_under_roc
+from fl_sim.training.measures import Confusion, Holdings, OverClients, OwnTests, area_under_roc
 
 
 def _scores(num_classes: int, count: int, seed: int, *, tied: bool = False) -> Scores:
@@ -69,6 +69,19 @@ def test_classes_without_test_records_count_nowhere_and_clients_without_others_a
         ([np.array([0, 1, 2]), np.array([3]), np.array([], dtype=np.int64)],), np.array([0, 0, 1, 2])
     )
     assert holdings.accuracies(np.array([0.5, 1.0, np.nan])).tolist() == [pytest.approx(2 / 3)]
+
+
+def test_a_client_with_test_records_of_its_own_is_measured_on_these_alone():
+    shards, groups = [np.array([0, 3]), np.array([1]), np.array([2, 4])], np.array([5, 9, 7, 6, 7])
+    own = OwnTests.of(shards, groups, np.array([7, 5, 6, 8, 7, 6]))
+    assert own.owners.tolist() == [2, 0, 0, -1, 2, 0]
+    assert own.counts.tolist() == [3, 0, 2]
+    truth, guessed = np.array([0, 1, 1, 0, 1, 0]), np.array([0, 1, 0, 1, 1, 1])
+    assert own.accuracies(Scores(0.0, truth, guessed)).tolist() == [pytest.approx(1 / 3), 1.0]
+
+
+def test_test_records_are_nobodys_where_a_group_is_spread_over_clients():
+    assert OwnTests.of([np.array([0]), np.array([1])], np.array([5, 5]), np.array([5])) is None
 
 
 @pytest.mark.parametrize(("count", "worst"), [(1, 0.0), (10, 0.0), (11, 0.5), (20, 0.5), (21, 1.0)])
