@@ -3,7 +3,7 @@
 Every client holds all training records of one class and shares ``gamma`` times as many (the right number: to pick it
 privately is a release of its own, the same for all). The classifier sees the pool alone: the default CNN of the data
 set, Adam 1e-3, batches of 64, 20 epochs, the last weights, whatever the generator. With ``--features scattering`` it is
-the linear discriminant of the pool (normal classes of one covariance, ridge 3e-5). "real" shares real records: not
+the linear discriminant of the pool (``fl_sim.training.discriminant``). "real" shares real records: not
 private, the ceiling. CPU seconds are those of one client, on one thread.
 
     PYTHONPATH=. python benchmarks/generators.py [--data mnist] [--kinds mean-embedding,dp-cgan,real]
@@ -36,12 +36,12 @@ from fl_sim.data import load
 from fl_sim.models import build, default_model
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.seeding import rng
+from fl_sim.training.discriminant import linear_discriminant
 from fl_sim.types import Dataset, Examples
 
 KINDS = {"mean-embedding": MeanEmbedding, "dp-cgan": DpCgan, "gaussian": Gaussian}
 DELTA = 1e-5
 EPOCHS, BATCH_SIZE, LEARNING_RATE = 20, 64, 1e-3
-RIDGE = 3e-5
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ def accuracy(
 ) -> float:
     """Return the accuracy on ``test`` of a classifier trained on ``pool``."""
     if pool[0].ndim == 2:
-        return discriminant_accuracy(pool, test, dataset.num_classes)
+        weights, bias = linear_discriminant(*pool, dataset.num_classes).values()
+        return float(((test[0] @ weights.T + bias).argmax(dim=1) == test[1]).double().mean())
     shape = tuple(pool[0].shape[1:])
     mean, std = (torch.tensor(constant).reshape(-1, 1, 1) for constant in (dataset.mean, dataset.std))
     inputs, test_inputs = ((images.add(1).div(2) - mean) / std for images in (pool[0], test[0]))
@@ -118,19 +119,6 @@ def accuracy(
     with torch.no_grad():
         found = torch.cat([model(chunk).argmax(1) for chunk in test_inputs.split(1000)])
     return float((found == test[1]).float().mean())
-
-
-def discriminant_accuracy(
-    pool: tuple[torch.Tensor, torch.Tensor], test: tuple[torch.Tensor, torch.Tensor], num_classes: int
-) -> float:
-    """Return the accuracy on ``test`` of the linear discriminant of ``pool``."""
-    inputs, labels = pool[0].double(), pool[1]
-    means = torch.stack([inputs[labels == label].mean(dim=0) for label in range(num_classes)])
-    within = inputs - means[labels]
-    covariance = within.T @ within / len(within) + RIDGE * torch.eye(inputs.shape[1], dtype=torch.float64)
-    weights = torch.linalg.solve(covariance, means.T)
-    offsets = torch.bincount(labels, minlength=num_classes).double().log() - (means.T * weights).sum(dim=0) / 2
-    return float(((test[0].double() @ weights + offsets).argmax(dim=1) == test[1]).double().mean())
 
 
 def save_grid(path: Path, images: torch.Tensor, labels: torch.Tensor, columns: int = 12) -> None:

@@ -66,6 +66,8 @@ def _print(result: Mapping[str, Any], out: Path) -> None:
         typer.echo(_in_words(result["preprocess"], is_drawn=(out / "samples.png").exists()))
     if result["calibrate"]["kind"] != "none":
         typer.echo(_calibration_in_words(result["calibrate"]))
+    if "tstr" in result:
+        typer.echo(_classifiers_in_words(result["tstr"]))
     if "pate" in result:
         typer.echo(_votes_in_words(result["pate"]))
     if not result["privacy"]:
@@ -109,6 +111,16 @@ def _votes_in_words(facts: dict[str, Any]) -> str:
         f"{facts['public_records']} public records; noisy labels right: {_percent(facts['label_accuracy'])}; student "
         f"{facts['student']}, evaluated on {facts['evaluation_records']} other records"
     )
+
+
+def _classifiers_in_words(facts: Mapping[str, Any]) -> str:
+    tried = "; ".join(
+        f"{one['name']} {_percent(one['test_accuracy'])} (held-out synthetic {_percent(one['held_out_accuracy'])})"
+        for one in facts["classifiers"]
+    )
+    frechet = facts["frechet"]
+    apart = frechet and f"; Frechet distance to real test records {frechet['distance']:.1f} ({frechet['features']})"
+    return f"classifiers on synthetic records: {tried}; chosen: {facts['chosen']}{apart or ''}"
 
 
 def _percent(accuracy: float | None) -> str:

@@ -51,11 +51,12 @@ from strategies.samplers import AnySampler, Cyclic, Everyone, FixedSize, Poisson
 from strategies.scaffold import Scaffold
 from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from strategies.trimmed_mean import TrimmedMean
+from strategies.tstr import Tstr
 
 AnyAlgorithm: TypeAlias = (
     FedAvg | FedProx | Scaffold | FedNova | FedMix | NaiveMix | FedAvgM | FedAdagrad | FedAdam | FedYogi | FedDyn
     | FedLC | FedRS | BalancedSoftmax | FedNTD | FedVLS | FedSAM | FedCM | MoFedSAM | FedSpeed | MOON | FedExP
-    | FedProto | FedDisco | Centralized | Pate
+    | FedProto | FedDisco | Centralized | Pate | Tstr
 )  # fmt: skip
 
 Partition: TypeAlias = Annotated[AnyScheme, OneOf("partition", Scheme)]

@@ -1,4 +1,4 @@
-"""How a run proceeds: in federated rounds, or by a vote. Chosen here, and nowhere else."""
+"""How a run proceeds: in federated rounds, by a vote, or on synthetic records alone. Chosen here, and nowhere else."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -14,8 +14,10 @@ from fl_sim.privacy.bill import Payment
 from fl_sim.simulation.pate.procedure import Voting
 from fl_sim.simulation.rounds import Rounds
 from fl_sim.simulation.run_log import Observer, RunLog
+from fl_sim.simulation.tstr import OnSynthetic
 from fl_sim.types import Payloads, ServerState, Traffic
 from strategies.pate.settings import Pate
+from strategies.tstr import Tstr
 
 
 class Procedure(Protocol):
@@ -77,7 +79,9 @@ class Procedure(Protocol):
 def procedure_of(job: Job) -> Procedure:
     """Return how a run of ``job`` proceeds."""
     algorithm = job.experiment.algorithm
-    return Voting(job, algorithm) if isinstance(algorithm, Pate) else Rounds(job, algorithm)
+    if isinstance(algorithm, Pate):
+        return Voting(job, algorithm)
+    return OnSynthetic(job, algorithm) if isinstance(algorithm, Tstr) else Rounds(job, algorithm)
 
 
 @lru_cache(maxsize=2)

@@ -28,6 +28,7 @@ REFUSED = {
     "naivemix": "averages that others share",
     "centralized": "single client",
     "pate": "teachers vote once",
+    "tstr": "has no rounds",
 }
 START: Params = {"body": torch.zeros(4, 5), "head.weight": torch.zeros(3, 4), "head.bias": torch.zeros(3)}
 HOSTILE = 2

@@ -1,0 +1,196 @@
+"""TSTR as a procedure: clients release synthetic records, the server trains classifiers on them, one is tested."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+
+from clients.app import Site
+from fl_sim import models
+from fl_sim.data import version_of
+from fl_sim.data.scattering import features_of
+from fl_sim.errors import Diverged, UserError
+from fl_sim.experiment.job import Job
+from fl_sim.local_plan import LocalPlan
+from fl_sim.native.kernel import load_kernel
+from fl_sim.params import detached, is_finite
+from fl_sim.privacy.bill import Payment
+from fl_sim.seeding import rng, seed_torch, torch_kept
+from fl_sim.simulation.measuring import Measured, Tested
+from fl_sim.simulation.preparation import federated_strategy
+from fl_sim.simulation.run_log import Observer, RunLog
+from fl_sim.simulation.site import evaluation_records, local_settings, read_pool, site_for
+from fl_sim.store import run_directory
+from fl_sim.store.run_directory import RoundRecord
+from fl_sim.training.discriminant import linear_discriminant
+from fl_sim.training.evaluation import Scores
+from fl_sim.training.frechet import frechet_distance
+from fl_sim.training.loop import resident, to_tensors
+from fl_sim.training.records import Source
+from fl_sim.training.trainer import LocalJob, Trainer
+from fl_sim.types import Examples, LocalTask, Params, Payloads, ServerState, Traffic
+from strategies.fedavg import FedAvg
+from strategies.tstr import DISCRIMINANT, Tstr
+
+MOST_COMPARED = 10_000
+"""Synthetic and real records that are compared as distributions; images are turned into features for it."""
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A classifier that has learned from synthetic records."""
+
+    name: str
+    params: Params
+    held_out: Scores
+    trainer: Trainer
+
+
+@dataclass(frozen=True)
+class OnSynthetic:
+    """The procedure of TSTR: what clients release is all that anything is trained on."""
+
+    job: Job
+    settings: Tstr
+
+    def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
+        """Have clients release their records, train every classifier, test the one that is chosen."""
+        observer.preparing("clients make synthetic records")
+        federated_strategy(self.job, FedAvg(), grid, out, log)
+        assert log.pool is not None
+        self.settings.check_size(log.pool.num_synthetic)
+        found = []
+        for classifier in self._trained(read_pool(log.pool.path)):
+            accuracy = classifier.held_out.accuracy
+            observer.preparing(f"classifier {classifier.name}: {100 * accuracy:.2f} % on held-out synthetic records")
+            found.append(classifier)
+        observer.preparing("synthetic records are compared with real test records")
+        chosen = max(found, key=lambda one: one.held_out.accuracy)  # the first of equals
+        classifiers = [self._facts(one) for one in found]
+        log.facts["tstr"] = {"chosen": chosen.name, "classifiers": classifiers, "frechet": self._frechet(log.pool.path)}
+        log.server = ServerState(chosen.params)
+        record = RoundRecord(1, None, None, None, None, None, 0.0, None)
+        if self.job.experiment.evaluate.tests(is_last=True):
+            log.measured = Measured(Tested(_tested(chosen, self._test), self.job.dataset.num_classes))
+            record = log.measured.noted_in(record)
+        log.rounds.append(record)
+        log.chain = run_directory.append_round(out, record, log.chain)
+        observer.finished_round(record)
+
+    def _trained(self, pool: Examples) -> Iterator[Classifier]:
+        """Yield each classifier, in order, as soon as it has learned."""
+        order = rng(self.job.experiment.seed, "holdout").permutation(len(pool))
+        held_out, kept = np.split(order, [round(self.settings.holdout * len(pool))])
+        own, rest = pool.take(kept), pool.take(held_out)
+        judged_on = resident(rest, self.job.dataset, self.job.device)
+        for name in self.settings.names(self.job.experiment.model):
+            params, trainer = self._learned(name, own)
+            scores = trainer.evaluate(params, judged_on.inputs, judged_on.labels, scale=judged_on.scale)
+            yield Classifier(name, params, scores, trainer)
+
+    def _learned(self, name: str, own: Examples) -> tuple[Params, Trainer]:
+        """Return what a classifier learns from its ``own`` part of the synthetic records, and what evaluates it."""
+        experiment, dataset = self.job.experiment, self.job.dataset
+        architecture = "logistic" if name == DISCRIMINANT else name
+        model = models.build(architecture, dataset.input_shape, dataset.num_classes, experiment.seed_of_model)
+        trainer = Trainer(model.to(self.job.device), load_kernel()[0], self.job.precision)
+        if name == DISCRIMINANT:
+            found = linear_discriminant(*to_tensors(own, dataset), dataset.num_classes)
+            return {key: value.to(self.job.device) for key, value in found.items()}, trainer
+        settings = local_settings(self.job, experiment.local.learning_rate)
+        task = LocalTask(1, 0, 1, len(own), settings, detached(model.named_parameters()))
+        seeded = partial(seed_torch, experiment.seed, f"classifier {name}")
+        records = resident(own, dataset, self.job.device).whole()
+        with torch_kept():
+            coins = rng(experiment.seed, f"classifier {name}")
+            trained = trainer.train(LocalJob(task, LocalPlan(), records, coins, seeded))
+        if not is_finite({"params": trained.params}):
+            raise Diverged(f"classifier {name} diverged on the synthetic records; try a smaller local.learning_rate")
+        return trained.params, trainer
+
+    def _facts(self, one: Classifier) -> dict[str, Any]:
+        """Return what ``result.json`` says of a classifier, chosen or not, as papers print all of them."""
+        tested = self.job.experiment.evaluate.tests(is_last=True)
+        accuracy = _tested(one, self._test).accuracy if tested else None
+        return {"name": one.name, "held_out_accuracy": one.held_out.accuracy, "test_accuracy": accuracy}
+
+    def _frechet(self, pool: Path) -> dict[str, Any] | None:
+        """Return how far synthetic records are from real ones, as distributions; None where that is not measured."""
+        experiment, dataset = self.job.experiment, self.job.dataset
+        made, real = (_some(part, experiment.seed) for part in (read_pool(pool), dataset.test))
+        if not experiment.evaluate.tests(is_last=True) or min(len(made), len(real)) < 2:
+            return None
+        if experiment.features == "none":
+            try:
+                made, real = features_of(made), features_of(real)
+            except UserError:  # tables, and images too small or too large for them
+                return None
+        scale = math.sqrt(made.shape[1])  # numbers of a deviation of about 1 each, as training sees them
+        distance = frechet_distance(scale * torch.from_numpy(made), scale * torch.from_numpy(real))
+        return {"distance": distance, "features": version_of("scattering"), "synthetic": len(made), "real": len(real)}
+
+    @cached_property
+    def _test(self) -> Source:
+        return evaluation_records(self.job)
+
+    @property
+    def num_trainings(self) -> int:
+        """Return how often a client trains: never."""
+        return 0
+
+    @property
+    def num_measured(self) -> int:
+        """Return on how many real records classifiers are measured."""
+        return len(self.settings.names(self.job.experiment.model)) * len(self.job.dataset.test)
+
+    @property
+    def untimed(self) -> tuple[str, ...]:
+        """Return what takes time at the server."""
+        return ("the classifiers' training",)
+
+    def traffic(self) -> Traffic | None:
+        """Return None: there are no rounds."""
+        return None
+
+    def payments(self) -> tuple[Payment, ...]:
+        """Return nothing: the release of the records is DA-FL's."""
+        return ()
+
+    def typical_plan(self) -> LocalPlan:
+        """Return the plan of plain training."""
+        return LocalPlan()
+
+    def site(self) -> Site:
+        """Return what a worker needs for a client to make synthetic records."""
+        return site_for(self.job, FedAvg())
+
+    def beginning(self) -> ServerState:
+        """Return nothing: the model is there when it has been chosen."""
+        return ServerState({})
+
+    def kept_by_clients(self, server: ServerState) -> Payloads:
+        """Return nothing: clients are asked once."""
+        del server
+        return {}
+
+    def warnings(self, out: Path, log: RunLog) -> list[str]:
+        """Return nothing."""
+        del out, log
+        return []
+
+
+def _some(examples: Examples, seed: int) -> NDArray[Any]:
+    """Return the inputs of at most ``MOST_COMPARED`` records, drawn without a look at them."""
+    rows = rng(seed, "frechet").permutation(len(examples))[:MOST_COMPARED]
+    return examples.inputs[np.sort(rows)]
+
+
+def _tested(one: Classifier, records: Source) -> Scores:
+    return one.trainer.evaluate(one.params, records.inputs, records.labels, scale=records.scale)

@@ -1,0 +1,91 @@
+"""TSTR, "train on synthetic, test on real": classifiers that see nothing but what clients' generators made.
+
+Esteban, Hyland and Raetsch 2017 (RCGAN), section 4.1, as DPImageBench (Gong et al. 2025) measures generators of images:
+several classifiers, of which the one counts that does best on held-out *synthetic* records.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+
+from clients.dafl.settings import DaFl
+from fl_sim.errors import UserError
+from fl_sim.kinds import Choices, kind_of
+from fl_sim.model_names import known_model
+from fl_sim.settings import Settings
+from fl_sim.types import Dataset
+
+DISCRIMINANT = "discriminant"
+"""Linear discriminant analysis, in closed form; all other classifiers are models that are trained."""
+
+
+def _known_classifier(name: str) -> str:
+    return name if name == DISCRIMINANT else known_model(name)
+
+
+class Tstr(Settings):
+    """The server trains classifiers on the clients' synthetic records alone, and the best of them is tested.
+
+    ``classifiers``: "discriminant" and names of models, beside the experiment's ``model``, which is always tried. Each
+    trains by the experiment's ``local`` settings on all synthetic records but a share ``holdout``, on which the best is
+    chosen. No test record has a part in that, and no client trains: the one release is that of the records.
+    """
+
+    kind: Literal["tstr"] = "tstr"
+    title: ClassVar[str] = "TSTR"
+    starts_with: ClassVar[Mapping[str, Any]] = {
+        "preprocess": {"kind": "da-fl", "train_on": "synthetic"},
+        "local": {"epochs": 20, "optimizer": "adam", "learning_rate": 1e-3},
+        "evaluate": {"test": "last"},
+    }
+    classifiers: tuple[Annotated[str, AfterValidator(_known_classifier)], ...] = (DISCRIMINANT, "logistic", "mlp")
+    holdout: float = Field(0.1, gt=0, lt=1)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for what has no place where no client trains."""
+        preprocess = experiment.preprocess
+        if not isinstance(preprocess, DaFl) or preprocess.train_on != "synthetic" or preprocess.server_epochs:
+            raise ValueError(
+                "algorithm tstr trains on synthetic records alone, at the server: take preprocess=da-fl with "
+                "preprocess.train_on=synthetic and without preprocess.server_epochs"
+            )
+        for name, wanted in (("aggregator", "mean"), ("sampler", "full"), ("attack", "none"), ("calibrate", "none")):
+            if (given := kind_of(getattr(experiment, name))) != wanted:
+                raise ValueError(
+                    f"algorithm tstr has no rounds, in which {name} {given} would have a place: leave {name} out"
+                )
+        if (batch_norm := experiment.local.batch_norm) != "none":
+            raise ValueError(
+                f"algorithm tstr cannot run with local.batch_norm={batch_norm}: no model is averaged in it; leave it "
+                "out, and take models without running statistics"
+            )
+
+    def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
+        """Return 1: there is one result."""
+        del rounds, dataset
+        return 1
+
+    def names(self, model: str) -> tuple[str, ...]:
+        """Return the classifiers to try, each once; ``model`` is the experiment's own."""
+        return tuple(dict.fromkeys((*self.classifiers, model)))
+
+    def check_size(self, num_records: int) -> None:
+        """Raise UserError where ``num_records`` synthetic ones are too few for two parts."""
+        if not 1 <= round(self.holdout * num_records) < num_records:
+            raise UserError(
+                f"{num_records} synthetic records cannot be split into training and held-out ones by "
+                f"algorithm.holdout={self.holdout:g}: take a larger preprocess.gamma, or another holdout"
+            )
+
+    def reports(self) -> str:
+        """Return in words which model is the result."""
+        return "the classifier that does best on held-out synthetic records"
+
+    def note(self) -> str:
+        """Return what a reader of a table must know of it."""
+        return (
+            "TSTR: classifiers train on the clients' synthetic records alone, at the server, and the one that does "
+            f"best on the {100 * self.holdout:g} % of synthetic records held out is tested on the real test records; "
+            "there are no rounds."
+        )
