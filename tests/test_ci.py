@@ -18,3 +18,11 @@ def test_ci_runs_whatever_is_not_selected_by_default() -> None:
     by_ci = set(re.findall(r'^\S*python -m pytest -m "(\w+) and not slow"$', commands, re.MULTILINE))
     assert by_ci == deselected - LEFT_OUT
     assert "cluster" in by_ci
+
+
+def test_ci_installs_the_browser_that_the_tests_of_the_page_need_before_it_runs_them() -> None:
+    commands = (PROJECT / ".ci/run").read_text()
+    assert re.search(r"apt-get .*install -y chromium", commands)
+    assert commands.index("install -y chromium") < commands.index('python -m pytest -m "cluster and not slow"')
+    extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(one.startswith("playwright") for one in extras["dev"])

@@ -52,12 +52,15 @@ def reached(rounds: Sequence[RoundRecord], accuracy: float, beforehand: Spent = 
     ``rounds``: all from the first on. ``beforehand``: what was spent before the first of them. What is unknown of one
     round is unknown of the sum.
     """
-    taken = accumulate((_spent(one) for one in rounds), _plus, initial=beforehand)
-    next(taken)
-    for one, spent in zip(rounds, taken, strict=True):
+    for one, spent in zip(rounds, spent_by(rounds, beforehand), strict=True):
         if one.test_accuracy is not None and one.test_accuracy >= accuracy:
             return Reached(accuracy, one.round, spent.bytes, spent.seconds)
     return None
+
+
+def spent_by(rounds: Sequence[RoundRecord], beforehand: Spent = Spent()) -> list[Spent]:
+    """Return what was spent by the end of each round, with what was spent ``beforehand``."""
+    return list(accumulate((_spent(one) for one in rounds), _plus, initial=beforehand))[1:]
 
 
 def _spent(one: RoundRecord) -> Spent:

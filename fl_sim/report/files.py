@@ -130,6 +130,24 @@ class BytesFacts(Facts):
     before: dict[str, Travelled | None] = {}
 
 
+class MeasureFacts(Facts):
+    """What is said of the last model; ``client_quantiles`` of the clients' accuracies ascend, in equal steps.
+
+    Row i of ``confusion`` holds the test records of class i, column j those taken for class j.
+    """
+
+    confusion: list[list[Count]] | None = None
+    client_accuracy: Share | None = None
+    client_worst_tenth: Share | None = None
+    client_quantiles: list[Share] = []
+
+    @model_validator(mode="after")
+    def _is_square(self) -> "MeasureFacts":
+        if self.confusion and any(len(row) != len(self.confusion) for row in self.confusion):
+            raise ValueError("confusion has as many columns as rows")
+        return self
+
+
 class Outcome(Facts):
     """What a report needs of ``result.json``; accuracies in [0, 1]. What does not say so may be private."""
 
@@ -147,6 +165,7 @@ class Outcome(Facts):
     privacy: list[Release]
     seconds: Seconds
     bytes: BytesFacts = BytesFacts()
+    measures: MeasureFacts = MeasureFacts()
     versions: dict[str, str]
     error: str = ""
     preprocess: Made = Made(kind="none")

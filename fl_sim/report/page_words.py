@@ -1,7 +1,8 @@
 """What a report says in words: its title, what the runs have in common, what each promises about privacy."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from fl_sim.report.groups import Group, Panel
 from fl_sim.report.release import in_short, in_words
@@ -13,6 +14,9 @@ _PICKED = {
     "validation": "picked on records held out for validation",
     "last": "the last, which alone was tested",
 }
+
+_ALWAYS: Final = re.compile("aggregator=(?!mean$)")
+_BRACKETS: Final = re.compile(r" \(([^()]*)\)")
 
 NO_GUARANTEE = "No privacy guarantee: updates leave the clients without noise"
 
@@ -104,3 +108,35 @@ def percent(accuracy: float | None) -> float | None:
 
 def _order(value: int | str) -> tuple[int, str]:
     return (value, "") if isinstance(value, int) else (0, value)
+
+
+def short_names(labels: Iterable[str]) -> dict[str, str]:
+    """Return {label: its method alone}, with those of its settings in which labels of the same method differ.
+
+    An aggregator other than the mean is always told: it may be what makes a run private.
+
+    >>> list(short_names(["A, b=1, c=2", "A, b=2, c=2", "B (d=1) + C, c=2"]).values())
+    ['A, b=1', 'A, b=2', 'B + C']
+    """
+    every = list(dict.fromkeys(labels))
+    parts = {label: _taken_apart(label) for label in every}
+    short = {}
+    for label, (method, settings) in parts.items():
+        same = [others for name, others in parts.values() if name == method]
+        own = [one for one in settings if _ALWAYS.match(one) or not all(one in others for others in same)]
+        short[label] = ", ".join([method, *own])
+    return {label: name if list(short.values()).count(name) == 1 else label for label, name in short.items()}
+
+
+def further_settings(label: str, name: str, parameters: str) -> str:
+    """Return the settings of a row that its ``name``, short for ``label``, does not tell; ``parameters`` first."""
+    told = _taken_apart(name)[1]
+    every = dict.fromkeys([*parameters.split(", "), *_taken_apart(label)[1]])
+    return ", ".join(one for one in every if one and one not in told)
+
+
+def _taken_apart(label: str) -> tuple[str, list[str]]:
+    """Return a label's method, and its settings: those in brackets, and those after the first comma."""
+    inside = [one for group in _BRACKETS.findall(label) for one in group.split(", ")]
+    method, *behind = _BRACKETS.sub("", label).split(", ")
+    return method, [*inside, *behind]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fl_sim.report.curve import Reached, Spent, reached
+from fl_sim.report.files import Outcome
 from fl_sim.report.page_words import Groups, spread
 from fl_sim.report.runs import Run
 
@@ -44,12 +45,16 @@ def taken(groups: Groups, accuracy: float) -> list[Taken]:
     ]
 
 
+def spent_beforehand(outcome: Outcome) -> Spent:
+    """Return what a run had spent before its first round."""
+    before = [one for one in outcome.bytes.before.values() if one is not None]
+    known = len(before) == len(outcome.bytes.before)
+    return Spent(sum(one.down + one.up for one in before) if known else None, outcome.seconds.preprocess)
+
+
 def _reached(runs: tuple[Run, ...], accuracy: float) -> Iterator[Reached]:
     for run in runs:
         if run.outcome is None:
             continue
-        before = [one for one in run.outcome.bytes.before.values() if one is not None]
-        known = len(before) == len(run.outcome.bytes.before)
-        spent = Spent(sum(one.down + one.up for one in before) if known else None, run.outcome.seconds.preprocess)
-        if (found := reached(run.rounds, accuracy, spent)) is not None:
+        if (found := reached(run.rounds, accuracy, spent_beforehand(run.outcome))) is not None:
             yield found

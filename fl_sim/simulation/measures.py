@@ -79,6 +79,7 @@ def _clients(experiment: Experiment, tested: Tested) -> dict[str, Any]:
         "client_accuracy": clients.mean,
         "client_deviation": clients.deviation,
         "client_worst_tenth": clients.worst_tenth,
+        "client_quantiles": list(clients.quantiles),
         "client_accuracy_is": _own(tested.clients_by) or (_SKEWED if skewed else _SHARES),
     }
 

@@ -62,19 +62,29 @@ def area_under_roc(scores: Scores) -> float | None:
     return float((below + up_to) / 2 / len(negative))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OverClients:
-    """The accuracies of clients: mean, standard deviation, and mean of the worst tenth, rounded up."""
+    """The accuracies of clients: mean, standard deviation, and mean of the worst tenth, rounded up.
+
+    ``ascending``: all of them, from the lowest to the highest.
+    """
 
     mean: float
     deviation: float
     worst_tenth: float
+    ascending: NDArray[np.float64]
+
+    @property
+    def quantiles(self) -> tuple[float, ...]:
+        """Return the lowest accuracy, those that 10, 20, ..., 90 % of the clients are at or below, and the highest."""
+        return tuple(float(value) for value in np.quantile(self.ascending, np.linspace(0, 1, 11)))
 
     @classmethod
     def of(cls, accuracies: NDArray[np.float64]) -> Self:
         """Return that of at least one accuracy."""
-        worst = np.sort(accuracies)[: -(-len(accuracies) // 10)]
-        return cls(float(accuracies.mean()), float(accuracies.std()), float(worst.mean()))
+        ascending = np.sort(accuracies)
+        worst = ascending[: -(-len(accuracies) // 10)]
+        return cls(float(accuracies.mean()), float(accuracies.std()), float(worst.mean()), ascending)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Measure: TypeAlias = Literal["accuracy", "loss"]
 MEASURES: tuple[Measure, Measure] = ("accuracy", "loss")
 _WHAT = {"accuracy": "test accuracy (%)", "loss": "test loss (mean cross-entropy, nats)"}
-_HEADINGS = {"accuracy": "Accuracy over rounds", "loss": "Test loss over rounds"}
+HEADINGS = {"accuracy": "Accuracy over rounds", "loss": "Test loss over rounds"}
 
 # Colours of clearly different hue, dark and light in turn; dashes and markers tell them apart in greyscale.
 _COLORS = (
@@ -128,7 +128,7 @@ def draw(panels: Sequence[Panel], measure: Measure, styles: Mapping[str, Style],
 
 
 def _picture(name: str, measure: Measure, panels: Sequence[Panel], styles: Mapping[str, Style]) -> Picture:
-    heading = _HEADINGS[measure]
+    heading = HEADINGS[measure]
     what = "; ".join(panel.title for panel in panels)
     data = "; ".join(dict.fromkeys(f"{panel.data}: {panel.note}" for panel in panels if panel.note))
     caption = [f"{heading}: {what}. Lines: mean over seeds; bands: ± sample standard deviation."]
@@ -159,7 +159,7 @@ def _draw_panel(axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[st
             axes.fill_between(
                 line.rounds, line.low, line.high, color=color, alpha=0.13 if len(curves) < 6 else 0.07, linewidth=0
             )
-    axes.set(xlabel=_x_label(panel), ylabel=_WHAT[measure])
+    axes.set(xlabel=x_label(panel), ylabel=_WHAT[measure])
     axes.grid(color="0.92", linewidth=0.5 * layout.line)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -171,7 +171,8 @@ def _draw_panel(axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[st
         axes.text(0.02, 0.98, text, transform=axes.transAxes, ha="left", va="top", fontsize=layout.small, color="0.35")
 
 
-def _x_label(panel: Panel) -> str:
+def x_label(panel: Panel) -> str:
+    """Return what the rounds of a panel are."""
     voted = [any(run.voted for run in one.runs) for _, one in panel.lines]
     if all(voted):
         return "epoch of the student"

@@ -88,4 +88,5 @@ def test_test_records_are_nobodys_where_a_group_is_spread_over_clients():
 def test_the_worst_tenth_is_rounded_up_to_whole_clients(count, worst):
     accuracies = np.arange(count, dtype=np.float64)[::-1]
     found = OverClients.of(accuracies)
-    assert found == OverClients(accuracies.mean(), accuracies.std(), worst)
+    assert (found.mean, found.deviation, found.worst_tenth) == (accuracies.mean(), accuracies.std(), worst)
+    assert found.quantiles == tuple(np.quantile(accuracies, np.arange(11) / 10))

@@ -1,0 +1,80 @@
+// Elements of the page and of its drawings. Text is only ever set as text, never read as HTML.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+
+const SVG = (() => {
+  const template = document.createElement("template");
+  template.innerHTML = "<svg></svg>";
+  return template.content.firstChild.namespaceURI;
+})();
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") element.addEventListener(name, value);
+    else if (value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.filter((child) => child !== null));
+  return element;
+}
+
+// An HTML element with its attributes, listeners (values that are functions) and children.
+function make(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+// The same of a drawing.
+function draw(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS(SVG, tag), attributes, children);
+}
+
+// A <select> of [value, text], inside its label.
+function choice(text, options, chosen, change) {
+  const select = make("select", { change: () => change(select.value) });
+  for (const [value, told] of options) select.append(make("option", { value, selected: value === chosen }, told));
+  return make("label", {}, text, select);
+}
+
+function tick(text, isOn, change) {
+  const box = make("input", { type: "checkbox", change: () => change(box.checked) });
+  box.checked = isOn;
+  return make("label", {}, box, text);
+}
+
+// How each method is drawn: 12 colours times 5 dashes; the upper bound is black or white.
+const DASHES = ["", "9 3", "2 2", "10 3 2 3", "15 4"];
+
+function lineStyle(method) {
+  const { style } = data.methods[method];
+  if (style < 0) return { stroke: "var(--ink)", "stroke-dasharray": "4 2" };
+  const turn = Math.floor(style / 12);
+  return { stroke: `var(--c${style % 12})`, "stroke-dasharray": DASHES[(style + turn) % 5] || null };
+}
+
+// What is drawn as soon as it comes into view, and again when its width or what it shows has changed.
+const views = [];
+const seen = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    const view = views.find((one) => one.host === target);
+    view.isSeen = isIntersecting;
+    if (isIntersecting && view.isStale) refresh(view);
+  }
+}, { rootMargin: "300px" });
+const widths = new ResizeObserver((entries) => {
+  for (const { target, contentRect } of entries) {
+    const view = views.find((one) => one.host === target);
+    if (view.width !== contentRect.width) { view.width = contentRect.width; stale(view); }
+  }
+});
+
+function refresh(view) { view.isStale = false; view.paint(view.host); }
+
+function stale(view) { view.isStale = true; if (view.isSeen) refresh(view); }
+
+function show(host, paint) {
+  views.push({ host, paint, isStale: true, isSeen: false, width: null });
+  seen.observe(host);
+  widths.observe(host);
+  return host;
+}
+
+function repaint() { views.forEach(stale); }
