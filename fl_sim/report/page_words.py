@@ -15,7 +15,7 @@ _PICKED = {
     "last": "the last, which alone was tested",
 }
 
-_ALWAYS: Final = re.compile("aggregator=(?!mean$)")
+_ALWAYS, _NEVER = re.compile("aggregator="), "aggregator=mean"
 _BRACKETS: Final = re.compile(r" \(([^()]*)\)")
 
 NO_GUARANTEE = "No privacy guarantee: updates leave the clients without noise"
@@ -113,7 +113,7 @@ def _order(value: int | str) -> tuple[int, str]:
 def short_names(labels: Iterable[str]) -> dict[str, str]:
     """Return {label: its method alone}, with those of its settings in which labels of the same method differ.
 
-    An aggregator other than the mean is always told: it may be what makes a run private.
+    An aggregator is told unless it is the mean: it may be what makes a run private.
 
     >>> list(short_names(["A, b=1, c=2", "A, b=2, c=2", "B (d=1) + C, c=2"]).values())
     ['A, b=1', 'A, b=2', 'B + C']
@@ -124,6 +124,7 @@ def short_names(labels: Iterable[str]) -> dict[str, str]:
     for label, (method, settings) in parts.items():
         same = [others for name, others in parts.values() if name == method]
         own = [one for one in settings if _ALWAYS.match(one) or not all(one in others for others in same)]
+        own = [one for one in own if one != _NEVER]
         short[label] = ", ".join([method, *own])
     return {label: name if list(short.values()).count(name) == 1 else label for label, name in short.items()}
 
