@@ -109,6 +109,6 @@ function clients() {
   const has = (panel) => panel.lines.some((line) => line.clients);
   if (!data.panels.some(has)) return null;
   return [perPanel(clientRows, has), make("p", { class: "small" },
-    "The last model's accuracy on the test records, weighted by each client's classes. Dot: mean; ring: mean of the worst tenth of the clients; " +
+    "The last model's accuracy at each client (client_accuracy_is in result.json says on which records). Dot: mean; ring: mean of the worst tenth of the clients; " +
     "thick bar: all but the lowest and the highest tenth; thin line: from the lowest to the highest; stroke: median. Under privacy nothing of it is told.")];
 }
