@@ -1,5 +1,6 @@
 """What a run will take, before it runs: seconds on this machine, and bytes on the wire."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fl_sim.experiment.job import Job
@@ -22,14 +23,16 @@ class Estimate:
     left_out: tuple[str, ...] = ()
 
 
-def estimate_of(job: Job, pace: Pace | None, *, has_pool: bool) -> Estimate:
+def estimate_of(
+    job: Job, pace: Pace | None, *, has_pool: bool, making: Callable[[Job], float] = synthesis_seconds
+) -> Estimate:
     """Return what a run of ``job`` takes; without its ``pace`` only what needs no timing.
 
-    ``has_pool``: whether its synthetic records are there already.
+    ``has_pool``: whether its synthetic records are there already. ``making`` says how long one core makes them.
     """
     seconds, procedure = None, procedure_of(job)
     if pace is not None:
         work = num_steps(job) * pace.step + procedure.num_measured * pace.record
-        made = 0.0 if has_pool else synthesis_seconds(job)
+        made = 0.0 if has_pool else making(job)
         seconds = (work + made) / clients_at_once(job)
     return Estimate(seconds, procedure.traffic(), procedure.untimed)

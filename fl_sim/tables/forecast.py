@@ -1,9 +1,11 @@
 """What runs will take, before they run: what is there already, seconds and bytes of the rest, and the privacy bill."""
 
 import heapq
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from clients.dafl.settings import DaFl
@@ -12,6 +14,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.privacy.bill import Bill, Paid, bills
 from fl_sim.simulation.dafl.synthesis import is_made, pool_key
+from fl_sim.simulation.engine_choice import synthesis_seconds
 from fl_sim.simulation.estimate import Estimate, estimate_of
 from fl_sim.simulation.pace import Pace, kind_of_work, pace_of
 from fl_sim.simulation.planned_bill import planned
@@ -63,6 +66,7 @@ def forecast(
     the timed steps, on public test records, and nothing is written.
     """
     pools: set[str] = set()
+    making = partial(_seconds_of_making, {})
     found = []
     for name, experiment in runs.items():
         job = job_of(experiment, data_root)
@@ -70,7 +74,7 @@ def forecast(
         has_pool = _has_pool(job, pools)
         is_timed = paces is not None and not is_finished and (timed_own_models or ":" not in job.experiment.model)
         pace = _pace(job, paces) if paces is not None and is_timed else None
-        estimate = estimate_of(job, pace, has_pool=has_pool)
+        estimate = estimate_of(job, pace, has_pool=has_pool, making=making)
         paid = planned(job) if billed else None
         done = rounds_done(cells / name)
         found.append(Forecast(name, job.experiment.rounds, done, is_finished, estimate, has_pool, paid))
@@ -126,6 +130,18 @@ def _pace(job: Job, known: dict[str, Pace | None]) -> Pace | None:
         known[kind] = None
         with suppress(Exception):  # what is wrong with the model or the method is told by the run itself
             known[kind] = pace_of(job)
+    return known[kind]
+
+
+def _seconds_of_making(known: dict[str, float], job: Job) -> float:
+    """Return how long synthetic records take; those of other splits, budgets and seeds take as long."""
+    experiment, settings = job.experiment, job.experiment.preprocess
+    if not isinstance(settings, DaFl):
+        return 0.0
+    alike = experiment.chosen("data", "features", "normalise", "clients")
+    kind = json.dumps([alike, settings.model_dump(mode="json", include={"generator", "gamma"})], sort_keys=True)
+    if kind not in known:
+        known[kind] = synthesis_seconds(job)
     return known[kind]
 
 

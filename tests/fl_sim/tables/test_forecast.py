@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.simulation.estimate import Estimate
 from fl_sim.simulation.pace import pace_of
 from fl_sim.tables import forecast as forecasting
@@ -67,3 +67,20 @@ def test_a_model_that_fails_is_not_timed_and_one_that_might_end_the_process_is_n
     assert faulty.seconds_left is None
     assert fine.seconds_left is not None
     assert timed == (list(runs) if own else ["logistic"])
+
+
+def test_synthetic_records_are_timed_once_for_all_splits_budgets_and_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = []
+    monkeypatch.setattr(forecasting, "synthesis_seconds", lambda job: timed.append(job.experiment.preprocess) or 100.0)
+
+    def cell(seed: int, **preprocess: Any) -> Experiment:
+        settings = {"kind": "da-fl", "generator": "mean-embedding", **preprocess}
+        return experiment_from({"model": "logistic", "engine": "inprocess", "seed": seed, "preprocess": settings})
+
+    alike = {"a": cell(0), "b": cell(1), "c": cell(0, epsilon=1), "d": cell(0, train_on="synthetic")}
+    found = forecast({**alike, "more": cell(0, gamma=0.5), "none": experiment_from({})}, tmp_path, None, {})
+    assert [(settings.gamma, settings.epsilon) for settings in timed] == [(0.05, 10.0), (0.5, 10.0)]
+    made = {one.name: (one.estimate.seconds or 0) > 40 for one in found}
+    assert made == {"a": True, "b": True, "c": True, "d": False, "more": True, "none": False}, "d has the pool of a"
