@@ -48,7 +48,7 @@ def _checksums(name: str, source: Source) -> list[str]:
     known = KNOWN.get(name)
     if source.path is None:
         return []
-    if source.layout == "npz":
+    if source.layout in {"npz", "medmnist"}:
         return _zip_checksums(source.path)
     if known is None:
         return []

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
 
-OwnKind: TypeAlias = Literal["npz", "folder", "csv", "parquet"]
+OwnKind: TypeAlias = Literal["csv", "parquet", "npz", "folder", "leaf", "medmnist"]
 
 _TEST: Final = ("test", "test_seed")
 _TABLE: Final = (
@@ -22,14 +22,16 @@ _TABLE: Final = (
 )  # fmt: skip
 
 OPTIONS: Final[Mapping[OwnKind, tuple[str, ...]]] = {
-    "npz": (),
-    "folder": (),
     "csv": (*_TABLE, "delimiter"),
     "parquet": _TABLE,
+    "npz": (),
+    "folder": ("size", "values"),
+    "leaf": (),
+    "medmnist": ("val",),
 }
 """{kind: what may be set of it}"""
 
-PLACES: Final[Mapping[OwnKind, str]] = {"folder": "folder"}
+PLACES: Final[Mapping[OwnKind, str]] = {"folder": "folder", "leaf": "folder"}
 """{kind: what its place is}, where that is not a file"""
 
 OWN: Final = ", ".join(f"{kind}:PATH" for kind in OPTIONS)

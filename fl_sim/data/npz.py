@@ -2,10 +2,10 @@
 
 import math
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
 from fl_sim.mistakes import guess, shortened
 from fl_sim.types import Dataset, Examples
+
+Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 _CLIENTS = ("client_train", "groups")  # two names for the same
@@ -32,7 +34,7 @@ _LOCAL_HEADER_SIZE = 30
 
 def read_known(path: Path, known: KnownSet) -> Dataset:
     """Return the known data set that ``path`` holds a copy of."""
-    arrays = _read(path)
+    arrays = read_arrays(path, REQUIRED, _OPTIONAL, others=True)
     train, test = _with_clients(path, arrays, _examples(path, arrays, "train"), _examples(path, arrays, "test"))
     return known_dataset(known, train, test, str(path), _remarks(arrays, len(train) + len(test)))
 
@@ -47,7 +49,7 @@ def read_own(name: str, path: Path) -> Dataset:
     ``client_test`` says the same of test records, on which clients' accuracies are then measured. Raises UserError for
     any other array: a misspelt one would be left out without a word.
     """
-    arrays = _read(path, only_known=True)
+    arrays = read_arrays(path, REQUIRED, _OPTIONAL)
     train, test = _with_clients(path, arrays, _examples(path, arrays, "train"), _examples(path, arrays, "test"))
     is_image = train.inputs.ndim == 4
     channels = train.inputs.shape[1]
@@ -58,14 +60,15 @@ def read_own(name: str, path: Path) -> Dataset:
     return own_dataset(name, train, test, mean, std, str(path))
 
 
-def _read(path: Path, *, only_known: bool = False) -> dict[str, NDArray[np.generic]]:
+def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (), *, others: bool = False) -> Arrays:
+    """Return the arrays of a file. Raises UserError for one that is damaged, or lacks some, or holds ``others``."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            _check_names(path, list(members))
-            if only_known:
-                _check_no_others(path, list(members))
-            wanted = [name for name in (*REQUIRED, *_OPTIONAL) if name in members]
+            _check_names(path, list(members), required)
+            if not others:
+                _check_no_others(path, list(members), (*required, *optional))
+            wanted = [name for name in (*required, *optional) if name in members]
             return {name: _member(path, archive, members[name]) for name in wanted}
     except UserError:
         raise
@@ -75,14 +78,13 @@ def _read(path: Path, *, only_known: bool = False) -> dict[str, NDArray[np.gener
         ) from error
 
 
-def _check_names(path: Path, found: list[str]) -> None:
-    if missing := [name for name in REQUIRED if name not in found]:
+def _check_names(path: Path, found: list[str], required: Sequence[str]) -> None:
+    if missing := [name for name in required if name not in found]:
         holds = ", ".join(found[:20]) or "nothing"
-        raise UserError(f"{path} lacks {', '.join(missing)}; it holds {holds}, wanted are {', '.join(REQUIRED)}")
+        raise UserError(f"{path} lacks {', '.join(missing)}; it holds {holds}, wanted are {', '.join(required)}")
 
 
-def _check_no_others(path: Path, found: list[str]) -> None:
-    known = (*REQUIRED, *_OPTIONAL)
+def _check_no_others(path: Path, found: list[str], known: Sequence[str]) -> None:
     if others := [name for name in found if name not in known]:
         first = others[0]
         meant = f" (here: {_WORDS[first]})" if first in _WORDS else guess(first, known)
@@ -146,14 +148,12 @@ def _map(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic] | None:
     return np.memmap(path, dtype, "r", offset, shape, "F" if fortran_order else "C").view(np.ndarray)
 
 
-def _examples(path: Path, arrays: Mapping[str, NDArray[np.generic]], split: str) -> Examples:
+def _examples(path: Path, arrays: Arrays, split: str) -> Examples:
     x, y = f"x_{split}", f"y_{split}"
-    return Examples(_inputs(f"{path}: {x}", arrays[x]), as_labels(arrays[y], f"{path}: {y}"))
+    return Examples(images_of(f"{path}: {x}", arrays[x]), as_labels(arrays[y], f"{path}: {y}"))
 
 
-def _with_clients(
-    path: Path, arrays: Mapping[str, NDArray[np.generic]], train: Examples, test: Examples
-) -> tuple[Examples, Examples]:
+def _with_clients(path: Path, arrays: Arrays, train: Examples, test: Examples) -> tuple[Examples, Examples]:
     """Return both parts with where each record comes from, where the file says that."""
     given = [name for name in _CLIENTS if name in arrays]
     if len(given) > 1:
@@ -192,7 +192,8 @@ def _numbers(clients: NDArray[np.generic]) -> NDArray[np.int64]:
     return numbers
 
 
-def _inputs(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDArray[np.float32]:
+def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDArray[np.float32]:
+    """Return images channels first, or features as float32. Raises UserError for anything else."""
     if array.dtype == np.uint8 and array.ndim == 3:
         return array.astype(np.uint8, copy=False)[:, np.newaxis]
     if array.dtype == np.uint8 and array.ndim == 4:
@@ -216,9 +217,7 @@ def _inputs(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDArr
     )
 
 
-def _constants(
-    path: Path, arrays: Mapping[str, NDArray[np.generic]], name: str, channels: int, default: float
-) -> tuple[float, ...]:
+def _constants(path: Path, arrays: Arrays, name: str, channels: int, default: float) -> tuple[float, ...]:
     if name not in arrays:
         return (default,) * channels
     array = arrays[name]
@@ -230,7 +229,7 @@ def _constants(
     return tuple(float(value) for value in np.broadcast_to(values, channels))
 
 
-def _remarks(arrays: Mapping[str, NDArray[np.generic]], num_records: int) -> tuple[str, ...]:
+def _remarks(arrays: Arrays, num_records: int) -> tuple[str, ...]:
     num_jpeg = sum(arrays[name].size for name in ("jpeg_train", "jpeg_test") if name in arrays)
     if not num_jpeg:
         return ()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fl_sim.data import digits, folder, idx, npz, own, table, uci
+from fl_sim.data import digits, folder, idx, leaf, medmnist, npz, own, table, uci
 from fl_sim.data.checked import known_dataset
 from fl_sim.data.features import Features, as_features
 from fl_sim.data.known import KNOWN
@@ -62,7 +62,11 @@ def read(name: str, source: Source) -> Dataset:
 def _read_own_files(name: str, own_files: OwnName, path: Path) -> Dataset:
     if own_files.kind in {"csv", "parquet"}:
         return table.read(name, own_files, path)
-    return npz.read_own(name, path) if own_files.kind == "npz" else folder.read(name, path)
+    if own_files.kind == "folder":
+        return folder.read(name, own_files, path)
+    if own_files.kind == "medmnist":
+        return medmnist.read(name, own_files, path)
+    return leaf.read(name, path) if own_files.kind == "leaf" else npz.read_own(name, path)
 
 
 @lru_cache(maxsize=2)

@@ -7,7 +7,6 @@ import struct
 
 import numpy as np
 import pytest
-from PIL import Image
 from scipy.io import savemat
 
 from fl_sim.data import find, load, verify
@@ -161,77 +160,6 @@ def test_a_truncated_svhn_file_is_refused_by_name(tmp_path, keep):
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(UserError, match=r"train_32x32.mat (is no readable|has no array)"):
         load("svhn", tmp_path)
-
-
-def write_folder(root, mode="L", size=(5, 4)):
-    for split, number in (("train", 2), ("test", 1)):
-        for value, name in ((10, "cat"), (200, "dog")):
-            (root / split / name).mkdir(parents=True)
-            for index in range(number):
-                colour = value + index if mode == "L" else (value + index, 0, 7)
-                Image.new(mode, size, colour).save(root / split / name / f"{index}.png")
-
-
-def test_a_folder_of_images_numbers_its_classes_by_name(tmp_path):
-    write_folder(tmp_path)
-    (tmp_path / "train/cat/notes.txt").write_text("no image")
-    dataset = load(f"folder:{tmp_path}")
-    assert dataset.input_shape == (1, 4, 5)
-    assert dataset.train.labels.tolist() == [0, 0, 1, 1]
-    assert dataset.train.inputs[:, 0, 0, 0].tolist() == [10, 11, 200, 201]
-    assert dataset.mean == dataset.std == (0.5,)
-
-
-def test_one_colour_image_makes_the_folder_colour(tmp_path):
-    write_folder(tmp_path)
-    Image.new("RGB", (5, 4), (1, 2, 3)).save(tmp_path / "test/dog/0.png")
-    dataset = load(f"folder:{tmp_path}")
-    assert dataset.train.inputs[0, :, 0, 0].tolist() == [10, 10, 10]
-    assert dataset.test.inputs[1, :, 0, 0].tolist() == [1, 2, 3]
-
-
-def damage_size(root):
-    Image.new("L", (6, 4)).save(root / "test/dog/0.png")
-
-
-def damage_truncate(root):
-    file = root / "train/dog/1.png"
-    file.write_bytes(file.read_bytes()[:40])
-
-
-def damage_depth(root):
-    Image.new("I;16", (5, 4)).save(root / "train/dog/1.png")
-
-
-def damage_stranger(root):
-    (root / "test/wolf").mkdir()
-
-
-def damage_no_images(root):
-    for file in (root / "test").rglob("*.png"):
-        file.unlink()
-
-
-def damage_no_test(root):
-    (root / "test").rename(root / "validation")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (damage_size, "test/dog/0.png is 6x4 pixels, but .*train/cat/0.png is 5x4"),
-        (damage_truncate, "train/dog/1.png cannot be read as an image"),
-        (damage_depth, "train/dog/1.png: pixels of mode 'I;16' are not supported"),
-        (damage_stranger, "test has class 'wolf', but train has only cat, dog"),
-        (damage_no_images, "test holds no images; wanted are .jpeg, .jpg, .png files"),
-        (damage_no_test, "there is no folder .*/test; wanted are"),
-    ],
-)
-def test_folders_with_something_wrong_are_refused_by_file(tmp_path, damage, message):
-    write_folder(tmp_path)
-    damage(tmp_path)
-    with pytest.raises(UserError, match=message):
-        load(f"folder:{tmp_path}")
 
 
 def test_a_missing_set_is_downloaded_into_the_given_root(tmp_path, monkeypatch, datasets, capsys):

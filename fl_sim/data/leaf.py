@@ -1,0 +1,155 @@
+"""LEAF's JSON (Caldas et al. 2018): folders train and test, each file with users, num_samples and user_data.
+
+Files are read one after another. A user's records are a group of their own, in both parts.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.data.checked import check_classes, most_bytes, own_dataset
+from fl_sim.errors import UserError
+from fl_sim.import_path import in_one_line
+from fl_sim.mistakes import shortened
+from fl_sim.types import Dataset, Examples
+
+FEMNIST_SIDE: Final = 28
+"""FEMNIST's images are rows of 28 x 28 numbers from 0 (black) to 1."""
+
+_SWELL: Final = 12  # times the bytes of a file that its objects take up in Python
+
+
+@dataclass(frozen=True)
+class _User:
+    """One user's records: inputs (records, numbers), bytes where they are FEMNIST's, and labels (records,)."""
+
+    name: str
+    file: Path
+    inputs: NDArray[np.uint8] | NDArray[np.float32]
+    labels: NDArray[np.int64]
+
+
+def read(name: str, path: Path) -> Dataset:
+    """Return the records below ``path``. Raises UserError, with file and user, for what is no such JSON.
+
+    Rows of 784 numbers from 0 to 1 are FEMNIST's images, and become bytes; other rows stay as they are. Classes are the
+    labels that occur, in order.
+    """
+    parts = [_users(path / part) for part in ("train", "test")]
+    _check_alike([user for users in parts for user in users])
+    numbers = {user: place for place, user in enumerate(sorted({user.name for users in parts for user in users}))}
+    found = np.unique(np.concatenate([user.labels for users in parts for user in users]))
+    train, test = (_examples(users, numbers, found) for users in parts)
+    is_image, width = train.inputs.ndim == 4, train.inputs.shape[1]
+    mean, std = ((0.5,), (0.5,)) if is_image else ((0.0,) * width, (1.0,) * width)
+    what = "images of 28x28, as bytes" if is_image else f"{width} numbers a record, as they are"
+    strangers = len(numbers) - len(parts[0])
+    more = f", {strangers:,} more with test records alone" if strangers else ""
+    note = f"LEAF, {what}; {len(parts[0]):,} clients by user{more}"
+    classes = tuple(map(str, found.tolist()))
+    check_classes(train.labels, test.labels, classes, str(path))
+    return replace(own_dataset(name, train, test, mean, std, str(path)), note=note, classes=classes)
+
+
+def _users(folder: Path) -> list[_User]:
+    """Return the users in all files of ``folder`` that have records, with one file's objects in memory at a time."""
+    files = sorted(folder.glob("*.json")) if folder.is_dir() else []
+    if not files:
+        raise UserError(f"{folder} holds no *.json; wanted are LEAF's folders {folder.parent}/train and test")
+    users: dict[str, _User] = {}
+    num_bytes = 0
+    for file in files:
+        if _SWELL * file.stat().st_size > 2 * most_bytes():
+            raise UserError(
+                f"{file} has {file.stat().st_size:,} bytes, too many to read at once on this machine; have LEAF write "
+                "smaller files, or take fewer users"
+            )
+        for user in _of_file(file):
+            if user.name in users:
+                raise UserError(
+                    f"{file}: user {shortened(user.name)!r} is in {users[user.name].file}, too; keep one of both"
+                )
+            users[user.name] = user
+            num_bytes += user.inputs.nbytes
+        if 2 * num_bytes > most_bytes():
+            raise UserError(f"{folder} takes more than half of this machine's memory; take fewer users")
+    held = [user for user in users.values() if len(user.labels)]
+    if not held:
+        raise UserError(f"{folder} holds no records of any user")
+    return held
+
+
+def _of_file(file: Path) -> Iterator[_User]:
+    content = _content(file)
+    for user, size in zip(content["users"], content["num_samples"], strict=True):
+        yield _user(file, user, size, content["user_data"])
+
+
+def _content(file: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        raise UserError(f"{file} is no readable JSON ({in_one_line(error)}); write it again with LEAF") from error
+    wanted = {"users": list, "num_samples": list, "user_data": dict}
+    is_leaf = isinstance(content, dict) and all(isinstance(content.get(key), kind) for key, kind in wanted.items())
+    if not is_leaf or len(content["users"]) != len(content["num_samples"]):
+        raise UserError(f"{file} is not LEAF's JSON: wanted are users and num_samples, equally long, and user_data")
+    return content  # type: ignore[no-any-return]
+
+
+def _user(file: Path, user: object, size: object, data: Mapping[str, Any]) -> _User:
+    where = f"{file}: user {shortened(repr(user))}"
+    own = data.get(user) if isinstance(user, str) else None
+    if not isinstance(user, str) or not isinstance(own, dict) or not {"x", "y"} <= own.keys():
+        raise UserError(f"{where} has no records: user_data must hold x and y of every user")
+    x, y = own["x"], own["y"]
+    if not isinstance(x, list) or not isinstance(y, list) or not len(x) == len(y) == size:
+        raise UserError(f"{where} must have {size} entries in x and in y, as num_samples says")
+    if any(isinstance(part, str) for part in (*x[:1], *(x[0] if x and isinstance(x[0], list) else ())[:1])):
+        raise UserError(
+            f"{where} has texts for inputs (Shakespeare, Sent140, or CelebA's file names): sequences and files are not "
+            "read; wanted are numbers, as FEMNIST and the synthetic sets have them"
+        )
+    try:
+        inputs, labels = np.array(x, dtype=np.float32), np.array(y)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(
+            f"{where} has inputs that are no numbers, or not equally many ({in_one_line(error)})"
+        ) from error
+    if size and (inputs.ndim != 2 or not np.isfinite(inputs).all()):
+        raise UserError(f"{where} has inputs that are no rows of finite numbers")
+    if size and (labels.ndim != 1 or labels.dtype.kind not in "iu"):
+        raise UserError(f"{where} has labels that are no whole numbers, one a record (others are not supported)")
+    if not size:
+        return _User(user, file, np.zeros((0, 0), np.float32), np.zeros(0, np.int64))
+    is_image = inputs.shape[1] == FEMNIST_SIDE**2 and inputs.min() >= 0 and inputs.max() <= 1
+    return _User(user, file, np.rint(255 * inputs).astype(np.uint8) if is_image else inputs, labels.astype(np.int64))
+
+
+def _check_alike(users: list[_User]) -> None:
+    first = users[0]
+    for user in users:
+        if user.inputs.shape[1] != first.inputs.shape[1]:
+            raise UserError(
+                f"{user.file}: records of user {shortened(user.name)!r} have {user.inputs.shape[1]} numbers, those of "
+                f"{shortened(first.name)!r} have {first.inputs.shape[1]}; they must be equally long"
+            )
+        if user.inputs.dtype != first.inputs.dtype:
+            raise UserError(
+                f"{user.file}: numbers of user {shortened(user.name)!r} and of {shortened(first.name)!r} are not both "
+                "images from 0 to 1; scale them alike"
+            )
+
+
+def _examples(users: list[_User], numbers: Mapping[str, int], classes: NDArray[np.int64]) -> Examples:
+    groups = np.repeat([numbers[user.name] for user in users], [len(user.labels) for user in users])
+    labels = np.searchsorted(classes, np.concatenate([user.labels for user in users]))
+    inputs = np.concatenate([user.inputs for user in users])
+    if inputs.dtype == np.uint8:
+        inputs = inputs.reshape(-1, 1, FEMNIST_SIDE, FEMNIST_SIDE)
+    return Examples(inputs, labels, groups)

@@ -1,0 +1,124 @@
+"""Images as Pillow has them become bytes of one size: nothing is scaled that the settings do not ask for."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.data.checked import most_bytes
+from fl_sim.data.naming import OwnName
+from fl_sim.errors import UserError
+
+MOST_SIDE: Final = 4096
+
+_GREY, _COLOUR = frozenset({"1", "L"}), frozenset({"P", "RGB", "RGBA"})
+_DEEP = frozenset({"I", "I;16", "I;16B", "I;16L"})
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What images are turned into: ``size`` (width, height), None as they are; ``values``: what becomes 0 and 255.
+
+    The latter is for images of more than 8 bits, None where none is expected.
+    """
+
+    size: tuple[int, int] | None = None
+    values: tuple[int, int] | None = None
+
+    def told(self) -> str:
+        """Say what was done to images, nothing where they are as they were."""
+        size = f"images scaled to {self.size[0]}x{self.size[1]}" if self.size else ""
+        values = f"values {self.values[0]}..{self.values[1]} of 16 bits became 0..255" if self.values else ""
+        return "; ".join(filter(None, (size, values)))
+
+
+def wanted_by(own: OwnName) -> Wanted:
+    """Return what the name of a data set says of images. Raises UserError for what is no size, or no range."""
+    return Wanted(_size_set(own.option("size")), _values_set(own.option("values")))
+
+
+def pixels(image: Any, where: str, wanted: Wanted) -> NDArray[np.uint8]:
+    """Return one of Pillow's images as (height, width) or (height, width, 3). Raises UserError for other pixels."""
+    mode, is_deep = image.mode, ";16" in str(getattr(image, "tile", ""))
+    image.load()
+    if mode in _DEEP:
+        image = _with_8_bits(image, where, wanted.values)
+    elif is_deep:
+        raise UserError(f"{where}: colour with 16 bits a channel is not supported; save it with 8 bits")
+    elif mode in _GREY | _COLOUR:
+        image = image.convert("L" if mode in _GREY else "RGB")
+    else:
+        raise UserError(f"{where}: pixels of mode {mode!r} are not supported; save it as 8-bit grey or RGB")
+    if wanted.size is not None and image.size != wanted.size:
+        image = image.resize(wanted.size, resample=2)  # bilinear, over all pixels that one takes the place of
+    return np.asarray(image)
+
+
+def stacked(opened: Iterable[tuple[str, Callable[[], NDArray[np.uint8]]]], count: int) -> NDArray[np.uint8]:
+    """Return ``count`` images as (records, channels, height, width): one channel unless any image has colour.
+
+    ``opened``: (where it is, a function that reads it) of each. Raises UserError where one has another size than the
+    first, or all of them would take too much memory.
+    """
+    images: list[NDArray[np.uint8]] = []
+    first = ""
+    for where, read in opened:
+        image = read()
+        if not images:
+            first = where
+            if 2 * 3 * count * image.shape[0] * image.shape[1] > most_bytes():
+                raise UserError(
+                    f"{count:,} images of {_size(image)} pixels take more than half of this machine's memory; scale "
+                    "them by data.size=WIDTHxHEIGHT, or take fewer"
+                )
+        elif image.shape[:2] != images[0].shape[:2]:
+            raise UserError(
+                f"{where} is {_size(image)} pixels, but {first} is {_size(images[0])}; make them one size, or have all "
+                f"scaled to one, for example by data.size={_size(images[0])}"
+            )
+        images.append(image)
+    if all(image.ndim == 2 for image in images):
+        return np.stack(images)[:, np.newaxis]
+    return np.stack([_coloured(image) for image in images]).transpose(0, 3, 1, 2)
+
+
+def _coloured(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return image if image.ndim == 3 else np.repeat(image[..., np.newaxis], 3, axis=2)
+
+
+def _with_8_bits(image: Any, where: str, values: tuple[int, int] | None) -> Any:
+    from PIL import Image  # noqa: PLC0415 (only images need it)
+
+    if values is None:
+        raise UserError(
+            f"{where} has 16 bits a pixel: say which values become 0 and 255, data.values=0..65535 or what the device "
+            "has (0..4095), or save it with 8 bits"
+        )
+    low, high = values
+    scaled = (np.clip(np.asarray(image, dtype=np.float64), low, high) - low) * 255 / (high - low)
+    return Image.fromarray(np.rint(scaled).astype(np.uint8))
+
+
+def _size(image: NDArray[np.uint8]) -> str:
+    return f"{image.shape[1]}x{image.shape[0]}"
+
+
+def _size_set(text: str) -> tuple[int, int] | None:
+    if not text:
+        return None
+    found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
+    if found is None or max(map(int, found.groups())) > MOST_SIDE:
+        raise UserError(f"data.size = {text!r}: it is WIDTHxHEIGHT in pixels, such as 32x32, at most {MOST_SIDE}")
+    return int(found[1]), int(found[2])
+
+
+def _values_set(text: str) -> tuple[int, int] | None:
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise UserError(f"data.values = {text!r}: it is LOW..HIGH, two whole numbers, such as 0..65535")
+    return int(found[1]), int(found[2])

@@ -1,0 +1,109 @@
+"""LEAF's JSON: users are clients, in both parts, and what is no classification data is refused with file and user."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fl_sim.data import leaf, load
+from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.simulation.run import run
+
+
+def users(rows: dict[str, tuple[list, list]]) -> dict:
+    """Return the content of one file: {user: (x, y)}."""
+    return {
+        "users": [*rows],
+        "num_samples": [len(y) for _, y in rows.values()],
+        "user_data": {user: {"x": x, "y": y} for user, (x, y) in rows.items()},
+    }
+
+
+def written(folder: Path, train: dict, test: dict, more: dict | None = None) -> Path:
+    for part, content in (("train/a.json", train), ("test/a.json", test), ("train/b.json", more)):
+        if content is not None:
+            (folder / part).parent.mkdir(exist_ok=True)
+            (folder / part).write_text(json.dumps(content))
+    return folder
+
+
+def image(byte: int) -> list[float]:
+    return [byte / 255] * 783 + [0.0]
+
+
+def femnist(folder: Path) -> Path:
+    train = users({"f1": ([image(3), image(200)], [61, 5]), "f0": ([image(7)], [5])})
+    return written(
+        folder, train, users({"f0": ([image(1)], [61]), "new": ([image(2)], [5])}), users({"f2": ([image(9)], [61])})
+    )
+
+
+def test_femnist_becomes_images_with_users_as_clients_in_both_parts(tmp_path):
+    found = load(f"leaf:{femnist(tmp_path)}")
+    assert found.train.inputs.shape == (4, 1, 28, 28)
+    assert found.train.inputs[:, 0, 0, 0].tolist() == [3, 200, 7, 9]
+    assert (found.train.labels.tolist(), found.classes) == ([1, 0, 0, 1], ("5", "61"))
+    assert found.train.groups.tolist() == [1, 1, 0, 2]
+    assert found.test.groups.tolist() == [0, 3]
+    assert found.mean == (0.5,)
+    assert found.note == "LEAF, images of 28x28, as bytes; 3 clients by user, 1 more with test records alone"
+
+
+def test_every_writer_trains_as_a_client_and_is_tested_on_its_own_records(tmp_path):
+    (tmp_path / "data").mkdir()
+    settings = {"data": f"leaf:{femnist(tmp_path / 'data')}", "partition": "natural", "clients": 3, "rounds": 1,
+                "model": "logistic", "engine": "inprocess"}  # fmt: skip
+    told = run(experiment_from(settings), tmp_path / "run")["measures"]["client_accuracy_is"]
+    assert told.startswith("accuracy on each client's own test records; 2 of 3 clients have none")
+
+
+def test_other_numbers_stay_as_they_are(tmp_path):
+    part = users({"a": ([[0.5, -3], [1, 2]], [0, 1])})
+    found = load(f"leaf:{written(tmp_path, part, part)}")
+    assert found.train.inputs.tolist() == [[0.5, -3], [1, 2]]
+    assert found.train.inputs.dtype == np.float32
+
+
+GOOD = users({"a": ([[1.0], [2.0]], [0, 1])})
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (users({"a": (["the", "cat"], ["s", "."])}), r"user 'a' has texts for inputs \(Shakespeare, .*sequences and"),
+        (users({"a": ([["id", "x"], ["id", "y"]], [0, 1])}), "has texts for inputs"),
+        (users({"a": ([[1.0], [2.0]], [[0, 1], [1, 1]])}), "labels that are no whole numbers, one a record"),
+        (users({"a": ([[1.0], [2.0]], [0.5, 1])}), "labels that are no whole numbers"),
+        (users({"a": ([[1.0], [2.0, 3]], [0, 1])}), "inputs that are no numbers, or not equally many"),
+        (users({"a": ([1.0, 2.0], [0, 1])}), "inputs that are no rows of finite numbers"),
+        (users({"a": ([[1.0], [2.0]], [0, 1]), "b": ([[1.0, 2.0]], [0])}), "'b' have 2 numbers, those of 'a' have 1"),
+        ({**GOOD, "num_samples": [3]}, "user 'a' must have 3 entries in x and in y"),
+        ({**GOOD, "user_data": {}}, "user 'a' has no records"),
+        ({"users": []}, "is not LEAF's JSON: wanted are users and num_samples"),
+        ([1, 2], "is not LEAF's JSON"),
+        (users({}), "holds no records of any user"),
+        (users({"a": ([[1.0]], [0])}), "class 1 occurs in the test part alone"),
+    ],
+)
+def test_what_is_no_such_file_is_refused_in_one_line(tmp_path, train, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load(f"leaf:{written(tmp_path, train, GOOD)}")
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_missing_and_huge_files_are_refused_by_name(tmp_path, monkeypatch):
+    written(tmp_path, GOOD, GOOD)
+    (tmp_path / "test/a.json").write_text('{"users": [')
+    with pytest.raises(UserError, match=r"test/a\.json is no readable JSON"):
+        load(f"leaf:{tmp_path}")
+    (tmp_path / "test/a.json").unlink()
+    with pytest.raises(UserError, match=r"test holds no \*\.json; wanted are LEAF's folders"):
+        load(f"leaf:{tmp_path}")
+    written(tmp_path, GOOD, GOOD, GOOD)
+    with pytest.raises(UserError, match=r"train/b\.json: user 'a' is in .*train/a\.json, too; keep one of both"):
+        load(f"leaf:{tmp_path}")
+    monkeypatch.setattr(leaf, "most_bytes", lambda: 100)
+    with pytest.raises(UserError, match=r"a\.json has .* bytes, too many to read at once on this machine"):
+        load(f"leaf:{tmp_path}")
