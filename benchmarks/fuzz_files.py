@@ -2,13 +2,15 @@
 
     python benchmarks/fuzz_files.py [--cases 1000] [--seed 0]
 
-Damages npz (plain and compressed), idx, folders of images and UCI's Adult table: bytes flipped, cut, zeroed, doubled
-and swapped, headers that claim terabytes, pickled objects, archives that unpack to far more than they are. Exits with 1
-for a traceback, a refusal of several lines, a data set that breaks its own promises, or one that takes long.
+Damages npz (plain and compressed), idx, folders of images, csv, parquet, LEAF's JSON and UCI's Adult table: bytes
+flipped, cut, zeroed, doubled and swapped, headers that claim terabytes, pickled objects, archives that unpack to far
+more than they are. Exits with 1 for a traceback, a refusal of several lines, a data set that breaks its own promises,
+or one that takes long.
 """
 
 import argparse
 import io
+import json
 import random
 import sys
 import tempfile
@@ -21,11 +23,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 from PIL import Image
 
-from fl_sim.data import idx, npz
-from fl_sim.data.folder import read as read_folder
+from fl_sim.data import idx, npz, read
 from fl_sim.data.known import KNOWN, KnownSet
+from fl_sim.data.places import look_for
 from fl_sim.data.uci import read as read_uci
 from fl_sim.errors import UserError
 from fl_sim.types import Dataset
@@ -76,10 +79,34 @@ def write_samples(folder: Path) -> dict[Path, Callable[[], Dataset]]:
         for name in ("plain.npz", "packed.npz")
     }
     for path in sorted((folder / "images").rglob("*.png"))[:3]:
-        found[path] = lambda: read_folder("folder:images", folder / "images")
+        found[path] = lambda: _own(f"folder:{folder}/images")
     found |= {folder / file: lambda: _mnist(folder, mnist) for file in mnist.files}
     found |= {folder / file: lambda: read_uci(folder, adult) for file in adult.files}
+    return found | _tables_and_leaf(folder)
+
+
+def _tables_and_leaf(folder: Path) -> dict[Path, Callable[[], Dataset]]:
+    columns = {"age": [39, 50, 38, 53] * 5, "job": ["clerk", "farmer"] * 10, "label": ["a", "b", "b", "a"] * 5}
+    rows = zip(*columns.values(), strict=True)
+    (folder / "t.csv").write_text("age,job,label\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "t.parquet")
+    users = {"users": ["a", "b"], "num_samples": [2, 1]}
+    data = {"a": {"x": [[39, 1.5], [2, 0]], "y": [0, 1]}, "b": {"x": [[3, 4]], "y": [1]}}
+    found: dict[Path, Callable[[], Dataset]] = {
+        folder / f"t.{kind}": lambda kind=kind: _own(f"{kind}:{folder}/t.{kind}:test=0.3")
+        for kind in ("csv", "parquet")
+    }
+    for part in ("train", "test"):
+        (folder / "leaf" / part).mkdir(parents=True)
+        (folder / "leaf" / part / "a.json").write_text(json.dumps({**users, "user_data": data}))
+        found[folder / "leaf" / part / "a.json"] = lambda: _own(f"leaf:{folder}/leaf")
     return found
+
+
+def _own(name: str) -> Dataset:
+    source = look_for(name)
+    assert source is not None
+    return read(name, source)
 
 
 def damaged(content: bytes, generator: random.Random) -> bytes:

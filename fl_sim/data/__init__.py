@@ -4,7 +4,7 @@ from fl_sim.data.features import Features, version_of
 from fl_sim.data.integrity import Check, verify
 from fl_sim.data.known import NAMES, tuned_on
 from fl_sim.data.places import Root, Source, describe_missing, find, roots, wanted_files
-from fl_sim.data.reading import fingerprint, load
+from fl_sim.data.reading import fingerprint, load, read
 
 __all__ = [
     "NAMES",
@@ -16,6 +16,7 @@ __all__ = [
     "find",
     "fingerprint",
     "load",
+    "read",
     "roots",
     "tuned_on",
     "verify",

@@ -22,22 +22,28 @@ _ROWS: Final = 2**16  # of a batch
 
 @dataclass(frozen=True)
 class TableFile:
-    """A file of rows. ``names``: its columns, in order; ``declared``: what the file says of their types."""
+    """A file of rows. ``written``: its columns as they are written; ``declared``: what the file says of their types."""
 
     path: Path
     kind: str
     delimiter: str
-    names: tuple[str, ...]
+    written: tuple[str, ...]
     declared: tuple[Declared, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return its columns in order, without spaces around their names."""
+        return tuple(name.strip() for name in self.written)
 
     def batches(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield {column: its next cells} as pyarrow's arrays: texts without spaces around them, None where missing.
 
         Raises UserError where the file is damaged.
         """
+        written = dict(zip(self.names, self.written, strict=True))
         try:
-            for batch in self._raw(columns):
-                yield {name: _cleaned(batch.column(name)) for name in columns}
+            for batch in self._raw([written[name] for name in columns]):
+                yield {name: _cleaned(batch.column(written[name])) for name in columns}
         except UserError:
             raise
         except Exception as error:
@@ -49,7 +55,7 @@ class TableFile:
             with arrow.parquet.ParquetFile(self.path) as file:
                 yield from file.iter_batches(batch_size=_ROWS, columns=[*columns])
             return
-        text = dict.fromkeys(self.names, arrow.string())
+        text = dict.fromkeys(self.written, arrow.string())
         convert = arrow.csv.ConvertOptions(column_types=text, include_columns=[*columns])
         with _open_csv(self.path, self.delimiter, convert) as reader:
             yield from reader
@@ -67,14 +73,13 @@ def open_table(path: Path, kind: str, delimiter: str = "comma") -> TableFile:
         else:
             with _open_csv(path, DELIMITERS[delimiter], None) as reader:
                 schema = reader.schema
+        written = tuple(schema.names)
     except Exception as error:
         raise _unreadable(path, error) from error
-    names = tuple(name.strip() for name in schema.names)
-    _check_names(path, names)
-    if names != tuple(schema.names):
-        raise UserError(f"{path}: the names of its columns have spaces around them: {_list(schema.names)}; remove them")
     declared = tuple(_declared(part) if kind == "parquet" else "" for part in schema.types)
-    return TableFile(path, kind, DELIMITERS[delimiter], names, declared)
+    table = TableFile(path, kind, DELIMITERS[delimiter], written, declared)
+    _check_names(path, table.names)
+    return table
 
 
 def pyarrow() -> Any:
@@ -116,10 +121,6 @@ def _check_names(path: Path, names: tuple[str, ...]) -> None:
             f"{path} has one column alone, {shortened(names[0])!r}: its cells stand between other signs; set "
             f"data.delimiter={found[0]}"
         )
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:20]))
 
 
 def _declared(part: Any) -> Declared:

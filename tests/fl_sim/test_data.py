@@ -148,7 +148,7 @@ def test_a_missing_set_names_files_places_and_the_embedded_alternative(tmp_path)
     ("name", "message"),
     [
         ("fashion_mnist", r"unknown data set 'fashion_mnist' \(did you mean 'fashion-mnist'\?\); valid: digits, mnist"),
-        ("imagenet", "unknown data set 'imagenet'; valid: .*, diabetes, npz:PATH, folder:PATH"),
+        ("imagenet", "unknown data set 'imagenet'; valid: .*, diabetes, csv:PATH, parquet:PATH, npz:PATH"),
         ("npz:", "unknown data set 'npz:'"),
         ("npz:/nowhere/x.npz", "there is no file /nowhere/x.npz"),
         ("folder:/nowhere", "there is no folder /nowhere"),

@@ -132,6 +132,13 @@ def test_other_signs_between_cells_can_be_named(tmp_path):
     assert len(load(f"{name}:delimiter=semicolon").train) == 4
 
 
+def test_spaces_around_cells_and_names_do_not_count(tmp_path):
+    spaced = load(f"csv:{written(tmp_path, ROWS.replace(',', ' , '))}:{SETTINGS}")
+    plain = load(f"csv:{written(tmp_path, name='b.csv')}:{SETTINGS}")
+    assert spaced.shown == plain.shown
+    np.testing.assert_array_equal(spaced.train.inputs, plain.train.inputs)
+
+
 def test_what_was_read_off_the_records_is_said_beside_every_epsilon(tmp_path):
     settings = {"data": f"csv:{written(tmp_path)}:{SETTINGS}", "partition": "natural", "clients": 2, "rounds": 1,
                 "model": "logistic", "aggregator": "global-dp", "sampler": "poisson:0.5"}  # fmt: skip
