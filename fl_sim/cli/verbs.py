@@ -394,6 +394,33 @@ def report(
     write_report(directories, out, paper=paper, target=target, json_output=json_output)
 
 
+@app.command("watch")
+def watch(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A run's or a table's directory, or one that holds some.")
+    ],
+    *,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show what there is now, and end.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print what there is now as one JSON object.")] = False,
+) -> None:
+    """Look on while runs are running, from another terminal: round, accuracy, curve, time left, epsilon spent so far.
+
+    Reads files alone, so no run is disturbed. Ends when nothing runs any more, or with Ctrl-C. A run is stopped when
+    its process has gone without a result; the command that began it goes on with it.
+
+    For example:
+
+      fl-sim watch results/digits
+
+      fl-sim watch results --once
+    """
+    with importing():
+        from fl_sim.cli.watch import watch_directory  # noqa: PLC0415 (see above)
+
+    watch_directory(directory, every=every, once=once, json_output=json_output)
+
+
 @data_app.command("list")
 def list_data(*, data_root: _AnyDataRoot = None, json_output: _Json = False) -> None:
     """Show which data sets are found, and where the others are looked for.

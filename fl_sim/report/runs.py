@@ -94,11 +94,11 @@ def find(directories: Sequence[Path]) -> Found:
     """
     for directory in directories:
         if not directory.is_dir():
-            raise UserError(f"{directory} is {'no directory' if directory.exists() else 'not there'}: {_WANTED}")
-        if next(_places(directory), None) is None:
+            raise UserError(f"{directory} is {'no directory' if directory.exists() else 'not there'}: {WANTED}")
+        if next(places_in(directory), None) is None:
             raise UserError(
                 f"no run in {directory}: no {CONFIG}, {ROUNDS}, {RESULT} or {TABLE} up to {_DEEPEST} folders deep; "
-                f"{_WANTED}"
+                f"{WANTED}"
             )
     found = read_all(directories)
     _obey_tables(found)
@@ -114,7 +114,7 @@ def read_all(directories: Sequence[Path]) -> Found:
     """Read every run and table in or below ``directories``, up to six levels down, each once; none may be there."""
     found = Found()
     seen: set[Path] = set()
-    for place in (place for directory in directories for place in _places(directory)):
+    for place in (place for directory in directories for place in places_in(directory)):
         if place.resolve() not in seen:
             seen.add(place.resolve())
             _take(place, found)
@@ -122,10 +122,10 @@ def read_all(directories: Sequence[Path]) -> Found:
     return found
 
 
-_WANTED = "give a directory that 'fl-sim run --out' or 'fl-sim table --out' wrote, or one that holds such directories"
+WANTED = "give a directory that 'fl-sim run --out' or 'fl-sim table --out' wrote, or one that holds such directories"
 
 
-def _places(top: Path) -> Iterator[Path]:
+def places_in(top: Path) -> Iterator[Path]:
     """Yield the run and table directories in ``top``, in order; the trials of a table's search are no results."""
     for folder, below, files in os.walk(top):
         path = Path(folder)

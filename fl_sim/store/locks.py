@@ -7,7 +7,9 @@ its owner alone, and no link is followed to it.
 import errno
 import fcntl
 import json
+import math
 import os
+import platform
 import stat
 import sys
 import time
@@ -23,6 +25,7 @@ from fl_sim.store.files import remove_partial
 LOCK: Final = ".lock"
 _PATIENCE: Final = 2.0  # seconds of waiting in silence
 _PAUSE: Final = 0.02  # seconds between two tries
+_TIME: Final = "%Y-%m-%d %H:%M:%S UTC"
 
 
 @contextmanager
@@ -53,6 +56,34 @@ def sole_run(folder: Path) -> Iterator[None]:
         raise RunError(f"{folder} is being written by {_holder(path)}: wait for it, or stop it")
     with _held(path, lock):
         yield
+
+
+def is_held(folder: Path) -> bool | None:
+    """Return whether the process that wrote the lock of ``folder`` still works there; nothing is locked or changed.
+
+    None: that process is on another machine, or this system does not tell. A process that has the number of a dead
+    one began after the lock was written.
+    """
+    try:
+        said = json.loads(_content(folder / LOCK))
+        pid, machine, begun = int(said["pid"]), str(said["machine"]), datetime.strptime(said["started"], _TIME)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    if machine != platform.node() or not Path("/proc/stat").exists():
+        return None
+    return _began(pid) <= begun.replace(tzinfo=UTC).timestamp() + 1
+
+
+def _began(pid: int) -> float:
+    """Return when a process began, in seconds since 1970; infinity where there is none with that number."""
+    try:
+        ticks = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+        [started] = [line for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines() if "btime" in line]
+    except (OSError, ValueError, IndexError):
+        return math.inf
+    return float(int(started.split()[1]) + ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def _try(path: Path) -> int | None:
@@ -94,9 +125,9 @@ def _is(path: Path, lock: int) -> bool:
 def _held(path: Path, lock: int) -> Iterator[None]:
     try:
         with suppress(OSError):  # a full disk: the lock holds, it merely does not name its holder
-            started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            said = {"pid": os.getpid(), "started": datetime.now(UTC).strftime(_TIME), "machine": platform.node()}
             os.ftruncate(lock, 0)
-            os.pwrite(lock, json.dumps({"pid": os.getpid(), "started": started}).encode(), 0)
+            os.pwrite(lock, json.dumps(said).encode(), 0)
         remove_partial(path.parent)
         yield
     finally:
@@ -108,9 +139,13 @@ def _held(path: Path, lock: int) -> Iterator[None]:
 
 def _holder(path: Path) -> str:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            said = json.loads(file.read(1000))
+        said = json.loads(_content(path))
         return f"process {int(said['pid'])}, started {str(said['started'])[:40]}"
     except (OSError, ValueError, TypeError, KeyError, RecursionError):  # not written yet, or gone already
         return "another process"
+
+
+def _content(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(1000)
