@@ -1,5 +1,6 @@
 """What mkdocs alone does not do: pages made from the program, and from files outside of docs that pages link to."""
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -10,8 +11,11 @@ import click
 import typer
 from mkdocs.structure.files import File, Files
 
+from fl_sim.cli.settings import title_of
 from fl_sim.cli.verbs import app
+from fl_sim.experiment.experiment import AnyAlgorithm
 from fl_sim.experiment.reference import Group, groups
+from fl_sim.kinds import kinds
 
 TOP = Path(__file__).resolve().parents[2]
 DOCS = TOP / "docs"
@@ -20,34 +24,50 @@ _LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "sh", ".m
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for every file and folder outside of docs that a page links to."""
-    written = {page.src_uri: Path(page.abs_src_path).read_text() for page in files.documentation_pages()}
-    linked = {path for uri, text in written.items() for _, path in _outside(uri, text)}
-    listed = {inside for path in linked if path.is_dir() for inside in path.glob("*.py")}
-    for path in sorted(linked | listed):
+    """Add a page for every notebook, and for every file and folder outside of docs that a page links to."""
+    waiting = {path for page in files.documentation_pages() for path in _outside(Path(page.abs_src_path))}
+    made: set[Path] = set()
+    while waiting:
+        made |= waiting
+        inside = {file for path in waiting if path.is_dir() for file in path.glob("*.py")}
+        further = {other for path in waiting if path.suffix == ".md" for other in _outside(path)}
+        waiting = (inside | further) - made
+    for path in sorted(made):
         files.append(File.generated(config, _page_of(path), content=_shown(path)))
+    for notebook in sorted(DOCS.glob("notebooks/*.ipynb")):
+        files.append(File.generated(config, _page_of(notebook), content=_read_notebook(notebook)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_rest: Any) -> str:
-    """Let links out of docs lead to these pages, and fill in what the program says of itself."""
+    """Let links to files lead to the pages made of them, and fill in what the program says of itself."""
     for mark, made in _MADE.items():
         if mark in markdown:
             markdown = markdown.replace(mark, made())
-    here = Path(page.file.src_uri).parent
-    targets = {link: os.path.relpath(_page_of(path), here) for link, path in _outside(page.file.src_uri, markdown)}
-    return _LINK.sub(lambda found: targets.get(found[0], found[0]), markdown)
+    uri = Path(page.file.src_uri)
+    origin = TOP / uri.relative_to("source") if uri.is_relative_to("source") else DOCS / uri
+
+    def there(link: re.Match[str]) -> str:
+        path = origin.parent.joinpath(link[0]).resolve()
+        is_elsewhere = path.suffix == ".ipynb" or not (path.is_relative_to(DOCS) and origin.is_relative_to(DOCS))
+        is_page = is_elsewhere and path.exists() and path.is_relative_to(TOP)
+        return os.path.relpath(_page_of(path), uri.parent) if is_page else link[0]
+
+    return _LINK.sub(there, markdown)
 
 
-def _outside(uri: str, text: str) -> Iterator[tuple[str, Path]]:
-    """Find (link, file or folder of the repository) of the links in the page at ``uri`` that lead out of docs."""
-    for link in _LINK.findall(text):
-        path = (DOCS / uri).parent.joinpath(link).resolve()
+def _outside(page: Path) -> Iterator[Path]:
+    """Find the files and folders of the repository outside of docs that a page of Markdown links to."""
+    for link in _LINK.findall(page.read_text()):
+        path = page.parent.joinpath(link).resolve()
         if path.exists() and path.is_relative_to(TOP) and not path.is_relative_to(DOCS):
-            yield link, path
+            yield path
 
 
 def _page_of(path: Path) -> str:
+    """Return which page of the site a file or folder of the repository is."""
+    if path.is_relative_to(DOCS):
+        return path.relative_to(DOCS).as_posix().replace(".ipynb", ".md")
     inside = path.relative_to(TOP).as_posix()
     return f"source/{inside}/index.md" if path.is_dir() else f"source/{inside.removesuffix('.md')}.md"
 
@@ -62,16 +82,44 @@ def _shown(path: Path) -> str:
     return f"# {name}\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}````\n"
 
 
+def _read_notebook(path: Path) -> str:
+    """Return a notebook as a page: its words, its code, and what that printed and drew."""
+    parts = [f'<a href="{path.name}" download>The notebook itself</a>']
+    for cell in json.loads(path.read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(f"````python\n{text}\n````" if cell["cell_type"] == "code" else text)
+        parts += [_output(output) for output in cell.get("outputs", [])]
+    title, *others = parts[1:]
+    return "\n\n".join([title, parts[0], *others])
+
+
+def _output(output: dict[str, Any]) -> str:
+    shown = output.get("data", {})
+    if "image/png" in shown:
+        return f"![What the cell draws](data:image/png;base64,{''.join(shown['image/png']).replace(chr(10), '')})"
+    if "text/markdown" in shown:
+        return "".join(shown["text/markdown"])
+    return f"````text\n{''.join(output.get('text', shown.get('text/plain', ''))).rstrip()}\n````"
+
+
+def _knobs() -> str:
+    """Return which settings to turn where a method diverges, as its message says."""
+    rows = [
+        f"| {kind} | {_cell(method.knobs)} |"
+        for kind, method in kinds(AnyAlgorithm).items()
+        if hasattr(method, "knobs")
+    ]
+    return "\n".join(["| method | what its message says |", "|---|---|", *rows])
+
+
 def _settings() -> str:
     """Return the reference of all settings: a table for each group."""
     return "\n".join(_section(group) for group in groups())
 
 
 def _section(group: Group) -> str:
-    title = f"{group.name}={group.kind}" if group.kind else group.name
-    heading = f"{'###' if group.kind else '##'} `{title or 'An experiment'}`".replace(
-        "`An experiment`", "An experiment"
-    )
+    title = f"`{title_of(group)}`" if group.name else "An experiment"
+    heading = f"{'###' if group.kind or group.within else '##'} {title}"
     rows = [
         f"| `{one.name}` | {_cell(one.takes)} | {_code(one.default)} | {_cell(one.meaning)} |" for one in group.settings
     ]
@@ -111,4 +159,4 @@ def _helps(command: click.Command, above: click.Context) -> Iterator[str]:
 
 
 _WIDTH = 100
-_MADE = {"<!-- every setting -->": _settings, "<!-- every command -->": _commands}
+_MADE = {"<!-- every setting -->": _settings, "<!-- every command -->": _commands, "<!-- every knob -->": _knobs}

@@ -12,6 +12,7 @@ import typer
 from fl_sim.errors import UserError
 from fl_sim.experiment.reference import Group, groups
 from fl_sim.mistakes import guess
+from fl_sim.other_words import elsewhere
 
 _WIDEST = 110
 
@@ -44,19 +45,18 @@ def find(name: str, every: Sequence[Group]) -> list[Group]:
     else:
         found = [group for group in every if name == group.kind or (group.name + ".").startswith(name + ".")]
         alone = [(group, setting) for group in every for setting in group.settings if setting.name == name]
-        found = [Group(group.name, group.kind, "", (setting,)) for group, setting in alone] + found
+        found = [Group(group.name, group.kind, group.within, "", (setting,)) for group, setting in alone] + found
     if found:
         return found
     names = {group.kind or group.name for group in every} | {
         setting.name for group in every for setting in group.settings
     }
-    raise UserError(
-        f"no setting or kind is called {name!r}{guess(kind or name, names - {''})}; 'fl-sim settings' lists them"
-    )
+    meant = elsewhere(name) or guess(kind or name, names - {""})
+    raise UserError(f"no setting or kind is called {name!r}{meant}; 'fl-sim settings' lists them")
 
 
 def _printed(group: Group, width: int) -> list[str]:
-    title = f"{group.name}={group.kind}" if group.kind else group.name
+    title = title_of(group)
     lines = [*([title] if title and group.about else []), *textwrap.wrap(plain(group.about), width)]
     for setting in group.settings:
         default = f" (default: {setting.default})" if setting.default else ""
@@ -67,6 +67,12 @@ def _printed(group: Group, width: int) -> list[str]:
             *_wrapped(plain(setting.meaning), width, "      ", "      "),
         ]
     return lines
+
+
+def title_of(group: Group) -> str:
+    """Return what chooses a group, as it is typed, and what has to be chosen before that."""
+    title = f"{group.name}={group.kind}" if group.kind else group.name
+    return f"{title}, with {group.within}" if group.within else title
 
 
 def plain(text: str) -> str:

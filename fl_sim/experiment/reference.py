@@ -5,7 +5,7 @@ A class tells the meaning of its field in its docstring, in sentences that name 
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
@@ -37,40 +37,45 @@ class Group:
     """Settings that exist together: an experiment's own, those of a table in it, or those of one kind.
 
     ``name``: the setting that holds them, empty for the experiment. ``kind``: what has to be chosen there, such as
-    ``fedprox``; empty where nothing is. ``about``: the first paragraph of the class's docstring.
+    ``fedprox``; empty where nothing is. ``within``: the choice that ``name`` itself exists with, such as
+    ``algorithm=pate``; empty where it always does. ``about``: the first paragraph of the class's docstring.
     """
 
     name: str
     kind: str
+    within: str
     about: str
     settings: tuple[Setting, ...]
 
 
 def groups() -> tuple[Group, ...]:
     """Return the experiment's own settings, and then every group in the order in which they come in it."""
-    return tuple(_groups(Experiment, "", ""))
+    return tuple(_groups(Experiment, "", "", "", {}))
 
 
-def _groups(settings: type, name: str, kind: str) -> Iterator[Group]:
+def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping[str, Any]) -> Iterator[Group]:
+    """Yield the group of a class, whose fields have these ``defaults`` where they differ from its own."""
     prefix = f"{name}." if name else ""
     documentation, known = _documentation(settings), {field for field, *_ in _fields(settings)}
-    here, inside = [], []
-    for field, annotation, extras, default in _fields(settings):
+    here: list[Setting] = []
+    inside: list[tuple[type, str, str, Mapping[str, Any]]] = []
+    for field, annotation, extras, own_default in _fields(settings):
+        default = defaults.get(field, own_default)
         choices = kinds(annotation) if any(isinstance(extra, OneOf) for extra in extras) else {}
         if choices:
             takes = one_of([choice.replace("-k", "-K") if choice.endswith("-k") else choice for choice in choices])
-            inside += [(own, f"{prefix}{field}", choice) for choice, own in choices.items()]
+            inside += [(own, f"{prefix}{field}", choice, {}) for choice, own in choices.items()]
         elif tables := [part for part in (annotation, *get_args(annotation)) if _is_table(part)]:
             takes = " or ".join(["a table", *(_WORDS[part] for part in get_args(annotation) if part in _WORDS)])
-            inside += [(table, f"{prefix}{field}", "") for table in tables]
+            inside += [(table, f"{prefix}{field}", "", vars(default) if default else {}) for table in tables]
         else:
             takes = _takes(annotation, extras)
         shown = _chosen(default) if choices else _as_written(default)
         here.append(Setting(f"{prefix}{field}", takes, shown, meaning(documentation, field, known)))
     about = documentation.partition("\n\n")[0]
-    yield Group(name, kind, _in_line(about), tuple(here))
-    for own, inner, choice in inside:
-        yield from _groups(own, inner, choice)
+    yield Group(name, kind, within, _in_line(about), tuple(here))
+    for own, inner, choice, chosen in inside:
+        yield from _groups(own, inner, choice, f"{name}={kind}" if kind else within, chosen)
 
 
 def _fields(settings: type) -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:

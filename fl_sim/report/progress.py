@@ -27,7 +27,7 @@ class RunProgress:
         self._stream = stream or sys.stderr
         self._rounds = rounds
         self._timed = timed
-        self._console = Console(file=self._stream)
+        self._console = Console(file=self._stream, force_jupyter=False if stream else None)
         self._live = self._console.is_terminal
         self._bar = Progress(Line(self._console), console=self._console)
         self._done = 0

@@ -19,7 +19,7 @@ class TableProgress:
         self._rounds = rounds
         self._done = dict.fromkeys(rounds, 0)
         self._closed: set[str] = set()
-        self._console = Console(file=stream or sys.stderr)
+        self._console = Console(file=stream or sys.stderr, force_jupyter=False if stream else None)
         self._live = self._console.is_terminal
         self._bars = Progress(Line(self._console), console=self._console)
         self._all = self._bars.add_task("all cells", total=sum(rounds.values()), parts=self._parts_of_all)
