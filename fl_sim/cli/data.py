@@ -24,7 +24,7 @@ def show_found(data_root: Path | None, *, json_output: bool) -> None:
     typer.echo("searched: " + ", ".join(f"{root.path} ({root.origin})" for root in roots(data_root)))
     typer.echo(
         "your own: csv:PATH, parquet:PATH (a table with a column for the label), npz:PATH (x_train, y_train, x_test, "
-        "y_test), folder:PATH (train/CLASS/*.png, test/CLASS/*.png), leaf:PATH, medmnist:PATH (docs/data.md)"
+        "y_test), folder:PATH (train/CLASS/*.png, test/CLASS/*.png), leaf:PATH, medmnist:PATH, hf:NAME (docs/data.md)"
     )
 
 

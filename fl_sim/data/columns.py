@@ -92,10 +92,10 @@ def survey(files: Iterable[TableFile], columns: Mapping[str, Seen]) -> Survey:
         found = 0
         for batch in file.batches([*columns]):
             for name, cells in batch.items():
-                columns[name].look_at(cells, str(file.path), found)
+                columns[name].look_at(cells, file.where, found)
             found += len(next(iter(batch.values())))
         if not found:
-            raise UserError(f"{file.path} has no rows below the names of its columns; wanted is a row a record")
+            raise UserError(f"{file.where} has no rows below the names of its columns; wanted is a row a record")
         rows.append(found)
     return Survey(tuple(rows), columns)
 

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
 
-OwnKind: TypeAlias = Literal["csv", "parquet", "npz", "folder", "leaf", "medmnist"]
+OwnKind: TypeAlias = Literal["csv", "parquet", "npz", "folder", "leaf", "medmnist", "hf"]
 
 _TEST: Final = ("test", "test_seed")
 _TABLE: Final = (
@@ -28,10 +28,19 @@ OPTIONS: Final[Mapping[OwnKind, tuple[str, ...]]] = {
     "folder": ("size", "values"),
     "leaf": (),
     "medmnist": ("val",),
+    "hf": (
+        *(key for key in _TABLE if key != "test_file"),
+        "image",
+        "size",
+        "values",
+        "config",
+        "train_part",
+        "test_part",
+    ),
 }
 """{kind: what may be set of it}"""
 
-PLACES: Final[Mapping[OwnKind, str]] = {"folder": "folder", "leaf": "folder"}
+PLACES: Final[Mapping[OwnKind, str]] = {"folder": "folder", "leaf": "folder", "hf": "data set"}
 """{kind: what its place is}, where that is not a file"""
 
 OWN: Final = ", ".join(f"{kind}:PATH" for kind in OPTIONS)

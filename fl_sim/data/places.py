@@ -54,7 +54,10 @@ def find(name: str, data_root: Path | None = None) -> Source | None:
     """
     if name == DIGITS:
         return Source("embedded", None)
-    if own := own_name(name):
+    if (own := own_name(name)) and own.kind == "hf":  # a folder, or a name on the hub
+        path = _absolute(Path(own.place))
+        return Source("hf", path if os.path.isdir(path) else Path(own.place))  # noqa: PTH112 (as below)
+    if own:
         path = _absolute(Path(own.place))
         is_there = os.path.isfile if _is_file(own) else os.path.isdir  # (Path's raise an error for a long name)
         return Source(own.kind, path) if is_there(path) else None
@@ -107,7 +110,7 @@ def _absolute(path: Path) -> Path:
 
 
 def _is_file(own: OwnName) -> bool:
-    return PLACES.get(own.kind) != "folder"
+    return own.kind not in PLACES
 
 
 def _find_in(root: Path, known: KnownSet) -> Source | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fl_sim.data import digits, folder, idx, leaf, medmnist, npz, own, table, uci
+from fl_sim.data import digits, folder, hub, idx, leaf, medmnist, npz, own, table, uci
 from fl_sim.data.checked import known_dataset
 from fl_sim.data.features import Features, as_features
 from fl_sim.data.known import KNOWN
@@ -62,6 +62,8 @@ def read(name: str, source: Source) -> Dataset:
 def _read_own_files(name: str, own_files: OwnName, path: Path) -> Dataset:
     if own_files.kind in {"csv", "parquet"}:
         return table.read(name, own_files, path)
+    if own_files.kind == "hf":
+        return hub.read(name, own_files, path)
     if own_files.kind == "folder":
         return folder.read(name, own_files, path)
     if own_files.kind == "medmnist":

@@ -27,7 +27,7 @@ from fl_sim.types import Dataset, Examples
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """All that is known before records are read; ``clients`` are in order."""
 
     tables: tuple[TableFile, ...]
@@ -36,11 +36,12 @@ class _Plan:
     features: tuple[Feature, ...]
     classes: tuple[str, ...]
     clients: tuple[str, ...]
+    held: Held
     drops: bool
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """The rows that are kept: numbers, labels, clients (0 where there are none), and which are for testing."""
 
     inputs: NDArray[np.float32]
@@ -56,24 +57,25 @@ class _Rows:
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
     """Return the table at ``path``. Raises UserError, with row and column, for what is no classification data."""
-    held = held_by_setting(own)
+    held, delimiter = held_by_setting(own), own.option("delimiter") or "comma"
+    tables = [open_table(path, own.kind, delimiter)]
+    if held.other:
+        tables.append(open_table(Path(own.option("test_file")).expanduser().absolute(), own.kind, delimiter))
+    return dataset_of(name, own, tables, held)
+
+
+def dataset_of(name: str, own: OwnName, tables: Sequence[TableFile], held: Held) -> Dataset:
+    """Return the records of one table, or of one to train and one to test on."""
     scales = _choice(own, "scale", ("ranges", "records")) == "records"
-    plan = _planned(own, path, held)
-    rows = _rows(plan)
-    has_clients = bool(plan.roles.client)
-    if held.share:
-        rows = replace(rows, is_test=held.drawn(len(rows.labels), rows.clients if has_clients else None))
-    train, test = (rows.part(test=part, has_clients=has_clients) for part in (False, True))
-    where = f"{path}, column {plan.roles.label!r}"
-    if not len(train) or not len(test):
-        raise UserError(f"{path}: no records in the {'test' if len(train) else 'training'} part; take other records")
-    check_classes(train.labels, test.labels, plan.classes, where)
+    plan = planned(own, tables, roles_of(own, tables[0]), held)
+    rows = rows_of(plan)
+    train, test = (rows.part(test=part, has_clients=bool(plan.roles.client)) for part in (False, True))
     mean, std = _constants(rows, plan.features, from_records=scales)
     dropped = sum(plan.found.rows) - len(rows.labels)
     told = Told(plan.roles, plan.features, plan.classes, plan.clients, held, scales, dropped)
     public = all(feature.is_public for feature in plan.features)
     return replace(
-        own_dataset(name, train, test, mean, std, where),
+        own_dataset(name, train, test, mean, std, tables[0].where),
         note=note(told),
         columns=tuple(feature.column() for feature in plan.features) if public else (),
         classes=plan.classes,
@@ -82,60 +84,77 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     )
 
 
-def _planned(own: OwnName, path: Path, held: Held) -> _Plan:
-    delimiter = own.option("delimiter") or "comma"
-    tables = [open_table(path, own.kind, delimiter)]
-    roles = roles_of(own, tables[0])
+def planned(own: OwnName, tables: Sequence[TableFile], roles: Roles, held: Held) -> Plan:
+    """Look at all that ``roles`` name. Raises UserError for what holds no classes, or has missing cells."""
+    where = tables[0].where
     held.check(has_column=bool(roles.split))
-    if held.file is not None:
-        tables.append(open_table(held.file, own.kind, delimiter))
-        if missing := sorted(set(roles.columns) - set(tables[1].names)):
-            raise UserError(f"{held.file} lacks the column {missing[0]!r} that {path} has; both need the same columns")
+    for table in tables[1:]:
+        if missing := sorted(set(roles.columns) - set(table.names)):
+            raise UserError(
+                f"{table.where} lacks the column {missing[0]!r} that {where} has; both need the same columns"
+            )
     seen = to_see(own, roles, tables[0])
-    check_types(roles, seen, path)
+    check_types(roles, seen, where)
     found = survey(tables, seen)
     drops = _choice(own, "missing", ("refuse", "drop")) == "drop"
     if not drops:
         check_missing(found)
     if roles.split:
-        check_split(seen[roles.split], path)
-    features, classes = features_of(own, roles.features, found), classes_of(seen[roles.label], path)
+        check_split(seen[roles.split], where)
+    features, classes = features_of(own, roles.features, found), classes_of(seen[roles.label], where)
     clients: tuple[str, ...] = ()
     if roles.client:
         if (of := seen[roles.client].texts) is None:
-            raise UserError(f"{path}: column {roles.client!r} holds over {seen[roles.client].most:,} clients")
+            raise UserError(f"{where}: column {roles.client!r} holds over {seen[roles.client].most:,} clients")
         clients = tuple(sorted(of, key=_by_number))
-    return _Plan(tuple(tables), found, roles, features, classes, clients, drops)
+    return Plan(tuple(tables), found, roles, features, classes, clients, held, drops)
 
 
-def _rows(plan: _Plan) -> _Rows:
+def rows_of(plan: Plan) -> Rows:
     """Read all records. Raises UserError where they would take too much memory, or numbers are too large."""
     count, width = sum(plan.found.rows), sum(feature.width for feature in plan.features)
     if 2 * 4 * count * width > most_bytes():  # all of it, and once more when it is parted
         raise UserError(
-            f"{plan.tables[0].path}: {count:,} records of {width:,} numbers take {4 * count * width:,} bytes twice, "
+            f"{plan.tables[0].where}: {count:,} records of {width:,} numbers take {4 * count * width:,} bytes twice, "
             "more than half of this machine's memory; take fewer records, or leave columns out by data.drop"
         )
-    inputs, kept = np.zeros((count, width), dtype=np.float32), np.ones(count, dtype=bool)
-    codes = {column: np.zeros(count, dtype=np.int64) for column in ("label", "client")}
-    is_test, first = np.zeros(count, dtype=bool), 0
+    inputs, (labels, clients) = np.zeros((count, width), dtype=np.float32), np.zeros((2, count), dtype=np.int64)
+    rows = Rows(inputs, labels, clients, np.zeros(count, dtype=bool))
+    kept = _fill(rows, plan)
+    if not kept.all():
+        rows = Rows(rows.inputs[kept], rows.labels[kept], rows.clients[kept], rows.is_test[kept])
+    _check_finite(rows.inputs, plan)
+    if plan.held.share:
+        rows = replace(rows, is_test=plan.held.drawn(len(rows.labels), rows.clients if plan.roles.client else None))
+    _check_parts(rows, plan)
+    return rows
+
+
+def _fill(rows: Rows, plan: Plan) -> NDArray[np.bool_]:
+    """Write what the tables hold into ``rows``, all zeros so far; return which of them are kept."""
+    kept, first = np.ones(len(rows.labels), dtype=bool), 0
     for number, table in enumerate(plan.tables):
         for batch in table.batches(plan.roles.columns):
-            rows = slice(first, first + len(batch[plan.roles.label]))
+            some = slice(first, first + len(batch[plan.roles.label]))
             for feature in plan.features:
-                feature.put_into(inputs[rows], batch[feature.name])
-            codes["label"][rows] = _codes(batch[plan.roles.label], plan.classes)
+                feature.put_into(rows.inputs[some], batch[feature.name])
+            rows.labels[some] = _codes(batch[plan.roles.label], plan.classes)
             if plan.roles.client:
-                codes["client"][rows] = _codes(batch[plan.roles.client], plan.clients)
-            is_test[rows] = _is_test(batch[plan.roles.split]) if plan.roles.split else number == 1
+                rows.clients[some] = _codes(batch[plan.roles.client], plan.clients)
+            rows.is_test[some] = _is_test(batch[plan.roles.split]) if plan.roles.split else number == 1
             if plan.drops:
-                kept[rows] = np.all([np.asarray(cells.is_valid()) for cells in batch.values()], axis=0)
-            first = rows.stop
-    if plan.drops and not kept.all():
-        inputs, is_test = inputs[kept], is_test[kept]
-        codes = {column: values[kept] for column, values in codes.items()}
-    _check_finite(inputs, plan)
-    return _Rows(inputs, codes["label"], codes["client"], is_test)
+                kept[some] = np.all([np.asarray(cells.is_valid()) for cells in batch.values()], axis=0)
+            first = some.stop
+    return kept
+
+
+def _check_parts(rows: Rows, plan: Plan) -> None:
+    labels, is_test = rows.labels, rows.is_test
+    where = f"{plan.tables[0].where}, column {plan.roles.label!r}"
+    if not len(labels) or is_test.all() or not is_test.any():
+        part = "training" if is_test.all() else "test"
+        raise UserError(f"{plan.tables[0].where}: no records in the {part} part; take other records")
+    check_classes(labels[~is_test], labels[is_test], plan.classes, where)
 
 
 def _choice(own: OwnName, key: str, valid: Sequence[str]) -> str:
@@ -160,17 +179,17 @@ def _is_test(cells: Any) -> NDArray[np.bool_]:
     return np.asarray(pyarrow().compute.equal(lower, "test").fill_null(fill_value=False))
 
 
-def _check_finite(inputs: NDArray[np.float32], plan: _Plan) -> None:
+def _check_finite(inputs: NDArray[np.float32], plan: Plan) -> None:
     for feature in plan.features:
         if feature.width == 1 and not np.isfinite(inputs[:, feature.first]).all():
             raise UserError(
-                f"{plan.tables[0].path}: column {feature.name!r} holds numbers beyond 3.4e38, the largest of 32 bits; "
+                f"{plan.tables[0].where}: column {feature.name!r} holds numbers beyond 3.4e38, the largest of 32 bits; "
                 f"scale it by data.range.{feature.name}=LOW..HIGH"
             )
 
 
 def _constants(
-    rows: _Rows, features: Sequence[Feature], *, from_records: bool
+    rows: Rows, features: Sequence[Feature], *, from_records: bool
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     train = rows.inputs[~rows.is_test]
     width = train.shape[1]

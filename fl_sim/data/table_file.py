@@ -1,7 +1,8 @@
 """A table in a csv or parquet file, read in batches with pyarrow, as often as wanted: it need not fit into memory."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -17,18 +18,22 @@ DELIMITERS: Final[Mapping[str, str]] = {"comma": ",", "semicolon": ";", "tab": "
 MISSING: Final = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "?")
 """What a cell without a value is written as; spaces around a text do not count."""
 
-_ROWS: Final = 2**16  # of a batch
+ROWS: Final = 2**16
+"""How many are read at a time."""
 
 
 @dataclass(frozen=True)
 class TableFile:
-    """A file of rows. ``written``: its columns as they are written; ``declared``: what the file says of their types."""
+    """A table that can be read again and again.
 
-    path: Path
-    kind: str
-    delimiter: str
+    ``where``: what it is called in messages; ``written``: its columns as they are written; ``declared``: what is said
+    of their types; ``rows``: a function from columns, as written, to batches of their cells.
+    """
+
+    where: str
     written: tuple[str, ...]
     declared: tuple[Declared, ...]
+    rows: Callable[[Sequence[str]], Iterator[Any]]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -42,43 +47,42 @@ class TableFile:
         """
         written = dict(zip(self.names, self.written, strict=True))
         try:
-            for batch in self._raw([written[name] for name in columns]):
+            for batch in self.rows([written[name] for name in columns]):
                 yield {name: _cleaned(batch.column(written[name])) for name in columns}
         except UserError:
             raise
         except Exception as error:
-            raise _unreadable(self.path, error) from error
-
-    def _raw(self, columns: Sequence[str]) -> Iterator[Any]:
-        arrow = pyarrow()
-        if self.kind == "parquet":
-            with arrow.parquet.ParquetFile(self.path) as file:
-                yield from file.iter_batches(batch_size=_ROWS, columns=[*columns])
-            return
-        text = dict.fromkeys(self.written, arrow.string())
-        convert = arrow.csv.ConvertOptions(column_types=text, include_columns=[*columns])
-        with _open_csv(self.path, self.delimiter, convert) as reader:
-            yield from reader
+            raise _unreadable(self.where, error) from error
 
 
 def open_table(path: Path, kind: str, delimiter: str = "comma") -> TableFile:
     """Return the table in ``path``. Raises UserError for one that cannot be read, or has two columns of one name."""
-    arrow = pyarrow()
     if delimiter not in DELIMITERS:
         valid = ", ".join(DELIMITERS)
         raise UserError(f"data.delimiter = {delimiter!r}: valid are {valid}{guess(delimiter, DELIMITERS)}")
+    arrow = pyarrow()
+    rows = partial(_of_parquet, path) if kind == "parquet" else partial(_of_csv, path, DELIMITERS[delimiter])
     try:
         if kind == "parquet":
             schema = arrow.parquet.read_schema(path)
         else:
             with _open_csv(path, DELIMITERS[delimiter], None) as reader:
                 schema = reader.schema
-        written = tuple(schema.names)
+        return table_of(str(path), schema, rows, is_typed=kind == "parquet")
+    except UserError:
+        raise
     except Exception as error:
-        raise _unreadable(path, error) from error
-    declared = tuple(_declared(part) if kind == "parquet" else "" for part in schema.types)
-    table = TableFile(path, kind, DELIMITERS[delimiter], written, declared)
-    _check_names(path, table.names)
+        raise _unreadable(str(path), error) from error
+
+
+def table_of(where: str, schema: Any, rows: Callable[..., Iterator[Any]], *, is_typed: bool = True) -> TableFile:
+    """Return a table with the columns of ``schema``, whose types count if it ``is_typed``.
+
+    Raises UserError for two columns of one name.
+    """
+    declared = tuple(_declared(part) if is_typed else "" for part in schema.types)
+    table = TableFile(where, tuple(schema.names), declared, rows)
+    _check_names(where, table.names)
     return table
 
 
@@ -97,6 +101,19 @@ def pyarrow() -> Any:
     return pa
 
 
+def _of_parquet(path: Path, columns: Sequence[str]) -> Iterator[Any]:
+    with pyarrow().parquet.ParquetFile(path) as file:
+        yield from file.iter_batches(batch_size=ROWS, columns=[*columns])
+
+
+def _of_csv(path: Path, delimiter: str, columns: Sequence[str]) -> Iterator[Any]:
+    arrow = pyarrow()
+    text = dict.fromkeys(columns, arrow.string())
+    convert = arrow.csv.ConvertOptions(column_types=text, include_columns=[*columns])
+    with _open_csv(path, delimiter, convert) as reader:
+        yield from reader
+
+
 def _open_csv(path: Path, delimiter: str, convert: Any) -> Any:
     arrow = pyarrow()
     return arrow.csv.open_csv(
@@ -107,18 +124,18 @@ def _open_csv(path: Path, delimiter: str, convert: Any) -> Any:
     )
 
 
-def _unreadable(path: Path, error: Exception) -> UserError:
+def _unreadable(where: str, error: Exception) -> UserError:
     if "Empty CSV" in str(error):
-        return UserError(f"{path} is empty; wanted is a first line with the names of the columns, and a line a record")
-    return UserError(f"{path} cannot be read as a table ({in_one_line(error)}); mend the file, or write it again")
+        return UserError(f"{where} is empty; wanted is a first line with the names of the columns, and a line a record")
+    return UserError(f"{where} cannot be read as a table ({in_one_line(error)}); mend the file, or write it again")
 
 
-def _check_names(path: Path, names: tuple[str, ...]) -> None:
+def _check_names(where: str, names: tuple[str, ...]) -> None:
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise UserError(f"{path} has {names.count(twice[0])} columns called {twice[0]!r}; rename all but one of them")
+        raise UserError(f"{where} has {names.count(twice[0])} columns called {twice[0]!r}; rename all but one of them")
     if len(names) == 1 and (found := [word for word, sign in DELIMITERS.items() if sign in names[0]]):
         raise UserError(
-            f"{path} has one column alone, {shortened(names[0])!r}: its cells stand between other signs; set "
+            f"{where} has one column alone, {shortened(names[0])!r}: its cells stand between other signs; set "
             f"data.delimiter={found[0]}"
         )
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from fl_sim.data.columns import MOST_CATEGORIES, MOST_CLASSES, MOST_CLIENTS, Seen, Survey, as_number
 from fl_sim.data.naming import OwnName
@@ -28,7 +27,7 @@ class Roles:
         return (*filter(None, (self.label, self.client, self.split)), *self.features)
 
 
-def roles_of(own: OwnName, table: TableFile) -> Roles:
+def roles_of(own: OwnName, table: TableFile, *, with_features: bool = True) -> Roles:
     """Return what the columns of ``table`` are for. Raises UserError for a column that is not there, or has two uses.
 
     Label, client and test part may go without saying where columns have these very names: label, client, split.
@@ -36,7 +35,7 @@ def roles_of(own: OwnName, table: TableFile) -> Roles:
     label = own.option("label") or ("label" if "label" in table.names else "")
     if not label:
         raise UserError(
-            f"{table.path} has no column called label: say which one is, data.label=COLUMN; its columns are "
+            f"{table.where} has no column called label: say which one is, data.label=COLUMN; its columns are "
             f"{_list(table.names)}"
         )
     has_test = any(own.option(key) for key in ("test", "test_file"))
@@ -49,7 +48,7 @@ def roles_of(own: OwnName, table: TableFile) -> Roles:
             if name in uses:
                 raise UserError(f"data.{uses[name]} and data.{key} are both {name!r}: a column has one use")
             uses[name] = key
-    return Roles(label, client, split, _features(own, uses, table))
+    return Roles(label, client, split, _features(own, uses, table) if with_features else ())
 
 
 def to_see(own: OwnName, roles: Roles, table: TableFile) -> dict[str, Seen]:
@@ -63,31 +62,31 @@ def to_see(own: OwnName, roles: Roles, table: TableFile) -> dict[str, Seen]:
     }
 
 
-def check_types(roles: Roles, seen: Mapping[str, Seen], path: Path) -> None:
+def check_types(roles: Roles, seen: Mapping[str, Seen], where: str) -> None:
     """Raise UserError for a label, a client or a test part that a file declares to be of no such type."""
     for name in filter(None, (roles.label, roles.client, roles.split)):
         if seen[name].declared not in {"time", "other"}:
             continue
         what = "dates or times" if seen[name].declared == "time" else "lists"
         several = "; several labels a record (multi-label) are not supported" if name == roles.label else ""
-        raise UserError(f"{path}: column {name!r} holds {what}, wanted are texts or whole numbers{several}")
+        raise UserError(f"{where}: column {name!r} holds {what}, wanted are texts or whole numbers{several}")
 
 
-def classes_of(seen: Seen, path: Path) -> tuple[str, ...]:
+def classes_of(seen: Seen, where: str) -> tuple[str, ...]:
     """Return the classes in order: whole numbers by size, texts by the alphabet.
 
     Raises UserError for numbers that are no classes.
     """
     if seen.texts is None:
         raise UserError(
-            f"{path}: column {seen.name!r} holds more than {seen.most:,} different entries: that is no class; numbers "
+            f"{where}: column {seen.name!r} holds more than {seen.most:,} different entries: that is no class; numbers "
             "(regression) are not supported, name a column with classes"
         )
     numbers = [as_number(text) for text in seen.texts]
     if any(number != round(number) for number in numbers if number is not None):
         fraction = next(text for text in sorted(seen.texts) if (as_number(text) or 0) % 1)
         raise UserError(
-            f"{path}: column {seen.name!r} holds numbers such as {fraction}: regression is not supported; name a "
+            f"{where}: column {seen.name!r} holds numbers such as {fraction}: regression is not supported; name a "
             "column with classes, or write the number as ranges"
         )
     if all(number is not None for number in numbers):
@@ -105,14 +104,14 @@ def check_missing(found: Survey) -> None:
             )
 
 
-def check_split(seen: Seen, path: Path) -> None:
+def check_split(seen: Seen, where: str) -> None:
     """Raise UserError unless a column says train and test, and nothing else."""
     known = {"train", "test"}
     if seen.texts is None or (others := sorted({text.lower() for text in seen.texts} - known)):
         said = "more than ten entries" if seen.texts is None else ", ".join(map(shortened, others))
         is_validation = seen.texts is not None and others[0].startswith("val")
         way = "; evaluate.validation=0.1, a setting of the run, holds records out" if is_validation else ""
-        raise UserError(f"{path}: column {seen.name!r} says {said} beside train and test, which alone it may say{way}")
+        raise UserError(f"{where}: column {seen.name!r} says {said} beside train and test, which alone it may say{way}")
 
 
 def _features(own: OwnName, uses: Mapping[str, str], table: TableFile) -> tuple[str, ...]:
@@ -125,7 +124,7 @@ def _features(own: OwnName, uses: Mapping[str, str], table: TableFile) -> tuple[
         raise UserError(f"data.drop leaves out {clash[0]!r}, which is data.{uses[clash[0]]}: take one of them away")
     features = tuple(name for name in table.names if name not in uses and name not in dropped)
     if not features:
-        raise UserError(f"{table.path} has no column beside {_list(uses)} to learn from")
+        raise UserError(f"{table.where} has no column beside {_list(uses)} to learn from")
     for key in ("range", "category"):
         for name in own.of_columns(key):
             _check_column(name, key, table)
@@ -140,7 +139,7 @@ def _check_column(name: str, key: str, table: TableFile) -> None:
         if key == "label" and "+" in name and all(part in table.names for part in name.split("+")):
             several = "; several labels a record (multi-label) are not supported"
         raise UserError(
-            f"data.{key}: {table.path} has no column {shortened(name)!r}{guess(name, table.names)}{several}; its "
+            f"data.{key}: {table.where} has no column {shortened(name)!r}{guess(name, table.names)}{several}; its "
             f"columns are {_list(table.names)}"
         )
 

@@ -14,15 +14,15 @@ from fl_sim.seeding import rng
 
 @dataclass(frozen=True)
 class Held:
-    """What the settings say of the test part: a ``share`` of the records drawn by ``seed``, a ``file``, or neither."""
+    """What is said of the test part: a ``share`` of the records drawn by ``seed``, an ``other`` table, or neither."""
 
     share: float = 0.0
     seed: int = 0
-    file: Path | None = None
+    other: str = ""
 
     def check(self, *, has_column: bool) -> None:
         """Raise UserError unless exactly one thing says which records are for testing."""
-        ways = (self.share > 0) + (self.file is not None) + has_column
+        ways = (self.share > 0) + bool(self.other) + has_column
         if ways == 1:
             return
         options = (
@@ -51,8 +51,8 @@ class Held:
 
     def told(self, column: str, *, by_client: bool = False) -> str:
         """Say it in words."""
-        if self.file is not None:
-            return f"tested on {self.file.name}"
+        if self.other:
+            return f"tested on {self.other}"
         if column:
             return f"train and test by {column}"
         whose = "every client's records" if by_client else "the records"
@@ -72,4 +72,4 @@ def held_by_setting(own: OwnName) -> Held:
         raise UserError(f"data.test = {share!r}: it is a share of the records, above 0 and below 1, such as 0.2")
     if seed and not (seed.isascii() and seed.isdigit() and len(seed) < 19):
         raise UserError(f"data.test_seed = {seed!r}: it is a whole number, at least 0")
-    return Held(number, int(seed or 0), Path(file).expanduser().absolute() if file else None)
+    return Held(number, int(seed or 0), Path(file).name)

@@ -81,7 +81,7 @@ def test_batches_are_put_together_whatever_their_size(tmp_path, monkeypatch):
     columns = list(zip(*(row.split(",") for row in rows), strict=True))
     pyarrow.parquet.write_table(pa.table({"x": list(map(int, columns[0])), "c": columns[1], "label": columns[2]}), path)
     whole = load(f"parquet:{path}:test=0.2")
-    monkeypatch.setattr("fl_sim.data.table_file._ROWS", 7)
+    monkeypatch.setattr("fl_sim.data.table_file.ROWS", 7)
     parts = load(f"parquet:{path}:test=0.2:test_seed=0")
     np.testing.assert_array_equal(whole.train.inputs, parts.train.inputs)
     np.testing.assert_array_equal(whole.test.labels, parts.test.labels)

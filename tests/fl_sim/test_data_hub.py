@@ -1,0 +1,115 @@
+"""Data sets of Hugging Face's library: made on disk here, as no hub can be reached."""
+
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image as Picture
+
+from fl_sim.data import load, places
+from fl_sim.errors import UserError
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("FL_SIM_OFFLINE", "1")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def images(count, size=(6, 5), mode="L", **columns):
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    made = {"image": [Picture.new(mode, size, 7 * i) for i in range(count)], "label": [i % 2 for i in range(count)]}
+    features |= {name: datasets.Value("string") for name in columns}
+    return datasets.Dataset.from_dict({**made, **columns}, features=datasets.Features(features))
+
+
+def saved(folder, **parts):
+    datasets.DatasetDict(parts).save_to_disk(folder / "set")
+    return f"hf:{folder}/set"
+
+
+def test_images_labels_and_clients_are_inferred_and_shown(tmp_path):
+    train, test = images(4, writer=["b", "a", "b", "a"]), images(2, writer=["a", "c"])
+    found = load(saved(tmp_path, train=train, test=test, validation=images(3, writer=["a"] * 3)) + ":client=writer")
+    assert found.train.inputs.shape == (4, 1, 5, 6)
+    assert found.train.inputs[:, 0, 0, 0].tolist() == [0, 7, 14, 21]
+    assert (found.train.groups.tolist(), found.test.groups.tolist()) == ([1, 0, 1, 0], [0, 2])
+    assert (found.test.labels.tolist(), found.classes) == ([0, 1], ("cat", "dog"))
+    assert found.note == (
+        "images image; label label; 3 clients by writer; tested on its part test; its parts validation (3 records) are "
+        "left out"
+    )
+    assert dict(found.shown) == {"image": "image: 6x5", "label": "label", "writer": "client: 3 of them"}
+
+
+def test_a_single_part_is_split_by_a_share(tmp_path):
+    images(10).save_to_disk(tmp_path / "one")
+    found = load(f"hf:{tmp_path}/one:test=0.3:size=4x4")
+    assert (len(found.train), len(found.test), found.input_shape) == (7, 3, (1, 4, 4))
+
+
+def test_a_folder_of_parquet_is_a_table_as_a_parquet_file_is(tmp_path):
+    columns = {
+        "age": list(range(20)),
+        "sex": ["f", "m"] * 10,
+        "label": ["ill", "well"] * 10,
+        "ward": ["n"] * 9 + ["s"] * 11,
+    }
+    (tmp_path / "folder").mkdir()
+    datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "folder/train.parquet")
+    settings = "client=ward:test=0.2:range.age=0..20"
+    found = load(f"hf:{tmp_path}/folder:{settings}")
+    same = load(f"parquet:{tmp_path}/folder/train.parquet:{settings}")
+    np.testing.assert_array_equal(found.train.inputs, same.train.inputs)
+    np.testing.assert_array_equal(found.test.groups, same.test.groups)
+    assert found.shown == same.shown
+
+
+@pytest.mark.parametrize(
+    ("parts", "settings", "message"),
+    [
+        ({"train": images(4)}, "", "nothing says which records are for testing"),
+        ({"train": images(4)}, ":test_part=valid", r"has no part 'valid'; set data\.test_part to one of train"),
+        ({"train": images(4)}, ":test_part=train", r"data\.train_part and data\.test_part are both 'train'"),
+        ({"train": images(4), "test": images(2, (7, 5))}, "", r"part test, record 1 is 7x5 pixels, but .* is 6x5"),
+        ({"train": images(4), "test": images(2, mode="I;16")}, "", "record 1 has 16 bits a pixel"),
+        ({"train": images(4), "test": images(2)}, ":image=picture", "no column 'picture'.*; its columns: image, label"),
+        ({"train": images(4), "test": images(2)}, ":missing=drop", r"data\.missing is for tables"),
+        ({"train": images(4), "test": images(2)}, ":client=who", "has no column 'who'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_a_data_set_is_refused_in_one_line(tmp_path, parts, settings, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load(saved(tmp_path, **parts) + settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_several_labels_and_records_without_one_are_refused(tmp_path):
+    features = datasets.Features({"x": datasets.Value("int64"), "label": datasets.Sequence(datasets.ClassLabel(2))})
+    several = datasets.Dataset.from_dict({"x": [1, 2], "label": [[0], [0, 1]]}, features=features)
+    with pytest.raises(UserError, match=r"several labels a record \(multi-label\) are not supported"):
+        load(saved(tmp_path, train=several) + ":test=0.5")
+    features = datasets.Features({"x": datasets.Value("int64"), "label": datasets.ClassLabel(names=["a", "b"])})
+    part = datasets.Dataset.from_dict({"x": [1, 2, 3], "label": [0, 1, -1]}, features=features)
+    part.save_to_disk(tmp_path / "unlabelled")
+    datasets.DatasetDict({"train": part, "test": part}).save_to_disk(tmp_path / "both")
+    with pytest.raises(UserError, match="records of class -1 have no label"):
+        load(f"hf:{tmp_path}/both")
+
+
+def test_what_is_not_on_this_machine_is_told_so_and_nothing_is_fetched_offline(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        UserError, match=r"hf:nobody/nothing cannot be read by datasets .*FL_SIM_OFFLINE is set"
+    ) as caught:
+        load("hf:nobody/nothing")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_library_is_told(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"datasets, which is not installed .*: pip install 'fl-sim\[hf\]'"):
+        load(f"hf:{tmp_path}")
+    assert places.find(f"hf:{tmp_path}") is not None
