@@ -22,7 +22,7 @@ function axisName(panel) { return state.x === "round" ? panel.x : AXES[state.x];
 // The range of the vertical axis.
 function yRange(lines) {
   const means = lines.flatMap(({ found }) => found.map(({ y }) => y));
-  if (!means.length) return [0, 1];
+  if (!means.length) return state.log ? [0.1, 1] : [0, 1];
   const high = Math.max(...means), low = Math.min(...means);
   if (state.log) return [low / 1.1, high * 1.1];
   return state.measure === "accuracy" ? [0, 100] : [0, high * 1.05 || 1];
@@ -58,7 +58,7 @@ function frame(panel, box, [left, right], [low, high], x, y) {
     parts.push(draw("line", { class: "grid", x1: box.left, x2: box.width - box.right, y1: y(value), y2: y(value) }));
     parts.push(draw("text", { class: "tick", x: box.left - 6, y: y(value) + 4, "text-anchor": "end" }, number(value)));
   }
-  const places = ticks(left, right, Math.max(2, Math.floor(box.width / 90)));
+  const places = ticks(left, right, Math.max(2, Math.floor(box.width / 65)));
   for (const value of state.x === "round" ? places.filter(Number.isInteger) : places) {
     parts.push(draw("text", { class: "tick", x: x(value), y: base + 16, "text-anchor": "middle" }, number(value)));
   }
@@ -91,24 +91,24 @@ function follow(host, panel, lines, box, x, y, marks) {
   const away = () => { marks.replaceChildren(); tip.hidden = true; at = -1; };
   const go = (next) => {
     at = Math.max(0, Math.min(stops.length - 1, next));
-    const there = lines.map(({ line, found }) => ({ line, point: nearest(found, stops[at]) }));
+    const there = lines.map(({ line, found }) => ({ line, point: upTo(found, stops[at]) })).filter(({ point }) => point);
     marks.replaceChildren(
       draw("line", { class: "cross", x1: x(stops[at]), x2: x(stops[at]), y1: box.top, y2: box.height - box.bottom }),
       ...there.map(({ line, point }) =>
         draw("circle", { cx: x(point.x), cy: y(point.y), r: 3.5, fill: lineStyle(line.method).stroke })),
     );
     tell(tip, panel, stops[at], there);
-    const half = x(stops[at]) > box.width / 2;
-    tip.style.left = half ? "auto" : `${x(stops[at]) + 12}px`;
-    tip.style.right = half ? `${box.width - x(stops[at]) + 12}px` : "auto";
-    tip.style.top = `${box.top}px`;
+    const place = x(stops[at]), wide = tip.offsetWidth;
+    const beside = place > box.width / 2 ? place - wide - 12 : place + 12;
+    tip.style.left = `${Math.max(0, Math.min(box.width - wide, beside))}px`;
   };
   host.onpointermove = host.onpointerdown = (event) => {
     const place = event.clientX - host.getBoundingClientRect().left;
     const distances = stops.map((stop) => Math.abs(x(stop) - place));
     go(distances.indexOf(Math.min(...distances)));
   };
-  host.onpointerleave = host.onblur = away;
+  host.onpointerleave = (event) => { if (event.pointerType === "mouse") away(); };
+  host.onblur = away;
   host.onkeydown = (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
     if (event.key === "Escape") away();
@@ -118,9 +118,8 @@ function follow(host, panel, lines, box, x, y, marks) {
   };
 }
 
-function nearest(found, place) {
-  return found.reduce((best, one) => (Math.abs(one.x - place) < Math.abs(best.x - place) ? one : best));
-}
+// The last point up to there: how far a method was with as many rounds, bytes or seconds, or such an epsilon.
+function upTo(found, place) { return found.findLast((one) => one.x <= place); }
 
 const MOST_TOLD = 24;
 

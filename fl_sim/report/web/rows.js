@@ -3,16 +3,15 @@
 // Rows of {method, text, marks(x)}: name, drawing, value. `high`: the end of the axis, which begins at 0.
 function rowChart(host, rows, high, unit) {
   const x = (value) => `${Math.max(0, Math.min(100, (100 * value) / high)).toFixed(2)}%`;
-  const parts = rows.flatMap((row) => [
+  const parts = rows.map((row) => make("div", { class: "row" },
     make("div", { class: "name", title: data.methods[row.method].label }, data.methods[row.method].name),
     make("div", { class: "track" }, draw("svg", { "aria-hidden": "true" },
       draw("line", { class: "grid", x1: 0, x2: "100%", y1: 11, y2: 11 }), ...row.marks(x, lineStyle(row.method).stroke))),
-    make("div", { class: "value" }, row.text),
-  ]);
+    make("div", { class: "value" }, row.text)));
   const scaleRow = draw("svg", { class: "scale", "aria-hidden": "true" }, ...ticks(0, high, 4).map((value) =>
     draw("text", { class: "tick", x: x(value), y: 13, "text-anchor": value === 0 ? "start" : value === high ? "end" : "middle" }, number(value))));
-  const bottom = rows.length ? [make("div", { class: "blank" }), make("div", { class: "track" }, scaleRow), make("div", { class: "value small" }, unit)] : [];
-  host.replaceChildren(make("div", { class: "rows" }, ...parts, ...bottom));
+  const bottom = make("div", { class: "row" }, make("div", { class: "name" }), make("div", { class: "track" }, scaleRow), make("div", { class: "value small" }, unit));
+  host.replaceChildren(make("div", { class: "rows" }, ...parts, bottom));
   if (!rows.length) host.replaceChildren(make("p", { class: "small" }, "Nothing is known of the methods shown."));
 }
 

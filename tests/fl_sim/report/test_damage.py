@@ -41,6 +41,9 @@ def places(tmp_path, write_experiment, monkeypatch):
         "teachers": 10, "mechanism": mechanism, "evaluation_records": 100, "queries_asked": 9, "queries_answered": 5,
         "label_accuracy": 0.9, "student": "fixmatch", "private_kept": True,
     }, privacy=[paid | {"unit": "record"}])  # fmt: skip
+    told = {"confusion": [[3, 1], [0, 4]], "client_accuracy": 0.5, "client_worst_tenth": 0.25,
+            "client_quantiles": [0.1 * step for step in range(11)]}  # fmt: skip
+    change(pools[0] / "result.json", measures=told)
     np.save(pate / "votes.npy", np.full((9, 3), 3))
     facts = {"labels": {"kind": "bounded-range", "epsilon": 0.1}, "generator": event["event"], "generator_steps": 3}
     for pool in pools:

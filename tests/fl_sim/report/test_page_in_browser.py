@@ -137,6 +137,15 @@ def test_the_pointer_and_the_arrow_keys_show_every_method_s_value_in_a_round(rep
     assert tip.is_hidden()
 
 
+def test_a_finger_shows_the_values_where_it_was(report, opened):
+    page = opened(report, width=375, is_mobile=True, has_touch=True)
+    first = plot(page)
+    first.tap()
+    assert first.locator(".tip").inner_text().startswith("round 6\n")
+    box = first.locator(".tip").bounding_box()
+    assert 0 <= box["x"] <= box["x"] + box["width"] <= 375
+
+
 def test_a_click_on_the_legend_hides_a_method_in_all_figures_and_shows_it_again(report, opened):
     page = opened(report)
     plot(page)
@@ -167,6 +176,8 @@ def test_the_axes_are_switched_to_a_log_scale_bytes_seconds_and_epsilon(report, 
     page.keyboard.press("End")
     assert first.locator(".tip").inner_text().startswith("MB to and from all clients: 24\n")
     assert "aggregator=global-dp" not in first.locator(".tip").inner_text()  # it may not tell who took part
+    page.keyboard.press("Home")
+    assert first.locator(".tip").inner_text().startswith("MB to and from all clients: 2\n")
     page.get_by_label("over").select_option("seconds")
     first.focus()
     page.keyboard.press("End")
@@ -175,6 +186,19 @@ def test_the_axes_are_switched_to_a_log_scale_bytes_seconds_and_epsilon(report, 
     assert names_in(page) == 1  # the private run alone
     page.get_by_label("Show").select_option("loss")
     assert page.locator(".plot").nth(1).text_content().endswith("not known for any of the methods shown")
+
+
+def test_every_measure_is_drawn_over_every_axis_on_either_scale(report, opened):
+    page = opened(report)  # which fails for whatever the console says
+    plot(page)
+    for log in (True, False):
+        page.get_by_label("log scale").set_checked(log)
+        for measure in ("accuracy", "loss"):
+            page.get_by_label("Show").select_option(measure)
+            for axis in ("round", "mb", "seconds", "epsilon"):
+                page.get_by_label("over").select_option(axis)
+                page.locator(".plot").nth(1).scroll_into_view_if_needed()
+                assert "NaN" not in page.locator(".panels").first.inner_html()
 
 
 def test_tables_are_sorted_by_a_click_or_the_keyboard_and_the_upper_bound_stays_below(report, opened):
