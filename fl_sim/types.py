@@ -121,9 +121,10 @@ class Dataset:
     ``mean`` and ``std``: one float per channel, in units of 1 (an input byte b becomes ``(b / 255 - mean) / std``).
     They are published constants of the data set, never computed from what clients hold. ``note`` says what a reader
     must know about the copy at hand (a subset, a generated stand-in), and is shown wherever results are. ``columns``:
-    of a table, in order, if they are known; public as the constants are. ``classes``: what classes are called, if that
-    is known. ``shown``: what a file was found to hold, (what, how it is read) line by line. ``read_off``: what of all
-    this was read off the records, a sentence for what no epsilon covers.
+    of a table, in order, if they are known; public as the constants are. ``classes``: what classes are called, and
+    ``names``: what each number of a record is called, if that is known. ``shown``: what a file was found to hold,
+    (what, how it is read) line by line. ``read_off``: what of all this was read off the records, a sentence for what no
+    epsilon covers.
     """
 
     name: str
@@ -135,6 +136,7 @@ class Dataset:
     note: str = ""
     columns: tuple[Column, ...] = ()
     classes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     shown: tuple[tuple[str, str], ...] = ()
     read_off: str = ""
 

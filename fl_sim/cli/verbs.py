@@ -458,5 +458,36 @@ def verify_data(
     verify_all(names or [], data_root, json_output=json_output)
 
 
+@data_app.command("show")
+def show_data(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="NAME [KEY=VALUE]...", help="A data set, and settings of how it is read.")
+    ],
+    *,
+    sheet: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw some images of each class to a .png.")
+    ] = None,
+    records: Annotated[
+        bool, typer.Option(help="Show the first records of a table, and the ranges of its numbers.")
+    ] = True,
+    data_root: _DataRoot = None,
+    json_output: _Json = False,
+) -> None:
+    """Show what a data set is: sizes, classes, clients, columns and how they are read, and a few records.
+
+    Whatever cannot be read is told as 'fl-sim run' tells it, without a run.
+
+    For example:
+
+      fl-sim data show digits --sheet digits.png
+
+      fl-sim data show csv:patients.csv data.label=outcome data.client=hospital data.test=0.2
+    """
+    with importing():
+        from fl_sim.cli.data_card import show_card  # noqa: PLC0415 (see above)
+
+    show_card(arguments, sheet, data_root, with_records=records, json_output=json_output)
+
+
 app.add_typer(privacy_app, name="privacy")
 app.add_typer(data_app, name="data")

@@ -79,6 +79,7 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableFile], held: Held)
         note=note(told),
         columns=tuple(feature.column() for feature in plan.features) if public else (),
         classes=plan.classes,
+        names=tuple(name for feature in plan.features for name in feature.names),
         shown=shown(told),
         read_off=read_off(told),
     )

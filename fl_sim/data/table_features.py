@@ -40,6 +40,11 @@ class Feature:
         """Say whether nothing of how it is read comes from the records."""
         return self.is_given if self.categories else self.bounds is not None
 
+    @property
+    def names(self) -> list[str]:
+        """Return a name for each of its numbers."""
+        return [f"{self.name}={category}" for category in self.categories] or [self.name]
+
     def told(self) -> str:
         """Say how it is read."""
         if self.categories:

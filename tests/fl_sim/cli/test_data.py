@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from fl_sim.cli.verbs import data_app as app
@@ -64,3 +65,52 @@ def test_verify_fails_for_a_damaged_or_a_missing_set(root, output):
 
 def test_verify_refuses_a_name_it_does_not_know():
     assert isinstance(run("verify", "minst").exception, UserError)
+
+
+def test_a_card_tells_sizes_classes_clients_and_columns(tmp_path):
+    rows = "".join(f"{i},{'abc'[i % 3]},{'xy'[i % 2]},{'nnnnsssse'[i % 9]}\n" for i in range(90))
+    (tmp_path / "t.csv").write_text(f"size,kind,label,ward\n{rows}")
+    typed = [f"csv:{tmp_path}/t.csv", "data.client=ward", "data.test=0.1"]
+    result = run("show", *typed)
+    assert result.exit_code == 0
+    for line in (
+        "records   81 to train, 9 to test",
+        "inputs    4 numbers a record (float32)",
+        "clients   3: 9 to 36 training records each, median 36; 0 with one record, 3 with test records of their own",
+        "  kind   category: a, b, c",
+        "  ward   client: 3 of them",
+    ):
+        assert line in result.stdout.splitlines()
+    assert "number, as it is (here 0.." in result.stdout
+    assert "kind=b" in result.stdout
+    assert "This card shows records of your data" in result.stderr
+    card = json.loads(run("show", *typed, "--json").stdout)
+    assert card["clients"]["histogram"] == [{"from": 8, "to": 15, "clients": 1}, {"from": 32, "to": 63, "clients": 2}]
+    assert [one["name"] for one in card["classes"]] == ["x", "y"]
+    assert len(card["first_records"]) == 5
+
+
+def test_a_card_without_records_shows_none_and_no_ranges(tmp_path):
+    (tmp_path / "t.csv").write_text("size,label\n" + "".join(f"{1000 + i},{i % 2}\n" for i in range(20)))
+    typed = ["show", f"csv:{tmp_path}/t.csv:test=0.2", "--no-records"]
+    for output in ([], ["--json"]):
+        result = run(*typed, *output)
+        assert "10" not in result.stdout.replace(str(tmp_path), "")
+        assert result.stderr == ""
+
+
+def test_a_sheet_draws_images_of_every_class(tmp_path):
+    assert f"drawn to {tmp_path}/sheet.png" in run("show", "digits", "--sheet", f"{tmp_path}/sheet.png").stdout
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        pixels = np.asarray(sheet.convert("L"))
+    rows = np.flatnonzero((pixels[:, 200:] < 100).any(axis=1))
+    assert len(rows) > 300
+    wrong = run("show", "digits", "--sheet", f"{tmp_path}/sheet.bmp")
+    assert "use a name that ends in .png" in str(wrong.exception)
+    (tmp_path / "t.csv").write_text("size,label\n" + "1,0\n2,1\n" * 5)
+    table = run("show", f"csv:{tmp_path}/t.csv:test=0.2", "--sheet", f"{tmp_path}/t.png")
+    assert "--sheet draws images" in str(table.exception)
+
+
+def test_after_the_name_stand_settings_of_the_data_alone():
+    assert "settings of the data alone" in str(run("show", "digits", "rounds=3").exception)

@@ -1,0 +1,130 @@
+"""``fl-sim data show``: what a data set is, at a glance."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from fl_sim.data import load
+from fl_sim.data.card import card_of, is_own
+from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import experiment_from, with_overrides
+from fl_sim.types import Dataset
+
+_MOST = 20  # lines of classes, of columns, and numbers in a record that are printed
+_BAR = 30
+
+
+def show_card(
+    arguments: list[str], sheet: Path | None, data_root: Path | None, *, with_records: bool, json_output: bool
+) -> None:
+    """Print the card of the data set that was typed, and draw some of its images where ``sheet`` names a file.
+
+    Raises UserError for a name that is none, and for a sheet of what are no images.
+    """
+    name, *overrides = arguments
+    if strange := [text for text in overrides if not text.startswith("data.")]:
+        raise UserError(f"{strange[0]}: after the name stand settings of the data alone, such as data.label=outcome")
+    dataset = load(experiment_from(with_overrides({"data": name}, overrides)).data, data_root)
+    card = card_of(dataset, with_records=with_records)
+    if sheet is not None:
+        _draw(dataset, sheet)
+        card |= {"sheet": str(sheet), "shows_records": True}
+    if json_output:
+        typer.echo(json.dumps(card))
+    else:
+        _print(card)
+    if card["shows_records"] and is_own(dataset.name):
+        typer.echo("This card shows records of your data: where these are private, it is, too.", err=True)
+
+
+def _draw(dataset: Dataset, sheet: Path) -> None:
+    if dataset.train.inputs.ndim != 4:
+        raise UserError(f"--sheet draws images, and the records of {dataset.name} are numbers; leave it out")
+    if sheet.suffix.lower() != ".png":
+        raise UserError(f"cannot draw to {sheet}: use a name that ends in .png")
+    from fl_sim.report.figures.records import draw_records  # noqa: PLC0415 (matplotlib: a second to import)
+    from fl_sim.report.picture import png  # noqa: PLC0415
+    from fl_sim.store.files import in_words, write_whole  # noqa: PLC0415
+
+    classes = dataset.classes or tuple(f"class {label}" for label in range(dataset.num_classes))
+    drawn = png(draw_records(dataset.train, classes, [f"{dataset.name}: training records", dataset.note]))
+    with in_words():
+        sheet.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(sheet, drawn)
+
+
+def _print(card: Mapping[str, Any]) -> None:
+    typer.echo(card["name"])
+    if card["note"]:
+        typer.echo(f"  {card['note']}")
+    records, inputs = card["records"], card["inputs"]
+    what = "x".join(map(str, inputs["shape"]))
+    kind = f"images, channels x height x width {what}" if inputs["kind"] == "images" else f"{what} numbers a record"
+    typer.echo(f"records   {records['train']:,} to train, {records['test']:,} to test")
+    typer.echo(f"inputs    {kind} ({inputs['type']})")
+    _print_classes(card["classes"])
+    _print_clients(card["clients"])
+    _print_columns(card)
+    _print_first(card.get("first_records", []))
+    if "sheet" in card:
+        typer.echo(f"drawn to {card['sheet']}")
+
+
+def _print_classes(classes: list[dict[str, Any]]) -> None:
+    typer.echo(f"classes   {len(classes)}: training and test records")
+    width = max(len(one["name"]) for one in classes[:_MOST])
+    largest = max(one["train"] for one in classes)
+    for one in classes[:_MOST]:
+        bar = "#" * round(_BAR * one["train"] / largest)
+        typer.echo(f"  {one['name']:{width}} {one['train']:9,} {one['test']:9,}  {bar}")
+    _print_more(classes)
+
+
+def _print_clients(clients: dict[str, Any] | None) -> None:
+    if clients is None:
+        typer.echo("clients   the data do not say whose records are whose")
+        return
+    typer.echo(
+        f"clients   {clients['count']:,}: {clients['smallest']:,} to {clients['largest']:,} training records each, "
+        f"median {clients['median']:g}; {clients['with_one_record']:,} with one record, "
+        f"{clients['with_test_records']:,} with test records of their own"
+    )
+    most = max(step["clients"] for step in clients["histogram"])
+    for step in clients["histogram"]:
+        held = f"{step['from']:,}" if step["from"] == step["to"] else f"{step['from']:,}-{step['to']:,}"
+        typer.echo(f"  {held:>19} {step['clients']:9,}  {'#' * round(_BAR * step['clients'] / most)}")
+
+
+def _print_columns(card: Mapping[str, Any]) -> None:
+    if not card["columns"]:
+        return
+    ranges = {one["name"]: f" (here {one['from']:g}..{one['to']:g})" for one in card.get("ranges", [])}
+    typer.echo("columns")
+    width = max(len(column["name"]) for column in card["columns"])
+    for column in card["columns"]:
+        held = ranges.get(column["name"], "") if column["is"].startswith("number, as it is") else ""
+        typer.echo(f"  {column['name']:{width}}  {column['is']}{held}")
+
+
+def _print_first(rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    typer.echo(f"first     {len(rows)} training records, as models see them")
+    for row in rows:
+        cells = [_cell(name, value) for name, value in row.items() if "=" not in name or value]
+        left = [*cells[:_MOST], f"... {len(cells) - _MOST - 1} more", cells[-1]] if len(cells) > _MOST + 1 else cells
+        typer.echo(f"  {', '.join(left)}")
+
+
+def _cell(name: str, value: object) -> str:
+    if isinstance(value, float):
+        return name if "=" in name and value == 1 else f"{name} {value:g}"
+    return f"{name} {value}"
+
+
+def _print_more(lines: list[dict[str, Any]]) -> None:
+    if len(lines) > _MOST:
+        typer.echo(f"  ... and {len(lines) - _MOST:,} more (all of them with --json)")
