@@ -35,8 +35,8 @@ _WEB: Final = Path(__file__).parent / "web"
 _SCRIPTS: Final = ("elements.js", "scales.js", "curves.js", "rows.js", "confusion.js", "tables.js", "page.js")
 """In this order; together they are one script."""
 
-_MOST_BYTES: Final = 1_700_000
-"""Of all pictures together as text: a page is to be sent, and to open at once."""
+_MOST_BYTES: Final = 2_700_000
+"""Of a page with its pictures, which are left out where there is no room: it is to be sent, and to open at once."""
 
 
 def page(
@@ -53,21 +53,19 @@ def page(
     groups = groups_of(panels)
     title = escape(title_of(panels))
     style, script = _web()
-    shown = _shown(pictures)
+    data = page_data(panels, aim)
     headings = dict.fromkeys(one.heading for one in pictures)
-    main = [
+    before = [
         *data_notes(panels),
         *failures(found, groups),
         *(table_section(place, table) for place, table in found.tables.items()),
         comparison(groups),
         *([] if aim is None else [to_target(groups, aim)]),
         '<div id="live"></div>',
-        *(_figures(heading, [one for one in pictures if one.heading == heading], shown) for heading in headings),
-        privacy(groups),
-        *bill(costs),
-        all_runs(groups),
-        versions(groups),
     ]
+    after = [privacy(groups), *bill(costs), all_runs(groups), versions(groups)]
+    shown = _shown(pictures, _MOST_BYTES - sum(map(len, (style, script, data, *before, *after))))
+    figures = [_figures(heading, [one for one in pictures if one.heading == heading], shown) for heading in headings]
     policy = (
         f"default-src 'none'; img-src data:; style-src {_digest(style)}; script-src {_digest(script)}; "
         "base-uri 'none'; form-action 'none'"
@@ -77,13 +75,13 @@ def page(
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="color-scheme" content="light dark"><title>{title}</title><style>{style}</style>'
     )
-    body = "\n".join(main)
+    body = "\n".join([*before, *figures, *after])
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n'
         '<a class="skip" href="#main">Skip to the results</a>\n'
         f"<header><h1>{title}</h1><p>{escape(summary(groups))}</p></header>\n"
         f'<main id="main">\n{body}\n</main>\n'
-        f'<script type="application/json" id="data">{page_data(panels, aim)}</script>\n'
+        f'<script type="application/json" id="data">{data}</script>\n'
         f"<script>{script}</script></body></html>\n"
     )
 
@@ -100,9 +98,9 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _shown(pictures: Sequence[Picture]) -> set[str]:
-    """Return the names of the pictures that there is room for; those that the script draws, too, come last."""
-    room, names = _MOST_BYTES, set()
+def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
+    """Return the names of the pictures that fit into ``room`` bytes; those that the script draws, too, come last."""
+    names = set()
     for picture in sorted(pictures, key=lambda one: one.heading in HEADINGS.values()):
         size = 4 * len(picture.png) // 3
         if size <= room:

@@ -16,7 +16,7 @@ from fl_sim.report.runs import Run
 from fl_sim.report.spread import mean_and_deviation
 from fl_sim.report.targets import spent_beforehand, taken
 
-_MOST_POINTS: Final = 40_000
+_MOST_POINTS: Final = 20_000
 _FEWEST_POINTS: Final = 40
 """Points of all curves together, and of a curve at least: what is between them is not drawn."""
 

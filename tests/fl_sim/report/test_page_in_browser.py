@@ -378,7 +378,7 @@ def test_a_page_of_200_runs_is_small_and_opens_within_a_second(opened, tmp_path,
     for split in range(1, 6):
         for number in range(20):
             for seed in (0, 1):
-                write_run(tmp_path / "runs", f"method-{number}", split, seed, rounds=50)
+                write_run(tmp_path / "runs", f"method-{number}", split, seed, rounds=300)
     write_report([tmp_path / "runs"], tmp_path / "report", paper=False, target=None, json_output=True)
     path = tmp_path / "report" / "report.html"
     loads = []
@@ -390,3 +390,4 @@ def test_a_page_of_200_runs_is_small_and_opens_within_a_second(opened, tmp_path,
         print(f"\n200 runs: {path.stat().st_size / 1e6:.2f} MB, load event after {sorted(loads)[1]:.0f} ms")
     assert path.stat().st_size < 3_000_000
     assert page.locator(".legend [aria-pressed]").count() == 20
+    assert "200 rounds are drawn" in page.locator("main").inner_text()
