@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from fl_sim.data import load
-from fl_sim.data.card import card_of, is_own
+from fl_sim.data import is_own, load
+from fl_sim.data.card import card_of
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.types import Dataset

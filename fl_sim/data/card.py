@@ -4,8 +4,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fl_sim.data.known import NAMES
-from fl_sim.data.naming import own_name
+from fl_sim.data.naming import is_own
 from fl_sim.types import Dataset
 
 FIRST: Final = 5
@@ -39,11 +38,6 @@ def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
         card["first_records"] = _first(dataset)
         card["ranges"] = _ranges(dataset)
     return card
-
-
-def is_own(name: str) -> bool:
-    """Say whether a data set is the user's own, not a public one."""
-    return own_name(name) is not None or name not in NAMES
 
 
 def _classes(dataset: Dataset) -> list[dict[str, Any]]:

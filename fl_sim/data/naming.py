@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import unquote
 
+from fl_sim.data.known import NAMES
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
 
@@ -92,6 +93,11 @@ def own_name(name: str) -> OwnName | None:
             raise UserError(f"data {shortened(name)}: {written} is set twice; leave one of them out")
         group[where] = _values(key, value)
     return OwnName(kind, place, options, columns)
+
+
+def is_own(name: str) -> bool:
+    """Say whether a data set is the user's own, not a public one."""
+    return name not in NAMES
 
 
 def as_table(name: str) -> dict[str, Any]:

@@ -1,11 +1,15 @@
 """A run directory is made, or taken up where an earlier run stopped, if all in it fits together."""
 
+import hashlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from fl_sim.data import fingerprint, is_own
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.job import Job
 from fl_sim.settings_file import read_table
 from fl_sim.simulation.extending import MOST_KEPT, extend, num_bytes_kept
 from fl_sim.simulation.procedure import Procedure
@@ -67,12 +71,14 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
     Raises UserError where what is there does not fit together, or does not fit the experiment: never goes on from less.
     """
     experiment = procedure.job.experiment
+    log = RunLog(procedure.beginning(), records=_records_key(procedure.job))
     there = earlier_run(experiment, out)
+    if there is not None:
+        _check_records(out, log)
     if there is not None and there.rounds != experiment.rounds:
         extend(procedure, out, there)
     if isinstance(experiment.aggregator, GlobalDP):
         _check_paid(out, getattr(experiment.sampler, "rounds_apart", 1))
-    log = RunLog(procedure.beginning())
     checkpoint = read_checkpoint(out, log.server)
     if there is not None and checkpoint is not None:
         progress, log.server = checkpoint
@@ -107,6 +113,31 @@ def clean_up(experiment: Experiment, out: Path) -> None:
 
 def _can_go_on(experiment: Experiment, out: Path) -> bool:
     return not experiment.is_private and num_bytes_kept(out) <= MOST_KEPT
+
+
+def _records_key(job: Job) -> str:
+    """Return a digest of the user's own records, empty for public ones, whose files are known.
+
+    Where a run promises privacy, a digest of all that is public about them alone: whoever knows all records but one
+    could find that one by trying.
+    """
+    name, dataset = job.experiment.data, job.dataset
+    if not is_own(name):
+        return ""
+    if not job.experiment.is_private:
+        return fingerprint(name, job.root, with_test=True)
+    facts = [len(dataset.train), len(dataset.test), dataset.input_shape, dataset.num_classes, dataset.mean, dataset.std]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _check_records(out: Path, log: RunLog) -> None:
+    """Raise UserError where a run that is to go on has begun on other records."""
+    checkpoint = read_checkpoint(out, log.server)
+    if checkpoint is not None and checkpoint[0].records not in {"", log.records}:
+        raise UserError(
+            f"{out} holds a run on other records: what its data name has changed since; put that back as it was, "
+            "choose another --out, or run from the beginning by --again"
+        )
 
 
 def _settings(experiment: Experiment) -> dict[str, Any]:

@@ -263,8 +263,8 @@ def _keep(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundReco
     log.server = strategy.server
     log.chain = run_directory.append_round(out, record, log.chain)
     log.rounds.append(record)
-    progress = Progress(record.round, log.chain)
+    progress = Progress(record.round, log.chain, records=log.records)
     if strategy.privacy is not None:
         receipt = strategy.privacy.ledger.receipt.to_json()
-        progress = Progress(record.round, log.chain, strategy.privacy.clipping_norm, receipt)
+        progress = Progress(record.round, log.chain, strategy.privacy.clipping_norm, receipt, log.records)
     write_checkpoint(out, progress, log.server)

@@ -42,7 +42,7 @@ class RunLog:
     ``engine``: its kind; ``trainer``: who trains clients, in words. ``measured``: the last model that was. ``traffic``:
     of each client in a round, None where there was none; ``before`` and ``after`` the rounds: of all clients, by what
     it was, None where that depends on private records. ``facts`` and ``statements`` (of privacy) are a procedure's own:
-    they go into ``result.json`` as they are.
+    they go into ``result.json`` as they are. ``records``: a digest of the user's own records, for the checkpoint.
     """
 
     server: ServerState
@@ -65,6 +65,7 @@ class RunLog:
     clipping_norm: float | None = None
     receipt: dict[str, Any] | None = None
     seal: Seal | None = None
+    records: str = ""
 
 
 class Observer(Protocol):

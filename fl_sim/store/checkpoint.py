@@ -26,6 +26,7 @@ class Progress:
 
     ``last_round``: the last finished one. ``chain``: the hash over the run's settings and its log up to that round.
     ``clipping_norm``: the next round's, where the run is private. ``receipt``: the privacy ledger's, as plain JSON.
+    ``records``: a digest of the user's own records that the run trains on, empty where they are public.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -34,6 +35,7 @@ class Progress:
     chain: str
     clipping_norm: float | None = None
     receipt: dict[str, Any] | None = None
+    records: str = ""
 
 
 _PROGRESS = TypeAdapter(Progress)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from fl_sim.data import reading
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.job import job_of
 from fl_sim.simulation import extending, resuming
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store import run_directory
@@ -160,3 +162,40 @@ def test_what_a_run_could_go_on_with_is_kept_where_it_is_small(tmp_path: Path, m
     monkeypatch.setattr(resuming, "MOST_KEPT", kept - 1)
     run(quick(algorithm="scaffold"), tmp_path / "large")
     assert not {"checkpoint.safetensors", "clients"} & {path.name for path in (tmp_path / "large").iterdir()}
+
+
+def table(path: Path, first: float = 0.0) -> str:
+    path.write_text("x,label\n" + "".join(f"{first if i == 0 else i % 7},{i % 2}\n" for i in range(200)))
+    return f"csv:{path}:test=0.2"
+
+
+def test_a_run_does_not_go_on_with_records_that_have_changed(tmp_path: Path) -> None:
+    name = table(tmp_path / "t.csv")
+    settings = {"data": name, "partition": "iid", "clients": 2}
+    run(quick(**settings), tmp_path / "run")
+    before = (tmp_path / "run" / "config.toml").read_bytes()
+    table(tmp_path / "t.csv", 0.5)
+    reading._read_once.cache_clear()
+    reading.fingerprint.cache_clear()
+    with pytest.raises(
+        UserError, match=r"holds a run on other records: what its data name has changed since; put that"
+    ):
+        run(quick(**settings, rounds=3), tmp_path / "run")
+    assert (tmp_path / "run" / "config.toml").read_bytes() == before
+    table(tmp_path / "t.csv")
+    reading._read_once.cache_clear()
+    reading.fingerprint.cache_clear()
+    assert run(quick(**settings, rounds=3), tmp_path / "run")["rounds"] == 3
+
+
+def test_what_a_private_run_keeps_of_its_records_are_public_numbers(tmp_path: Path) -> None:
+    def key(first: float, **private: object) -> str:
+        reading._read_once.cache_clear()
+        reading.fingerprint.cache_clear()
+        made = {"data": table(tmp_path / "t.csv", first), "partition": "iid", "clients": 2, **private}
+        return resuming._records_key(job_of(quick(**made)))
+
+    private = {"aggregator": "global-dp", "sampler": "poisson:0.5"}
+    assert key(0.0, **private) == key(0.5, **private) != ""
+    assert key(0.0) != key(0.5)
+    assert resuming._records_key(job_of(quick())) == ""
