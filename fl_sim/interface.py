@@ -37,9 +37,9 @@ class RunResult:
     """What a run came to.
 
     ``experiment``: with all defaults filled in. ``rounds``: one record each; accuracies are in [0, 1], and None in
-    rounds without evaluation. ``best_accuracy``: that of the round that is best on validation, where records are held
-    out, and else of the one that is best on the test set itself, which is optimistic. ``privacy``: a statement for each
-    unit that is protected, none where nothing is.
+    rounds without evaluation. ``final_accuracy``: on the test set, after the last round. ``best_accuracy``: that of the
+    round that is best on validation, where records are held out, and else of the one that is best on the test set
+    itself, which is optimistic. ``privacy``: a statement for each unit that is protected, none where nothing is.
     ``facts``: all that ``result.json`` in ``directory`` says.
     """
 
@@ -58,7 +58,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class TableResult:
-    """A table as far as it is filled, and the ``directory`` that holds it and its runs."""
+    """A table as far as it is filled (``table``), and the ``directory`` that holds it and its runs."""
 
     directory: Path
     table: "Table" = field(repr=False)

@@ -118,13 +118,14 @@ class Column:
 class Dataset:
     """A classification task: training and test records and the public constants that normalise them.
 
-    ``mean`` and ``std``: one float per channel, in units of 1 (an input byte b becomes ``(b / 255 - mean) / std``).
-    They are published constants of the data set, never computed from what clients hold. ``note`` says what a reader
-    must know about the copy at hand (a subset, a generated stand-in), and is shown wherever results are. ``columns``:
-    of a table, in order, if they are known; public as the constants are. ``classes``: what classes are called, and
-    ``names``: what each number of a record is called, if that is known. ``shown``: what a file was found to hold,
-    (what, how it is read) line by line. ``read_off``: what of all this was read off the records, a sentence for what no
-    epsilon covers.
+    ``name``: as in ``data=name``. ``train`` is dealt to clients, ``test`` is what models are measured on.
+    ``num_classes``: labels are 0 to one less. ``mean`` and ``std``: one float per channel, in units of 1 (an input byte
+    b becomes ``(b / 255 - mean) / std``). They are published constants of the data set, never computed from what
+    clients hold. ``note`` says what a reader must know about the copy at hand (a subset, a generated stand-in), and is
+    shown wherever results are. ``columns``: of a table, in order, if they are known; public as the constants are.
+    ``classes``: what classes are called, and ``names``: what each number of a record is called, if that is known.
+    ``shown``: what a file was found to hold, (what, how it is read) line by line. ``read_off``: what of all this was
+    read off the records, a sentence for what no epsilon covers.
     """
 
     name: str
@@ -195,6 +196,9 @@ class LocalSettings:
 class LocalTask:
     """What one client is asked to do in one round, with all it may look at.
 
+    ``server_round``: 1, 2, and so on. ``client``: which of the ``num_clients`` it is, from 0 on. ``settings``: how it
+    trains. ``params``: the received model. ``broadcast``: what the server's state sends along. ``state``: what this
+    client kept of its last round. ``pool``: what all clients shared before the first round.
     ``class_counts``: how many of its ``num_examples`` records, synthetic ones included, are of each class, which it
     alone knows. ``statistics``: the received running statistics of BatchNorm layers; without any they start anew.
     """
@@ -214,11 +218,12 @@ class LocalTask:
 
 @dataclass(frozen=True)
 class Trained:
-    """What local training hands back: the new model, the optimiser's buffers, the steps taken, the mean training loss.
+    """What local training hands back.
 
-    ``loss`` is None where no step was taken (an empty shard). ``feature_sums``: (C, d), the sum over the client's
-    records of each class of what enters the new model's last linear layer, where the plan asks for it. ``statistics``:
-    the running statistics of the new model's BatchNorm layers.
+    ``params``: the new model. ``momentum_buffers``: the optimiser's. ``num_steps``: how many were taken. ``loss``: the
+    mean over them; it is None where no step was taken (an empty shard). ``feature_sums``: (C, d), the sum over the
+    client's records of each class of what enters the new model's last linear layer, where the plan asks for it.
+    ``statistics``: the running statistics of the new model's BatchNorm layers.
     """
 
     params: Params
@@ -233,7 +238,7 @@ class Trained:
 class ClientUpdate:
     """What a client sends (``payloads``) and what stays with it for its next round (``state``).
 
-    ``num_examples`` is its weight in the mean, zero for an empty shard.
+    ``num_examples`` is its weight in the mean, zero for an empty shard. ``loss``: the mean training loss, if any.
     """
 
     payloads: Payloads
@@ -285,6 +290,7 @@ class Traffic:
 class Aggregate:
     """All that the server half of an algorithm sees of a round: means over clients.
 
+    ``payloads``: the mean of what clients sent, group by group, under the names that they gave.
     ``participation`` is the share of the population behind the mean (|S|/K, or its public expectation under privacy).
     """
 
@@ -294,7 +300,7 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class ServerState:
-    """The global model, what travels with it to clients (``broadcast``) and what stays on the server (``memory``).
+    """The global model (``params``), what travels with it (``broadcast``) and what stays on the server (``memory``).
 
     ``layers``: running statistics of BatchNorm layers, and their parameters where they are personal: the mean of what
     clients had after the last round (fl_sim.batch_norm). Algorithms neither see nor change them.

@@ -67,3 +67,26 @@ def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
     done = build(tmp_path, tmp_path / "out")
     assert done.returncode == 1
     assert [link for link in links if link not in done.stderr] == []
+
+
+def test_figures_among_the_answers_are_those_of_the_pages_that_they_come_from() -> None:
+    answers = (PROJECT / "docs/faq.md").read_text()
+    table = answers.partition("| published | here | why |")[2].partition("\n\n")[0]
+    figures = set(re.findall(r"\d+\.\d+", table)) - {"0.05"}
+    sources = [PROJECT / "docs/results/README.md", PROJECT / "docs/tutorials/pate.md"]
+    known = {
+        f"{float(number):.{places}f}"
+        for path in sources
+        for number in re.findall(r"\d+\.\d+", path.read_text())
+        for places in (1, 2)
+    }
+    assert len(figures) > 15
+    assert figures - known == set()
+
+
+def test_no_page_of_the_program_is_stale(site: Path) -> None:
+    settings, commands = (site / "settings.html").read_text(), (site / "commands.html").read_text()
+    assert "algorithm.student.augmentation, with algorithm.student=fixmatch" in settings
+    assert "local.precision" in settings
+    assert "fl-sim privacy global-dp" in commands
+    assert "set a smaller algorithm.server_learning_rate" in (site / "faq.html").read_text()

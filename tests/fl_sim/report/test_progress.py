@@ -106,3 +106,8 @@ def test_round_accuracy_and_time_left_are_shown_at_every_width(monkeypatch: pyte
     for text, needed in (("━━━━", 60), ("DA-FL + Fed", 80), ("validation 0.2500", 120), ("2.00 s/round", 120),
                          ("7 clients in", 200), ("seed 0", 200)):  # fmt: skip
         assert (text in line) or width < needed, (text, line)
+
+
+def test_a_stream_of_the_callers_is_written_to_in_a_notebook_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert len(_shown(monkeypatch, -1.0).splitlines()) == 6
