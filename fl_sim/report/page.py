@@ -51,7 +51,7 @@ def page(
     ``costs``: what all runs together cost, in words. ``aim``: a test accuracy in [0, 1]; the page tells what it took.
     """
     groups = groups_of(panels)
-    title = escape(title_of(panels))
+    title, told = escape(title_of(panels)), escape(summary(groups))
     style, script = _web()
     data = page_data(panels, aim)
     headings = dict.fromkeys(one.heading for one in pictures)
@@ -73,13 +73,14 @@ def page(
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="color-scheme" content="light dark"><title>{title}</title><style>{style}</style>'
+        f'<meta name="color-scheme" content="light dark"><meta name="description" content="{told}">'
+        f"<title>{title}</title><style>{style}</style>"
     )
     body = "\n".join([*before, *figures, *after])
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>\n'
         '<a class="skip" href="#main">Skip to the results</a>\n'
-        f"<header><h1>{title}</h1><p>{escape(summary(groups))}</p></header>\n"
+        f"<header><h1>{title}</h1><p>{told}</p></header>\n"
         f'<main id="main">\n{body}\n</main>\n'
         f'<script type="application/json" id="data">{data}</script>\n'
         f"<script>{script}</script></body></html>\n"

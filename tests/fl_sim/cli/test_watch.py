@@ -1,9 +1,13 @@
 """``fl-sim watch``: it ends when all has ended, or when the user has seen enough, and speaks JSON."""
 
+import io
 import json
+import os
+from datetime import UTC, datetime
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fl_sim.cli import watch as watching
@@ -74,6 +78,27 @@ def test_ctrl_c_ends_the_watching_alone(tmp_path, monkeypatch):
     run_experiment(experiment_from(SETTINGS), tmp_path / "one", observer=interrupting)
     assert "1 run: 1 running" in interrupting.seen
     assert json.loads((tmp_path / "one" / "result.json").read_text())["status"] == "finished"
+
+
+def test_a_terminal_is_shown_what_runs_until_it_has_ended(tmp_path, monkeypatch):
+    run_experiment(experiment_from(SETTINGS), tmp_path / "one")
+    (tmp_path / "one" / "result.json").rename(tmp_path / "result.json")
+    said = {"pid": os.getpid(), "started": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", "machine": os.uname().nodename}
+    (tmp_path / "one" / ".lock").write_text(json.dumps(said))
+    screen, waited = io.StringIO(), []
+
+    def finish(seconds):
+        waited.append(seconds)
+        (tmp_path / "result.json").rename(tmp_path / "one" / "result.json")
+        (tmp_path / "one" / ".lock").unlink()
+
+    monkeypatch.setattr(watching, "Console", lambda **_: Console(file=screen, force_terminal=True, width=80, height=24))
+    monkeypatch.setattr(watching.time, "sleep", finish)
+    watching.watch_directory(tmp_path, every=3.0, once=False, json_output=False)
+    assert waited == [3.0]
+    first, last = screen.getvalue().split("1 run: 1 running")[0], screen.getvalue().splitlines()[-1]
+    assert "fedavg, seed 0" in first
+    assert last == "1 run: 1 finished"
 
 
 def test_a_directory_that_is_not_there_is_told(tmp_path):

@@ -340,6 +340,17 @@ def test_the_page_has_a_language_a_title_landmarks_headings_in_order_and_texts_f
     )
 
 
+@pytest.mark.parametrize("width", [375, 1100])
+def test_what_is_clicked_is_large_enough_for_a_finger(report, opened, width):
+    page = opened(report, width=width)
+    small = page.evaluate(
+        "[...document.querySelectorAll('button, select, summary, nav a, .controls label')]"
+        ".filter((one) => one.checkVisibility() && Math.min(one.offsetWidth, one.offsetHeight) < 24)"
+        ".map((one) => `${one.outerHTML}: ${one.offsetWidth} x ${one.offsetHeight}`)"
+    )
+    assert small == []
+
+
 @pytest.mark.parametrize("scripts", [True, False])
 def test_on_a_phone_nothing_is_wider_than_the_screen(report, opened, scripts):
     page = opened(report, width=375, java_script_enabled=scripts, is_mobile=True, device_scale_factor=2)
@@ -349,6 +360,22 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(report, opened, scripts):
     assert page.evaluate("document.documentElement.scrollWidth") <= 375 if scripts else True
     wide = [box["width"] for one in page.locator("main > *").all() if (box := one.bounding_box())]
     assert max(wide) <= 375
+
+
+def test_a_matrix_of_many_classes_is_a_picture_with_a_text(opened, tmp_path):
+    write_run(tmp_path / "runs", "fedavg", 1, 0)
+    path = tmp_path / "runs" / "fedavg-1-0" / "result.json"
+    confusion = [[5 if row == column else 1 for column in range(40)] for row in range(40)]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"measures": {"confusion": confusion}}))
+    write_report([tmp_path / "runs"], tmp_path / "report", paper=False, target=None, json_output=True)
+    page = opened(tmp_path / "report" / "report.html")
+    page.get_by_role("heading", name="Confusion matrices").scroll_into_view_if_needed()
+    picture = page.get_by_role("img", name="Confusion matrix of FedAvg")
+    picture.wait_for()
+    pixels = picture.evaluate("(one) => [...one.getContext('2d').getImageData(7, 7, 1, 2).data]")
+    on, off = pixels[:4], pixels[4:]
+    assert sum(on) < sum(off)  # what is right is more of its row, so darker
+    assert on[3] == off[3] == 255
 
 
 def test_without_scripts_tables_and_pictures_are_there(report, opened):
