@@ -25,6 +25,7 @@ from fl_sim.store.files import remove_partial
 LOCK: Final = ".lock"
 _PATIENCE: Final = 2.0  # seconds of waiting in silence
 _PAUSE: Final = 0.02  # seconds between two tries
+_SKEW: Final = 60.0  # seconds by which a clock may have been set since
 _TIME: Final = "%Y-%m-%d %H:%M:%S UTC"
 
 
@@ -73,7 +74,7 @@ def is_held(folder: Path) -> bool | None:
         return None
     if machine != platform.node() or not Path("/proc/stat").exists():
         return None
-    return _began(pid) <= begun.replace(tzinfo=UTC).timestamp() + 1
+    return _began(pid) <= begun.replace(tzinfo=UTC).timestamp() + _SKEW
 
 
 def _began(pid: int) -> float:
