@@ -366,12 +366,12 @@ def report(
 ) -> None:
     """Draw accuracy and loss over rounds, and write a page that compares finished runs.
 
-    Runs that differ in the seed alone are averaged; all other differences are named in the legend. Writes report.html
-    (one interactive file, to open or to send), accuracy.png and loss.png, or figures by data set and split where there are more
-    than four of these. Runs with synthetic records add their samples by class and epsilon (samples-*.png), and where
-    they differ in epsilon or gamma alone the final accuracy over it (sweep-*.png). Runs of PATE add noisy labels over
-    1/gamma, students over queries and epsilon, and the teachers' agreement where votes were kept (pate-*.png). Damaged
-    and unfinished runs are reported; the rest is shown.
+    Runs that differ in the seed alone are averaged; all other differences are named in the legend. Writes
+    report.html (one interactive file, to open or to send), accuracy.png and loss.png, or figures by data set and
+    split where there are more than four of these. Runs with synthetic records add their samples by class and
+    epsilon (samples-*.png), and where they differ in epsilon or gamma alone the final accuracy over it
+    (sweep-*.png). Runs of PATE add noisy labels over 1/gamma, students over queries and epsilon, and the teachers'
+    agreement where votes were kept (pate-*.png). Damaged and unfinished runs are reported; the rest is shown.
 
     For example:
 
