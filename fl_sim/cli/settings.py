@@ -44,8 +44,8 @@ def find(name: str, every: Sequence[Group]) -> list[Group]:
         found = [group for group in every if (group.name, group.kind) == (setting, kind)]
     else:
         found = [group for group in every if name == group.kind or (group.name + ".").startswith(name + ".")]
-        alone = [(group, setting) for group in every for setting in group.settings if setting.name == name]
-        found = [Group(group.name, group.kind, group.within, "", (setting,)) for group, setting in alone] + found
+        alone = {setting: group for group in every for setting in group.settings if setting.name == name}
+        found = [Group(group.name, group.kind, group.within, "", (one,)) for one, group in alone.items()] + found
     if found:
         return found
     names = {group.kind or group.name for group in every} | {
@@ -66,7 +66,7 @@ def _printed(group: Group, width: int) -> list[str]:
             *_wrapped(head, width, "  ", "      "),
             *_wrapped(plain(setting.meaning), width, "      ", "      "),
         ]
-    return lines
+    return lines if lines[0] else lines[1:]  # a setting by itself has no title
 
 
 def title_of(group: Group) -> str:

@@ -12,6 +12,8 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
+from fl_sim.data.naming import OPTIONS
+from fl_sim.data.naming_words import ABOUT, SETTINGS
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import field_defaults, kind_of, kinds, short_form
 from fl_sim.settings import OneOf
@@ -50,7 +52,15 @@ class Group:
 
 def groups() -> tuple[Group, ...]:
     """Return the experiment's own settings, and then every group in the order in which they come in it."""
-    return tuple(_groups(Experiment, "", "", "", {}))
+    first, *others = _groups(Experiment, "", "", "", {})
+    return (first, *_groups_of_own_data(), *others)
+
+
+def _groups_of_own_data() -> Iterator[Group]:
+    """Yield what is set of the user's own records, which are a line of text in an experiment."""
+    for kind, keys in OPTIONS.items():
+        settings = tuple(Setting(f"data.{key}", SETTINGS[key][0], "left out", SETTINGS[key][1]) for key in keys)
+        yield Group("data", kind, "", ABOUT[kind], settings)
 
 
 def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping[str, Any]) -> Iterator[Group]:

@@ -1,9 +1,12 @@
 """The reference holds every setting that there is, with what it takes, its default and its meaning."""
 
 from dataclasses import fields
+from pathlib import Path
 
 from pydantic import BaseModel
 
+from fl_sim.data.naming import OPTIONS
+from fl_sim.data.naming_words import SETTINGS
 from fl_sim.experiment.experiment import AnyAlgorithm, Experiment, experiment_from, with_overrides
 from fl_sim.experiment.reference import Group, groups, meaning
 from fl_sim.kinds import field_defaults, kinds
@@ -72,3 +75,10 @@ def test_a_meaning_is_what_the_docstring_says_of_the_field_alone() -> None:
     assert meaning(documentation, "b", known) == "The second, unlike ``a``. And on."
     assert meaning(documentation, "c", known) == "Also ``c`` counts."
     assert meaning(documentation, "d", known) == ""
+
+
+def test_settings_of_the_users_own_records_are_in_it_as_on_their_page() -> None:
+    assert {key for keys in OPTIONS.values() for key in keys} == set(SETTINGS)
+    page = (Path(__file__).parents[3] / "docs/data.md").read_text()
+    assert [key for key in SETTINGS if f"`data.{key}" not in page] == []
+    assert [setting.name for setting in group("data", "medmnist").settings] == ["data.val"]
