@@ -13,7 +13,7 @@ function luminance(rgb) {
 // Black or white, whichever is read better.
 function inkOn(rgb) { return luminance(rgb) > 0.18 ? "#000000" : "#ffffff"; }
 
-function matrixTable(counts) {
+function matrixTable(counts, told) {
   const head = make("tr", {}, make("th", { scope: "col" }, "true \\ taken for"), ...counts.map((_, at) => make("th", { scope: "col" }, String(at))));
   const rows = counts.map((row, own) => {
     const sum = row.reduce((a, b) => a + b, 0) || 1;
@@ -25,7 +25,7 @@ function matrixTable(counts) {
       return cell;
     }));
   });
-  return make("table", { class: "confusion" }, make("thead", {}, head), make("tbody", {}, ...rows));
+  return make("table", { class: "confusion", "aria-label": told }, make("thead", {}, head), make("tbody", {}, ...rows));
 }
 
 function matrixPicture(counts, told) {
@@ -45,12 +45,11 @@ function confusions() {
   if (!found.length) return null;
   const where = data.panels.length > 1 ? (panel) => `, ${panel.title}` : () => "";
   const name = ({ panel, line }) => `${data.methods[line.method].name}${where(panel)}`;
-  const host = make("div", { class: "wide", tabindex: "0", role: "group" });
+  const host = make("div", { class: "wide" });
   let shown = 0;
   const paint = () => {
     const { line } = found[shown], told = `Confusion matrix of ${name(found[shown])}`;
-    host.setAttribute("aria-label", told);
-    host.replaceChildren(line.confusion.length > MOST_NUMBERS ? matrixPicture(line.confusion, told) : matrixTable(line.confusion));
+    host.replaceChildren(line.confusion.length > MOST_NUMBERS ? matrixPicture(line.confusion, told) : matrixTable(line.confusion, told));
   };
   const best = found.reduce((first, one, at) => (one.line.final[0] > found[first].line.final[0] ? at : first), 0);
   shown = best;

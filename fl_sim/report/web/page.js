@@ -34,5 +34,5 @@ if (data.panels.length) {
   live("Confusion matrices", confusions());
 }
 document.querySelectorAll("main table:not(.confusion)").forEach((table) => { if (table.tHead) makeSortable(table); });
-for (const wide of document.querySelectorAll(".wide")) { wide.tabIndex = 0; wide.setAttribute("role", "group"); wide.setAttribute("aria-label", wide.getAttribute("aria-label") ?? "Table"); }
+document.querySelectorAll(".wide").forEach((wide) => wideOnes.observe(wide));
 document.querySelector("header").append(contents());

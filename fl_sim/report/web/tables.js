@@ -4,7 +4,7 @@ function cellValue(row, column) {
   const text = (row.cells[column]?.textContent ?? "").trim();
   const found = /^[-+]?\d[\d.,]*(e[-+]?\d+)?/.exec(text);
   if (found) return Number(found[0].replace(/,/g, ""));
-  return text === "-" || text === "" || text === "failed" ? null : text.toLowerCase();
+  return /^(-( .*)?|failed|not told|)$/.test(text) ? null : text.toLowerCase();
 }
 
 function compare(a, b, sign) {
@@ -23,6 +23,19 @@ function sortBy(table, head, column) {
   rows.sort((a, b) => bound(a.row) - bound(b.row) || compare(a.value, b.value, down ? -1 : 1));
   body.append(...rows.map(({ row }) => row));
 }
+
+// What is wider than its place is reached by the keyboard, too, so that the arrow keys scroll it.
+const wideOnes = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    if (target.scrollWidth > target.clientWidth) {
+      target.tabIndex = 0;
+      target.setAttribute("role", "group");
+      target.setAttribute("aria-label", "Table, wider than the page");
+    } else {
+      for (const name of ["tabindex", "role", "aria-label"]) target.removeAttribute(name);
+    }
+  }
+});
 
 function makeSortable(table) {
   [...table.tHead.rows].at(-1).querySelectorAll("th").forEach((head, column) => {

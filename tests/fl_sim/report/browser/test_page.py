@@ -118,6 +118,11 @@ def test_tables_are_sorted_by_a_click_or_the_keyboard_and_the_upper_bound_stays_
     assert column() == sorted(column())
     assert "bound" in table.locator("tbody tr").last.get_attribute("class")
     assert table.locator("th[aria-sort]").count() == 1
+    table.locator("tbody td").nth(place).evaluate("(one) => { one.textContent = '- (0 of 2)'; }")
+    head.locator("button").click()
+    assert (
+        "- (0 of 2)" in table.locator("tbody tr:not(.bound)").last.inner_text()
+    )  # what is not told is no small number
 
 
 def test_what_all_rows_share_is_said_once(report, opened):

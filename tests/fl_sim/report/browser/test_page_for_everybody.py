@@ -77,6 +77,20 @@ def test_every_control_is_reached_by_the_tab_key_and_shows_it(report, opened):
     assert unmarked == []
 
 
+def test_a_table_that_is_wider_than_a_phone_is_scrolled_by_the_arrow_keys(report, opened):
+    page = opened(report, width=375)
+    wide = page.locator(".wide").first
+    assert wide.get_attribute("tabindex") == "0"
+    wide.focus()
+    for _ in range(5):
+        page.keyboard.press("ArrowRight")
+    page.wait_for_timeout(300)
+    assert wide.evaluate("(one) => one.scrollLeft") > 0
+    page.set_viewport_size({"width": 1300, "height": 900})
+    page.wait_for_timeout(300)
+    assert wide.get_attribute("tabindex") is None
+
+
 def test_the_page_has_a_language_a_title_landmarks_headings_in_order_and_texts_for_pictures(report, opened):
     page = opened(report)
     see_all(page)
