@@ -16,18 +16,18 @@ from fl_sim.model_names import known_model
 from fl_sim.settings import Settings
 from fl_sim.types import Dataset
 
-DISCRIMINANT = "discriminant"
-"""Linear discriminant analysis, in closed form; all other classifiers are models that are trained."""
+DISCRIMINANT, OWN = "discriminant", "model"
+"""Linear discriminant analysis, in closed form, and the experiment's own model; all others are names of models."""
 
 
 def _known_classifier(name: str) -> str:
-    return name if name == DISCRIMINANT else known_model(name)
+    return name if name in {DISCRIMINANT, OWN} else known_model(name)
 
 
 class Tstr(Settings):
     """The server trains classifiers on the clients' synthetic records alone, and the best of them is tested.
 
-    ``classifiers``: "discriminant" and names of models, beside the experiment's ``model``, which is always tried. Each
+    ``classifiers``: names of models, "model" for the experiment's own, and "discriminant" for a closed form. Each
     trains by the experiment's ``local`` settings on all synthetic records but a share ``holdout``, on which the best is
     chosen. No test record has a part in that, and no client trains: the one release is that of the records.
     """
@@ -39,7 +39,9 @@ class Tstr(Settings):
         "local": {"epochs": 20, "optimizer": "adam", "learning_rate": 1e-3},
         "evaluate": {"test": "last"},
     }
-    classifiers: tuple[Annotated[str, AfterValidator(_known_classifier)], ...] = (DISCRIMINANT, "logistic", "mlp")
+    classifiers: tuple[Annotated[str, AfterValidator(_known_classifier)], ...] = Field(
+        (DISCRIMINANT, "logistic", "mlp", OWN), min_length=1
+    )
     holdout: float = Field(0.1, gt=0, lt=1)
 
     def check(self, experiment: Choices) -> None:
@@ -68,7 +70,7 @@ class Tstr(Settings):
 
     def names(self, model: str) -> tuple[str, ...]:
         """Return the classifiers to try, each once; ``model`` is the experiment's own."""
-        return tuple(dict.fromkeys((*self.classifiers, model)))
+        return tuple(dict.fromkeys(model if name == OWN else name for name in self.classifiers))
 
     def check_size(self, num_records: int) -> None:
         """Raise UserError where ``num_records`` synthetic ones are too few for two parts."""

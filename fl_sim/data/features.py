@@ -20,12 +20,15 @@ from fl_sim.store.files import folder_of, in_words, write_whole
 from fl_sim.store.locks import alone_in
 from fl_sim.types import Dataset, Examples
 
-Features: TypeAlias = Literal["none", "scattering"]
-"""What records are turned into before anything else: nothing, or the vectors of ``fl_sim.data.scattering``."""
+Features: TypeAlias = Literal["none", "scattering", "whitened-scattering"]
+"""What records are turned into before anything else.
+
+Nothing, the vectors of ``fl_sim.data.scattering``, or these after the public whitening of ``fl_sim.data.whitening``.
+"""
 
 Vectors: TypeAlias = NDArray[np.float32]
 
-_VERSION: Final = {"scattering": 1}
+_VERSION: Final = {"scattering": 1, "whitened-scattering": 1}
 """To be raised when a transform makes other numbers than before."""
 
 _FILE: Final = "features.safetensors"
@@ -85,12 +88,22 @@ def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tupl
                 damaged = f"{path} is damaged or of another kind ({error}) and is made again; "
             count = len(dataset.train) + len(dataset.test)
             sys.stderr.write(f"fl-sim: {damaged}making the {features} features of {count:,} images, once\n")
-            from fl_sim.data import scattering  # noqa: PLC0415 (as above)
-
-            made = (scattering.features_of(dataset.train.inputs), scattering.features_of(dataset.test.inputs))
+            made = _made(dataset.train.inputs, features), _made(dataset.test.inputs, features)
             said = {"identity": identity, "sha256": _digest(made)}
             write_whole(path, save(dict(zip(_PARTS, made, strict=True)), said))
             return made
+
+
+def _made(images: NDArray[np.uint8] | Vectors, features: Features) -> Vectors:
+    from fl_sim.data.scattering import features_of  # noqa: PLC0415 (as above)
+
+    vectors = features_of(images)
+    if features == "scattering":
+        return vectors
+    from fl_sim.data.whitening import whitening_of  # noqa: PLC0415 (as above)
+
+    channels, height, width = images.shape[1:]
+    return whitening_of((channels, height, width)).of(vectors)
 
 
 def _read(path: Path, identity: str, shapes: tuple[tuple[int, int], tuple[int, int]]) -> tuple[Vectors, Vectors]:

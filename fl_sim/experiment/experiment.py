@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import AfterValidator, BaseModel, Field, PlainSerializer, ValidationError, model_validator
 
 from clients.dafl.settings import DaFl, NoPreprocess
+from fl_sim.data import Features
 from fl_sim.data.naming import as_table, from_table
 from fl_sim.errors import UserError
 from fl_sim.experiment.evaluate import Evaluate
@@ -256,7 +257,9 @@ class Experiment(Settings):
     ``normalise``: how inputs are scaled. "published" takes the data set's published mean and deviation, "none" leaves
     images in [0, 1], as NIID-Bench's program does, and features as they are, "unit" puts images into [-1, 1].
     ``features``: "scattering" turns images into vectors that no data set had a say in (fl_sim.data.scattering), so that
-    linear models and small perceptrons do on them what takes a convolutional network on pixels; "none" leaves pixels.
+    linear models and small perceptrons do on them what takes a convolutional network on pixels; "whitened-scattering"
+    makes all directions of these vectors about as long, by made-up images (fl_sim.data.whitening), so that noise takes
+    less of them; "none" leaves pixels.
     ``partition_seed``, ``model_seed`` and ``sampling_seed`` take their part of what ``seed`` decides (fl_sim.seeding);
     each that is left out is ``seed``.
     """
@@ -266,7 +269,7 @@ class Experiment(Settings):
     clients: int = Field(10, ge=1, le=1_000_000)
     model: Annotated[str, AfterValidator(known_model)] = ""
     normalise: Literal["published", "none", "unit"] = "published"
-    features: Literal["none", "scattering"] = "none"
+    features: Features = "none"
     algorithm: Annotated[AnyAlgorithm, OneOf("algorithm", Algorithm)] = FedAvg()
     aggregator: Annotated[AnyAggregator, OneOf("aggregator", Aggregator)] = WeightedMean()
     sampler: Annotated[AnySampler, OneOf("sampler", Sampler)] = Everyone()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from clients.app import Site
 from fl_sim import models
-from fl_sim.data import version_of
+from fl_sim.data import Features, version_of
 from fl_sim.data.scattering import features_of
 from fl_sim.errors import Diverged, UserError
 from fl_sim.experiment.job import Job
@@ -127,14 +127,16 @@ class OnSynthetic:
         made, real = (_some(part, experiment.seed) for part in (read_pool(pool), dataset.test))
         if not experiment.evaluate.tests(is_last=True) or min(len(made), len(real)) < 2:
             return None
-        if experiment.features == "none":
+        kept: Features = experiment.features
+        if kept == "none":
+            kept = "scattering"
             try:
                 made, real = features_of(made), features_of(real)
             except UserError:  # tables, and images too small or too large for them
                 return None
         scale = math.sqrt(made.shape[1])  # numbers of a deviation of about 1 each, as training sees them
         distance = frechet_distance(scale * torch.from_numpy(made), scale * torch.from_numpy(real))
-        return {"distance": distance, "features": version_of("scattering"), "synthetic": len(made), "real": len(real)}
+        return {"distance": distance, "features": version_of(kept), "synthetic": len(made), "real": len(real)}
 
     @cached_property
     def _test(self) -> Source:

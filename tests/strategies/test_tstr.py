@@ -28,6 +28,7 @@ def test_it_takes_the_pool_alone_unless_told_otherwise(preprocess):
         ({"calibrate": "ccvr"}, "leave calibrate out|nothing leaves them but synthetic"),
         ({"local": {"batch_norm": "average"}}, "no model is averaged"),
         ({"algorithm": {"kind": "tstr", "classifiers": ["lda"]}}, "unknown model 'lda'"),
+        ({"algorithm": {"kind": "tstr", "classifiers": []}}, "classifiers"),
         ({"algorithm": {"kind": "tstr", "holdout": 1}}, "holdout"),
         ({"evaluate": {"validation": 0.1}}, "has no place in a run that promises privacy"),
     ],
@@ -41,7 +42,8 @@ def test_what_has_no_place_is_refused_in_a_line(more, said):
 
 def test_the_experiments_model_is_tried_once():
     assert Tstr().names("mlp") == ("discriminant", "logistic", "mlp")
-    assert Tstr(classifiers=()).names("2nn") == ("2nn",)
+    assert Tstr().names("2nn") == ("discriminant", "logistic", "mlp", "2nn")
+    assert Tstr(classifiers=("discriminant",)).names("2nn") == ("discriminant",)
 
 
 @pytest.mark.parametrize("records", [0, 1, 4])

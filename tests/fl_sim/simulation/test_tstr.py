@@ -25,7 +25,7 @@ from fl_sim.types import Dataset, Examples
 
 def quick(**changes: object) -> Experiment:
     settings: dict[str, object] = {
-        "algorithm": {"kind": "tstr", "classifiers": ["discriminant"]},
+        "algorithm": {"kind": "tstr", "classifiers": ["discriminant", "model"]},
         "model": "logistic",
         "local": {"epochs": 2},
         "preprocess": {"generator": "mean-embedding", "gamma": 0.5, "noise": "seeded"},
