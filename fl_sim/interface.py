@@ -25,6 +25,7 @@ from fl_sim.tables.files import file_or_preset
 from fl_sim.tables.forerunner import begin_with_shorter
 from fl_sim.tables.names import run_name
 from fl_sim.tables.plan import plan_table, read_settings, table_settings
+from fl_sim.tracking.following import following_of
 
 if TYPE_CHECKING:
     from fl_sim.report.table import SeedResult, Table
@@ -93,30 +94,35 @@ def run(
     data_root: str | Path | None = None,
     again: bool = False,
     progress: bool = True,
+    track: str | Iterable[str] = (),
+    observer: object = None,
 ) -> RunResult:
     """Run an experiment, or take up or read back the run of it that ``out`` holds, and return what came of it.
 
     ``experiment``: an Experiment, or settings as a TOML file has them; None is the default experiment. ``out``: by
     default ``results/NAME``, named after the settings. ``data_root``: where data sets are looked for first. ``again``:
     run from the beginning, after what ``out`` holds of the run was moved to a folder beside it.
-    ``progress``: whether it is shown on standard error. Raises UserError for settings that cannot be run, RunError
-    where the run cannot go on; what is finished stays.
+    ``progress``: whether it is shown on standard error. ``track``: who else is told, such as "tensorboard,mlflow".
+    ``observer``: an object with methods such as ``finished_round``, which are called (docs/tracking.md). Raises
+    UserError for settings that cannot be run, RunError where the run cannot go on; what is finished stays.
     """
     root = _data_root(data_root)
+    following = following_of(track)
     given = experiment if isinstance(experiment, Experiment) else experiment_from(experiment or {})
     chosen, directory = directory_of(given, _path(out), root)
     title = f"{kind_of(chosen.algorithm)} on {chosen.data} {short_form(chosen.partition)}"
     stream = None if progress else io.StringIO()
     with RunProgress(title, chosen.rounds, stream, timed=not chosen.is_private) as shown:
+        told = following.of(directory, _Shown(shown), shown.say, observer)
         if again and (aside := set_aside(chosen, directory)):
             shown.say(f"what {directory} held is in {aside} now")
         if out is None and (shorter := begin_with_shorter(chosen, directory, root)):
             shown.say(f"the rounds of {shorter} are the first of this run")
         shown.say(f"results go to {directory}")
-        observer = _Shown(shown)
-        facts = simulation.run(chosen, directory, root, observer)
-        if not observer.has_started:
+        facts = simulation.run(chosen, directory, root, told)
+        if not told.has_started:
             shown.say("this run is finished already, and nothing was done: --again (again=True) runs it once more")
+            following.catch_up(directory, shown.say)
     releases = tuple(Release.model_validate(release) for release in facts["privacy"])
     rounds = tuple(read_rounds(directory))
     return RunResult(chosen, directory, rounds, facts["final_accuracy"], facts["best_accuracy"], releases, facts)
@@ -135,16 +141,18 @@ def table(
     jobs: int | None = None,
     data_root: str | Path | None = None,
     progress: bool = True,
+    track: str | Iterable[str] = (),
 ) -> TableResult:
     """Run a grid of experiments in worker processes and return the table; what is finished is not run again.
 
     ``plan``: the name of a preset, else the path of a TOML file, or its content: ``{"base": {...}, "grid": {...}}``, in
     which settings objects may stand, too. ``out``: by default ``results/NAME``, for a plan from Python
     ``results/table-DIGEST``. ``jobs``: runs side by side (default: one a core). A run that fails is a cell that says
-    so. Raises UserError for a plan that cannot be run.
+    so. ``track``: who is told of each run, as ``run`` has it. Raises UserError for a plan that cannot be run.
     """
     from fl_sim.tables.filling import Board, conclude, fill  # noqa: PLC0415 (of no use to a single run)
 
+    following = following_of(track)
     if isinstance(plan, Mapping):
         content = _plain(plan)
         settings = table_settings(content, [], "the table")
@@ -157,7 +165,7 @@ def table(
         settings, name = read_settings(path, []), path.stem
     root, directory = _data_root(data_root), _path(out) or RESULTS / name
     board = Board(settings, plan_table(settings, root))
-    fill(board, directory, jobs, root, progress=progress)
+    fill(board, directory, jobs, root, progress=progress, following=following)
     return TableResult(directory, conclude(board, directory)[0])
 
 
@@ -166,16 +174,17 @@ class _Shown:
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
-        self.has_started = False
         self.preparing = progress.preparing
         self.replied = progress.replied
         self.finished_round = progress.finished_round
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
         del experiment
-        self.has_started = True
         self._progress.say(engine)
         self._progress.started(first_round)
+
+    def ended(self, facts: Mapping[str, Any]) -> None:
+        """Show nothing: whoever asked for the run shows what came of it."""
 
 
 def _path(given: str | Path | None) -> Path | None:

@@ -12,6 +12,7 @@ from fl_sim.data.places import look_for
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.importing import importing
 from fl_sim.tables.words import took
+from fl_sim.tracking.names import chosen_trackers
 
 _BEST = {
     "test": "picked on the test set, so optimistic",
@@ -20,13 +21,22 @@ _BEST = {
 }
 
 
-def run_experiment(given: Given, out: Path | None, data_root: Path | None, *, again: bool, json_output: bool) -> None:
+def run_experiment(
+    given: Given,
+    out: Path | None,
+    data_root: Path | None,
+    *,
+    track: str = "",
+    again: bool,
+    json_output: bool,
+) -> None:
     """Run what was typed, and print what came of it."""
+    trackers = chosen_trackers(track)  # now: a mistake is told without waiting for torch
     experiment = parse_experiment(given)
     look_for(experiment.data, data_root)
     with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
         from fl_sim.interface import run  # noqa: PLC0415
-    result = run(experiment, out=out, data_root=data_root, again=again)
+    result = run(experiment, out=out, data_root=data_root, again=again, track=trackers)
     if json_output:
         typer.echo(json.dumps(result.facts))
     else:

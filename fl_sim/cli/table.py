@@ -10,6 +10,7 @@ from fl_sim.cli.arguments import Given
 from fl_sim.errors import RunError, UserError
 from fl_sim.importing import importing
 from fl_sim.tables.plan import plan_table, table_settings
+from fl_sim.tracking.names import chosen_trackers
 
 
 def fill_table(
@@ -19,6 +20,7 @@ def fill_table(
     data_root: Path | None,
     *,
     hours: float | None,
+    track: str = "",
     json_output: bool,
 ) -> None:
     """Run all cells that are not finished, and print the table. Raises RunError where a cell failed.
@@ -27,6 +29,7 @@ def fill_table(
     """
     if hours is not None and not 0 < hours < math.inf:
         raise UserError(f"--budget {hours:g} is no time to fill a table in: give hours, such as 2.5, or leave it out")
+    trackers = chosen_trackers(track)
     deadline = math.inf if hours is None else time.monotonic() + 3600 * hours
     assert given.path is not None, "without one typed, a preset"
     settings = table_settings(given.table, given.overrides, str(given.path))
@@ -35,10 +38,12 @@ def fill_table(
         from fl_sim.cli.printed_table import print_table  # noqa: PLC0415
         from fl_sim.interface import RESULTS  # noqa: PLC0415
         from fl_sim.tables.filling import Board, TimeIsUp, fill  # noqa: PLC0415
+        from fl_sim.tracking.following import following_of  # noqa: PLC0415
+    following = following_of(trackers)
     out = out or RESULTS / given.path.stem
     board = Board(settings, plan)
     try:
-        fill(board, out, jobs, data_root, deadline=deadline)
+        fill(board, out, jobs, data_root, deadline=deadline, following=following)
     except TimeIsUp:
         print_table(board, out, json_output=json_output)
         failed = f", {len(board.failures())} failed ({'; '.join(board.failures())})" if board.failures() else ""

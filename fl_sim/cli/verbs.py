@@ -28,6 +28,12 @@ _TableJson = Annotated[bool, typer.Option("--json", help="Print the table as one
 _DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Run nothing: show what would run and how long it takes, as 'fl-sim plan'.")
 ]
+_Track = Annotated[
+    str,
+    typer.Option(
+        metavar="NAMES", help="Also tell tensorboard, mlflow, wandb, trackio, or your own MODULE:NAME, of every round."
+    ),
+]
 _Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="[FILE or PRESET] [KEY=VALUE]..."),
@@ -82,6 +88,7 @@ def run(
         ),
     ] = None,
     data_root: _DataRoot = None,
+    track: _Track = "",
     again: Annotated[
         bool, typer.Option("--again", help="Run from the beginning; what DIR holds of the run is moved beside it.")
     ] = False,
@@ -116,6 +123,8 @@ def run(
       fl-sim run data=mnist clients=250 algorithm=pate algorithm.queries=100 algorithm.student=fixmatch
 
       fl-sim run experiment.toml algorithm=fedprox algorithm.mu=0.1 sampler=fixed-size:10 engine=ray:4
+
+      fl-sim run rounds=50 --track tensorboard
     """
     given = _read(arguments)
     if dry_run:
@@ -124,7 +133,7 @@ def run(
     with importing():
         from fl_sim.cli.run import run_experiment  # noqa: PLC0415 (see above)
 
-    run_experiment(given, out, data_root, again=again, json_output=json_output)
+    run_experiment(given, out, data_root, track=track, again=again, json_output=json_output)
 
 
 @app.command("table")
@@ -135,6 +144,7 @@ def table(
     data_root: _DataRoot = None,
     *,
     budget: _Budget = None,
+    track: _Track = "",
     dry_run: _DryRun = False,
     json_output: _TableJson = False,
 ) -> None:
@@ -165,7 +175,7 @@ def table(
       fl-sim table grid.toml --budget 8
     """
     given = _read(arguments, "digits")
-    _fill_table(given, out, jobs, data_root, budget=budget, dry_run=dry_run, json_output=json_output)
+    _fill_table(given, out, jobs, data_root, budget=budget, track=track, dry_run=dry_run, json_output=json_output)
 
 
 @app.command("sweep")
@@ -176,6 +186,7 @@ def sweep(
     data_root: _DataRoot = None,
     *,
     budget: _Budget = None,
+    track: _Track = "",
     dry_run: _DryRun = False,
     json_output: _TableJson = False,
 ) -> None:
@@ -194,7 +205,9 @@ def sweep(
     with importing():
         from fl_sim.cli.sweep import as_table  # noqa: PLC0415 (see above)
 
-    _fill_table(as_table(given), out, jobs, data_root, budget=budget, dry_run=dry_run, json_output=json_output)
+    _fill_table(
+        as_table(given), out, jobs, data_root, budget=budget, track=track, dry_run=dry_run, json_output=json_output
+    )
 
 
 @app.command("init")
@@ -276,6 +289,7 @@ def _fill_table(
     data_root: Path | None,
     *,
     budget: float | None,
+    track: str,
     dry_run: bool,
     json_output: bool,
 ) -> None:
@@ -285,7 +299,7 @@ def _fill_table(
     with importing():
         from fl_sim.cli.table import fill_table  # noqa: PLC0415 (see above)
 
-    fill_table(given, out, jobs, data_root, hours=budget, json_output=json_output)
+    fill_table(given, out, jobs, data_root, hours=budget, track=track, json_output=json_output)
 
 
 def _show_plan(
@@ -419,6 +433,35 @@ def watch(
         from fl_sim.cli.watch import watch_directory  # noqa: PLC0415 (see above)
 
     watch_directory(directory, every=every, once=once, json_output=json_output)
+
+
+@app.command("export")
+def export(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Run or table directories, or directories that hold some.")
+    ],
+    *,
+    to: Annotated[str, typer.Option(metavar="NAMES", help="tensorboard, mlflow, wandb, trackio, or several: a,b.")],
+    json_output: _Json = False,
+) -> None:
+    """Show finished runs in TensorBoard, MLflow, Weights & Biases or Trackio, as --track does while they run.
+
+    What a tracker has already is not sent again. Weights & Biases writes offline files unless $WANDB_MODE says
+    otherwise; MLflow goes where $MLFLOW_TRACKING_URI says.
+
+    For example:
+
+      fl-sim export results/digits --to tensorboard
+
+      fl-sim export results/fedavg results/scaffold --to mlflow,wandb
+    """
+    from fl_sim.tracking.names import chosen_trackers  # noqa: PLC0415 (see above)
+
+    trackers = chosen_trackers(to)  # now: a mistake is told without waiting for torch
+    with importing():
+        from fl_sim.cli.export import export_runs  # noqa: PLC0415 (see above)
+
+    export_runs(directories, trackers, json_output=json_output)
 
 
 @data_app.command("list")

@@ -75,10 +75,14 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
     result = result_of(job, log, status, time.perf_counter() - start)
     if error is None:
         run_directory.write_result(out, result)
+        observer.ended(result)
         return result
+    result |= told(error, out)
     with suppress(OSError):
-        run_directory.write_result(out, result | told(error, out))
+        run_directory.write_result(out, result)
     with suppress(OSError):
         if log.server.params:
             run_directory.write_model(out, log.server.model)
+    with suppress(RunError):  # an observer's; the first error is the one to tell
+        observer.ended(result)
     raise error

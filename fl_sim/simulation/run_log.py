@@ -1,5 +1,6 @@
 """What a run has to show so far, and who is told of it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -84,7 +85,11 @@ class Observer(Protocol):
         ...
 
     def finished_round(self, record: RoundRecord) -> None:
-        """Hear of a round."""
+        """Hear of a round, whose line in ``rounds.jsonl`` and checkpoint are on the disk."""
+        ...
+
+    def ended(self, facts: Mapping[str, Any]) -> None:
+        """Hear what ``result.json`` says, also of a run that failed or was interrupted."""
         ...
 
 
@@ -102,3 +107,6 @@ class Silent:
 
     def finished_round(self, record: RoundRecord) -> None:
         """Ignore a round."""
+
+    def ended(self, facts: Mapping[str, Any]) -> None:
+        """Ignore the end."""

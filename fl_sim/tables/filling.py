@@ -41,6 +41,7 @@ from fl_sim.tables.workers import (
     run_all,
     with_share_of_cores,
 )
+from fl_sim.tracking.following import NOBODY, Following
 
 CELLS = "cells"
 
@@ -111,12 +112,14 @@ def fill(
     *,
     progress: bool = True,
     deadline: float = math.inf,
+    following: Following = NOBODY,
 ) -> None:
     """Run all runs of ``board`` that are not finished, ``jobs`` at once (None: one a core), and note the outcomes.
 
     Where its settings ask for it, the settings of the runs are searched for first, in runs of their own. ``progress``:
     whether it is shown on standard error, and beforehand about how long all of it takes. ``deadline``: when all of
-    it must have ended, by ``time.monotonic``. Raises TimeIsUp where that is too soon, what is finished stays; and what
+    it must have ended, by ``time.monotonic``. ``following``: who else is told of the runs of the table itself. Raises
+    TimeIsUp where that is too soon, what is finished stays; and what
     ``run_all`` and ``tune`` raise. A run that fails is noted.
     """
     runner = _Runner(out, jobs, data_root, deadline, progress=progress)
@@ -128,7 +131,7 @@ def fill(
         cell.name: f"{cell.row}, {_place(cell, board.plan)}, {board.plan.over.replace('_', ' ')} {cell.seed}"
         for cell in reversed(board.plan.cells)
     }
-    with closing(runner.run_all_of(CELLS, board.plan.runs, labels)) as events:
+    with closing(runner.run_all_of(CELLS, board.plan.runs, labels, following)) as events:
         for event in events:
             if isinstance(event, Finished | Failed):
                 board.outcomes[event.name] = event
@@ -147,7 +150,11 @@ class _Runner:
     progress: bool = field(default=True, kw_only=True)
 
     def run_all_of(
-        self, folder: str, runs: Mapping[str, Experiment], labels: Mapping[str, str]
+        self,
+        folder: str,
+        runs: Mapping[str, Experiment],
+        labels: Mapping[str, str],
+        following: Following = NOBODY,
     ) -> Generator[Event, None, None]:
         """Run ``runs`` in ``folder`` and tell what happens. Raises TimeIsUp at the end where some of them are left."""
         jobs = self.jobs or min(cores(), len(runs))
@@ -155,7 +162,7 @@ class _Runner:
         with TableProgress(rounds, None if self.progress else io.StringIO()) as shown:
             budget = self._looked_ahead(self.out / folder, runs, jobs, shown)
             left = 0
-            with closing(run_all(runs, self.out / folder, jobs, self.data_root, budget)) as events:
+            with closing(run_all(runs, self.out / folder, jobs, self.data_root, budget, following)) as events:
                 for event in events:
                     left += isinstance(event, Stopped | Postponed)
                     _tell(shown, labels[event.name], event)

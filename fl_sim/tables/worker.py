@@ -5,9 +5,11 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
@@ -16,6 +18,7 @@ from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import CONFIG, RoundRecord
 from fl_sim.tables.forerunner import begin_with_shorter
 from fl_sim.tables.workers import UP, Event, Failed, Finished, Preparing, RoundDone, Started, Stopped
+from fl_sim.tracking.following import Following
 
 _STANDARD_INPUT = 0
 
@@ -27,9 +30,9 @@ def work(descriptor: int) -> None:
     connection.send(UP)
     with suppress(EOFError):
         while True:
-            name, settings, directory, data_root, seconds = connection.recv()
+            name, settings, directory, data_root, seconds, following = connection.recv()
             told = _Told(name, connection, seconds)
-            connection.send(_attempt(told, Experiment.model_validate_json(settings), directory, data_root))
+            connection.send(_attempt(told, Experiment.model_validate_json(settings), directory, data_root, following))
 
 
 class _TimeIsUp(KeyboardInterrupt):
@@ -57,6 +60,9 @@ class _Told:
     def replied(self, replies: int) -> None:
         """Tell nothing: rounds are news enough."""
 
+    def ended(self, facts: Mapping[str, Any]) -> None:
+        """Tell nothing: what came of the run is what ``_attempt`` returns."""
+
     def finished_round(self, record: RoundRecord) -> None:
         """Tell of a round."""
         self._connection.send(RoundDone(self.name, record))
@@ -65,13 +71,15 @@ class _Told:
             raise _TimeIsUp
 
 
-def _attempt(told: _Told, experiment: Experiment, directory: Path, data_root: Path | None) -> Event:
+def _attempt(
+    told: _Told, experiment: Experiment, directory: Path, data_root: Path | None, following: Following
+) -> Event:
     name = told.name
     if directory.exists() and not (directory / CONFIG).exists():
         shutil.rmtree(directory)  # killed before its first file was whole
     try:
         begin_with_shorter(resolved(experiment, data_root), directory, data_root)
-        return Finished(name, run(experiment, directory, data_root, told))
+        return Finished(name, run(experiment, directory, data_root, following.of(directory, told)))
     except _TimeIsUp:
         return Stopped(name, told.last_round)
     except (RunError, UserError) as error:

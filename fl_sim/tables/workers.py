@@ -21,6 +21,7 @@ from fl_sim.store import run_directory
 from fl_sim.store.locks import sole_run
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.tables.budget import Budget
+from fl_sim.tracking.following import NOBODY, Following
 
 _SECONDS_TO_STOP = 5.0
 
@@ -106,12 +107,17 @@ def finished_result(directory: Path, rounds: int) -> dict[str, Any] | None:
 
 
 def run_all(
-    runs: Mapping[str, Experiment], out: Path, jobs: int, data_root: Path | None, budget: Budget | None = None
+    runs: Mapping[str, Experiment],
+    out: Path,
+    jobs: int,
+    data_root: Path | None,
+    budget: Budget | None = None,
+    following: Following = NOBODY,
 ) -> Generator[Event, None, None]:
     """Run every experiment in ``out / name``, at most ``jobs`` at once, and tell what happens as it happens.
 
     A finished run is only reported; an unfinished one goes on at its checkpoint. What the ``budget`` has no time for is
-    not begun, or stopped after a round. Closing the generator, or an exception
+    not begun, or stopped after a round. ``following``: who else is told of them. Closing the generator, or an exception
     inside it, stops the workers at once; what they finished stays. Raises UserError for a class that workers cannot
     import, RunError while another process is at it, and where a worker cannot start, which is the fault of no run.
     """
@@ -127,7 +133,7 @@ def run_all(
         workers: list[_Worker] = []
         try:
             while len(workers) < jobs and (run := _next(waiting, budget)) is not None:
-                workers.append(_Worker(out, data_root))
+                workers.append(_Worker(out, data_root, following))
                 workers[-1].take(*run, budget)
             while workers:
                 ready = wait([worker.connection for worker in workers])
@@ -164,8 +170,8 @@ def _check_importable(experiments: Iterable[Experiment]) -> None:
 class _Worker:
     """A process that runs one experiment at a time."""
 
-    def __init__(self, out: Path, data_root: Path | None) -> None:
-        self._out, self._data_root = out, data_root
+    def __init__(self, out: Path, data_root: Path | None, following: Following) -> None:
+        self._out, self._data_root, self._following = out, data_root, following
         self.name, self._is_up = "", False
         self.process, self.connection = _spawn()
 
@@ -177,7 +183,8 @@ class _Worker:
             self.process, self.connection = _spawn()
             self._is_up = False
         with suppress(ConnectionError):
-            self.connection.send((name, experiment.model_dump_json(), self._out / name, self._data_root, seconds))
+            settings = experiment.model_dump_json()
+            self.connection.send((name, settings, self._out / name, self._data_root, seconds, self._following))
 
     def next_event(self) -> Event | None:
         """Return what the worker says, or that it died; None where it is up. Raises RunError where it cannot start."""
