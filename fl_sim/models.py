@@ -1,6 +1,7 @@
 """The networks of the experiments, each a function from (input shape, classes) to a fresh ``nn.Module``."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -9,9 +10,10 @@ from torch import nn
 
 from fl_sim.batch_norm import norms_in
 from fl_sim.errors import UserError
-from fl_sim.model_names import known_model
+from fl_sim.model_names import GRU, known_model
 from fl_sim.own_model import build_own
 from fl_sim.seeding import seed_torch, torch_alone
+from fl_sim.sequences import GatedRecurrent
 from fl_sim.types import BatchNorm
 
 Shape: TypeAlias = tuple[int, ...]
@@ -98,29 +100,50 @@ MODELS: dict[str, Factory] = {
 }  # fmt: skip
 
 
-def default_model(input_shape: Shape) -> str:
+def default_model(input_shape: Shape, vocabulary: int = 0) -> str:
     """Return the model a run uses when none is named: the papers' CNN where it fits, else the CNN that always does."""
+    if vocabulary:
+        return GRU
     if len(input_shape) != 3:
         return "mlp"
     return "niid-cnn" if min(input_shape[1:]) >= 16 else "dafl-cnn"
 
 
-def build(name: str, input_shape: Shape, num_classes: int, seed: int, *, batch_norm: BatchNorm = "none") -> nn.Module:
+def build(
+    name: str,
+    input_shape: Shape,
+    num_classes: int,
+    seed: int,
+    *,
+    batch_norm: BatchNorm = "none",
+    vocabulary: int = 0,
+) -> nn.Module:
     """Build the model called ``name``: one of ours, or ``package.module:factory`` of the user's own.
 
+    ``vocabulary``: above 0, records are sequences of tokens below it, which take "gru" or a model of the user's own.
     Initial weights depend on ``seed`` alone. Raises UserError for an unknown name, for a model of the user's own
     that cannot be trained here (``build_own``), and for one without BatchNorm layers where ``batch_norm`` says what
     becomes of them.
     """
-    own = build_own(name, input_shape, num_classes, seed, batch_norm) if ":" in name else None
+    own = build_own(name, input_shape, num_classes, seed, batch_norm, vocabulary) if ":" in name else None
     if batch_norm != "none" and (own is None or not norms_in(own)):
         raise UserError(f"model {name!r} has no BatchNorm layers: leave local.batch_norm={batch_norm} out")
     if own is not None:
         return own
-    factory = MODELS[known_model(name)]
+    if (known_model(name) == GRU) != (vocabulary > 0):
+        what = "these records are no other" if vocabulary else "it is given none here"
+        raise UserError(
+            f"model {GRU!r} alone is for sequences of tokens, and {what}: leave model out, or take another method"
+        )
+    factory = partial(_gru, vocabulary) if vocabulary else MODELS[name]
     with torch_alone():
         seed_torch(seed, "model")
         return factory(input_shape, num_classes)
+
+
+def _gru(vocabulary: int, input_shape: Shape, num_classes: int) -> nn.Module:
+    del input_shape  # of any length
+    return GatedRecurrent(vocabulary, num_classes)
 
 
 def _image(input_shape: Shape, name: str, smallest: int) -> tuple[int, int, int]:

@@ -12,15 +12,23 @@ from fl_sim.batch_norm import running_in
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line, load_object
 from fl_sim.seeding import seed_torch, torch_alone
+from fl_sim.sequences import tokens_like
 from fl_sim.types import BatchNorm
 
 WANTED = "a function of (input_shape, num_classes) that returns a fresh torch.nn.Module"
 
 
 def build_own(
-    path: str, input_shape: tuple[int, ...], num_classes: int, seed: int, batch_norm: BatchNorm = "none"
+    path: str,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    seed: int,
+    batch_norm: BatchNorm = "none",
+    vocabulary: int = 0,
 ) -> nn.Module:
     """Return what the factory at the import path ``path`` makes; its initial weights depend on ``seed`` alone.
+
+    ``vocabulary``: above 0, records are sequences of tokens below it.
 
     Raises UserError, which says which model and what is wanted, for a factory that fails, for anything but a module
     that makes (n, classes) float32 logits of (n, *input_shape) float32 records, has float32 parameters of known sizes
@@ -32,7 +40,7 @@ def build_own(
         model = _made(path, factory, input_shape, num_classes, seed)
         _check_parameters(path, model)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        _check_logits(path, model, input_shape, num_classes)
+        _check_logits(path, model, input_shape, num_classes, vocabulary)
         if before:
             _check_buffers(path, model, before, batch_norm)
             _check_drawn(path, before, _made(path, factory, input_shape, num_classes, seed + 1))
@@ -93,9 +101,10 @@ def _check_parameters(path: str, model: nn.Module) -> None:
         )
 
 
-def _check_logits(path: str, model: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> None:
+def _check_logits(path: str, model: nn.Module, input_shape: tuple[int, ...], num_classes: int, vocabulary: int) -> None:
     device = next(model.parameters()).device
-    records = torch.randn(2, *input_shape, generator=torch.Generator().manual_seed(0)).to(device)
+    numbers = torch.randn(2, *input_shape, generator=torch.Generator().manual_seed(0))
+    records = (tokens_like(input_shape, vocabulary) if vocabulary else numbers).to(device)
     was_training = model.training
     try:
         logits = model.train()(records)

@@ -125,7 +125,8 @@ class Dataset:
     shown wherever results are. ``columns``: of a table, in order, if they are known; public as the constants are.
     ``classes``: what classes are called, and ``names``: what each number of a record is called, if that is known.
     ``shown``: what a file was found to hold, (what, how it is read) line by line. ``read_off``: what of all this was
-    read off the records, a sentence for what no epsilon covers.
+    read off the records, a sentence for what no epsilon covers. ``vocabulary``: above 0, records are sequences of whole
+    numbers below it (fl_sim.sequences).
     """
 
     name: str
@@ -140,6 +141,7 @@ class Dataset:
     names: tuple[str, ...] = ()
     shown: tuple[tuple[str, str], ...] = ()
     read_off: str = ""
+    vocabulary: int = 0
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -62,7 +62,11 @@ def _print(card: Mapping[str, Any]) -> None:
         typer.echo(f"  {card['note']}")
     records, inputs = card["records"], card["inputs"]
     what = "x".join(map(str, inputs["shape"]))
-    kind = f"images, channels x height x width {what}" if inputs["kind"] == "images" else f"{what} numbers a record"
+    kind = {
+        "images": f"images, channels x height x width {what}",
+        "tokens": f"sequences of up to {what} tokens below {inputs.get('vocabulary')}, 0 is padding",
+        "numbers": f"{what} numbers a record",
+    }[inputs["kind"]]
     typer.echo(f"records   {records['train']:,} to train, {records['test']:,} to test")
     typer.echo(f"inputs    {kind} ({inputs['type']})")
     _print_classes(card["classes"])

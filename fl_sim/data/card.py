@@ -26,7 +26,8 @@ def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
         "shows_records": with_records and not is_image,
         "records": {"train": len(train), "test": len(test)},
         "inputs": {
-            "kind": "images" if is_image else "numbers",
+            "kind": "images" if is_image else "tokens" if dataset.vocabulary else "numbers",
+            **({"vocabulary": dataset.vocabulary} if dataset.vocabulary else {}),
             "shape": list(dataset.input_shape),
             "type": str(train.inputs.dtype),
         },

@@ -78,7 +78,10 @@ def check_classes(train: NDArray[np.int64], test: NDArray[np.int64], classes: tu
 def as_labels(labels: NDArray[np.generic], where: str) -> NDArray[np.int64]:
     """Return integer labels of shape (records,) or (records, 1) as int64 of shape (records,)."""
     if labels.dtype.kind not in "iu" or labels.ndim not in {1, 2} or labels.shape[1:] not in {(), (1,)}:
-        raise UserError(f"{where}: labels must be integers of shape (records,), got {labels.dtype} {labels.shape}")
+        raise UserError(
+            f"{where}: labels must be integers of shape (records,), got {labels.dtype} {labels.shape}; several "
+            "labels a record (multi-label) and numbers with fractions (regression) are not supported"
+        )
     return labels.reshape(-1).astype(np.int64)
 
 

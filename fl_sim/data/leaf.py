@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.data.checked import check_classes, most_bytes, own_dataset
+from fl_sim.data.tokens import ALPHABET, VOCABULARY, as_classes, as_tokens, widened
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
 from fl_sim.mistakes import shortened
@@ -32,28 +33,52 @@ class _User:
     file: Path
     inputs: NDArray[np.uint8] | NDArray[np.float32]
     labels: NDArray[np.int64]
+    is_text: bool = False
+
+    def widened(self, length: int) -> "_User":
+        """Return the same with padding up to ``length`` behind texts."""
+        if not self.is_text:
+            return self
+        return replace(self, inputs=widened(self.inputs.astype(np.float32, copy=False), length))
 
 
 def read(name: str, path: Path) -> Dataset:
     """Return the records below ``path``. Raises UserError, with file and user, for what is no such JSON.
 
-    Rows of 784 numbers from 0 to 1 are FEMNIST's images, and become bytes; other rows stay as they are. Classes are the
-    labels that occur, in order.
+    Rows of 784 numbers from 0 to 1 are FEMNIST's images, and become bytes; other rows of numbers stay as they are, and
+    classes are the labels that occur, in order. Texts with one character as their label are Shakespeare's: sequences of
+    tokens, and every character of LEAF's alphabet is a class.
     """
     parts = [_users(path / part) for part in ("train", "test")]
+    everyone = [user for users in parts for user in users]
+    is_text = everyone[0].is_text
+    if is_text:
+        length = max(user.inputs.shape[1] for user in everyone if user.is_text)
+        parts = [[user.widened(length) for user in users] for users in parts]
     _check_alike([user for users in parts for user in users])
-    numbers = {user: place for place, user in enumerate(sorted({user.name for users in parts for user in users}))}
-    found = np.unique(np.concatenate([user.labels for users in parts for user in users]))
+    numbers = {user: place for place, user in enumerate(sorted({user.name for user in everyone}))}
+    occurring = np.unique(np.concatenate([user.labels for user in everyone]))
+    found = np.arange(len(ALPHABET)) if is_text else occurring
     train, test = (_examples(users, numbers, found) for users in parts)
     is_image, width = train.inputs.ndim == 4, train.inputs.shape[1]
     mean, std = ((0.5,), (0.5,)) if is_image else ((0.0,) * width, (1.0,) * width)
-    what = "images of 28x28, as bytes" if is_image else f"{width} numbers a record, as they are"
     strangers = len(numbers) - len(parts[0])
     more = f", {strangers:,} more with test records alone" if strangers else ""
-    note = f"LEAF, {what}; {len(parts[0]):,} clients by user{more}"
+    note = f"LEAF, {_what(train, is_text=is_text)}; {len(parts[0]):,} clients by user{more}"
+    if is_text:  # every character is a class, whether or not it occurs
+        names = tuple(map(repr, ALPHABET))
+        return Dataset(name, train, test, len(ALPHABET), mean, std, note, classes=names, vocabulary=VOCABULARY)
     classes = tuple(map(str, found.tolist()))
     check_classes(train.labels, test.labels, classes, str(path))
     return replace(own_dataset(name, train, test, mean, std, str(path)), note=note, classes=classes)
+
+
+def _what(train: Examples, *, is_text: bool) -> str:
+    if is_text:
+        return f"texts of up to {train.inputs.shape[1]} characters, what comes next is the class"
+    if train.inputs.ndim == 4:
+        return "images of 28x28, as bytes"
+    return f"{train.inputs.shape[1]} numbers a record, as they are"
 
 
 def _users(folder: Path) -> list[_User]:
@@ -110,23 +135,29 @@ def _user(file: Path, user: object, size: object, data: Mapping[str, Any]) -> _U
     x, y = own["x"], own["y"]
     if not isinstance(x, list) or not isinstance(y, list) or not len(x) == len(y) == size:
         raise UserError(f"{where} must have {size} entries in x and in y, as num_samples says")
-    if any(isinstance(part, str) for part in (*x[:1], *(x[0] if x and isinstance(x[0], list) else ())[:1])):
+    if not x:
+        return _User(user, file, np.zeros((0, 0), np.float32), np.zeros(0, np.int64))
+    if isinstance(x[0], str):
+        return _User(user, file, as_tokens(x, where), as_classes(y, where), is_text=True)
+    if isinstance(x[0], list) and any(isinstance(part, str) for part in x[0]):
         raise UserError(
-            f"{where} has texts for inputs (Shakespeare, Sent140, or CelebA's file names): sequences and files are not "
-            "read; wanted are numbers, as FEMNIST and the synthetic sets have them"
+            f"{where} has lists with texts for inputs (Sent140): of texts, next-character prediction (Shakespeare) "
+            "alone is supported"
         )
+    return _of_numbers(user, file, x, y, where)
+
+
+def _of_numbers(user: str, file: Path, x: list[Any], y: list[Any], where: str) -> _User:
     try:
         inputs, labels = np.array(x, dtype=np.float32), np.array(y)
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(
             f"{where} has inputs that are no numbers, or not equally many ({in_one_line(error)})"
         ) from error
-    if size and (inputs.ndim != 2 or not np.isfinite(inputs).all()):
+    if inputs.ndim != 2 or not np.isfinite(inputs).all():
         raise UserError(f"{where} has inputs that are no rows of finite numbers")
-    if size and (labels.ndim != 1 or labels.dtype.kind not in "iu"):
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise UserError(f"{where} has labels that are no whole numbers, one a record (others are not supported)")
-    if not size:
-        return _User(user, file, np.zeros((0, 0), np.float32), np.zeros(0, np.int64))
     is_image = inputs.shape[1] == FEMNIST_SIDE**2 and inputs.min() >= 0 and inputs.max() <= 1
     return _User(user, file, np.rint(255 * inputs).astype(np.uint8) if is_image else inputs, labels.astype(np.int64))
 
@@ -139,10 +170,10 @@ def _check_alike(users: list[_User]) -> None:
                 f"{user.file}: records of user {shortened(user.name)!r} have {user.inputs.shape[1]} numbers, those of "
                 f"{shortened(first.name)!r} have {first.inputs.shape[1]}; they must be equally long"
             )
-        if user.inputs.dtype != first.inputs.dtype:
+        if (user.inputs.dtype, user.is_text) != (first.inputs.dtype, first.is_text):
             raise UserError(
                 f"{user.file}: numbers of user {shortened(user.name)!r} and of {shortened(first.name)!r} are not both "
-                "images from 0 to 1; scale them alike"
+                "texts, or both images from 0 to 1; write them alike"
             )
 
 

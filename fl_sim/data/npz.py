@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from fl_sim.data.checked import as_labels, known_dataset, most_bytes, own_dataset
 from fl_sim.data.known import KnownSet
+from fl_sim.data.npz_clients import CLIENTS, with_clients
+from fl_sim.data.tokens import MOST_TOKENS, tokens_in
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
 from fl_sim.mistakes import guess, shortened
@@ -20,8 +22,7 @@ from fl_sim.types import Dataset, Examples
 Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
-_CLIENTS = ("client_train", "groups")  # two names for the same
-_OPTIONAL = (*_CLIENTS, "client_test", "mean", "std", "jpeg_train", "jpeg_test")
+_OPTIONAL = (*CLIENTS, "client_test", "vocabulary", "mean", "std", "jpeg_train", "jpeg_test")
 _WORDS: Final = {
     **dict.fromkeys(("clients", "client", "users", "user", "writer", "writers"), "client_train"),
     **dict.fromkeys(("x_val", "y_val", "x_valid", "y_valid"), "evaluate.validation=0.1, a setting of the run"),
@@ -29,13 +30,14 @@ _WORDS: Final = {
     **dict.fromkeys(("y", "labels", "targets"), "y_train and y_test"),
 }
 """{what others call an array: what is meant here}"""
+_INPUTS: Final = ("x_train", "x_test")
 _LOCAL_HEADER_SIZE = 30
 
 
 def read_known(path: Path, known: KnownSet) -> Dataset:
     """Return the known data set that ``path`` holds a copy of."""
     arrays = read_arrays(path, REQUIRED, _OPTIONAL, others=True)
-    train, test = _with_clients(path, arrays, _examples(path, arrays, "train"), _examples(path, arrays, "test"))
+    train, test = with_clients(path, arrays, _examples(path, arrays, "train"), _examples(path, arrays, "test"))
     return known_dataset(known, train, test, str(path), _remarks(arrays, len(train) + len(test)))
 
 
@@ -47,17 +49,21 @@ def read_own(name: str, path: Path) -> Dataset:
     would be a statistic of the clients' private data. ``client_train`` (or ``groups``), if there: a whole number or a
     text for each training record, its writer, hospital or device, which partition=natural keeps together;
     ``client_test`` says the same of test records, on which clients' accuracies are then measured. Raises UserError for
-    any other array: a misspelt one would be left out without a word.
+    any other array: a misspelt one would be left out without a word. With a number ``vocabulary``, inputs are sequences
+    of tokens: whole numbers below it, from 1, and zeros behind shorter ones.
     """
     arrays = read_arrays(path, REQUIRED, _OPTIONAL)
-    train, test = _with_clients(path, arrays, _examples(path, arrays, "train"), _examples(path, arrays, "test"))
+    vocabulary = _vocabulary(path, arrays)
+    if vocabulary:
+        arrays = {**arrays, **{name: tokens_in(f"{path}: {name}", arrays[name], vocabulary) for name in _INPUTS}}
+    train, test = with_clients(path, arrays, _examples(path, arrays, "train"), _examples(path, arrays, "test"))
     is_image = train.inputs.ndim == 4
     channels = train.inputs.shape[1]
     mean = _constants(path, arrays, "mean", channels, 0.5 if is_image else 0.0)
     std = _constants(path, arrays, "std", channels, 0.5 if is_image else 1.0)
     if min(std) <= 0:
         raise UserError(f"{path}: std must be above 0, got {min(std)}")
-    return own_dataset(name, train, test, mean, std, str(path))
+    return replace(own_dataset(name, train, test, mean, std, str(path)), vocabulary=vocabulary)
 
 
 def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (), *, others: bool = False) -> Arrays:
@@ -92,6 +98,20 @@ def _check_no_others(path: Path, found: list[str], known: Sequence[str]) -> None
             f"{path} holds {', '.join(map(shortened, others[:20]))}, which nothing reads{meant}; leave it out, or name "
             f"it as one of {', '.join(known)}"
         )
+
+
+def _vocabulary(path: Path, arrays: Arrays) -> int:
+    """Return how many tokens there are, 0 where records are no sequences of tokens."""
+    if "vocabulary" not in arrays:
+        return 0
+    given = arrays["vocabulary"]
+    if given.dtype.kind not in "iu" or given.size != 1 or not 2 <= int(given.astype(np.int64).sum()) <= MOST_TOKENS:
+        raise UserError(
+            f"{path}: vocabulary must be one whole number from 2 to {MOST_TOKENS}: tokens are below it, 0 is padding"
+        )
+    if extra := [name for name in ("mean", "std") if name in arrays]:
+        raise UserError(f"{path}: {extra[0]} has no place beside vocabulary: tokens are not normalised; leave it out")
+    return int(given.astype(np.int64).sum())
 
 
 def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[np.generic]:
@@ -153,45 +173,6 @@ def _examples(path: Path, arrays: Arrays, split: str) -> Examples:
     return Examples(images_of(f"{path}: {x}", arrays[x]), as_labels(arrays[y], f"{path}: {y}"))
 
 
-def _with_clients(path: Path, arrays: Arrays, train: Examples, test: Examples) -> tuple[Examples, Examples]:
-    """Return both parts with where each record comes from, where the file says that."""
-    given = [name for name in _CLIENTS if name in arrays]
-    if len(given) > 1:
-        raise UserError(f"{path} holds {' and '.join(given)}, two names for the same; leave one of them out")
-    if not given and "client_test" in arrays:
-        raise UserError(f"{path} holds client_test and no client_train, whose records are then tested; add it")
-    if not given:
-        return train, test
-    of_train = _clients(path, given[0], arrays[given[0]], len(train))
-    if "client_test" not in arrays:
-        return replace(train, groups=_numbers(of_train)), test
-    of_test = _clients(path, "client_test", arrays["client_test"], len(test))
-    if of_train.dtype.kind != of_test.dtype.kind:
-        raise UserError(
-            f"{path}: {given[0]} is {of_train.dtype} and client_test {of_test.dtype}; both must be whole numbers, or "
-            "both texts"
-        )
-    numbers = _numbers(np.concatenate([of_train, of_test]))
-    return replace(train, groups=numbers[: len(train)]), replace(test, groups=numbers[len(train) :])
-
-
-def _clients(path: Path, name: str, clients: NDArray[np.generic], num_records: int) -> NDArray[np.generic]:
-    if clients.dtype.kind not in "iuU" or clients.shape != (num_records,):
-        raise UserError(
-            f"{path}: {name} is {clients.dtype} of shape {clients.shape}; wanted is a whole number or a text for each "
-            f"of {num_records} records"
-        )
-    return clients if clients.dtype.kind == "U" else clients.astype(np.int64)
-
-
-def _numbers(clients: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Return whole numbers as they are, and a number for each text."""
-    if clients.dtype.kind != "U":
-        return clients.astype(np.int64)
-    numbers: NDArray[np.int64] = np.unique(clients, return_inverse=True)[1].astype(np.int64)
-    return numbers
-
-
 def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDArray[np.float32]:
     """Return images channels first, or features as float32. Raises UserError for anything else."""
     if array.dtype == np.uint8 and array.ndim == 3:
@@ -211,6 +192,11 @@ def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDA
                 f"{where}: {np.count_nonzero(~finite)} records are not finite, the first is {finite.argmin()}"
             )
         return features
+    if array.dtype.kind in "iu" and array.ndim == 2 and array.dtype != np.uint8:
+        raise UserError(
+            f"{where}: {array.dtype} {array.shape}: save features as floats; for sequences of tokens add a number "
+            "vocabulary (tokens are whole numbers below it, from 1; 0 is padding)"
+        )
     raise UserError(
         f"{where}: {array.dtype} {array.shape} is neither uint8 images (records, height, width[, channels]), 0..255, "
         "nor float features (records, features)"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fl_sim.data.tokens import tokens_in
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line, load_object
 from fl_sim.types import Dataset, Examples
@@ -33,6 +34,8 @@ def read(name: str, data_root: Path | None) -> Dataset:
 def _check_dataset(made: Dataset, where: str) -> None:
     for split, part in (("train", made.train), ("test", made.test)):
         _check(part, made.num_classes, f"{where}, {split}")
+        if made.vocabulary:
+            tokens_in(f"{where}, {split}", part.inputs.astype(np.int64), made.vocabulary)
     if made.train.inputs.shape[1:] != made.test.inputs.shape[1:] or made.train.inputs.dtype != made.test.inputs.dtype:
         raise UserError(f"{where}: training and test records differ in shape or type")
     channels = made.input_shape[0] if len(made.input_shape) == 3 else 1
@@ -49,7 +52,7 @@ def _check(part: Examples, num_classes: int, where: str) -> None:
     if not (is_image or is_table):
         raise UserError(
             f"{where}: inputs are {inputs.dtype} of shape {inputs.shape}; wanted are uint8 images (records, channels, "
-            "height, width) or float32 features (records, features)"
+            "height, width), or float32 features or tokens (records, numbers)"
         )
     if labels.dtype != np.int64 or labels.shape != (len(inputs),) or not len(labels):
         raise UserError(

@@ -26,9 +26,10 @@ from fl_sim.seeding import rng
 from fl_sim.training.features import num_features
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Precision
-from partitions import ByGroup, Scheme
+from partitions import ByGroup, FeatureSkew, Scheme
 from strategies.algorithm import Bounded, Dealing
 from strategies.ccvr import CCVR
+from strategies.fedmix import FedMix, NaiveMix
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +53,7 @@ class Job:
         experiment, dataset = self.experiment, self.dataset
         return models.build(
             experiment.model, dataset.input_shape, dataset.num_classes, experiment.seed_of_model,
-            batch_norm=experiment.local.batch_norm,
+            batch_norm=experiment.local.batch_norm, vocabulary=dataset.vocabulary,
         )  # fmt: skip
 
     @cached_property
@@ -139,6 +140,8 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
             f"local.augment={augment} moves images, but the records of {experiment.data} are feature vectors: leave it "
             "out"
         )
+    if dataset.vocabulary:
+        _check_sequences(experiment)
     own = own_name(experiment.data)
     if experiment.is_private and own is not None and own.option("scale") == "records":
         raise UserError(
@@ -148,11 +151,24 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
     if isinstance(experiment.preprocess, DaFl):
         experiment.preprocess.generator_epsilon(dataset.num_classes)
         _check_generator(experiment.preprocess, dataset, experiment.features)
-    filled: dict[str, Any] = {"model": experiment.model or models.default_model(dataset.input_shape)}
+    filled: dict[str, Any] = {
+        "model": experiment.model or models.default_model(dataset.input_shape, dataset.vocabulary)
+    }
     if isinstance(experiment.algorithm, Bounded):
         filled |= {"rounds": experiment.algorithm.bound_rounds(experiment.rounds, dataset)}
     given = {name: getattr(experiment, name) for name in Experiment.model_fields}
     return experiment_from({**given, **filled})
+
+
+def _check_sequences(experiment: Experiment) -> None:
+    """Raise UserError for what computes with the numbers of a record, where these are tokens."""
+    parts = {"algorithm": experiment.algorithm, "preprocess": experiment.preprocess, "partition": experiment.partition}
+    for what, part in parts.items():
+        if isinstance(part, FedMix | NaiveMix | DaFl | FeatureSkew):
+            raise UserError(
+                f"{what} {kind_of(part)} computes with the numbers of records, and those of {experiment.data} are "
+                "tokens, which are names: take another"
+            )
 
 
 def _check_generator(settings: DaFl, dataset: Dataset, features: Features) -> None:
