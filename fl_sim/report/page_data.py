@@ -40,6 +40,7 @@ def page_data(panels: Sequence[Panel], target: float | None) -> str:
     matrices = _Matrices()
     told = {
         "targets": [round(100 * step, 4) for step in steps],
+        "aim": None if target is None else steps.index(target),
         "thinned": most if drawn > _MOST_POINTS else 0,
         "panels": [_panel(panel, steps, most, methods, matrices) for panel in panels],
         "methods": methods.told,

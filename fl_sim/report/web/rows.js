@@ -64,8 +64,9 @@ function goalRows(panel, host) {
   }), high, UNITS[goal.unit]);
 }
 
-// The highest target that all runs of a method got to, else the first.
+// The target that was asked for, else the highest that all runs of a method got to, else the first.
 function firstGoal() {
+  if (data.aim !== null) return data.aim;
   const lines = data.panels.flatMap((panel) => panel.lines).filter((line) => !data.methods[line.method].bound);
   const got = data.targets.map((_, at) => lines.some(({ reached }) => reached[at].of && reached[at].there === reached[at].of));
   return Math.max(0, got.lastIndexOf(true));

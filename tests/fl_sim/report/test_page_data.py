@@ -92,7 +92,8 @@ def test_matrices_beyond_the_room_are_counted(lengthened, monkeypatch):
 
 
 def test_a_target_of_one_s_own_is_among_the_targets(lengthened):
-    assert data_of(lengthened("a", 2), target=0.333)["targets"][0] == 33.3
+    data = data_of(lengthened("a", 2), target=0.55)
+    assert (data["targets"][:3], data["aim"]) == ([50.0, 55.0, 60.0], 1)
 
 
 def test_a_method_has_one_number_in_all_panels_and_a_private_one_is_told_apart(lengthened):
