@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fl_sim.data import load
+from fl_sim.data.naming import without_settings
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import resolved
@@ -110,7 +111,7 @@ def run(
     following = following_of(track)
     given = experiment if isinstance(experiment, Experiment) else experiment_from(experiment or {})
     chosen, directory = directory_of(given, _path(out), root)
-    title = f"{kind_of(chosen.algorithm)} on {chosen.data} {short_form(chosen.partition)}"
+    title = f"{kind_of(chosen.algorithm)} on {without_settings(chosen.data)} {short_form(chosen.partition)}"
     stream = None if progress else io.StringIO()
     with RunProgress(title, chosen.rounds, stream, timed=not chosen.is_private) as shown:
         told = following.of(directory, _Shown(shown), shown.say, observer)

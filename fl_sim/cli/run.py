@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from fl_sim.cli.arguments import Given
+from fl_sim.data.naming import without_settings
 from fl_sim.data.places import look_for
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.importing import importing
@@ -64,9 +65,9 @@ def base_of(given: Given) -> dict[str, Any]:
 def _print(result: Mapping[str, Any], out: Path) -> None:
     note = f" ({result['data_note']})" if result["data_note"] else ""
     typer.echo(
-        f"{result['algorithm']} on {result['data']}{note}, {result['partition']}, {result['clients']} clients, "
-        f"{result['model']}: accuracy {_percent(result['final_accuracy'])}{_majority(result)} after "
-        f"{result['rounds']} rounds, "
+        f"{result['algorithm']} on {without_settings(result['data'])}{note}, {result['partition']}, "
+        f"{result['clients']} clients, {result['model']}: "
+        f"accuracy {_percent(result['final_accuracy'])}{_majority(result)} after {result['rounds']} rounds, "
         f"best {_percent(result['best_accuracy'])} ({_BEST[result.get('best_chosen_on', 'test')]}), "
         f"{took(result)} on engine {result['engine']}"
     )

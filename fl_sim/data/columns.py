@@ -146,6 +146,11 @@ def as_number(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def in_order(text: str) -> tuple[float, str]:
+    """Return what texts are sorted by: whole numbers by size, in front of all others by the alphabet."""
+    return (float(text), text) if text.isascii() and text.isdigit() else (math.inf, text)
+
+
 def texts_of(cells: Any) -> Any:
     """Return ``cells`` as texts; a whole number is written as such, whatever its type."""
     arrow = pyarrow()

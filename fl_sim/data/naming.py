@@ -5,6 +5,7 @@ place = "patients.csv", label = "outcome", client = "hospital"}``, which is kept
 what a data set is, wherever it stands.
 """
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -138,6 +139,12 @@ def without_settings(name: str) -> str:
     """Return ``name`` without what is set behind its place."""
     own = own_name(name)
     return name if own is None else f"{own.kind}:{own.place}"
+
+
+def short_label(name: str) -> str:
+    """Return ``name`` for the head of a table: a few letters, other ones for other settings, stand for the settings."""
+    place = without_settings(name)
+    return name if place == name else f"{place} [{hashlib.sha256(name.encode()).hexdigest()[:4]}]"
 
 
 def _kind(text: object) -> OwnKind | None:

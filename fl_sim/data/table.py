@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.data.checked import check_classes, most_bytes, own_dataset
-from fl_sim.data.columns import Survey, survey, texts_of
+from fl_sim.data.columns import Survey, in_order, survey, texts_of
 from fl_sim.data.naming import OwnName
 from fl_sim.data.table_features import Feature, features_of
 from fl_sim.data.table_file import TableFile, open_table, pyarrow
@@ -107,7 +107,7 @@ def planned(own: OwnName, tables: Sequence[TableFile], roles: Roles, held: Held)
     if roles.client:
         if (of := seen[roles.client].texts) is None:
             raise UserError(f"{where}: column {roles.client!r} holds over {seen[roles.client].most:,} clients")
-        clients = tuple(sorted(of, key=_by_number))
+        clients = tuple(sorted(of, key=in_order))
     return Plan(tuple(tables), found, roles, features, classes, clients, held, drops)
 
 
@@ -163,10 +163,6 @@ def _choice(own: OwnName, key: str, valid: Sequence[str]) -> str:
     if chosen not in valid:
         raise UserError(f"data.{key} = {chosen!r}{guess(chosen, valid)}; valid: {', '.join(valid)}")
     return chosen
-
-
-def _by_number(text: str) -> tuple[float, str]:
-    return (float(text), text) if text.isascii() and text.isdigit() else (float("inf"), text)
 
 
 def _codes(cells: Any, values: Sequence[str]) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.columns import Survey, as_number, as_numbers, is_category, texts_of
+from fl_sim.data.columns import Survey, as_number, as_numbers, in_order, is_category, texts_of
 from fl_sim.data.naming import OwnName
 from fl_sim.data.table_file import pyarrow
 from fl_sim.errors import UserError
@@ -105,7 +105,7 @@ def _feature(
     if is_category(seen):
         if name in ranges:
             raise UserError(f"data.range.{name} is for numbers, and the column {name!r} holds texts; leave it out")
-        return Feature(name, first, categories=tuple(sorted(seen.texts or ())))
+        return Feature(name, first, categories=tuple(sorted(seen.texts or (), key=in_order)))
     return Feature(name, first, _bounds(name, ranges[name]) if name in ranges else None)
 
 

@@ -95,13 +95,17 @@ def classes_of(seen: Seen, where: str) -> tuple[str, ...]:
 
 
 def check_missing(found: Survey) -> None:
-    """Raise UserError, which names row and column, for a cell without a value."""
-    for name, seen in found.columns.items():
-        if seen.missing:
-            raise UserError(
-                f"{seen.missing.told(name)} is empty: fill it in, leave the column out by data.drop={name}, or leave "
-                "out every record with an empty cell by data.missing=drop"
-            )
+    """Raise UserError, which names the first row and all columns, for cells without a value."""
+    lacking = [seen for seen in found.columns.values() if seen.missing]
+    if not lacking:
+        return
+    name, first = lacking[0].name, lacking[0].missing
+    assert first is not None
+    others = f" (so are cells of {_list(seen.name for seen in lacking[1:])})" if len(lacking) > 1 else ""
+    raise UserError(
+        f"{first.told(name)} is empty{others}: fill it in, leave the column out by data.drop={name}, or leave out "
+        "every record with an empty cell by data.missing=drop"
+    )
 
 
 def check_split(seen: Seen, where: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from clients.dafl.settings import DaFl, NoPreprocess
+from fl_sim.data.naming import short_label
 from fl_sim.experiment.experiment import Experiment, Local
 from fl_sim.kinds import field_defaults, is_settings, kind_of, short_form, title_of
 from fl_sim.tables.seeds import spread
@@ -26,7 +27,7 @@ _OPTIMIZER = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
 def data_label(name: str) -> str:
     """Return how a data set is written in a table's head."""
-    return _DATA.get(name, name)
+    return _DATA.get(name) or short_label(name)
 
 
 def method(experiment: Experiment, varied: Collection[str] = ()) -> str:

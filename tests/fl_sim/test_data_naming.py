@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_sim.data.naming import OwnName, as_table, from_table, own_name, without_settings
+from fl_sim.data.naming import OwnName, as_table, from_table, own_name, short_label, without_settings
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from, with_overrides
 
@@ -52,10 +52,17 @@ def test_a_short_name_is_without_settings():
     assert without_settings("digits") == "digits"
 
 
+def test_labels_in_tables_are_short_and_tell_settings_apart():
+    names = [f"csv:a.csv:label=x:test=0.2:test_seed={seed}" for seed in range(50)]
+    assert len({short_label(name) for name in names}) == 50
+    assert all(len(short_label(name)) == len("csv:a.csv [0000]") for name in names)
+    assert (short_label("npz:a.npz"), short_label("mnist")) == ("npz:a.npz", "mnist")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.label=x"], r"kind is one of npz.* got None"),
+        (["data.label=x"], r"kind is one of csv, .* got None"),
         (["data=csv:a.csv", "data.lable=x"], r"unknown setting data\.lable of csv data \(did you mean 'label'\?\)"),
         (["data=csv:a.csv", "data.range=3"], r"data\.range is set for each column, for example data\.range\.age=0\.\."),
         (["data=csv:a.csv", "data.label.x=3"], r"data\.label is a single value|label is a single value"),

@@ -75,6 +75,12 @@ def test_parquet_gives_the_records_that_csv_gives(tmp_path):
     assert found.shown == same.shown
 
 
+def test_numbers_that_are_names_are_categories_in_order(tmp_path):
+    rows = "".join(f"{(3, 10, 2)[i % 3]},{i % 2},{i}\n" for i in range(30))
+    found = load(f"csv:{written(tmp_path, f'zip,label,x{chr(10)}{rows}')}:test=0.2:text=zip")
+    assert dict(found.shown)["zip"] == "category: 2, 3, 10"
+
+
 def test_batches_are_put_together_whatever_their_size(tmp_path, monkeypatch):
     rows = [f"{i},{'abc'[i % 3]},{i % 2}" for i in range(1000)]
     path = tmp_path / "a.parquet"
@@ -172,6 +178,7 @@ SAME = "label=outcome:client=ward:split=part"
         (ROWS, f"{SAME}:scale=mean", r"data\.scale = 'mean'; valid: ranges, records"),
         (ROWS.replace("50,", ","), SAME, "a.csv: row 3, column 'age' is empty: fill it in, leave the column out by"),
         (ROWS.replace("ill,test", ",test"), SAME, "row 3, column 'outcome' is empty"),
+        (ROWS.replace("50,f", ","), SAME, r"row 3, column 'age' is empty \(so are cells of sex\): fill"),
         (ROWS.replace("50,", "old,"), SAME, "row 3, column 'age': 'old' is no number, and row 1 holds 30: mend"),
         (ROWS.replace("50,", "inf,"), SAME, "row 3, column 'age': the number is not finite"),
         (ROWS.replace("50,", "1e300,"), SAME, r"column 'age' holds numbers beyond 3\.4e38"),
