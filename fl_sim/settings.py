@@ -8,6 +8,7 @@ object from Python.
 
 import importlib.metadata
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
@@ -27,6 +28,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
+from fl_sim import kinds as kinds_module
 from fl_sim.errors import UserError
 from fl_sim.import_path import IMPORT_PATH, load_object
 from fl_sim.kinds import field_defaults, is_settings, kind_of, kinds
@@ -145,6 +147,11 @@ class OneOf:
         own = field_defaults(settings)
         if missing := [name for name in _members(self.wants) if name not in own and not hasattr(settings, name)]:
             raise UserError(f"{self.what} {path!r} lacks {', '.join(missing)}{self._wanted()}")
+        if taken := [name for name in own if name in _methods_beside(self.wants)]:
+            raise UserError(
+                f"{self.what} {path!r} has a field {taken[0]!r}, which is the name of an optional method: "
+                "call the field otherwise"
+            )
         try:
             TypeAdapter[Any](settings).rebuild(raise_errors=True)
         except (PydanticUserError, PydanticUndefinedAnnotation) as error:
@@ -295,6 +302,13 @@ def _entry_point(name: str) -> str:
     """Return the import path that an installed package gives ``name`` to, empty where none does."""
     found = importlib.metadata.entry_points(group=ENTRY_POINTS, name=name)
     return next(iter(found)).value if found else ""
+
+
+def _methods_beside(protocol: type | None) -> set[str]:
+    """Return the methods of the protocols that a class of ``protocol`` may be of, too: of its module, and of kinds."""
+    modules = (kinds_module, sys.modules[protocol.__module__]) if protocol else ()
+    beside = [one for module in modules for one in vars(module).values() if getattr(one, "_is_protocol", False)]
+    return {name for one in beside for name, member in vars(one).items() if callable(member) and name[0] != "_"}
 
 
 def _members(protocol: type | None) -> list[str]:

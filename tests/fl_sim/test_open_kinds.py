@@ -201,11 +201,20 @@ class Holding(Averaging):
     thing: Thing | None = None
 
 
+class Halving(Averaging):
+    share: float = 0.5  # strategies.algorithm.Sharing asks for a method of this name
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("algorithm", f"{HERE}:Pairing", "no settings can have: name 'Nobody' is not defined$"),
         ("algorithm", f"{HERE}:Holding", "no settings can have: Unable to generate .* for <class '.*Thing'>$"),
+        (
+            "algorithm",
+            f"{HERE}:Halving",
+            "Halving' has a field 'share', which is the name of an optional method: call the field otherwise$",
+        ),
         ("algorithm", "nowhere.fed:FedDyn", "cannot be imported: there is no module 'nowhere'"),
         ("algorithm", "fedprx:Mine", r"did you mean 'fedprox'\?"),
         ("algorithm", f"{HERE}:Nothing", "Nothing"),
