@@ -132,10 +132,12 @@ def fill(
         for cell in reversed(board.plan.cells)
     }
     with closing(runner.run_all_of(CELLS, board.plan.runs, labels, following)) as events:
-        for event in events:
+        for number, event in enumerate(events):
             if isinstance(event, Finished | Failed):
                 board.outcomes[event.name] = event
-                write_table(out, board.table())
+            elif number:  # the first event is written, so that whoever looks on sees what is to come
+                continue
+            write_table(out, board.table())
 
 
 @dataclass
