@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 
+import fl_sim
 from fl_sim.cli.arguments import read
 from fl_sim.cli.run import run_experiment
 from fl_sim.interface import RESULTS
 from fl_sim.store.run_directory import read_rounds
+from fl_sim.tables.files import file_or_preset
+from fl_sim.tables.plan import plan_table, read_settings
 
 TOP = Path(__file__).parents[1]
 README = (TOP / "README.md").read_text()
@@ -25,8 +28,20 @@ def test_the_main_job_is_the_first_command() -> None:
     first = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[0]
     assert first.endswith(".venv/bin/fl-sim table digits --out results/digits\n")
     assert README.index("6 GB") < README.index(first)
-    rows = re.findall(r"^\| (\w[^|]*) \| +\d", README, re.MULTILINE)
-    assert len(rows) == 12
+    head, *rows = re.findall(r"^\| (\w[^|]*) \| (.*) \|$", README, re.MULTILINE)
+    plan = plan_table(read_settings(file_or_preset("digits")[0], []), None)
+    assert [name for name, _ in rows[:12]] == list(plan.rows)
+    assert head[1].split(" | ") == [f"{column} {what}" for column in plan.columns for what in ("last", "best")]
+    assert [line for line in plan.caption if line not in README] == []
+
+
+def test_a_row_of_its_table_is_what_the_run_gives(tmp_path: Path) -> None:
+    [fedavg] = re.findall(r"^\| FedAvg \| ([\d.]+) \|", README, re.MULTILINE)
+    plan = plan_table(read_settings(file_or_preset("digits")[0], []), None)
+    [cell] = [cell for cell in plan.cells if (cell.row, cell.column) == ("FedAvg", plan.columns[0])]
+    result = fl_sim.run(cell.experiment, out=tmp_path, progress=False)
+    assert result.final_accuracy is not None
+    assert abs(100 * result.final_accuracy - float(fedavg)) < 2  # processors differ in last bits
 
 
 @pytest.mark.usefixtures("quick_accounting")
