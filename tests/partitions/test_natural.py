@@ -1,5 +1,8 @@
 """Natural: groups stay whole, and who gets which does not depend on how large they are."""
 
+from collections.abc import Callable
+from types import ModuleType
+
 import numpy as np
 import pytest
 
@@ -41,3 +44,14 @@ def test_what_cannot_be_is_refused_with_the_numbers() -> None:
     assert isinstance(Natural(), ByGroup)
     with pytest.raises(ImpossibleSplit, match="does not say where its records come from"):
         Natural().split(LABELS, 2, np.random.default_rng(0))
+
+
+def test_the_benchmark_splits_by_writer(
+    load_benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = load_benchmark("natural_split")
+    assert (benchmark.WRITERS, benchmark.RECORDS) == (3_500, 800_000)
+    monkeypatch.setattr(benchmark, "WRITERS", 70)
+    monkeypatch.setattr(benchmark, "RECORDS", 4_000)
+    benchmark.main()
+    assert "4,000 records of 70 writers over 7 clients" in capsys.readouterr().out
