@@ -94,7 +94,8 @@ def _print_clients(clients: dict[str, Any] | None) -> None:
     typer.echo(
         f"clients   {clients['count']:,}: {clients['smallest']:,} to {clients['largest']:,} training records each, "
         f"median {clients['median']:g}; {clients['with_one_record']:,} with one record, "
-        f"{clients['with_test_records']:,} with test records of their own"
+        f"{clients['with_test_records']:,} with test records of their own; each is one by partition=natural "
+        f"clients={clients['count']}"
     )
     most = max(step["clients"] for step in clients["histogram"])
     for step in clients["histogram"]:

@@ -76,11 +76,12 @@ def test_a_card_tells_sizes_classes_clients_and_columns(tmp_path):
     for line in (
         "records   81 to train, 9 to test",
         "inputs    4 numbers a record (float32)",
-        "clients   3: 9 to 36 training records each, median 36; 0 with one record, 3 with test records of their own",
         "  kind   category: a, b, c",
         "  ward   client: 3 of them",
     ):
         assert line in result.stdout.splitlines()
+    assert "clients   3: 9 to 36 training records each, median 36; 0 with one record, 3 with test" in result.stdout
+    assert "each is one by partition=natural clients=3\n" in result.stdout
     assert "number, as it is (here 0.." in result.stdout
     assert "kind=b" in result.stdout
     assert "This card shows records of your data" in result.stderr
