@@ -43,7 +43,11 @@ def wanted_by(own: OwnName) -> Wanted:
 def pixels(image: Any, where: str, wanted: Wanted) -> NDArray[np.uint8]:
     """Return one of Pillow's images as (height, width) or (height, width, 3). Raises UserError for other pixels."""
     mode, is_deep = image.mode, ";16" in str(getattr(image, "tile", ""))
+    if (pages := getattr(image, "n_frames", 1)) > 1:
+        raise UserError(f"{where} holds {pages} pages or frames; save each as a file of its own")
     image.load()
+    if mode == "RGBA" and image.getextrema()[3][0] < 255:
+        raise UserError(f"{where} has transparent pixels, which have no colour; save it on an opaque background")
     if mode in _DEEP:
         image = _with_8_bits(image, where, wanted.values)
     elif is_deep:

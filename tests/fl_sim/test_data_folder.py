@@ -40,6 +40,12 @@ def test_one_colour_image_makes_the_folder_colour(tmp_path):
     assert dataset.test.inputs[1, :, 0, 0].tolist() == [1, 2, 3]
 
 
+def test_opaque_images_with_an_alpha_channel_are_colour(tmp_path):
+    write_folder(tmp_path)
+    Image.new("RGBA", (5, 4), (1, 2, 3, 255)).save(tmp_path / "test/dog/0.png")
+    assert load(f"folder:{tmp_path}").test.inputs[1, :, 0, 0].tolist() == [1, 2, 3]
+
+
 def damage_size(root):
     Image.new("L", (6, 4)).save(root / "test/dog/0.png")
 
@@ -59,6 +65,15 @@ def damage_deep_colour(root):
     parts = ((b"IHDR", head), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
     chunks = [struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts]
     (root / "train/dog/1.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+
+
+def damage_transparent(root):
+    Image.new("RGBA", (5, 4), (9, 9, 9, 254)).save(root / "train/dog/1.png")
+
+
+def damage_pages(root):
+    page = Image.new("L", (5, 4))
+    page.save(root / "train/dog/2.tif", save_all=True, append_images=[page, page])
 
 
 def damage_mode(root):
@@ -84,6 +99,8 @@ def damage_no_test(root):
         (damage_size, r"test/dog/0.png is 6x4 pixels, but .*train/cat/0.png is 5x4; .* data\.size=5x4"),
         (damage_truncate, "train/dog/1.png cannot be read as an image"),
         (damage_deep_colour, "train/dog/1.png: colour with 16 bits a channel is not supported"),
+        (damage_transparent, "train/dog/1.png has transparent pixels, which have no colour"),
+        (damage_pages, "train/dog/2.tif holds 3 pages or frames"),
         (damage_mode, "train/dog/1.png: pixels of mode 'LA' are not supported"),
         (damage_depth, r"train/dog/1.png has 16 bits a pixel: .* data\.values=0\.\.65535"),
         (damage_stranger, "test has class 'wolf', but train has only cat, dog"),
