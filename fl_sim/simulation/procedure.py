@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from flwr.serverapp import Grid
 
@@ -10,7 +10,6 @@ from clients.app import Site
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.local_plan import LocalPlan
-from fl_sim.privacy.bill import Payment
 from fl_sim.simulation.pate.procedure import Voting
 from fl_sim.simulation.rounds import Rounds
 from fl_sim.simulation.run_log import Observer, RunLog
@@ -18,6 +17,9 @@ from fl_sim.simulation.tstr import OnSynthetic
 from fl_sim.types import Payloads, ServerState, Traffic
 from strategies.pate.settings import Pate
 from strategies.tstr import Tstr
+
+if TYPE_CHECKING:
+    from fl_sim.privacy.bill import Payment
 
 
 class Procedure(Protocol):
@@ -47,7 +49,7 @@ class Procedure(Protocol):
         """Return the bytes of arrays to and from all clients, all rounds together; None where there are none."""
         ...
 
-    def payments(self) -> tuple[Payment, ...] | None:
+    def payments(self) -> "tuple[Payment, ...] | None":
         """Return what its own releases will cost: () where it protects nothing, None where votes decide that."""
         ...
 

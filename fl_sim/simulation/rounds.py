@@ -20,7 +20,6 @@ from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
-from fl_sim.privacy.bill import Payment
 from fl_sim.simulation.calibration import calibrate
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.preparation import federated_strategy
@@ -46,6 +45,7 @@ from strategies.flower import FederatedStrategy, run_round
 from strategies.global_dp import GlobalDP
 
 if TYPE_CHECKING:
+    from fl_sim.privacy.bill import Payment
     from strategies.private import PrivateRounds
 
 PERSONAL = (
@@ -152,7 +152,7 @@ class Rounds:
         cohort = experiment.sampler.expected_size(experiment.num_clients)
         return strategy.traffic * round(experiment.rounds * cohort)
 
-    def payments(self) -> tuple[Payment, ...]:
+    def payments(self) -> "tuple[Payment, ...]":
         """Return the cost of noisy rounds, nothing where rounds have no noise."""
         experiment = self.job.experiment
         if not isinstance(experiment.aggregator, GlobalDP):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,13 +15,11 @@ from numpy.typing import NDArray
 from clients.app import Site
 from fl_sim import models
 from fl_sim.data import Features, version_of
-from fl_sim.data.scattering import features_of
 from fl_sim.errors import Diverged, UserError
 from fl_sim.experiment.job import Job
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, is_finite
-from fl_sim.privacy.bill import Payment
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.simulation.measuring import Measured, Tested
 from fl_sim.simulation.preparation import federated_strategy
@@ -38,6 +36,9 @@ from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Examples, LocalTask, Params, Payloads, ServerState, Traffic
 from strategies.fedavg import FedAvg
 from strategies.tstr import DISCRIMINANT, Tstr
+
+if TYPE_CHECKING:
+    from fl_sim.privacy.bill import Payment
 
 MOST_COMPARED = 10_000
 """Synthetic and real records that are compared as distributions; images are turned into features for it."""
@@ -123,6 +124,8 @@ class OnSynthetic:
 
     def _frechet(self, pool: Path) -> dict[str, Any] | None:
         """Return how far synthetic records are from real ones, as distributions; None where that is not measured."""
+        from fl_sim.data.scattering import features_of  # noqa: PLC0415 (scipy takes a second)
+
         experiment, dataset = self.job.experiment, self.job.dataset
         made, real = (_some(part, experiment.seed) for part in (read_pool(pool), dataset.test))
         if not experiment.evaluate.tests(is_last=True) or min(len(made), len(real)) < 2:
@@ -161,7 +164,7 @@ class OnSynthetic:
         """Return None: there are no rounds."""
         return None
 
-    def payments(self) -> tuple[Payment, ...]:
+    def payments(self) -> "tuple[Payment, ...]":
         """Return nothing: the release of the records is DA-FL's."""
         return ()
 

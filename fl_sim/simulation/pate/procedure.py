@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from clients.teacher import forest_votes, network_votes
 from fl_sim import models
 from fl_sim.experiment.job import Job
 from fl_sim.local_plan import LocalPlan
-from fl_sim.privacy.bill import Payment
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import local_settings, site_for
 from fl_sim.training.loop import to_tensors
@@ -26,6 +26,9 @@ from fl_sim.types import Payloads, ServerState, Traffic
 from strategies.fedavg import FedAvg
 from strategies.pate.public_split import PublicSplit
 from strategies.pate.settings import Pate
+
+if TYPE_CHECKING:
+    from fl_sim.privacy.bill import Payment
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Voting:
         """Return None: there are no rounds."""
         return None
 
-    def payments(self) -> tuple[Payment, ...] | None:
+    def payments(self) -> "tuple[Payment, ...] | None":
         """Return the cost of the labels, which runs that differ in the student alone share."""
         from fl_sim.simulation.pate.planned import cost_of_labels  # noqa: PLC0415 (the accountants load slowly)
 
