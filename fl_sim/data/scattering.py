@@ -15,7 +15,6 @@ from typing import Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.fft import dct
 
 from fl_sim.errors import UserError
 
@@ -219,6 +218,8 @@ def _projected(vectors: NDArray[np.float32], size: int) -> NDArray[np.float32]:
     coefficients = vectors.shape[1]
     if coefficients == size:
         return vectors
+    from scipy.fft import dct  # noqa: PLC0415 (scipy loads slowly, and a plain run needs none of it)
+
     signs, directions = _directions(coefficients, size)
     projected: NDArray[np.float32] = dct(vectors * signs, axis=1, norm="ortho", overwrite_x=True)[:, directions]
     return projected
