@@ -1,8 +1,11 @@
 """MLflow: a run at the server, or in the database, that ``$MLFLOW_TRACKING_URI`` names."""
 
+import fcntl
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fl_sim.report.measures import of_round
@@ -30,10 +33,11 @@ class Entry:
     def __init__(self, subject: Subject) -> None:
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
-        from mlflow.tracking import MlflowClient  # noqa: PLC0415 (an extra)
+        from mlflow.tracking import MlflowClient, get_tracking_uri  # noqa: PLC0415 (an extra)
 
-        self._client = MlflowClient()
-        run = _run_of(self._client, subject)
+        with _alone_at(get_tracking_uri()):
+            self._client = MlflowClient()
+            run = _run_of(self._client, subject)
         self._id: str = run.info.run_id
         history = self._client.get_metric_history(self._id, "learning_rate")
         self.last_round = max((metric.step for metric in history), default=0)
@@ -74,6 +78,21 @@ class Entry:
 
 
 open_session = Entry
+
+
+@contextmanager
+def _alone_at(uri: str) -> Iterator[None]:
+    """Wait until no other process opens this SQLite database: two that find none would both make its tables."""
+    path = uri.removeprefix("sqlite:///")
+    if path == uri:
+        yield
+        return
+    descriptor = os.open(Path(path).absolute().parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _run_of(client: "MlflowClient", subject: Subject) -> "Run":

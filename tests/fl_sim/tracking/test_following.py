@@ -1,5 +1,6 @@
 """Trackers and observers are named, checked before anything runs, and end no run but by an observer's own mistake."""
 
+import importlib
 import importlib.util
 import json
 import tomllib
@@ -166,3 +167,19 @@ def test_export_tells_where_runs_are_and_refuses_what_holds_none(
     (tmp_path / "empty").mkdir()
     assert _exit_code(["export", str(tmp_path / "empty"), "--to", "tensorboard"]) == 2
     assert "no run in" in capsys.readouterr().err
+
+
+@pytest.mark.cluster
+@pytest.mark.filterwarnings("ignore:The ..noload.. loader strategy:DeprecationWarning")  # MLflow with SQLAlchemy 2.1
+def test_two_workers_of_a_table_share_a_new_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow's own default, which both workers find missing."""
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    plan = {"base": QUICK, "grid": {"seed": [0, 1]}, "centralized": False}
+    fl_sim.table(plan, out=tmp_path / "table", jobs=2, progress=False, track="mlflow")
+    client = importlib.import_module("mlflow.tracking").MlflowClient()
+    [experiment] = [one for one in client.search_experiments() if one.name == "fl-sim"]
+    runs = client.search_runs([experiment.experiment_id])
+    assert [(run.info.status, run.data.metrics["round"]) for run in runs] == [("FINISHED", 3.0)] * 2
+    assert {run.data.params["seed"] for run in runs} == {"0", "1"}
+    assert {run.info.run_name for run in runs} == {path.name for path in (tmp_path / "table/cells").iterdir()}
