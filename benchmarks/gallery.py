@@ -26,6 +26,7 @@ def keep(table: Path, folder: Path) -> int:
     if missing := [name for name in TABLE if not (table / name).is_file()]:
         sys.exit(f"{table} has no {' and no '.join(missing)}: give the directory that fl-sim table wrote to (--out)")
     runs = sorted(path.parent for path in table.glob("*/*/result.json") if _finished(path))
+    folder.mkdir(parents=True, exist_ok=True)
     for name in TABLE:
         shutil.copyfile(table / name, folder / name)
     with tarfile.open(folder / PACKED, "w:xz", preset=9) as packed:
