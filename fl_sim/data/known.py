@@ -89,10 +89,11 @@ _ALL = (
 
 _TUNED_ON = {
     "mnist": (
-        "the defaults of PATE's teachers and students, those of DA-FL's generators, calibrate.clipping_norm, and the "
-        "settings of the benchmarks"
+        "the defaults of PATE's teachers and students, those of DA-FL's generators, calibrate.clipping_norm, how "
+        "features=whitened-scattering whitens, and the settings of the benchmarks"
     ),
-    "cifar10": "the radius of DA-FL's generator gaussian",
+    "fashion-mnist": "the settings of the benchmark of Global DP on public features",
+    "cifar10": "the radius of DA-FL's generator gaussian, and how features=whitened-scattering whitens",
     DIGITS: "how many synthetic records the preset digits asks clients for",
 }
 

@@ -186,6 +186,8 @@ def test_choices_made_on_training_records_are_named():
     assert "PATE" in tuned_on("mnist")
     assert tuned_on("npz:mnist.npz") == tuned_on("svhn") == ""
     assert "gaussian" in tuned_on("cifar10")
+    assert "Global DP" in tuned_on("fashion-mnist")
+    assert all("whitened-scattering" in tuned_on(name) for name in ("mnist", "cifar10"))
 
 
 @pytest.mark.parametrize("name", ["9" * 5000, "npz:" + "9" * 5000, "folder:" + "9" * 5000, f"{'m' * 5000}:f"])
