@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from clients.dafl.dpcgan.settings import DpCgan
 from clients.dafl.gaussian import Gaussian
 from clients.dafl.generator import Generator, PrivateRecords
 from clients.dafl.mean_embedding import MeanEmbedding
-from fl_sim.data import load
+from fl_sim.data import Features, load
 from fl_sim.models import build, default_model
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.seeding import rng
@@ -136,7 +136,7 @@ def options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", default="mnist")
-    parser.add_argument("--features", default="none", choices=["none", "scattering"])
+    parser.add_argument("--features", default="none", choices=get_args(Features))
     parser.add_argument("--kinds", default="mean-embedding,dp-cgan,real")
     parser.add_argument("--epsilons", default="1,5,10,20,50,inf")
     parser.add_argument("--seeds", default="0")

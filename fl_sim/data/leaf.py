@@ -117,14 +117,15 @@ def _of_file(file: Path) -> Iterator[_User]:
 
 def _content(file: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        content: Any = json.loads(file.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
         raise UserError(f"{file} is no readable JSON ({in_one_line(error)}); write it again with LEAF") from error
     wanted = {"users": list, "num_samples": list, "user_data": dict}
     is_leaf = isinstance(content, dict) and all(isinstance(content.get(key), kind) for key, kind in wanted.items())
     if not is_leaf or len(content["users"]) != len(content["num_samples"]):
         raise UserError(f"{file} is not LEAF's JSON: wanted are users and num_samples, equally long, and user_data")
-    return content  # type: ignore[no-any-return]
+    checked: Mapping[str, Any] = content
+    return checked
 
 
 def _user(file: Path, user: object, size: object, data: Mapping[str, Any]) -> _User:

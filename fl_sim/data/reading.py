@@ -60,15 +60,19 @@ def read(name: str, source: Source) -> Dataset:
 
 
 def _read_own_files(name: str, own_files: OwnName, path: Path) -> Dataset:
-    if own_files.kind in {"csv", "parquet"}:
-        return table.read(name, own_files, path)
-    if own_files.kind == "hf":
-        return hub.read(name, own_files, path)
-    if own_files.kind == "folder":
-        return folder.read(name, own_files, path)
-    if own_files.kind == "medmnist":
-        return medmnist.read(name, own_files, path)
-    return leaf.read(name, path) if own_files.kind == "leaf" else npz.read_own(name, path)
+    match own_files.kind:
+        case "csv" | "parquet":
+            return table.read(name, own_files, path)
+        case "npz":
+            return npz.read_own(name, path)
+        case "folder":
+            return folder.read(name, own_files, path)
+        case "leaf":
+            return leaf.read(name, path)
+        case "medmnist":
+            return medmnist.read(name, own_files, path)
+        case "hf":
+            return hub.read(name, own_files, path)
 
 
 @lru_cache(maxsize=2)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +46,17 @@ MOST_COMPARED = 10_000
 
 @dataclass(frozen=True)
 class Classifier:
-    """A classifier that has learned from synthetic records."""
+    """A classifier that has learned from synthetic records; ``tested``: on real ones, None where it is not."""
 
     name: str
     params: Params
     held_out: Scores
-    trainer: Trainer
+    tested: Scores | None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what ``result.json`` says of it, chosen or not, as papers print all of them."""
+        accuracy = self.tested.accuracy if self.tested else None
+        return {"name": self.name, "held_out_accuracy": self.held_out.accuracy, "test_accuracy": accuracy}
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,12 @@ class OnSynthetic:
             found.append(classifier)
         observer.preparing("synthetic records are compared with real test records")
         chosen = max(found, key=lambda one: one.held_out.accuracy)  # the first of equals
-        classifiers = [self._facts(one) for one in found]
+        classifiers = [one.facts() for one in found]
         log.facts["tstr"] = {"chosen": chosen.name, "classifiers": classifiers, "frechet": self._frechet(log.pool.path)}
         log.server = ServerState(chosen.params)
         record = RoundRecord(1, None, None, None, None, None, 0.0, None)
-        if self.job.experiment.evaluate.tests(is_last=True):
-            log.measured = Measured(Tested(_tested(chosen, self._test), self.job.dataset.num_classes))
+        if chosen.tested is not None:
+            log.measured = Measured(Tested(chosen.tested, self.job.dataset.num_classes))
             record = log.measured.noted_in(record)
         log.rounds.append(record)
         log.chain = run_directory.append_round(out, record, log.chain)
@@ -91,10 +96,11 @@ class OnSynthetic:
         held_out, kept = np.split(order, [round(self.settings.holdout * len(pool))])
         own, rest = pool.take(kept), pool.take(held_out)
         judged_on = resident(rest, self.job.dataset, self.job.device)
+        tested_on = evaluation_records(self.job) if self.job.experiment.evaluate.tests(is_last=True) else None
         for name in self.settings.names(self.job.experiment.model):
             params, trainer = self._learned(name, own)
-            scores = trainer.evaluate(params, judged_on.inputs, judged_on.labels, scale=judged_on.scale)
-            yield Classifier(name, params, scores, trainer)
+            tested = _scored(trainer, params, tested_on) if tested_on else None
+            yield Classifier(name, params, _scored(trainer, params, judged_on), tested)
 
     def _learned(self, name: str, own: Examples) -> tuple[Params, Trainer]:
         """Return what a classifier learns from its ``own`` part of the synthetic records, and what evaluates it."""
@@ -116,12 +122,6 @@ class OnSynthetic:
             raise Diverged(f"classifier {name} diverged on the synthetic records; try a smaller local.learning_rate")
         return trained.params, trainer
 
-    def _facts(self, one: Classifier) -> dict[str, Any]:
-        """Return what ``result.json`` says of a classifier, chosen or not, as papers print all of them."""
-        tested = self.job.experiment.evaluate.tests(is_last=True)
-        accuracy = _tested(one, self._test).accuracy if tested else None
-        return {"name": one.name, "held_out_accuracy": one.held_out.accuracy, "test_accuracy": accuracy}
-
     def _frechet(self, pool: Path) -> dict[str, Any] | None:
         """Return how far synthetic records are from real ones, as distributions; None where that is not measured."""
         from fl_sim.data.scattering import features_of  # noqa: PLC0415 (scipy takes a second)
@@ -140,10 +140,6 @@ class OnSynthetic:
         scale = math.sqrt(made.shape[1])  # numbers of a deviation of about 1 each, as training sees them
         distance = frechet_distance(scale * torch.from_numpy(made), scale * torch.from_numpy(real))
         return {"distance": distance, "features": version_of(kept), "synthetic": len(made), "real": len(real)}
-
-    @cached_property
-    def _test(self) -> Source:
-        return evaluation_records(self.job)
 
     @property
     def num_trainings(self) -> int:
@@ -197,5 +193,5 @@ def _some(examples: Examples, seed: int) -> NDArray[Any]:
     return examples.inputs[np.sort(rows)]
 
 
-def _tested(one: Classifier, records: Source) -> Scores:
-    return one.trainer.evaluate(one.params, records.inputs, records.labels, scale=records.scale)
+def _scored(trainer: Trainer, params: Params, records: Source) -> Scores:
+    return trainer.evaluate(params, records.inputs, records.labels, scale=records.scale)

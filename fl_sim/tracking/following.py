@@ -14,7 +14,7 @@ from fl_sim.store.run_directory import RoundRecord
 from fl_sim.tracking.names import chosen_trackers
 from fl_sim.tracking.sending import Live, Say, send_whole
 
-HEARD: Final = ("started", "preparing", "replied", "finished_round", "ended")
+HEARD: Final = tuple(name for name in vars(Observer) if not name.startswith("_"))
 """What an observer may be told of; it has those of these methods that it wants."""
 
 
