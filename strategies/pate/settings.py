@@ -108,6 +108,11 @@ class Pate(Settings):
 
     def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
         """Return how many epochs the student has: no more than steps. Raises UserError where it takes no such data."""
+        if dataset.vocabulary:
+            raise UserError(
+                f"algorithm pate has students that compute with the numbers of records, and those of {dataset.name} "
+                "are tokens, which are names: take another"
+            )
         self.student.network(dataset.input_shape, dataset.num_classes)
         return min(rounds, self.student.steps)
 
