@@ -126,7 +126,8 @@ class Dataset:
     ``classes``: what classes are called, and ``names``: what each number of a record is called, if that is known.
     ``shown``: what a file was found to hold, (what, how it is read) line by line. ``read_off``: what of all this was
     read off the records, a sentence for what no epsilon covers. ``vocabulary``: above 0, records are sequences of whole
-    numbers below it (fl_sim.sequences).
+    numbers below it (fl_sim.sequences). ``validation``: records that no client holds and that are not for testing, for
+    ``evaluate.validation=given``.
     """
 
     name: str
@@ -142,6 +143,7 @@ class Dataset:
     shown: tuple[tuple[str, str], ...] = ()
     read_off: str = ""
     vocabulary: int = 0
+    validation: Examples | None = None
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -67,7 +67,8 @@ def _print(card: Mapping[str, Any]) -> None:
         "tokens": f"sequences of up to {what} tokens below {inputs.get('vocabulary')}, 0 is padding",
         "numbers": f"{what} numbers a record",
     }[inputs["kind"]]
-    typer.echo(f"records   {records['train']:,} to train, {records['test']:,} to test")
+    validation = f", {records['validation']:,} for evaluate.validation=given" if "validation" in records else ""
+    typer.echo(f"records   {records['train']:,} to train, {records['test']:,} to test{validation}")
     typer.echo(f"inputs    {kind} ({inputs['type']})")
     _print_classes(card["classes"])
     _print_clients(card["clients"])

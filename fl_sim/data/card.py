@@ -24,7 +24,11 @@ def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
         "note": dataset.note,
         "own": is_own(dataset.name),
         "shows_records": with_records and not is_image,
-        "records": {"train": len(train), "test": len(test)},
+        "records": {
+            "train": len(train),
+            "test": len(test),
+            **({"validation": len(dataset.validation)} if dataset.validation is not None else {}),
+        },
         "inputs": {
             "kind": "images" if is_image else "tokens" if dataset.vocabulary else "numbers",
             **({"vocabulary": dataset.vocabulary} if dataset.vocabulary else {}),

@@ -1,6 +1,7 @@
 """From arrays as read to a Dataset: the checks that every source of records passes."""
 
 import os
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +62,31 @@ def own_dataset(
         )
     check_classes(train.labels, test.labels, tuple(map(str, range(num_classes))), where)
     return Dataset(name, train, test, num_classes, mean, std)
+
+
+def with_validation(dataset: Dataset, validation: Examples | None, where: str) -> Dataset:
+    """Return ``dataset`` with its validation records, if any.
+
+    Raises UserError unless they are like its training records.
+    """
+    if validation is None:
+        return dataset
+    if not len(validation) or len(validation.inputs) != len(validation.labels):
+        raise UserError(
+            f"{where}: {len(validation.inputs)} records and {len(validation.labels)} labels in the validation part; "
+            "wanted is a label for each, and at least one"
+        )
+    train, labels = dataset.train.inputs, validation.labels
+    if train.shape[1:] != validation.inputs.shape[1:] or train.dtype != validation.inputs.dtype:
+        raise UserError(
+            f"{where}: training records are {_type(dataset.train)} but validation records {_type(validation)}"
+        )
+    if labels.min() < 0 or labels.max() >= dataset.num_classes:
+        raise UserError(
+            f"{where}: validation labels run from {labels.min()} to {labels.max()}, and those of the training and test "
+            f"records from 0 to {dataset.num_classes - 1}"
+        )
+    return replace(dataset, validation=validation)
 
 
 def check_classes(train: NDArray[np.int64], test: NDArray[np.int64], classes: tuple[str, ...], where: str) -> None:

@@ -57,6 +57,11 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
     from fl_sim.data import scattering  # noqa: PLC0415 (torch and scipy: settings are told without them)
 
     size = scattering.dimension_of(dataset.input_shape)
+    if dataset.validation is not None:
+        raise UserError(
+            f"features={features} are made of training and test images, and {dataset.name} comes with validation "
+            "records: leave these out of the data and take evaluate.validation=0.1, or leave features out"
+        )
     train, test = _kept(dataset, features, records, size)
     note = f"{features} features of the images, {size} numbers a record, which look at no other record"
     return Dataset(

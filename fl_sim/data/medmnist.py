@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import own_dataset
+from fl_sim.data.checked import own_dataset, with_validation
 from fl_sim.data.naming import OwnName
 from fl_sim.data.npz import images_of, read_arrays
 from fl_sim.errors import UserError
@@ -15,14 +15,15 @@ from fl_sim.mistakes import guess
 from fl_sim.types import Dataset, Examples
 
 ARRAYS: Final = ("train_images", "train_labels", "val_images", "val_labels", "test_images", "test_labels")
-_USES: Final = ("leave", "train")
+_USES: Final = ("leave", "train", "validate")
 
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
     """Return the images with one label each, normalised by 0.5 and 0.5 as MedMNIST's own programs do.
 
-    ``data.val``: "leave" leaves the validation part out and says so, "train" trains on it, too. Raises UserError for
-    several labels an image, for volumes, and for what is no such file.
+    ``data.val``: "leave" leaves the validation part out and says so, "train" trains on it, too, "validate" keeps it for
+    ``evaluate.validation=given``. Raises UserError for several labels an image, for volumes, and for what is no such
+    file.
     """
     use = own.option("val") or "leave"
     if use not in _USES:
@@ -41,8 +42,11 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
         )
         train = Examples(inputs, labels)
     half = (0.5,) * train.inputs.shape[1]
+    made = own_dataset(name, train, test, half, half, str(path))
+    if use == "validate":
+        return with_validation(made, val, str(path))
     note = f"its {len(val):,} validation images are {'trained on, too' if use == 'train' else 'left out'}"
-    return replace(own_dataset(name, train, test, half, half, str(path)), note=note)
+    return replace(made, note=note)
 
 
 def _images(path: Path, name: str, array: NDArray[np.generic]) -> NDArray[np.uint8]:

@@ -10,7 +10,7 @@ from typing import IO, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import as_labels, known_dataset, most_bytes, own_dataset
+from fl_sim.data.checked import as_labels, known_dataset, most_bytes, own_dataset, with_validation
 from fl_sim.data.known import KnownSet
 from fl_sim.data.npz_clients import CLIENTS, with_clients
 from fl_sim.data.tokens import MOST_TOKENS, tokens_in
@@ -22,15 +22,15 @@ from fl_sim.types import Dataset, Examples
 Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
-_OPTIONAL = (*CLIENTS, "client_test", "vocabulary", "mean", "std", "jpeg_train", "jpeg_test")
+_OPTIONAL = (*CLIENTS, "client_test", "vocabulary", "mean", "std", "x_val", "y_val", "jpeg_train", "jpeg_test")
 _WORDS: Final = {
     **dict.fromkeys(("clients", "client", "users", "user", "writer", "writers"), "client_train"),
-    **dict.fromkeys(("x_val", "y_val", "x_valid", "y_valid"), "evaluate.validation=0.1, a setting of the run"),
+    **dict.fromkeys(("x_valid", "y_valid", "x_validation", "y_validation"), "x_val and y_val"),
     **dict.fromkeys(("x", "data", "images", "features"), "x_train and x_test"),
     **dict.fromkeys(("y", "labels", "targets"), "y_train and y_test"),
 }
 """{what others call an array: what is meant here}"""
-_INPUTS: Final = ("x_train", "x_test")
+_INPUTS: Final = ("x_train", "x_test", "x_val")
 _LOCAL_HEADER_SIZE = 30
 
 
@@ -48,14 +48,16 @@ def read_own(name: str, path: Path) -> Dataset:
     0.5 and 0.5; features by ``mean`` and ``std`` or not at all. They are never computed from the training records: that
     would be a statistic of the clients' private data. ``client_train`` (or ``groups``), if there: a whole number or a
     text for each training record, its writer, hospital or device, which partition=natural keeps together;
-    ``client_test`` says the same of test records, on which clients' accuracies are then measured. Raises UserError for
-    any other array: a misspelt one would be left out without a word. With a number ``vocabulary``, inputs are sequences
-    of tokens: whole numbers below it, from 1, and zeros behind shorter ones.
+    ``client_test`` says the same of test records, on which clients' accuracies are then measured. ``x_val`` and
+    ``y_val``, if there, are for ``evaluate.validation=given``. Raises UserError for any other array: a misspelt one
+    would be left out without a word. With a number ``vocabulary``, inputs are sequences of tokens: whole numbers below
+    it, from 1, and zeros behind shorter ones.
     """
     arrays = read_arrays(path, REQUIRED, _OPTIONAL)
     vocabulary = _vocabulary(path, arrays)
     if vocabulary:
-        arrays = {**arrays, **{name: tokens_in(f"{path}: {name}", arrays[name], vocabulary) for name in _INPUTS}}
+        inputs = [name for name in _INPUTS if name in arrays]
+        arrays = {**arrays, **{name: tokens_in(f"{path}: {name}", arrays[name], vocabulary) for name in inputs}}
     train, test = with_clients(path, arrays, _examples(path, arrays, "train"), _examples(path, arrays, "test"))
     is_image = train.inputs.ndim == 4
     channels = train.inputs.shape[1]
@@ -63,7 +65,8 @@ def read_own(name: str, path: Path) -> Dataset:
     std = _constants(path, arrays, "std", channels, 0.5 if is_image else 1.0)
     if min(std) <= 0:
         raise UserError(f"{path}: std must be above 0, got {min(std)}")
-    return replace(own_dataset(name, train, test, mean, std, str(path)), vocabulary=vocabulary)
+    made = replace(own_dataset(name, train, test, mean, std, str(path)), vocabulary=vocabulary)
+    return with_validation(made, _validation(path, arrays), str(path))
 
 
 def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (), *, others: bool = False) -> Arrays:
@@ -98,6 +101,13 @@ def _check_no_others(path: Path, found: list[str], known: Sequence[str]) -> None
             f"{path} holds {', '.join(map(shortened, others[:20]))}, which nothing reads{meant}; leave it out, or name "
             f"it as one of {', '.join(known)}"
         )
+
+
+def _validation(path: Path, arrays: Arrays) -> Examples | None:
+    given = [name for name in ("x_val", "y_val") if name in arrays]
+    if len(given) == 1:
+        raise UserError(f"{path} holds {given[0]} alone; x_val and y_val go together: add the other, or leave it out")
+    return _examples(path, arrays, "val") if given else None
 
 
 def _vocabulary(path: Path, arrays: Arrays) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fl_sim.data.checked import with_validation
 from fl_sim.data.tokens import tokens_in
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line, load_object
@@ -42,6 +43,10 @@ def _check_dataset(made: Dataset, where: str) -> None:
     for what, values in (("mean", made.mean), ("std", made.std)):
         if len(values) != channels or not np.isfinite(values).all() or (what == "std" and min(values) <= 0):
             raise UserError(f"{where}: {what} is {values}, wanted are {channels} finite numbers, std above 0")
+
+    if made.validation is not None:
+        _check(made.validation, made.num_classes, f"{where}, validation")
+        with_validation(made, made.validation, where)
 
 
 def _check(part: Examples, num_classes: int, where: str) -> None:

@@ -30,9 +30,10 @@ def load(name: str, data_root: Path | None = None, features: Features = "none") 
 
 @lru_cache(maxsize=8)
 def fingerprint(name: str, data_root: Path | None, *, with_test: bool = False) -> str:
-    """Return a digest of the training records of ``name``, and of its test records where they matter, too."""
+    """Return a digest of the training and validation records of ``name``, and of its test records where they matter."""
     dataset, digest = load(name, data_root), hashlib.sha256()
-    for part in (dataset.train, dataset.test) if with_test else (dataset.train,):
+    validation = () if dataset.validation is None else (dataset.validation,)
+    for part in (dataset.train, *validation, *((dataset.test,) if with_test else ())):
         digest.update(np.ascontiguousarray(part.inputs).data)
         digest.update(np.ascontiguousarray(part.labels).data)
         if part.groups is not None:

@@ -1,15 +1,34 @@
 """How a run measures its models beside the test set: the settings, and the records that are held out for it."""
 
+import math
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
 from fl_sim.errors import UserError
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings
+
+
+def _share_or_given(value: Any) -> float | Literal["given"]:
+    if value == "given":
+        return "given"
+    try:
+        share = float(value)
+    except (TypeError, ValueError):
+        share = math.nan
+    if not 0 <= share < 1:
+        raise ValueError("it is a share of every client's records, at least 0 and below 1, or given")
+    return share
+
+
+Validation: TypeAlias = Annotated[
+    float | Literal["given"], PlainValidator(_share_or_given, json_schema_input_type=float | Literal["given"])
+]
+"""The share of every client's training records that is held out, or "given": records that the data come with."""
 
 
 class Evaluate(Settings):
@@ -19,7 +38,8 @@ class Evaluate(Settings):
     one of a client that holds two or more; clients train on the rest (0: none is held out). The model is measured on
     the held-out records of all clients together, with their true labels and as each client sees them. A server that
     does so is a simulation's convenience: in a real federation clients would measure, and send counts. The test set has
-    no part in it.
+    no part in it. "given" measures it on the validation records that the data set comes with instead (``x_val`` of an
+    npz file), which no client holds.
 
     ``test``: when the test records are looked at: after every evaluated round ("rounds"), after the last alone
     ("last"), or "never", where settings are searched for by validation.
@@ -28,7 +48,7 @@ class Evaluate(Settings):
     does not). ``target_accuracy``: it stops once the validation accuracy is at least this (0: it does not).
     """
 
-    validation: float = Field(0.0, ge=0, lt=1)
+    validation: Validation = 0.0
     test: Literal["rounds", "last", "never"] = "rounds"
     patience: int = Field(0, ge=0)
     target_accuracy: float = Field(0.0, ge=0, le=1)

@@ -322,8 +322,8 @@ class Experiment(Settings):
             self._averages_statistics()
         if self.evaluate.validation and self.is_private:
             raise ValueError(
-                f"evaluate.validation={self.evaluate.validation:g} reads clients' own records without noise, so it has "
-                "no place in a run that promises privacy: leave it out, or choose settings on public records"
+                f"evaluate.validation={self.evaluate.validation} reads records without noise, so it has no place in a "
+                "run that promises privacy: leave it out, or choose settings on public records"
             )
         return self
 

@@ -48,6 +48,12 @@ class Job:
     root: Path | None
     validation: tuple[NDArray[np.int64], ...] = ()
 
+    @property
+    def num_validated(self) -> int:
+        """Return on how many records models are measured beside the test records."""
+        given = self.dataset.validation  # never without being used: job_of refuses that
+        return sum(map(len, self.validation)) if given is None else len(given)
+
     def model(self) -> nn.Module:
         """Return the experiment's model with its initial weights, on the CPU."""
         experiment, dataset = self.experiment, self.dataset
@@ -81,7 +87,9 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     dataset = _scaled(load(experiment.data, data_root, experiment.features), experiment.normalise)
     experiment = _resolved(experiment, dataset)
     job = Job(experiment, dataset, _shards(experiment, dataset), device_of(experiment), data_root)
-    if share := experiment.evaluate.validation:
+    share = experiment.evaluate.validation
+    _check_validation(experiment, dataset)
+    if share and share != "given":
         trained_on, validated_on = held_out(job.shards, share, experiment.seed_of_partition)
         job = replace(job, shards=trained_on, validation=validated_on)
     if isinstance(experiment.calibrate, CCVR):
@@ -158,6 +166,21 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
         filled |= {"rounds": experiment.algorithm.bound_rounds(experiment.rounds, dataset)}
     given = {name: getattr(experiment, name) for name in Experiment.model_fields}
     return experiment_from({**given, **filled})
+
+
+def _check_validation(experiment: Experiment, dataset: Dataset) -> None:
+    """Raise UserError where validation records are asked for and not there, and where they are there and not used."""
+    asked, given = experiment.evaluate.validation == "given", dataset.validation
+    if asked and given is None:
+        raise UserError(
+            f"evaluate.validation=given, and {dataset.name} comes with no validation records: evaluate.validation=0.1 "
+            "holds a tenth of every client's training records out (docs/data.md says which data come with some)"
+        )
+    if given is not None and not asked:
+        raise UserError(
+            f"{dataset.name} comes with {len(given):,} validation records, which nothing uses: set "
+            "evaluate.validation=given, which measures models on them, or leave them out of the data"
+        )
 
 
 def _check_sequences(experiment: Experiment) -> None:

@@ -107,7 +107,7 @@ class Measuring:
     @classmethod
     def of(cls, job: Job) -> Self:
         """Return what the experiment's models are measured on, loaded."""
-        validation = validation_records(job) if job.validation else None
+        validation = validation_records(job) if job.num_validated else None
         # How many records of which class a client holds is its own affair where anybody is promised privacy.
         clients_by = None if job.experiment.is_private else _clients_by(job)
         return cls(job, evaluation_records(job), validation, clients_by)

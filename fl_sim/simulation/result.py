@@ -105,10 +105,10 @@ def _chosen_on(experiment: Experiment) -> str:
 
 
 def _validation(job: Job, scores: list[_Score]) -> dict[str, Any]:
-    if not job.validation:
+    if not job.num_validated:
         return {}
     facts = {
-        "records": sum(map(len, job.validation)),
+        "records": job.num_validated,
         "final_accuracy": scores[-1].validation if scores else None,
         "best_accuracy": max((one.validation or 0.0 for one in scores), default=None),
     }

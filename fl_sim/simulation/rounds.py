@@ -135,7 +135,7 @@ class Rounds:
         experiment = self.job.experiment
         times = -(-experiment.rounds // experiment.evaluate_every)  # the last round is measured in any case
         tested = {"rounds": times, "last": 1, "never": 0}[experiment.evaluate.test]
-        return tested * len(self.job.dataset.test) + times * sum(map(len, self.job.validation))
+        return tested * len(self.job.dataset.test) + times * self.job.num_validated
 
     @property
     def untimed(self) -> tuple[str, ...]:

@@ -234,7 +234,12 @@ def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def validation_records(job: Job) -> Source:
-    """Return what is held out of all clients' records, each part as its client sees it, on the job's device."""
+    """Return what is held out of all clients' records, each part as its client sees it, on the job's device.
+
+    Validation records that the data set comes with are no client's: they are seen as test records are.
+    """
+    if job.dataset.validation is not None:
+        return _as_evaluated(job, job.dataset.validation, "validation feature-noise")
     examples = job.dataset.train.take(np.concatenate(job.validation))
     if not _is_skewed(job.experiment):
         return resident(examples, job.dataset, job.device)
@@ -247,12 +252,16 @@ def validation_records(job: Job) -> Source:
 
 def evaluation_records(job: Job) -> Source:
     """Return the test records as the global model is tested on them, on the job's device."""
+    return _as_evaluated(job, job.dataset.test, "test feature-noise")
+
+
+def _as_evaluated(job: Job, examples: Examples, purpose: str) -> Source:
     scheme: object = job.experiment.partition
     if not isinstance(scheme, EvaluationSkew) or job.experiment.num_clients == 1:
-        return resident(job.dataset.test, job.dataset, job.device)
-    inputs, labels = to_tensors(job.dataset.test, job.dataset)
+        return resident(examples, job.dataset, job.device)
+    inputs, labels = to_tensors(examples, job.dataset)
     _, std = _constants(job.dataset, inputs.ndim)
-    generator = rng(job.experiment.seed_of_partition, "test feature-noise")
+    generator = rng(job.experiment.seed_of_partition, purpose)
     seen = scheme.evaluated_on(job.experiment.clients, inputs.numpy(), std.numpy(), generator)
     return Source(_kept_shape(scheme, "evaluated_on", seen, inputs).to(job.device), labels.to(job.device))
 

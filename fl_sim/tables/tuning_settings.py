@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from fl_sim.experiment.evaluate import Validation
 from fl_sim.settings import Settings
 
 
@@ -14,7 +15,8 @@ class Tune(Settings):
 
     ``rounds``: of the longest trials (0: as many as the runs of the table). ``halving``: of the trials of a rung one in
     so many goes on to the next, which has so many times the rounds. ``validation``: the part of every client's training
-    records that a trial does not train on and is judged by. ``search``: "random" draws the values, "optuna" lets
+    records that a trial does not train on and is judged by ("given": it is judged by the validation records that the
+    data set comes with). ``search``: "random" draws the values, "optuna" lets
     Optuna's TPE propose them from what was found before. ``seed``: of the draws.
 
     ``space``: the knobs that all methods have, ``spaces``: those of single ones, by their kind or their row's name;
@@ -25,12 +27,19 @@ class Tune(Settings):
     trials: int = Field(16, ge=1, le=10_000)
     rounds: int = Field(0, ge=0, le=10**9)
     halving: int = Field(2, ge=2)
-    validation: float = Field(0.1, gt=0, lt=1)
+    validation: Validation = 0.1
     search: Literal["random", "optuna"] = "random"
     seed: int = Field(0, ge=0)
     data: str = ""
     space: dict[str, Any] = Field(default_factory=dict)
     spaces: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    @field_validator("validation")
+    @classmethod
+    def _judges(cls, validation: Validation) -> Validation:
+        if not validation:
+            raise ValueError("trials would have nothing to be judged by; a tenth of the records is 0.1")
+        return validation
 
 
 @dataclass(frozen=True)

@@ -56,13 +56,12 @@ def caption(choices: Sequence[Choice], tune: Tune) -> tuple[str, ...]:
         f"on {data_label(tune.data)}, public records in place of the table's own, with the same splits and clients, "
         "judged by its test records"
         if tune.data
-        else f"judged on {100 * tune.validation:g} % of every client's training records, which trials do not train on; "
-        "no trial looks at the test records"
+        else f"judged on {_judges(tune.validation)}; no trial looks at the test records"
     )
     drawn = "at random" if tune.search == "random" else "by Optuna's TPE"
     seeds = ", ".join(dict.fromkeys(str(choice.search.cell.seed) for choice in choices))
     diverged = f", of which {spent['diverged']} diverged" if spent["diverged"] else ""
-    held_out = any(choice.search.cell.experiment.evaluate.validation for choice in choices)
+    held_out = any(choice.search.cell.experiment.evaluate.validation not in {0.0, "given"} for choice in choices)
     first = (
         f"Tuned: for every method in every column {plans}; values drawn {drawn} (tune.seed {tune.seed}), the same ones "
         f"of shared settings for all methods; {judged}. Trials have the first of the table's seeds ({seeds}). All "
@@ -87,6 +86,12 @@ def _row(row: str, choices: Iterable[Choice]) -> str:
 
 def _values(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={text(value)}" for key, value in values.items())
+
+
+def _judges(validation: float | str) -> str:
+    if validation == "given":
+        return "the validation records that the data come with"
+    return f"{100 * float(validation):g} % of every client's training records, which trials do not train on"
 
 
 def _rungs(rungs: Sequence[Rung]) -> str:

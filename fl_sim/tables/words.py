@@ -115,12 +115,15 @@ def _best(experiments: Sequence[Experiment]) -> str:
     """Say on which records the best round is picked."""
     if {e.evaluate.test for e in experiments} == {"last"}:
         return "the same, as the test records are looked at once, after the last round"
-    shares = {e.evaluate.validation for e in experiments}
-    if shares == {0.0}:
+    parts = {e.evaluate.validation for e in experiments}
+    shares = sorted(part for part in parts if part != "given" and part)
+    if not shares and "given" not in parts:
         return "the best evaluated round, picked on the test set and so optimistic"
-    held_out = " or ".join(f"{100 * share:g} %" for share in sorted(shares - {0.0}))
-    chosen = f"the round that is best on validation, {held_out} of every client's training records"
-    return chosen if 0.0 not in shares else f"{chosen}; where none are held out, on the test set, and so optimistic"
+    held_out = " or ".join(f"{100 * share:g} %" for share in shares)
+    judged = [f"{held_out} of every client's training records"] if shares else []
+    judged += ["the validation records that the data come with"] if "given" in parts else []
+    chosen = f"the round that is best on validation, {' or '.join(judged)}"
+    return chosen if 0.0 not in parts else f"{chosen}; where none are held out, on the test set, and so optimistic"
 
 
 def _largest_class(shares: Mapping[str, float]) -> list[str]:

@@ -26,6 +26,9 @@ def test_images_and_labels_come_back_and_validation_is_left_out_aloud(tmp_path):
     both = load(f"{name}:val=train")
     assert len(both.train) == 8
     assert both.note == "its 2 validation images are trained on, too"
+    kept = load(f"{name}:val=validate")
+    assert kept.validation is not None
+    assert (len(kept.train), len(kept.validation), kept.note) == (6, 2, "")
 
 
 @pytest.mark.parametrize(

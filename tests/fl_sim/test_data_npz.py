@@ -128,6 +128,10 @@ NOT_FINITE = np.array([[0.0, 1.0], [np.nan, 0.0], [0.0, 1e300]] * 2)
         ({"groups": np.zeros(6, int), "client_train": np.zeros(6, int)}, "client_train and groups, two names for the"),
         ({"client_test": np.zeros(3, int)}, "holds client_test and no client_train"),
         ({"client_train": np.zeros(6, int), "client_test": np.array(["a"] * 3)}, "both must be whole numbers, or both"),
+        ({"x_val": arrays()["x_train"]}, "holds x_val alone; x_val and y_val go together"),
+        ({"x_val": arrays()["x_train"], "y_val": np.zeros(5, int)}, "6 records and 5 labels in the validation part"),
+        ({"x_val": arrays()["x_train"], "y_val": np.full(6, 9)}, "validation labels run from 9 to 9, and those of"),
+        ({"x_val": arrays()["x_train"][:, :4], "y_val": np.zeros(6, int)}, "but validation records uint8 of shape"),
         ({"groups": np.zeros(5, int)}, r"groups is int64 of shape \(5,\); wanted is a whole number or a text for each"),
     ],
 )  # fmt: skip
@@ -141,7 +145,7 @@ def test_arrays_that_are_no_classification_data_are_refused_with_what_they_are(t
     [
         ("maen", r"did you mean 'mean'\?"),
         ("writers", r"here: client_train"),
-        ("x_val", r"here: evaluate\.validation=0\.1"),
+        ("x_valid", r"here: x_val and y_val"),
         ("zzz", r"which nothing reads; leave it out"),
     ],
 )
@@ -149,6 +153,15 @@ def test_an_array_that_nothing_reads_is_refused_with_what_may_be_meant(tmp_path,
     with pytest.raises(UserError, match=rf"own\.npz holds {name}, which nothing reads.*") as caught:
         load_from(tmp_path, **{name: np.zeros(3)})
     assert caught.match(meant)
+
+
+def test_validation_records_of_the_file_are_kept_apart_from_what_clients_hold(tmp_path):
+    given = arrays()
+    found, _ = load_from(tmp_path, x_val=given["x_test"][:2], y_val=given["y_test"][:2])
+    assert found.validation is not None
+    assert found.validation.labels.tolist() == given["y_test"][:2].tolist()
+    assert len(found.train) == len(given["x_train"])
+    assert len(found.test) == len(given["x_test"])
 
 
 @pytest.mark.parametrize("keep", [0, 10, 500, -1])

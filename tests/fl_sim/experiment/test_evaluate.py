@@ -5,11 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_sim.data import load
+from fl_sim.data import load, reading
 from fl_sim.errors import UserError
 from fl_sim.experiment.evaluate import held_out
 from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
+from fl_sim.simulation.measuring import Measuring
+from fl_sim.simulation.run import run
+from fl_sim.store.run_directory import read_rounds
 
 
 def _made(*overrides):
@@ -76,10 +79,65 @@ def test_a_job_trains_on_what_validation_leaves_of_the_same_split():
     ],
 )
 def test_validation_has_no_place_in_a_run_that_promises_privacy(private):
-    with pytest.raises(UserError, match=r"evaluate.validation=0.1 reads clients' own records without noise"):
+    with pytest.raises(UserError, match=r"evaluate.validation=0.1 reads records without noise"):
         _made(*private, "evaluate.validation=0.1")
 
 
 def test_a_run_that_measures_nothing_is_refused():
     with pytest.raises(UserError, match=r"evaluate.test=never without evaluate.validation measures nothing"):
         _made("evaluate.test=never")
+
+
+@pytest.fixture
+def with_validation(tmp_path):
+    digits = load("digits", None)
+    parts = {"train": digits.train, "val": digits.test.take(np.arange(50)), "test": digits.test}
+    arrays = {f"x_{name}": part.inputs[:, 0] for name, part in parts.items()}
+    np.savez(tmp_path / "own.npz", **arrays, **{f"y_{name}": part.labels for name, part in parts.items()})
+    return f"data=npz:{tmp_path}/own.npz"
+
+
+def test_given_validation_records_are_measured_and_clients_keep_all_of_theirs(with_validation, tmp_path):
+    settings = ("partition=iid", "model=logistic", "rounds=2", "evaluate.test=last")
+    job = job_of(_made(with_validation, "evaluate.validation=given", *settings))
+    plain = job_of(_made("data=digits", *settings))
+    assert job.num_validated == 50
+    assert all(np.array_equal(one, other) for one, other in zip(job.shards, plain.shards, strict=True))
+    result = run(job.experiment, tmp_path / "run")
+    assert result["validation"]["records"] == 50
+    [first, last] = read_rounds(tmp_path / "run")
+    assert first.test_accuracy is None
+    assert last.validation_accuracy == result["validation"]["final_accuracy"]
+    examples = load(job.experiment.data).validation
+    own = Measuring.of(job)
+    assert own.validation is not None
+    assert np.array_equal(own.validation.labels.numpy(), examples.labels)
+
+
+def test_validation_records_that_nothing_uses_or_that_are_not_there_are_refused(with_validation):
+    for used in ("evaluate.validation=0", "evaluate.validation=0.1"):
+        with pytest.raises(UserError, match="comes with 50 validation records, which nothing uses: set"):
+            job_of(_made(with_validation, used))
+    with pytest.raises(UserError, match="digits comes with no validation records"):
+        job_of(_made("evaluate.validation=given"))
+    with pytest.raises(UserError, match="features=scattering are made of training and test images"):
+        job_of(_made(with_validation, "evaluate.validation=given", "features=scattering"))
+
+
+def test_a_run_does_not_go_on_with_other_validation_records(with_validation, tmp_path):
+    job = job_of(_made(with_validation, "evaluate.validation=given", "model=logistic", "rounds=1"))
+    run(job.experiment, tmp_path / "run")
+    path = tmp_path / "own.npz"
+    with np.load(path) as file:
+        arrays = dict(file)
+    np.savez(path, **{**arrays, "y_val": arrays["y_val"][::-1]})
+    reading._read_once.cache_clear()
+    reading.fingerprint.cache_clear()
+    with pytest.raises(UserError, match="other records"):
+        run(job.experiment.model_copy(update={"rounds": 2}), tmp_path / "run")
+
+
+@pytest.mark.parametrize("wrong", ["1", "-0.1", "gven", "nan"])
+def test_what_is_no_share_is_refused_with_what_is(wrong):
+    with pytest.raises(UserError, match="a share of every client's records, at least 0 and below 1, or given"):
+        _made(f"evaluate.validation={wrong}")
