@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
-from flwr.app import Context, Message
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
-from safetensors.torch import load_file
 from torch import nn
 
 from fl_sim.batch_norm import layers_after, placed
@@ -22,7 +21,7 @@ from fl_sim.engines.pieces import Play, Release
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan
 from fl_sim.native.kernel import load_kernel
 from fl_sim.seeding import rng, seed_torch
-from fl_sim.store.tensors import load_state, save_state
+from fl_sim.store.tensors import load_state, read_by_content, save_state
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Precision, Trained
@@ -46,11 +45,13 @@ class Site:
     ``class_counts(client, synthetic)`` says how many of these records are of each class.
     ``trains_on_own(synthetic)`` says whether ``records`` would hold the client's own.
     ``share(inputs, labels, client)`` is what it shares for the algorithm before the first round.
-    ``summarise(client, params, folder, policy)`` returns the moments of its features by class under ``params``, after
-    the last round; ``folder`` and ``policy`` are as for ``synthesize``.
+    ``summarise(client, params, folder, policy, ticket)`` returns the moments of its features by class under ``params``,
+    after the last round; ``folder`` and ``policy`` are as for ``synthesize``. ``generate(client, ticket)`` returns the
+    synthetic records of a client that has no folder here. ``ticket``: what was paid for where its folder is.
     ``local_settings(learning_rate)`` fills in a round's settings.
     ``threads``: torch threads while training; their number changes the last bits of every sum. ``precision``: how
     exactly PyTorch trains. ``graphs``: whether a GPU may be given a step of a stack as one launch.
+    ``read_tensors(path)``: what is in a file that an order names.
     ``vote(trainer, client)`` trains a client as a teacher and returns its class for each public record, where the
     experiment has such.
     """
@@ -69,7 +70,9 @@ class Site:
     vote: Callable[[Trainer, int], NDArray[np.int64]] | None = None
     trains_on_own: Callable[[str], bool] = lambda _: True
     class_counts: Callable[[int, str], tuple[int, ...]] = lambda *_: ()
-    summarise: Callable[[int, Params, Path, "Policy | None"], NDArray[np.float64]] | None = None
+    summarise: Callable[..., NDArray[np.float64]] | None = None
+    generate: Callable[[int, wire.Ticket], torch.Tensor] | None = None
+    read_tensors: Callable[[str], Params] = read_by_content
 
     @cached_property
     def trainer(self) -> Trainer:
@@ -129,7 +132,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
         assert site.summarise is not None
         _set_threads(site.threads)
         moments = site.summarise(
-            client, params, Path(order.state_dir) / "moments" / f"client-{client}", _policy(context)
+            client, params, moments_folder(order, client), _policy(context), wire.read_ticket(message.content)
         )
         return Message(wire.moments_content(moments), reply_to=message)
 
@@ -195,11 +198,25 @@ def _synthesized(
     order = wire.read_order(messages[0].content)  # all messages of the exchange say the same
     site = turns.site(order)
     _set_threads(site.threads)
-    made = site.synthesize([(client, Path(order.state_dir) / f"client-{client}") for client in clients], check, policy)
+    if ticket := wire.read_ticket(messages[0].content):
+        assert site.generate is not None
+        [client], [message] = clients, messages
+        return [Message(wire.made_content(site.generate(client, ticket)), reply_to=message)]
+    made = site.synthesize([(client, share_folder(order, client)) for client in clients], check, policy)
     return [
         one if isinstance(one, Exception) else Message(wire.synthetic_content(*one), reply_to=message)
         for one, message in zip(made, messages, strict=True)
     ]
+
+
+def share_folder(order: wire.Order, client: int) -> Path:
+    """Return where a client keeps what must survive until its synthetic records are out."""
+    return Path(order.state_dir) / f"client-{client}"
+
+
+def moments_folder(order: wire.Order, client: int) -> Path:
+    """Return where a client keeps what must survive until its moments are out."""
+    return Path(order.state_dir) / "moments" / f"client-{client}"
 
 
 @dataclass(frozen=True)
@@ -222,9 +239,12 @@ class _Turn:
         state = update.state
         if self.personal and (state or trained.num_steps):
             state = {**state, wire.LAYERS: layers}
-        save_state(self.order.state_dir, task.client, self.order.server_round, state)
         payloads = {**update.payloads, wire.LAYERS: layers} if layers else update.payloads
         content = wire.update_content(payloads, update.num_examples, update.loss)
+        if self.order.state_dir:
+            save_state(self.order.state_dir, task.client, self.order.server_round, state)
+        elif state:
+            content = RecordDict({**content, **wire.kept_records(state)})
         return Message(content, reply_to=self.message)
 
 
@@ -244,7 +264,7 @@ class _Turns:
 
     def __init__(self, site_of: SiteFactory) -> None:
         self._site_of = site_of
-        self._last: tuple[object, tuple[wire.Order, Params, Payloads]] | None = None
+        self._last: tuple[RecordDict, tuple[wire.Order, Params, Payloads]] | None = None
         self._one_at_a_time = Lock()  # an engine may call from several threads
 
     def __reduce__(self) -> tuple[type["_Turns"], tuple[SiteFactory]]:
@@ -266,7 +286,7 @@ class _Turns:
             order, params, broadcast = self._unpacked(message)
         site = self.site(order)
         records = site.records(client, order.synthetic)
-        state = {**load_state(order.state_dir, client, order.server_round)}
+        state = {**_kept(order, message, client)}
         broadcast = {**broadcast}
         layers = broadcast.pop(wire.LAYERS, {})
         personal = tuple(name for name in layers if name in params)
@@ -281,7 +301,7 @@ class _Turns:
             broadcast=broadcast,
             statistics=statistics,
             state=state,
-            pool=_read_pool(order.pool) if order.pool else {},
+            pool=site.read_tensors(order.pool) if order.pool else {},
             class_counts=site.class_counts(client, order.synthetic),
         )
         _set_threads(site.threads)
@@ -293,7 +313,7 @@ class _Turns:
 
     def _unpacked(self, message: Message) -> tuple[wire.Order, Params, Payloads]:
         content = message.content
-        if self._last is None or self._last[0] is not content:
+        if self._last is None or not wire.is_same_round(self._last[0], content):
             self._last = (content, (wire.read_order(content), *wire.read_task(content)))
         return self._last[1]
 
@@ -312,10 +332,11 @@ def _reuse_freed_memory() -> None:
     torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
 
 
-@lru_cache(maxsize=1)
-def _read_pool(path: str) -> Params:
-    # The file is named by its content, so a path never means two things.
-    return load_file(path)
+def _kept(order: wire.Order, message: Message, client: int) -> Payloads:
+    """Return what a client kept of its last round: from the disk, or from the message where that sees no disk."""
+    if order.state_dir:
+        return load_state(order.state_dir, client, order.server_round)
+    return wire.kept_in(message.content)
 
 
 def _ask_policy(context: Context, ask: Callable[["Policy"], None]) -> None:

@@ -94,20 +94,46 @@ def released_moments(
     public, sends zeros and pays nothing. Raises RunError where its policy does not allow the release, UserError or
     RunError where the ledger cannot be charged.
     """
+    shape = (num_classes, num_moments(features.shape[1]))
+    begun = begin_release(len(labels), shape, protection, release)
+    if not isinstance(begun, PaidNoise):
+        return begun
+    return finish_release(release, begun, private_moments(features, labels, num_classes, protection, begun.noise))
+
+
+@dataclass(frozen=True)
+class PaidNoise:
+    """The noise of a release that is paid for and not made yet."""
+
+    noise: Noise
+    receipt: Receipt
+
+
+def begin_release(
+    num_records: int, shape: tuple[int, int], protection: Protection, release: Release
+) -> Array | PaidNoise:
+    """Pay for a release of moments of that ``shape``; or return it, where there is one already, or nothing to pay for.
+
+    Looks at no record. Raises as ``released_moments`` does.
+    """
     if release.policy:
         release.policy.check_noise(protection.noise, "calibrate.noise")
-    if not len(labels):
-        return np.zeros((num_classes, num_moments(features.shape[1])))
+    if not num_records:
+        return np.zeros(shape)
     path = release.folder / _RELEASE
     if path.exists():
-        return _read(path, (num_classes, num_moments(features.shape[1])), release)
+        return _read(path, shape, release)
     for folder in (release.folder.parent, release.folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     seeded = protection.noise == "seeded"
     noise = seeded_noise(f"{release.seed}/{release.charged_as}") if seeded else kept_noise(release.folder)
-    receipt = pay(release.policy, release.ledger, {release.charged_as: protection.event}, noise)
-    moments = private_moments(features, labels, num_classes, protection, noise)
-    write_private(path, save({"moments": torch.from_numpy(moments)}, {"receipt": json.dumps(receipt.to_json())}))
+    return PaidNoise(noise, pay(release.policy, release.ledger, {release.charged_as: protection.event}, noise))
+
+
+def finish_release(release: Release, paid: PaidNoise, moments: Array) -> Array:
+    """Keep what was made, which is the release, and let the key go."""
+    said = {"receipt": json.dumps(paid.receipt.to_json())}
+    write_private(release.folder / _RELEASE, save({"moments": torch.from_numpy(moments)}, said))
     (release.folder / KEY).unlink(missing_ok=True)
     return moments
 

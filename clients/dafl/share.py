@@ -75,6 +75,14 @@ class Client:
         return open_ledger(path, receipt, f"the share in {self.folder}")
 
 
+@dataclass(frozen=True)
+class Paid:
+    """What a generator is to make for one client, and the receipt for it: to be kept from all but that client."""
+
+    request: Request
+    receipt: Receipt
+
+
 def make_share(settings: DaFl, client: Client, *, seed: int, public_records: int) -> Share:
     """Return the share of one ``client`` by itself: see ``make_shares``."""
     [share] = make_shares(settings, [client], seed=seed, public_records=public_records)
@@ -96,24 +104,76 @@ def make_shares(
     A share is made once: a second call with the same folder hands out the first one's. ``public_records`` bounds what
     any client may hold of a class, and is known without looking at it. What ``check`` raises ends all that is not done.
     """
-    begun = [_caught(_begin, settings, client, seed, public_records) for client in clients]
-    requests = [one.request for one in begun if isinstance(one, _Paid)]
+    begun = [_caught(begin_share, settings, client, seed, public_records) for client in clients]
+    requests = [one.request for one in begun if isinstance(one, Paid)]
     try:
         made = iter(generate_all(settings.generator, requests, check))
     except Exception as error:
         raise _without_its_words(error) from error
     return [
-        _caught(_finish, settings, client, one, next(made)) if isinstance(one, _Paid) else one
+        _caught(finish_share, settings, client, one, next(made)) if isinstance(one, Paid) else one
         for client, one in zip(clients, begun, strict=True)
     ]
 
 
-@dataclass(frozen=True)
-class _Paid:
-    """What a generator is to make for one client, and the receipt for it."""
+def begin_share(settings: DaFl, client: Client, seed: int, public_records: int) -> Share | Paid:
+    """Pay for the share, and pick its labels; or return it, where there is one already, or none can be."""
+    folder, records = client.folder, client.records
+    if client.policy:
+        client.policy.check_noise(settings.noise, "preprocess.noise")
+    if (folder / _SHARE).exists():
+        return _read(client)
+    bill = settings.generator.bill(
+        len(records.labels), records.num_classes, settings.generator_epsilon(records.num_classes), settings.delta
+    )
+    if bill.refused:
+        return _empty(records, bill.refused)
+    for one in (folder.parent, folder):
+        one.mkdir(mode=0o700, parents=True, exist_ok=True)
+    seeded = settings.noise == "seeded"
+    noise = seeded_noise(f"{seed}/da-fl/{client.number}") if seeded else kept_noise(folder)
+    releases = _releases(settings, bill, client, seed)
+    receipt = pay(client.policy, client.ledger, releases, noise)
+    counts = pick_labels(settings, records, settings.gamma_of(client.number), public_records, noise)
+    return Paid(Request(records, counts, bill, noise, rng(seed, "generator", client.number)), receipt)
 
-    request: Request
-    receipt: Receipt
+
+def generate_elsewhere(
+    settings: DaFl, number: int, records: PrivateRecords, counts: NDArray[np.int64], noise: Noise, *, seed: int
+) -> torch.Tensor:
+    """Return what a client's generator makes where neither its folder nor its ledger is: what was paid for at home.
+
+    ``counts``, ``noise``: of ``begin_share``'s request. Raises what may be said of whatever goes wrong.
+    """
+    held, num_classes = len(records.labels), records.num_classes
+    bill = settings.generator.bill(held, num_classes, settings.generator_epsilon(num_classes), settings.delta)
+    try:
+        [made] = generate_all(
+            settings.generator, [Request(records, counts, bill, noise, rng(seed, "generator", number))]
+        )
+    except Exception as error:
+        raise _without_its_words(error) from error
+    if isinstance(made, Exception):
+        raise _without_its_words(made)
+    return made
+
+
+def finish_share(settings: DaFl, client: Client, paid: Paid, made: Made) -> Share:
+    """Keep what the generator made, which is the release, and let the key go."""
+    if isinstance(made, Exception):
+        raise _without_its_words(made)
+    request = paid.request
+    gamma, held = settings.gamma_of(client.number), len(client.records.labels)
+    share = Share(
+        inputs=made,
+        counts=request.counts,
+        refused="" if request.counts.sum() else f"no label was picked: gamma {gamma:g} of {held} records is too few",
+        facts=facts_of(settings, request.bill, client.records.num_classes),
+        receipt=paid.receipt,
+    )
+    _write(client.folder / _SHARE, share)
+    (client.folder / KEY).unlink(missing_ok=True)
+    return share
 
 
 def _caught(
@@ -136,46 +196,6 @@ def _without_its_words(error: Exception) -> Exception:
     kept = RunError(f"making the share failed with {type(error).__name__}, whose words may quote records")
     kept.__cause__ = error
     return kept
-
-
-def _begin(settings: DaFl, client: Client, seed: int, public_records: int) -> Share | _Paid:
-    """Pay for the share, and pick its labels; or return it, where there is one already, or none can be."""
-    folder, records = client.folder, client.records
-    if client.policy:
-        client.policy.check_noise(settings.noise, "preprocess.noise")
-    if (folder / _SHARE).exists():
-        return _read(client)
-    bill = settings.generator.bill(
-        len(records.labels), records.num_classes, settings.generator_epsilon(records.num_classes), settings.delta
-    )
-    if bill.refused:
-        return _empty(records, bill.refused)
-    for one in (folder.parent, folder):
-        one.mkdir(mode=0o700, parents=True, exist_ok=True)
-    seeded = settings.noise == "seeded"
-    noise = seeded_noise(f"{seed}/da-fl/{client.number}") if seeded else kept_noise(folder)
-    releases = _releases(settings, bill, client, seed)
-    receipt = pay(client.policy, client.ledger, releases, noise)
-    counts = pick_labels(settings, records, settings.gamma_of(client.number), public_records, noise)
-    return _Paid(Request(records, counts, bill, noise, rng(seed, "generator", client.number)), receipt)
-
-
-def _finish(settings: DaFl, client: Client, paid: _Paid, made: Made) -> Share:
-    """Keep what the generator made, which is the release, and let the key go."""
-    if isinstance(made, Exception):
-        raise _without_its_words(made)
-    request = paid.request
-    gamma, held = settings.gamma_of(client.number), len(client.records.labels)
-    share = Share(
-        inputs=made,
-        counts=request.counts,
-        refused="" if request.counts.sum() else f"no label was picked: gamma {gamma:g} of {held} records is too few",
-        facts=facts_of(settings, request.bill, client.records.num_classes),
-        receipt=paid.receipt,
-    )
-    _write(client.folder / _SHARE, share)
-    (client.folder / KEY).unlink(missing_ok=True)
-    return share
 
 
 def facts_of(settings: DaFl, bill: Bill, num_classes: int) -> dict[str, Any]:

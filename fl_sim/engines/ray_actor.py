@@ -1,7 +1,9 @@
 """What lives in a process of Ray and plays clients there."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -17,23 +19,45 @@ with importing():  # Ray imports this file first, in a process that has nothing 
 
 
 class Actor:
-    """Lives in a process of its own: answers messages, and keeps the experiment's data for the next ones."""
+    """Lives in a process of its own: answers messages, and keeps the experiment's data for the next ones.
+
+    ``goods``: what it was sent once where it sees no disk of the driver's; both factories are given it.
+    """
 
     def __init__(
-        self, app_factory: Callable[[], ClientApp], num_clients: int, threads: int, together: Together | None
+        self,
+        app_factory: Callable[..., ClientApp],
+        num_clients: int,
+        threads: int,
+        together: Together | None,
+        goods: Any = None,
     ) -> None:
-        self._clients = Clients(app_factory(), num_clients, together)
+        sent = () if goods is None else (goods,)
+        if together is not None:
+            together = replace(together, player=partial(together.player, *sent))
+        self._clients = Clients(app_factory(*sent), num_clients, together)
+        self._goods = goods
         self._threads = threads
         self._replies: list[Message] = []
         self._content: tuple[Any, RecordDict] | None = None
 
-    def answer(self, letters: list[tuple[Any, Any]]) -> tuple[list[Message], float]:
-        """Return one reply per letter, (the message's metadata, a reference to its content), and the seconds taken."""
+    def answer(self, letters: list[tuple[Any, Any, Any]], files: Mapping[str, Any]) -> tuple[list[Message], float]:
+        """Return one reply per letter, and the seconds taken.
+
+        A letter: (the message's metadata, a reference to its content, what is its client's own). ``files``: references
+        to those that the contents name.
+        """
         start = time.perf_counter()
+        for name, content in files.items():
+            if name not in self._goods.files:
+                self._goods.files[name] = ray.get(content)
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)  # holds for the thread that calls it
         self._replies = []
-        messages = [Message(self._fetched(content), metadata=about) for about, content in letters]  # type: ignore[call-overload]
+        messages = [
+            Message(RecordDict({**self._fetched(content), **own}), metadata=about)  # type: ignore[call-overload]
+            for about, content, own in letters
+        ]
         for piece in self._clients.pieces(messages, workers=1):
             self._replies += self._clients.play(piece)
         return self._replies, time.perf_counter() - start

@@ -8,8 +8,9 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -33,8 +34,8 @@ LAYERS = "batch-norm"
 run with such a one is refused."""
 
 _ORDER, _PARAMS, _REPORT, _POOL, _SAID, _VOTES = "order", "params", "report", "pool", "said", "votes"
-_MOMENTS = "moments"
-_BROADCAST, _PAYLOAD = "broadcast/", "payload/"
+_MOMENTS, _TICKET = "moments", "ticket"
+_BROADCAST, _PAYLOAD, _KEPT = "broadcast/", "payload/", "kept/"
 _NUM_EXAMPLES, _LOSS, _PARTITION, _JSON = "num-examples", "loss", "partition-id", "json"
 
 _LARGEST_LOSS: Final = float(np.finfo(np.float32).max)
@@ -47,8 +48,8 @@ class Order:
     """The part of a message that is no tensor, and all the configuration a client has: nodes have no other.
 
     ``experiment``: the experiment as JSON; ``data_root``, ``state_dir``, ``pool`` (what clients shared for the
-    algorithm) and ``synthetic`` (the pool of synthetic records): paths on a disk that all workers see, empty where
-    there is none.
+    algorithm) and ``synthetic`` (the pool of synthetic records): paths on a disk that the worker sees, empty where
+    there is none. To workers that see none goes ``for_the_road``.
     """
 
     experiment: str
@@ -58,6 +59,32 @@ class Order:
     state_dir: str
     pool: str = ""
     synthetic: str = ""
+
+    @property
+    def for_the_road(self) -> "Order":
+        """Return what goes to a worker elsewhere: no path, but the names of the pools, which say what is in them.
+
+        What a client keeps then comes with its message, and goes back with its answer.
+        """
+        return replace(
+            self,
+            data_root="",
+            state_dir="",
+            pool=Path(self.pool).name,
+            synthetic=Path(self.synthetic).name,
+        )
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a client that is played elsewhere has paid for at home.
+
+    ``key``: of its noise, a secret. ``counts``: of a share, how many records of each class to make.
+    """
+
+    key: bytes = field(repr=False)
+    simulation_only: bool
+    counts: tuple[int, ...] = ()
 
 
 def task_content(order: Order, params: Params, broadcast: Payloads) -> RecordDict:
@@ -85,6 +112,49 @@ def read_order(content: RecordDict) -> Order:
         str(record["pool"]),
         str(record["synthetic"]),
     )
+
+
+def reordered(content: RecordDict, order: Order) -> RecordDict:
+    """Return a message's content with another configuration; its tensors are the same ones."""
+    return RecordDict({**content, _ORDER: _config(order)})
+
+
+def kept_records(kept: Payloads) -> Mapping[str, ArrayRecord]:
+    """Pack what a client keeps, to be added to a content on its way to or from a worker that sees no disk of ours."""
+    return {_KEPT + name: _pack(group) for name, group in kept.items()}
+
+
+def ticket_records(ticket: Ticket) -> Mapping[str, ConfigRecord]:
+    """Pack a ticket, to be added to the content of one client's message."""
+    counts = list(ticket.counts)
+    return {_TICKET: ConfigRecord({"key": ticket.key, "simulation-only": ticket.simulation_only, "counts": counts})}
+
+
+def read_ticket(content: RecordDict) -> Ticket | None:
+    """Unpack the ticket that came with a message, if any."""
+    if _TICKET not in content:
+        return None
+    match dict(content.config_records[_TICKET]):
+        case {"key": bytes(key), "simulation-only": bool(simulation_only), "counts": list(counts)}:
+            return Ticket(key, simulation_only, tuple(int(count) for count in counts))
+        case _:
+            raise AssertionError("a ticket is what ticket_records made")
+
+
+def take_kept(content: RecordDict) -> Payloads:
+    """Return what a client keeps, and remove it from ``content``. Nobody else is to see it."""
+    names = [name for name in content if name.startswith(_KEPT)]
+    return {name.removeprefix(_KEPT): _unpack(content.pop(name)) for name in names}
+
+
+def kept_in(content: RecordDict) -> Payloads:
+    """Return what a client kept of its last round, where that came with its message."""
+    return {name.removeprefix(_KEPT): _unpack(content[name]) for name in content if name.startswith(_KEPT)}
+
+
+def is_same_round(one: RecordDict, other: RecordDict) -> bool:
+    """Say whether the contents differ in nothing but what their clients keep: they were made of one."""
+    return one[_ORDER] is other[_ORDER]
 
 
 def read_task(content: RecordDict) -> tuple[Params, Payloads]:
@@ -137,6 +207,16 @@ def read_pool(content: RecordDict, template: Params, most_rows: int) -> Params:
     """
     _exactly(content, {_POOL})
     return _read_rows(content[_POOL], {name: tuple(value.shape[1:]) for name, value in template.items()}, most_rows)
+
+
+def made_content(inputs: torch.Tensor) -> RecordDict:
+    """Pack synthetic records on their way home, where what is to be said of them is added."""
+    return RecordDict({_POOL: _pack({"inputs": inputs})})
+
+
+def read_made(content: RecordDict) -> torch.Tensor:
+    """Unpack what ``made_content`` packed, on a worker of ours."""
+    return _unpack(content[_POOL])["inputs"]
 
 
 def synthetic_content(inputs: torch.Tensor, said: str) -> RecordDict:

@@ -66,7 +66,11 @@ class Work(Generic[Call]):
     def answered(self, call: Call, replies: Sequence[Message]) -> None:
         """Keep the replies of a call that came back."""
         del self.running[call]
-        self._keep(replies)
+        self.keep(replies)
+
+    def keep(self, replies: Sequence[Message]) -> None:
+        """Keep replies to messages that no worker was needed for, or has answered of a longer call."""
+        self.replies.update({reply.metadata.reply_to_message_id: reply for reply in replies})
 
     def worker_died(self, call: Call, reason: str) -> None:
         """Decide what becomes of a dead worker's batch; ``reason`` is for those whose second worker it was."""
@@ -92,7 +96,7 @@ class Work(Generic[Call]):
         late, hanging = f"no answer within {timeout:g} s", []
         for call, batch in self.running.items():
             ids = {message.metadata.message_id for message in batch}
-            self._keep([reply for reply in progress.get(call, []) if reply.metadata.reply_to_message_id in ids])
+            self.keep([reply for reply in progress.get(call, []) if reply.metadata.reply_to_message_id in ids])
             unfinished = [message for message in batch if message.metadata.message_id not in self.replies]
             if unfinished:
                 hanging.append(f"client {partition_of(unfinished[0])}")
@@ -101,11 +105,8 @@ class Work(Generic[Call]):
                 self._fail(unfinished[1:], TOO_LATE, f"{late}: it waited behind {hanging[-1]}")
         self._fail(self._drain(), TOO_LATE, f"{late}: it waited behind {' and '.join(hanging) or 'others'}")
 
-    def _keep(self, replies: Sequence[Message]) -> None:
-        self.replies.update({reply.metadata.reply_to_message_id: reply for reply in replies})
-
     def _fail(self, messages: Sequence[Message], code: int, reason: str) -> None:
-        self._keep([failure(message, code, reason) for message in messages])
+        self.keep([failure(message, code, reason) for message in messages])
 
     def _drain(self) -> list[Message]:
         messages = [*self._suspects, *self.fresh]

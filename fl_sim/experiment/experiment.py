@@ -146,10 +146,10 @@ class InProcess(Settings):
 class Ray(Settings):
     """Ray actors, each with ``cpus`` processors and ``gpus`` GPUs (fractions share one).
 
-    ``actors`` 0 means as many as the cluster has room for. ``address`` joins a running cluster; every machine must see
-    the output directory and the data root under the same paths. ``threads``: torch threads in each actor. ``stack``:
-    how many clients an actor trains as one computation over stacked parameters (0: with a GPU its share of a round, at
-    most 100, else 1); the last bits depend on it.
+    ``actors`` 0 means as many as the cluster has room for. ``address`` joins a running cluster; its machines need
+    fl-sim installed, but no data, and no disk that others see. ``threads``: torch threads in each actor. ``stack``: how
+    many clients an actor trains as one computation over stacked parameters (0: with a GPU its share of a round, at most
+    100, else 1); the last bits depend on it.
     """
 
     kind: Literal["ray"] = "ray"

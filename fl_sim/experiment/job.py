@@ -1,6 +1,6 @@
 """A job: an experiment and all that it needs to run, its data set, split and device, found once in each process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +23,10 @@ from fl_sim.experiment.experiment import Auto, Experiment, experiment_from
 from fl_sim.kinds import kind_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.seeding import rng
+from fl_sim.store.tensors import read_by_content
 from fl_sim.training.features import num_features
 from fl_sim.training.trainer import Trainer
-from fl_sim.types import Dataset, Precision
+from fl_sim.types import Dataset, Params, Precision
 from partitions import ByGroup, FeatureSkew, Scheme
 from strategies.algorithm import Bounded, Dealing
 from strategies.ccvr import CCVR
@@ -38,7 +39,8 @@ class Job:
 
     ``experiment``: resolved. ``shards``: indices into ``dataset.train`` of the records that each client trains on.
     ``device``: where this process trains. ``root``: where data sets are looked for first. ``validation``: indices of
-    the records that are held out of each client's, empty where the experiment validates nothing.
+    the records that are held out of each client's, empty where the experiment validates nothing. ``read(path)``: what
+    is in a file of tensors that is named by its content.
     """
 
     experiment: Experiment
@@ -47,6 +49,7 @@ class Job:
     device: torch.device
     root: Path | None
     validation: tuple[NDArray[np.int64], ...] = ()
+    read: Callable[[str], Params] = read_by_content
 
     @property
     def num_validated(self) -> int:

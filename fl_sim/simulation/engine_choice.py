@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
@@ -14,6 +14,7 @@ from flwr.clientapp import ClientApp
 
 from clients.app import SiteFactory, build_client_app, synthesize_together, train_together
 from clients.dafl.settings import DaFl
+from fl_sim.engines.apart import Apart
 from fl_sim.engines.grid import LocalGrid, Progress
 from fl_sim.engines.inprocess import Generators, InProcessGrid
 from fl_sim.engines.pieces import Together
@@ -71,7 +72,19 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
         from fl_sim.engines.ray_start import RayResources  # noqa: PLC0415
 
         resources = RayResources(engine.actors, engine.cpus, engine.gpus, engine.address, engine.threads)
-        grid = RayGrid(client_app, num_clients, resources, on_reply, together_of(job, site_of, stack))
+        together = together_of(job, site_of, stack)
+        if engine.address:
+            # Clusters, which most runs do not have.
+            from fl_sim.simulation import travelling  # noqa: PLC0415
+            from fl_sim.simulation.desk import HomeDesk  # noqa: PLC0415
+
+            grid = RayGrid(
+                travelling.travelling_app, num_clients, resources, on_reply,
+                together and replace(together, player=partial(travelling.travelling_player, stacked=stack > 1)),
+                Apart(travelling.TravellingJob.of(job), HomeDesk(job)),
+            )  # fmt: skip
+        else:
+            grid = RayGrid(client_app, num_clients, resources, on_reply, together)
     else:
         here = _site_here(job)
         together = together_of(job, here, stack)

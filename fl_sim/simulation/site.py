@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from clients.app import Site, Synthetic
 from clients.dafl.settings import DaFl
 from fl_sim.data import version_of
+from fl_sim.engines.wire import Ticket
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, InProcess
 from fl_sim.experiment.job import Job
@@ -24,13 +25,14 @@ from fl_sim.seeding import rng
 from fl_sim.simulation.summaries import summarise
 from fl_sim.training.loop import resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Scale, Source
-from fl_sim.types import Augment, Dataset, Examples, LocalSettings
+from fl_sim.types import Augment, Dataset, Examples, LocalSettings, Params
 from partitions import EvaluationSkew, FeatureSkew
 from strategies.algorithm import Sharing
 from strategies.attacks import hostile_clients
 
 if TYPE_CHECKING:
-    from clients.dafl.share import Share
+    from clients.dafl.generator import PrivateRecords
+    from clients.dafl.share import Client, Share
     from clients.policy import Policy
 
 PADDING = 4
@@ -52,7 +54,7 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
 
     @lru_cache(maxsize=1)
     def pool(path: str) -> Records:
-        images = read_pool(Path(path))
+        images = read_pool(Path(path), job.read)
         if _is_skewed(experiment):  # the clients' own are no bytes, and one stack holds both
             inputs, labels = to_tensors(images, job.dataset)
             return Records.of(inputs.to(job.device), labels.to(job.device))
@@ -72,6 +74,7 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
         class_counts=class_counts,
         trains_on_own=partial(_trains_on_own, experiment),
         synthesize=partial(_synthesize, job, own),
+        generate=partial(_generate, job, own),
         share=partial(_share, experiment, job.dataset.num_classes),
         summarise=partial(summarise, job, model, own),
         local_settings=partial(local_settings, job),
@@ -80,6 +83,7 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
         threads=experiment.engine.threads,
         precision=job.precision,
         graphs=not isinstance(experiment.engine, InProcess) or experiment.engine.graphs,
+        read_tensors=job.read,
     )
 
 
@@ -100,9 +104,9 @@ def _augment(job: Job) -> Augment:
     return Augment(PADDING if "crop" in chosen else 0, "flip" in chosen, tuple(black))
 
 
-def read_pool(path: Path) -> Examples:
-    """Read a pool of synthetic records, as ``as_kept`` has them, and their labels."""
-    tensors = load_file(path)
+def read_pool(path: Path, read: Callable[[str], Params] = load_file) -> Examples:
+    """Read a pool of synthetic records, as ``as_kept`` has them, and their labels. ``read``: as for ``Job``."""
+    tensors = read(str(path))
     return Examples(tensors["inputs"].numpy(), tensors["labels"].numpy())
 
 
@@ -194,28 +198,55 @@ def _synthesize(
     check: Callable[[], None],
     policy: "Policy | None" = None,
 ) -> list[Synthetic | Exception]:
-    from clients.dafl.generator import PrivateRecords  # noqa: PLC0415 (the accountants load slowly)
-    from clients.dafl.share import Client, make_shares  # noqa: PLC0415
+    from clients.dafl.share import make_shares  # noqa: PLC0415 (the accountants load slowly)
+
+    experiment = job.experiment
+    assert isinstance(experiment.preprocess, DaFl)
+    releasing = [releasing_client(job, own, client, folder, policy) for client, folder in clients]
+    shares = make_shares(
+        experiment.preprocess, releasing, seed=experiment.seed, public_records=len(job.dataset.train), check=check
+    )
+    return [share if isinstance(share, Exception) else said_of(share) for share in shares]
+
+
+def releasing_client(
+    job: Job, own: Callable[[int], Records], client: int, folder: Path, policy: "Policy | None" = None
+) -> "Client":
+    """Return a client that is to release synthetic records: what it holds, and where its key and its ledger lie."""
+    from clients.dafl.share import Client  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
 
-    experiment, dataset, features = job.experiment, job.dataset, version_of(job.experiment.features)
+    ledger = ledger_path(job, client)
+    if policy:  # what is private stays where the client wants it, not where the server says
+        assert isinstance(job.experiment.preprocess, DaFl)
+        features = version_of(job.experiment.features)
+        release = job.experiment.preprocess.release_of(client, job.experiment.seed, features)
+        folder = policy.home / f"{ledger.parent.parent.name}-{ledger.parent.name}-{release}"
+    return Client(client, _private_records(job, own, client), folder, ledger, policy)
+
+
+def _private_records(job: Job, own: Callable[[int], Records], client: int) -> "PrivateRecords":
+    from clients.dafl.generator import PrivateRecords  # noqa: PLC0415 (the accountants load slowly)
+
+    inputs, labels = (tensor.cpu() for tensor in own(client).tensors())
+    dataset, features = job.dataset, version_of(job.experiment.features)
+    return PrivateRecords(to_generator(inputs, job), labels, dataset.num_classes, dataset.columns, features)
+
+
+def _generate(job: Job, own: Callable[[int], Records], client: int, ticket: Ticket) -> torch.Tensor:
+    """Return the synthetic records of a client whose folder and ledger are elsewhere."""
+    from clients.dafl.share import generate_elsewhere  # noqa: PLC0415 (the accountants load slowly)
+    from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
+
+    experiment = job.experiment
     assert isinstance(experiment.preprocess, DaFl)
-    releasing = []
-    for client, folder in clients:
-        inputs, labels = (tensor.cpu() for tensor in own(client).tensors())
-        private = PrivateRecords(to_generator(inputs, job), labels, dataset.num_classes, dataset.columns, features)
-        ledger = ledger_path(job, client)
-        if policy:  # what is private stays where the client wants it, not where the server says
-            release = experiment.preprocess.release_of(client, experiment.seed, features)
-            folder = policy.home / f"{ledger.parent.parent.name}-{ledger.parent.name}-{release}"  # noqa: PLW2901
-        releasing.append(Client(client, private, folder, ledger, policy))
-    shares = make_shares(
-        experiment.preprocess, releasing, seed=experiment.seed, public_records=len(dataset.train), check=check
-    )
-    return [share if isinstance(share, Exception) else _said(share) for share in shares]
+    counts, noise = np.array(ticket.counts, dtype=np.int64), Noise(ticket.key, ticket.simulation_only)
+    records = _private_records(job, own, client)
+    return generate_elsewhere(experiment.preprocess, client, records, counts, noise, seed=experiment.seed)
 
 
-def _said(share: "Share") -> Synthetic:
+def said_of(share: "Share") -> Synthetic:
+    """Return a share as it is sent: its records, and as JSON what is said of them."""
     receipt = share.receipt and share.receipt.to_json()
     said = {"counts": share.counts.tolist(), "refused": share.refused, "facts": share.facts, "receipt": receipt}
     return share.inputs, json.dumps(said)

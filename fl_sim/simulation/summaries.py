@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clients.class_moments import moments_of
+from fl_sim.engines.wire import Ticket
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.training.features import features_of
@@ -20,6 +21,7 @@ from strategies.ccvr import CCVR
 
 if TYPE_CHECKING:
     from clients.policy import Policy
+    from clients.private_moments import Release
 
 
 def summarise(
@@ -30,10 +32,11 @@ def summarise(
     params: Params,
     folder: Path,
     policy: "Policy | None",
+    ticket: Ticket | None,
 ) -> NDArray[np.float64]:
     """Return the moments of one client's features under ``params``: as they are, or privately where that is asked for.
 
-    ``own``: its records; ``folder`` and ``policy``: see ``clients.app.Site``.
+    ``own``: its records; ``folder``, ``policy`` and ``ticket``: see ``clients.app.Site``.
     """
     settings, num_classes = job.experiment.calibrate, job.dataset.num_classes
     assert isinstance(settings, CCVR)
@@ -47,14 +50,25 @@ def summarise(
     classes = labels.cpu().numpy()
     if protection is None:
         return moments_of(features, classes, num_classes)
-    from clients.private_moments import Release, released_moments  # noqa: PLC0415 (the accountants load slowly)
+    from clients.private_moments import private_moments, released_moments  # noqa: PLC0415 (the accountants load slowly)
+    from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
+
+    if ticket:
+        noise = Noise(ticket.key, ticket.simulation_only)
+        return private_moments(features, classes, num_classes, protection, noise)
+    release = moments_release(job, client, params, folder, policy)
+    return released_moments(features, classes, num_classes, protection, release)
+
+
+def moments_release(job: Job, client: int, params: Params, folder: Path, policy: "Policy | None" = None) -> "Release":
+    """Return the release of one client's moments under ``params``: what it is called, and where it is kept and paid."""
+    from clients.private_moments import Release  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
 
     name = release_name(job.experiment, client, params)
     # What is private stays where the client wants it, not where the server says.
     place = (policy.home if policy else folder) / f"moments-{name}"
-    release = Release(name, place, ledger_path(job, client), policy, job.experiment.seed)
-    return released_moments(features, classes, num_classes, protection, release)
+    return Release(name, place, ledger_path(job, client), policy, job.experiment.seed)
 
 
 def release_name(experiment: Experiment, client: int, params: Params) -> str:

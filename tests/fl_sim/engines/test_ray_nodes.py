@@ -1,0 +1,217 @@
+"""Ray nodes that see neither the run directory nor the data: each in a mount namespace of its own on this machine."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.simulation.run import run
+from fl_sim.store.run_directory import read_rounds
+
+start = pytest.importorskip("fl_sim.engines.ray_start")  # before Ray itself: it sets what Ray reads when imported
+import ray  # noqa: E402
+
+UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def _may_unshare() -> bool:
+    if not shutil.which("unshare") or os.geteuid() != 0:
+        return False
+    return subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=False).returncode == 0
+
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not _may_unshare(), reason="no mount namespaces here: nodes would see the driver's disk"),
+]
+
+PATIENCE = 120.0
+"""Seconds for what takes a few on an idle machine."""
+
+
+@dataclass
+class Cluster:
+    """A head without processors in this process's file system, and nodes of one core that see none of ``hidden``."""
+
+    hidden: Path
+    folder: Path
+    port: int
+    processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def begin(self) -> None:
+        """Start the head."""
+        self._start(
+            [
+                "ray",
+                "start",
+                "--head",
+                f"--port={self.port}",
+                "--num-cpus=0",
+                "--include-dashboard=false",
+                f"--temp-dir={self.folder}",
+            ]
+        )
+
+    def node(self, *before: str) -> "subprocess.Popen[bytes]":
+        """Start a node, with commands of a shell ``before`` it in its own namespace; killing it kills all of it."""
+        hide = [f"mount -t tmpfs tmpfs {folder}" for folder in (self.hidden, self.folder)]
+        join = f"exec ray start --address={self.address} --num-cpus=1"
+        script = "; ".join(["set -e", *hide, *before, f"{join} {' '.join(self._options)}"])
+        return self._start([*UNSHARE, "bash", "-c", script])
+
+    def wait_for(self, nodes: int) -> None:
+        """Wait until so many nodes are there to train."""
+        deadline = time.monotonic() + PATIENCE
+        while not _listens(self.port) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not ray.is_initialized():
+            ray.init(self.address, log_to_driver=False, logging_level="ERROR")
+        while ray.cluster_resources().get("CPU", 0) != nodes and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ray.shutdown()  # a run joins by itself
+
+    def end(self) -> None:
+        """Kill all that was started."""
+        alive = [psutil.Process(one.pid) for one in self.processes if one.poll() is None]
+        everything = [child for one in alive for child in [*one.children(recursive=True), one]]
+        for process in everything:
+            process.kill()
+        for one in self.processes:
+            one.wait()
+        psutil.wait_procs(everything, timeout=PATIENCE)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def _options(self) -> list[str]:
+        return ["--block", "--object-store-memory=100000000", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
+
+    def _start(self, command: list[str]) -> "subprocess.Popen[bytes]":
+        options = self._options if command[0] == "ray" else []
+        path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+        environment = {**os.environ, "PATH": path, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+        with Path(f"{self.folder}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [*command, *options], stdout=log, stderr=log, start_new_session=True, env=environment
+            )
+        self.processes.append(process)
+        return process
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as knocking:
+        return knocking.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What only the driver sees: runs, pools, ledgers, and the records of 6 clients."""
+    folder = tmp_path_factory.mktemp("drivers")
+    coins = np.random.default_rng(3)
+    centres = coins.integers(0, 256, size=(4, 8, 8))
+    labels = coins.integers(0, 4, size=600)
+    images = np.clip(centres[labels] + coins.normal(0, 40, size=(600, 8, 8)), 0, 255).astype(np.uint8)
+    np.savez(folder / "own.npz", x_train=images[:480], y_train=labels[:480], x_test=images[480:], y_test=labels[480:])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(hidden: Path) -> Iterator[Cluster]:
+    """A head and two nodes."""
+    made = Cluster(hidden, Path(tempfile.mkdtemp(dir="/tmp")), free_port())  # for names short enough for sockets
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_prestart_worker_first_driver", "0")
+        patch.setattr("fl_sim.engines.ray_start.is_own_token", lambda: False)  # the cluster inherits it
+        try:
+            made.begin()
+            made.node()
+            made.node()
+            yield made
+        finally:
+            ray.shutdown()
+            made.end()
+
+
+def settings(hidden: Path, engine: object, **others: Any) -> dict[str, Any]:
+    return {
+        "data": f"npz:{hidden / 'own.npz'}", "model": "logistic", "clients": 6, "rounds": 3, "engine": engine,
+        "partition": "dirichlet:0.3", "local": {"batch_size": 16}, **others,
+    }  # fmt: skip
+
+
+def on_nodes(cluster: Cluster) -> dict[str, Any]:
+    return {"kind": "ray", "address": cluster.address}
+
+
+def assert_same(left: Path, right: Path, *, kept: bool = False) -> None:
+    """Compare models and rounds, and what clients keep where they do."""
+    first, second = load_file(left / "model.safetensors"), load_file(right / "model.safetensors")
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    rounds = [[vars(record) | {"seconds": 0} for record in read_rounds(out)] for out in (left, right)]
+    assert rounds[0] == rounds[1]
+    states = [out / "clients/states.bin" for out in (left, right)]
+    assert states[0].exists() == kept
+    if kept:
+        assert states[0].read_bytes() == states[1].read_bytes()
+
+
+def test_scaffold_on_nodes_without_a_shared_disk_ends_in_the_bits_of_one_process(
+    cluster: Cluster, hidden: Path
+) -> None:
+    cluster.wait_for(2)
+    method = {"algorithm": "scaffold", "sampler": "fixed-size:4"}
+    for name, engine in (("nodes", on_nodes(cluster)), ("alone", "inprocess")):
+        run(experiment_from(settings(hidden, engine, **method)), hidden / f"scaffold-{name}")
+    assert_same(hidden / "scaffold-alone", hidden / "scaffold-nodes", kept=True)
+
+
+def test_what_clients_share_and_release_is_paid_for_and_kept_where_the_driver_is(
+    cluster: Cluster, hidden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.wait_for(2)
+    release = {"kind": "da-fl", "generator": "mean-embedding", "noise": "seeded", "gamma": 0.2}
+    method = {
+        "algorithm": "fedmix", "preprocess": release, "rounds": 2,
+        "calibrate": {"kind": "ccvr", "epsilon": 8.0, "noise": "seeded"},
+    }  # fmt: skip
+    for name, engine in (("nodes", on_nodes(cluster)), ("alone", "inprocess")):
+        for variable in ("FL_SIM_POOLS", "FL_SIM_LEDGERS"):
+            monkeypatch.setenv(variable, str(hidden / f"{variable}-{name}"))
+        run(experiment_from(settings(hidden, engine, **method)), hidden / f"pools-{name}")
+    assert_same(hidden / "pools-alone", hidden / "pools-nodes")
+    for pattern in ("pool-*", "synthetic-*"):  # named by content
+        assert {one.name for one in hidden.glob(f"pools-alone/{pattern}")} == {
+            one.name for one in hidden.glob(f"pools-nodes/{pattern}")
+        }
+    charges = [
+        [line.split(", \"chain\"")[0] for path in sorted(hidden.glob(f"FL_SIM_LEDGERS-{name}/*/*/*.jsonl"))
+         for line in path.read_text().splitlines()[1:]]
+        for name in ("nodes", "alone")
+    ]  # fmt: skip
+    assert charges[0] == charges[1]
+    assert len(charges[0]) >= 12  # labels, generator and moments of each client with records enough
+    assert len([*hidden.glob("FL_SIM_POOLS-nodes/*/clients/*/share.safetensors")]) >= 4
+    assert not [*hidden.glob("FL_SIM_POOLS-nodes/*/clients/*/key")]
