@@ -9,6 +9,7 @@ from partitions.feature_noise import FeatureNoise
 from partitions.iid import Iid
 from partitions.label_k import LabelK
 from partitions.natural import Natural
+from partitions.parts import Parts
 from partitions.quantity import Quantity
 from partitions.scheme import ByGroup, EvaluationSkew, FeatureSkew, Scheme
 from partitions.shards import Shards
@@ -27,6 +28,7 @@ __all__ = [
     "ImpossibleSplit",
     "LabelK",
     "Natural",
+    "Parts",
     "Quantity",
     "Scheme",
     "Shards",

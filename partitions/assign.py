@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitions.errors import ImpossibleSplit
+from partitions.parts import Parts
 
 STRICT = {"extra": "forbid"}
 """Pydantic's spelling of "unknown parameters are refused"; as plain data, so that this package needs numpy alone."""
@@ -85,7 +86,7 @@ def cut(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
     return np.diff(bounds, prepend=0)
 
 
-def deal(labels: NDArray[np.int64], counts: NDArray[np.int64], rng: np.random.Generator) -> list[NDArray[np.int64]]:
+def deal(labels: NDArray[np.int64], counts: NDArray[np.int64], rng: np.random.Generator) -> Parts:
     """Give client i ``counts[i, c]`` randomly chosen records of each class c.
 
     ``counts``: (clients, classes); what a column leaves over belongs to nobody.
@@ -94,7 +95,7 @@ def deal(labels: NDArray[np.int64], counts: NDArray[np.int64], rng: np.random.Ge
     left_over = np.bincount(labels, minlength=num_classes) - counts.sum(axis=0)
     counts = np.vstack([counts, left_over])
     shuffled = rng.permutation(len(labels))
-    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    by_class = shuffled[np.argsort(labels[shuffled].astype(np.min_scalar_type(num_classes)), kind="stable")]
     owner = np.empty(len(labels), dtype=np.int64)
     owner[by_class] = np.repeat(np.tile(np.arange(num_partitions + 1), num_classes), counts.T.ravel())
     return group(owner, num_partitions)
@@ -102,12 +103,13 @@ def deal(labels: NDArray[np.int64], counts: NDArray[np.int64], rng: np.random.Ge
 
 def label_counts(labels: NDArray[np.int64], parts: Sequence[NDArray[np.int64]], num_classes: int) -> NDArray[np.int64]:
     """Return how many records of each class every client holds: (clients, ``num_classes``)."""
-    owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    cells = owner * num_classes + labels[np.concatenate(parts)]
+    held = parts if isinstance(parts, Parts) else Parts.of(parts)
+    cells = held.owners * num_classes + labels[held.records]
     return np.bincount(cells, minlength=len(parts) * num_classes).reshape(len(parts), num_classes)
 
 
-def group(owner: NDArray[np.int64], num_partitions: int) -> list[NDArray[np.int64]]:
+def group(owner: NDArray[np.int64], num_partitions: int) -> Parts:
     """Return each client's record indices, sorted; ``owner[j]`` is record j's client, ``num_partitions`` for none."""
     sizes = np.bincount(owner, minlength=num_partitions)[:num_partitions]
-    return np.split(np.argsort(owner, kind="stable"), np.cumsum(sizes))[:num_partitions]
+    bounds = np.cumsum(np.concatenate([[0], sizes]))
+    return Parts(np.argsort(owner, kind="stable")[: bounds[-1]], bounds)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitions.assign import STRICT, USUAL_MIN_SIZE, check_beta, check_min_size, count_classes, cut, deal, drawn_until
+from partitions.parts import Parts
 
 _PROPORTIONS = 5_000_000
 _FEWEST_DRAWS, _MOST_DRAWS = 10, 1000
@@ -39,9 +40,7 @@ class Dirichlet:
         """Return NIID-Bench's name."""
         return f"Dir({self.beta})"
 
-    def split(
-        self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
-    ) -> list[NDArray[np.int64]]:
+    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
         """Return ``num_partitions`` disjoint sorted index arrays that cover every record.
 
         Raises ImpossibleSplit for more clients than records, or an explicit ``min_size`` that the draws do not reach.

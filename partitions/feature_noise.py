@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from partitions.assign import STRICT, check_finite
 from partitions.iid import Iid
+from partitions.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,7 @@ class FeatureNoise:
         """Return the short form."""
         return f"feature-noise:{self.sigma}"
 
-    def split(
-        self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
-    ) -> list[NDArray[np.int64]]:
+    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
         """Return ``num_partitions`` disjoint sorted index arrays that cover every record, sizes within 1.
 
         Raises ImpossibleSplit for more clients than records.

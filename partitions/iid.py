@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitions.assign import STRICT, check_sizes, group
+from partitions.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,7 @@ class Iid:
     title: ClassVar[str] = "iid"
     __pydantic_config__ = STRICT
 
-    def split(
-        self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
-    ) -> list[NDArray[np.int64]]:
+    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
         """Return ``num_partitions`` disjoint sorted index arrays that cover every record.
 
         Raises ImpossibleSplit for more clients than records.

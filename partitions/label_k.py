@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from partitions.assign import STRICT, count_classes, deal
 from partitions.errors import ImpossibleSplit
+from partitions.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,7 @@ class LabelK:
         """Return NIID-Bench's name."""
         return f"{self.k}-Label"
 
-    def split(
-        self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
-    ) -> list[NDArray[np.int64]]:
+    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
         """Return ``num_partitions`` disjoint sorted index arrays, none empty.
 
         Raises ImpossibleSplit for k > L, more clients than records, or a class with fewer records than holders.

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from partitions.assign import STRICT, check_sizes, group
 from partitions.errors import ImpossibleSplit
+from partitions.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,7 @@ class Natural:
     title: ClassVar[str] = "natural"
     __pydantic_config__ = STRICT
 
-    def split(
-        self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
-    ) -> list[NDArray[np.int64]]:
+    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
         """Raise ImpossibleSplit: labels do not say where a record comes from."""
         del labels, num_partitions, rng
         raise ImpossibleSplit(
@@ -35,7 +34,7 @@ class Natural:
 
     def split_groups(
         self, labels: NDArray[np.int64], groups: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
-    ) -> list[NDArray[np.int64]]:
+    ) -> Parts:
         """Return ``num_partitions`` disjoint sorted index arrays that cover every record, none empty.
 
         Raises ImpossibleSplit for more clients than groups.

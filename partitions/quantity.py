@@ -16,6 +16,7 @@ from partitions.assign import (
     drawn_until,
     group,
 )
+from partitions.parts import Parts
 
 _MOST_DRAWS = 1000
 
@@ -44,9 +45,7 @@ class Quantity:
         """Return the short form."""
         return f"quantity:{self.beta}"
 
-    def split(
-        self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
-    ) -> list[NDArray[np.int64]]:
+    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
         """Return ``num_partitions`` disjoint sorted index arrays that cover every record.
 
         Raises ImpossibleSplit for more clients than records, or an explicit ``min_size`` that the draws do not reach.

@@ -1,5 +1,6 @@
 """What a scheme is: a frozen dataclass that deals records out to clients, and may change what they see of them."""
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -11,10 +12,11 @@ class Scheme(Protocol):
 
     def split(
         self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
-    ) -> list[NDArray[np.int64]]:
+    ) -> Sequence[NDArray[np.int64]]:
         """Return ``num_partitions`` disjoint sorted index arrays into ``labels``, shape (records,).
 
-        Raises ImpossibleSplit, a ValueError, where that cannot be done.
+        As a list, or as ``partitions.Parts``, which costs less where clients are many. Raises ImpossibleSplit, a
+        ValueError, where that cannot be done.
         """
         ...
 
@@ -25,7 +27,7 @@ class ByGroup(Protocol):
 
     def split_groups(
         self, labels: NDArray[np.int64], groups: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
-    ) -> list[NDArray[np.int64]]:
+    ) -> Sequence[NDArray[np.int64]]:
         """Return ``num_partitions`` disjoint sorted index arrays into ``labels``, shape (records,).
 
         ``groups``: a number for each record, shape (records,): its writer, hospital or device. Raises ImpossibleSplit,

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from partitions.assign import STRICT, check_sizes, group
 from partitions.errors import ImpossibleSplit
+from partitions.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,7 @@ class Shards:
         """Return the short form."""
         return f"shards:{self.shards_per_client}"
 
-    def split(
-        self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
-    ) -> list[NDArray[np.int64]]:
+    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
         """Return ``num_partitions`` disjoint sorted index arrays that cover every record.
 
         Raises ImpossibleSplit for more shards than records.

@@ -26,13 +26,21 @@ _POLL_SECONDS: Final = 0.05
 
 @dataclass(frozen=True)
 class Population:
-    """Which Flower node plays which client: ``nodes[client]`` is a node id."""
+    """Which Flower node plays which client: ``nodes[client]`` is a node id.
 
-    nodes: tuple[int, ...]
+    A range where nodes are ours, so that clients who are never asked cost nothing.
+    """
+
+    nodes: Sequence[int]
+
+    def client_of(self, node: int) -> int | None:
+        """Return the client that ``node`` plays, None for a stranger."""
+        if isinstance(self.nodes, range):
+            return self.nodes.index(node) if node in self.nodes else None
+        return self._clients.get(node)
 
     @cached_property
-    def clients(self) -> dict[int, int]:
-        """Return {node id: client}."""
+    def _clients(self) -> dict[int, int]:
         return {node: client for client, node in enumerate(self.nodes)}
 
 
@@ -67,7 +75,7 @@ def answers_to(
     order, params = asking.order, asking.params
     content = wire.share_content(order) if params is None else wire.task_content(order, params, {})
     sent = [Message(content, node, asking.message_type) for node in population.nodes]
-    answers = by_client(grid.send_and_receive(sent, timeout=asking.timeout), population.clients, strict=asking.quoted)
+    answers = by_client(grid.send_and_receive(sent, timeout=asking.timeout), population.client_of, strict=asking.quoted)
     return [_read(answers.get(client, []), read) for client in range(len(population.nodes))]
 
 
@@ -78,16 +86,18 @@ def _read(replies: Sequence[Message], read: Callable[[RecordDict], Read]) -> Rea
         return reason
 
 
-def by_client(replies: Iterable[Message], clients: Mapping[int, int], *, strict: bool) -> dict[int, list[Message]]:
-    """Return every client's replies, of which there should be one. ``clients``: {node: client}.
+def by_client(
+    replies: Iterable[Message], client_of: Callable[[int], int | None], *, strict: bool
+) -> dict[int, list[Message]]:
+    """Return every client's replies, of which there should be one. ``client_of``: which client a node plays, if any.
 
     A reply of a node that is no client is ignored, or where ``strict`` a RunError.
     """
     answers: dict[int, list[Message]] = {}
     for reply in replies:
         node = reply.metadata.src_node_id
-        if node in clients:
-            answers.setdefault(clients[node], []).append(reply)
+        if (client := client_of(node)) is not None:
+            answers.setdefault(client, []).append(reply)
         elif strict:
             raise RunError(f"node {node} answered, which plays no client: find out what else is on this federation")
     return answers
@@ -126,7 +136,7 @@ def in_words(who: str, failed: Mapping[int, Malformed]) -> str:
 def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:
     """Wait for all nodes and learn which client each one is; Flower hands out random node ids in random order."""
     if isinstance(grid, LocalGrid):
-        return Population(tuple(grid.get_node_ids()))
+        return Population(grid.get_node_ids())
     deadline = time.monotonic() + timeout
     while len(nodes := list(grid.get_node_ids())) < num_clients:
         if time.monotonic() > deadline:
@@ -137,7 +147,8 @@ def find_population(grid: Grid, num_clients: int, timeout: float) -> Population:
     if len(nodes) > num_clients:
         raise RunError(f"{len(nodes)} nodes for {num_clients} clients: start as many supernodes as clients")
     sent = [Message(wire.who_content(0), node, wire.WHO) for node in nodes]
-    answers = by_client(grid.send_and_receive(sent, timeout=timeout), {node: node for node in nodes}, strict=True)
+    themselves = {node: node for node in nodes}
+    answers = by_client(grid.send_and_receive(sent, timeout=timeout), themselves.get, strict=True)
     node_of: dict[int, int] = {}
     for node in nodes:
         partition = _read(answers.get(node, []), wire.read_who)

@@ -171,7 +171,7 @@ class FederatedStrategy(Strategy):
 
     def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:
         """Return the updates of the round's clients; under privacy without those that are missing or malformed."""
-        answers = by_client(replies, self.population.clients, strict=self.privacy is None)
+        answers = by_client(replies, self.population.client_of, strict=self.privacy is None)
         updates: list[Reply] = []
         failed: dict[int, Malformed] = {}
         for client in map(int, self.cohort):

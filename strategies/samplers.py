@@ -85,9 +85,10 @@ class FixedSize(Settings):
         del server_round
         self._check(num_clients)
         drawn = coins(num_clients)
-        while len(np.unique(drawn)) < num_clients:  # equal coins have no order, and any rule would favour somebody
+        # Equal coins have no order, and any rule would favour somebody.
+        while ((ordered := np.sort(drawn))[1:] == ordered[:-1]).any():
             drawn = coins(num_clients)
-        return np.sort(np.argsort(drawn)[: self.cohort_size])
+        return np.flatnonzero(drawn <= ordered[self.cohort_size - 1])
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
         """Return what ``event`` costs when clients are sampled like this, under replacing one client by another."""

@@ -52,7 +52,7 @@ class LocalGrid(Grid):
         """Make a message, as ``Message(...)`` does."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
-    def get_node_ids(self) -> Iterable[int]:
+    def get_node_ids(self) -> range:
         """Return the node ids in the order of their partitions."""
         return range(_FIRST_NODE_ID, _FIRST_NODE_ID + self.num_clients)
 

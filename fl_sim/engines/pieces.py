@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 from flwr.app import Message
 from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
 
 from fl_sim.engines import wire
 from fl_sim.engines.grid import answer, partition_of
@@ -30,7 +32,7 @@ class Together:
     """
 
     player: Callable[[], Play]
-    steps: Sequence[int]
+    steps: Sequence[int] | NDArray[np.int64]
     stack: int = 1
 
     def ordered(self, messages: Sequence[Message]) -> list[Message]:
@@ -39,7 +41,7 @@ class Together:
 
     def steps_of(self, message: Message) -> int:
         """Return the minibatch steps that a message asks for."""
-        return self.steps[partition_of(message)]
+        return int(self.steps[partition_of(message)])
 
     def pieces(self, messages: Sequence[Message], workers: int) -> list[list[Message]]:
         """Cut a round into pieces of work; how depends on the arguments alone.

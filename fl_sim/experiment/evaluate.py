@@ -1,16 +1,15 @@
 """How a run measures its models beside the test set: the settings, and the records that are held out for it."""
 
 import math
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, PlainValidator, model_validator
 
 from fl_sim.errors import UserError
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings
+from partitions import Parts
 
 
 def _share_or_given(value: Any) -> float | Literal["given"]:
@@ -73,29 +72,24 @@ class Evaluate(Settings):
         return self.test == "rounds" or (self.test == "last" and is_last)
 
 
-Shards = tuple[NDArray[np.int64], ...]
-
-
-def held_out(shards: Sequence[NDArray[np.int64]], share: float, seed: int) -> tuple[Shards, Shards]:
+def held_out(shards: Parts, share: float, seed: int) -> tuple[Parts, Parts]:
     """Return (what each client trains on, what is held out of its records), both in the order of its shard.
 
     Raises UserError where a client would be left without records to train on, and where nothing would be held out.
     """
-    trained_on, validated_on = [], []
-    for client, shard in enumerate(shards):
-        count = max(1, round(share * len(shard))) if len(shard) > 1 else 0
-        if len(shard) and count == len(shard):
+    chosen = np.zeros(len(shards.records), dtype=bool)
+    for client in np.flatnonzero(shards.sizes > 1).tolist():
+        own = chosen[shards.bounds[client] : shards.bounds[client + 1]]
+        count = max(1, round(share * len(own)))
+        if count == len(own):
             raise UserError(
-                f"evaluate.validation={share:g} leaves client {client}, which holds {len(shard)} records, none to "
+                f"evaluate.validation={share:g} leaves client {client}, which holds {len(own)} records, none to "
                 "train on: take a smaller share, or fewer clients"
             )
-        chosen = np.zeros(len(shard), dtype=bool)
-        chosen[rng(seed, "validation", client).permutation(len(shard))[:count]] = True
-        trained_on.append(shard[~chosen])
-        validated_on.append(shard[chosen])
-    if not any(map(len, validated_on)):
+        own[rng(seed, "validation", client).permutation(len(own))[:count]] = True
+    if not chosen.any():
         raise UserError(
             f"evaluate.validation={share:g} holds nothing out, as no client holds two records: leave it out, or have "
             "fewer clients"
         )
-    return tuple(trained_on), tuple(validated_on)
+    return shards.where(~chosen), shards.where(chosen)

@@ -1,7 +1,7 @@
 """A job: an experiment and all that it needs to run, its data set, split and device, found once in each process."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from fl_sim.store.tensors import read_by_content
 from fl_sim.training.features import num_features
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Params, Precision
-from partitions import ByGroup, FeatureSkew, Scheme
+from partitions import ByGroup, FeatureSkew, Parts, Scheme
 from strategies.algorithm import Bounded, Dealing
 from strategies.ccvr import CCVR
 from strategies.fedmix import FedMix, NaiveMix
@@ -45,17 +45,17 @@ class Job:
 
     experiment: Experiment
     dataset: Dataset
-    shards: tuple[NDArray[np.int64], ...]
+    shards: Parts
     device: torch.device
     root: Path | None
-    validation: tuple[NDArray[np.int64], ...] = ()
+    validation: Parts = field(default_factory=lambda: Parts.of(()))
     read: Callable[[str], Params] = read_by_content
 
     @property
     def num_validated(self) -> int:
         """Return on how many records models are measured beside the test records."""
         given = self.dataset.validation  # never without being used: job_of refuses that
-        return sum(map(len, self.validation)) if given is None else len(given)
+        return len(self.validation.records) if given is None else len(given)
 
     def model(self) -> nn.Module:
         """Return the experiment's model with its initial weights, on the CPU."""
@@ -108,7 +108,7 @@ def resolved(experiment: Experiment, data_root: Path | None) -> Experiment:
     return _resolved(experiment, load(experiment.data, data_root, experiment.features))
 
 
-def shards_of(dataset: Dataset, scheme: Scheme, num_clients: int, seed: int) -> tuple[NDArray[np.int64], ...]:
+def shards_of(dataset: Dataset, scheme: Scheme, num_clients: int, seed: int) -> Parts:
     """Return each client's record indices into the training set. Raises UserError for an impossible split."""
     return _split(dataset, np.arange(len(dataset.train)), scheme, num_clients, seed)
 
@@ -216,15 +216,15 @@ def _check_generator(settings: DaFl, dataset: Dataset, features: Features) -> No
         )
 
 
-def _shards(experiment: Experiment, dataset: Dataset) -> tuple[NDArray[np.int64], ...]:
+def _shards(experiment: Experiment, dataset: Dataset) -> Parts:
     """Return what each client of ``experiment`` holds: its part of the training set, or what the algorithm says."""
     algorithm, seed = experiment.algorithm, experiment.seed_of_partition
     if experiment.is_central:
-        return (np.arange(len(dataset.train)),)
+        return Parts.of([np.arange(len(dataset.train))])
     if not isinstance(algorithm, Dealing):
         return shards_of(dataset, experiment.partition, experiment.clients, seed)
 
-    def split(records: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+    def split(records: NDArray[np.int64]) -> Parts:
         if len(np.unique(records)) < len(records):
             raise UserError(
                 f"algorithm {kind_of(algorithm)}: deal calls split with one record several times; split takes indices "
@@ -236,9 +236,7 @@ def _shards(experiment: Experiment, dataset: Dataset) -> tuple[NDArray[np.int64]
     return _checked(shards, experiment.num_clients, len(dataset.train), f"algorithm {kind_of(algorithm)}")
 
 
-def _split(
-    dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_clients: int, seed: int
-) -> tuple[NDArray[np.int64], ...]:
+def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_clients: int, seed: int) -> Parts:
     """Return each client's indices into ``records``, which are indices into the training set."""
     labels, groups, coins = dataset.train.labels[records], dataset.train.groups, rng(seed, "partition")
     try:
@@ -251,15 +249,14 @@ def _split(
     return _checked(parts, num_clients, len(labels), f"partition {kind_of(scheme)}")
 
 
-def _checked(
-    parts: Sequence[NDArray[np.int64]], num_clients: int, num_records: int, giver: str
-) -> tuple[NDArray[np.int64], ...]:
+def _checked(parts: Sequence[NDArray[np.int64]], num_clients: int, num_records: int, giver: str) -> Parts:
     """Return what ``giver``, who may be the user's own, dealt out. Raises UserError unless it is a part a client."""
     if len(parts) != num_clients:
         raise UserError(f"{giver} gave {len(parts)} parts for {num_clients} clients: it must give one for each")
-    indices = np.concatenate([part for part in parts if len(part)] or [np.zeros(0, dtype=np.int64)])
+    laid_out = parts if isinstance(parts, Parts) else Parts.of(parts)
+    indices = laid_out.records
     if indices.ndim != 1 or indices.dtype.kind not in "iu" or not ((indices >= 0) & (indices < num_records)).all():
         raise UserError(f"{giver} gave parts that are not arrays of record indices from 0 to {num_records - 1}")
     if len(indices) and (counts := np.bincount(indices)).max() > 1:
         raise UserError(f"{giver} gave record {int(counts.argmax())} to several clients: parts must be disjoint")
-    return tuple(part.astype(np.int64, copy=False) for part in parts)
+    return replace(laid_out, records=indices.astype(np.int64, copy=False))

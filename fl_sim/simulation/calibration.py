@@ -52,7 +52,7 @@ def calibrate(
     if protection is None:
         classes = class_gaussians(moments, num_features)
     else:
-        std = protection.std * math.sqrt(sum(len(shard) > 0 for shard in job.shards))  # others send no noise
+        std = protection.std * math.sqrt(np.count_nonzero(job.shards.sizes))  # others send no noise
         classes = [one.scaled(settings.clipping_norm) for one in class_gaussians(moments, num_features, std)]
     if classes:
         features, labels = draw_features(classes, settings.samples_per_class, rng(seed, "class gaussians"))

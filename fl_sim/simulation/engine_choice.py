@@ -30,7 +30,7 @@ from fl_sim.seeding import rng
 from fl_sim.simulation.capacity import cores, generator_threads, stack_of, workers_of
 from fl_sim.simulation.pace import PROBE_STEPS, SHARE_PER_CORE, num_steps, step_seconds
 from fl_sim.simulation.procedure import procedure_of, site_of
-from fl_sim.simulation.site import local_settings, to_generator
+from fl_sim.simulation.site import local_settings, steps_by_client, to_generator
 from fl_sim.training.loop import to_tensors
 from fl_sim.types import LocalSettings
 
@@ -114,9 +114,7 @@ def together_of(job: Job, site_of: SiteFactory, stack: int) -> Together | None:
     """Return how several clients are trained at a time; None where that does not pay."""
     if stack == 1 and not trains_natively(job):
         return None
-    settings = _typical_settings(job)
-    steps = [settings.num_steps(len(shard)) for shard in job.shards]
-    return Together(partial(train_together, site_of, stacked=stack > 1), steps, stack)
+    return Together(partial(train_together, site_of, stacked=stack > 1), steps_by_client(job), stack)
 
 
 def choose(job: Job) -> tuple[Engine, str]:
@@ -203,7 +201,7 @@ def synthesis_seconds(job: Job) -> float:
     from clients.dafl.generator import Generator, PrivateRecords, Shortening  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
 
-    num_records = sum(len(shard) for shard in job.shards) // experiment.num_clients
+    num_records = len(job.shards.records) // experiment.num_clients
     inputs, _ = to_tensors(dataset.test.take(np.arange(min(len(dataset.test), num_records))), dataset)
     records = PrivateRecords(to_generator(inputs, job), torch.zeros(len(inputs), dtype=torch.int64), 1)
     counts = np.array([max(1, round(settings.gamma * len(inputs)))])

@@ -14,7 +14,7 @@ from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.simulation.capacity import cores, fixed_threads, stack_of, workers_of
 from fl_sim.simulation.procedure import procedure_of
-from fl_sim.simulation.site import local_settings
+from fl_sim.simulation.site import local_settings, steps_by_client
 from fl_sim.training.loop import resident
 from fl_sim.training.records import Source
 from fl_sim.training.trainer import LocalJob
@@ -77,10 +77,9 @@ def step_seconds(job: Job) -> float:
 
 def num_steps(job: Job) -> float:
     """Return how many steps all clients of all rounds are expected to take together."""
-    experiment, settings = job.experiment, local_settings(job, job.experiment.local.learning_rate)
+    experiment, each = job.experiment, steps_by_client(job)
     cohort = experiment.sampler.expected_size(experiment.num_clients)
-    each = [settings.num_steps(len(shard)) for shard in job.shards]
-    return procedure_of(job).num_trainings * cohort * sum(each) / len(each)
+    return procedure_of(job).num_trainings * cohort * int(each.sum()) / len(each)
 
 
 def clients_at_once(job: Job) -> float:

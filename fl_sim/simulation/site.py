@@ -1,7 +1,7 @@
 """What a worker needs to play any client of an experiment: its records, the pool's, and what it shares."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -95,6 +95,13 @@ def local_settings(job: Job, learning_rate: float) -> LocalSettings:
     return LocalSettings(**{**same, "learning_rate": learning_rate, "augment": _augment(job)})
 
 
+def steps_by_client(job: Job) -> NDArray[np.int64]:
+    """Return how many minibatch steps every client takes in a round."""
+    settings = local_settings(job, job.experiment.local.learning_rate)
+    sizes, which = np.unique(job.shards.sizes, return_inverse=True)
+    return np.array([settings.num_steps(size) for size in sizes.tolist()], dtype=np.int64)[which]
+
+
 def _augment(job: Job) -> Augment:
     chosen = job.experiment.local.augment
     if chosen == "none":
@@ -128,7 +135,8 @@ def as_kept(records: torch.Tensor, job: Job) -> torch.Tensor:
 
 
 def _own_records(job: Job, client: int) -> Records:
-    examples = _after_attack(job, job.dataset.train.take(job.shards[client]), {client: slice(None)})
+    hostile = [slice(None)] if client in _hostile(job) else []
+    examples = _after_attack(job, job.dataset.train.take(job.shards[client]), hostile)
     if not _is_skewed(job.experiment):
         return resident(examples, job.dataset, job.device).whole()
     inputs, labels = to_tensors(examples, job.dataset)
@@ -137,30 +145,34 @@ def _own_records(job: Job, client: int) -> Records:
 
 def _in_memory(job: Job) -> Callable[[int], Records]:
     """Return ``_own_records`` out of one array with everybody's records, client by client."""
-    ends = np.cumsum([len(shard) for shard in job.shards]).tolist()
-    parts = [range(end - len(shard), end) for shard, end in zip(job.shards, ends, strict=True)]
-    everybody = job.dataset.train.take(np.concatenate(job.shards))
-    everybody = _after_attack(job, everybody, {client: slice(at.start, at.stop) for client, at in enumerate(parts)})
+    bounds = job.shards.bounds
+
+    def rows(client: int) -> range:
+        return range(int(bounds[client]), int(bounds[client + 1]))
+
+    hostile = [slice(*bounds[client : client + 2]) for client in _hostile(job)]
+    everybody = _after_attack(job, job.dataset.train.take(job.shards.records), hostile)
     if _is_skewed(job.experiment):
         inputs, labels = to_tensors(everybody, job.dataset)
-        for client, part in enumerate(parts):
-            own = inputs[part.start : part.stop]
+        for client, own in enumerate(torch.split(inputs, job.shards.sizes.tolist())):
             own.copy_(_as_seen_by(client, own, job))
         source = Source(inputs.to(job.device), labels.to(job.device))
     else:
         source = resident(everybody, job.dataset, job.device)
-    return lambda client: Records(((source, parts[client]),))
+    return lambda client: Records(((source, rows(client)),))
 
 
-def _after_attack(job: Job, examples: Examples, places: Mapping[int, slice]) -> Examples:
-    """Return ``examples``, in which clients have these ``places``, with the labels that hostile ones train on."""
-    attack, experiment = job.experiment.attack, job.experiment
-    hostile = hostile_clients(attack, experiment.num_clients, experiment.seed) & set(places)
+def _hostile(job: Job) -> frozenset[int]:
+    return hostile_clients(job.experiment.attack, job.experiment.num_clients, job.experiment.seed)
+
+
+def _after_attack(job: Job, examples: Examples, hostile: Sequence[slice]) -> Examples:
+    """Return ``examples`` with the labels that hostile clients, who have these places among them, train on."""
     if not hostile:
         return examples
     labels = examples.labels.copy()
-    for client in hostile:
-        labels[places[client]] = attack.poisoned(labels[places[client]], job.dataset.num_classes)
+    for place in hostile:
+        labels[place] = job.experiment.attack.poisoned(labels[place], job.dataset.num_classes)
     return replace(examples, labels=labels)
 
 
@@ -271,12 +283,11 @@ def validation_records(job: Job) -> Source:
     """
     if job.dataset.validation is not None:
         return _as_evaluated(job, job.dataset.validation, "validation feature-noise")
-    examples = job.dataset.train.take(np.concatenate(job.validation))
+    examples = job.dataset.train.take(job.validation.records)
     if not _is_skewed(job.experiment):
         return resident(examples, job.dataset, job.device)
     inputs, labels = to_tensors(examples, job.dataset)
-    sizes = [len(part) for part in job.validation]
-    for client, own in enumerate(torch.split(inputs, sizes)):
+    for client, own in enumerate(torch.split(inputs, job.validation.sizes.tolist())):
         own.copy_(_as_seen_by(client, own, job, "validation feature-noise"))
     return Source(inputs.to(job.device), labels.to(job.device))
 

@@ -6,7 +6,6 @@ from functools import cached_property
 
 import numpy as np
 from flwr.clientapp import ClientApp
-from numpy.typing import NDArray
 from safetensors.torch import load
 
 from clients.app import Site, build_client_app, train_together
@@ -16,20 +15,20 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, device_of
 from fl_sim.simulation.procedure import procedure_of
 from fl_sim.types import Dataset, Examples, Params
+from partitions import Parts
 
 
 @dataclass(frozen=True, eq=False)
 class TravellingJob:
     """What a worker elsewhere needs to play any client of a job, without a file of its own.
 
-    ``shards``, ``validation``: as of the job, one array each, and how long the parts are. ``digest``: of all arrays.
-    ``files``: what came later, by name.
+    ``shards``, ``validation``: as of the job. ``digest``: of all arrays. ``files``: what came later, by name.
     """
 
     experiment: str
     dataset: Dataset
-    shards: tuple[NDArray[np.int64], NDArray[np.int64]]
-    validation: tuple[NDArray[np.int64], NDArray[np.int64]]
+    shards: Parts
+    validation: Parts
     digest: str
     files: dict[str, bytes] = field(default_factory=dict)
 
@@ -37,19 +36,17 @@ class TravellingJob:
     def of(cls, job: Job) -> "TravellingJob":
         """Pack ``job``."""
         dataset = replace(job.dataset, train=_plain(job.dataset.train), test=_plain(job.dataset.test))
-        shards, validation = _joined(job.shards), _joined(job.validation)
-        return cls(
-            job.experiment.model_dump_json(), dataset, shards, validation, _digest(dataset, *shards, *validation)
-        )
+        digest = _digest(dataset, job.shards, job.validation)
+        return cls(job.experiment.model_dump_json(), dataset, job.shards, job.validation, digest)
 
     @cached_property
     def site(self) -> Site:
         """Return what plays the job's clients. Raises RunError where other records came than were sent."""
-        if _digest(self.dataset, *self.shards, *self.validation) != self.digest:
+        if _digest(self.dataset, self.shards, self.validation) != self.digest:
             raise RunError("other records arrived than were sent: start the same command again")
         experiment = Experiment.model_validate_json(self.experiment)
-        shards, validation = _parts(*self.shards), _parts(*self.validation)
-        job = Job(experiment, self.dataset, shards, device_of(experiment), None, validation, self._read)
+        device = device_of(experiment)
+        job = Job(experiment, self.dataset, self.shards, device, None, self.validation, self._read)
         return procedure_of(job).site()
 
     @cached_property
@@ -78,21 +75,13 @@ def _plain(examples: Examples) -> Examples:
     return Examples(examples.inputs.view(np.ndarray), examples.labels.view(np.ndarray), groups)
 
 
-def _joined(parts: tuple[NDArray[np.int64], ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    none = np.zeros(0, dtype=np.int64)
-    return np.concatenate([none, *parts]), np.array([len(part) for part in parts], dtype=np.int64)
-
-
-def _parts(joined: NDArray[np.int64], sizes: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
-    return tuple(np.split(joined, np.cumsum(sizes)[:-1])) if len(sizes) else ()
-
-
-def _digest(dataset: Dataset, *arrays: NDArray[np.int64]) -> str:
+def _digest(dataset: Dataset, *splits: Parts) -> str:
     digest = hashlib.sha256()
     for part in (dataset.train, dataset.test):
         for array in (part.inputs, part.labels, part.groups):
             if array is not None:
                 digest.update(np.ascontiguousarray(array).data)
-    for array in arrays:
-        digest.update(array.data)
+    for split in splits:
+        for array in (split.records, split.bounds):
+            digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fl_sim.errors import UserError
 from fl_sim.store.files import read_whole, write_whole
-from fl_sim.store.tensors import forget_from, keeps, kept
+from fl_sim.store.tensors import forget_from, keeps, kept, met
 from fl_sim.types import Payloads
 
 SEAL = "seal.json"
@@ -31,7 +31,7 @@ class Seal:
         self._state_dir = state_dir
         self._parts: dict[int, int] = {}
         self._total = 0
-        self._count(range(num_clients), last_round)
+        self._count(met(state_dir, num_clients), last_round)
         self._last = (last_round, self._sum())
 
     def put(self, server_round: int, cohort: Iterable[int]) -> None:

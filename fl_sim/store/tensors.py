@@ -3,6 +3,7 @@
 What clients keep is theirs: nobody but its owner may read the files, from the first byte on.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -116,13 +117,40 @@ def kept(state_dir: Path, clients: Iterable[int], server_round: int) -> Iterator
                 yield client, *heads[latest]
 
 
+def met(state_dir: Path, num_clients: int) -> Iterator[int]:
+    """Give, ascending, all clients that may have kept something: the places of those never met are holes in the file.
+
+    Where a file system does not tell holes, these are all clients.
+    """
+    if not (state_dir / STATES).exists() or not (state_dir / LAYOUT).exists():
+        return
+    each = _read_layout(read_whole(state_dir / LAYOUT)).place(1, 0)
+    with (state_dir / STATES).open("rb", buffering=0) as file:
+        client = 0
+        while (client := max(client, _next_data(file, client * each) // each)) < num_clients:
+            yield client
+            client += 1
+
+
+def _next_data(file: FileIO, place: int) -> int:
+    """Return where, from ``place`` on, the next written byte lies; at least the file's size where there is none."""
+    if not hasattr(os, "SEEK_DATA"):  # Windows
+        return place
+    try:
+        return os.lseek(file.fileno(), place, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return max(place, os.fstat(file.fileno()).st_size)
+
+
 def forget_from(state_dir: Path, num_clients: int, server_round: int) -> None:
     """Forget what clients kept in ``server_round`` and later: in a round that did not finish, nobody took part."""
     if not (state_dir / STATES).exists() or not (state_dir / LAYOUT).exists():
         return
     slots = _read_layout(read_whole(state_dir / LAYOUT))
     with (state_dir / STATES).open("r+b", buffering=0) as file:
-        for client in range(num_clients):
+        for client in met(state_dir, num_clients):
             for slot, (written_in, _) in enumerate(slots.heads(file, client)):
                 if written_in >= server_round:
                     _write(file, slots.place(client, slot), bytes(_HEAD.size))

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.training.evaluation import Scores
+from partitions import Parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +97,10 @@ class Holdings:
     counts: NDArray[np.int64]
 
     @classmethod
-    def of(cls, splits: Sequence[Sequence[NDArray[np.int64]]], labels: NDArray[np.int64]) -> Self:
+    def of(cls, splits: Sequence[Parts], labels: NDArray[np.int64]) -> Self:
         """Return it where each client has its part of every split: indices into ``labels``, of all records."""
-        owners = np.concatenate([np.repeat(np.arange(len(split)), [*map(len, split)]) for split in splits])
-        records = np.concatenate([part for split in splits for part in split])
+        owners = np.concatenate([split.owners for split in splits])
+        records = np.concatenate([split.records for split in splits])
         num_classes = int(labels.max()) + 1
         pairs, counts = np.unique(owners * num_classes + labels[records], return_counts=True)
         return cls(pairs // num_classes, pairs % num_classes, counts)
@@ -127,17 +128,14 @@ class OwnTests:
     num_clients: int
 
     @classmethod
-    def of(
-        cls, shards: Sequence[NDArray[np.int64]], groups: NDArray[np.int64], tested: NDArray[np.int64]
-    ) -> Self | None:
+    def of(cls, shards: Parts, groups: NDArray[np.int64], tested: NDArray[np.int64]) -> Self | None:
         """Return it by where records come from: ``groups`` of the training records, ``tested`` of the test records.
 
         ``shards``: each client's training records. A test record belongs to the client that holds its group; None where
         a group is spread over several clients.
         """
         owner_of = np.full(len(groups), -1)
-        for client, shard in enumerate(shards):
-            owner_of[shard] = client
+        owner_of[shards.records] = shards.owners
         held = owner_of >= 0
         owner_of, numbers = owner_of[held], groups[held]
         order = np.lexsort((owner_of, numbers))

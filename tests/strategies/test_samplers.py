@@ -36,6 +36,18 @@ def test_fixed_size_draws_that_many_distinct_clients_in_order():
         assert set(clients.tolist()) <= set(range(20))
 
 
+def test_fixed_size_takes_those_with_the_smallest_coins():
+    for server_round in range(50):
+        clients = FixedSize(cohort_size=30).sample(1_000, rng(0, "sampler", server_round).random, server_round)
+        coins = rng(0, "sampler", server_round).random(1_000)
+        assert clients.tolist() == np.sort(np.argsort(coins)[:30]).tolist()
+
+
+def test_fixed_size_draws_again_where_coins_are_equal():
+    draws = iter([np.array([0.5, 0.25, 0.5]), np.array([0.75, 0.5, 0.25])])
+    assert FixedSize(cohort_size=1).sample(3, lambda _: next(draws), 1).tolist() == [2]
+
+
 def test_fixed_size_is_uniform_over_all_subsets():
     present = _draws(FixedSize(cohort_size=2), 5)
     p = 1 / 10  # of each of the 10 pairs

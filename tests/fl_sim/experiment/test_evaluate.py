@@ -13,6 +13,7 @@ from fl_sim.experiment.job import job_of
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_rounds
+from partitions import Parts
 
 
 def _made(*overrides):
@@ -21,7 +22,7 @@ def _made(*overrides):
 
 def _shards(*sizes):
     ends = np.cumsum(sizes)
-    return [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return Parts.of([np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)])
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.floats(0.01, 0.5), st.integers(0, 3))
@@ -39,7 +40,7 @@ def test_each_clients_records_are_parted_and_two_or_more_leave_one_on_each_side(
 def test_what_is_held_out_follows_the_seed_and_the_client_alone():
     shards = _shards(30, 30)
     (_, first), (_, again), (_, other) = (held_out(shards, 0.5, seed) for seed in (0, 0, 1))
-    alone = held_out([shards[0], _shards(30, 12)[1]], 0.5, 0)[1]
+    alone = held_out(_shards(30, 12), 0.5, 0)[1]
     assert np.array_equal(first[0], again[0])
     assert np.array_equal(first[0], alone[0])
     assert not np.array_equal(first[0], other[0])
@@ -61,7 +62,7 @@ def test_a_job_trains_on_what_validation_leaves_of_the_same_split():
         job_of(_made("partition=dirichlet:0.5")),
         job_of(_made("partition=dirichlet:0.5", "evaluate.validation=0.2")),
     )
-    assert plain.validation == ()
+    assert len(plain.validation) == 0
     for shard, kept, out in zip(plain.shards, held.shards, held.validation, strict=True):
         assert set(kept) | set(out) == set(shard)
         assert len(out) == round(0.2 * len(shard))

@@ -11,7 +11,7 @@ import torch
 
 from fl_sim.errors import RunError
 from fl_sim.store import tensors
-from fl_sim.store.tensors import load_state, save_state
+from fl_sim.store.tensors import forget_from, kept, load_state, met, save_state
 
 
 def _state(value):
@@ -38,6 +38,26 @@ def test_a_round_reads_what_the_last_round_before_it_left(tmp_path: Path):
     assert load_state(tmp_path, 3, 2) == {}
     assert load_state(tmp_path, 4, 11) == {}
     assert load_state(tmp_path, 33, 11) == {}
+
+
+@pytest.mark.skipif(not hasattr(os, "SEEK_DATA"), reason="this system does not tell holes")
+def test_clients_that_were_never_met_take_no_space_and_are_not_looked_for(tmp_path: Path):
+    assert list(met(tmp_path, 10**6)) == []
+    for client in (999_999, 3, 70_000):
+        save_state(tmp_path, client, 1, _state(client))
+    assert list(met(tmp_path, 10**6)) == [3, 70_000, 999_999]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["layout.json", "states.bin"]
+    assert (tmp_path / "states.bin").stat().st_blocks * 512 < 10 * 4096
+    assert [client for client, *_ in kept(tmp_path, met(tmp_path, 10**6), 2)] == [3, 70_000, 999_999]
+    forget_from(tmp_path, 10**6, 1)
+    assert list(kept(tmp_path, met(tmp_path, 10**6), 2)) == []
+
+
+def test_all_clients_are_looked_for_where_holes_are_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_state(tmp_path, 3, 1, _state(3))
+    monkeypatch.delattr(os, "SEEK_DATA", raising=False)
+    assert list(met(tmp_path, 9)) == [*range(9)]
+    assert [client for client, *_ in kept(tmp_path, met(tmp_path, 9), 2)] == [3]
 
 
 def test_groups_names_shapes_and_bits_come_back(tmp_path: Path):

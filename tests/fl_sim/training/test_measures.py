@@ -8,6 +8,7 @@ from sklearn import metrics
 
 from fl_sim.training.evaluation import Scores
 from fl_sim.training.measures import Confusion, Holdings, OverClients, OwnTests, area_under_roc
+from partitions import Parts
 
 
 def _scores(num_classes: int, count: int, seed: int, *, tied: bool = False) -> Scores:
@@ -57,7 +58,7 @@ def test_a_clients_accuracy_counts_each_test_record_as_often_as_its_class_occurs
     confusion = Confusion.of(scores, 5)
     labels = np.random.default_rng(2).integers(0, 4, 40)
     kept, held_out = (np.arange(0, 20), np.arange(20, 30)), (np.arange(30, 35), np.arange(35, 40))
-    found = Holdings.of((kept, held_out), labels).accuracies(confusion.recalls)
+    found = Holdings.of((Parts.of(kept), Parts.of(held_out)), labels).accuracies(confusion.recalls)
     for client, accuracy in enumerate(found):
         own = labels[np.concatenate([kept[client], held_out[client]])]
         weights = np.bincount(own, minlength=5)[scores.labels] / np.bincount(scores.labels, minlength=5)[scores.labels]
@@ -66,14 +67,14 @@ def test_a_clients_accuracy_counts_each_test_record_as_often_as_its_class_occurs
 
 def test_classes_without_test_records_count_nowhere_and_clients_without_others_are_left_out():
     holdings = Holdings.of(
-        ([np.array([0, 1, 2]), np.array([3]), np.array([], dtype=np.int64)],), np.array([0, 0, 1, 2])
+        [Parts.of([np.array([0, 1, 2]), np.array([3]), np.array([], dtype=np.int64)])], np.array([0, 0, 1, 2])
     )
     assert holdings.accuracies(np.array([0.5, 1.0, np.nan])).tolist() == [pytest.approx(2 / 3)]
 
 
 def test_a_client_with_test_records_of_its_own_is_measured_on_these_alone():
     shards, groups = [np.array([0, 3]), np.array([1]), np.array([2, 4])], np.array([5, 9, 7, 6, 7])
-    own = OwnTests.of(shards, groups, np.array([7, 5, 6, 8, 7, 6]))
+    own = OwnTests.of(Parts.of(shards), groups, np.array([7, 5, 6, 8, 7, 6]))
     assert own.owners.tolist() == [2, 0, 0, -1, 2, 0]
     assert own.counts.tolist() == [3, 0, 2]
     truth, guessed = np.array([0, 1, 1, 0, 1, 0]), np.array([0, 1, 0, 1, 1, 1])
@@ -81,7 +82,7 @@ def test_a_client_with_test_records_of_its_own_is_measured_on_these_alone():
 
 
 def test_test_records_are_nobodys_where_a_group_is_spread_over_clients():
-    assert OwnTests.of([np.array([0]), np.array([1])], np.array([5, 5]), np.array([5])) is None
+    assert OwnTests.of(Parts.of([np.array([0]), np.array([1])]), np.array([5, 5]), np.array([5])) is None
 
 
 @pytest.mark.parametrize(("count", "worst"), [(1, 0.0), (10, 0.0), (11, 0.5), (20, 0.5), (21, 1.0)])
