@@ -1,11 +1,16 @@
-"""Start-up, seconds a round and memory as the population and the cohort grow: MNIST's 60,000 records, one process.
+"""Start-up, seconds a round and memory as the population, the cohort and the model grow: one process.
 
-Every row is a run of its own in a process of its own: `fl-sim run`'s own path, with the sampler fixed-size:COHORT, the
-NIID-Bench CNN, batch 64, one local epoch, checkpoints after every round and no evaluation in the rounds that count.
-``start`` is from the beginning of the process to its first round, imports included; ``memory`` is the largest resident
-set; ``states`` is what clients keep on disk at the end (SCAFFOLD).
+Every row is a run of its own in a process of its own: `fl-sim run`'s own path, with the sampler fixed-size:COHORT,
+batch 64, one local epoch, checkpoints after every round and no evaluation in the rounds that count. ``start`` is from
+the beginning of the process to its first round, imports included; ``memory`` is the largest resident set, then that
+before the first round, after the first that counts and after the last; ``states`` is what clients keep on disk at the
+end (SCAFFOLD).
 
-    python benchmarks/scale.py [--json] [--plot scale.png] [--quick]
+    python benchmarks/scale.py [--json] [--plot scale.png] [--quick]    MNIST's 60,000 records, the NIID-Bench CNN
+    python benchmarks/scale.py --million [--rounds 1000]    1,000,000 clients: 2,000,000 made-up records of 20 numbers,
+                                                            a perceptron of 46,410 parameters, cohorts of 1,000
+    python benchmarks/scale.py --large-model [--rounds 3]   100 clients with a model of 105 MB, cohorts of 10 and of
+                                                            100, MNIST (about 12 GB of memory)
 
 Real images are read from $FL_SIM_DATA; without it they are random bytes of the same shape, which costs the same.
 """
@@ -20,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,13 +36,18 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Setting:
-    """One run. ``rounds`` are those that count; one more comes before them and one, with evaluation, after them."""
+    """One run. ``rounds`` are those that count; one more comes before them and one, with evaluation, after them.
+
+    ``data``: "mnist", or "numbers", made-up records of 20 numbers, each client's own kept together by a client column.
+    """
 
     population: int
     cohort: int
     algorithm: str = "fedavg"
     partition: str = "iid"
     rounds: int = 5
+    data: str = "mnist"
+    model: str = "niid-cnn"
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,8 @@ class Row:
     slowest_round_seconds: float
     memory_mb: float
     memory_at_start_mb: float
+    memory_first_mb: float
+    memory_last_mb: float
     states_mb: float
 
 
@@ -64,7 +76,30 @@ SETTINGS = [
     Setting(10_000, 1_000, algorithm="scaffold", rounds=20),
 ]  # fmt: skip
 
+MILLION = [
+    Setting(1_000_000, 1_000, algorithm, partition, 20, "numbers", "2nn")
+    for algorithm in ("fedavg", "scaffold") for partition in ("natural", "dirichlet:0.5")
+]  # fmt: skip
+LARGE_MODEL = [Setting(100, cohort, rounds=3, model="large_model:large") for cohort in (10, 100)]
 QUICK = [Setting(100, 10, rounds=3), Setting(10_000, 100, rounds=3), Setting(10_000, 100, "scaffold", rounds=3)]
+
+
+def numbers_of(folder: Path, clients: int) -> str:
+    """Return the name of made-up records of 20 numbers and ten classes: two a client on average, and at least one."""
+    import numpy as np
+
+    path = folder / f"numbers-{clients}.npz"
+    if not path.exists():
+        generator = np.random.default_rng(0)
+        owners = generator.permutation(np.concatenate([np.arange(clients), generator.integers(0, clients, clients)]))
+        arrays: dict[str, Any] = {"client_train": owners}
+        for part, count in (("train", len(owners)), ("test", 1_000)):
+            labels = generator.integers(0, 10, count)
+            inputs = generator.standard_normal((count, 20), dtype=np.float32)
+            inputs[np.arange(count), labels] += 2
+            arrays |= {f"x_{part}": inputs, f"y_{part}": labels}
+        np.savez(path, allow_pickle=False, **arrays)
+    return f"npz:{path}"
 
 
 def data_of(folder: Path, records: int = RECORDS) -> str:
@@ -97,6 +132,7 @@ def run_one(setting: Setting, data: str, folder: Path, start: float) -> Row:
     class Watch(Silent):
         def __init__(self) -> None:
             self.seconds: list[float] = []
+            self.memory: list[float] = []  # after each round
             self.cpu: list[float] = []  # at the start, and after each round
             self.states = 0.0
 
@@ -107,10 +143,11 @@ def run_one(setting: Setting, data: str, folder: Path, start: float) -> Row:
         def finished_round(self, record: RoundRecord) -> None:
             self.seconds.append(record.seconds)
             self.cpu.append(cpu_seconds())
+            self.memory.append(resident_mb())
             self.states = space_mb(folder / "run" / run_directory.STATE)
 
     table = {
-        "data": data, "partition": setting.partition, "clients": setting.population, "model": "niid-cnn",
+        "data": data, "partition": setting.partition, "clients": setting.population, "model": setting.model,
         "algorithm": setting.algorithm, "sampler": f"fixed-size:{setting.cohort}", "rounds": setting.rounds + 2,
         "evaluate_every": setting.rounds + 2, "engine": "inprocess",
     }  # fmt: skip
@@ -120,7 +157,7 @@ def run_one(setting: Setting, data: str, folder: Path, start: float) -> Row:
     cpu = [after - before for before, after in pairwise(watch.cpu)][1:-1]
     return Row(
         setting, watch.started_at - start, watch.cpu[0], statistics.median(seconds), statistics.median(cpu),
-        max(seconds), memory_mb(), watch.at_start, watch.states,
+        max(seconds), memory_mb(), watch.at_start, watch.memory[1], watch.memory[-2], watch.states,
     )  # fmt: skip
 
 
@@ -128,6 +165,13 @@ def memory_mb() -> float:
     """Return the largest resident set of this process so far."""
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def resident_mb() -> float:
+    """Return the resident set of this process now."""
+    import psutil
+
+    return float(psutil.Process().memory_info().rss) / 1e6
 
 
 def cpu_seconds() -> float:
@@ -144,7 +188,8 @@ def space_mb(folder: Path) -> float:
 def measured(setting: Setting, data: str) -> Row:
     """Do a run in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(HERE.parent), str(HERE)])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(HERE / "scale.py"), "--one", json.dumps(asdict(setting)), data, folder]
         command.append(repr(time.time()))
         done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
@@ -161,15 +206,17 @@ def read_row(values: dict[str, Any]) -> Row:
 def table(rows: Iterable[Row]) -> str:
     """Return the rows as Markdown."""
     titles = (
-        "population, cohort, algorithm, split, start s, CPU, s a round, slowest, CPU, memory MB, at start, states MB"
+        "population, cohort, algorithm, split, start s, CPU, s a round, slowest, CPU, memory MB, at start, "
+        "first round, last round, states MB"
     )
-    lines = [f"| {titles.replace(', ', ' | ')} |", "|---" * 12 + "|"]
+    lines = [f"| {titles.replace(', ', ' | ')} |", "|---" * 14 + "|"]
     for row in rows:
         one = row.setting
         cells = [f"{one.population:,}", f"{one.cohort:,}", one.algorithm, one.partition]
         cells += [f"{seconds:.1f}" for seconds in (row.start_seconds, row.start_cpu_seconds)]
         cells += [f"{x:.3f}" for x in (row.round_seconds, row.slowest_round_seconds, row.round_cpu_seconds)]
-        cells += [f"{megabytes:.0f}" for megabytes in (row.memory_mb, row.memory_at_start_mb, row.states_mb)]
+        memory = (row.memory_mb, row.memory_at_start_mb, row.memory_first_mb, row.memory_last_mb)
+        cells += [f"{megabytes:.0f}" for megabytes in (*memory, row.states_mb)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -214,10 +261,21 @@ def _others(axes: Any, rows: list[Row], measure: str) -> None:
             axes.plot(*zip(*points, strict=True), marker=marker, linestyle="--", label=what)
 
 
+def settings_of(options: argparse.Namespace) -> list[Setting]:
+    """Return the runs that the command line asks for."""
+    chosen = MILLION if options.million else LARGE_MODEL if options.large_model else SETTINGS
+    chosen = QUICK if options.quick else chosen
+    return [replace(one, rounds=options.rounds or one.rounds) for one in chosen]
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three small runs")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--quick", action="store_true", help="three small runs")
+    kinds.add_argument("--million", action="store_true", help="a million clients")
+    kinds.add_argument("--large-model", action="store_true", help="a model of 105 MB")
+    parser.add_argument("--rounds", type=int, help="rounds that count")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--plot", type=Path, help="write the plot to this PNG")
     parser.add_argument("--one", nargs=4, metavar=("SETTING", "DATA", "FOLDER", "START"), help=argparse.SUPPRESS)
@@ -228,8 +286,9 @@ def main() -> None:
         return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        data = data_of(Path(folder))
-        for setting in QUICK if options.quick else SETTINGS:
+        for setting in settings_of(options):
+            numbers = setting.data == "numbers"
+            data = numbers_of(Path(folder), setting.population) if numbers else data_of(Path(folder))
             rows.append(measured(setting, data))
             print(f"measured {setting}", file=sys.stderr)
     if options.plot:

@@ -40,14 +40,28 @@ def test_a_run_reports_its_start_rounds_memory_and_states(scale: ModuleType, tmp
     assert row.start_cpu_seconds > 0
     assert 0 < row.round_seconds <= row.slowest_round_seconds < row.start_seconds
     assert 0 < row.memory_at_start_mb <= row.memory_mb
+    assert 0 < row.memory_first_mb <= 1.01 * row.memory_mb
     one_state = 4 * 44_426 / 1e6
     assert 5 * one_state < row.states_mb < 1.1 * 5 * 5 * one_state  # holes take no space: five rounds of five clients
     assert row == scale.read_row(json.loads(json.dumps(scale.asdict(row))))
     assert "| 200 | 5 | scaffold | iid |" in scale.table([row])
 
 
+def test_a_population_of_made_up_clients_is_split_by_client_and_at_random(scale: ModuleType, tmp_path: Path) -> None:
+    data = scale.numbers_of(tmp_path, 300)
+    assert {setting.population for setting in scale.MILLION} == {1_000_000}
+    for setting in scale.MILLION[:2]:
+        row = scale.measured(scale.replace(setting, population=300, cohort=5, rounds=1), data)
+        assert row.round_seconds > 0
+
+
+def test_the_large_model_has_105_megabytes(load_benchmark: Callable[[str], ModuleType]) -> None:
+    model = load_benchmark("large_model").large((1, 28, 28), 10)
+    assert round(4 * sum(weights.numel() for weights in model.parameters()) / 1e6) == 105
+
+
 def test_the_plot_shows_every_kind_of_run(scale: ModuleType, tmp_path: Path) -> None:
-    rows = [scale.Row(setting, 3.0, 2.0, 0.1, 0.1, 0.2, 700.0, 600.0, 0.0) for setting in scale.SETTINGS]
+    rows = [scale.Row(setting, 3.0, 2.0, 0.1, 0.1, 0.2, 700.0, 600.0, 650.0, 700.0, 0.0) for setting in scale.SETTINGS]
     scale.plot(rows, tmp_path / "scale.png")
     assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
 
