@@ -20,6 +20,7 @@ from fl_sim.engines.grid import partition_of, raised
 from fl_sim.engines.pieces import Play, Release
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan
 from fl_sim.native.kernel import load_kernel
+from fl_sim.packed import Held, Packed, Packing
 from fl_sim.seeding import rng, seed_torch
 from fl_sim.store.tensors import load_state, read_by_content, save_state
 from fl_sim.training.records import Records
@@ -52,6 +53,7 @@ class Site:
     ``threads``: torch threads while training; their number changes the last bits of every sum. ``precision``: how
     exactly PyTorch trains. ``graphs``: whether a GPU may be given a step of a stack as one launch.
     ``read_tensors(path)``: what is in a file that an order names.
+    ``packing``: how what clients send is compressed, if it is.
     ``vote(trainer, client)`` trains a client as a teacher and returns its class for each public record, where the
     experiment has such.
     """
@@ -67,6 +69,7 @@ class Site:
     threads: int = 1
     precision: Precision = "float32"
     graphs: bool = True
+    packing: Packing | None = None
     vote: Callable[[Trainer, int], NDArray[np.int64]] | None = None
     trains_on_own: Callable[[str], bool] = lambda _: True
     class_counts: Callable[[int, str], tuple[int, ...]] = lambda *_: ()
@@ -221,13 +224,17 @@ def moments_folder(order: wire.Order, client: int) -> Path:
 
 @dataclass(frozen=True)
 class _Turn:
-    """One client's part in one round; ``personal``: the parameters of BatchNorm layers that stay with the client."""
+    """One client's part in one round.
+
+    ``personal``: the parameters of BatchNorm layers that stay with the client. ``held``: what compression held back.
+    """
 
     message: Message
     order: wire.Order
     site: Site
     job: LocalJob
     personal: tuple[str, ...]
+    held: Held
 
     def reply(self, trained: Trained) -> Message:
         """Keep the client's state for its next round, and answer."""
@@ -236,11 +243,19 @@ class _Turn:
             resting = {name: task.params[name] for name in self.personal}
             trained = replace(trained, params={**trained.params, **resting})
         update = self.site.algorithm.finish(task, trained)
-        state = update.state
+        payloads, state = update.payloads, update.state
+        packed: dict[str, Packed] = {}
+        if self.site.packing:
+            order = self.order
+            payloads, packed, held = self.site.packing.pack(
+                payloads, task.params, self.held, task.client, order.server_round
+            )
+            if state or trained.num_steps:
+                state = wire.with_held(state, held)
         if self.personal and (state or trained.num_steps):
             state = {**state, wire.LAYERS: layers}
-        payloads = {**update.payloads, wire.LAYERS: layers} if layers else update.payloads
-        content = wire.update_content(payloads, update.num_examples, update.loss)
+        payloads = {**payloads, wire.LAYERS: layers} if layers else payloads
+        content = wire.update_content(payloads, update.num_examples, update.loss, packed)
         if self.order.state_dir:
             save_state(self.order.state_dir, task.client, self.order.server_round, state)
         elif state:
@@ -286,7 +301,7 @@ class _Turns:
             order, params, broadcast = self._unpacked(message)
         site = self.site(order)
         records = site.records(client, order.synthetic)
-        state = {**_kept(order, message, client)}
+        state, held = wire.without_held(_kept(order, message, client))
         broadcast = {**broadcast}
         layers = broadcast.pop(wire.LAYERS, {})
         personal = tuple(name for name in layers if name in params)
@@ -309,7 +324,7 @@ class _Turns:
         seeded = partial(seed_torch, site.seed, "local", client, order.server_round)
         plan = _with_own_layers(site.algorithm.plan(task), task.params, personal)
         job = LocalJob(task, plan, records, generator, seeded)
-        return _Turn(message, order, site, job, personal)
+        return _Turn(message, order, site, job, personal, held)
 
     def _unpacked(self, message: Message) -> tuple[wire.Order, Params, Payloads]:
         content = message.content

@@ -37,6 +37,15 @@ class Harm(Protocol):
         ...
 
 
+class Compressing(Protocol):
+    """How updates are compressed, as far as a kind may have no place for it."""
+
+    @property
+    def keeps_error(self) -> bool:
+        """Say whether what is left out of an update is sent later."""
+        ...
+
+
 class Choices(Protocol):
     """What else an experiment is made of, as a kind's ``check`` sees it."""
 
@@ -73,6 +82,11 @@ class Choices(Protocol):
     @property
     def preprocess(self) -> object:
         """Return what clients do before the first round."""
+        ...
+
+    @property
+    def compress(self) -> Compressing:
+        """Return how updates are compressed."""
         ...
 
     @property
@@ -149,4 +163,9 @@ def short_form(value: Any) -> str:
     if parameter is None:
         return kind
     given = getattr(value, parameter)
-    return f"{kind.removesuffix('-k')}-{given}" if kind.endswith("-k") else f"{kind}:{given}"
+    return f"{kind.removesuffix('-k')}-{given}" if is_numbered(kind, type(value)) else f"{kind}:{given}"
+
+
+def is_numbered(kind: str, settings: type) -> bool:
+    """Say whether a kind is written with its number in its name, as ``label-2`` is ``label-k`` with a ``k`` of 2."""
+    return kind.endswith("-k") and "k" in field_defaults(settings)

@@ -31,7 +31,7 @@ from pydantic_core import CoreSchema, core_schema
 from fl_sim import kinds as kinds_module
 from fl_sim.errors import UserError
 from fl_sim.import_path import IMPORT_PATH, load_object
-from fl_sim.kinds import field_defaults, is_settings, kind_of, kinds
+from fl_sim.kinds import field_defaults, is_numbered, is_settings, kind_of, kinds
 from fl_sim.mistakes import explain, guess, shortened
 
 Json: TypeAlias = dict[str, Any]
@@ -80,8 +80,10 @@ class OneOf:
         known = kinds(union)
         name, colon, value = text.partition(":")
         head, dash, number = name.rpartition("-")
-        if name not in known and dash and number.isdigit() and f"{head}-k" in known:
-            name, colon, value = f"{head}-k", ":", number
+        numbered = f"{head}-k"
+        has_number = dash and number.isdigit() and numbered in known and is_numbered(numbered, known[numbered])
+        if name not in known and has_number:
+            name, colon, value = numbered, ":", number
         names_class = self.wants is not None and value[:1].isupper()  # of a file that is called like a kind of ours
         if name in known and not names_class:
             return {"kind": name, **self._first_parameter(name, known[name], value if colon else None)}

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from fl_sim.kinds import Choices
+from fl_sim.kinds import Choices, kind_of
 from fl_sim.late_torch import torch
 from fl_sim.params import add, flattened, scale
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
@@ -34,6 +34,12 @@ class FedExP(Averaging):
             raise ValueError(
                 "algorithm fedexp cannot run under aggregator global-dp: clients send the squared norm of their update "
                 "beside it, which joint clipping and noise make useless; take fedavg, fedavgm or fedadam"
+            )
+
+        if (compress := kind_of(experiment.compress)) != "none":
+            raise ValueError(
+                f"algorithm fedexp cannot run with compress {compress}: its step divides the mean of squared norms by "
+                "the square of the mean update, of which compression changes one alone; take fedavg, fedavgm or fedadam"
             )
 
     def mean_only(self) -> str:

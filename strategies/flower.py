@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from fl_sim.engines import wire
 from fl_sim.errors import Diverged, Malformed, RunError
-from fl_sim.params import flattened, is_finite
+from fl_sim.packed import Packing, Size, blank
+from fl_sim.params import flattened, is_finite, layout_of
 from fl_sim.seeding import rng
 from fl_sim.types import Aggregate, Cohort, Examples, Params, Payloads, Reply, ServerState, Traffic
 from strategies.aggregators import Aggregator, WeightedMean
@@ -48,7 +49,7 @@ class FederatedStrategy(Strategy):
     ``server`` is the state after the last round; Flower's own ``arrays`` argument is the model in it and is not read.
     ``order`` holds what every message says; its round and learning rate are filled in per round. ``most_examples``: how
     many records a client can have at most, where that is known. ``sampling_seed``: what cohorts are drawn by, None for
-    ``seed``, by which hostile clients are chosen.
+    ``seed``, by which hostile clients are chosen. ``packing``: how updates are compressed, if they are.
     """
 
     algorithm: Algorithm
@@ -62,6 +63,7 @@ class FederatedStrategy(Strategy):
     most_examples: int = sys.maxsize
     attack: Attack = field(default_factory=NoAttack)
     sampling_seed: int | None = None
+    packing: Packing | None = None
     population: Population = field(default_factory=lambda: Population(()))
     cohort: NDArray[np.int64] = field(default_factory=lambda: np.arange(0))
 
@@ -138,7 +140,9 @@ class FederatedStrategy(Strategy):
 
     @cached_property
     def _bytes_up(self) -> int:
-        return wire.num_bytes(wire.update_content(self._template, 0, None))
+        whole = {name: params for name, params in self._template.items() if name not in self._packed_sizes}
+        packed = {name: blank(size) for name, size in self._packed_sizes.items()}
+        return wire.num_bytes(wire.update_content(whole, 0, None, packed))
 
     def _content(self, order: wire.Order) -> RecordDict:
         return wire.task_content(order, self.server.params, {**self.server.broadcast, **self._layers})
@@ -169,6 +173,23 @@ class FederatedStrategy(Strategy):
         template = {**what_clients_send(self.algorithm, self.server), **self._layers}
         return {name: flattened(params) for name, params in template.items()}
 
+    @cached_property
+    def _packed_sizes(self) -> dict[str, Size]:
+        """Return how much the groups take that travel packed."""
+        return self.packing.sizes(self._template, self.server.params) if self.packing else {}
+
+    def _unpackings(self, client: int, server_round: int) -> dict[str, wire.Unpacking]:
+        if self.packing is None:
+            return {}
+        layouts = {name: layout_of(self._template[name]) for name in self._packed_sizes}
+        return {
+            name: wire.Unpacking(
+                self._packed_sizes[name],
+                partial(self.packing.unpack, name, layout=layout, client=client, server_round=server_round),
+            )
+            for name, layout in layouts.items()
+        }
+
     def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:
         """Return the updates of the round's clients; under privacy without those that are missing or malformed."""
         answers = by_client(replies, self.population.client_of, strict=self.privacy is None)
@@ -177,7 +198,8 @@ class FederatedStrategy(Strategy):
         for client in map(int, self.cohort):
             try:
                 content = content_of(answers.get(client, []))
-                updates.append(wire.read_update(client, content, self._template, self.most_examples))
+                unpackings = self._unpackings(client, server_round)
+                updates.append(wire.read_update(client, content, self._template, self.most_examples, unpackings))
             except Malformed as reason:
                 failed[client] = reason
         if self.privacy is not None:

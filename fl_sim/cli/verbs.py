@@ -104,8 +104,9 @@ def run(
     local.batch_size, local.optimizer, local.learning_rate, local.momentum, local.weight_decay, local.clip_norm,
     local.label_smoothing, local.augment, local.batch_norm, local.schedule, local.precision, rounds, evaluate_every,
     evaluate.validation, evaluate.test, evaluate.patience, evaluate.target_accuracy, seed, partition_seed, model_seed,
-    sampling_seed, device, engine, round_timeout, aggregator, attack, calibrate, preprocess, preprocess.epsilon,
-    preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on, preprocess.server_epochs.
+    sampling_seed, device, engine, round_timeout, aggregator, attack, calibrate, compress, preprocess,
+    preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on,
+    preprocess.server_epochs.
     'fl-sim settings' tells what each takes and means, and 'fl-sim settings fedprox' the parameters of a kind.
 
     For example:

@@ -7,7 +7,7 @@ reasons quote numbers at most, never a client's text.
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from fl_sim.engines.arrays import TensorArray, numbers_in, tensor_in
 from fl_sim.engines.arrays import num_bytes as array_bytes
 from fl_sim.errors import Malformed
+from fl_sim.packed import Held, Packed, Size
 from fl_sim.params import FlatParams, Layout, flattened, is_finite, layout_of, num_in
 from fl_sim.types import Params, Payloads, Reply
 
@@ -35,7 +36,8 @@ run with such a one is refused."""
 
 _ORDER, _PARAMS, _REPORT, _POOL, _SAID, _VOTES = "order", "params", "report", "pool", "said", "votes"
 _MOMENTS, _TICKET = "moments", "ticket"
-_BROADCAST, _PAYLOAD, _KEPT = "broadcast/", "payload/", "kept/"
+_BROADCAST, _PAYLOAD, _PACKED, _KEPT, _HELD = "broadcast/", "payload/", "packed/", "kept/", "held-back/"
+_NUMBERS, _BITS = "numbers", "bits"
 _NUM_EXAMPLES, _LOSS, _PARTITION, _JSON = "num-examples", "loss", "partition-id", "json"
 
 _LARGEST_LOSS: Final = float(np.finfo(np.float32).max)
@@ -85,6 +87,14 @@ class Ticket:
     key: bytes = field(repr=False)
     simulation_only: bool
     counts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Unpacking:
+    """How a group that travels compressed is read: how much it takes, and what it stands for."""
+
+    size: Size
+    unpack: Callable[[Packed], Params]
 
 
 def task_content(order: Order, params: Params, broadcast: Payloads) -> RecordDict:
@@ -168,31 +178,70 @@ def read_task(content: RecordDict) -> tuple[Params, Payloads]:
     return _unpack(content[_PARAMS]), groups
 
 
-def update_content(payloads: Payloads, num_examples: int, loss: float | None) -> RecordDict:
-    """Pack a client's update."""
+def update_content(
+    payloads: Payloads, num_examples: int, loss: float | None, packed: Mapping[str, Packed] | None = None
+) -> RecordDict:
+    """Pack a client's update; ``packed``: those of its groups that travel compressed."""
     report = MetricRecord({_NUM_EXAMPLES: num_examples})
     if loss is not None:
         report[_LOSS] = loss
     content = RecordDict({_REPORT: report})
     for name, params in payloads.items():
         content[_PAYLOAD + name] = _pack(params)
+    for name, group in (packed or {}).items():
+        content[_PACKED + name] = _packed_record(group)
     return content
 
 
-def read_update(client: int, content: RecordDict, template: Payloads, most_examples: int = sys.maxsize) -> Reply:
+def read_update(
+    client: int,
+    content: RecordDict,
+    template: Payloads,
+    most_examples: int = sys.maxsize,
+    packed: Mapping[str, Unpacking] | None = None,
+) -> Reply:
     """Unpack a client's update, which has the names and shapes of ``template``, from at most that many records.
 
-    A loss may be infinite or NaN, as training that diverges makes it. Raises Malformed for anything else.
+    ``packed``: how to read those of its groups that travel compressed. A loss may be infinite or NaN, as training that
+    diverges makes it. Raises Malformed for anything else.
     """
-    _exactly(content, {_REPORT, *(_PAYLOAD + name for name in template)})
+    packed = packed or {}
+    _exactly(content, {_REPORT, *((_PACKED if name in packed else _PAYLOAD) + name for name in template)})
     report = content[_REPORT]
     if not isinstance(report, MetricRecord) or not {_NUM_EXAMPLES} <= set(report) <= {_NUM_EXAMPLES, _LOSS}:
         raise Malformed("reported something else than a number of records and a loss")
     count, loss = _whole(report[_NUM_EXAMPLES], most_examples, "a number of records"), report.get(_LOSS)
     if not isinstance(loss, float | int | None) or (loss is not None and _LARGEST_LOSS < abs(loss) < math.inf):
         raise Malformed("sent a loss that training in float32 cannot have")
-    payloads = {name: _read_group(content[_PAYLOAD + name], layout_of(params)) for name, params in template.items()}
+    payloads = {
+        name: packed[name].unpack(_read_packed(content[_PACKED + name], packed[name].size))
+        if name in packed
+        else _read_group(content[_PAYLOAD + name], layout_of(params))
+        for name, params in template.items()
+    }
     return Reply(client, payloads, count, None if loss is None else float(loss))
+
+
+def with_held(state: Payloads, held: Held) -> Payloads:
+    """Return what a client keeps for its next round: what its algorithm does, and what compression holds back."""
+    return {**state, **{f"{_HELD}{group}/{part}": value for group, of in held.items() for part, value in of.items()}}
+
+
+def without_held(state: Payloads) -> tuple[Payloads, dict[str, Payloads]]:
+    """Return (what the algorithm kept, what compression held back by the group of the update)."""
+    own, held = {}, dict[str, Payloads]()
+    for name, value in state.items():
+        if is_held(name):
+            group, _, part = name.removeprefix(_HELD).rpartition("/")
+            held.setdefault(group, {})[part] = value
+        else:
+            own[name] = value
+    return own, held
+
+
+def is_held(name: str) -> bool:
+    """Say whether a client keeps under this name what compression holds back."""
+    return name.startswith(_HELD)
 
 
 def pool_content(shared: Mapping[str, torch.Tensor]) -> RecordDict:
@@ -342,6 +391,24 @@ def _read_group(record: object, layout: Layout) -> Params:
     if not isinstance(record, ArrayRecord) or set(record) != {_write_layout(layout)}:
         raise Malformed("sent tensors of other names, shapes or order than are exchanged")
     return FlatParams(tensor_in(record[_write_layout(layout)], (num_in(layout),)), layout)
+
+
+def _packed_record(packed: Packed) -> ArrayRecord:
+    record = ArrayRecord()
+    if len(packed.numbers):
+        record[_NUMBERS] = TensorArray(packed.numbers)
+    if len(packed.bits):
+        record[_BITS] = Array(packed.bits)
+    return record
+
+
+def _read_packed(record: object, size: Size) -> Packed:
+    names = {name for name, count in ((_NUMBERS, size.numbers), (_BITS, size.bits)) if count}
+    if not isinstance(record, ArrayRecord) or set(record) != names:
+        raise Malformed("sent a compressed update of other parts than the others have")
+    numbers = tensor_in(record[_NUMBERS], (size.numbers,)) if size.numbers else torch.zeros(0)
+    bits = numbers_in(record[_BITS], (size.bits,), "|u1") if size.bits else np.zeros(0, np.uint8)
+    return Packed(numbers, bits)
 
 
 def _read_rows(record: object, shapes: Mapping[str, tuple[int, ...]], most_rows: int) -> Params:

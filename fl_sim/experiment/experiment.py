@@ -16,6 +16,7 @@ from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.kinds import Checking, Promising, kind_of
 from fl_sim.mistakes import explain, shortened
 from fl_sim.model_names import known_model
+from fl_sim.packed import Compressor
 from fl_sim.settings import InOneLine, OneOf, Settings, chosen_class, group_in, parse
 from fl_sim.settings_file import MOST_LEVELS
 from fl_sim.types import BatchNorm, Optimizer, Precision
@@ -25,6 +26,8 @@ from strategies.algorithm import Algorithm, Central, Sharing, Weighing
 from strategies.attacks import AnyAttack, Attack, NoAttack
 from strategies.balanced_softmax import BalancedSoftmax
 from strategies.ccvr import AnyCalibration, NoCalibration
+from strategies.compression.none import NoCompression
+from strategies.compression.settings import AnyCompressor, check_compression
 from strategies.coordinate_median import CoordinateMedian
 from strategies.fedavg import Centralized, FedAvg
 from strategies.fedcm import FedCM
@@ -246,8 +249,9 @@ class Experiment(Settings):
     makes it; left out: what suits the data.
     ``algorithm``: what clients minimise, what they send, and what the server makes of it. ``aggregator``: how the
     server turns a round's updates into one: their mean, a robust mean, or a mean with noise for privacy. ``sampler``:
-    which clients take part in a round. ``preprocess``: what clients do before the first round. ``attack``: what hostile
-    clients do. ``calibrate``: what is done to the model after the last round. ``local``: how clients train.
+    which clients take part in a round. ``compress``: how what clients send in a round is made smaller.
+    ``preprocess``: what clients do before the first round. ``attack``: what hostile clients do. ``calibrate``: what is
+    done to the model after the last round. ``local``: how clients train.
     ``rounds``: how often the server and its clients exchange updates. ``evaluate_every``: the model is measured after
     every round whose number is a multiple of this, and after the last one. ``evaluate``: which records it is measured
     on. ``engine``: how the work is spread over processors; results are the same. ``seed``: decides all that is random.
@@ -273,6 +277,7 @@ class Experiment(Settings):
     algorithm: Annotated[AnyAlgorithm, OneOf("algorithm", Algorithm)] = FedAvg()
     aggregator: Annotated[AnyAggregator, OneOf("aggregator", Aggregator)] = WeightedMean()
     sampler: Annotated[AnySampler, OneOf("sampler", Sampler)] = Everyone()
+    compress: Annotated[AnyCompressor, OneOf("compress", Compressor)] = NoCompression()
     preprocess: Annotated[Preprocess, OneOf("preprocess")] = NoPreprocess()
     attack: Annotated[AnyAttack, OneOf("attack", Attack)] = NoAttack()
     calibrate: Annotated[AnyCalibration, OneOf("calibrate")] = NoCalibration()
@@ -308,9 +313,10 @@ class Experiment(Settings):
     @model_validator(mode="after")
     def _compatible(self) -> Self:
         chosen = (self.algorithm, self.aggregator, self.sampler, self.partition, self.preprocess, self.attack)
-        for part in (*chosen, self.calibrate):
+        for part in (*chosen, self.calibrate, self.compress):
             if isinstance(part, Checking):
                 part.check(self)
+        check_compression(self)
         if isinstance(self.algorithm, Weighing) and type(self.aggregator) is not WeightedMean:
             raise ValueError(
                 f"algorithm {kind_of(self.algorithm)} weighs clients by what they declare of themselves: of the "
@@ -405,16 +411,23 @@ class Experiment(Settings):
         Seeds apart that are not set are left out: keys from before there were any stay as they are.
         """
         unset = {f"{part}_seed" for part in ("partition", "model", "sampling") if getattr(self, f"{part}_seed") is None}
-        without = {"features"} if self.features == "none" else set()  # which came later
+        without = self._unused_newcomers
         return self.model_dump(mode="json", include={*names} - unset - without)
 
     def as_written(self) -> dict[str, Any]:
         """Return these settings as ``config.toml`` has them: without those that are None.
 
-        Nor has it ``evaluate`` and ``features`` where nothing of them is used, so that files are as they were before.
+        Nor has it ``evaluate``, ``features`` and ``compress`` where nothing of them is used, so that files are as they
+        were before.
         """
         unused = {"evaluate"} if self.evaluate == Evaluate() else set()
-        return self.model_dump(exclude_none=True, exclude=unused | ({"features"} if self.features == "none" else set()))
+        return self.model_dump(exclude_none=True, exclude=unused | self._unused_newcomers)
+
+    @property
+    def _unused_newcomers(self) -> set[str]:
+        """Return settings that came later and are not made use of."""
+        features = {"features"} if self.features == "none" else set()
+        return features | ({"compress"} if isinstance(self.compress, NoCompression) else set())
 
     @property
     def is_private(self) -> bool:

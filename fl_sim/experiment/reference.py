@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from fl_sim.data.naming import OPTIONS
 from fl_sim.data.naming_words import ABOUT, SETTINGS
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.kinds import field_defaults, kind_of, kinds, short_form
+from fl_sim.kinds import field_defaults, is_numbered, kind_of, kinds, short_form
 from fl_sim.settings import OneOf
 
 _SENTENCE: Final = re.compile(r"(?<=[.)])\s+(?=[A-Z`\"])")
@@ -73,7 +73,9 @@ def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping
         default = defaults.get(field, own_default)
         choices = kinds(annotation) if any(isinstance(extra, OneOf) for extra in extras) else {}
         if choices:
-            takes = one_of([choice.replace("-k", "-K") if choice.endswith("-k") else choice for choice in choices])
+            takes = one_of(
+                [choice.replace("-k", "-K") if is_numbered(choice, choices[choice]) else choice for choice in choices]
+            )
             inside += [(own, f"{prefix}{field}", choice, {}) for choice, own in choices.items()]
         elif tables := [part for part in (annotation, *get_args(annotation)) if _is_table(part)]:
             takes = " or ".join(["a table", *(_WORDS[part] for part in get_args(annotation) if part in _WORDS)])
@@ -173,7 +175,7 @@ def _number(value: float) -> str:
 
 def _chosen(default: Any) -> str:
     kind = kind_of(default)
-    return short_form(default) if kind.endswith("-k") or default != type(default)() else kind
+    return short_form(default) if is_numbered(kind, type(default)) or default != type(default)() else kind
 
 
 def _as_written(default: Any) -> str:

@@ -9,7 +9,9 @@ from fl_sim.report.runs import Problem, Run
 
 _CENTRALIZED = "centralized"
 _NOT_COMPARED = {"seed", "engine", "round_timeout"}  # engines agree bit for bit
-_NOT_OF_CENTRALIZED = {"clients", "sampler", "aggregator", "partition", "preprocess", "attack", "calibrate"}
+_NOT_OF_CENTRALIZED = {
+    "clients", "sampler", "aggregator", "partition", "preprocess", "attack", "calibrate", "compress",
+}  # fmt: skip
 _IN_THE_NAME = {("algorithm", ""), ("preprocess", "")}
 _UNUSED = {"validation": 0, "test": "rounds", "patience": 0, "target_accuracy": 0}  # of ``evaluate``, which came later
 _UNKNOWN_NOTE = "no finished run says whether these are the full data"

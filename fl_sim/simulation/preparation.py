@@ -25,6 +25,7 @@ from fl_sim.training.loop import resident
 from fl_sim.training.trainer import LocalJob
 from fl_sim.types import LocalTask, ServerState, Traffic, Trained
 from strategies.algorithm import Algorithm, Sharing, what_clients_share
+from strategies.compression.settings import packing_of
 from strategies.flower import FederatedStrategy, share_before_training
 from strategies.global_dp import GlobalDP
 
@@ -54,6 +55,7 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
         experiment.seed,
         attack=experiment.attack,
         sampling_seed=experiment.sampling_seed,
+        packing=packing_of(experiment.compress, experiment.seed),
     )
     if isinstance(experiment.aggregator, GlobalDP):
         from strategies.private import open_private_rounds  # noqa: PLC0415 (the accountants load slowly)

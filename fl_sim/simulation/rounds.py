@@ -41,6 +41,7 @@ from strategies.algorithm import (
     what_clients_share,
 )
 from strategies.ccvr import CCVR
+from strategies.compression.settings import packing_of
 from strategies.flower import FederatedStrategy, run_round
 from strategies.global_dp import GlobalDP
 
@@ -148,6 +149,7 @@ class Rounds:
         strategy = FederatedStrategy(
             self.algorithm, experiment.aggregator, experiment.sampler, self.beginning(),
             wire.Order("", 0, 0.0, "", ""), experiment.num_clients, experiment.seed,
+            packing=packing_of(experiment.compress, experiment.seed),
         )  # fmt: skip
         cohort = experiment.sampler.expected_size(experiment.num_clients)
         return strategy.traffic * round(experiment.rounds * cohort)
@@ -185,17 +187,20 @@ class Rounds:
             )
         server = self.algorithm.init(detached(model.named_parameters()))
         sent, kept = what_clients_send(self.algorithm, server), what_clients_keep(self.algorithm, server)
-        if wire.LAYERS in {*server.broadcast, *sent, *kept}:
+        if any(name == wire.LAYERS or wire.is_held(name) for name in {*server.broadcast, *sent, *kept}):
             raise UserError(
                 f"algorithm {kind_of(self.algorithm)} sends or keeps something called {wire.LAYERS!r}, the name under "
-                "which BatchNorm layers travel: give it another name"
+                "which BatchNorm layers travel, or held-back/, which is compression's: give it another name"
             )
         return replace(server, layers=layers_in(model, chosen))
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
         """Return the names and shapes of what a client keeps from one round for its next."""
-        own = {wire.LAYERS: server.layers} if self.job.experiment.local.batch_norm == "personal" else {}
-        return {**what_clients_keep(self.algorithm, server), **own}
+        layers = {wire.LAYERS: server.layers} if self.job.experiment.local.batch_norm == "personal" else {}
+        kept = what_clients_keep(self.algorithm, server)
+        if packing := packing_of(self.job.experiment.compress, self.job.experiment.seed):
+            kept = wire.with_held(kept, packing.held_back(what_clients_send(self.algorithm, server), server.params))
+        return {**kept, **layers}
 
     def warnings(self, out: Path, log: RunLog) -> list[str]:
         """Return what a user must know before the first round."""

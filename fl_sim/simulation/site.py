@@ -29,6 +29,7 @@ from fl_sim.types import Augment, Dataset, Examples, LocalSettings, Params
 from partitions import EvaluationSkew, FeatureSkew
 from strategies.algorithm import Sharing
 from strategies.attacks import hostile_clients
+from strategies.compression.settings import packing_of
 
 if TYPE_CHECKING:
     from clients.dafl.generator import PrivateRecords
@@ -80,6 +81,7 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
         local_settings=partial(local_settings, job),
         num_clients=experiment.num_clients,
         seed=experiment.seed,
+        packing=packing_of(experiment.compress, experiment.seed),
         threads=experiment.engine.threads,
         precision=job.precision,
         graphs=not isinstance(experiment.engine, InProcess) or experiment.engine.graphs,

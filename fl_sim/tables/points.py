@@ -24,7 +24,8 @@ AXES = ("algorithm", "data", "partition", "seed")
 
 CENTRALIZED: Point = {
     "algorithm": "centralized", "partition": "iid", "clients": 1, "sampler": "full", "aggregator": "mean",
-    "preprocess": "none", "attack": "none", "calibrate": "none", "partition_seed": None, "sampling_seed": None,
+    "preprocess": "none", "attack": "none", "calibrate": "none", "compress": "none",
+    "partition_seed": None, "sampling_seed": None,
 }  # fmt: skip
 """What makes an experiment the upper bound, whatever the split and the clients of its column are."""
 

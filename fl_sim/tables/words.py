@@ -143,6 +143,8 @@ def _federation(experiments: Sequence[Experiment]) -> str:
     aggregator = _values(short_form(e.aggregator) for e in experiments)
     attacks = _values(_attack(e.attack) for e in experiments)
     attack = "" if attacks == "none" else f", attack {attacks}"
+    packed = _values(short_form(e.compress) for e in experiments)
+    attack += "" if packed == "none" else f", compress {packed}"
     scaled = _values(e.normalise for e in experiments)
     inputs = "" if scaled == "published" else f", normalise {scaled}"
     features = _values(e.features for e in experiments)
