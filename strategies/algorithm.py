@@ -239,16 +239,6 @@ def check_sgd(algorithm: object, experiment: Choices, why: str) -> None:
         )
 
 
-def check_error_kept(algorithm: object, experiment: Choices, why: str) -> None:
-    """Raise ValueError, with the reason ``why``, where part of what clients send is lost for good."""
-    if not experiment.compress.keeps_error:
-        raise ValueError(
-            f"algorithm {kind_of(algorithm)} cannot run with compress {kind_of(experiment.compress)}, which makes up "
-            f"for what it leaves out on average only: {why}; take one with error feedback, such as compress=top-k, or "
-            "leave compress out"
-        )
-
-
 def accumulated_momentum(num_steps: int, momentum: float) -> float:
     """Return a_i: how far ``num_steps`` SGD steps of a constant unit gradient move, in units of the learning rate.
 

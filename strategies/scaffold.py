@@ -12,7 +12,7 @@ from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import add, scale, subtract, zeros_like
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
-from strategies.algorithm import Averaging, Weighting, accumulated_momentum, check_error_kept, check_sgd
+from strategies.algorithm import Averaging, Weighting, accumulated_momentum, check_sgd
 from strategies.global_dp import GlobalDP
 
 
@@ -39,7 +39,6 @@ class Scaffold(Averaging):
     def check(self, experiment: Choices) -> None:
         """Raise ValueError where clients cannot count by their records, or do not step by SGD."""
         check_sgd(self, experiment, "its control variates are what K steps of SGD moved the model by, over K eta")
-        check_error_kept(self, experiment, "c would drift away from the mean of what clients keep as c_i")
         if self.variant == "niid-bench" and isinstance(experiment.aggregator, GlobalDP):
             raise ValueError(
                 "algorithm.variant=niid-bench weights models by their clients' records, and under aggregator global-dp "

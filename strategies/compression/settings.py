@@ -13,7 +13,9 @@ from strategies.compression.rand_k import RandK
 from strategies.compression.sign_sgd import SignSGD
 from strategies.compression.top_k import TopK
 from strategies.coordinate_median import CoordinateMedian
+from strategies.feddyn import Dynamic
 from strategies.global_dp import GlobalDP
+from strategies.scaffold import Scaffold
 from strategies.trimmed_mean import TrimmedMean
 from strategies.tstr import Tstr
 
@@ -35,6 +37,12 @@ def check_compression(experiment: Choices) -> None:
         raise ValueError(
             f"compress {kind} has no place beside algorithm {kind_of(algorithm)}, whose clients send no updates: leave "
             "compress out, or take another algorithm, such as fedavg"
+        )
+    if isinstance(algorithm, Scaffold | Dynamic) and not compress.keeps_error:
+        raise ValueError(
+            f"algorithm {kind_of(algorithm)} cannot run with compress {kind}, which is right on average only: what "
+            "clients keep and what the server adds up would drift apart, round by round; take one with error feedback, "
+            "such as compress=top-k, or leave compress out"
         )
     if isinstance(experiment.aggregator, GlobalDP) and not (type(compress) is RandK and not compress.keeps_error):
         raise ValueError(
