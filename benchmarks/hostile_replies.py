@@ -29,6 +29,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from fl_sim.engines import wire
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError
+from fl_sim.packed import Packing
 from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise
@@ -37,6 +38,11 @@ from fl_sim.types import Examples, Payloads
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import what_clients_send, what_clients_share
 from strategies.answers import find_population
+from strategies.compression.power_sgd import PowerSGD
+from strategies.compression.qsgd import QSGD
+from strategies.compression.rand_k import RandK
+from strategies.compression.sign_sgd import SignSGD
+from strategies.compression.top_k import TopK
 from strategies.fedavg import FedAvg
 from strategies.fedmix import FedMix, NaiveMix
 from strategies.fednova import FedNova
@@ -70,6 +76,8 @@ ALGORITHMS = (
     FedAvg(), FedProx(), Scaffold(), FedNova(), FedNova(tau_eff=2.0), FedAvgM(), FedAdam(), FedYogi(), FedAdagrad(),
     FedMix(),
 )  # fmt: skip
+
+COMPRESSORS = (TopK(share=0.5), RandK(share=0.5), QSGD(), PowerSGD(rank=1), SignSGD())
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,12 @@ def cases() -> Iterator[Case]:
             if not (private and (isinstance(algorithm, FedMix) or algorithm == FedNova())):
                 title = f"train, {algorithm.kind}{', public tau' * (algorithm == FedNova(tau_eff=2.0))}, {name}"
                 yield Case(title, _updates(algorithm), partial(_train, algorithm, aggregator), private)
+    for compress in COMPRESSORS:
+        for name in ("mean", "global-dp") if isinstance(compress, RandK) else ("mean",):
+            packing = Packing(compress, seed=0)
+            play = partial(_train, FedAvg(), AGGREGATORS[name], packing=packing)
+            title = f"train, compress {compress.kind}, {name}"
+            yield Case(title, _updates(FedAvg(), packing), play, private=name == "global-dp")
     shared = {"inputs": torch.ones(3, *SHAPE), "labels": torch.full((3, CLASSES), 1 / CLASSES)}
     for mixing in (FedMix(), NaiveMix()):
         yield Case(
@@ -154,19 +168,27 @@ def cases() -> Iterator[Case]:
     yield Case("query", tuple(wire.who_content(client) for client in range(CLIENTS)), _who, private=False, who="node ")
 
 
-def _updates(algorithm: Any) -> tuple[RecordDict, ...]:
+def _updates(algorithm: Any, packing: Packing | None = None) -> tuple[RecordDict, ...]:
     def payloads(client: int) -> Payloads:
         sent = what_clients_send(algorithm, algorithm.init(MODEL))
         return {group: {name: torch.full_like(one, 0.1 * (client + 1)) for name, one in params.items()}
                 for group, params in sent.items()}  # fmt: skip
 
-    return tuple(wire.update_content(payloads(client), 5 + client, 0.5) for client in range(CLIENTS))
+    def content(client: int) -> RecordDict:
+        whole, packed = payloads(client), {}
+        if packing:
+            whole, packed, _ = packing.pack(whole, MODEL, {}, client, 1)
+        return wire.update_content(whole, 5 + client, 0.5, packed)
+
+    return tuple(content(client) for client in range(CLIENTS))
 
 
-def _strategy(algorithm: Any, aggregator: Any = AGGREGATORS["mean"]) -> FederatedStrategy:
+def _strategy(
+    algorithm: Any, aggregator: Any = AGGREGATORS["mean"], packing: Packing | None = None
+) -> FederatedStrategy:
     strategy = FederatedStrategy(
         algorithm, aggregator, Everyone(), algorithm.init(MODEL), wire.Order("", 0, 0.0, "", ""), CLIENTS, 0,
-        most_examples=RECORDS,
+        most_examples=RECORDS, packing=packing,
     )  # fmt: skip
     if isinstance(aggregator, GlobalDP):
         ledger = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, aggregator.delta))
@@ -174,8 +196,8 @@ def _strategy(algorithm: Any, aggregator: Any = AGGREGATORS["mean"]) -> Federate
     return strategy
 
 
-def _train(algorithm: Any, aggregator: Any, grid: Replying) -> bytes:
-    strategy = _strategy(algorithm, aggregator)
+def _train(algorithm: Any, aggregator: Any, grid: Replying, packing: Packing | None = None) -> bytes:
+    strategy = _strategy(algorithm, aggregator, packing)
     done = run_round(strategy, grid, 1, 0.1, timeout=1.0)
     assert strategy.privacy is None or len(strategy.privacy.ledger.charges) == 1
     loss = b"" if done.train_loss is None else str(done.train_loss).encode()

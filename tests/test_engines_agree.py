@@ -34,6 +34,7 @@ def native(input_shape, num_classes):
 """
 OWN = "users_models:with_dropout"
 CALIBRATED = {"kind": "ccvr", "epsilon": 8.0, "noise": "seeded"}
+COMPRESS = {"fedavg": "qsgd", "scaffold": "powersgd"}
 SAMPLERS = {"fedavg": "poisson:0.6", "scaffold": "fixed-size:5", "fedmix": "fixed-size:4"}
 LABEL_SKEW = [
     "balanced-softmax", "fedcm", "feddisco", "feddyn", "fedexp", "fedlc", "fednova", "fedntd", "fedprox",
@@ -42,7 +43,7 @@ LABEL_SKEW = [
 
 
 def settings(algorithm: str, engine: str | dict[str, Any], model: str = OWN) -> Experiment:
-    """An unequal split, partial participation, a model with dropout and BatchNorm.
+    """An unequal split, partial participation, a model with dropout and BatchNorm; some updates are compressed.
 
     With SCAFFOLD images are moved, too, BatchNorm stays with clients, and records are held out for validation.
     """
@@ -56,6 +57,7 @@ def settings(algorithm: str, engine: str | dict[str, Any], model: str = OWN) -> 
             "model": model,
             "algorithm": algorithm,
             "sampler": SAMPLERS.get(algorithm, "full"),
+            "compress": COMPRESS.get(algorithm, "none"),
             "calibrate": CALIBRATED if algorithm == "fedmix" else "none",
             "rounds": 4,
             "evaluate": {"validation": 0.2 if is_scaffold else 0},
