@@ -9,9 +9,16 @@ scaling the true noise down behind the ledger's back, and by drawing cohorts fro
 knows the cohorts, it looks at a canary's own rounds alone, which is shown at a smaller sampling rate, where it tells.
 
     PYTHONPATH=. python benchmarks/canary_audit.py [--json] [--seed 0] [--repeats 1] [--canaries 1000] [--epsilon 4]
+    PYTHONPATH=. python benchmarks/canary_audit.py --tightness 1 2 4 8 [--repeats 10]
 
 One training run can prove only so much: with m canaries and every guess right, about ln(m / ln(1/p)). The table says
 how much that is; a claim above it cannot be refuted by this audit, whatever the mechanism does.
+
+``--tightness`` asks how close to the claim an audit gets that takes every canary for an audit of its own. Their
+directions are orthogonal and the noise is independent in each of them, so no canary's score depends on another canary.
+The canaries of several runs are put together, and the tightness is the epsilon of the least noise whose claim they
+refute, over the claimed epsilon (Nasr et al. 2023). The score is the log likelihood ratio of all that the canary did to
+the global models, over cohorts that the auditor does not know.
 """
 
 import argparse
@@ -20,7 +27,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dp_accounting import dp_event
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
@@ -38,7 +46,8 @@ from fl_sim.engines.inprocess import InProcessGrid
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
-from fl_sim.privacy.accounting import amplify_poisson, epsilon_of_counts
+from fl_sim.privacy.accounting import amplify_poisson, delta_profile, epsilon_of_counts
+from fl_sim.privacy.audit import EPSILONS, audit_profile, least_refuted
 from fl_sim.privacy.one_run import CONFIDENCE, Guess, guess, power_limit
 from fl_sim.privacy.planning import noise_multiplier
 from fl_sim.seeding import rng
@@ -162,18 +171,94 @@ class FaultyRounds(PrivateRounds):
         return sound.release(cohort, algorithm, server)
 
 
+@dataclass(frozen=True)
+class Scored:
+    """One run as the auditor sees it: a score for every canary, and which of them took part, both (canaries,)."""
+
+    experiment: Experiment
+    scores: NDArray[np.float64]
+    taking_part: NDArray[np.bool_]
+    charged: float
+    test_accuracy: float
+
+    @property
+    def aggregator(self) -> GlobalDP:
+        """Return the mechanism as it is claimed to be."""
+        assert isinstance(self.experiment.aggregator, GlobalDP)
+        return self.experiment.aggregator
+
+
 def audit(setting: Setting, mechanism: str) -> Finding:
     """Train one federation with canaries in it, under one of ``VARIANTS``, and guess who took part."""
     start = time.perf_counter()
+    seen = scored(setting, mechanism)
+    guesses = guess(seen.scores, seen.taking_part, setting.delta)
+    return Finding(
+        mechanism=mechanism,
+        noise_multiplier=seen.aggregator.noise_multiplier * VARIANTS.get(mechanism, 1.0),
+        claimed=seen.charged,
+        claimed_pld=_epsilon(setting, seen.aggregator.noise_multiplier),
+        epsilon_lower_bound=max(one.epsilon_lower_bound for one in guesses),
+        epsilon_estimate=_estimate(seen.scores, seen.taking_part, setting.delta),
+        power_limit=power_limit(setting.num_canaries, setting.delta),
+        guesses=guesses,
+        test_accuracy=seen.test_accuracy,
+        seconds=time.perf_counter() - start,
+        seed=setting.seed,
+    )
+
+
+@dataclass(frozen=True)
+class Tightness:
+    """What the canaries of several runs prove, each taken for an audit of its own, beside what the ledger charged."""
+
+    claimed: float
+    noise_multiplier: float
+    proven: float
+    canaries: int
+    seconds: float
+
+    @property
+    def share(self) -> float:
+        """Return the proven epsilon over the claimed one."""
+        return self.proven / self.claimed
+
+
+def tightness(settings: Sequence[Setting]) -> Tightness:
+    """Run the true mechanism once for each of ``settings``, which differ in seeds, and put their canaries together."""
+    start = time.perf_counter()
+    runs = [scored(setting, "global-dp as it is") for setting in settings]
+    setting, noise = settings[0], runs[0].aggregator.noise_multiplier
+
+    def claims(multiplier: float) -> list[float]:
+        return delta_profile([_event(setting, multiplier)] * setting.rounds, EPSILONS)
+
+    with_unit = np.concatenate([run.scores[run.taking_part] for run in runs])[:, np.newaxis]
+    without = np.concatenate([run.scores[~run.taking_part] for run in runs])[:, np.newaxis]
+    number = min(len(with_unit), len(without))
+    profile = audit_profile(without[:number], with_unit[:number], claims(noise), confidence=CONFIDENCE)
+    least = least_refuted(profile, claims, noise)
+    proven = 0.0 if math.isinf(least) else _epsilon(setting, least)
+    return Tightness(runs[0].charged, noise, proven, 2 * number, time.perf_counter() - start)
+
+
+def _event(setting: Setting, noise: float) -> dp_event.DpEvent:
+    return amplify_poisson(dp_event.GaussianDpEvent(noise), setting.sampling_rate)
+
+
+def _epsilon(setting: Setting, noise: float) -> float:
+    return epsilon_of_counts({_event(setting, noise): setting.rounds}, setting.delta, accountant="pld")
+
+
+def scored(setting: Setting, mechanism: str) -> Scored:
+    """Train one federation with canaries in it, under one of ``VARIANTS``, and score every canary."""
     experiment = setting.experiment()
     job = job_of(experiment)
     model, dataset = job.model(), job.dataset
     first = detached(model.named_parameters())
     size = sum(value.numel() for value in first.values())
-    directions = torch.from_numpy(
-        rng(setting.seed, "canary directions").standard_normal((setting.num_canaries, size), dtype=np.float32)
-    )
-    directions /= torch.linalg.vector_norm(directions, dim=1, keepdim=True)
+    drawn = rng(setting.seed, "canary directions").standard_normal((size, setting.num_canaries), dtype=np.float32)
+    directions = torch.linalg.qr(torch.from_numpy(drawn)).Q.T.contiguous()
     taking_part = rng(setting.seed, "canary coins").random(setting.num_canaries) < 0.5
     assert isinstance(experiment.aggregator, GlobalDP)
     app = CanaryClients(setting.num_real, directions, taking_part, experiment.aggregator.clipping_norm, first)
@@ -182,28 +267,19 @@ def audit(setting: Setting, mechanism: str) -> Finding:
         experiment, app, first, setting, partial(FaultyRounds, noise_factor=factor, published_seed=seed)
     )
     last = models[-1]
+    expected = setting.sampling_rate * (setting.num_real + setting.num_canaries)
+    away = math.log1p(-setting.sampling_rate) if setting.sampling_rate < 1 else -math.inf
     scores = np.zeros(setting.num_canaries)
     for server_round, (before, after) in enumerate(pairwise([first, *models]), start=1):
         moved = torch.cat([(after[name] - before[name]).reshape(-1) for name in first])
-        seen = (directions @ moved).double().numpy()
+        along = (directions @ moved).double().numpy() * expected / experiment.aggregator.clipping_norm
+        ratio = (2 * along - 1) / (2 * experiment.aggregator.noise_multiplier**2)
         if mechanism in {SEED_KNOWN, PUBLISHED}:
-            seen *= _published_cohort(experiment, setting, server_round)
-        scores += seen
-    guesses = guess(scores, taking_part, setting.delta)
-    event = experiment.sampler.amplify(experiment.aggregator.event(), setting.num_real + setting.num_canaries)
-    return Finding(
-        mechanism=mechanism,
-        noise_multiplier=experiment.aggregator.noise_multiplier * factor,
-        claimed=charged,
-        claimed_pld=epsilon_of_counts({event: setting.rounds}, setting.delta, accountant="pld"),
-        epsilon_lower_bound=max(one.epsilon_lower_bound for one in guesses),
-        epsilon_estimate=_estimate(scores, taking_part, setting.delta),
-        power_limit=power_limit(setting.num_canaries, setting.delta),
-        guesses=guesses,
-        test_accuracy=evaluate(model, last, *to_tensors(dataset.test, dataset)).accuracy,
-        seconds=time.perf_counter() - start,
-        seed=setting.seed,
-    )
+            scores += ratio * _published_cohort(experiment, setting, server_round)
+        else:
+            scores += np.logaddexp(away, math.log(setting.sampling_rate) + ratio)
+    accuracy = evaluate(model, last, *to_tensors(dataset.test, dataset)).accuracy
+    return Scored(experiment, scores, taking_part, charged, accuracy)
 
 
 def _trained(
@@ -222,7 +298,7 @@ def _trained(
         rounds = open_private_rounds(
             experiment.aggregator, experiment.sampler, population, setting.seed, out, clipping_norm=None
         )
-        strategy.privacy = faulty(**vars(rounds))
+        strategy.privacy = faulty(**{one.name: getattr(rounds, one.name) for one in fields(rounds) if one.init})
         grid, models = InProcessGrid(app, population), []
         for server_round in range(1, setting.rounds + 1):
             run_round(strategy, grid, server_round, experiment.local.learning_rate, timeout=600.0)
@@ -274,6 +350,18 @@ def table(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
+def _print_tightness(settings: Sequence[Setting], claims: Sequence[float]) -> None:
+    print("| claimed epsilon | noise | canaries | refuted up to epsilon, 95 % | tightness | seconds |")
+    print("|---|---|---|---|---|---|")
+    for claim in claims:
+        one = tightness([replace(setting, epsilon=claim) for setting in settings])
+        print(
+            f"| {one.claimed:.2f} | {one.noise_multiplier:.3f} | {one.canaries:,} | {one.proven:.2f} | {one.share:.2f} "
+            f"| {one.seconds:.0f} |",
+            flush=True,
+        )
+
+
 def main() -> None:
     """Audit every variant and print what comes out."""
     default = Setting()
@@ -284,10 +372,14 @@ def main() -> None:
     parser.add_argument("--canaries", type=int, default=default.num_canaries)
     parser.add_argument("--rounds", type=int, default=default.rounds)
     parser.add_argument("--epsilon", type=float, default=default.epsilon, help="what the true noise is to cost")
+    parser.add_argument("--tightness", type=float, nargs="+", default=[], help="claims to get close to")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     base = replace(default, num_canaries=arguments.canaries, rounds=arguments.rounds, epsilon=arguments.epsilon)
     settings = [replace(base, seed=seed) for seed in range(arguments.seed, arguments.seed + arguments.repeats)]
+    if arguments.tightness:
+        _print_tightness(settings, arguments.tightness)
+        return
     findings = [audit(setting, mechanism) for mechanism in VARIANTS for setting in settings]
     rarely = [replace(one, sampling_rate=RARE_RATE, rounds=RARE_ROUNDS, epsilon=RARE_EPSILON) for one in settings]
     findings += [audit(setting, mechanism) for mechanism in (SEED_KNOWN, PUBLISHED) for setting in rarely]

@@ -1,6 +1,7 @@
 """The one-run canary audit of Global DP: it leaves the real mechanism alone, and it catches missing noise."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -9,6 +10,19 @@ import pytest
 @pytest.fixture(scope="module")
 def canary_audit(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
     return load_benchmark("canary_audit")
+
+
+def test_a_small_run_is_refuted_without_noise_and_not_as_it_is(canary_audit: ModuleType) -> None:
+    setting = canary_audit.Setting(num_canaries=60, num_real=4, rounds=2, epsilon=1.0, model="logistic")
+    true, silent = (canary_audit.audit(setting, mechanism) for mechanism in ("global-dp as it is", "no noise"))
+    assert true.verdict == "not refuted"
+    assert silent.verdict == "REFUTED"
+
+
+def test_canaries_of_several_runs_together_come_near_the_claim_and_not_above(canary_audit: ModuleType) -> None:
+    setting = canary_audit.Setting(num_canaries=500, num_real=2, rounds=1, sampling_rate=1.0, model="logistic")
+    found = canary_audit.tightness([replace(setting, seed=seed) for seed in (0, 1)])
+    assert 0.3 < found.share < 1
 
 
 @pytest.mark.slow

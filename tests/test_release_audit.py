@@ -21,13 +21,20 @@ def release_audit(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def found(script: ModuleType, family: str, name: str, num_runs: int, seed: int = 0) -> Any:
-    event, mechanisms = script.families(1.0)[family]
+    amplify, mechanisms = script.families(1.0)[family]
     number = next(number for number, one in enumerate(mechanisms) if one.name == name)
-    return script.audit(event, mechanisms[number], num_runs=num_runs, seed=seed, faulty=number > 0).profile
+    return script.audit(amplify, 1.0, mechanisms[number], num_runs=num_runs, seed=seed, faulty=number > 0).profile
 
 
 def test_the_sums_of_the_mean_embedding_are_not_refuted(release_audit: ModuleType) -> None:
     assert not found(release_audit, EMBEDDING, "as it is", 300).refuted
+
+
+def test_the_refuted_epsilon_comes_near_the_claim_along_the_direction_of_the_record(release_audit: ModuleType) -> None:
+    amplify, mechanisms = release_audit.families(1.0)[MOMENTS]
+    found = release_audit.audit(amplify, 1.0, mechanisms[0], num_runs=1000, seed=0, faulty=False)
+    claimed = release_audit.epsilon_at(amplify, 1.0)
+    assert 0.4 * claimed < found.proven < claimed
 
 
 @pytest.mark.usefixtures("coarse_losses")  # the larger claim is the harder one to refute

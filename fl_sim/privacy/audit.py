@@ -85,6 +85,32 @@ def audit_profile(
     return ProfileAudit(tuple(epsilons), tuple(claimed), tuple(bounds), tuple(estimates), max(proven))
 
 
+def least_refuted(audit: ProfileAudit, claims: Callable[[float], Sequence[float]], noise_multiplier: float) -> float:
+    """Return the least noise multiplier whose claim the runs refute, to 1 %: the tightest that this audit gets.
+
+    ``claims``: from a noise multiplier to what the same mechanism with that noise claims, delta at each of
+    ``audit.epsilons``; more noise claims less. So the mechanism protects no better than that noise would, which is an
+    epsilon by its accountant (Nasr et al. 2023, who fit the trade-off curve of the mechanism in the same way).
+    ``noise_multiplier``: where the search begins, the audited one. Infinite where a hundred times as much is not
+    refuted; a quarter of it where even that is.
+    """
+
+    def is_refuted(noise: float) -> bool:
+        return any(bound > claim for bound, claim in zip(audit.lower_bounds, claims(noise), strict=True))
+
+    kept, refuted = noise_multiplier / 4, noise_multiplier
+    if is_refuted(kept):
+        return kept
+    while not is_refuted(refuted):
+        if refuted >= 100 * noise_multiplier:
+            return math.inf
+        kept, refuted = refuted, 2 * refuted
+    while refuted > 1.01 * kept:
+        middle = math.sqrt(kept * refuted)
+        kept, refuted = (kept, middle) if is_refuted(middle) else (middle, refuted)
+    return refuted
+
+
 def noise_calibration(residuals: NDArray[np.float64]) -> dict[str, float]:
     """Return p-values for ``residuals`` (runs x coordinates, in claimed standard deviations) being fresh N(0, 1).
 

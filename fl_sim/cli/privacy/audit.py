@@ -3,6 +3,7 @@
 The auditor has all that a run publishes: every global model, and the run directory with the experiment's seed in it.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,13 +14,14 @@ import torch
 from dp_accounting import dp_event
 from numpy.typing import NDArray
 
-from fl_sim.privacy.accounting import Adjacency, amplify_poisson, delta_profile
+from fl_sim.privacy.accounting import Adjacency, amplify_poisson, delta_profile, epsilon_of_counts
 from fl_sim.privacy.audit import (
     EPSILONS,
     Mechanism,
     ProfileAudit,
     World,
     audit_profile,
+    least_refuted,
     noise_calibration,
     run_mechanism,
 )
@@ -73,6 +75,20 @@ def audit_global_dp(noise_multiplier: float, *, num_runs: int, noise: Noise, onl
         )
         findings.append(Finding(name, audit_profile(without, with_unit, claimed), noise_calibration(residuals)))
     return findings + _audit_sampling(noise_multiplier, num_runs, noise, only)
+
+
+def refuted_epsilon(finding: Finding, noise_multiplier: float, delta: float) -> float:
+    """Return the epsilon up to which the runs of one round refute claims: that of the least noise they refute.
+
+    0 where they refute nothing; over the claimed epsilon, it is the tightness of the audit.
+    """
+
+    def claims(noise: float) -> list[float]:
+        return delta_profile([dp_event.GaussianDpEvent(noise)], EPSILONS)
+
+    least = least_refuted(finding.profile, claims, noise_multiplier)
+    event = dp_event.GaussianDpEvent(least)
+    return 0.0 if math.isinf(least) else epsilon_of_counts({event: 1}, delta, accountant="pld")
 
 
 def _audit_sampling(noise_multiplier: float, num_runs: int, noise: Noise, only: str | None) -> list[Finding]:

@@ -187,23 +187,25 @@ def audit(
     with importing():
         from dp_accounting import GaussianDpEvent  # noqa: PLC0415
 
-        from fl_sim.cli.privacy.audit import TRUE_MECHANISM, audit_global_dp  # noqa: PLC0415 (slow imports, only here)
+        from fl_sim.cli.privacy.audit import TRUE_MECHANISM, audit_global_dp, refuted_epsilon  # noqa: PLC0415 (slow)
         from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415
         from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
 
     noise = Noise.secret() if seed is None else Noise.seeded(seed)
     findings = audit_global_dp(noise_multiplier, num_runs=runs, noise=noise)
+    at_delta = epsilon_of_counts({GaussianDpEvent(noise_multiplier): 1}, 1e-5, accountant="pld")
+    proven = refuted_epsilon(findings[0], noise_multiplier, 1e-5)
     if json_output:
         shown = [{**asdict(finding), "caught": finding.caught} for finding in findings]
         head = {"unit": "client", "noise_multiplier": noise_multiplier, "runs": runs, "confidence": 0.95}
-        typer.echo(json.dumps({**head, "true_mechanism": TRUE_MECHANISM, "mechanisms": shown}))
+        tight = {"claimed_epsilon": at_delta, "refuted_epsilon": proven, "tightness": proven / at_delta}
+        typer.echo(json.dumps({**head, "true_mechanism": TRUE_MECHANISM, **tight, "mechanisms": shown}))
         return
     typer.echo(
         f"noise multiplier {noise_multiplier:g}, {runs} rounds per world, 95 % confidence; deltas at epsilon 0 and 1"
     )
     typer.echo(f"{'mechanism':32}{'delta(0) >=':>12}{'delta(1) >=':>12}{'epsilon >=':>12}  verdict")
     claimed = findings[0].profile.claimed
-    at_delta = epsilon_of_counts({GaussianDpEvent(noise_multiplier): 1}, 1e-5, accountant="pld")
     typer.echo(f"{'claimed (epsilon at delta 1e-5)':32}{claimed[0]:12.3f}{claimed[2]:12.3f}{at_delta:12.2f}")
     for finding in findings:
         profile = finding.profile
@@ -213,6 +215,10 @@ def audit(
         verdict = "CLAIM REFUTED" if profile.refuted else ("noise is wrong" if finding.caught else "nothing found")
         bounds = f"{profile.lower_bounds[0]:12.3f}{profile.lower_bounds[2]:12.3f}{profile.epsilon_lower_bound:12.2f}"
         typer.echo(f"{finding.mechanism:32}{bounds}  {verdict}")
+    typer.echo(
+        f"tightness {proven / at_delta:.2f}: had {TRUE_MECHANISM!r} claimed an epsilon below {proven:.2f} (it claims "
+        f"{at_delta:.2f}), these runs would have refuted it"
+    )
 
 
 def _sampling(unit: str, rate: float | None, cohort: int | None, population: int | None) -> "Sampling":

@@ -5,9 +5,10 @@ from functools import cache
 import numpy as np
 import pytest
 from dp_accounting import dp_event
+from scipy.stats import norm
 
 from fl_sim.privacy.accounting import delta_profile, epsilon_of_counts
-from fl_sim.privacy.audit import EPSILONS, audit_profile, noise_calibration
+from fl_sim.privacy.audit import EPSILONS, audit_profile, least_refuted, noise_calibration
 
 
 @cache  # not where tests are collected, which every worker does
@@ -33,6 +34,28 @@ def test_a_true_claim_is_not_refuted() -> None:
         found = audit_profile(*worlds(seed, 1.0), claimed())
         assert not found.refuted
         assert found.epsilon_lower_bound < epsilon()
+
+
+def gaussian_claims(noise: float) -> list[float]:
+    """Return delta at each epsilon of the Gaussian mechanism (Balle and Wang 2018, theorem 5)."""
+    at = [(0.5 / noise - epsilon * noise, -0.5 / noise - epsilon * noise, epsilon) for epsilon in EPSILONS]
+    return [float(norm.cdf(high) - np.exp(epsilon) * norm.cdf(low)) for high, low, epsilon in at]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_the_least_refuted_noise_is_a_little_more_than_there_is(scale: float) -> None:
+    pairs = [worlds(seed, 1.0, scale, runs=4000, size=1) for seed in range(10)]
+    found = [least_refuted(audit_profile(*pair, gaussian_claims(1.0)), gaussian_claims, 1.0) for pair in pairs]
+    assert scale <= min(found)
+    assert np.median(found) < 1.25 * scale
+
+
+def test_no_noise_is_refuted_where_the_worlds_do_not_differ_and_a_quarter_where_they_always_do() -> None:
+    same, apart = (
+        audit_profile(*worlds(0, shift, size=1), gaussian_claims(1.0), epsilons=EPSILONS) for shift in (0.0, 100.0)
+    )
+    assert least_refuted(same, gaussian_claims, 1.0) == np.inf
+    assert least_refuted(apart, gaussian_claims, 1.0) == 0.25
 
 
 def test_the_audit_sees_nearly_all_there_is_to_see() -> None:
