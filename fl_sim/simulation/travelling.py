@@ -35,7 +35,8 @@ class TravellingJob:
     @classmethod
     def of(cls, job: Job) -> "TravellingJob":
         """Pack ``job``."""
-        dataset = replace(job.dataset, train=_plain(job.dataset.train), test=_plain(job.dataset.test))
+        # Models are measured at home: validation records stay there.
+        dataset = replace(job.dataset, train=_plain(job.dataset.train), test=_plain(job.dataset.test), validation=None)
         digest = _digest(dataset, job.shards, job.validation)
         return cls(job.experiment.model_dump_json(), dataset, job.shards, job.validation, digest)
 

@@ -12,6 +12,7 @@ from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run import run
+from fl_sim.simulation.travelling import TravellingJob
 from fl_sim.store.run_directory import read_rounds
 from partitions import Parts
 
@@ -123,6 +124,12 @@ def test_validation_records_that_nothing_uses_or_that_are_not_there_are_refused(
         job_of(_made("evaluate.validation=given"))
     with pytest.raises(UserError, match="features=scattering are made of training and test images"):
         job_of(_made(with_validation, "evaluate.validation=given", "features=scattering"))
+
+
+def test_given_validation_records_do_not_travel_to_workers_which_measure_nothing(with_validation):
+    goods = TravellingJob.of(job_of(_made(with_validation, "evaluate.validation=given")))
+    assert goods.dataset.validation is None
+    assert goods.site.num_clients == 10
 
 
 def test_a_run_does_not_go_on_with_other_validation_records(with_validation, tmp_path):
