@@ -306,12 +306,15 @@ class _Turns:
         layers = broadcast.pop(wire.LAYERS, {})
         personal = tuple(name for name in layers if name in params)
         params, statistics = placed(params, state.pop(wire.LAYERS, layers))
+        settings = site.local_settings(order.learning_rate)
+        if most_steps := order.most_steps.get(client):
+            settings = replace(settings, steps=most_steps)
         task = LocalTask(
             server_round=order.server_round,
             client=client,
             num_clients=site.num_clients,
             num_examples=len(records),
-            settings=site.local_settings(order.learning_rate),
+            settings=settings,
             params=params,
             broadcast=broadcast,
             statistics=statistics,

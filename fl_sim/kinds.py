@@ -94,6 +94,21 @@ class Choices(Protocol):
         """Return what hostile clients do."""
         ...
 
+    @property
+    def devices(self) -> object:
+        """Return how long clients take."""
+        ...
+
+    @property
+    def engine(self) -> object:
+        """Return what runs the clients."""
+        ...
+
+    @property
+    def hides_time(self) -> bool:
+        """Say whether how long clients take would tell what they were promised to keep private."""
+        ...
+
 
 @runtime_checkable
 class Checking(Protocol):

@@ -2,10 +2,10 @@
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
+from fl_sim.devices.clock import Turnout
 from fl_sim.engines import wire
 from fl_sim.errors import Diverged, Malformed, RunError
 from fl_sim.packed import Packing, Size, blank
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
     from strategies.private import PrivateRounds
 
 
+TurnoutOf: TypeAlias = Callable[[int, Sequence[int]], Turnout]
+"""(round, its cohort) -> who of it is asked and gets through in time, by a virtual clock."""
+
+
 @dataclass
 class FederatedStrategy(Strategy):
     """One algorithm, one aggregator, one sampler, as Flower sees them.
@@ -50,6 +55,8 @@ class FederatedStrategy(Strategy):
     ``order`` holds what every message says; its round and learning rate are filled in per round. ``most_examples``: how
     many records a client can have at most, where that is known. ``sampling_seed``: what cohorts are drawn by, None for
     ``seed``, by which hostile clients are chosen. ``packing``: how updates are compressed, if they are.
+    ``turnout_of``: of the virtual clock, where there is one; ``turnout`` is then the last round's, and ``cohort`` those
+    whose updates count.
     """
 
     algorithm: Algorithm
@@ -66,6 +73,8 @@ class FederatedStrategy(Strategy):
     packing: Packing | None = None
     population: Population = field(default_factory=lambda: Population(()))
     cohort: NDArray[np.int64] = field(default_factory=lambda: np.arange(0))
+    turnout_of: TurnoutOf | None = None
+    turnout: Turnout | None = None
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -78,9 +87,12 @@ class FederatedStrategy(Strategy):
         seed = self.seed if self.sampling_seed is None else self.sampling_seed
         coins = self.privacy.coins(server_round) if self.privacy else rng(seed, "sampler", server_round).random
         self.cohort = self.sampler.sample(self.num_clients, coins, server_round)
-        rate = float(str(config["learning-rate"]))
-        order = replace(self.order, server_round=server_round, learning_rate=rate)
-        content = self._content(order)
+        order = replace(self.order, server_round=server_round, learning_rate=float(str(config["learning-rate"])))
+        if self.turnout_of is not None:
+            self.turnout = self.turnout_of(server_round, self.cohort.tolist())
+            self.cohort = self.turnout.in_time
+            order = replace(order, most_steps=self.turnout.most_steps)
+        content = self.content(order, self.server)
         return [Message(content, self.population.nodes[client], wire.TRAIN) for client in self.cohort]
 
     def aggregate_train(
@@ -104,11 +116,9 @@ class FederatedStrategy(Strategy):
             self.server = replace(server, layers=layers)
         if self.privacy is not None:  # how many came and how they fared is theirs: it leaves only in the noised mean
             return wire.to_arrays(self.server.model), None
-        losses = [(reply.loss, reply.num_examples) for reply in answers if reply.loss is not None]
-        total = sum(count for _, count in losses)
         metrics = MetricRecord({"cohort": len(answers)})
-        if total:
-            metrics["train_loss"] = sum(loss * count for loss, count in losses) / total
+        if (loss := mean_loss(answers)) is not None:
+            metrics["train_loss"] = loss
         return wire.to_arrays(self.server.model), metrics
 
     def configure_evaluate(
@@ -132,7 +142,7 @@ class FederatedStrategy(Strategy):
 
         An update of another size is refused.
         """
-        return self.traffic_with(self._content(self.order))
+        return self.traffic_with(self.content(self.order, self.server))
 
     def traffic_with(self, content: RecordDict) -> Traffic:
         """Return the same in a round whose message is ``content``."""
@@ -144,8 +154,15 @@ class FederatedStrategy(Strategy):
         packed = {name: blank(size) for name, size in self._packed_sizes.items()}
         return wire.num_bytes(wire.update_content(whole, 0, None, packed))
 
-    def _content(self, order: wire.Order) -> RecordDict:
-        return wire.task_content(order, self.server.params, {**self.server.broadcast, **self._layers})
+    def content(self, order: wire.Order, server: ServerState) -> RecordDict:
+        """Return what a client is sent by a server in that state."""
+        layers = {wire.LAYERS: server.layers} if server.layers else {}
+        return wire.task_content(order, server.params, {**server.broadcast, **layers})
+
+    def read(self, client: int, replies: Sequence[Message], server_round: int) -> Reply:
+        """Return the update that is in a client's replies, of which there must be one. Raises Malformed otherwise."""
+        unpackings = self._unpackings(client, server_round)
+        return wire.read_update(client, content_of(replies), self._template, self.most_examples, unpackings)
 
     def _after_attack(self, answers: tuple[Reply, ...]) -> tuple[Reply, ...]:
         """Return the round's updates with those of hostile clients as the attack forges them."""
@@ -197,9 +214,7 @@ class FederatedStrategy(Strategy):
         failed: dict[int, Malformed] = {}
         for client in map(int, self.cohort):
             try:
-                content = content_of(answers.get(client, []))
-                unpackings = self._unpackings(client, server_round)
-                updates.append(wire.read_update(client, content, self._template, self.most_examples, unpackings))
+                updates.append(self.read(client, answers.get(client, []), server_round))
             except Malformed as reason:
                 failed[client] = reason
         if self.privacy is not None:
@@ -210,15 +225,29 @@ class FederatedStrategy(Strategy):
         return tuple(updates)
 
 
+def mean_loss(replies: Iterable[Reply]) -> float | None:
+    """Return the mean training loss over clients' records, None where no client has any."""
+    losses = [(reply.loss, reply.num_examples) for reply in replies if reply.loss is not None]
+    total = sum(count for _, count in losses)
+    return sum(loss * count for loss, count in losses) / total if total else None
+
+
 @dataclass(frozen=True)
 class Round:
-    """What a round did, apart from evaluation. ``traffic``: of all its clients; None where who they are is secret."""
+    """What a round did, apart from evaluation. ``traffic``: of all its clients; None where who they are is secret.
+
+    By the virtual clock, where there is one: how many ``virtual_seconds`` it lasted, how many clients were ``late``, so
+    that their updates are lost, and how many steps of the server old the models were, on average, that clients trained.
+    """
 
     server_round: int
     cohort_size: int | None
     train_loss: float | None
     traffic: Traffic | None
     seconds: float
+    virtual_seconds: float | None = None
+    late: int | None = None
+    staleness: float | None = None
 
 
 def run_round(
@@ -240,9 +269,13 @@ def run_round(
     _, metrics = strategy.aggregate_train(server_round, replies)
     loss = float(str(metrics["train_loss"])) if metrics and "train_loss" in metrics else None
     size = None if strategy.privacy else len(messages)
-    each = strategy.traffic_with(messages[0].content) if messages else Traffic(0, 0)
+    each = strategy.traffic_with(messages[0].content) if messages else strategy.traffic
     traffic = None if size is None else each * size
-    return Round(server_round, size, loss, traffic, time.perf_counter() - start)
+    done = Round(server_round, size, loss, traffic, time.perf_counter() - start)
+    if (turnout := strategy.turnout) is None or traffic is None:
+        return done
+    traffic += Traffic(each.down, 0) * turnout.num_late  # a model went to them, and nothing came back
+    return replace(done, traffic=traffic, virtual_seconds=turnout.seconds, late=turnout.num_late)
 
 
 def share_before_training(

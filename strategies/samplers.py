@@ -32,6 +32,19 @@ def _somebody_takes_part(sampling_rate: float) -> float:
 SamplingRate: TypeAlias = Annotated[float, Field(gt=0, le=1), AfterValidator(_somebody_takes_part)]
 
 
+def in_random_order(num_clients: int, coins: Coins) -> NDArray[np.int64]:
+    """Return all clients, those with the smallest coins first."""
+    return np.argsort(_distinct(num_clients, coins))
+
+
+def _distinct(num_clients: int, coins: Coins) -> NDArray[np.float64]:
+    """Return a coin for each client, no two the same: equal coins have no order, and any rule would favour somebody."""
+    drawn = coins(num_clients)
+    while ((ordered := np.sort(drawn))[1:] == ordered[:-1]).any():
+        drawn = coins(num_clients)
+    return drawn
+
+
 @runtime_checkable
 class Sampler(Protocol):
     """A way to draw cohorts: frozen settings of ours or of the user's own."""
@@ -84,11 +97,8 @@ class FixedSize(Settings):
         """
         del server_round
         self._check(num_clients)
-        drawn = coins(num_clients)
-        # Equal coins have no order, and any rule would favour somebody.
-        while ((ordered := np.sort(drawn))[1:] == ordered[:-1]).any():
-            drawn = coins(num_clients)
-        return np.flatnonzero(drawn <= ordered[self.cohort_size - 1])
+        drawn = _distinct(num_clients, coins)
+        return np.flatnonzero(drawn <= np.sort(drawn)[self.cohort_size - 1])
 
     def amplify(self, event: "DpEvent", num_clients: int) -> "DpEvent":
         """Return what ``event`` costs when clients are sampled like this, under replacing one client by another."""

@@ -38,7 +38,7 @@ _ORDER, _PARAMS, _REPORT, _POOL, _SAID, _VOTES = "order", "params", "report", "p
 _MOMENTS, _TICKET = "moments", "ticket"
 _BROADCAST, _PAYLOAD, _PACKED, _KEPT, _HELD = "broadcast/", "payload/", "packed/", "kept/", "held-back/"
 _NUMBERS, _BITS = "numbers", "bits"
-_NUM_EXAMPLES, _LOSS, _PARTITION, _JSON = "num-examples", "loss", "partition-id", "json"
+_NUM_EXAMPLES, _LOSS, _PARTITION, _JSON, _MOST_STEPS = "num-examples", "loss", "partition-id", "json", "most-steps"
 
 _LARGEST_LOSS: Final = float(np.finfo(np.float32).max)
 _LONGEST_TEXT: Final = 1_000_000
@@ -51,7 +51,8 @@ class Order:
 
     ``experiment``: the experiment as JSON; ``data_root``, ``state_dir``, ``pool`` (what clients shared for the
     algorithm) and ``synthetic`` (the pool of synthetic records): paths on a disk that the worker sees, empty where
-    there is none. To workers that see none goes ``for_the_road``.
+    there is none. To workers that see none goes ``for_the_road``. ``most_steps``: {client: how many local steps it has
+    time for}, of those who must stop early.
     """
 
     experiment: str
@@ -61,6 +62,7 @@ class Order:
     state_dir: str
     pool: str = ""
     synthetic: str = ""
+    most_steps: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def for_the_road(self) -> "Order":
@@ -121,6 +123,7 @@ def read_order(content: RecordDict) -> Order:
         str(record["state-dir"]),
         str(record["pool"]),
         str(record["synthetic"]),
+        {int(client): int(steps) for client, steps in json.loads(str(record.get(_MOST_STEPS, "{}"))).items()},
     )
 
 
@@ -469,5 +472,6 @@ def _config(order: Order) -> ConfigRecord:
             "state-dir": order.state_dir,
             "pool": order.pool,
             "synthetic": order.synthetic,
+            **({_MOST_STEPS: json.dumps(dict(order.most_steps))} if order.most_steps else {}),
         }
     )

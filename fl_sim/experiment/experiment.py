@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, Field, PlainSerializer, Validati
 from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.data import Features
 from fl_sim.data.naming import as_table, from_table
+from fl_sim.devices.settings import AnyDevices, NoDevices
 from fl_sim.errors import UserError
 from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.kinds import Checking, Promising, kind_of
@@ -54,6 +55,7 @@ from strategies.pate.settings import Pate
 from strategies.samplers import AnySampler, Cyclic, Everyone, FixedSize, Poisson, Sampler
 from strategies.scaffold import Scaffold
 from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from strategies.servers import AnyServer, Synchronous
 from strategies.trimmed_mean import TrimmedMean
 from strategies.tstr import Tstr
 
@@ -251,7 +253,9 @@ class Experiment(Settings):
     server turns a round's updates into one: their mean, a robust mean, or a mean with noise for privacy. ``sampler``:
     which clients take part in a round. ``compress``: how what clients send in a round is made smaller.
     ``preprocess``: what clients do before the first round. ``attack``: what hostile clients do. ``calibrate``: what is
-    done to the model after the last round. ``local``: how clients train.
+    done to the model after the last round. ``devices``: how fast clients compute and send, by a virtual clock.
+    ``server``: whether the server waits for a round's clients, or goes on as updates come. ``local``: how clients
+    train.
     ``rounds``: how often the server and its clients exchange updates. ``evaluate_every``: the model is measured after
     every round whose number is a multiple of this, and after the last one. ``evaluate``: which records it is measured
     on. ``engine``: how the work is spread over processors; results are the same. ``seed``: decides all that is random.
@@ -281,6 +285,8 @@ class Experiment(Settings):
     preprocess: Annotated[Preprocess, OneOf("preprocess")] = NoPreprocess()
     attack: Annotated[AnyAttack, OneOf("attack", Attack)] = NoAttack()
     calibrate: Annotated[AnyCalibration, OneOf("calibrate")] = NoCalibration()
+    devices: Annotated[AnyDevices, OneOf("devices")] = NoDevices()
+    server: Annotated[AnyServer, OneOf("server")] = Synchronous()
     local: Local = Local()
     rounds: int = Field(20, ge=1, le=10**9)
     evaluate_every: int = Field(1, ge=1)
@@ -313,7 +319,7 @@ class Experiment(Settings):
     @model_validator(mode="after")
     def _compatible(self) -> Self:
         chosen = (self.algorithm, self.aggregator, self.sampler, self.partition, self.preprocess, self.attack)
-        for part in (*chosen, self.calibrate, self.compress):
+        for part in (*chosen, self.calibrate, self.compress, self.server, self.devices):
             if isinstance(part, Checking):
                 part.check(self)
         check_compression(self)
@@ -417,8 +423,7 @@ class Experiment(Settings):
     def as_written(self) -> dict[str, Any]:
         """Return these settings as ``config.toml`` has them: without those that are None.
 
-        Nor has it ``evaluate``, ``features`` and ``compress`` where nothing of them is used, so that files are as they
-        were before.
+        Nor has it what came later, where nothing of that is used, so that files are as they were before.
         """
         unused = {"evaluate"} if self.evaluate == Evaluate() else set()
         return self.model_dump(exclude_none=True, exclude=unused | self._unused_newcomers)
@@ -426,14 +431,26 @@ class Experiment(Settings):
     @property
     def _unused_newcomers(self) -> set[str]:
         """Return settings that came later and are not made use of."""
-        features = {"features"} if self.features == "none" else set()
-        return features | ({"compress"} if isinstance(self.compress, NoCompression) else set())
+        defaults = {"features": "none", "compress": NoCompression(), "devices": NoDevices(), "server": Synchronous()}
+        return {name for name, default in defaults.items() if getattr(self, name) == default}
 
     @property
     def is_private(self) -> bool:
         """Say whether a run promises privacy to anybody: then it shows nothing about single clients, nor their time."""
+        return bool(self._promising)
+
+    @property
+    def hides_time(self) -> bool:
+        """Say whether how long clients take would tell what they were promised to keep private.
+
+        Not where everybody trains on a pool of synthetic records alone, which all know.
+        """
+        return any(not (isinstance(part, DaFl) and part.train_on == "synthetic") for part in self._promising)
+
+    @property
+    def _promising(self) -> list[object]:
         parts: tuple[object, ...] = (self.algorithm, self.aggregator, self.preprocess, self.calibrate)
-        return any(isinstance(part, Promising) and part.is_private for part in parts)
+        return [part for part in parts if isinstance(part, Promising) and part.is_private]
 
 
 def _laid_over(value: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

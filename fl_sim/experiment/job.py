@@ -17,6 +17,7 @@ from clients.dafl.settings import DaFl
 from fl_sim import models
 from fl_sim.data import Features, load
 from fl_sim.data.naming import own_name
+from fl_sim.devices.settings import Profile
 from fl_sim.errors import UserError
 from fl_sim.experiment.evaluate import held_out
 from fl_sim.experiment.experiment import Auto, Experiment, experiment_from
@@ -165,6 +166,8 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
     filled: dict[str, Any] = {
         "model": experiment.model or models.default_model(dataset.input_shape, dataset.vocabulary)
     }
+    if isinstance(experiment.devices, Profile) and not experiment.devices.digest:
+        filled["devices"] = experiment.devices.sealed()
     if isinstance(experiment.algorithm, Bounded):
         filled |= {"rounds": experiment.algorithm.bound_rounds(experiment.rounds, dataset)}
     given = {name: getattr(experiment, name) for name in Experiment.model_fields}

@@ -11,6 +11,7 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.job import Job
 from strategies.global_dp import GlobalDP
+from strategies.servers import Synchronous
 
 STACK_ON_GPU = 100
 """Clients that are trained as one computation on a GPU unless the experiment says otherwise."""
@@ -55,9 +56,12 @@ def stack_of(engine: Engine, job: Job) -> int:
     """Return how many clients ``engine`` trains as one computation; 1 means it does not stack them.
 
     Always 1 under Global DP: the last bits of a client in a stack depend on the others, by which one client would move
-    every update. Raises UserError where more are asked for than the model allows.
+    every update; and where clients work at their own pace, as who is in a stack then depends on where a run stopped.
+    Raises UserError where more are asked for than the model allows.
     """
     if isinstance(engine, Auto) or engine.stack == 1 or isinstance(job.experiment.aggregator, GlobalDP):
+        return 1
+    if not isinstance(job.experiment.server, Synchronous):
         return 1
     asked = engine.stack or _stack_on_gpu(engine, job)
     stackable = asked == 1 or job.trainer.is_stackable()

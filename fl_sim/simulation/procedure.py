@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING, Protocol
 from flwr.serverapp import Grid
 
 from clients.app import Site
+from fl_sim.devices.settings import NoDevices
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of
+from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan
+from fl_sim.simulation.asynchronous import AtOwnPace
 from fl_sim.simulation.pate.procedure import Voting
 from fl_sim.simulation.rounds import Rounds
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.tstr import OnSynthetic
 from fl_sim.types import Payloads, ServerState, Traffic
 from strategies.pate.settings import Pate
+from strategies.servers import Synchronous
 from strategies.tstr import Tstr
 
 if TYPE_CHECKING:
@@ -31,7 +36,7 @@ class Procedure(Protocol):
         ...
 
     @property
-    def num_trainings(self) -> int:
+    def num_trainings(self) -> float:
         """Return how often a client that is always there trains."""
         ...
 
@@ -79,11 +84,18 @@ class Procedure(Protocol):
 
 
 def procedure_of(job: Job) -> Procedure:
-    """Return how a run of ``job`` proceeds."""
-    algorithm = job.experiment.algorithm
-    if isinstance(algorithm, Pate):
-        return Voting(job, algorithm)
-    return OnSynthetic(job, algorithm) if isinstance(algorithm, Tstr) else Rounds(job, algorithm)
+    """Return how a run of ``job`` proceeds. Raises UserError where nothing of it goes by a clock that it has."""
+    experiment, algorithm = job.experiment, job.experiment.algorithm
+    if isinstance(algorithm, Pate | Tstr):
+        if not isinstance(experiment.devices, NoDevices):
+            raise UserError(
+                f"devices={kind_of(experiment.devices)} has no place beside algorithm {kind_of(algorithm)}, which has "
+                "no rounds whose time could be simulated: leave devices out"
+            )
+        return Voting(job, algorithm) if isinstance(algorithm, Pate) else OnSynthetic(job, algorithm)
+    if isinstance(experiment.server, Synchronous):
+        return Rounds(job, algorithm)
+    return AtOwnPace(job, algorithm, experiment.server)
 
 
 @lru_cache(maxsize=2)

@@ -1,10 +1,10 @@
 """Federated rounds: the main loop, and what a run with a federated algorithm needs beside it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from flwr.serverapp import Grid
@@ -12,6 +12,7 @@ from flwr.serverapp import Grid
 from clients.app import Site
 from clients.dafl.settings import DaFl
 from fl_sim.batch_norm import layers_in
+from fl_sim.devices.settings import NoDevices
 from fl_sim.engines import wire
 from fl_sim.errors import BudgetExhausted, Diverged, UserError
 from fl_sim.experiment.evaluate import Evaluate
@@ -21,6 +22,7 @@ from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
 from fl_sim.simulation.calibration import calibrate
+from fl_sim.simulation.clocks import start_clock
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.preparation import federated_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
@@ -42,7 +44,7 @@ from strategies.algorithm import (
 )
 from strategies.ccvr import CCVR
 from strategies.compression.settings import packing_of
-from strategies.flower import FederatedStrategy, run_round
+from strategies.flower import FederatedStrategy, Round, run_round
 from strategies.global_dp import GlobalDP
 
 if TYPE_CHECKING:
@@ -53,6 +55,10 @@ PERSONAL = (
     "BatchNorm layers are personal: the accuracy is that of a model which no client has, with the mean of the last "
     "cohort's layers"
 )
+
+
+Exchange: TypeAlias = Callable[[int, float], Round]
+"""(round, its learning rate) -> what it did; the strategy has the server's new state. Raises what run_round raises."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +82,23 @@ class Rounds:
         if isinstance(experiment.preprocess, DaFl):
             observer.preparing(f"clients make synthetic records, {kind_of(experiment.preprocess.generator)}")
         strategy = federated_strategy(self.job, self.algorithm, grid, out, log)
-        measuring = Measuring.of(self.job)
+        exchange, measuring = self._exchange(strategy, grid, out, log), Measuring.of(self.job)
         for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
             if _stopped(experiment.evaluate, log.rounds):
                 break
             try:
-                record = self._round(server_round, strategy, grid, log, measuring)
+                record = self._round(server_round, strategy, exchange, log, measuring)
             except BudgetExhausted as spent:
                 log.stopped = f"privacy budget spent after {len(log.rounds)} rounds ({spent})"
                 break
             _keep(out, log, strategy, record)
             observer.finished_round(record)
         log.stopped = log.stopped or _stopped(experiment.evaluate, log.rounds)
+        if empty := [one.round for one in log.rounds if one.late is not None and not one.cohort]:
+            log.warnings.append(
+                f"in {len(empty)} of {len(log.rounds)} rounds no client was there and in time, first in round "
+                f"{empty[0]}: they left the model as it was"
+            )
         log.traffic = strategy.traffic
         last = strategy.server
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
@@ -96,15 +107,25 @@ class Rounds:
         if isinstance(experiment.calibrate, CCVR):
             calibrate(self.job, experiment.calibrate, strategy, grid, log, measuring)
 
+    def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
+        """Return what has clients train, and the server merge what they send."""
+        del out
+        start_clock(self.job, strategy, log)
+        timeout = self.job.experiment.round_timeout
+        return lambda server_round, rate: run_round(strategy, grid, server_round, rate, timeout)
+
     def _round(
-        self, server_round: int, strategy: FederatedStrategy, grid: Grid, log: RunLog, measuring: Measuring
+        self, server_round: int, strategy: FederatedStrategy, exchange: Exchange, log: RunLog, measuring: Measuring
     ) -> RoundRecord:
         """Train, and evaluate where that is due. Raises BudgetExhausted where the privacy budget does not afford it."""
         experiment, start = self.job.experiment, time.perf_counter()
         rate = experiment.local.learning_rate * experiment.local.schedule.factor(server_round, experiment.rounds)
-        done = run_round(strategy, grid, server_round, rate, experiment.round_timeout)
+        done = exchange(server_round, rate)
         epsilon = strategy.privacy.ledger.epsilon if strategy.privacy else None
-        record = RoundRecord(server_round, None, None, done.train_loss, epsilon, done.cohort_size, rate, None)
+        record = RoundRecord(
+            server_round, None, None, done.train_loss, epsilon, done.cohort_size, rate, None,
+            virtual_seconds=done.virtual_seconds, late=done.late, staleness=done.staleness,
+        )  # fmt: skip
         if done.traffic is not None:
             record = replace(record, bytes_down=done.traffic.down, bytes_up=done.traffic.up)
         record = self._evaluated(record, strategy, log, measuring)
@@ -126,7 +147,7 @@ class Rounds:
         return log.measured.noted_in(record)
 
     @property
-    def num_trainings(self) -> int:
+    def num_trainings(self) -> float:
         """Return how often a client that is always there trains."""
         return self.job.experiment.rounds
 
@@ -146,13 +167,17 @@ class Rounds:
     def traffic(self) -> Traffic | None:
         """Return the bytes of arrays to and from all clients in all rounds."""
         experiment = self.job.experiment
+        cohort = experiment.sampler.expected_size(experiment.num_clients)
+        return self._traffic_of_a_turn() * round(experiment.rounds * cohort)
+
+    def _traffic_of_a_turn(self) -> Traffic:
+        experiment = self.job.experiment
         strategy = FederatedStrategy(
             self.algorithm, experiment.aggregator, experiment.sampler, self.beginning(),
             wire.Order("", 0, 0.0, "", ""), experiment.num_clients, experiment.seed,
             packing=packing_of(experiment.compress, experiment.seed),
         )  # fmt: skip
-        cohort = experiment.sampler.expected_size(experiment.num_clients)
-        return strategy.traffic * round(experiment.rounds * cohort)
+        return strategy.traffic
 
     def payments(self) -> "tuple[Payment, ...]":
         """Return the cost of noisy rounds, nothing where rounds have no noise."""
@@ -178,6 +203,8 @@ class Rounds:
 
     def beginning(self) -> ServerState:
         """Return what the server starts from: the model with its initial weights."""
+        if not isinstance(devices := self.job.experiment.devices, NoDevices):
+            devices.fleet(self.job.experiment.num_clients, self.job.experiment.seed)  # a bad profile is told at once
         model, chosen = self.job.model(), self.job.experiment.local.batch_norm
         if chosen == "personal" and (scale := self.typical_plan().gradient_scale) != 1:
             raise UserError(
@@ -268,7 +295,7 @@ def _keep(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundReco
     log.server = strategy.server
     log.chain = run_directory.append_round(out, record, log.chain)
     log.rounds.append(record)
-    progress = Progress(record.round, log.chain, records=log.records)
+    progress = Progress(record.round, log.chain, records=log.records, versions=log.versions)
     if strategy.privacy is not None:
         receipt = strategy.privacy.ledger.receipt.to_json()
         progress = Progress(record.round, log.chain, strategy.privacy.clipping_norm, receipt, log.records)

@@ -7,9 +7,11 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from fl_sim.errors import RunError
+from fl_sim.devices.settings import NoDevices
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import job_of
+from fl_sim.kinds import kind_of
 from fl_sim.seeding import torch_kept
 from fl_sim.simulation.capacity import fixed_threads
 from fl_sim.simulation.engine_choice import FLOWER, open_engine
@@ -39,6 +41,11 @@ def run(
     together; what is finished stays.
     """
     observer = observer or Silent()
+    if grid is not None and not isinstance(experiment.devices, NoDevices):
+        raise UserError(
+            f"devices={kind_of(experiment.devices)} simulates how long clients take, and on Flower's own runtime they "
+            "take the time they take: leave devices and server out, or use fl-sim run"
+        )
     job = job_of(experiment, data_root)  # an impossible split is refused before anything is written
     with in_words():
         result = finished_result(job.experiment, out)

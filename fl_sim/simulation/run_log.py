@@ -44,6 +44,7 @@ class RunLog:
     of each client in a round, None where there was none; ``before`` and ``after`` the rounds: of all clients, by what
     it was, None where that depends on private records. ``facts`` and ``statements`` (of privacy) are a procedure's own:
     they go into ``result.json`` as they are. ``records``: a digest of the user's own records, for the checkpoint.
+    ``versions``: {round: digest} of the models that are kept for clients still at work on them.
     """
 
     server: ServerState
@@ -67,6 +68,7 @@ class RunLog:
     receipt: dict[str, Any] | None = None
     seal: Seal | None = None
     records: str = ""
+    versions: dict[int, str] = field(default_factory=dict)
 
 
 class Observer(Protocol):

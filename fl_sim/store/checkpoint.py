@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ class Progress:
 
     ``last_round``: the last finished one. ``chain``: the hash over the run's settings and its log up to that round.
     ``clipping_norm``: the next round's, where the run is private. ``receipt``: the privacy ledger's, as plain JSON.
-    ``records``: a digest of the user's own records that the run trains on, empty where they are public.
+    ``records``: a digest of the user's own records that the run trains on, empty where they are public. ``versions``:
+    {round: digest} of the states before some rounds, which lie in files beside it (``write_state``).
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -36,6 +37,7 @@ class Progress:
     clipping_norm: float | None = None
     receipt: dict[str, Any] | None = None
     records: str = ""
+    versions: dict[int, str] = field(default_factory=dict)
 
 
 _PROGRESS = TypeAdapter(Progress)
@@ -43,26 +45,41 @@ _PROGRESS = TypeAdapter(Progress)
 
 def write_checkpoint(out: Path, progress: Progress, server: ServerState) -> None:
     """Keep the server's state after a round: the whole of it or, after a crash while writing, the one before."""
+    write_state(out / CHECKPOINT, progress, server)
+
+
+def write_state(path: Path, progress: Progress, server: ServerState) -> str:
+    """Keep a state of the server in a file, whole or not at all; return the SHA-256 of what is in it."""
     # safetensors sorts by name; numbers first keep our order, on which last bits and the noise of privacy depend.
     named = {f"{number:06}/{name}": value for number, (name, value) in enumerate(_named(server))}
-    facts = _PROGRESS.dump_json(progress).decode()
-    write_whole(out / CHECKPOINT, save(named, {"progress": facts, "sha256": _digest(facts, named)}))
+    unused = None if progress.versions else {"versions"}  # which came later
+    facts = _PROGRESS.dump_json(progress, exclude=unused).decode()
+    digest = _digest(facts, named)
+    write_whole(path, save(named, {"progress": facts, "sha256": digest}))
+    return digest
 
 
 def read_checkpoint(out: Path, like: ServerState) -> tuple[Progress, ServerState] | None:
     """Return the progress of the run in ``out`` and the state after it; None where there is no checkpoint.
 
+    Raises UserError as ``read_state`` does.
+    """
+    path = out / CHECKPOINT
+    return read_state(path, like) if path.exists() else None
+
+
+def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progress, ServerState]:
+    """Return what ``write_state`` has written; ``digest``: what that returned, empty where nobody knows.
+
     ``like``: the state that the run's model and algorithm start from. Raises UserError for a file that is damaged, and
     for one that does not hold tensors of the same names, shapes and types: training would read foreign memory.
     """
-    path = out / CHECKPOINT
-    if not path.exists():
-        return None
     content = read_whole(path)
     try:
         found, said = load(content), _metadata(content)
         progress = _PROGRESS.validate_json(said["progress"])
-        if said["sha256"] != _digest(said["progress"], dict(sorted(found.items()))):
+        now = _digest(said["progress"], dict(sorted(found.items())))
+        if not said["sha256"] == now == (digest or now):
             raise ValueError("its checksum is another")  # noqa: TRY301 (one message for all that is wrong with a file)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         reason = "its progress is not readable" if isinstance(error, ValidationError) else error

@@ -42,7 +42,8 @@ class RoundRecord:
     test records, ``balanced_accuracy``, ``macro_f1``, ``auc`` (of two classes) and, over clients, the mean, deviation
     and worst tenth of the accuracy on their shares of the classes (None under privacy). ``bytes_down`` and
     ``bytes_up``: of the arrays that went to and came from all clients of the round (None where who they were is
-    secret).
+    secret). By the virtual clock, where there is one: ``virtual_seconds`` that the round lasted, how many clients were
+    too ``late`` for it, and the mean ``staleness`` of its updates, in steps of the server.
 
     What has a default is left out of the line where it is None, so older logs are read, too.
     """
@@ -67,6 +68,9 @@ class RoundRecord:
     client_worst_tenth: float | None = None
     bytes_down: int | None = None
     bytes_up: int | None = None
+    virtual_seconds: float | None = None
+    late: int | None = None
+    staleness: float | None = None
 
 
 TESTED = ("test_", "balanced_accuracy", "macro_f1", "auc", "client_")

@@ -1,0 +1,182 @@
+"""FedAsync and FedBuff as a procedure: clients work at their own pace, and the server goes on as updates come."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fl_sim.devices.schedule import Schedule, ServerStep, Turn
+from fl_sim.engines import wire
+from fl_sim.errors import Diverged, Malformed, UserError
+from fl_sim.params import is_finite
+from fl_sim.seeding import rng
+from fl_sim.simulation.clocks import clock_of
+from fl_sim.simulation.rounds import Exchange, Rounds
+from fl_sim.simulation.run_log import RunLog
+from fl_sim.store import run_directory
+from fl_sim.store.checkpoint import Progress, read_state, write_state
+from fl_sim.types import Reply, ServerState, Traffic
+from strategies.answers import find_population, refusal
+from strategies.flower import FederatedStrategy, Round, mean_loss
+from strategies.samplers import in_random_order
+from strategies.servers import Arrival, FedAsync, FedBuff
+
+TOGETHER = 64
+"""About how many clients are trained in one exchange, where so many are known to have started: the engine spreads them
+over its workers, and some of them are trained before their updates are due."""
+
+
+SENT = "sent-in-round-"
+"""How the files begin that hold a model which clients in flight were sent."""
+
+
+@dataclass(frozen=True)
+class AtOwnPace(Rounds):
+    """The procedure of FedAsync and FedBuff: a round is one step of the server."""
+
+    server: FedAsync | FedBuff
+
+    def beginning(self) -> ServerState:
+        """Return what the server starts from. Raises UserError where clients are sent more than a model."""
+        begun = super().beginning()
+        try:
+            self.server.check_broadcast(self.algorithm, begun)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        return begun
+
+    @property
+    def num_trainings(self) -> float:
+        """Return how often a client trains, on average."""
+        return self.job.experiment.rounds * self.server.step_size / self.job.experiment.num_clients
+
+    def traffic(self) -> Traffic | None:
+        """Return the bytes of arrays to and from all clients, those of the first turns and one more for each update."""
+        each, updates = self._traffic_of_a_turn(), self.job.experiment.rounds * self.server.step_size
+        started = updates + max(0, self.server.concurrency - self.server.step_size)
+        return Traffic(each.down * started, each.up * updates)
+
+    def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
+        strategy.population = find_population(grid, strategy.num_clients, self.job.experiment.round_timeout)
+        pace = _Pace(self, strategy, grid, out / run_directory.STATE, log, self._schedule(strategy, log))
+        pace.go_on_after(len(log.rounds))
+        return lambda server_round, _: pace.step(server_round)
+
+    def _schedule(self, strategy: FederatedStrategy, log: RunLog) -> Schedule:
+        experiment = self.job.experiment
+
+        def order_of(server_round: int) -> Iterable[int]:
+            coins = rng(experiment.seed_of_sampling, "sampler", server_round).random
+            return map(int, in_random_order(experiment.num_clients, coins))
+
+        clock = clock_of(self.job, strategy, log)
+        return Schedule(clock, order_of, self.server.concurrency, self.server.step_size)
+
+
+@dataclass
+class _Pace:
+    """A run at clients' own pace, as far as it is.
+
+    ``folder``: where the models lie that clients in flight have been sent. ``sent``: the same in memory, by the round
+    in which a turn started. ``trained``: updates of turns that have not ended yet.
+    """
+
+    procedure: AtOwnPace
+    strategy: FederatedStrategy
+    grid: Grid
+    folder: Path
+    log: RunLog
+    schedule: Schedule
+    sent: dict[int, ServerState] = field(default_factory=dict)
+    trained: dict[Turn, Reply] = field(default_factory=dict)
+    outdated: list[Path] = field(default_factory=list)
+
+    def go_on_after(self, last_round: int) -> None:
+        """Find the events again up to the last step that was made, and the models that clients were sent."""
+        for _ in range(last_round):
+            self.schedule.next_step()
+        for server_round in sorted({turn.server_round for turn in self.schedule.in_flight}):
+            digest = self.log.versions.get(server_round)
+            path = self._path(server_round)
+            if digest is None or not path.exists():
+                raise UserError(
+                    f"{path} is missing, the model that clients still worked on after round {last_round}: put an "
+                    "unchanged copy of it back, or start again in a fresh directory"
+                )
+            _, self.sent[server_round] = read_state(path, self.strategy.server, digest)
+        for path in self.folder.glob(f"{SENT}*.safetensors"):
+            if path not in map(self._path, self.sent):
+                path.unlink()
+
+    def step(self, server_round: int) -> Round:
+        """Have those clients train whose updates are due, and make the server's next step."""
+        start, before = time.perf_counter(), self.strategy.server
+        self.sent[server_round] = before
+        made = self.schedule.next_step()
+        self._train(made)
+        arrivals = [
+            Arrival(self.trained.pop(turn), self.sent[turn.server_round].params, made.staleness(turn))
+            for turn in sorted(made.arrived, key=lambda turn: (turn.client, turn.server_round))  # sums go as in rounds
+        ]
+        experiment, algorithm = self.procedure.job.experiment, self.procedure.algorithm
+        server = self.procedure.server.step(before, algorithm, arrivals, server_round, experiment.num_clients)
+        if not is_finite({"params": server.params}):
+            raise Diverged(f"the global model is not finite after round {server_round}; try smaller learning rates")
+        self.strategy.server = server
+        self._keep_sent()
+        each = self.strategy.traffic
+        return Round(
+            server_round, len(arrivals), mean_loss([arrival.reply for arrival in arrivals]),
+            Traffic(each.down * made.num_started, each.up * len(arrivals)), time.perf_counter() - start,
+            virtual_seconds=made.seconds, staleness=sum(one.staleness for one in arrivals) / len(arrivals),
+        )  # fmt: skip
+
+    def _train(self, made: ServerStep) -> None:
+        """Train those whose updates are due and, in the same exchange, those who come next."""
+        due = [turn for turn in made.arrived if turn not in self.trained]
+        if not due:
+            return
+        job, server = self.procedure.job, self.procedure.server
+        coming = self.schedule.in_flight[: (job.experiment.rounds - made.number) * server.step_size]
+        ahead = [turn for turn in coming if turn not in self.trained]
+        turns = [*due, *ahead[: max(0, TOGETHER - len(due))]]
+        contents = {one: self._content(one) for one in {turn.server_round for turn in turns}}
+        nodes = self.strategy.population.nodes
+        messages = [Message(contents[turn.server_round], nodes[turn.client], wire.TRAIN) for turn in turns]
+        replies = self.grid.send_and_receive(messages, timeout=job.experiment.round_timeout)
+        answers = {reply.metadata.reply_to_message_id: reply for reply in replies}
+        for turn, message in zip(turns, messages, strict=True):
+            answer = answers.get(message.metadata.message_id)
+            try:
+                self.trained[turn] = self.strategy.read(turn.client, [answer] if answer else [], turn.server_round)
+            except Malformed as error:
+                who = f"client {turn.client} in round {turn.server_round}"
+                raise refusal(who, error, quoted=not self.strategy.order.synthetic) from error
+
+    def _content(self, server_round: int) -> RecordDict:
+        local, rounds = self.procedure.job.experiment.local, self.procedure.job.experiment.rounds
+        rate = local.learning_rate * local.schedule.factor(server_round, rounds)
+        order = replace(self.strategy.order, server_round=server_round, learning_rate=rate)
+        return self.strategy.content(order, self.sent[server_round])
+
+    def _keep_sent(self) -> None:
+        """Keep the models that clients in flight were sent, and forget others.
+
+        The next checkpoint, which comes after this, counts on them; what the last one counts on goes after that.
+        """
+        for path in self.outdated:
+            path.unlink(missing_ok=True)
+        before, in_flight = self.log.versions, sorted({turn.server_round for turn in self.schedule.in_flight})
+        self.sent = {one: self.sent[one] for one in in_flight}
+        self.log.versions = {one: before.get(one) or self._written(one) for one in in_flight}
+        self.outdated = [self._path(one) for one in before if one not in self.sent]
+
+    def _written(self, server_round: int) -> str:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return write_state(self._path(server_round), Progress(server_round - 1, ""), self.sent[server_round])
+
+    def _path(self, server_round: int) -> Path:
+        return self.folder / f"{SENT}{server_round}.safetensors"

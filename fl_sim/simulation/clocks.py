@@ -1,0 +1,36 @@
+"""The virtual clock of a run: from its settings, its split and the size of its messages."""
+
+from functools import partial
+
+import numpy as np
+
+from clients.dafl.settings import DaFl
+from fl_sim.devices.clock import Clock, turnout
+from fl_sim.devices.settings import NoDevices
+from fl_sim.experiment.job import Job
+from fl_sim.simulation.run_log import RunLog
+from fl_sim.simulation.site import local_settings
+from strategies.flower import FederatedStrategy
+from strategies.servers import Synchronous
+
+
+def start_clock(job: Job, strategy: FederatedStrategy, log: RunLog) -> None:
+    """Let rounds go by the clock, where clients have devices."""
+    server = job.experiment.server
+    if isinstance(server, Synchronous) and not isinstance(job.experiment.devices, NoDevices):
+        clock, is_partial = clock_of(job, strategy, log), server.late == "partial"
+        strategy.turnout_of = partial(turnout, clock, deadline=server.deadline, partial=is_partial)
+
+
+def clock_of(job: Job, strategy: FederatedStrategy, log: RunLog) -> Clock:
+    """Return the clock by which clients take their turns. Raises UserError for devices that do not fit the run."""
+    experiment = job.experiment
+    assert not isinstance(experiment.devices, NoDevices)
+    sizes = job.shards.sizes
+    if isinstance(experiment.preprocess, DaFl) and experiment.preprocess.train_on == "synthetic":
+        sizes = np.zeros_like(sizes)
+    if log.pool is not None:
+        sizes = sizes + log.pool.num_synthetic
+    settings = local_settings(job, experiment.local.learning_rate)
+    fleet = experiment.devices.fleet(experiment.num_clients, experiment.seed)
+    return Clock(fleet, sizes, settings, strategy.traffic, experiment.seed)

@@ -1,0 +1,220 @@
+"""When the server merges what clients send: in rounds, or as updates come, by FedAsync or FedBuff."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+
+from pydantic import Field
+
+from fl_sim.devices.settings import NoDevices
+from fl_sim.kinds import Choices, kind_of
+from fl_sim.params import add, scale
+from fl_sim.settings import Settings
+from fl_sim.types import Cohort, Params, Reply, ServerState
+from strategies.aggregators import WeightedMean
+from strategies.algorithm import Algorithm, Averaging, Weighing, Weighting
+from strategies.attacks import NoAttack
+from strategies.samplers import Everyone
+
+
+class Synchronous(Settings):
+    """The server waits in every round for the clients that it has asked, by the clock of ``devices``.
+
+    ``deadline``: for so many virtual seconds at most (0: until the slowest is through). ``late``: what becomes of a
+    client that would need longer. "drop" loses its update, and what it would have kept for its next round; by "partial"
+    it takes as many of its local steps as it has time for, at least one, and is lost where it has none.
+    """
+
+    kind: Literal["synchronous"] = "synchronous"
+    deadline: float = Field(0.0, ge=0, le=1e9)
+    late: Literal["drop", "partial"] = "drop"
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for a deadline without a clock, and for what it alone decides without it."""
+        if self.deadline and isinstance(experiment.devices, NoDevices):
+            raise ValueError(_without_clock(f"server.deadline={self.deadline:g}"))
+        if self.late != "drop" and not self.deadline:
+            raise ValueError(
+                f"server.late={self.late} says what clients do that are late, and nobody is without a deadline: set "
+                "server.deadline, in virtual seconds, or leave server.late out"
+            )
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """An update as it arrives.
+
+    ``start``: the model that it was trained from. ``staleness``: how many steps the server has made since then.
+    """
+
+    reply: Reply
+    start: Params
+    staleness: int
+
+
+class _Asynchronous(Settings):
+    """What FedAsync and FedBuff go together with."""
+
+    if TYPE_CHECKING:  # fields of both, whose first is what their short form sets
+        concurrency: int
+        staleness_exponent: float
+
+    @property
+    def step_size(self) -> int:
+        """Return of how many updates the server makes a step."""
+        return 1
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError for what has no meaning, or another one, where clients work at their own pace."""
+        chosen = f"server={kind_of(self)}"
+        if isinstance(experiment.devices, NoDevices):
+            raise ValueError(_without_clock(chosen))
+        if experiment.hides_time:
+            raise ValueError(
+                f"{chosen} cannot run where privacy is promised: who is in a buffer depends on how many records "
+                "clients hold, and nobody is drawn for it by chance, so no epsilon is known here; take "
+                "server=synchronous"
+            )
+        for name, count in (("concurrency", self.concurrency), ("buffer", self.step_size)):
+            if count > experiment.clients:
+                raise ValueError(
+                    f"server.{name}={count} is more than the {experiment.clients} clients there are: set server.{name} "
+                    f"to {experiment.clients} or less"
+                )
+        self._check_parts(experiment, chosen)
+        self._check_algorithm(experiment.algorithm, chosen)
+
+    def _check_parts(self, experiment: Choices, chosen: str) -> None:
+        parts = {
+            "sampler": (experiment.sampler, Everyone, "server.concurrency says how many clients train at a time"),
+            "aggregator": (experiment.aggregator, WeightedMean, "updates here are changes of different models"),
+            "attack": (experiment.attack, NoAttack, "what hostile clients would do at their own pace is not modelled"),
+        }
+        for name, (part, wanted, why) in parts.items():
+            if type(part) is not wanted:
+                raise ValueError(f"{chosen} has no place for {name} {kind_of(part)}: {why}; leave {name} out")
+        if experiment.local.batch_norm != "none":
+            raise ValueError(
+                f"{chosen} has no place for local.batch_norm={experiment.local.batch_norm}: running statistics are no "
+                "change of a model that could be weighed by its age; take a model with nn.GroupNorm"
+            )
+        if getattr(experiment.engine, "stack", 0) > 1:
+            raise ValueError(
+                f"{chosen} has no place for engine.stack={getattr(experiment.engine, 'stack', 0)}: who is trained "
+                "beside whom would decide the last bits; leave engine.stack out"
+            )
+
+    def _check_algorithm(self, algorithm: object, chosen: str) -> None:
+        taken = isinstance(algorithm, Averaging) and type(algorithm).finish is Averaging.finish
+        if not taken or isinstance(algorithm, Weighing):
+            raise ValueError(
+                f"algorithm {kind_of(algorithm)} cannot run with {chosen}: its clients send more than the change of "
+                "the model, or keep something from one round to the next, or are weighed against each other, and all "
+                "of that is of rounds in which everybody has the same model; take fedavg, fedprox, fedadam or another "
+                "whose clients only send what changed"
+            )
+
+    def check_broadcast(self, algorithm: object, server: ServerState) -> None:
+        """Raise ValueError where clients are sent more than the model."""
+        if server.broadcast:
+            raise ValueError(
+                f"algorithm {kind_of(algorithm)} cannot run with server={kind_of(self)}: with the model it sends "
+                f"{', '.join(server.broadcast)}, the last round's, and there are no rounds; take fedavg, fedprox, "
+                "fedadam or another that sends the model alone"
+            )
+
+    def _weight(self, staleness: int) -> float:
+        return float((1 + staleness) ** -self.staleness_exponent)
+
+
+class FedAsync(_Asynchronous):
+    """x <- (1 - a) x + a y for each model y that comes, a = ``mixing`` / (1 + staleness)^``staleness_exponent``.
+
+    Xie et al. 2019, algorithm 1, with polynomial staleness: how many models the server has made since y's client was
+    sent the one that it trained. ``mixing``: the share of a fresh model in the new one. ``staleness_exponent``: how
+    much less an older one counts. ``concurrency``: how many clients train at a time. A round is the arrival of one
+    update.
+    """
+
+    kind: Literal["fedasync"] = "fedasync"
+    mixing: float = Field(0.6, gt=0, le=1)
+    staleness_exponent: float = Field(0.5, ge=0, le=100)
+    concurrency: int = Field(10, ge=1)
+    title: ClassVar[str] = "FedAsync"
+
+    def step(
+        self, server: ServerState, algorithm: Algorithm, arrivals: Sequence[Arrival], server_round: int, clients: int
+    ) -> ServerState:
+        """Return the server's state after an update has come; a client without records changes nothing."""
+        [arrival] = arrivals
+        aggregate = WeightedMean().mean(Cohort(server_round, (arrival.reply,), clients, 1), algorithm.weighting)
+        if aggregate is None:
+            return server
+        share = self.mixing * self._weight(arrival.staleness)
+        arrived = add(arrival.start, aggregate.payloads["delta"])  # the model, of which only the change was sent
+        return replace(server, params=add(scale(server.params, 1 - share), arrived, share))
+
+    def _check_algorithm(self, algorithm: object, chosen: str) -> None:
+        super()._check_algorithm(algorithm, chosen)
+        if type(algorithm).merge is not Averaging.merge:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"algorithm {kind_of(algorithm)} cannot run with {chosen}, which says itself what the server makes of "
+                "an update: take fedavg, fedprox or another whose server takes a mean, or server=fedbuff"
+            )
+
+
+class FedBuff(_Asynchronous):
+    """The server makes a step whenever ``buffer`` updates have come (Nguyen et al. 2022, algorithm 1).
+
+    x <- x + ``server_learning_rate`` / ``buffer`` * sum of (y_i - x_i) / (1 + staleness_i)^``staleness_exponent``: x_i
+    is the model that client i was sent, and its staleness how many steps the server has made since. An algorithm with a
+    server step of its own takes that sum for its mean update. A round is one such step.
+
+    ``staleness_exponent``: how much less an older update counts. ``concurrency``: how many clients train at a time.
+    ``weighting``: "uniform" counts all clients the same, as the paper does; "examples" by their number of records, as
+    FedAvg does. A client without records does not count.
+    """
+
+    kind: Literal["fedbuff"] = "fedbuff"
+    buffer: int = Field(10, ge=1)
+    staleness_exponent: float = Field(0.5, ge=0, le=100)
+    concurrency: int = Field(10, ge=1)
+    server_learning_rate: float = Field(1.0, gt=0, le=1e6)
+    weighting: Weighting = "uniform"
+    title: ClassVar[str] = "FedBuff"
+
+    @property
+    def step_size(self) -> int:
+        """Return of how many updates the server makes a step."""
+        return self.buffer
+
+    def step(
+        self, server: ServerState, algorithm: Algorithm, arrivals: Sequence[Arrival], server_round: int, clients: int
+    ) -> ServerState:
+        """Return the server's state after a buffer full of updates; nothing changes where no client has records."""
+        replies = tuple(self._weighed(arrival) for arrival in arrivals)
+        aggregate = WeightedMean().mean(Cohort(server_round, replies, clients, self.buffer), self.weighting)
+        if aggregate is None:
+            return server
+        if self.server_learning_rate != 1:
+            delta = scale(aggregate.payloads["delta"], self.server_learning_rate)
+            aggregate = replace(aggregate, payloads={"delta": delta})
+        return algorithm.merge(server, aggregate)
+
+    def _weighed(self, arrival: Arrival) -> Reply:
+        weight, reply = self._weight(arrival.staleness), arrival.reply
+        if weight == 1:
+            return reply
+        return replace(reply, payloads={"delta": scale(reply.payloads["delta"], weight)})
+
+
+AnyServer: TypeAlias = Synchronous | FedAsync | FedBuff
+
+
+def _without_clock(chosen: str) -> str:
+    return (
+        f"{chosen} goes by how long clients take, which is simulated where devices are set: set devices, for example "
+        "devices=log-normal, or leave it out"
+    )

@@ -1,0 +1,95 @@
+"""Devices from distributions and from a profile; what cannot be used is refused before anything runs."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fl_sim.devices.profile import digest_of
+from fl_sim.devices.settings import Constant, LogNormal, Profile, Uniform
+from fl_sim.errors import UserError
+
+
+def profile(tmp_path: Path, text: str) -> str:
+    (tmp_path / "devices.csv").write_text(text)
+    return str(tmp_path / "devices.csv")
+
+
+def test_constant_devices_have_the_units_that_they_say() -> None:
+    fleet = Constant(seconds_per_step=0.2, download_mbps=8, upload_mbps=4, availability=0.5).fleet(3, seed=0)
+    assert fleet.step_seconds.tolist() == [0.2] * 3
+    assert fleet.record_seconds.tolist() == [0] * 3
+    assert (fleet.download[0], fleet.upload[0], fleet.availability[0]) == (1e6, 5e5, 0.5)
+    by_records = Constant(records_per_second=50).fleet(2, seed=0)
+    assert (by_records.step_seconds[0], by_records.record_seconds[0]) == (0, 0.02)
+
+
+def test_drawn_devices_have_the_median_and_the_spread_that_they_say() -> None:
+    typical = LogNormal(sigma=0.5).fleet(4000, seed=0)
+    assert np.median(typical.step_seconds) == pytest.approx(0.1, rel=0.05)
+    assert np.log(typical.step_seconds).std() == pytest.approx(0.5, rel=0.05)
+    assert np.log(typical.upload).std() == pytest.approx(0.5, rel=0.05)
+    assert abs(np.corrcoef(typical.upload, typical.download)[0, 1]) < 0.1
+    even = Uniform(spread=0.5).fleet(4000, seed=0)
+    assert (even.step_seconds.min(), even.step_seconds.max()) == pytest.approx((0.05, 0.15), rel=0.01)
+
+
+def test_devices_are_the_same_for_the_same_seed_and_others_for_another() -> None:
+    one, same, other = (LogNormal().fleet(5, seed=seed).step_seconds for seed in (0, 0, 1))
+    assert (one == same).all()
+    assert (one != other).any()
+
+
+def test_a_profile_has_a_row_for_each_client_in_order(tmp_path: Path) -> None:
+    path = profile(tmp_path, "records_per_second, download_mbps,upload_mbps,availability\n10,8,1,1\n\n20,16,2,0.5\n")
+    fleet = Profile(path=path, jitter=0.1).fleet(2, seed=0)
+    assert fleet.record_seconds.tolist() == [0.1, 0.05]
+    assert fleet.download.tolist() == [1e6, 2e6]
+    assert fleet.availability.tolist() == [1, 0.5]
+    assert fleet.jitter == 0.1
+
+
+def test_a_profile_of_classes_gives_each_class_its_number_of_clients_at_random(tmp_path: Path) -> None:
+    path = profile(tmp_path, "seconds_per_step,clients\n0.1,70\n0.9,30\n")
+    slow = Profile(path=path).fleet(100, seed=0).step_seconds == 0.9
+    assert slow.sum() == 30
+    assert 10 < slow[:50].sum() < 20
+    assert np.isinf(Profile(path=path).fleet(100, seed=0).download).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "has no rows below a line of column names"),
+        ("seconds_per_step\n", "has no rows below a line of column names"),
+        ("speed\n1\n1\n", "has a column 'speed'"),
+        ("download_mbps\n1\n1\n", "must have one of the columns seconds_per_step and records_per_second"),
+        ("seconds_per_step,records_per_second\n1,1\n1,1\n", "and not both"),
+        ("seconds_per_step,seconds_per_step\n1,1\n1,1\n", "has the column 'seconds_per_step' twice"),
+        ("seconds_per_step\n1\n0\n", "line 3, seconds_per_step is 0: it must be above 0"),
+        ("seconds_per_step\n1\n-2\n", "line 3, seconds_per_step is -2: it must be above 0"),
+        ("seconds_per_step\n1\nnan\n", "line 3, seconds_per_step is nan: it must be above 0"),
+        ("seconds_per_step\n1\nfast\n", "line 3, seconds_per_step is 'fast', not a number"),
+        ("seconds_per_step,upload_mbps\n1,1\n1\n", "line 3 has 1 cells for 2 columns"),
+        ("seconds_per_step,availability\n1,1\n1,0\n", "line 3, availability is 0"),
+        ("seconds_per_step,clients\n1,1\n1,0.5\n", "line 3, clients is 0.5: it must be a whole number"),
+        ("seconds_per_step\n1\n1\n1\n", "is for 3 clients, and this run has 2"),
+        ('seconds_per_step\n"1\n1\n', "is no CSV file in UTF-8"),
+    ],
+)
+def test_a_malformed_profile_is_refused_with_its_line_and_column(text: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"devices\.path: ") as refused:
+        Profile(path=profile(tmp_path, text)).fleet(2, seed=0)
+    assert told in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_profile_that_is_not_there_or_has_changed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"devices\.path: .*is not there"):
+        Profile(path=str(tmp_path / "none.csv")).fleet(2, seed=0)
+    path = profile(tmp_path, "seconds_per_step\n1\n2\n")
+    known = Profile(path=path, digest=digest_of(path))
+    known.fleet(2, seed=0)
+    profile(tmp_path, "seconds_per_step\n1\n3\n")
+    with pytest.raises(UserError, match="is not what it was when the run began"):
+        known.fleet(2, seed=0)
