@@ -16,6 +16,7 @@ from fl_sim.types import Cohort, Params, Reply, ServerState
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import Algorithm, Averaging, Weighing, Weighting
 from strategies.attacks import NoAttack
+from strategies.compression.none import NoCompression
 from strategies.samplers import Everyone
 
 
@@ -99,6 +100,12 @@ class _Asynchronous(Settings):
             raise ValueError(
                 f"{chosen} has no place for local.batch_norm={experiment.local.batch_norm}: running statistics are no "
                 "change of a model that could be weighed by its age; take a model with nn.GroupNorm"
+            )
+        if type(experiment.compress) is not NoCompression and experiment.compress.keeps_error:
+            raise ValueError(
+                f"{chosen} has no place for compress {kind_of(experiment.compress)}: its clients keep what was left out "
+                "for their next round, by when the model is another; take one without error feedback, such as "
+                "compress=qsgd, or leave compress out"
             )
         if getattr(experiment.engine, "stack", 0) > 1:
             raise ValueError(

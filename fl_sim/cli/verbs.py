@@ -106,7 +106,7 @@ def run(
     evaluate.validation, evaluate.test, evaluate.patience, evaluate.target_accuracy, seed, partition_seed, model_seed,
     sampling_seed, device, engine, round_timeout, aggregator, attack, calibrate, compress, preprocess,
     preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on,
-    preprocess.server_epochs.
+    preprocess.server_epochs, devices, server, server.deadline, server.late.
     'fl-sim settings' tells what each takes and means, and 'fl-sim settings fedprox' the parameters of a kind.
 
     For example:
@@ -120,6 +120,8 @@ def run(
       fl-sim run data=mnist preprocess=da-fl preprocess.epsilon=10 preprocess.gamma=0.05
 
       fl-sim run data=mnist partition=label-2 calibrate=ccvr:200
+
+      fl-sim run data=mnist clients=100 devices=log-normal server=fedbuff:10 server.concurrency=20
 
       fl-sim run data=mnist clients=250 algorithm=pate algorithm.queries=100 algorithm.student=fixmatch
 

@@ -27,9 +27,9 @@ SHARE_PER_CORE = 0.9
 """How much of a further core is turned into speed."""
 
 _NOT_OF_A_STEP = {
-    "partition", "clients", "aggregator", "sampler", "attack", "calibrate", "compress", "devices", "server", "preprocess",
-    "rounds", "evaluate_every", "evaluate", "seed", "partition_seed", "model_seed", "sampling_seed", "engine",
-    "round_timeout",
+    "partition", "clients", "aggregator", "sampler", "attack", "calibrate", "compress", "devices", "server",
+    "preprocess", "rounds", "evaluate_every", "evaluate", "seed", "partition_seed", "model_seed", "sampling_seed",
+    "engine", "round_timeout",
 }  # fmt: skip
 _NOT_OF_A_LOCAL_STEP = {"epochs", "steps", "learning_rate", "schedule", "momentum", "weight_decay"}
 

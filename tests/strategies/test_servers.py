@@ -102,6 +102,7 @@ CLOCK: dict[str, Any] = {"devices": "constant"}
         ({**CLOCK, "server": "fedbuff", "attack": "sign-flip"}, "no place for attack sign-flip"),
         ({**CLOCK, "server": "fedbuff", "local": {"batch_norm": "average"}}, "no place for local.batch_norm=average"),
         ({**CLOCK, "server": "fedbuff", "engine": {"kind": "inprocess", "stack": 5}}, "no place for engine.stack=5"),
+        ({**CLOCK, "server": "fedbuff", "compress": "top-k:0.1"}, "no place for compress top-k"),
         ({**CLOCK, "server": "fedbuff", "aggregator": "global-dp"}, "so no epsilon is known here"),
         ({**CLOCK, "aggregator": "global-dp"}, "which no epsilon here covers"),
         ({**CLOCK, "preprocess": "da-fl"}, "which no epsilon here covers"),

@@ -48,6 +48,7 @@ FEDBUFF: dict[str, Any] = {"kind": "fedbuff", "buffer": 3, "concurrency": 5}
         ({}, 8),
         ({"devices": "log-normal"}, 8),  # nobody starts again before all have arrived
         ({"algorithm": "fedadam"}, 8),
+        ({"compress": "qsgd:7"}, 8),
         ({"local": {"steps": 3, "batch_size": 32}}, 3),
         ({"local": {"steps": 3, "batch_size": 32}, "algorithm": "fedprox", "sampling_seed": 9}, 5),
     ],

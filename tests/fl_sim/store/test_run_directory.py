@@ -103,6 +103,7 @@ def test_what_a_round_measures_is_known_by_its_name() -> None:
     others = {part.name for part in fields(RoundRecord) if not part.name.startswith(MEASURED)}
     assert others == {
         "round", "train_loss", "epsilon", "cohort", "learning_rate", "seconds", "bytes_down", "bytes_up",
+        "virtual_seconds", "late", "staleness",
     }  # fmt: skip
 
 
