@@ -103,7 +103,7 @@ class _Asynchronous(Settings):
             )
         if type(experiment.compress) is not NoCompression and experiment.compress.keeps_error:
             raise ValueError(
-                f"{chosen} has no place for compress {kind_of(experiment.compress)}: its clients keep what was left out "
+                f"{chosen} has no place for compress {kind_of(experiment.compress)}: clients keep what was left out "
                 "for their next round, by when the model is another; take one without error feedback, such as "
                 "compress=qsgd, or leave compress out"
             )
