@@ -44,8 +44,10 @@ class Apart:
     """How clients are played where no disk is shared.
 
     ``goods``: what every worker is sent once, and gives to the factories of its app and of its player. It has a
-    dictionary ``files``, in which a worker puts the content of files by name.
+    dictionary ``files``, in which a worker puts the content of files by name. ``modules``: the user's own that workers
+    need.
     """
 
     goods: Any
     desk: Desk
+    modules: tuple[str, ...] = ()

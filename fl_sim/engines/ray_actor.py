@@ -1,4 +1,4 @@
-"""What lives in a process of Ray and plays clients there."""
+"""What plays clients in a process of Ray, once that process was found to have the same version of all of this."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,59 +15,61 @@ with importing():  # Ray imports this file first, in a process that has nothing 
     from flwr.app import Message, RecordDict
     from flwr.clientapp import ClientApp
 
+    from fl_sim.engines.envelope import Envelopes
+    from fl_sim.engines.own_modules import importable
     from fl_sim.engines.pieces import Clients, Together
 
 
-class Actor:
-    """Lives in a process of its own: answers messages, and keeps the experiment's data for the next ones.
+class Player:
+    """Answers messages, and keeps the experiment's data for the next ones.
 
-    ``goods``: what it was sent once where it sees no disk of the driver's; both factories are given it.
+    ``crew``: a reference to (app_factory, num_clients, threads, together, sources): see ``RayGrid``, and the sources of
+    the user's own modules. ``goods``: a reference to what both factories are given where this process sees no disk of
+    the driver's, or None. Both are closed.
     """
 
-    def __init__(
-        self,
-        app_factory: Callable[..., ClientApp],
-        num_clients: int,
-        threads: int,
-        together: Together | None,
-        goods: Any = None,
-    ) -> None:
-        sent = () if goods is None else (goods,)
+    def __init__(self, envelopes: Envelopes, crew: Any, goods: Any) -> None:
+        self._envelopes = envelopes
+        opened = envelopes.open(ray.get(crew))
+        app_factory: Callable[..., ClientApp]
+        together: Together | None
+        sources, pickled = opened
+        importable(sources)
+        app_factory, num_clients, self._threads, together = ray.cloudpickle.loads(pickled)
+        self._goods: Any = None if goods is None else envelopes.open(ray.get(goods))
+        sent = () if self._goods is None else (self._goods,)
         if together is not None:
             together = replace(together, player=partial(together.player, *sent))
         self._clients = Clients(app_factory(*sent), num_clients, together)
-        self._goods = goods
-        self._threads = threads
         self._replies: list[Message] = []
         self._content: tuple[Any, RecordDict] | None = None
 
-    def answer(self, letters: list[tuple[Any, Any, Any]], files: Mapping[str, Any]) -> tuple[list[Message], float]:
-        """Return one reply per letter, and the seconds taken.
+    def answer(self, letters: Any, contents: list[Any], files: Mapping[str, Any]) -> Any:
+        """Return one reply per letter, and the seconds taken, closed.
 
-        A letter: (the message's metadata, a reference to its content, what is its client's own). ``files``: references
-        to those that the contents name.
+        A letter: (the message's metadata, which of the ``contents`` it has, what is its client's own). Contents and
+        ``files``, which they name: references.
         """
         start = time.perf_counter()
         for name, content in files.items():
             if name not in self._goods.files:
-                self._goods.files[name] = ray.get(content)
+                self._goods.files[name] = self._envelopes.open(ray.get(content))
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)  # holds for the thread that calls it
         self._replies = []
         messages = [
-            Message(RecordDict({**self._fetched(content), **own}), metadata=about)  # type: ignore[call-overload]
-            for about, content, own in letters
+            Message(RecordDict({**self._fetched(contents[which]), **own}), metadata=about)  # type: ignore[call-overload]
+            for about, which, own in self._envelopes.open(letters)
         ]
         for piece in self._clients.pieces(messages, workers=1):
             self._replies += self._clients.play(piece)
-        return self._replies, time.perf_counter() - start
+        return self._envelopes.close((self._replies, time.perf_counter() - start))
 
-    @ray.method(concurrency_group="progress")
-    def replies_so_far(self) -> list[Message]:
-        """Return the replies of the running call that are there; answered while it runs."""
-        return list(self._replies)
+    def replies_so_far(self) -> Any:
+        """Return the replies of the running call that are there, closed."""
+        return self._envelopes.close(list(self._replies))
 
     def _fetched(self, content: Any) -> RecordDict:
         if self._content is None or self._content[0] != content:
-            self._content = (content, ray.get(content))
+            self._content = (content, self._envelopes.open(ray.get(content)))
         return self._content[1]

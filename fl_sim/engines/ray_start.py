@@ -18,6 +18,9 @@ from fl_sim.engines import ray_keeper
 from fl_sim.engines.ray_token import choose_token, is_own_token
 from fl_sim.errors import RunError, UserError
 
+MANY = 10**6
+"""More actors than anybody has room for."""
+
 CONNECT_SECONDS = 5.0
 """How long a cluster may take to accept a connection."""
 
@@ -67,7 +70,7 @@ def start_or_join(resources: RayResources, num_clients: int) -> int:
         if not ray.is_initialized():
             _join(resources.address)
         num_actors = min(num_clients, _room_for(resources))
-    if resources.gpus and _total("GPU") < resources.gpus:
+    if resources.gpus and _total("GPU") < resources.gpus and _total("CPU"):
         raise UserError(f"engine.gpus={resources.gpus:g}, and Ray finds no such GPU share here: set engine.gpus=0")
     return num_actors
 
@@ -105,9 +108,14 @@ def last_line(error: BaseException) -> str:
 
 def import_path() -> str:
     """Return our import path without the interpreter's own directories, which other machines have elsewhere."""
-    interpreter = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     entries = dict.fromkeys(Path(entry).absolute() for entry in sys.path)
-    return os.pathsep.join(str(p) for p in entries if not any(p.is_relative_to(own) for own in interpreter))
+    return os.pathsep.join(str(entry) for entry in entries if not is_installed(entry))
+
+
+def is_installed(file: Path) -> bool:
+    """Say whether a file lies where Python keeps what is installed, which other machines have elsewhere."""
+    places = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return any(file.absolute().is_relative_to(place) for place in places)
 
 
 def _start(num_cpus: int) -> None:
@@ -169,13 +177,15 @@ def _wanted(resources: RayResources, num_clients: int) -> int:
 def _room_for(resources: RayResources) -> int:
     """Return how many actors a cluster that others started has room for, at most those asked for."""
     processors = _total("CPU")
+    if not processors and resources.address:  # machines join later
+        return resources.actors or MANY
     room = int(processors / resources.cpus) if resources.cpus else max(1, int(processors))
     if room < max(1, resources.actors):
         raise UserError(
             f"{max(1, resources.actors)} Ray actors with engine.cpus={resources.cpus:g} each do not fit a cluster of "
             f"{processors:g} processors: set fewer engine.actors or smaller engine.cpus"
         )
-    return resources.actors or room
+    return resources.actors or MANY
 
 
 def _total(kind: str) -> float:

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Generic, TypeVar
 
 from flwr.app import Message
@@ -15,6 +16,8 @@ LEAST_SECONDS, MOST_SECONDS = 0.02, 1.0
 
 MAX_DEATHS = 10
 """Workers that may die in one exchange before it is given up: each takes seconds to replace."""
+
+_TINY = 1e-9  # seconds: a step takes longer
 
 Call = TypeVar("Call")
 
@@ -35,6 +38,7 @@ class Work(Generic[Call]):
     stack: int = 1
     running: dict[Call, list[Message]] = field(default_factory=dict)
     replies: dict[str, Message] = field(default_factory=dict)
+    _again: deque[list[Message]] = field(default_factory=deque)
     _suspects: deque[Message] = field(default_factory=deque)
     _tried: set[str] = field(default_factory=set)
     _deaths: int = 0
@@ -42,19 +46,26 @@ class Work(Generic[Call]):
     @property
     def waiting(self) -> int:
         """Return how many messages no worker has."""
-        return len(self.fresh) + len(self._suspects)
+        return len(self.fresh) + len(self._suspects) + sum(map(len, self._again))
 
-    def take(self, num_workers: int, step_seconds: float) -> list[Message]:
+    def take(self, step_seconds: float, others: Sequence[float] = ()) -> list[Message]:
         """Take the next batch: ever smaller ones towards the end, so that no worker is left with a long last one.
 
-        ``step_seconds``: about how long a step takes, infinite where nothing is known yet.
+        ``step_seconds``: about how long a step takes this worker, ``others``: all other workers, infinite where nothing
+        is known yet. Faster ones take more, and a slow one nothing where the others would have done all sooner.
         """
+        if self._again:
+            return self._again.popleft()
         if self._suspects:
             return [self._suspects.popleft()]
-        if self.stack > 1:
-            return [self.fresh.popleft() for _ in range(min(self.stack, len(self.fresh)))]
+        first = self.steps(self.fresh[0]) if self.stack == 1 else sum(map(self.steps, self._stacked()))
         left = sum(map(self.steps, self.fresh))
-        guided, fair = (math.ceil(left / (share * num_workers)) for share in (2, 1))
+        if self._is_too_slow(first * step_seconds, first, left, others):
+            return []
+        if self.stack > 1:
+            return [self.fresh.popleft() for _ in self._stacked()]
+        share = _share(step_seconds, others)
+        guided, fair = (math.ceil(left * share / part) for part in (2, 1))
         least, most = (max(1, int(bound / max(step_seconds, 1e-6))) for bound in (LEAST_SECONDS, MOST_SECONDS))
         batch = [self.fresh.popleft()]
         room = min(max(least, guided), fair, most) - self.steps(batch[0])
@@ -62,6 +73,20 @@ class Work(Generic[Call]):
             batch.append(self.fresh.popleft())
             room -= self.steps(batch[-1])
         return batch
+
+    def _stacked(self) -> list[Message]:
+        return list(islice(self.fresh, self.stack))
+
+    def _is_too_slow(self, mine: float, first: int, left: int, others: Sequence[float]) -> bool:
+        """Say whether the others are done with all there is before a worker is that takes ``mine`` seconds for a part.
+
+        ``first``: the steps of that part, of ``left`` in all. What runs now counts as if it had just begun.
+        """
+        known = [seconds for seconds in others if seconds < math.inf]
+        if not known or mine == math.inf:
+            return False
+        running = sum(self.steps(message) for batch in self.running.values() for message in batch)
+        return mine > (left + running) / sum(1 / seconds for seconds in known) + first * min(known)
 
     def answered(self, call: Call, replies: Sequence[Message]) -> None:
         """Keep the replies of a call that came back."""
@@ -84,9 +109,13 @@ class Work(Generic[Call]):
         if self._deaths >= MAX_DEATHS:
             self._fail(self._drain(), WORKER_DIED, f"not tried again: {self._deaths} workers died in this round")
 
-    def no_worker_starts(self, call: Call, reason: str) -> None:
-        """Give up all messages: a worker that cannot start is not the fault of any client."""
-        self._fail([*self.running.pop(call), *self._drain()], WORKER_DIED, f"no worker can start: {reason}")
+    def node_lost(self, call: Call) -> None:
+        """Take back what a worker had that went with its node, as it was: it is no client's fault."""
+        self._again.append(self.running.pop(call))
+
+    def give_up(self, reason: str) -> None:
+        """Give up all messages that no worker has: it is no client's fault where none can start."""
+        self._fail(self._drain(), WORKER_DIED, reason)
 
     def too_late(self, progress: dict[Call, list[Message]], timeout: float) -> None:
         """Give up what is unfinished after ``timeout`` s, and say who hangs and who waited for whom.
@@ -109,7 +138,16 @@ class Work(Generic[Call]):
         self.keep([failure(message, code, reason) for message in messages])
 
     def _drain(self) -> list[Message]:
-        messages = [*self._suspects, *self.fresh]
+        messages = [*chain.from_iterable(self._again), *self._suspects, *self.fresh]
+        self._again.clear()
         self._suspects.clear()
         self.fresh.clear()
         return messages
+
+
+def _share(step_seconds: float, others: Sequence[float]) -> float:
+    """Return a worker's part of what all workers do in a second; of whom nothing is known is as fast as the others."""
+    known = [1 / max(seconds, _TINY) for seconds in (step_seconds, *others) if seconds < math.inf]
+    typical = sum(known) / len(known) if known else 1.0
+    speeds = [1 / max(one, _TINY) if one < math.inf else typical for one in (step_seconds, *others)]
+    return speeds[0] / sum(speeds)

@@ -3,7 +3,7 @@
 import copy
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, Field, PlainSerializer, ValidationError, model_validator
@@ -14,6 +14,7 @@ from fl_sim.data.naming import as_table, from_table
 from fl_sim.devices.settings import AnyDevices, NoDevices
 from fl_sim.errors import UserError
 from fl_sim.experiment.evaluate import Evaluate
+from fl_sim.import_path import IMPORT_PATH
 from fl_sim.kinds import Checking, Promising, kind_of
 from fl_sim.mistakes import explain, shortened
 from fl_sim.model_names import known_model
@@ -466,6 +467,19 @@ def defined_in_script(experiment: Experiment) -> str:
     """
     found = re.search(r'"__main__:([^":]+)', experiment.model_dump_json())
     return found[1] if found else ""
+
+
+def own_modules(experiment: Experiment) -> tuple[str, ...]:
+    """Return the top-level modules that the experiment names by import path, those of its data left out."""
+    found = _texts(experiment.model_dump(mode="json", exclude={"data"}))
+    return tuple(sorted({text.partition(":")[0].partition(".")[0] for text in found if IMPORT_PATH.fullmatch(text)}))
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(part)
 
 
 def experiment_from(table: Mapping[str, Any]) -> Experiment:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from fl_sim.engines.inprocess import Generators, InProcessGrid
 from fl_sim.engines.pieces import Together
 from fl_sim.engines.ray_token import choose_token
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray, defined_in_script
+from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray, defined_in_script, own_modules
 from fl_sim.experiment.job import Job
 from fl_sim.importing import settled
 from fl_sim.local_plan import fields_in_use
@@ -81,7 +82,7 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
             grid = RayGrid(
                 travelling.travelling_app, num_clients, resources, on_reply,
                 together and replace(together, player=partial(travelling.travelling_player, stacked=stack > 1)),
-                Apart(travelling.TravellingJob.of(job), HomeDesk(job)),
+                Apart(travelling.TravellingJob.of(job), HomeDesk(job), own_modules(job.experiment)), say=_tell,
             )  # fmt: skip
         else:
             grid = RayGrid(client_app, num_clients, resources, on_reply, together)
@@ -97,6 +98,10 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
             yield grid, Choice(engine.kind, why, trainer_line(job, workers, stack))
     finally:
         grid.close()
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"fl-sim: {line}\n")
 
 
 def client_app() -> ClientApp:

@@ -61,7 +61,8 @@ class TravellingJob:
 
 
 def travelling_app(goods: TravellingJob) -> ClientApp:
-    """Return the ClientApp of a worker that was sent ``goods``."""
+    """Return the ClientApp of a worker that was sent ``goods``, ready to train."""
+    goods.site.trainer  # noqa: B018 (made once, before any client waits for it)
     return build_client_app(lambda *_: goods.site)
 
 

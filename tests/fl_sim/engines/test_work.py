@@ -42,7 +42,7 @@ def test_batches_cover_all_messages_once_and_never_hold_too_much_work(
     work: Work[str] = Work(deque(sent))
     taken = []
     while work.waiting:
-        batch = work.take(workers, seconds)
+        batch = work.take(seconds, [seconds] * (workers - 1))
         assert len(batch) >= 1
         assert len(batch) == 1 or len(batch) * seconds <= MOST_SECONDS
         taken += batch
@@ -53,7 +53,7 @@ def test_batches_shrink_towards_the_end_so_that_no_worker_is_left_with_a_long_on
     work: Work[str] = Work(deque(messages(20)))
     sizes = []
     while work.waiting:
-        sizes.append(len(work.take(2, LEAST_SECONDS)))
+        sizes.append(len(work.take(LEAST_SECONDS, [LEAST_SECONDS])))
     assert sizes == [5, 4, 3, 2, 2, 1, 1, 1, 1]
 
 
@@ -62,14 +62,14 @@ def test_batches_hold_about_the_same_steps_not_the_same_clients() -> None:
     work: Work[str] = Work(deque(messages(13)), lambda message: steps[message.metadata.dst_node_id - 1000])
     batches = []
     while work.waiting:
-        batches.append([steps[int(str(client))] for client in clients(work.take(2, 0.01))])
+        batches.append([steps[int(str(client))] for client in clients(work.take(0.01, [0.01]))])
     assert batches == [[40], [20], [10], [1, 1, 1], [1, 1], [1, 1], [1, 1], [1]]
 
 
 def test_stacks_are_the_same_whoever_takes_them_when() -> None:
     for workers, seconds in ((1, math.inf), (5, 1e-9)):
         work: Work[str] = Work(deque(messages(7)), stack=3)
-        assert [clients(work.take(workers, seconds)) for _ in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
+        assert [clients(work.take(seconds, [seconds] * (workers - 1))) for _ in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 def test_the_message_that_kills_its_second_worker_is_named_and_the_others_are_sent_again() -> None:
@@ -79,20 +79,20 @@ def test_the_message_that_kills_its_second_worker_is_named_and_the_others_are_se
     work.worker_died("first", "the worker died")
     assert work.replies == {}
     for call in ("a", "b", "c"):
-        work.running[call] = work.take(1, 0.0)
+        work.running[call] = work.take(0.0)
         assert len(work.running[call]) == 1
     work.worker_died("b", "the worker died")
     work.answered("a", [reply(sent[0])])
     work.answered("c", [reply(sent[2])])
     assert reasons(work, WORKER_DIED) == {1: "the worker died while client 1 trained"}
-    assert clients(work.take(1, 0.0)) == [3]
+    assert clients(work.take(0.0)) == [3]
     assert work.waiting == 0
 
 
 def test_an_exchange_in_which_all_workers_die_is_given_up() -> None:
     work: Work[str] = Work(deque(messages(100)))
     for death in range(MAX_DEATHS):
-        work.running["call"] = work.take(1, math.inf)
+        work.running["call"] = work.take(math.inf)
         assert work.waiting + len(work.running) + len(work.replies) == 100, death
         work.worker_died("call", "the worker died")
     assert not work.waiting
@@ -102,10 +102,36 @@ def test_an_exchange_in_which_all_workers_die_is_given_up() -> None:
 
 def test_a_worker_that_cannot_start_is_no_clients_fault() -> None:
     work: Work[str] = Work(deque(messages(3)))
-    work.running["call"] = work.take(1, math.inf)
-    work.no_worker_starts("call", "ImportError: no module named torch")
+    work.give_up("no worker can start: ImportError: no module named torch")
     assert set(reasons(work, WORKER_DIED).values()) == {"no worker can start: ImportError: no module named torch"}
     assert len(work.replies) == 3
+
+
+def test_what_went_with_a_node_is_sent_again_as_it_was_and_is_no_clients_fault() -> None:
+    sent = messages(6)
+    work: Work[str] = Work(deque(sent), stack=2)
+    for _ in range(2 * MAX_DEATHS):
+        work.running["call"] = work.take(math.inf)
+        assert work.running["call"] == sent[:2]  # what is trained together decides the last bits
+        work.node_lost("call")
+        assert work.waiting == 6
+    assert work.replies == {}
+
+
+def test_a_worker_that_is_faster_takes_more() -> None:
+    work: Work[str] = Work(deque(messages(64)))
+    assert len(work.take(1e-3, [3e-3])) == 24  # half of its part, which is three fourths
+    assert len(work.take(3e-3, [1e-3])) == 6  # at least for LEAST_SECONDS
+
+
+def test_a_slow_worker_leaves_the_last_ones_to_those_who_finish_sooner() -> None:
+    work: Work[str] = Work(deque(messages(3)))
+    assert work.take(1.0, [0.1, math.inf]) == []
+    assert work.take(1.0, [math.inf]) != []  # nobody knows how fast the other is
+    work.running["fast"] = messages(20)
+    assert work.take(1.0, [0.1]) != []  # it has enough to do
+    del work.running["fast"]
+    assert work.take(0.1, [1.0, 1.0]) != []
 
 
 def test_after_the_deadline_the_client_that_hangs_and_those_behind_it_are_told_apart() -> None:

@@ -1,0 +1,278 @@
+"""The actors of a run: as many as Ray has room for, on nodes that come and go, each with its measured speed."""
+
+import math
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from fl_sim.engines.ray_start import ENVIRONMENT, RayResources, import_path, is_installed, last_line
+from fl_sim.errors import RunError
+
+# isort: split
+import ray  # after ray_start, which sets what Ray reads when it is imported
+from ray import cloudpickle
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from fl_sim.engines.ray_gate import Gate, source_files, versions
+
+LOOK_SECONDS = 1.0
+"""How often it is looked whether nodes have come or gone, and whether Ray itself still lives."""
+
+WAIT_SECONDS = 600.0
+"""How long a run waits for a node where there is none."""
+
+KNOCK_SECONDS = 2.0
+"""How long a node may take to accept a connection before it counts as lost."""
+
+MAX_STARTS = 3
+"""Actors that may die on one node while they start, before no more are started there."""
+
+_pickling: Any = cloudpickle
+_pickling.register_pickle_by_value(sys.modules[Gate.__module__])
+
+
+@dataclass
+class Node:
+    """A node of Ray, and why it is not used, if so."""
+
+    name: str
+    host: str
+    port: int
+    room: int
+    refused: str = ""
+    died: int = 0
+
+    def __str__(self) -> str:
+        """Return what a user finds it by."""
+        return f"node {self.name[:12]} at {self.host}"
+
+    @property
+    def is_gone(self) -> bool:
+        """Say whether nobody answers there any more: sooner than Ray itself notices."""
+        try:
+            socket.create_connection((self.host, self.port), KNOCK_SECONDS).close()
+        except OSError:
+            return True
+        return False
+
+
+@dataclass(eq=False)
+class Worker:
+    """An actor, where it is, and how long a step takes it: infinite where that is not known yet."""
+
+    actor: Any
+    node: Node
+    step_seconds: float = math.inf
+
+    def took(self, seconds: float, steps: int) -> None:
+        """Note how long a call took."""
+        now = seconds / steps
+        self.step_seconds = now if math.isinf(self.step_seconds) else (self.step_seconds + now) / 2
+
+    def kill(self) -> None:
+        """End its process."""
+        with suppress(RayError):
+            ray.kill(self.actor)
+
+
+@dataclass
+class Crew:
+    """All workers of a grid: ``idle``, ``busy`` ({call: worker}), or ``starting`` ({question: worker}).
+
+    ``arguments``: closed references, for ``Gate.enter``. ``most``: workers at most. ``modules``: the user's own, whose
+    version a node must not differ in. ``is_own``: whether the Ray is this run's own. ``is_apart``: whether its nodes
+    are other machines, which come and go, and are asked for their versions. ``say``: tells the user about nodes.
+    """
+
+    resources: RayResources
+    key: bytes
+    arguments: Sequence[Any]
+    most: int
+    modules: Sequence[str]
+    is_own: bool
+    is_apart: bool
+    say: Callable[[str], None]
+    idle: list[Worker] = field(default_factory=list)
+    busy: dict[Any, Worker] = field(default_factory=dict)
+    starting: dict[Any, Worker] = field(default_factory=dict)
+    _nodes: dict[str, Node] = field(default_factory=dict)
+    _gone: set[str] = field(default_factory=set)
+    _looked: float = -math.inf
+    _alone_since: float | None = None
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Return all there are."""
+        return [*self.idle, *self.busy.values(), *self.starting.values()]
+
+    def look(self, wanted: int) -> list[Any]:
+        """See which nodes there are, and start workers up to ``wanted``; return the calls that went with lost nodes."""
+        if time.monotonic() - self._looked < LOOK_SECONDS and len(self.workers) >= min(wanted, self._room):
+            return []
+        self._looked = time.monotonic()
+        there = {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
+        lost = [name for name in self._nodes if name not in there]
+        calls = [call for name in lost for call in self._forget(self._nodes[name])]
+        for name, one in there.items():
+            room = _room(one["Resources"], self.resources) if self.is_apart else self.most
+            if name not in self._nodes and name not in self._gone and room:
+                self._nodes[name] = Node(name, one["NodeManagerAddress"], one["NodeManagerPort"], room)
+        while len(self.workers) < min(wanted, self.most) and (node := self._roomiest()):
+            self._start(node)
+        return calls
+
+    def wait_for_nodes(self) -> None:
+        """Wait a little where there is nobody to work; raise RunError where that has gone on for too long.
+
+        Or where nodes are there, and none can be used.
+        """
+        if refused := [node for node in self._nodes.values() if node.refused]:
+            told = "; ".join(f"{node}: {node.refused}" for node in refused)
+            raise RunError(f"no node of the Ray cluster can be used ({told})")
+        now = time.monotonic()
+        if self._alone_since is None:
+            self._alone_since = now
+            self.say(
+                f"the Ray cluster has no node with room for an actor (engine.cpus={self.resources.cpus:g}, "
+                f"engine.gpus={self.resources.gpus:g}): waiting up to {WAIT_SECONDS:g} s for one to join by ray start"
+            )
+        if now - self._alone_since > WAIT_SECONDS:
+            raise RunError(
+                f"no node joined the Ray cluster in {WAIT_SECONDS:g} s: start nodes, and then the same command again, "
+                "and the run goes on after its last finished round"
+            )
+        time.sleep(min(LOOK_SECONDS, WAIT_SECONDS))
+
+    def arrived(self, question: Any) -> str:
+        """Take note of what a starting worker answered; return why no worker can start on its node, if that is so."""
+        worker = self.starting.pop(question)
+        try:
+            said = ray.get(question)
+        except RayError as error:
+            return self._did_not_start(worker, error)
+        if said is None:  # it has entered
+            self.idle.append(worker)
+            self._alone_since = None
+            return ""
+        if why := self._difference(said):
+            worker.kill()
+            self._refuse(worker.node, why)
+            return why
+        self._let_in(worker)
+        return ""
+
+    def lost_with(self, worker: Worker) -> list[Any] | None:
+        """Return the calls of others that went with a dead worker's node; None where its node is still there."""
+        worker.kill()
+        if not self.is_apart or not worker.node.is_gone:
+            return None
+        return self._forget(worker.node)
+
+    def end_busy(self) -> None:
+        """Kill those that are still busy."""
+        for worker in self.busy.values():
+            worker.kill()
+        self.busy = {}
+
+    def close(self) -> None:
+        """Kill all workers."""
+        for worker in self.workers:
+            worker.kill()
+        self.idle, self.busy, self.starting = [], {}, {}
+
+    @property
+    def _room(self) -> int:
+        return min(self.most, sum(node.room for node in self._nodes.values() if not node.refused))
+
+    def _roomiest(self) -> Node | None:
+        """Return the node with the most room left, if any has some."""
+        taken = [worker.node for worker in self.workers]
+        free = {name: node.room - sum(one is node for one in taken) for name, node in self._nodes.items()}
+        best = max(
+            (node for node in self._nodes.values() if not node.refused), key=lambda node: free[node.name], default=None
+        )
+        return best if best and free[best.name] > 0 else None
+
+    def _start(self, node: Node) -> None:
+        where = NodeAffinitySchedulingStrategy(node.name, soft=False)
+        options: dict[str, Any] = {
+            "num_cpus": self.resources.cpus, "num_gpus": self.resources.gpus, "scheduling_strategy": where
+        }  # fmt: skip
+        if not self.is_own:
+            options["runtime_env"] = {"env_vars": {**ENVIRONMENT, "PYTHONPATH": import_path()}}
+        # The second thread lets an actor say how far it came while a client hangs.
+        remote: Any = ray.remote
+        actor_class = remote(concurrency_groups={"progress": 1}, max_restarts=0)(Gate)
+        worker = Worker(actor_class.options(**options).remote(), node)
+        if self.is_apart:
+            self.starting[worker.actor.look.remote(list(self.modules))] = worker
+        else:
+            self._let_in(worker)
+
+    def _let_in(self, worker: Worker) -> None:
+        self.starting[worker.actor.enter.remote(self.key, list(self.arguments))] = worker
+
+    def _did_not_start(self, worker: Worker, error: RayError) -> str:
+        if self.lost_with(worker) is not None:
+            return ""
+        worker.node.died += 1
+        if isinstance(error, RayActorError) and worker.node.died < MAX_STARTS:
+            return ""
+        why = f"no worker can start: {last_line(error)}"
+        self._refuse(worker.node, why)
+        return why
+
+    def _difference(self, said: dict[str, str]) -> str:
+        """Return in what a node differs from this machine, and what to do; nothing where it fits."""
+        here = versions(list(self.modules))
+        other = [
+            f"it has {what} {said[what]}, and here is {here[what]}" for what in here
+            if said[what] != here[what] and not (what.startswith("module ") and said[what] == "none")
+        ]  # fmt: skip
+        if not other:
+            return ""
+        return f"{', '.join(other)}; install the same there, start ray again, and it is used"
+
+    def _refuse(self, node: Node, why: str) -> None:
+        node.refused = why
+        if self.is_apart:
+            self.say(f"{node} of the Ray cluster is not used: {why}")
+
+    def _forget(self, node: Node) -> list[Any]:
+        """Drop a node and its workers; return the calls that they were busy with."""
+        self._nodes.pop(node.name, None)
+        self._gone.add(node.name)
+        calls = [call for call, worker in self.busy.items() if worker.node is node]
+        gone = [worker for worker in self.workers if worker.node is node]
+        if gone or calls:
+            self.say(f"{node} of the Ray cluster is lost: what it was given is done elsewhere")
+        for worker in gone:
+            worker.kill()
+        self.idle = [worker for worker in self.idle if worker.node is not node]
+        self.busy = {call: worker for call, worker in self.busy.items() if worker.node is not node}
+        self.starting = {call: worker for call, worker in self.starting.items() if worker.node is not node}
+        return calls
+
+
+def pickled(value: Any) -> bytes:
+    """Return ``value`` as bytes, with what the running script defines."""
+    content: bytes = _pickling.dumps(value)
+    return content
+
+
+def sources_of(modules: Iterable[str]) -> dict[str, bytes]:
+    """Return {path in the import path: content} of the user's own modules, of which none is installed."""
+    files = {name: file for module in modules for name, file in source_files(module).items()}
+    return {name: file.read_bytes() for name, file in files.items() if not is_installed(file)}
+
+
+def _room(there: dict[str, float], resources: RayResources) -> int:
+    """Return how many actors fit a node that has all of its processors and GPUs free."""
+    processors, graphics = there.get("CPU", 0.0), there.get("GPU", 0.0)
+    room = int(processors / resources.cpus) if resources.cpus else int(processors)
+    return min(room, int(graphics / resources.gpus)) if resources.gpus else room
