@@ -249,7 +249,7 @@ class Crew:
         self._gone.add(node.name)
         calls = [call for call, worker in self.busy.items() if worker.node is node]
         gone = [worker for worker in self.workers if worker.node is node]
-        if gone or calls:
+        if not node.refused:
             self.say(f"{node} of the Ray cluster is lost: what it was given is done elsewhere")
         for worker in gone:
             worker.kill()

@@ -1,11 +1,15 @@
 """Ray nodes that see neither the run directory nor the data: each in a mount namespace of its own on this machine."""
 
+import json
 import os
+import re
 import shutil
 import socket
 import subprocess
+import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,16 +19,40 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import tomli_w
 import torch
 from safetensors.torch import load_file
 
+from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import experiment_from
-from fl_sim.simulation.run import run
-from fl_sim.store.run_directory import read_rounds
+from fl_sim.simulation.run import Silent, run
+from fl_sim.store.run_directory import RoundRecord, read_rounds
 
 start = pytest.importorskip("fl_sim.engines.ray_start")  # before Ray itself: it sets what Ray reads when imported
 import ray  # noqa: E402
 
+from fl_sim.engines import ray_crew  # noqa: E402
+
+SLOW = """
+import time
+from torch import nn
+
+class Slow(nn.Module):
+    def __init__(self, num_features, num_classes):
+        super().__init__()
+        self.linear = nn.Linear(num_features, num_classes)
+
+    def forward(self, inputs):
+        if self.training:
+            time.sleep(0.02)
+        return self.linear(inputs.flatten(1))
+
+def model(input_shape, num_classes):
+    return Slow(input_shape[0] * input_shape[1] * input_shape[2], num_classes)
+"""
+"""A module that nodes do not have, whose rounds take long enough for a node to be lost in the middle of one."""
+
+PROJECT = Path(__file__).parents[3]
 UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
@@ -51,6 +79,7 @@ class Cluster:
     folder: Path
     port: int
     processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+    nodes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
     @property
     def address(self) -> str:
@@ -134,6 +163,7 @@ def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     centres = coins.integers(0, 256, size=(4, 8, 8))
     labels = coins.integers(0, 4, size=600)
     images = np.clip(centres[labels] + coins.normal(0, 40, size=(600, 8, 8)), 0, 255).astype(np.uint8)
+    (folder / "users_slow.py").write_text(SLOW)
     np.savez(folder / "own.npz", x_train=images[:480], y_train=labels[:480], x_test=images[480:], y_test=labels[480:])
     return folder
 
@@ -143,12 +173,12 @@ def cluster(hidden: Path) -> Iterator[Cluster]:
     """A head and two nodes."""
     made = Cluster(hidden, Path(tempfile.mkdtemp(dir="/tmp")), free_port())  # for names short enough for sockets
     with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(hidden)
         patch.setenv("RAY_prestart_worker_first_driver", "0")
         patch.setattr("fl_sim.engines.ray_start.is_own_token", lambda: False)  # the cluster inherits it
         try:
             made.begin()
-            made.node()
-            made.node()
+            made.nodes = [made.node(), made.node()]
             yield made
         finally:
             ray.shutdown()
@@ -215,3 +245,89 @@ def test_what_clients_share_and_release_is_paid_for_and_kept_where_the_driver_is
     assert len(charges[0]) >= 12  # labels, generator and moments of each client with records enough
     assert len([*hidden.glob("FL_SIM_POOLS-nodes/*/clients/*/share.safetensors")]) >= 4
     assert not [*hidden.glob("FL_SIM_POOLS-nodes/*/clients/*/key")]
+
+
+class Killing(Silent):
+    """Kills nodes in the middle of the second round."""
+
+    def __init__(self, *nodes: "subprocess.Popen[bytes]") -> None:
+        self._nodes = nodes
+
+    def finished_round(self, record: RoundRecord) -> None:
+        if record.round == 1:
+            threading.Timer(0.3, lambda: [node.kill() for node in self._nodes]).start()
+
+
+def slow(hidden: Path, engine: object) -> dict[str, Any]:
+    local = {"batch_size": 8, "epochs": 2}
+    return settings(hidden, engine, algorithm="scaffold", model="users_slow:model", partition="iid", local=local)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, hidden: Path) -> Path:
+    """A run in one process of what others run on nodes that are lost."""
+    run(experiment_from(slow(hidden, "inprocess")), hidden / "undisturbed")
+    return hidden / "undisturbed"
+
+
+def test_a_run_whose_driver_was_killed_goes_on_with_the_same_bits(
+    cluster: Cluster, hidden: Path, undisturbed: Path
+) -> None:
+    cluster.wait_for(2)
+    out, command = hidden / "killed", [sys.executable, "-m", "fl_sim", "run", str(hidden / "slow.toml"), "--out"]
+    (hidden / "slow.toml").write_text(tomli_w.dumps(slow(hidden, on_nodes(cluster))))
+    driver = subprocess.Popen([*command, str(out)], cwd=hidden, env={**os.environ, "PYTHONPATH": str(PROJECT)})
+    deadline = time.monotonic() + PATIENCE
+    while not (out / "checkpoint.safetensors").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    driver.kill()
+    driver.wait()
+    assert len(read_rounds(out)) in {1, 2}
+    run(experiment_from(slow(hidden, on_nodes(cluster))), out)
+    assert_same(undisturbed, out, kept=True)
+
+
+def test_what_a_lost_node_was_given_is_done_elsewhere_and_a_node_of_another_version_is_never_used(
+    cluster: Cluster, hidden: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.wait_for(2)
+    other = cluster.folder.with_name(f"{cluster.folder.name}-other.py")
+    other.write_text((PROJECT / "strategies/fedavg.py").read_text() + "\n# another version\n")
+    cluster.nodes.append(cluster.node(f"mount --bind {other} {PROJECT}/strategies/fedavg.py"))
+    run(experiment_from(slow(hidden, on_nodes(cluster))), hidden / "lost", observer=Killing(cluster.nodes[1]))
+    said = capsys.readouterr().err
+    assert re.search(r"fl-sim: node \w+ at [\d.]+ of the Ray cluster is lost: .* is done elsewhere\n", said)
+    assert_same(undisturbed, hidden / "lost", kept=True)
+
+    cluster.wait_for(2)  # the other one has come
+    with pytest.raises(RunError) as refused:
+        run(experiment_from(slow(hidden, on_nodes(cluster))), hidden / "alone", observer=Killing(cluster.nodes[0]))
+    versions = r"it has fl-sim \S+ \(digest (\w+)\), and here is \S+ \(digest (\w+)\); install the same there"
+    for text in (capsys.readouterr().err, str(refused.value)):
+        found = re.search(rf"node \w+ at [\d.]+.*: {versions}", text)
+        assert found
+        assert found[1] != found[2]
+    assert json.loads((hidden / "alone/result.json").read_text())["status"] == "failed"
+    run(experiment_from(slow(hidden, "inprocess")), hidden / "alone")  # all that was finished was kept
+    assert_same(undisturbed, hidden / "alone", kept=True)
+
+
+def test_a_cluster_without_nodes_is_waited_for_and_then_the_run_stops_and_can_go_on(
+    cluster: Cluster,
+    hidden: Path,
+    undisturbed: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for node in cluster.nodes:
+        node.kill()
+    cluster.wait_for(0)
+    patience = ray_crew.WAIT_SECONDS
+    monkeypatch.setattr(ray_crew, "WAIT_SECONDS", 0.5)
+    with pytest.raises(RunError, match=r"no node joined .* the same command again"):
+        run(experiment_from(slow(hidden, on_nodes(cluster))), hidden / "waiting")
+    monkeypatch.setattr(ray_crew, "WAIT_SECONDS", patience)
+    assert "has no node with room for an actor (engine.cpus=1" in capsys.readouterr().err
+    cluster.node()
+    run(experiment_from(slow(hidden, on_nodes(cluster))), hidden / "waiting")
+    assert_same(undisturbed, hidden / "waiting", kept=True)
