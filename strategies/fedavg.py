@@ -21,7 +21,7 @@ class Centralized(Averaging):
     """The upper bound: one holder of all training records runs plain SGD with the same model and optimiser.
 
     The experiment gives its only client the whole training set; momentum lives on from round to round, so that this is
-    exactly SGD over ``rounds * local epochs`` epochs.
+    exactly SGD over ``rounds * local epochs`` epochs. It has no virtual clock, whatever the devices of clients are.
     """
 
     kind: Literal["centralized"] = "centralized"

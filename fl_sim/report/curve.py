@@ -12,10 +12,11 @@ LADDER = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 @dataclass(frozen=True)
 class Spent:
-    """Bytes to and from all clients, and seconds; None where they are not known, or may not be told."""
+    """Bytes to and from all clients, seconds, and those of the virtual clock; None where nobody knows or may tell."""
 
     bytes: int | None = 0
     seconds: float | None = 0.0
+    virtual_seconds: float | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Reached:
     round: int
     bytes: int | None
     seconds: float | None
+    virtual_seconds: float | None = None
 
 
 def mean_of_last(rounds: Sequence[RoundRecord], count: int = 10) -> float | None:
@@ -54,7 +56,7 @@ def reached(rounds: Sequence[RoundRecord], accuracy: float, beforehand: Spent = 
     """
     for one, spent in zip(rounds, spent_by(rounds, beforehand), strict=True):
         if one.test_accuracy is not None and one.test_accuracy >= accuracy:
-            return Reached(accuracy, one.round, spent.bytes, spent.seconds)
+            return Reached(accuracy, one.round, spent.bytes, spent.seconds, spent.virtual_seconds)
     return None
 
 
@@ -65,11 +67,16 @@ def spent_by(rounds: Sequence[RoundRecord], beforehand: Spent = Spent()) -> list
 
 def _spent(one: RoundRecord) -> Spent:
     known = one.bytes_down is not None and one.bytes_up is not None
-    return Spent((one.bytes_down or 0) + (one.bytes_up or 0) if known else None, one.seconds)
+    return Spent((one.bytes_down or 0) + (one.bytes_up or 0) if known else None, one.seconds, one.virtual_seconds)
 
 
 def _plus(left: Spent, right: Spent) -> Spent:
     return Spent(
         None if left.bytes is None or right.bytes is None else left.bytes + right.bytes,
-        None if left.seconds is None or right.seconds is None else left.seconds + right.seconds,
+        _sum(left.seconds, right.seconds),
+        _sum(left.virtual_seconds, right.virtual_seconds),
     )
+
+
+def _sum(left: float | None, right: float | None) -> float | None:
+    return None if left is None or right is None else left + right

@@ -164,6 +164,7 @@ class Outcome(Facts):
     best_chosen_on: Literal["test", "validation", "last"] = "test"
     privacy: list[Release]
     seconds: Seconds
+    virtual_seconds: Duration | None = None
     bytes: BytesFacts = BytesFacts()
     measures: MeasureFacts = MeasureFacts()
     versions: dict[str, str]

@@ -17,7 +17,7 @@ _FURTHER: Final = {
 
 
 def targets(table: Table) -> Grid | None:
-    """Return rounds and MB to an accuracy: for each column the highest that all runs of some row reached.
+    """Return rounds, MB and virtual seconds to an accuracy: for each column the highest that all of some row reached.
 
     A row that not all of its runs got there with tells the mean of those that did, and how many they were.
     """
@@ -27,7 +27,9 @@ def targets(table: Table) -> Grid | None:
         return None
     heads = [f"{column}, {chosen[column]} %" for column in columns]
     rows = [(row, [_taken(table, row, column, chosen[column]) for column in columns]) for row in table.rows]
-    return Grid("Rounds to a test accuracy, and MB from and to all clients until then", heads, rows)
+    timed = any(name.endswith(".virtual_seconds") for one in table.results for name in one.measures)
+    clock = ", virtual seconds" if timed else ""
+    return Grid(f"Rounds to a test accuracy{clock}, and MB from and to all clients until then", heads, rows)
 
 
 def further(table: Table) -> list[Grid]:
@@ -63,7 +65,9 @@ def _taken(table: Table, row: str, column: str, accuracy: str | None) -> str:
         return f"- (0 of {len(results)})"
     rounds, _ = mean_and_deviation([one[_round(accuracy)] for one in there])
     sent, _ = mean_and_deviation([one[_bytes(accuracy)] / _MEGABYTE for one in there if _bytes(accuracy) in one])
+    virtual = [one[name] for one in there if (name := f"reached.{accuracy}.virtual_seconds") in one]
     text = f"{rounds:g}" if len(there) == 1 else f"{rounds:.1f}"
+    text += f", {mean_and_deviation(virtual)[0]:.4g} s" if virtual else ""
     megabytes = "" if sent is None else f", {sent:.3g} MB"
     return text + megabytes + ("" if len(there) == len(results) else f" ({len(there)} of {len(results)})")
 

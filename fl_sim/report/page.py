@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Final
 
-from fl_sim.report.figures.curves import HEADINGS
+from fl_sim.report.figures.curves import HEADINGS, OVER_TIME
 from fl_sim.report.groups import Panel
 from fl_sim.report.page_data import page_data
 from fl_sim.report.page_sections import (
@@ -37,6 +37,9 @@ _SCRIPTS: Final = ("elements.js", "scales.js", "curves.js", "rows.js", "confusio
 
 _MOST_BYTES: Final = 2_700_000
 """Of a page with its pictures, which are left out where there is no room: it is to be sent, and to open at once."""
+
+
+_DRAWN_BY_SCRIPT: Final = {*HEADINGS.values(), OVER_TIME}
 
 
 def page(
@@ -102,7 +105,7 @@ def _digest(text: str) -> str:
 def _shown(pictures: Sequence[Picture], room: int) -> set[str]:
     """Return the names of the pictures that fit into ``room`` bytes; those that the script draws, too, come last."""
     names = set()
-    for picture in sorted(pictures, key=lambda one: one.heading in HEADINGS.values()):
+    for picture in sorted(pictures, key=lambda one: one.heading in _DRAWN_BY_SCRIPT):
         size = 4 * len(picture.png) // 3
         if size <= room:
             names.add(picture.name)
@@ -124,4 +127,4 @@ def _figures(heading: str, pictures: Sequence[Picture], shown: set[str]) -> str:
             f"{f'<ul>{details}</ul>' if details else ''}</figcaption></figure>"
         )
     content = section(heading, "".join(figures))
-    return content.replace("<section>", '<section class="still">', 1) if heading in HEADINGS.values() else content
+    return content.replace("<section>", '<section class="still">', 1) if heading in _DRAWN_BY_SCRIPT else content

@@ -134,8 +134,14 @@ def _curve(one: Group, most: int) -> dict[str, Any]:
         "mb": [_mean(_megabytes(seed[number].bytes) for seed in spent) for number in rounds],
         "seconds": [_mean(seed[number].seconds for seed in spent) for number in rounds],
         "epsilon": [_largest(seed[number] for seed in epsilons) for number in rounds],
+        **_where_known("virtual_seconds", [_mean(seed[number].virtual_seconds for seed in spent) for number in rounds]),
         **measures,
     }
+
+
+def _where_known(name: str, values: list[float | None]) -> dict[str, Any]:
+    """Return what most runs have nothing of, where there is something."""
+    return {name: values} if any(value is not None for value in values) else {}
 
 
 def _spent(run: Run) -> dict[int, Spent]:
@@ -166,12 +172,14 @@ def _largest(values: Iterable[float | None]) -> float | None:
 def _reached(label: str, one: Group, step: float) -> dict[str, Any]:
     (found,) = taken({"": [(label, one)]}, step)
     there = found.reached
+    virtual = _spread([run.virtual_seconds for run in there], 2)
     return {
         "there": len(there),
         "of": found.runs,
         "round": _spread([float(run.round) for run in there], 2),
         "mb": _spread([_megabytes(run.bytes) for run in there], 2),
         "seconds": _spread([run.seconds for run in there], 2),
+        **({"virtual_seconds": virtual} if virtual[0] is not None else {}),
     }
 
 

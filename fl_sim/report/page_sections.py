@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from fl_sim.report.files import Outcome
 from fl_sim.report.groups import Group, Panel, parameters
 from fl_sim.report.page_tables import Cell, Column, columns_table
 from fl_sim.report.page_words import (
@@ -19,7 +20,7 @@ from fl_sim.report.page_words import (
     spread,
 )
 from fl_sim.report.runs import Found, Run
-from fl_sim.report.targets import taken
+from fl_sim.report.targets import HEADS, taken
 
 _BILL = (
     "Whoever sees all of these runs sees all of their releases, so whoever's records they are about pays for each of "
@@ -86,6 +87,7 @@ def comparison(groups: Groups) -> str:
         Column("Final %", [Cell(spread(percent(own.final_accuracy) for own in some), kind="n") for some in done]),
         Column("Best %", [Cell(spread(percent(own.best_accuracy) for own in some), kind="n") for some in done]),
         Column("Seconds", [Cell(spread(own.seconds.total for own in some), kind="n") for some in done]),
+        *_virtual_time(done),
         Column(
             "Privacy (limits: below)",
             [Cell(", ".join(dict.fromkeys(privacy_in_short(run) for run in one.runs))) for _, one in lines],
@@ -97,8 +99,16 @@ def comparison(groups: Groups) -> str:
         "Comparison",
         f"{columns_table(columns, [one.is_bound for _, one in lines])}"
         f'<p class="small">Test accuracy after the last round, and in the best evaluated round ({how_picked(groups)}); '
-        "wall-clock seconds of a run. Mean ± sample standard deviation over the finished seeds.</p>",
+        "wall-clock seconds of a run, and those of the virtual clock where there is one. Mean ± sample standard "
+        "deviation over the finished seeds.</p>",
     )
+
+
+def _virtual_time(done: Sequence[Sequence[Outcome]]) -> list[Column]:
+    """Return a column of virtual seconds, none where no run has any."""
+    if all(own.virtual_seconds is None for some in done for own in some):
+        return []
+    return [Column("Virtual seconds", [Cell(spread(own.virtual_seconds for own in some), kind="n") for some in done])]
 
 
 def _status(one: Group) -> str:
@@ -111,11 +121,14 @@ def to_target(groups: Groups, target: float) -> str:
     """Return what runs took to a test accuracy of ``target``, in [0, 1]."""
     rows = taken(groups, target)
     cells = list(zip(*(one.cells for one in rows), strict=True))
-    heads = ("Rounds", "MB", "Seconds", "Runs that got there")
     columns = [
         Column("Method", [Cell(one.method) for one in rows]),
         Column("Data", [Cell(one.where) for one in rows], "data"),
-        *(Column(head, [Cell(text, kind="n") for text in some]) for head, some in zip(heads, cells, strict=True)),
+        *(
+            Column(head, [Cell(text, kind="n") for text in some])
+            for head, some in zip(HEADS, cells, strict=True)
+            if head != "Virtual seconds" or set(some) != {"-"}
+        ),
     ]
     return section(
         f"To a test accuracy of {100 * target:g} %",

@@ -8,6 +8,8 @@ from fl_sim.report.files import Outcome
 from fl_sim.report.page_words import Groups, spread
 from fl_sim.report.runs import Run
 
+HEADS = ("Rounds", "MB", "Seconds", "Virtual seconds", "Runs that got there")
+
 
 @dataclass(frozen=True)
 class Taken:
@@ -19,20 +21,25 @@ class Taken:
     reached: tuple[Reached, ...]
 
     @property
-    def cells(self) -> tuple[str, str, str, str]:
-        """Return rounds, megabytes and seconds, over the runs that got there ("-" without any), and how many did."""
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """Return rounds, megabytes, seconds, virtual seconds, of those that got there ("-" without any); their number.
+
+        The same in the order of ``HEADS``.
+        """
         return (
             spread(float(one.round) for one in self.reached),
             spread((None if one.bytes is None else one.bytes / 1e6 for one in self.reached), digits=2),
             spread(one.seconds for one in self.reached),
+            spread(one.virtual_seconds for one in self.reached),
             f"{len(self.reached)} of {self.runs}",
         )
 
     @property
     def in_words(self) -> str:
         """Return all of it as a line."""
-        rounds, megabytes, seconds, count = self.cells
+        rounds, megabytes, seconds, virtual, count = self.cells
         taken = f"rounds {rounds}, MB {megabytes}, seconds {seconds}" if self.reached else "-"
+        taken += f", virtual seconds {virtual}" if virtual != "-" else ""
         return f"{self.method} on {self.where}: {taken} ({count} runs got there)"
 
 

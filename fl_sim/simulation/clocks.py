@@ -15,9 +15,9 @@ from strategies.servers import Synchronous
 
 
 def start_clock(job: Job, strategy: FederatedStrategy, log: RunLog) -> None:
-    """Let rounds go by the clock, where clients have devices."""
-    server = job.experiment.server
-    if isinstance(server, Synchronous) and not isinstance(job.experiment.devices, NoDevices):
+    """Let rounds go by the clock, where clients have devices; one holder of all records is no client."""
+    server, timed = job.experiment.server, not isinstance(job.experiment.devices, NoDevices)
+    if isinstance(server, Synchronous) and timed and not job.experiment.is_central:
         clock, is_partial = clock_of(job, strategy, log), server.late == "partial"
         strategy.turnout_of = partial(turnout, clock, deadline=server.deadline, partial=is_partial)
 

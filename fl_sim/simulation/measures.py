@@ -25,11 +25,20 @@ _EARLIER = "some rounds were run by an earlier version, which did not count"
 
 
 def measures_of(job: Job, log: RunLog) -> dict[str, Any]:
-    """Return what ``result.json`` says under ``measures`` and ``bytes``.
+    """Return what ``result.json`` says under ``measures`` and ``bytes``, and of the virtual clock, if there is one.
 
     What may not be told, or is not known, is None, and ``left_out`` says why.
     """
-    return {"measures": _measures(job, log), "bytes": _bytes(log)}
+    return {"measures": _measures(job, log), "bytes": _bytes(log), **_by_clock(log)}
+
+
+def _by_clock(log: RunLog) -> dict[str, Any]:
+    """Return how long all rounds lasted by the virtual clock, and how many updates came too late."""
+    timed = [record for record in log.rounds if record.virtual_seconds is not None]
+    if not timed:
+        return {}
+    late = {"late": sum(record.late or 0 for record in timed)} if any(one.late is not None for one in timed) else {}
+    return {"virtual_seconds": sum(record.virtual_seconds or 0.0 for record in timed), **late}
 
 
 def _measures(job: Job, log: RunLog) -> dict[str, Any]:
@@ -68,7 +77,8 @@ def _of_the_last(job: Job, tested: Tested) -> dict[str, Any]:
 
 
 def _taken(step: Reached) -> dict[str, float | None]:
-    return {"round": step.round, "bytes": step.bytes, "seconds": step.seconds}
+    virtual = {} if step.virtual_seconds is None else {"virtual_seconds": step.virtual_seconds}
+    return {"round": step.round, "bytes": step.bytes, "seconds": step.seconds, **virtual}
 
 
 def _clients(experiment: Experiment, tested: Tested) -> dict[str, Any]:

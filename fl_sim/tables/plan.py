@@ -33,7 +33,7 @@ from fl_sim.tables.words import caption, data_label, differences, label, method,
 MOST_CELLS = 10_000
 """A table of more cells would be checked for minutes before the first one runs, and nobody could read it."""
 
-_IN_THE_NAME = ("algorithm", "preprocess")
+_IN_THE_NAME = ("algorithm", "preprocess", "server")
 
 
 class TableSettings(Settings):

@@ -11,6 +11,7 @@ from fl_sim.kinds import field_defaults, is_settings, kind_of, short_form, title
 from fl_sim.tables.seeds import spread
 from strategies.algorithm import Advising, Noted
 from strategies.ccvr import CCVR
+from strategies.servers import Synchronous
 
 _DATA = {
     "mnist": "MNIST",
@@ -31,11 +32,13 @@ def data_label(name: str) -> str:
 
 
 def method(experiment: Experiment, varied: Collection[str] = ()) -> str:
-    """Return how a method is written in the table: what clients do beforehand, and the algorithm.
+    """Return how a method is written in the table: what clients do beforehand, the algorithm, and how the server waits.
 
-    ``varied``: parameters of the former that are named even where they have their default value.
+    ``varied``: parameters of the first that are named even where they have their default value.
     """
     name = label(experiment.algorithm)
+    if experiment.server != Synchronous():
+        name = f"{name}, {label(experiment.server)}"
     if isinstance(experiment.preprocess, NoPreprocess):
         return name
     return f"{label(experiment.preprocess, varied)} + {name}"
@@ -149,6 +152,8 @@ def _federation(experiments: Sequence[Experiment]) -> str:
     inputs = "" if scaled == "published" else f", normalise {scaled}"
     features = _values(e.features for e in experiments)
     inputs += "" if features == "none" else f", features {features}"
+    devices = _values(_short(e.devices) for e in experiments)
+    inputs += "" if devices == "none" else f", devices {devices}"
     return f"{clients} clients, sampler {sampler}, aggregator {aggregator}{attack}, model {model}{inputs}"
 
 

@@ -1,12 +1,16 @@
-"""Accuracy and loss over rounds: a panel for each data set and split, a line for each method, a band over seeds."""
+"""Accuracy and loss over rounds: a panel for each data set and split, a line for each method, a band over seeds.
+
+Accuracy is drawn over virtual time, too, where runs have a virtual clock.
+"""
 
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from fl_sim.report.curve import spent_by
 from fl_sim.report.groups import Group, Panel
 from fl_sim.report.picture import PAGE, WIDE_PAGE, Layout, Picture, drawn, file_names, plain
 from fl_sim.report.spread import mean_and_deviation
@@ -21,6 +25,7 @@ Measure: TypeAlias = Literal["accuracy", "loss"]
 MEASURES: tuple[Measure, Measure] = ("accuracy", "loss")
 _WHAT = {"accuracy": "test accuracy (%)", "loss": "test loss (mean cross-entropy, nats)"}
 HEADINGS = {"accuracy": "Accuracy over rounds", "loss": "Test loss over rounds"}
+OVER_TIME = "Accuracy over virtual time"
 
 # Colours of clearly different hue, dark and light in turn; dashes and markers tell them apart in greyscale.
 _COLORS = (
@@ -41,11 +46,15 @@ Style: TypeAlias = tuple[str, tuple[float, ...], str]
 
 @dataclass(frozen=True)
 class Curve:
-    """Mean and sample standard deviation over the seeds in each round that all of them evaluated (0 for one seed)."""
+    """Mean and sample standard deviation over the seeds in each round that all of them evaluated (0 for one seed).
+
+    ``times``: the mean virtual time, in seconds, by the end of each of these rounds; empty where that is not known.
+    """
 
     rounds: list[int]
     mean: list[float]
     deviation: list[float]
+    times: list[float] = field(default_factory=list)
 
     @property
     def low(self) -> list[float]:
@@ -60,15 +69,33 @@ class Curve:
 
 def draw_all(panels: Sequence[Panel]) -> list[Picture]:
     """Draw accuracy and loss: one figure each up to four panels, else a figure for each panel."""
-    styles = styles_of(panels)
+    styles, timed = styles_of(panels), _timed(panels)
     if len(panels) <= _MOST_IN_ONE:
-        return [_picture(f"{measure}.png", measure, panels, styles) for measure in MEASURES]
+        over_time = [_picture("virtual-time.png", "accuracy", timed, styles, over_time=True)] if timed else []
+        return [*(_picture(f"{measure}.png", measure, panels, styles) for measure in MEASURES), *over_time]
     names = file_names([panel.title for panel in panels])
-    return [
+    over_rounds = [
         _picture(f"{measure}-{name}.png", measure, [panel], styles)
         for measure in MEASURES
         for panel, name in zip(panels, names, strict=True)
     ]
+    titles = file_names([panel.title for panel in timed])
+    return [
+        *over_rounds,
+        *(
+            _picture(f"virtual-time-{name}.png", "accuracy", [panel], styles, over_time=True)
+            for panel, name in zip(timed, titles, strict=True)
+        ),
+    ]
+
+
+def _timed(panels: Sequence[Panel]) -> list[Panel]:
+    """Return the panels with those lines that have virtual times, without the panels that have none."""
+    kept = [
+        replace(panel, lines=tuple((label, one) for label, one in panel.lines if curve(one, "accuracy").times))
+        for panel in panels
+    ]
+    return [panel for panel in kept if panel.lines]
 
 
 def styles_of(panels: Iterable[Panel]) -> dict[str, Style]:
@@ -95,11 +122,30 @@ def curve(group: Group, measure: Measure) -> Curve:
     ]
     rounds = sorted(set.intersection(*map(set, seeds)))
     spread = [mean_and_deviation([seed[number] for seed in seeds]) for number in rounds]
-    return Curve(rounds, [mean or 0.0 for mean, _ in spread], [deviation or 0.0 for _, deviation in spread])
+    means, deviations = [mean or 0.0 for mean, _ in spread], [deviation or 0.0 for _, deviation in spread]
+    return Curve(rounds, means, deviations, _times(group, rounds))
 
 
-def draw(panels: Sequence[Panel], measure: Measure, styles: Mapping[str, Style], layout: Layout = PAGE) -> "Figure":
-    """Draw ``panels`` side by side where there is room, the legend below."""
+def _times(group: Group, rounds: Sequence[int]) -> list[float]:
+    clocks = [
+        {record.round: spent.virtual_seconds for record, spent in zip(run.rounds, spent_by(run.rounds), strict=True)}
+        for run in group.drawn
+    ]
+    means = [[seconds for clock in clocks if (seconds := clock[number]) is not None] for number in rounds]
+    if any(len(known) < len(clocks) for known in means):
+        return []
+    return [sum(known) / len(known) for known in means]
+
+
+def draw(
+    panels: Sequence[Panel],
+    measure: Measure,
+    styles: Mapping[str, Style],
+    layout: Layout = PAGE,
+    *,
+    over_time: bool = False,
+) -> "Figure":
+    """Draw ``panels`` side by side where there is room, the legend below; over rounds, or over virtual time."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
 
     across = min(len(panels), layout.across)
@@ -112,7 +158,7 @@ def draw(panels: Sequence[Panel], measure: Measure, styles: Mapping[str, Style],
     grid = figure.subplots(down, across, squeeze=False).flatten()
     handles: dict[str, Artist] = {}
     for axes, panel in zip(grid, panels, strict=False):
-        _draw_panel(axes, panel, measure, styles, replace(layout, width=layout.width / across))
+        _draw_panel(axes, panel, measure, styles, replace(layout, width=layout.width / across), over_time=over_time)
         handles |= {text: line for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
@@ -127,18 +173,22 @@ def draw(panels: Sequence[Panel], measure: Measure, styles: Mapping[str, Style],
     return figure
 
 
-def _picture(name: str, measure: Measure, panels: Sequence[Panel], styles: Mapping[str, Style]) -> Picture:
-    heading = HEADINGS[measure]
+def _picture(
+    name: str, measure: Measure, panels: Sequence[Panel], styles: Mapping[str, Style], *, over_time: bool = False
+) -> Picture:
+    heading = OVER_TIME if over_time else HEADINGS[measure]
     what = "; ".join(panel.title for panel in panels)
     data = "; ".join(dict.fromkeys(f"{panel.data}: {panel.note}" for panel in panels if panel.note))
     caption = [f"{heading}: {what}. Lines: mean over seeds; bands: ± sample standard deviation."]
     caption += [f"Data {data}"] if data else []
-    drawing = partial(draw, panels, measure, styles)
+    drawing = partial(draw, panels, measure, styles, over_time=over_time)
     png = drawn(drawing, WIDE_PAGE if len(panels) > 1 else PAGE)
     return Picture(name, heading, tuple(caption), png, draw=drawing)
 
 
-def _draw_panel(axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[str, Style], layout: Layout) -> None:
+def _draw_panel(
+    axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[str, Style], layout: Layout, *, over_time: bool
+) -> None:
     curves = [(label, one, curve(one, measure)) for label, one in panel.lines]
     nothing: list[str] = []
     for number, (label, one, line) in enumerate(curves):
@@ -147,9 +197,9 @@ def _draw_panel(axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[st
         if not line.rounds:
             nothing.append(shown)
             continue
-        every = max(1, math.ceil(len(line.rounds) / _MARKS_A_LINE))
+        every, places = max(1, math.ceil(len(line.rounds) / _MARKS_A_LINE)), line.times if over_time else line.rounds
         axes.plot(
-            line.rounds, line.mean, label=shown, color=color, linewidth=layout.line,
+            places, line.mean, label=shown, color=color, linewidth=layout.line,
             dashes=dashes or (1, 0), marker=marker or ("o" if len(line.rounds) == 1 else ""),
             markersize=3 * layout.line, markerfacecolor="white" if number % 2 else color,
             # Lines that coincide show their markers one after the other.
@@ -157,9 +207,9 @@ def _draw_panel(axes: "Axes", panel: Panel, measure: Measure, styles: Mapping[st
         )  # fmt: skip
         if len(one.drawn) > 1:
             axes.fill_between(
-                line.rounds, line.low, line.high, color=color, alpha=0.13 if len(curves) < 6 else 0.07, linewidth=0
+                places, line.low, line.high, color=color, alpha=0.13 if len(curves) < 6 else 0.07, linewidth=0
             )
-    axes.set(xlabel=x_label(panel), ylabel=_WHAT[measure])
+    axes.set(xlabel="virtual seconds (simulated devices)" if over_time else x_label(panel), ylabel=_WHAT[measure])
     axes.grid(color="0.92", linewidth=0.5 * layout.line)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

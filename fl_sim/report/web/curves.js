@@ -1,8 +1,9 @@
-// Curves over rounds, bytes, seconds or epsilon: a panel for each data set and split, one legend for all.
+// Curves over rounds, bytes, seconds, virtual seconds or epsilon: a panel for each data set and split, one legend for all.
 
 const MEASURES = { accuracy: "test accuracy (%)", loss: "test loss (nats)" };
 const AXES = {
-  round: "round", mb: "MB to and from all clients", seconds: "seconds", epsilon: "epsilon spent (rounded up)",
+  round: "round", mb: "MB to and from all clients", seconds: "seconds",
+  virtual_seconds: "virtual seconds (simulated devices)", epsilon: "epsilon spent (rounded up)",
 };
 const state = { measure: "accuracy", x: "round", log: false, hidden: new Set() };
 
@@ -12,7 +13,7 @@ function visible(panel) { return panel.lines.filter((line) => !state.hidden.has(
 function points(line) {
   const { mean, deviation } = line[state.measure];
   const found = line.round.map((round, at) => ({
-    round, x: line[state.x][at], y: mean[at], deviation: deviation.length ? deviation[at] : null,
+    round, x: line[state.x] ? line[state.x][at] : null, y: mean[at], deviation: deviation.length ? deviation[at] : null,
   }));
   return found.filter(({ x, y }) => x !== null && y !== null && (!state.log || y > 0)).sort((a, b) => a.x - b.x);
 }
@@ -173,7 +174,7 @@ function legend() {
   return list;
 }
 
-function known(axis) { return data.panels.some((panel) => panel.lines.some((line) => line[axis].some((one) => one !== null))); }
+function known(axis) { return data.panels.some((panel) => panel.lines.some((line) => (line[axis] || []).some((one) => one !== null))); }
 
 function curves() {
   const change = (name) => (value) => { state[name] = value; repaint(); };

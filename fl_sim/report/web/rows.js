@@ -45,16 +45,17 @@ function finalRows(panel, host) {
 }
 
 const goal = { step: 0, unit: "round" };
-const UNITS = { round: "rounds", mb: "MB", seconds: "seconds" };
+const UNITS = { round: "rounds", mb: "MB", seconds: "seconds", virtual_seconds: "virtual seconds" };
 
 function goalRows(panel, host) {
   const at = (line) => line.reached[goal.step];
   const there = visible(panel).filter((line) => at(line).of);
-  const value = (line) => (at(line)[goal.unit][0] === null ? Infinity : at(line)[goal.unit][0]);
+  const taken = (line) => at(line)[goal.unit] || [null, null];  // a run without a clock has no virtual seconds
+  const value = (line) => (taken(line)[0] === null ? Infinity : taken(line)[0]);
   const lines = ordered(there, (line) => Math.min(value(line), 1e300), false);
   const high = Math.max(...lines.map(value).filter(Number.isFinite), 0) * 1.05 || 1;
   rowChart(host, lines.map((line) => {
-    const [mean, deviation] = at(line)[goal.unit], all = at(line).there === at(line).of;
+    const [mean, deviation] = taken(line), all = at(line).there === at(line).of;
     const missed = at(line).there ? "not told" : "not reached";
     const text = mean === null ? missed : spreadText([mean, deviation], (one) => number(one, 3));
     return {
@@ -100,7 +101,7 @@ function goals() {
   const change = (name) => (value) => { goal[name] = name === "step" ? Number(value) : value; repaint(); };
   const controls = make("div", { class: "controls" },
     choice("To a test accuracy of", data.targets.map((one, at) => [String(at), `${one} %`]), String(goal.step), change("step")),
-    choice("in", Object.entries(UNITS), goal.unit, change("unit")));
+    choice("in", Object.entries(UNITS).filter(([unit]) => unit === "round" || known(unit)), goal.unit, change("unit")));
   return [controls, perPanel(goalRows), make("p", { class: "small" },
     "Up to the first evaluated round with that accuracy, and with what was done before the first round. Mean over the runs that got there; thin line: ± sample standard deviation.")];
 }
