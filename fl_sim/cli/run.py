@@ -73,6 +73,9 @@ def _print(result: Mapping[str, Any], out: Path) -> None:
     )
     if result["stopped"]:
         typer.echo(result["stopped"])
+    if "virtual_seconds" in result:
+        late = f", {result['late']:,} updates came too late" if result.get("late") else ""
+        typer.echo(f"virtual time: {result['virtual_seconds']:,.1f} s on simulated devices{late}")
     if result["preprocess"]["kind"] != "none":
         typer.echo(_in_words(result["preprocess"], is_drawn=(out / "samples.png").exists()))
     if result["calibrate"]["kind"] != "none":

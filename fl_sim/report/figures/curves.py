@@ -90,12 +90,16 @@ def draw_all(panels: Sequence[Panel]) -> list[Picture]:
 
 
 def _timed(panels: Sequence[Panel]) -> list[Panel]:
-    """Return the panels with those lines that have virtual times, without the panels that have none."""
+    """Return the panels with those methods that have virtual times, without the panels that have none."""
     kept = [
-        replace(panel, lines=tuple((label, one) for label, one in panel.lines if curve(one, "accuracy").times))
+        replace(panel, lines=tuple(line for line in panel.lines if not line[1].is_bound and _has_times(line[1])))
         for panel in panels
     ]
     return [panel for panel in kept if panel.lines]
+
+
+def _has_times(group: Group) -> bool:
+    return bool(curve(group, "accuracy").times)
 
 
 def styles_of(panels: Iterable[Panel]) -> dict[str, Style]:

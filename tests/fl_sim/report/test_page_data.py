@@ -66,6 +66,14 @@ def test_bytes_and_seconds_are_those_spent_by_the_end_of_each_round(lengthened):
     assert line["reached"][0] == {"there": 1, "of": 1, "round": [2.0, None], "mb": [6.0, None], "seconds": [7.0, None]}
 
 
+def test_virtual_seconds_add_up_where_there_is_a_clock_and_are_left_out_where_there_is_none(lengthened):
+    line = only_line(lengthened("timed", 3, line={"virtual_seconds": 2.5, "late": 1}))
+    assert line["virtual_seconds"] == [2.5, 5.0, 7.5]
+    assert line["reached"][0]["virtual_seconds"] == [5.0, None]
+    plain = only_line(lengthened("plain", 3))
+    assert "virtual_seconds" not in plain.keys() | plain["reached"][0].keys()
+
+
 def test_seeds_are_averaged_and_their_confusion_matrices_are_added(lengthened):
     measures = {"confusion": [[3, 1], [0, 4]], "client_accuracy": 0.5, "client_worst_tenth": 0.25}
     places = [lengthened(f"s{seed}", 2, seed=seed, result={"measures": measures}) for seed in (0, 1)]

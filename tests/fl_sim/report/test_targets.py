@@ -1,5 +1,7 @@
 """What runs took to a target: of those that got there, and "-" where none did."""
 
+from dataclasses import replace
+
 import pytest
 
 from fl_sim.report.files import BytesFacts, Outcome, RunConfig, Seconds, Travelled
@@ -31,6 +33,17 @@ def run(tmp_path):
     return make
 
 
+@pytest.fixture
+def timed(run):
+    """A run on devices whose rounds last 3 virtual seconds."""
+
+    def make(*accuracies, **others):
+        one = run(*accuracies, **others)
+        return replace(one, rounds=tuple(replace(record, virtual_seconds=3.0) for record in one.rounds))
+
+    return make
+
+
 def _taken(*runs):
     groups = {"digits, iid": [("FedAvg", Group("FedAvg", "digits", "", "iid", runs))]}
     (one,) = taken(groups, 0.8)
@@ -39,10 +52,16 @@ def _taken(*runs):
 
 def test_rounds_bytes_and_seconds_are_means_over_the_finished_runs_that_got_there(run):
     found = _taken(run(0.5, 0.8), run(0.5, 0.6, 0.7, 0.9, seed=1), run(0.5, 0.7, seed=2), run(0.9, status="failed"))
-    assert found.cells == ("3.0 ± 1.4", "3.00 ± 1.41", "7.0 ± 2.8", "2 of 3")
+    assert found.cells == ("3.0 ± 1.4", "3.00 ± 1.41", "7.0 ± 2.8", "-", "2 of 3")
     assert found.in_words == (
         "FedAvg on digits, iid: rounds 3.0 ± 1.4, MB 3.00 ± 1.41, seconds 7.0 ± 2.8 (2 of 3 runs got there)"
     )
+
+
+def test_virtual_seconds_are_told_where_there_is_a_clock(timed):
+    found = _taken(timed(0.5, 0.8), timed(0.5, 0.6, 0.7, 0.9, seed=1))
+    assert found.cells[3] == "9.0 ± 4.2"
+    assert "seconds 7.0 ± 2.8, virtual seconds 9.0 ± 4.2" in found.in_words
 
 
 def test_a_target_that_no_run_reaches_is_a_dash_with_the_number_of_runs(run):

@@ -175,3 +175,25 @@ def test_flowers_own_runtime_is_refused_a_clock(tmp_path: Path) -> None:
 def test_what_has_no_rounds_is_refused_a_clock(algorithm: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="devices=constant has no place"):
         run(experiment(algorithm=algorithm, devices="constant"), tmp_path / "run")
+
+
+def test_the_result_tells_virtual_seconds_altogether_and_to_each_accuracy(tmp_path: Path) -> None:
+    result = run(experiment(devices=SLOW, server={"deadline": 6.0}, rounds=8, partition="iid"), tmp_path / "run")
+    rounds = read_rounds(tmp_path / "run")
+    assert result["virtual_seconds"] == pytest.approx(sum(one.virtual_seconds or 0 for one in rounds))
+    assert result["late"] == sum(one.late or 0 for one in rounds) > 0
+    reached = result["measures"]["reached"]["50"]
+    assert reached["virtual_seconds"] == pytest.approx(
+        sum(one.virtual_seconds or 0 for one in rounds[: reached["round"]])
+    )
+    plain = run(experiment(rounds=8, partition="iid"), tmp_path / "plain")
+    assert not {"virtual_seconds", "late"} & plain.keys()
+    assert "virtual_seconds" not in plain["measures"]["reached"]["50"]
+
+
+def test_one_holder_of_all_records_has_no_clock(tmp_path: Path) -> None:
+    result = run(
+        experiment(algorithm="centralized", devices=SLOW, server={"deadline": 1.0}, rounds=1), tmp_path / "run"
+    )
+    assert "virtual_seconds" not in result
+    assert read_rounds(tmp_path / "run")[0].cohort == 1

@@ -220,6 +220,23 @@ def test_files_for_papers_are_pdf_and_svg_at_two_widths_with_the_same_bytes_each
     assert f'width="{6.9 * 72:g}pt"'.encode() in files["accuracy-wide.svg"]
 
 
+def test_accuracy_is_drawn_over_the_mean_virtual_time_of_those_that_have_a_clock(run_of, readable):
+    def on_devices(name, seconds, **changes):
+        one = run_of(name, (0.2, 0.5, 0.6), **changes)
+        return replace(one, rounds=tuple(replace(record, virtual_seconds=seconds) for record in one.rounds))
+
+    runs = [on_devices("a", 2.0, seed=0), on_devices("b", 4.0, seed=1), run_of("c", algorithm={"kind": "fedprox"})]
+    bound = on_devices("d", 100.0, algorithm={"kind": "centralized"})
+    shown = panels(group([*runs, bound])[0])
+    assert [curve(one, "accuracy").times for _, one in shown[0].lines] == [[3.0, 6.0, 9.0], [], [100.0, 200.0, 300.0]]
+    pictures = draw_all(shown)
+    assert [picture.name for picture in pictures] == ["accuracy.png", "loss.png", "virtual-time.png"]
+    axes = pictures[2].draw(report_picture.PAGE).axes[0]
+    assert [list(line.get_xdata()) for line in axes.lines] == [[3.0, 6.0, 9.0]], "no bound, and no run without a clock"
+    assert axes.get_xlabel() == "virtual seconds (simulated devices)"
+    readable(pictures[2])
+
+
 @pytest.mark.parametrize("splits", [1, 4, 5])
 def test_up_to_four_panels_share_a_figure_and_more_get_their_own(run_of, splits):
     shown = panels(group([run_of(str(k), labels_each=k, data="npz:/a/$x_{$.npz") for k in range(splits)])[0])
