@@ -73,9 +73,7 @@ def _print(result: Mapping[str, Any], out: Path) -> None:
     )
     if result["stopped"]:
         typer.echo(result["stopped"])
-    if "virtual_seconds" in result:
-        late = f", {result['late']:,} updates came too late" if result.get("late") else ""
-        typer.echo(f"virtual time: {result['virtual_seconds']:,.1f} s on simulated devices{late}")
+    _print_virtual_time(result)
     if result["preprocess"]["kind"] != "none":
         typer.echo(_in_words(result["preprocess"], is_drawn=(out / "samples.png").exists()))
     if result["calibrate"]["kind"] != "none":
@@ -91,6 +89,12 @@ def _print(result: Mapping[str, Any], out: Path) -> None:
         typer.echo(f"  covers: {promise['covers']}")
         typer.echo(f"  does not cover: {promise['does_not_cover']}")
     typer.echo(f"results in {out}")
+
+
+def _print_virtual_time(result: Mapping[str, Any]) -> None:
+    if "virtual_seconds" in result:
+        late = f", {result['late']:,} updates came too late" if result.get("late") else ""
+        typer.echo(f"virtual time: {result['virtual_seconds']:,.1f} s on simulated devices{late}")
 
 
 def _majority(result: Mapping[str, Any]) -> str:
