@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 from fl_sim.errors import RunError, UserError
@@ -203,11 +204,25 @@ class LocalAlgorithm(Protocol):
 
 def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:
     """Return the names of the fields that differ from their defaults, and of those that have none."""
-    return frozenset(part.name for part in fields(values) if not _is_default(getattr(values, part.name), part))
+    if isinstance(values, LocalSettings):
+        return _settings_in_use(values)
+    return frozenset(name for name, default in _defaults(LocalPlan) if not _is(getattr(values, name), default))
 
 
-def _is_default(value: Any, part: Any) -> bool:
-    default = part.default if part.default_factory is MISSING else part.default_factory()
+@lru_cache(maxsize=64)  # all clients of a round have the same
+def _settings_in_use(settings: LocalSettings) -> frozenset[str]:
+    return frozenset(name for name, default in _defaults(LocalSettings) if not _is(getattr(settings, name), default))
+
+
+@cache
+def _defaults(kind: type[LocalPlan] | type[LocalSettings]) -> tuple[tuple[str, Any], ...]:
+    return tuple(
+        (part.name, part.default if part.default_factory is MISSING else part.default_factory())
+        for part in fields(kind)
+    )
+
+
+def _is(value: Any, default: Any) -> bool:
     return value is default or (value == default) is True  # a tensor compared with a number is a tensor
 
 

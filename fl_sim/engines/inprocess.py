@@ -73,6 +73,7 @@ class InProcessGrid(LocalGrid):
         parallel = kinds == {wire.VOTE} or (kinds == {wire.TRAIN} and not self._is_stacked)  # a stack takes the model
         play: Play = self._clients.play
         pieces, pool = self._clients.pieces(messages, self._workers), self._pool if parallel else None
+        pool = pool if len(pieces) > 1 else None
         workers, stopped = self._workers, Event()
         if self._generators is not None and kinds == {wire.SYNTHESIZE}:
             pieces, play = self._generators.pieces(messages), partial(_stoppable, self._generators.release, stopped)

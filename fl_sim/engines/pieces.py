@@ -28,12 +28,14 @@ class Together:
     """How a round's clients are trained several at a time.
 
     ``player`` is called once in every process. ``steps``: every partition's minibatch steps in a round. ``stack``: how
-    many clients make a piece of work; with 1 it is as many as have ``STEPS_AT_A_TIME`` steps.
+    many clients make a piece of work; with 1 it is as many as have ``STEPS_AT_A_TIME`` steps, or ``least_steps`` where
+    these are more: what is less work is not worth handing to another thread.
     """
 
     player: Callable[[], Play]
     steps: Sequence[int] | NDArray[np.int64]
     stack: int = 1
+    least_steps: int = 1
 
     def ordered(self, messages: Sequence[Message]) -> list[Message]:
         """Put clients with the most steps first: neighbours are alike, and no worker is left with a long last one."""
@@ -57,7 +59,8 @@ class Together:
             steps = self.steps_of(message)
             if steps > room or not pieces:
                 pieces.append([])
-                room = min(STEPS_AT_A_TIME, left / (2 * workers)) if workers > 1 else STEPS_AT_A_TIME
+                share = min(STEPS_AT_A_TIME, left / (2 * workers)) if workers > 1 else STEPS_AT_A_TIME
+                room = max(share, self.least_steps)
             pieces[-1].append(message)
             room, left = room - steps, left - steps
         return pieces

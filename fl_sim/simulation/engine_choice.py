@@ -27,6 +27,7 @@ from fl_sim.importing import settled
 from fl_sim.local_plan import fields_in_use
 from fl_sim.native.checks import RECEIVED, unknown_settings
 from fl_sim.native.kernel import load_kernel
+from fl_sim.params import num_parameters
 from fl_sim.seeding import rng
 from fl_sim.simulation.capacity import cores, generator_threads, stack_of, workers_of
 from fl_sim.simulation.pace import PROBE_STEPS, SHARE_PER_CORE, num_steps, step_seconds
@@ -37,6 +38,9 @@ from fl_sim.types import LocalSettings
 
 RAY_START_SECONDS = 10.0
 """What starting Ray and importing torch in its actors costs (6 to 12 s measured on two cores)."""
+
+LEAST_PRODUCTS = 1e7
+"""Products of a weight and a record in a piece of work: a millisecond of a core, during which Python runs elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,14 @@ def together_of(job: Job, site_of: SiteFactory, stack: int) -> Together | None:
     """Return how several clients are trained at a time; None where that does not pay."""
     if stack == 1 and not trains_natively(job):
         return None
-    return Together(partial(train_together, site_of, stacked=stack > 1), steps_by_client(job), stack)
+    player, least = partial(train_together, site_of, stacked=stack > 1), _least_steps(job)
+    return Together(player, steps_by_client(job), stack, least)
+
+
+def _least_steps(job: Job) -> int:
+    """Return how many steps are work enough for a thread of their own; of tiny models these are many."""
+    records = min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards))
+    return math.ceil(LEAST_PRODUCTS / (num_parameters(dict(job.model().named_parameters())) * max(1, records)))
 
 
 def choose(job: Job) -> tuple[Engine, str]:

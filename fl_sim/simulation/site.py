@@ -78,7 +78,7 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
         generate=partial(_generate, job, own),
         share=partial(_share, experiment, job.dataset.num_classes),
         summarise=partial(summarise, job, model, own),
-        local_settings=partial(local_settings, job),
+        local_settings=lru_cache(maxsize=8)(partial(local_settings, job)),  # the same for all clients of a round
         num_clients=experiment.num_clients,
         seed=experiment.seed,
         packing=packing_of(experiment.compress, experiment.seed),

@@ -98,8 +98,8 @@ class Trainer:
 
     def train_all(self, jobs: Sequence[LocalJob]) -> list[Trained]:
         """Train clients, one after another, in as few calls of the compiled trainer as may be."""
-        stack = self._native(jobs[0])
-        if stack is None or self._kernel is None or any(self._native(job) is not stack for job in jobs):
+        stack, *others = map(self._native, jobs)
+        if stack is None or self._kernel is None or any(other is not stack for other in others):
             return [self.train(job) for job in jobs]
         draws = [Draws.of(job.task, job.plan, len(job.records), job.generator) for job in jobs]
         lessons = [

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import Barrier, Lock
 
 import pytest
@@ -129,6 +130,15 @@ def test_pieces_of_work_hold_every_client_once_and_the_longest_come_first(
         most = STEPS_AT_A_TIME if workers == 1 else min(STEPS_AT_A_TIME, sum(steps) / (2 * workers))
         assert stack > 1 or len(piece) == 1 or sum(steps[partition_of(message)] for message in piece) <= most
     assert stack == 1 or {len(piece) for piece in pieces[:-1]} <= {stack}
+
+
+def test_what_is_little_work_altogether_is_one_piece_and_larger_work_is_cut_into_no_smaller_ones() -> None:
+    sent = messages(InProcessGrid(app(), 40))
+    sizes = {
+        least: [len(piece) for piece in replace(together(unanswered, [2] * 40), least_steps=least).pieces(sent, 2)]
+        for least in (100, 30, 6)
+    }
+    assert sizes == {100: [40], 30: [15, 15, 10], 6: [8, 8, 6, 4, 3, 3, 3, 3, 2]}
 
 
 def test_pieces_shrink_so_that_no_worker_waits_long_for_the_last_one() -> None:

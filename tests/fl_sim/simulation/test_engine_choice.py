@@ -9,7 +9,8 @@ from fl_sim.experiment.experiment import Local, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import load_kernel
-from fl_sim.simulation.engine_choice import estimated_seconds, trainer_line, trains_natively
+from fl_sim.simulation.engine_choice import estimated_seconds, together_of, trainer_line, trains_natively
+from fl_sim.simulation.procedure import procedure_of
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Trained
 
@@ -57,3 +58,14 @@ def test_what_is_timed_is_training_by_the_algorithms_own_plan(algorithm: str, mo
     plan, again = timed  # the first call loads what the second one finds
     assert again is plan
     assert (plan.mix is not None, plan.gradient_offset is not None) == (algorithm == "fedmix", algorithm == "scaffold")
+
+
+@pytest.mark.skipif(load_kernel()[0] is None, reason="clients are trained one by one without the compiled trainer")
+def test_of_a_smaller_model_more_steps_are_work_enough_for_another_thread():
+    least = []
+    for model in ("logistic", "2nn"):
+        job = job_of(experiment_from({"model": model}))
+        made = together_of(job, lambda *_: procedure_of(job).site(), 1)
+        assert made is not None
+        least.append(made.least_steps)
+    assert least[0] > 100 > 10 > least[1] > 0
