@@ -113,6 +113,9 @@ class Contestant:
         for child in children:
             if child.is_running():
                 child.kill()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._errors.close()
 
     def _await(self, word: str) -> str:
         assert self._process.stdout is not None

@@ -20,6 +20,7 @@ SIZES = [130, 64, 20]  # 3 + 1 + 1 minibatch steps of at most 64 records
 
 @pytest.fixture(scope="module")
 def peer_job(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    load_benchmark("peers/networks")
     return load_benchmark("peers/job")
 
 
@@ -56,7 +57,7 @@ class Framework:
                 functional.cross_entropy(self.network(inputs[batch]), labels[batch]).backward()
                 optimizer.step()
             for name, value in self.network.state_dict().items():
-                mean[name] += value * (len(labels) / self.job.records)
+                mean[name] += value * (len(labels) / sum(SIZES))
         self.network.load_state_dict(mean)
 
 
@@ -141,7 +142,7 @@ def test_the_network_is_the_one_of_the_plain_loop(peer_job: ModuleType) -> None:
 def test_a_job_goes_through_its_file(peer_job: ModuleType, job: Any, tmp_path: Path) -> None:
     peer_job.write(tmp_path / "job.npz", job.shards, job.weights)
     read = peer_job.read(tmp_path / "job.npz")
-    assert (read.clients, read.records, read.steps) == (3, 214, 5)
+    assert (read.clients, [*read.records], [*read.steps]) == (3, [214], [5])
     for (inputs, labels), (expected_inputs, expected_labels) in zip(read.shards, job.shards, strict=True):
         assert torch.equal(inputs, expected_inputs)
         assert torch.equal(labels, expected_labels)

@@ -6,76 +6,106 @@ input, and its seconds. Whatever else the framework prints goes to standard erro
 
 No round counts that was not the job: in each, ``Turns`` counts the optimizer steps with the job's learning rate and
 momentum, and how many of them were the first of a fresh optimizer (one a client: momentum does not outlive a round).
-In the first round it also counts the records, and the loss over all records must have fallen by its end.
+In the first round it also counts the records, and the loss over (the first thousands of) records must have fallen by
+its end. Where a part of the clients takes part, counts must be those of some such part.
 """
 
+import json
 import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import torch
+from networks import NETWORKS
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+MOST_RECORDS = 20_000
+"""After so many records the loss is known well enough."""
+
 
 class Network(nn.Sequential):
-    """NIID-Bench's CNN for 28x28x1: 44,426 parameters, named as in ``fl_sim.models``."""
+    """A network of ``networks.NETWORKS``: NIID-Bench's CNN for 28x28x1 unless another is named."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
-        )  # fmt: skip
+    def __init__(
+        self, name: str = "niid_cnn", input_shape: tuple[int, ...] = (1, 28, 28), num_classes: int = 10
+    ) -> None:
+        super().__init__(*NETWORKS[name](input_shape, num_classes))
 
 
 @dataclass(frozen=True)
-class Job:
-    """One round: every client trains the network for an epoch on its shard, with momentum SGD from the global weights.
+class Way:
+    """How clients train: SGD for ``epochs`` on ``network``. ``cohort``: how many a round, 0 for all of them."""
 
-    ``shards``: each client's (n, 1, 28, 28) float32 inputs and (n,) int64 labels; ``weights``: by name, where to start.
-    """
-
-    shards: list[tuple[torch.Tensor, torch.Tensor]]
-    weights: dict[str, torch.Tensor]
+    network: str = "niid_cnn"
+    classes: int = 10
+    cohort: int = 0
+    epochs: int = 1
     learning_rate: float = 0.01
     momentum: float = 0.9
     batch_size: int = 64
 
+
+@dataclass(frozen=True)
+class Job:
+    """One round: some clients train the network on their shards, with momentum SGD from the global weights.
+
+    ``shards``: each client's (n, *shape) float32 inputs and (n,) int64 labels; ``weights``: by name, where to start.
+    """
+
+    shards: list[tuple[torch.Tensor, torch.Tensor]]
+    weights: dict[str, torch.Tensor]
+    way: Way = field(default_factory=Way)
+
     @property
     def clients(self) -> int:
-        """How many clients there are; all take part in every round."""
+        """How many clients there are."""
         return len(self.shards)
 
     @property
-    def records(self) -> int:
-        """How many records they have together."""
-        return sum(len(labels) for _, labels in self.shards)
+    def cohort(self) -> int:
+        """How many of them take part in a round."""
+        return self.way.cohort or self.clients
 
     @property
-    def steps(self) -> int:
-        """How many minibatch steps a round is; the last batch of a shard may be small, none is dropped."""
-        return sum(-(-len(labels) // self.batch_size) for _, labels in self.shards)
+    def records(self) -> range:
+        """How many records a round's clients have together, each as often as it is trained on: from ... to."""
+        return self._of_a_cohort([self.way.epochs * len(labels) for _, labels in self.shards])
 
-    def network(self) -> Network:
+    @property
+    def steps(self) -> range:
+        """How many minibatch steps a round is; the last batch of a shard may be small, none is dropped."""
+        return self._of_a_cohort([self.way.epochs * -(-len(ls) // self.way.batch_size) for _, ls in self.shards])
+
+    def _of_a_cohort(self, numbers: list[int]) -> range:
+        ordered = sorted(numbers)
+        return range(sum(ordered[: self.cohort]), sum(ordered[-self.cohort :]) + 1)
+
+    def network(self, kind: type[Network] = Network) -> Network:
         """Return a network with the weights to start from."""
-        network = Network()
+        network = kind(self.way.network, tuple(self.shards[0][0].shape[1:]), self.way.classes)
         network.load_state_dict(self.weights)
         return network
 
 
-def write(path: Path, shards: list[tuple[torch.Tensor, torch.Tensor]], weights: dict[str, torch.Tensor]) -> None:
-    """Write a job's shards and first weights for ``read``."""
+def write(
+    path: Path,
+    shards: list[tuple[torch.Tensor, torch.Tensor]],
+    weights: dict[str, torch.Tensor],
+    way: Way = Way(),
+) -> None:
+    """Write a job's shards, first weights and way for ``read``."""
     arrays = {f"weight {name}": value.numpy() for name, value in weights.items()}
     arrays["inputs"], arrays["labels"] = (torch.cat(parts).numpy() for parts in zip(*shards, strict=True))
     arrays["sizes"] = np.array([len(labels) for _, labels in shards])
+    arrays["way"] = np.array(json.dumps(asdict(way)))
     np.savez(path, allow_pickle=False, **arrays)
 
 
@@ -89,16 +119,22 @@ def read(path: Path) -> Job:
             for name in arrays.files
             if name.startswith("weight ")
         }
-    return Job(list(zip(inputs, labels, strict=True)), weights)
+        way = Way(**json.loads(str(arrays["way"])))
+    return Job(list(zip(inputs, labels, strict=True)), weights, way)
 
 
 def mean_loss(network: nn.Module, job: Job) -> float:
-    """Return the cross-entropy over all records."""
+    """Return the cross-entropy over the records, of which the first clients' are enough."""
+    was_training, total, count = network.training, 0.0, 0
+    network.eval()
     with torch.inference_mode():
-        losses = [
-            functional.cross_entropy(network(inputs), labels, reduction="sum").item() for inputs, labels in job.shards
-        ]
-    return sum(losses) / job.records
+        for inputs, labels in job.shards:
+            total += functional.cross_entropy(network(inputs), labels, reduction="sum").item()
+            count += len(labels)
+            if count > MOST_RECORDS:
+                break
+    network.train(was_training)
+    return total / count
 
 
 class Turns:
@@ -124,7 +160,8 @@ class Turns:
         """
         seconds = None if self._start is None else time.perf_counter() - self._start
         self._check("minibatch steps", self._steps, self._job.steps)
-        self._check("fresh optimizers", self._fresh, self._job.clients)
+        if self._job.way.momentum:  # without it an optimizer keeps nothing, and all are fresh
+            self._check("fresh optimizers", self._fresh, range(self._job.cohort, self._job.cohort + 1))
         if seconds is None:
             self._end_of_first_round()
         self._say("ready" if seconds is None else str(seconds))
@@ -155,7 +192,8 @@ class Turns:
     def _count_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         group = optimizer.param_groups[0]
         # Whoever steps otherwise is the server, whose rate is 1, or does not do the job.
-        if group["lr"] == self._job.learning_rate and group.get("momentum") == self._job.momentum:
+        way = self._job.way
+        if group["lr"] == way.learning_rate and group.get("momentum") == way.momentum:
             self._steps += 1
             self._fresh += not optimizer.state
 
@@ -164,9 +202,10 @@ class Turns:
             self._records += len(inputs[0])
 
     @staticmethod
-    def _check(what: str, done: int, wanted: int) -> None:
-        if done != wanted:
-            raise RuntimeError(f"a round of the job has {wanted} {what}, and this one had {done}")
+    def _check(what: str, done: int, wanted: range) -> None:
+        if done not in wanted:
+            said = f"{wanted.start}" if len(wanted) == 1 else f"{wanted.start} to {wanted.stop - 1}"
+            raise RuntimeError(f"a round of the job has {said} {what}, and this one had {done}")
 
 
 def pipes() -> tuple[TextIO, TextIO]:

@@ -43,7 +43,7 @@ class MomentumTrainer(SGDSerialClientTrainer):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job.network(), job.clients)
-        self._momentum = job.momentum
+        self._momentum = job.way.momentum
 
     def setup_optim(self, epochs: int, batch_size: int, lr: float) -> None:
         """Note the settings, and begin with zero momentum."""
@@ -78,8 +78,8 @@ def main() -> None:
     job = given()
     trainer = MomentumTrainer(job)
     trainer.setup_dataset(Shards(job))
-    trainer.setup_optim(epochs=1, batch_size=job.batch_size, lr=job.learning_rate)
-    handler = SyncServerHandler(job.network(), global_round=FOREVER, sample_ratio=1.0)
+    trainer.setup_optim(epochs=job.way.epochs, batch_size=job.way.batch_size, lr=job.way.learning_rate)
+    handler = SyncServerHandler(job.network(), global_round=FOREVER, sample_ratio=job.cohort / job.clients)
     OneRoundATurn(handler, trainer, Turns(job, lambda: handler.model, requests, answers)).main()
 
 

@@ -38,15 +38,15 @@ def federation(job: Job) -> FedAVG:
     environment.set_inmemory(True)
     environment.set_eval_cfg(pre_fit=False, post_fit=False, locals=False, server=False)
     loaders = [
-        FastDataLoader(inputs, labels, num_labels=10, batch_size=job.batch_size, shuffle=True)
+        FastDataLoader(inputs, labels, num_labels=job.way.classes, batch_size=job.way.batch_size, shuffle=True)
         for inputs, labels in job.shards
     ]
-    splitter = DataSplitter(DummyDataContainer(loaders, [None] * job.clients, None, 10))
+    splitter = DataSplitter(DummyDataContainer(loaders, [None] * job.clients, None, job.way.classes))
     client = {
-        "batch_size": job.batch_size,
-        "local_epochs": 1,
+        "batch_size": job.way.batch_size,
+        "local_epochs": job.way.epochs,
         "loss": torch.nn.CrossEntropyLoss,
-        "optimizer": {"name": "SGD", "lr": job.learning_rate, "momentum": job.momentum},
+        "optimizer": {"name": "SGD", "lr": job.way.learning_rate, "momentum": job.way.momentum},
         "scheduler": {"name": "StepLR", "step_size": 1, "gamma": 1},
         "persistency": False,
     }
@@ -60,7 +60,7 @@ def main() -> None:
     job = given()
     algorithm = federation(job)
     algorithm.set_callbacks(OneRoundATurn(Turns(job, lambda: algorithm.server.model, requests, answers)))
-    algorithm.run(n_rounds=FOREVER, eligible_perc=1.0)
+    algorithm.run(n_rounds=FOREVER, eligible_perc=job.cohort / job.clients)
 
 
 if __name__ == "__main__":

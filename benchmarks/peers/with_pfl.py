@@ -62,11 +62,10 @@ def main() -> None:
     """Run FederatedAveraging until no more rounds are wanted."""
     requests, answers = pipes()
     job = given()
-    network = PflNetwork()
-    network.load_state_dict(job.weights)
+    network = job.network(PflNetwork)
     # The average of the users' changes is applied as a gradient: with rate 1 that is the average of the weights.
     model = PyTorchModel(
-        network, partial(torch.optim.SGD, momentum=job.momentum), torch.optim.SGD(network.parameters(), lr=1.0)
+        network, partial(torch.optim.SGD, momentum=job.way.momentum), torch.optim.SGD(network.parameters(), lr=1.0)
     )
     users = FederatedDataset(
         [PyTorchTensorDataset(shard) for shard in job.shards].__getitem__,
@@ -77,12 +76,16 @@ def main() -> None:
         NNAlgorithmParams(
             central_num_iterations=FOREVER,
             evaluation_frequency=FOREVER,
-            train_cohort_size=job.clients,
+            train_cohort_size=job.cohort,
             val_cohort_size=0,
         ),
         SimulatedBackend(users, users),
         model,
-        NNTrainHyperParams(local_num_epochs=1, local_learning_rate=job.learning_rate, local_batch_size=job.batch_size),
+        NNTrainHyperParams(
+            local_num_epochs=job.way.epochs,
+            local_learning_rate=job.way.learning_rate,
+            local_batch_size=job.way.batch_size,
+        ),
         NNEvalHyperParams(local_batch_size=None),
         callbacks=[OneRoundATurn(turns)],
     )
