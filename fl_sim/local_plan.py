@@ -206,12 +206,17 @@ def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:
     """Return the names of the fields that differ from their defaults, and of those that have none."""
     if isinstance(values, LocalSettings):
         return _settings_in_use(values)
-    return frozenset(name for name, default in _defaults(type(values)) if not _is(getattr(values, name), default))
+    return _differing(values)
 
 
 @lru_cache(maxsize=64)  # all clients of a round have the same
 def _settings_in_use(settings: LocalSettings) -> frozenset[str]:
-    return frozenset(name for name, default in _defaults(type(settings)) if not _is(getattr(settings, name), default))
+    return _differing(settings)
+
+
+def _differing(values: LocalPlan | LocalSettings) -> frozenset[str]:
+    kind: Any = type(values)
+    return frozenset(name for name, default in _defaults(kind) if not _is(getattr(values, name), default))
 
 
 @cache
