@@ -36,6 +36,7 @@ ENGINES: dict[str, str | dict[str, object]] = {
     "inprocess": "inprocess",
     "inprocess-1": {"kind": "inprocess", "workers": 1},
     "ray": "ray:2",
+    "nodes": {"kind": "ray", "address": os.environ.get("FL_SIM_NODES", "")},
     "gpu": "inprocess",
     "gpu-launches": {"kind": "inprocess", "graphs": False},
     "gpu-tf32": "inprocess",

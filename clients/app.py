@@ -14,6 +14,7 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 from torch import nn
 
+from clients.owner import Owner, discreet, owner_of
 from fl_sim.batch_norm import layers_after, placed
 from fl_sim.engines import wire
 from fl_sim.engines.grid import partition_of, raised
@@ -90,14 +91,17 @@ class Site:
         return StackedTrainer(self.model, self.precision, alone=self.trainer, graphs=self.graphs)
 
 
-SiteFactory = Callable[[str, str], Site]
-"""(experiment as JSON, data root) -> Site; expected to remember what it made."""
+SiteFactory = Callable[..., Site]
+"""(experiment as JSON, data root) -> Site, expected to remember what it made.
+
+For a node with records of its own there are three more arguments: their name, the client, the facts of its order.
+"""
 
 
 def build_client_app(site_of: SiteFactory) -> ClientApp:
     """Return the ClientApp that every engine runs, in this process, in Ray actors or on Flower's own runtime."""
     _reuse_freed_memory()
-    app = ClientApp()
+    app = ClientApp(mods=[discreet])
     turns = _Turns(site_of)
 
     @app.query()
@@ -106,32 +110,34 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
 
     @app.train("synthesize")
     def synthesize(message: Message, context: Context) -> Message:
-        [reply] = _synthesized(turns, [message], [_partition(context)], lambda: None, _policy(context))
+        clients, owner = [_partition(context)], owner_of(context)
+        [reply] = _synthesized(turns, [message], clients, lambda: None, _policy(context), owner)
         if isinstance(reply, Exception):
             raise reply
         return reply
 
     @app.train("share")
     def share(message: Message, context: Context) -> Message:
-        order = wire.read_order(message.content)
-        site = site_of(order.experiment, order.data_root)
+        order, client = wire.read_order(message.content), _partition(context)
+        site = turns.site(order, client, owner_of(context))
         _ask_policy(context, lambda policy: policy.check_training(own_records=True))
-        client = _partition(context)
         inputs, labels = site.records(client, order.synthetic).tensors()
         return Message(wire.pool_content(site.share(inputs, labels, client)), reply_to=message)
 
     @app.train("vote")
     def vote(message: Message, context: Context) -> Message:
-        site = turns.site(wire.read_order(message.content))
+        order, client = wire.read_order(message.content), _partition(context)
+        site = turns.site(order, client, owner_of(context))
         assert site.vote is not None
         _ask_policy(context, lambda policy: policy.check_vote())
         _set_threads(site.threads)
-        return Message(wire.votes_content(site.vote(site.trainer, _partition(context))), reply_to=message)
+        return Message(wire.votes_content(site.vote(site.trainer, client)), reply_to=message)
 
     @app.train("summarise")
     def summarise(message: Message, context: Context) -> Message:
-        order, client = wire.read_order(message.content), _partition(context)
-        site, (params, _) = turns.site(order), wire.read_task(message.content)
+        client, owner = _partition(context), owner_of(context)
+        order = _at_home(wire.read_order(message.content), owner)
+        site, (params, _) = turns.site(order, client, owner), wire.read_task(message.content)
         assert site.summarise is not None
         _set_threads(site.threads)
         moments = site.summarise(
@@ -141,8 +147,10 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
 
     @app.train()
     def train_one_round(message: Message, context: Context) -> Message:
-        _ask_policy(context, lambda policy: policy.check_training(own_records=turns.trains_on_own(message)))
-        turn = turns.turn(message, _partition(context))
+        client, owner = _partition(context), owner_of(context)
+        raw = partial(turns.trains_on_own, message, client, owner)
+        _ask_policy(context, lambda policy: policy.check_training(own_records=raw()))
+        turn = turns.turn(message, client, owner)
         return turn.reply(turn.site.trainer.train(turn.job))
 
     return app
@@ -197,9 +205,10 @@ def _synthesized(
     clients: Sequence[int],
     check: Callable[[], None],
     policy: "Policy | None" = None,
+    owner: Owner | None = None,
 ) -> list[Message | Exception]:
-    order = wire.read_order(messages[0].content)  # all messages of the exchange say the same
-    site = turns.site(order)
+    order = _at_home(wire.read_order(messages[0].content), owner)  # all messages of the exchange say the same
+    site = turns.site(order, clients[0], owner)
     _set_threads(site.threads)
     if ticket := wire.read_ticket(messages[0].content):
         assert site.generate is not None
@@ -286,20 +295,22 @@ class _Turns:
         """Let Flower's simulation send the app to its actors: there it starts with a lock of its own, and unread."""
         return _Turns, (self._site_of,)
 
-    def site(self, order: wire.Order) -> Site:
+    def site(self, order: wire.Order, client: int = 0, owner: Owner | None = None) -> Site:
+        own = (owner.data, client, order.facts) if owner else ()
         with self._one_at_a_time:
-            site = self._site_of(order.experiment, order.data_root)
+            site = self._site_of(order.experiment, order.data_root, *own)
             site.trainer  # noqa: B018 (made once)
         return site
 
-    def trains_on_own(self, message: Message) -> bool:
+    def trains_on_own(self, message: Message, client: int, owner: Owner | None) -> bool:
         order = wire.read_order(message.content)
-        return self.site(order).trains_on_own(order.synthetic)
+        return self.site(order, client, owner).trains_on_own(order.synthetic)
 
-    def turn(self, message: Message, client: int) -> _Turn:
+    def turn(self, message: Message, client: int, owner: Owner | None = None) -> _Turn:
         with self._one_at_a_time:
             order, params, broadcast = self._unpacked(message)
-        site = self.site(order)
+        order = _at_home(order, owner)
+        site = self.site(order, client, owner)
         records = site.records(client, order.synthetic)
         state, held = wire.without_held(_kept(order, message, client))
         broadcast = {**broadcast}
@@ -348,6 +359,10 @@ def _reuse_freed_memory() -> None:
     Without it every activation over 128 kB costs a system call and its page faults, 15 to 30 % of a round.
     """
     torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
+
+
+def _at_home(order: wire.Order, owner: Owner | None) -> wire.Order:
+    return owner.order(order) if owner else order
 
 
 def _kept(order: wire.Order, message: Message, client: int) -> Payloads:

@@ -52,7 +52,8 @@ class Order:
     ``experiment``: the experiment as JSON; ``data_root``, ``state_dir``, ``pool`` (what clients shared for the
     algorithm) and ``synthetic`` (the pool of synthetic records): paths on a disk that the worker sees, empty where
     there is none. To workers that see none goes ``for_the_road``. ``most_steps``: {client: how many local steps it has
-    time for}, of those who must stop early.
+    time for}, of those who must stop early. For nodes with records of their own: ``run`` names the run among others,
+    and ``facts`` is what is public about the server's records, as JSON.
     """
 
     experiment: str
@@ -63,6 +64,8 @@ class Order:
     pool: str = ""
     synthetic: str = ""
     most_steps: Mapping[int, int] = field(default_factory=dict)
+    run: str = ""
+    facts: str = ""
 
     @property
     def for_the_road(self) -> "Order":
@@ -124,6 +127,8 @@ def read_order(content: RecordDict) -> Order:
         str(record["pool"]),
         str(record["synthetic"]),
         {int(client): int(steps) for client, steps in json.loads(str(record.get(_MOST_STEPS, "{}"))).items()},
+        str(record["run"]),
+        str(record["facts"]),
     )
 
 
@@ -472,6 +477,8 @@ def _config(order: Order) -> ConfigRecord:
             "state-dir": order.state_dir,
             "pool": order.pool,
             "synthetic": order.synthetic,
+            "run": order.run,
+            "facts": order.facts,
             **({_MOST_STEPS: json.dumps(dict(order.most_steps))} if order.most_steps else {}),
         }
     )

@@ -1,5 +1,6 @@
 """Before the first round: the experiment's Strategy, and what clients share or release beforehand."""
 
+import json
 import time
 from dataclasses import replace
 from functools import partial
@@ -10,9 +11,11 @@ from flwr.serverapp import Grid
 from clients.dafl.settings import DaFl
 from fl_sim.batch_norm import layers_after, placed
 from fl_sim.engines import wire
+from fl_sim.engines.grid import LocalGrid
 from fl_sim.engines.wire import Order
 from fl_sim.errors import Diverged
 from fl_sim.experiment.job import Job
+from fl_sim.experiment.own_records import public_facts
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import is_finite
 from fl_sim.report.figures.samples import write_samples
@@ -29,22 +32,28 @@ from strategies.compression.settings import packing_of
 from strategies.flower import FederatedStrategy, share_before_training
 from strategies.global_dp import GlobalDP
 
+MOST_HELD = 10**9
+"""The most records that a node may say it holds, where these may be its own."""
 
-def order_of(job: Job, out: Path) -> Order:
-    """Return what every message of a run says."""
+
+def order_of(job: Job, grid: Grid, out: Path) -> Order:
+    """Return what every message of a run says. On Flower's own runtime nodes may have records of their own."""
+    elsewhere = not isinstance(grid, LocalGrid)
     return Order(
         experiment=job.experiment.model_dump_json(),
         server_round=0,
         learning_rate=0.0,
         data_root=str(job.root.absolute()) if job.root else "",
         state_dir=str(out.absolute() / run_directory.STATE),
+        run=run_directory.run_name(out) if elsewhere else "",
+        facts=json.dumps(public_facts(job.dataset)) if elsewhere else "",
     )
 
 
 def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, log: RunLog) -> FederatedStrategy:
     """Return the job's Strategy, after whatever its clients share before the first round."""
     experiment = job.experiment
-    order = order_of(job, out)
+    order = order_of(job, grid, out)
     strategy = FederatedStrategy(
         algorithm,
         experiment.aggregator,
@@ -73,7 +82,8 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
     if isinstance(experiment.preprocess, DaFl):
         _use_synthetic_records(job, strategy, grid, out, log)
     dataset = job.dataset
-    strategy.most_examples = len(dataset.train) + (log.pool.num_synthetic if log.pool else 0)
+    held = len(dataset.train) if isinstance(grid, LocalGrid) else MOST_HELD
+    strategy.most_examples = held + (log.pool.num_synthetic if log.pool else 0)
     if isinstance(algorithm, Sharing):
         template = what_clients_share(algorithm, dataset.input_shape, dataset.num_classes)
         shared, up = share_before_training(strategy, grid, template, experiment.round_timeout)

@@ -1,5 +1,6 @@
 """How a run proceeds: in federated rounds, by a vote, or on synthetic records alone. Chosen here, and nowhere else."""
 
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -11,6 +12,7 @@ from fl_sim.devices.settings import NoDevices
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of
+from fl_sim.experiment.own_records import own_job
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.simulation.asynchronous import AtOwnPace
@@ -99,7 +101,19 @@ def procedure_of(job: Job) -> Procedure:
 
 
 @lru_cache(maxsize=2)
-def site_of(experiment_json: str, data_root: str) -> Site:
-    """Return what a worker elsewhere needs to play any client of the experiment; made once per process."""
-    root = Path(data_root) if data_root else None
-    return procedure_of(job_of(Experiment.model_validate_json(experiment_json), root)).site()
+def site_of(experiment_json: str, data_root: str, own: str = "", client: int = 0, facts: str = "") -> Site:
+    """Return what a worker elsewhere needs to play any client of the experiment; made once per process.
+
+    ``own``: the records of a node that has some itself, and plays ``client`` alone; ``facts``: what its order says of
+    the server's. Raises UserError where they do not fit, or the experiment needs the server's on nodes.
+    """
+    experiment = Experiment.model_validate_json(experiment_json)
+    if not own:
+        return procedure_of(job_of(experiment, Path(data_root) if data_root else None)).site()
+    procedure = procedure_of(own_job(experiment, own, client, json.loads(facts)))
+    if not isinstance(procedure, Rounds):
+        raise UserError(
+            f"algorithm {kind_of(experiment.algorithm)} needs public records of the server's data set on every node, "
+            "and this one has records of its own alone: leave data out of its node configuration"
+        )
+    return procedure.site()

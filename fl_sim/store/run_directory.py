@@ -6,6 +6,8 @@ every round, at the end ``model.safetensors`` and ``result.json`` - of a run tha
 
 import hashlib
 import json
+import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -98,6 +100,18 @@ def write_config(out: Path, settings: Mapping[str, Any]) -> None:
 def chain_start(out: Path) -> str:
     """Return the hash with which the chain of a run's rounds begins: that of its settings."""
     return hashlib.sha256(read_whole(out / CONFIG)).hexdigest()
+
+
+def run_name(out: Path) -> str:
+    """Return a name for the run in ``out``, the same while it goes on, and another one where it begins anew."""
+    path = out / STATE / "run"
+    if not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(path, secrets.token_hex(8).encode())
+    name = read_whole(path, 64).decode(errors="replace")
+    if not re.fullmatch("[0-9a-f]{16}", name):
+        raise UserError(f"{path} is damaged: put it back, or start again in a fresh directory")
+    return name
 
 
 def append_round(out: Path, record: RoundRecord, chain: str) -> str:

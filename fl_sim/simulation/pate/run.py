@@ -58,7 +58,7 @@ def run_pate(
     experiment, start = job.experiment, time.perf_counter()
     split = settings.public_split(job.dataset, experiment.seed_of_partition)
     say(f"{experiment.clients} teachers train, and vote on {len(split.pool)} public records")
-    votes = prepare_votes(job, settings, grid, order_of(job, out))
+    votes = prepare_votes(job, settings, grid, order_of(job, grid, out))
     voted = time.perf_counter()
     sent = wire.votes_content(np.zeros(len(split.pool), dtype=np.int64))
     log.before["votes"] = Traffic(0, wire.num_bytes(sent)) * experiment.clients

@@ -3,21 +3,16 @@
 import json
 import os
 import re
-import shutil
-import socket
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import numpy as np
-import psutil
 import pytest
 import tomli_w
 import torch
@@ -53,106 +48,11 @@ def model(input_shape, num_classes):
 """A module that nodes do not have, whose rounds take long enough for a node to be lost in the middle of one."""
 
 PROJECT = Path(__file__).parents[3]
-UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-
-
-def _may_unshare() -> bool:
-    if not shutil.which("unshare") or os.geteuid() != 0:
-        return False
-    return subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=False).returncode == 0
-
-
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(not _may_unshare(), reason="no mount namespaces here: nodes would see the driver's disk"),
-]
+pytestmark = pytest.mark.cluster
+Cluster: TypeAlias = Any  # of benchmarks/ray_nodes.py
 
 PATIENCE = 120.0
 """Seconds for what takes a few on an idle machine."""
-
-
-@dataclass
-class Cluster:
-    """A head without processors in this process's file system, and nodes of one core that see none of ``hidden``."""
-
-    hidden: Path
-    folder: Path
-    port: int
-    processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
-    nodes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    def begin(self) -> None:
-        """Start the head."""
-        self._start(
-            [
-                "ray",
-                "start",
-                "--head",
-                f"--port={self.port}",
-                "--num-cpus=0",
-                "--include-dashboard=false",
-                f"--temp-dir={self.folder}",
-            ]
-        )
-
-    def node(self, *before: str) -> "subprocess.Popen[bytes]":
-        """Start a node, with commands of a shell ``before`` it in its own namespace; killing it kills all of it."""
-        hide = [f"mount -t tmpfs tmpfs {folder}" for folder in (self.hidden, self.folder)]
-        join = f"exec ray start --address={self.address} --num-cpus=1"
-        script = "; ".join(["set -e", *hide, *before, f"{join} {' '.join(self._options)}"])
-        return self._start([*UNSHARE, "bash", "-c", script])
-
-    def wait_for(self, nodes: int) -> None:
-        """Wait until so many nodes are there to train."""
-        deadline = time.monotonic() + PATIENCE
-        while not _listens(self.port) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if not ray.is_initialized():
-            ray.init(self.address, log_to_driver=False, logging_level="ERROR")
-        while ray.cluster_resources().get("CPU", 0) != nodes and time.monotonic() < deadline:
-            time.sleep(0.05)
-        ray.shutdown()  # a run joins by itself
-
-    def end(self) -> None:
-        """Kill all that was started."""
-        alive = [psutil.Process(one.pid) for one in self.processes if one.poll() is None]
-        everything = [child for one in alive for child in [*one.children(recursive=True), one]]
-        for process in everything:
-            process.kill()
-        for one in self.processes:
-            one.wait()
-        psutil.wait_procs(everything, timeout=PATIENCE)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    @property
-    def _options(self) -> list[str]:
-        return ["--block", "--object-store-memory=100000000", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
-
-    def _start(self, command: list[str]) -> "subprocess.Popen[bytes]":
-        options = self._options if command[0] == "ray" else []
-        path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-        environment = {**os.environ, "PATH": path, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
-        with Path(f"{self.folder}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [*command, *options], stdout=log, stderr=log, start_new_session=True, env=environment
-            )
-        self.processes.append(process)
-        return process
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as knocking:
-        return knocking.connect_ex(("127.0.0.1", port)) == 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +69,12 @@ def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(hidden: Path) -> Iterator[Cluster]:
+def cluster(hidden: Path, load_benchmark: Callable[[str], ModuleType]) -> Iterator[Cluster]:
     """A head and two nodes."""
-    made = Cluster(hidden, Path(tempfile.mkdtemp(dir="/tmp")), free_port())  # for names short enough for sockets
+    nodes = load_benchmark("ray_nodes")
+    if not nodes.may_unshare():
+        pytest.skip("no mount namespaces here: nodes would see the driver's disk")
+    made = nodes.Cluster.of(hidden)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(hidden)
         patch.setenv("RAY_prestart_worker_first_driver", "0")

@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from fl_sim.data import load
 from fl_sim.store.run_directory import PRIVATE_ERRORS, read_result, read_rounds
 
 pytestmark = [
@@ -138,10 +140,16 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A SuperLink with nodes 0 and 1."""
+    """A SuperLink with nodes 0 and 1, each with records of its own, 90 and 120 of those of digits."""
+    train = load("digits", None).train
     with superlink(tmp_path_factory.mktemp("two-nodes")) as made:
-        for number in (0, 1):
-            made.start(made.node(number, f"node-{number}"), f"node-{number}.log")
+        for number, part in enumerate((slice(0, 90), slice(100, 220))):
+            place = made.folder / f"owner-{number}"
+            place.mkdir()
+            images, labels = train.inputs[part, 0], train.labels[part]
+            np.savez(place / "own.npz", x_train=images, y_train=labels, x_test=images[:9], y_test=labels[:9])
+            config = f'data="npz:{place}/own.npz" state="{place}/state"'
+            made.start(made.node(number, f"node-{number}", config), f"node-{number}.log")
         yield made
 
 
@@ -163,7 +171,7 @@ def test_a_superlink_takes_the_nodes_whose_keys_it_knows_and_no_others(two_nodes
     assert (two_nodes.folder / "superlink.log").read_text().count("[Fleet.ActivateNode] Activated") == 2
 
 
-def test_two_nodes_train_a_round_by_an_algorithm_from_a_file_of_ones_own(two_nodes: Deployment) -> None:
+def test_two_nodes_train_on_records_of_their_own_by_an_algorithm_from_a_file_of_ones_own(two_nodes: Deployment) -> None:
     if os.getloadavg()[0] > 3 * (os.cpu_count() or 1):
         pytest.skip("Flower gives each of its processes a minute to start, and this machine is too busy for that")
     for number in (0, 1):
@@ -173,6 +181,11 @@ def test_two_nodes_train_a_round_by_an_algorithm_from_a_file_of_ones_own(two_nod
     assert (result["status"], result["engine"], result["algorithm"]) == ("finished", "flower", "feddyn:FedDyn")
     assert result["titles"] == {"algorithm": "FedDyn", "preprocess": "NoPreprocess"}
     assert [record.cohort for record in read_rounds(out)] == [2]
+    for number in (0, 1):  # FedDyn's state lies with its owner, and the server learned of no place
+        assert len([*two_nodes.folder.glob(f"owner-{number}/state/client-{number}/*/states.bin")]) == 1
+    assert not (out / "clients/states.bin").exists()
+    told = [file for file in [two_nodes.folder / "superlink.log", *out.rglob("*")] if file.is_file()]
+    assert not [file for file in told if b"owner-" in file.read_bytes()]
 
 
 @pytest.mark.slow
