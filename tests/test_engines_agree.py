@@ -149,6 +149,20 @@ def test_a_run_that_breaks_off_in_one_engine_and_goes_on_in_another_ends_in_the_
 
 
 @pytest.mark.cluster
+@pytest.mark.parametrize(
+    "server", [{"kind": "fedbuff", "buffer": 2, "concurrency": 5}, {"deadline": 1.0, "late": "partial"}]
+)
+def test_the_engines_agree_on_clients_that_start_from_different_models_or_stop_early(
+    server: dict[str, Any], one_ray: None, tmp_path: Path
+) -> None:
+    base = settings("fednova" if "late" in server else "fedavg", "inprocess", "mlp").model_dump()
+    base |= {"sampler": "full", "compress": "none", "devices": {"kind": "log-normal", "sigma": 1.0}, "server": server}
+    for engine in ("inprocess", "ray:2"):
+        run(experiment_from({**base, "engine": engine}), tmp_path / engine)
+    assert_same_bits(tmp_path / "inprocess", tmp_path / "ray:2")
+
+
+@pytest.mark.cluster
 def test_the_engines_agree_on_the_votes_of_teachers(
     one_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

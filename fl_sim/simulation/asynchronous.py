@@ -54,10 +54,11 @@ class AtOwnPace(Rounds):
         return self.job.experiment.rounds * self.server.step_size / self.job.experiment.num_clients
 
     def traffic(self) -> Traffic | None:
-        """Return the bytes of arrays to and from all clients, those of the first turns and one more for each update."""
-        each, updates = self._traffic_of_a_turn(), self.job.experiment.rounds * self.server.step_size
-        started = updates + max(0, self.server.concurrency - self.server.step_size)
-        return Traffic(each.down * started, each.up * updates)
+        """Return the bytes of arrays to and from all clients, about those of the turns that are not over in the end."""
+        each, experiment, size = self._traffic_of_a_turn(), self.job.experiment, self.server.step_size
+        in_the_end = min(self.server.concurrency - 1, experiment.num_clients - size)
+        updates = experiment.rounds * size
+        return Traffic(each.down * (updates + in_the_end), each.up * updates)
 
     def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
         strategy.population = find_population(grid, strategy.num_clients, self.job.experiment.round_timeout)

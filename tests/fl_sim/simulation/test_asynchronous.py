@@ -147,6 +147,16 @@ def test_training_ahead_of_time_changes_nothing(tmp_path: Path, monkeypatch: pyt
     assert same(tmp_path / "ahead", tmp_path / "due")
 
 
+def test_updates_as_they_come_take_less_virtual_time_than_rounds_that_wait(tmp_path: Path) -> None:
+    """24 updates each, four clients at a time; only rounds wait for the slowest of four."""
+    devices = {"kind": "log-normal", "sigma": 1.0}
+    waiting = run(experiment(devices=devices, sampler="fixed-size:4"), tmp_path / "rounds")
+    server = {"kind": "fedbuff", "buffer": 2, "concurrency": 4}
+    going_on = run(experiment(devices=devices, server=server, rounds=12), tmp_path / "buffer")
+    assert going_on["bytes"]["rounds"]["up"] == waiting["bytes"]["rounds"]["up"]
+    assert going_on["virtual_seconds"] < 0.7 * waiting["virtual_seconds"]
+
+
 @pytest.mark.parametrize("algorithm", ["fedcm", "mofedsam"])
 def test_what_sends_more_than_the_model_is_refused_before_anything_runs(algorithm: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"algorithm {algorithm} cannot run with server=fedbuff: with the model"):

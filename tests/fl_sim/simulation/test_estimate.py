@@ -39,6 +39,20 @@ def test_the_bytes_are_those_of_the_run(tmp_path: Path, algorithm: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("buffer", "concurrency"), [(3, 5), (5, 3), (10, 10)])
+def test_the_bytes_of_updates_as_they_come_are_those_of_the_run_but_for_turns_that_have_begun(
+    tmp_path: Path, buffer: int, concurrency: int
+) -> None:
+    server = {"kind": "fedbuff", "buffer": buffer, "concurrency": concurrency}
+    settings: dict[str, Any] = {"devices": "log-normal", "server": server}
+    run(quick(**settings), tmp_path / "run")
+    records, expected = read_rounds(tmp_path / "run"), estimated(**settings).traffic
+    each = expected.up // (3 * buffer)
+    assert expected.up == sum(one.bytes_up or 0 for one in records)
+    assert abs(sum(one.bytes_down or 0 for one in records) - expected.down) < concurrency * each
+    assert num_steps(job_of(quick(**settings))) == pytest.approx(3 * buffer * 5)  # 144 records each, batches of 32
+
+
 def test_the_steps_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     train_all = Trainer.train_all
