@@ -196,6 +196,8 @@ def run_python(text: str) -> None:
     )
     if "check(FedDyn(" in text:
         text = f"from feddyn import FedDyn\n{text}"
+    if "check_compressor(HalfPrecision(" in text:
+        text = f"from half_precision import HalfPrecision\n{text}"
     exec(compile(text, "a page", "exec"), {})
 
 

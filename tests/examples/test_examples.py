@@ -15,6 +15,7 @@ from fl_sim.cli.arguments import read
 from fl_sim.cli.run import parse_experiment
 from fl_sim.kinds import kind_of, title_of
 from fl_sim.testing import check
+from fl_sim.testing_compressor import check_compressor
 from fl_sim.types import Cohort, Reply
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")
@@ -35,7 +36,7 @@ def _found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_there_is_one_for_every_extension_point() -> None:
     keys = {word.partition("=")[0] for words in COMMANDS.values() for word in words if ":" in word}
-    assert keys == {"algorithm", "partition", "data", "model", "aggregator", "preprocess.generator"}
+    assert keys == {"algorithm", "partition", "data", "model", "aggregator", "preprocess.generator", "compress"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -78,6 +79,15 @@ def test_a_broken_client_does_not_move_the_median_far() -> None:
     assert aggregate.participation == 0.75
 
 
+def test_half_precision_halves_the_bytes_and_keeps_the_laws(tmp_path: Path) -> None:
+    check_compressor(experiment("half_precision").compress)
+    result = fl_sim.run({"compress": "half_precision:HalfPrecision", "model": "logistic", "partition": "iid",
+                         "rounds": 5, "local": {"learning_rate": 0.05}}, out=tmp_path, progress=False)  # fmt: skip
+    assert {record.bytes_up for record in result.rounds} == {10 * (128 + 2 * 650)}
+    assert result.final_accuracy is not None
+    assert result.final_accuracy > 0.7
+
+
 def test_without_noise_the_generator_returns_the_means_of_the_classes() -> None:
     from clients.dafl.generator import PrivateRecords  # noqa: PLC0415
     from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
@@ -103,7 +113,7 @@ def test_what_the_recipes_show_is_in_the_examples() -> None:
     recipes = (EXAMPLES.parent / "docs" / "adding.md").read_text()
     files = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
     blocks = re.findall(r"^```python\n(.*?)^```", recipes, re.MULTILINE | re.DOTALL)
-    shown = [block for block in blocks if "check(" not in block]
+    shown = [block for block in blocks if "import check" not in block]
     assert len(shown) >= 5
     assert all(any(_lines(block) in _lines(text) for text in files.values()) for block in shown)
     assert all(f"(../examples/{name})" in recipes for name in files)
