@@ -107,6 +107,22 @@ def test_da_fl_and_ccvr_compose(tmp_path: Any) -> None:
     assert read_rounds(tmp_path)[-1].test_accuracy > 0.2
 
 
+def test_servers_that_do_not_wait_unpack_by_the_round_in_which_a_client_began(tmp_path: Any) -> None:
+    others = {"server": "fedbuff", "devices": "log-normal", "clients": 10, "rounds": 15}
+    run(settings("rand-k:0.5", **others), tmp_path)
+    assert read_rounds(tmp_path)[-1].test_accuracy > 0.8  # in places of another round: below 0.5
+    with pytest.raises(UserError, match="no place for compress top-k"):
+        settings("top-k", **others)
+
+
+def test_on_the_virtual_clock_a_smaller_update_is_there_sooner(tmp_path: Any) -> None:
+    slow = {"devices": {"kind": "constant", "seconds_per_step": 1e-6, "upload_mbps": 0.1, "download_mbps": 1000}}
+    for compress in ("none", "signsgd"):
+        run(settings(compress, **slow), tmp_path / compress)
+    whole, packed = (read_rounds(tmp_path / compress)[-1] for compress in ("none", "signsgd"))
+    assert packed.virtual_seconds == pytest.approx(whole.virtual_seconds * packed.bytes_up / whole.bytes_up, rel=0.05)
+
+
 @pytest.mark.parametrize("compress", ["top-k", "qsgd", "powersgd", "signsgd"])
 def test_under_global_dp_what_looks_at_records_is_refused(compress: str) -> None:
     with pytest.raises(UserError, match="without a look at them: take compress=rand-k"):
