@@ -23,7 +23,7 @@ from strategies.compression.error_feedback import corrected_by
 
 
 class PowerSGD(Settings):
-    """Sends every weight matrix as a product of rank ``rank``: that many numbers for each row and each column.
+    """Sends every weight matrix as a product of two narrow ones: ``rank`` numbers for each row and for each column.
 
     ``rank``: the paper tries 1, 2 and 4. A convolution's weights are a matrix with a row for each channel that comes
     out. Vectors, and matrices of which that would not save anything, travel whole.

@@ -23,10 +23,10 @@ from strategies.compression.bits import num_digit_bytes, pack_digits, unpack_dig
 
 
 class QSGD(Settings):
-    """Sends every number as one of 2 ``levels`` + 1, and the L2 norm of every bucket of ``bucket_size`` numbers.
+    """Sends every number as one of a few levels, and the L2 norm of every bucket of ``bucket_size`` numbers.
 
-    ``levels``: the paper's s; 7 take 4 bits a number, 1 takes 1.6. ``bucket_size``: larger ones cost fewer norms, 32
-    bits each, and more variance.
+    ``levels``: the paper's s, how many there are above 0, and as many below; 7 take 4 bits a number, 1 takes 1.6.
+    ``bucket_size``: larger ones cost fewer norms, 32 bits each, and more variance.
     """
 
     kind: Literal["qsgd"] = "qsgd"

@@ -21,9 +21,9 @@ from strategies.compression.top_k import count_of, spread
 class RandK(ErrorFeedback):
     """Sends a ``share`` of the update's numbers, 32 bits each, in places drawn at random for each client and round.
 
-    ``share``: k / d, of all d numbers of the model together; k is rounded up. ``correction`` "scale": the server
-    multiplies by d / k, so that the mean over draws is the update, with a variance of d / k - 1 times its squared norm;
-    "error-feedback": it does not, and what is left out joins the next round's update.
+    ``share``: of all d numbers of the model together; how many these are, k, is rounded up. ``correction``: what makes
+    up for the others. By "scale" the server multiplies by d / k, so that the mean over draws is the update, with a
+    variance of d / k - 1 times its squared norm; by "error-feedback" what is left out joins the next round's update.
     """
 
     kind: Literal["rand-k"] = "rand-k"

@@ -24,8 +24,8 @@ from strategies.compression.error_feedback import ErrorFeedback
 class TopK(ErrorFeedback):
     """Sends the ``share`` of the update's numbers that are largest; what is left out joins the next round's update.
 
-    ``share``: k / d, of all d numbers of the model together; k is rounded up. Each costs 32 bits and ceil(log2 d) for
-    its place.
+    ``share``: of all d numbers of the model together; how many these are, k, is rounded up. Each costs 32 bits and
+    ceil(log2 d) for its place.
     """
 
     kind: Literal["top-k"] = "top-k"
