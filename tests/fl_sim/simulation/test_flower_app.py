@@ -142,7 +142,7 @@ def test_flowers_copy_holds_all_that_the_app_reads() -> None:
 @pytest.mark.cluster
 @pytest.mark.skipif(sys.platform == "win32", reason="Flower's local SuperLink is a POSIX daemon")
 def test_flwr_run_ends_in_the_same_bits_as_the_inprocess_engine(tmp_path: Path, flwr: dict[str, str]) -> None:
-    two = {**QUICK, "clients": 2, "calibrate": "ccvr"}
+    two = {**QUICK, "clients": 2, "calibrate": "ccvr", "compress": "top-k:0.2"}
     (tmp_path / "experiment.toml").write_text(tomli_w.dumps(two))
     out = tmp_path / "flower"
     command = [
