@@ -1,6 +1,6 @@
 """The settings of clients' devices: all alike, drawn from a distribution, or as a profile lists them."""
 
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +8,7 @@ from pydantic import Field
 
 from fl_sim.devices.fleet import BYTES_PER_MEGABIT, Fleet
 from fl_sim.devices.profile import digest_of, fleet_of, read_profile
+from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, kind_of
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings
@@ -17,26 +18,22 @@ Mbps: TypeAlias = Annotated[float, Field(ge=1e-6, le=1e9)]
 Jitter: TypeAlias = Annotated[float, Field(ge=0, le=3)]
 
 
+@runtime_checkable
+class Devices(Protocol):
+    """What clients' devices are like: frozen settings of ours or of the user's own."""
+
+    def fleet(self, num_clients: int, seed: int) -> Fleet:
+        """Return a device for each client. Raises UserError where there is none for so many."""
+        ...
+
+
 class NoDevices(Settings):
     """There is no virtual clock: how long clients would take is not simulated."""
 
     kind: Literal["none"] = "none"
 
 
-class _Public(Settings):
-    """What takes time that must tell nothing private."""
-
-    def check(self, experiment: Choices) -> None:
-        """Raise ValueError where somebody's privacy is promised."""
-        if experiment.hides_time:
-            raise ValueError(
-                f"devices={kind_of(self)} has no place in a run that promises privacy: how long a client takes tells "
-                "how many records it holds, how long a round takes who was in it, and a client that is too late makes "
-                "the model depend on both, which no epsilon here covers; leave devices out"
-            )
-
-
-class _Typical(_Public):
+class _Typical(Settings):
     """Devices of one kind, of which each client's is so many times as slow.
 
     ``seconds_per_step``: how long a typical device computes for a local step. ``records_per_second``: how many records
@@ -107,7 +104,7 @@ class LogNormal(_Typical):
         return np.exp(self.sigma * generator.standard_normal(num_clients))
 
 
-class Profile(_Public):
+class Profile(Settings):
     """Devices as a file lists them (docs/heterogeneity.md): a row for each client, or for each class of devices.
 
     ``path``: the CSV file. ``jitter``: each turn of a client takes exp(``jitter`` * z) times as long, z from the normal
@@ -133,3 +130,21 @@ class Profile(_Public):
 
 
 AnyDevices: TypeAlias = NoDevices | Constant | Uniform | LogNormal | Profile
+
+
+def check_public(experiment: Choices) -> None:
+    """Raise ValueError where clients have devices, and the time that these take would tell what is private."""
+    if not isinstance(experiment.devices, NoDevices) and experiment.hides_time:
+        raise ValueError(
+            f"devices={kind_of(experiment.devices)} has no place in a run that promises privacy: how long a client "
+            "takes tells how many records it holds, how long a round takes who was in it, and a client that is too "
+            "late makes the model depend on both, which no epsilon here covers; leave devices out"
+        )
+
+
+def fleet_of_clients(devices: Devices, num_clients: int, seed: int) -> Fleet:
+    """Return a device for each client. Raises UserError for devices that nobody can have, as the user's own may be."""
+    fleet = devices.fleet(num_clients, seed)
+    if told := fleet.wrong(num_clients):
+        raise UserError(f"devices {kind_of(devices)} gave a fleet whose {told}")
+    return fleet

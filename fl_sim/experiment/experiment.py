@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, Field, PlainSerializer, Validati
 from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.data import Features
 from fl_sim.data.naming import as_table, from_table
-from fl_sim.devices.settings import AnyDevices, NoDevices
+from fl_sim.devices.settings import AnyDevices, Devices, NoDevices, check_public
 from fl_sim.errors import UserError
 from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.import_path import IMPORT_PATH
@@ -286,7 +286,7 @@ class Experiment(Settings):
     preprocess: Annotated[Preprocess, OneOf("preprocess")] = NoPreprocess()
     attack: Annotated[AnyAttack, OneOf("attack", Attack)] = NoAttack()
     calibrate: Annotated[AnyCalibration, OneOf("calibrate")] = NoCalibration()
-    devices: Annotated[AnyDevices, OneOf("devices")] = NoDevices()
+    devices: Annotated[AnyDevices, OneOf("devices", Devices)] = NoDevices()
     server: Annotated[AnyServer, OneOf("server")] = Synchronous()
     local: Local = Local()
     rounds: int = Field(20, ge=1, le=10**9)
@@ -324,6 +324,7 @@ class Experiment(Settings):
             if isinstance(part, Checking):
                 part.check(self)
         check_compression(self)
+        check_public(self)
         if isinstance(self.algorithm, Weighing) and type(self.aggregator) is not WeightedMean:
             raise ValueError(
                 f"algorithm {kind_of(self.algorithm)} weighs clients by what they declare of themselves: of the "

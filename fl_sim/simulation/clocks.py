@@ -6,7 +6,7 @@ import numpy as np
 
 from clients.dafl.settings import DaFl
 from fl_sim.devices.clock import Clock, turnout
-from fl_sim.devices.settings import NoDevices
+from fl_sim.devices.settings import NoDevices, fleet_of_clients
 from fl_sim.experiment.job import Job
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.simulation.site import local_settings
@@ -32,5 +32,5 @@ def clock_of(job: Job, strategy: FederatedStrategy, log: RunLog) -> Clock:
     if log.pool is not None:
         sizes = sizes + log.pool.num_synthetic
     settings = local_settings(job, experiment.local.learning_rate)
-    fleet = experiment.devices.fleet(experiment.num_clients, experiment.seed)
+    fleet = fleet_of_clients(experiment.devices, experiment.num_clients, experiment.seed)
     return Clock(fleet, sizes, settings, strategy.traffic, experiment.seed)

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from clients.app import Site
 from clients.dafl.settings import DaFl
 from fl_sim.batch_norm import layers_in
-from fl_sim.devices.settings import NoDevices
+from fl_sim.devices.settings import NoDevices, fleet_of_clients
 from fl_sim.engines import wire
 from fl_sim.errors import BudgetExhausted, Diverged, UserError
 from fl_sim.experiment.evaluate import Evaluate
@@ -204,7 +204,7 @@ class Rounds:
     def beginning(self) -> ServerState:
         """Return what the server starts from: the model with its initial weights."""
         if not isinstance(devices := self.job.experiment.devices, NoDevices):
-            devices.fleet(self.job.experiment.num_clients, self.job.experiment.seed)  # a bad profile is told at once
+            fleet_of_clients(devices, self.job.experiment.num_clients, self.job.experiment.seed)  # told at once
         model, chosen = self.job.model(), self.job.experiment.local.batch_norm
         if chosen == "personal" and (scale := self.typical_plan().gradient_scale) != 1:
             raise UserError(

@@ -1,13 +1,17 @@
 """Devices from distributions and from a profile; what cannot be used is refused before anything runs."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fl_sim.devices.fleet import Fleet
 from fl_sim.devices.profile import digest_of
 from fl_sim.devices.settings import Constant, LogNormal, Profile, Uniform
 from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.simulation.run import run
 
 
 def profile(tmp_path: Path, text: str) -> str:
@@ -82,6 +86,43 @@ def test_a_malformed_profile_is_refused_with_its_line_and_column(text: str, told
         Profile(path=profile(tmp_path, text)).fleet(2, seed=0)
     assert told in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@dataclass(frozen=True)
+class Shop:
+    """Devices of one's own: every other client has a slow one."""
+
+    slow: float = 2.0
+    download: float = 1e6
+
+    def fleet(self, num_clients: int, seed: int) -> Fleet:
+        steps = np.where(np.arange(num_clients) % 2, self.slow, 0.1)
+        ones = np.ones(num_clients)
+        return Fleet(steps, 0 * ones, self.download * ones, 1e6 * ones, ones)
+
+
+class Short(Shop):
+    def fleet(self, num_clients: int, seed: int) -> Fleet:
+        return super().fleet(num_clients - 1, seed)
+
+
+def test_devices_of_ones_own_are_taken_and_held_to_what_a_device_can_be(tmp_path: Path) -> None:
+    base = {"model": "logistic", "rounds": 1, "clients": 4, "engine": "inprocess", "local": {"steps": 3}}
+    result = run(experiment_from({**base, "devices": Shop()}), tmp_path / "run")
+    assert result["virtual_seconds"] == pytest.approx(6.0, abs=0.1)
+    for wrong, told in (
+        (Shop(slow=0), "gave a fleet whose step_seconds and record_seconds of client 1 is 0"),
+        (Shop(slow=float("nan")), "gave a fleet whose step_seconds and record_seconds of client 1 is nan"),
+        (Shop(download=0), "gave a fleet whose download of client 0 is 0"),
+        (Short(), r"have the shape \(3,\), and there are 4 clients"),
+    ):
+        with pytest.raises(UserError, match=told):
+            run(experiment_from({**base, "devices": wrong}), tmp_path / "other")
+    assert not (tmp_path / "other" / "config.toml").exists()
+    with pytest.raises(UserError, match="which no epsilon here covers"):
+        experiment_from({**base, "devices": Shop(), "aggregator": "global-dp"})
+    with pytest.raises(UserError, match="lacks fleet"):
+        experiment_from({**base, "devices": "fl_sim.types:Traffic"})
 
 
 def test_a_profile_that_is_not_there_or_has_changed_is_refused(tmp_path: Path) -> None:

@@ -124,6 +124,9 @@ def test_a_model_in_flight_that_is_lost_or_changed_stops_the_run_before_it_goes_
     kept[0].write_bytes(content[:-4] + b"\0\0\0\1")
     with pytest.raises(UserError, match="damaged"):
         run(experiment(**chosen), tmp_path / "run")
+    kept[0].write_bytes(kept[1].read_bytes())
+    with pytest.raises(UserError, match="its checksum is another"):
+        run(experiment(**chosen), tmp_path / "run")
     kept[0].unlink()
     with pytest.raises(UserError, match="is missing, the model that clients still worked on after round 3"):
         run(experiment(**chosen), tmp_path / "run")
