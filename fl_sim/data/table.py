@@ -7,6 +7,7 @@ the clients' records are taken only where ``data.scale=records`` asks for them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +168,13 @@ def _choice(own: OwnName, key: str, valid: Sequence[str]) -> str:
 
 def _codes(cells: Any, values: Sequence[str]) -> NDArray[np.int64]:
     """Return the place of each cell among ``values``, 0 where it is empty (such a record is left out)."""
-    found = pyarrow().compute.index_in(texts_of(cells), value_set=pyarrow().array(values, pyarrow().string()))
+    found = pyarrow().compute.index_in(texts_of(cells), value_set=_texts(tuple(values)))
     return np.asarray(found.fill_null(0)).astype(np.int64)
+
+
+@lru_cache(maxsize=2)  # labels and clients, of which there may be a million, for every part of a file
+def _texts(values: tuple[str, ...]) -> Any:
+    return pyarrow().array(values, pyarrow().string())
 
 
 def _is_test(cells: Any) -> NDArray[np.bool_]:

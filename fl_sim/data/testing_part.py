@@ -44,8 +44,10 @@ class Held:
             return chosen
         order = np.argsort(clients, kind="stable")
         numbers, starts = np.unique(clients[order], return_index=True)
-        for number, of_client in zip(numbers, np.split(order, starts[1:]), strict=True):
-            coins = rng(self.seed, "test part", int(number))
+        bounds = np.append(starts, count)
+        for place in np.flatnonzero(np.diff(bounds) > 1).tolist():  # of a million clients most may have one record
+            of_client = order[bounds[place] : bounds[place + 1]]
+            coins = rng(self.seed, "test part", int(numbers[place]))
             chosen[of_client[coins.permutation(len(of_client))[: self._size(len(of_client))]]] = True
         return chosen
 
