@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import time
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -100,6 +101,10 @@ class Board:
         )  # fmt: skip
 
 
+WRITE_SECONDS = 1.0
+"""How long a table that was written waits for more runs before it is written again: all of it each time."""
+
+
 class TimeIsUp(Exception):  # noqa: N818 (what happened, not what went wrong)
     """The time that was given is used up before all is done."""
 
@@ -131,12 +136,20 @@ def fill(
         cell.name: f"{cell.row}, {_place(cell, board.plan)}, {board.plan.over.replace('_', ' ')} {cell.seed}"
         for cell in reversed(board.plan.cells)
     }
-    with closing(runner.run_all_of(CELLS, board.plan.runs, labels, following)) as events:
-        for number, event in enumerate(events):
-            if isinstance(event, Finished | Failed):
-                board.outcomes[event.name] = event
-            elif number:  # the first event is written, so that whoever looks on sees what is to come
-                continue
+    written, is_behind = -math.inf, False
+    try:
+        with closing(runner.run_all_of(CELLS, board.plan.runs, labels, following)) as events:
+            for number, event in enumerate(events):
+                if isinstance(event, Finished | Failed):
+                    board.outcomes[event.name] = event
+                elif number:  # the first event is written, so that whoever looks on sees what is to come
+                    continue
+                is_behind = time.monotonic() - written < WRITE_SECONDS
+                if not is_behind:
+                    write_table(out, board.table())
+                    written = time.monotonic()
+    finally:
+        if is_behind:
             write_table(out, board.table())
 
 

@@ -61,9 +61,9 @@ def forecast(
     """Return what each of ``runs`` {directory in ``cells``: experiment} takes.
 
     ``paces``: of the kinds of work that were timed already, None for those that failed, to which new ones are added; or
-    None: nothing is timed. ``billed``: whether it is worked out what private runs cost, which takes seconds.
-    ``timed_own_models``: whether models of the user's own are tried, which may end this process. Nothing is trained but
-    the timed steps, on public test records, and nothing is written.
+    None: nothing is timed. ``billed``: whether it is worked out what private runs cost, and which bytes
+    travel, which takes time. ``timed_own_models``: whether models of the user's own are tried, which may end this
+    process. Nothing is trained but the timed steps, on public test records, and nothing is written.
     """
     pools: set[str] = set()
     making = partial(_seconds_of_making, {})
@@ -74,7 +74,7 @@ def forecast(
         has_pool = _has_pool(job, pools)
         is_timed = paces is not None and not is_finished and (timed_own_models or ":" not in job.experiment.model)
         pace = _pace(job, paces) if paces is not None and is_timed else None
-        estimate = estimate_of(job, pace, has_pool=has_pool, making=making)
+        estimate = estimate_of(job, pace, has_pool=has_pool, making=making, counted=billed)
         paid = planned(job) if billed else None
         done = rounds_done(cells / name)
         found.append(Forecast(name, job.experiment.rounds, done, is_finished, estimate, has_pool, paid))

@@ -1,11 +1,13 @@
 """A table while it fills: whoever looks on finds its file from the first run on."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.report.table import Table
 from fl_sim.report.watching import Watcher
 from fl_sim.tables import filling
 from fl_sim.tables.filling import Board, fill
@@ -26,3 +28,28 @@ def test_what_waits_is_known_from_the_first_event_on(tmp_path: Path, monkeypatch
     settings = TableSettings.model_validate({"grid": {"algorithm": ["fedavg", "scaffold"]}, "centralized": False})
     fill(Board(settings, plan_table(settings)), tmp_path, 1, None, progress=False)
     assert seen[0] == [("FedAvg", "waiting"), ("SCAFFOLD", "waiting")]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_of_many_short_runs_the_table_is_written_now_and_then_and_whole_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, interrupted: bool
+) -> None:
+    def run_all(runs: Mapping[str, Experiment], *_: object) -> Iterator[Event]:
+        for name in runs:
+            yield Started(name, 1)
+            yield Failed(name, "no")
+        if interrupted:
+            raise KeyboardInterrupt
+
+    written: list[int] = []
+
+    def write(_: Path, table: Table) -> None:
+        written.append(sum(result.status == "failed" for result in table.results))
+
+    monkeypatch.setattr(filling, "run_all", run_all)
+    monkeypatch.setattr(filling, "write_table", write)
+    monkeypatch.setattr(filling, "WRITE_SECONDS", 60.0)
+    settings = TableSettings.model_validate({"grid": {"seed": [*range(20)]}, "centralized": False})
+    with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+        fill(Board(settings, plan_table(settings)), tmp_path, 1, None, progress=False)
+    assert written == [0, 20]
