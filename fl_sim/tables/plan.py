@@ -183,7 +183,7 @@ def experiments(settings: TableSettings) -> list[Experiment]:
 
     Raises UserError that names the first cell whose settings do not go together.
     """
-    return [experiment_at(settings.base, point) for point in _points(settings)]
+    return [experiment_at(settings.base, as_run(point)) for point in _points(settings)]
 
 
 def _points(settings: TableSettings) -> Iterable[Point]:
