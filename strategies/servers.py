@@ -140,9 +140,10 @@ class FedAsync(_Asynchronous):
     """x <- (1 - a) x + a y for each model y that comes, a = ``mixing`` / (1 + staleness)^``staleness_exponent``.
 
     Xie et al. 2019, algorithm 1, with polynomial staleness: how many models the server has made since y's client was
-    sent the one that it trained. ``mixing``: the share of a fresh model in the new one. ``staleness_exponent``: how
-    much less an older one counts. ``concurrency``: how many clients train at a time. A round is the arrival of one
-    update.
+    sent the one that it trained. A round is the arrival of one update.
+
+    ``mixing``: the share of a fresh model in the new one. ``staleness_exponent``: how much less an older one counts.
+    ``concurrency``: how many clients train at a time.
     """
 
     kind: Literal["fedasync"] = "fedasync"
@@ -173,15 +174,16 @@ class FedAsync(_Asynchronous):
 
 
 class FedBuff(_Asynchronous):
-    """The server makes a step whenever ``buffer`` updates have come (Nguyen et al. 2022, algorithm 1).
+    """The server makes a step whenever a buffer is full of updates (Nguyen et al. 2022, algorithm 1).
 
     x <- x + ``server_learning_rate`` / ``buffer`` * sum of (y_i - x_i) / (1 + staleness_i)^``staleness_exponent``: x_i
     is the model that client i was sent, and its staleness how many steps the server has made since. An algorithm with a
     server step of its own takes that sum for its mean update. A round is one such step.
 
-    ``staleness_exponent``: how much less an older update counts. ``concurrency``: how many clients train at a time.
-    ``weighting``: "uniform" counts all clients the same, as the paper does; "examples" by their number of records, as
-    FedAvg does. A client without records does not count.
+    ``buffer``: how many updates make a step. ``staleness_exponent``: how much less an older update counts.
+    ``concurrency``: how many clients train at a time. ``server_learning_rate``: how far a step goes. ``weighting``:
+    "uniform" counts all clients the same, as the paper does; "examples" by their number of records, as FedAvg does. A
+    client without records does not count.
     """
 
     kind: Literal["fedbuff"] = "fedbuff"
