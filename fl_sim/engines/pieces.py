@@ -29,13 +29,15 @@ class Together:
 
     ``player`` is called once in every process. ``steps``: every partition's minibatch steps in a round. ``stack``: how
     many clients make a piece of work; with 1 it is as many as have ``STEPS_AT_A_TIME`` steps, or ``least_steps`` where
-    these are more: what is less work is not worth handing to another thread.
+    these are more: what is less work is not worth handing to another thread. ``most_clients``: how many a piece has
+    at most, since all of their models are there at once.
     """
 
     player: Callable[[], Play]
     steps: Sequence[int] | NDArray[np.int64]
     stack: int = 1
     least_steps: int = 1
+    most_clients: int = 1_000_000
 
     def ordered(self, messages: Sequence[Message]) -> list[Message]:
         """Put clients with the most steps first: neighbours are alike, and no worker is left with a long last one."""
@@ -57,7 +59,7 @@ class Together:
         left, room = sum(map(self.steps_of, ordered)), 0.0
         for message in ordered:
             steps = self.steps_of(message)
-            if steps > room or not pieces:
+            if steps > room or not pieces or len(pieces[-1]) >= self.most_clients:
                 pieces.append([])
                 share = min(STEPS_AT_A_TIME, left / (2 * workers)) if workers > 1 else STEPS_AT_A_TIME
                 room = max(share, self.least_steps)

@@ -42,6 +42,9 @@ RAY_START_SECONDS = 10.0
 LEAST_PRODUCTS = 1e7
 """Products of a weight and a record in a piece of work: a millisecond of a core, during which Python runs elsewhere."""
 
+MOST_NUMBERS = 2**24
+"""Parameters of all clients in a piece of work: 64 MiB of models, and as much of momentum, beside what they send."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -123,14 +126,14 @@ def together_of(job: Job, site_of: SiteFactory, stack: int) -> Together | None:
     """Return how several clients are trained at a time; None where that does not pay."""
     if stack == 1 and not trains_natively(job):
         return None
-    player, least = partial(train_together, site_of, stacked=stack > 1), _least_steps(job)
-    return Together(player, steps_by_client(job), stack, least)
+    player, parameters = partial(train_together, site_of, stacked=stack > 1), _num_parameters(job)
+    records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
+    least = math.ceil(LEAST_PRODUCTS / (parameters * records))  # of a tiny model many steps
+    return Together(player, steps_by_client(job), stack, least, max(1, MOST_NUMBERS // parameters))
 
 
-def _least_steps(job: Job) -> int:
-    """Return how many steps are work enough for a thread of their own; of tiny models these are many."""
-    records = min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards))
-    return math.ceil(LEAST_PRODUCTS / (num_parameters(dict(job.model().named_parameters())) * max(1, records)))
+def _num_parameters(job: Job) -> int:
+    return num_parameters(dict(job.model().named_parameters()))
 
 
 def choose(job: Job) -> tuple[Engine, str]:

@@ -141,6 +141,12 @@ def test_what_is_little_work_altogether_is_one_piece_and_larger_work_is_cut_into
     assert sizes == {100: [40], 30: [15, 15, 10], 6: [8, 8, 6, 4, 3, 3, 3, 3, 2]}
 
 
+def test_a_piece_has_no_more_clients_than_memory_is_for() -> None:
+    sent = messages(InProcessGrid(app(), 5))
+    kept = replace(together(unanswered, [1] * 5), least_steps=100, most_clients=2)
+    assert [len(piece) for piece in kept.pieces(sent, 1)] == [2, 2, 1]
+
+
 def test_pieces_shrink_so_that_no_worker_waits_long_for_the_last_one() -> None:
     sent = messages(InProcessGrid(app(), 40))
     sizes = [[len(piece) for piece in together(unanswered, [2] * 40).pieces(sent, workers)] for workers in (1, 2)]

@@ -68,3 +68,4 @@ def test_of_a_smaller_model_more_steps_are_work_enough_for_another_thread():
     assert large is not None
     assert small.least_steps > 100
     assert 0 < large.least_steps < 10
+    assert small.most_clients > large.most_clients > 16
