@@ -278,6 +278,8 @@ void slopes_to_input(const Layer& layer, vec* back) {
 // ``gradient``: of the output, without border; ``back``: of the input, likewise, or null where nobody asks.
 void conv_backward(Layer& layer, const Flow& flow, const vec* gradient, vec* back, float* gradients) {
     before_pooling(layer, flow, gradient, layer.has_bias && !flow.is_derivative ? gradients + layer.bias : nullptr);
+    if (back) slopes_to_input(layer, back);
+    const Timed timed(TO_WEIGHTS);
     const vec* in = flow.in + layer.corner();
     const bool is_square = layer.kernel_y == layer.kernel_x;
     float* to = gradients + layer.weight;
@@ -285,7 +287,6 @@ void conv_backward(Layer& layer, const Flow& flow, const vec* gradient, vec* bac
     if (is_square && layer.kernel_y == 3) weight_gradients<HAS_MANY ? 2 : 3, HAS_MANY ? 3 : 1, 3>(layer, in, to);
     else if (is_square && layer.kernel_y == 5) weight_gradients<HAS_MANY ? 4 : 2, 1, 5>(layer, in, to);
     else weight_gradients<4, 1, 1>(layer, in, to);
-    if (back) slopes_to_input(layer, back);
 }
 
 }  // namespace

@@ -217,6 +217,16 @@ const char* OF_WIDTH(fl_sim_sources)() { return FL_SIM_SOURCES; }
 // What a request looks like here: kernel.py works out the same of its own.
 int OF_WIDTH(fl_sim_layout)() { return int(1000 * sizeof(Request) + FIELDS); }
 
+#ifdef FL_SIM_CLOCK
+// Hands over the ticks of all places, [place][part], and begins anew.
+void OF_WIDTH(fl_sim_clock)(double* ticks) {
+    the_clock.enter(RECORDS, FORWARD);
+    std::copy(&the_clock.ticks[0][0], &the_clock.ticks[0][0] + MOST_PLACES * NUM_PARTS, ticks);
+    the_clock = Clock();
+    the_clock.since = __builtin_ia32_rdtsc();
+}
+#endif
+
 // Trains ``count`` clients, one after another, up to the first that fails. Returns 0; 1 where the layers do not fit each
 // other, the input or ``num_params``; 2 where memory ran out; 3 where a label is no class; 4 where a place in ``order`` or
 // ``partners`` is no record, or where there is nothing to do.

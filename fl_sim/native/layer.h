@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "clock.h"
 #include "vectors.h"
 
 namespace {

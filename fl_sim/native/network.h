@@ -75,14 +75,20 @@ class Network {
         start(params);
         dropout_.draw(batch.groups);
         forward(inputs, batch, params, &dropout_);
-        vec* moving = groups_ > origins_ ? logits_.data() + origins_ * batch.classes : nullptr;
-        const double loss = objective_.turn(batch, logits_.data(), moving, features(), num_features());
+        const double loss = turn(batch);
         std::fill(gradients_.begin(), gradients_.end(), 0.0f);
         vec* boundary = linear_backward(batch, params, sink);
         for (int group = 0; group < groups_; group++, boundary += graph_.layers[graph_.first_linear].in.features())
             spatial_.backward(group, origins_, records_in(batch, group), boundary, params, dropout_, gradients_.data());
         spatial_.finish(gradients_.data(), sink);
         return loss / batch.count;
+    }
+
+    // Turns the logits into the gradient of the batch's mean loss; returns the sum of its records' losses.
+    double turn(const Batch& batch) {
+        const Timed timed(LOSS, FORWARD);
+        vec* moving = groups_ > origins_ ? logits_.data() + origins_ * batch.classes : nullptr;
+        return objective_.turn(batch, logits_.data(), moving, features(), num_features());
     }
 
     // ``dropout``: what is left out; null: nothing.
@@ -106,6 +112,7 @@ class Network {
     // Lays up to LANES records out with the record innermost; records that are missing are zeros. A derivative is taken
     // along the partner record.
     NOINLINE void gather(const float* inputs, const Batch& batch, int group) {
+        const Timed timed(RECORDS, FORWARD);
         const Image& shape = graph_.nodes[0].image;
         const long features = shape.features();
         const int64_t* chosen = batch.chosen + group % origins_ * LANES;
@@ -147,6 +154,7 @@ class Network {
     }
 
     void linear_forward(int index, const float* params) {
+        const Timed timed(FIRST_LAYER + index, FORWARD);
         const Layer& layer = graph_.layers[index];
         const long inputs = layer.in.features(), outputs = layer.out.channels;
         const vec* in = graph_.nodes[index].at(0);
@@ -167,6 +175,7 @@ class Network {
         vec *slopes = logits_.data(), *next = other_.data();
         const vec* added = objective_.by_features(batch);  // to the gradient of what the last layer reads
         for (int index = num_layers() - 1; index >= graph_.first_linear; index--) {
+            const Timed timed(FIRST_LAYER + index, TO_INPUTS);
             const Layer& layer = graph_.layers[index];
             const long inputs = layer.in.features(), outputs = layer.out.channels, half = origins_ * outputs;
             if (layer.relu) {
@@ -180,6 +189,7 @@ class Network {
             }
             for (int group = 0; index > graph_.first_linear && group < groups_; group++)
                 dropout_.apply(index - 1, group % origins_, layer.in, next + group * inputs);
+            const Timed weighing(TO_WEIGHTS);
             to_rows(graph_.nodes[index].at(0), inputs, groups_, rows_.data());
             const int records = groups_ == origins_ ? batch.count : groups_ * LANES;  // those that are missing have slope 0
             linear_steps(sink, {layer.weight, inputs, outputs, reinterpret_cast<const float*>(slopes), rows_.data(),

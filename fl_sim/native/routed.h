@@ -214,9 +214,12 @@ NOINLINE void follow(Routes& routes, const RouteShape& shape, long outputs, int 
     for (long band = 0; band < shape.bands; band++) {
         const int* counts = routes.counts.data() + band * outputs;
         const Slope* slopes = routes.slopes.data() + band * shape.band_places;
-        for (long output = 0; output < outputs; output++)
-            add_windows<ROWS, VECTORS>(slopes + output * shape.padded, counts[output], in, shape.row,
-                                       routes.gradient.data() + output * KERNEL);
+        {
+            const Timed timed(TO_WEIGHTS);
+            for (long output = 0; output < outputs; output++)
+                add_windows<ROWS, VECTORS>(slopes + output * shape.padded, counts[output], in, shape.row,
+                                           routes.gradient.data() + output * KERNEL);
+        }
         for (long output = 0; output < outputs && wants_back; output++)
             add_weights<ROWS, VECTORS>(slopes + output * shape.padded, counts[output], back, shape.row,
                                        routes.weights.data() + output * KERNEL);
@@ -234,7 +237,10 @@ void follow(Routes& routes, const RouteShape& shape, long outputs, int lane, boo
 void routed_backward(Routes& routes, const Layer& layer, const Flow& flow, int count, const vec* gradient, vec* back,
                      float* gradients) {
     const RouteShape shape(layer);
-    to_records(flow.in, layer.in, routes.in.data(), shape.record);
+    {
+        const Timed timed(TO_WEIGHTS);
+        to_records(flow.in, layer.in, routes.in.data(), shape.record);
+    }
     if (back) routes.back.clear_values();
     route(routes, layer, flow, gradient, layer.has_bias && !flow.is_derivative ? gradients + layer.bias : nullptr);
     const long outputs = layer.out.channels;

@@ -55,9 +55,11 @@ class Spatial {
     template <class Sink>
     void finish(float* gradients, const Sink& sink) {
         for (int index = 0; index < graph_.first_linear; index++) {
+            const Timed timed(FIRST_LAYER + index, LAYOUT);
             Layer& layer = graph_.layers[index];
             if (is_routed(layer)) finish_routes(routes_[index], layer, gradients + layer.weight);
             else if (is_winograd(layer)) finish_winograd(winograds_[index], layer, gradients + layer.weight);
+            const Timed stepping(STEP);
             step_range(sink, gradients, layer.weight, layer.num_weights() + layer.num_biases());
         }
     }
@@ -71,6 +73,7 @@ class Spatial {
     }
 
     void start(int index, const float* params) {
+        const Timed timed(FIRST_LAYER + index, LAYOUT);
         Layer& layer = graph_.layers[index];
         const float* weights = params + layer.weight;
         if (is_winograd(layer)) start_winograd(winograds_[index], layer, weights);
@@ -79,6 +82,7 @@ class Spatial {
     }
 
     void forward(int index, const Flow& flow, const float* params) {
+        const Timed timed(FIRST_LAYER + index, FORWARD);
         Layer& layer = graph_.layers[index];
         switch (layer.kind) {
             case CONV:
@@ -95,6 +99,7 @@ class Spatial {
     }
 
     void backward(int index, const Flow& flow, int count, const vec* gradient, const float* params, float* gradients) {
+        const Timed timed(FIRST_LAYER + index, TO_INPUTS);
         Layer& layer = graph_.layers[index];
         if (layer.kind == ADD)
             pass_back(layer, layer.other, [&](vec* back) { add_backward(layer, flow, gradient, back); });

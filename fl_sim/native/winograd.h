@@ -216,15 +216,21 @@ void winograd_backward(Winograd& winograd, Tiles& tiles, Layer& layer, const Flo
     if (back) std::fill(back, back + layer.in.features(), vec{});
     const long inputs = layer.in.channels, outputs = layer.out.channels;
     each_tiles(layer, [&](int first, int count) {
-        transform_windows(layer, flow.in + layer.corner(), first, count, tiles.in.data());
+        {
+            const Timed timed(TO_WEIGHTS);
+            transform_windows(layer, flow.in + layer.corner(), first, count, tiles.in.data());
+        }
         transform_slopes(layer, first, count, tiles.out.data());
         for (long at = 0; at < POSITIONS; at++) {
             vec* in = tiles.in.data() + at * apart(count, inputs);
             const vec* slopes = tiles.out.data() + at * apart(count, outputs);
-            to_rows(in, inputs, count, tiles.rows.data());
-            add_products(winograd.gradient.data() + at * inputs * outputs,
-                         {0, inputs, outputs, reinterpret_cast<const float*>(slopes), tiles.rows.data(),
-                          long(count) * LANES, count * LANES});
+            {
+                const Timed timed(TO_WEIGHTS);
+                to_rows(in, inputs, count, tiles.rows.data());
+                add_products(winograd.gradient.data() + at * inputs * outputs,
+                             {0, inputs, outputs, reinterpret_cast<const float*>(slopes), tiles.rows.data(),
+                              long(count) * LANES, count * LANES});
+            }
             if (back)  // in place of the windows
                 multiply({slopes, outputs, in, inputs, winograd.weights.data() + at * inputs * outputs, 1, inputs, nullptr,
                           false}, count);

@@ -1,0 +1,43 @@
+// The two roofs of this machine, for one core: multiplications with additions, and bytes read and written.
+// benchmarks/roofline.py compiles it.
+#include <time.h>
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, SUMS = 24;
+#else
+constexpr int LANES = 8, SUMS = 12;
+#endif
+typedef float vec __attribute__((vector_size(LANES * sizeof(float))));
+
+static double seconds() {
+    timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
+// Returns operations a second of fused multiplications and additions on registers alone, two for each.
+extern "C" double operations(long turns, float factor, float* out) {
+    vec sums[SUMS], value = vec{} + factor;
+    for (int i = 0; i < SUMS; i++) sums[i] = vec{} + float(i);
+    const double start = seconds();
+    for (long turn = 0; turn < turns; turn++) {
+        _Pragma("GCC unroll 32") for (int i = 0; i < SUMS; i++) sums[i] = sums[i] * value + value;
+        asm volatile("" : "+v"(value));
+    }
+    const double taken = seconds() - start;
+    for (int i = 0; i < SUMS; i++) *out += sums[i][0];
+    return 2.0 * LANES * SUMS * double(turns) / taken;
+}
+
+// Returns bytes a second that go from one half of ``numbers`` floats to the other, counted on both ways.
+extern "C" double bytes(long turns, long numbers, float* from) {
+    const vec* in = reinterpret_cast<const vec*>(from);
+    vec* out = reinterpret_cast<vec*>(from + numbers / 2);
+    const long count = numbers / 2 / LANES;
+    const double start = seconds();
+    for (long turn = 0; turn < turns; turn++) {
+        for (long i = 0; i < count; i++) out[i] = in[i] + 1.0f;
+        asm volatile("" ::: "memory");
+    }
+    return 4.0 * double(numbers) * double(turns) / (seconds() - start);
+}
