@@ -58,12 +58,12 @@ void multiply(const Product& product, int groups) {
     if (groups - group == 1) multiply<1>(product, group);
 }
 
-// Lays activations [group][feature][lane] out as [feature / LANES][record][LANES features].
-NOINLINE void to_rows(const vec* in, long features, int groups, vec* rows) {
+// Lays activations [group][feature][lane] out as [feature / LANES][record][LANES features]. ``apart``: of groups.
+NOINLINE void to_rows(const vec* in, long features, long apart, int groups, vec* rows) {
     for (long first = 0; first < features; first += LANES)
         for (int group = 0; group < groups; group++, rows += LANES) {
             vec block[LANES];
-            for (int i = 0; i < LANES; i++) block[i] = first + i < features ? in[group * features + first + i] : vec{};
+            for (int i = 0; i < LANES; i++) block[i] = first + i < features ? in[group * apart + first + i] : vec{};
             transpose(block);
             for (int lane = 0; lane < LANES; lane++) rows[lane] = block[lane];
         }
@@ -72,6 +72,7 @@ NOINLINE void to_rows(const vec* in, long features, int groups, vec* rows) {
 struct Slopes {  // what the gradient of a linear layer's weights needs to know
     long at, inputs, outputs;
     const float* slopes;  // [group][output][lane]
+    long apart;           // from one group's slopes to the next, in vectors
     const vec* rows;      // see to_rows
     long block;           // from one block of LANES features to the next
     int records;
@@ -86,7 +87,7 @@ NOINLINE void product_part(const Slopes& given, long output, long first, const T
         UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][c] = vec{};
     const vec* row = given.rows + first / LANES * given.block;
     for (int record = 0; record < given.records; record++, row++) {
-        const float* slope = given.slopes + (record / LANES * given.outputs + output) * LANES + record % LANES;
+        const float* slope = given.slopes + (record / LANES * given.apart + output) * LANES + record % LANES;
         vec values[COLUMNS];
         UNROLL for (int c = 0; c < COLUMNS; c++) values[c] = row[c * given.block];
         UNROLL for (int o = 0; o < OUTPUTS; o++) {

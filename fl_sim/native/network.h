@@ -190,10 +190,10 @@ class Network {
             for (int group = 0; index > graph_.first_linear && group < groups_; group++)
                 dropout_.apply(index - 1, group % origins_, layer.in, next + group * inputs);
             const Timed weighing(TO_WEIGHTS);
-            to_rows(graph_.nodes[index].at(0), inputs, groups_, rows_.data());
+            to_rows(graph_.nodes[index].at(0), inputs, inputs, groups_, rows_.data());
             const int records = groups_ == origins_ ? batch.count : groups_ * LANES;  // those that are missing have slope 0
-            linear_steps(sink, {layer.weight, inputs, outputs, reinterpret_cast<const float*>(slopes), rows_.data(),
-                               long(groups_) * LANES, records});
+            linear_steps(sink, {layer.weight, inputs, outputs, reinterpret_cast<const float*>(slopes), outputs,
+                               rows_.data(), long(groups_) * LANES, records});
             if (layer.has_bias) {
                 for (long o = 0; o < outputs; o++) {
                     vec total{};
