@@ -1,5 +1,6 @@
 // The two roofs of this machine, for one core: multiplications with additions, and bytes read and written.
 // benchmarks/roofline.py compiles it.
+#include <immintrin.h>
 #include <time.h>
 
 #if defined(__AVX512F__)
@@ -27,6 +28,21 @@ extern "C" double operations(long turns, float factor, float* out) {
     const double taken = seconds() - start;
     for (int i = 0; i < SUMS; i++) *out += sums[i][0];
     return 2.0 * LANES * SUMS * double(turns) / taken;
+}
+
+// The same of AVX512-BF16's products of pairs, summed in float32: four operations a lane.
+extern "C" __attribute__((target("avx512bf16"))) double bfloat16_operations(long turns, float* out) {
+    __m512 sums[24];
+    __m512bh value = (__m512bh)_mm512_set1_epi32(0x3f003f00);
+    for (int i = 0; i < 24; i++) sums[i] = _mm512_set1_ps(float(i));
+    const double start = seconds();
+    for (long turn = 0; turn < turns; turn++) {
+        _Pragma("GCC unroll 32") for (int i = 0; i < 24; i++) sums[i] = _mm512_dpbf16_ps(sums[i], value, value);
+        asm volatile("" : "+v"(value));
+    }
+    const double taken = seconds() - start;
+    for (int i = 0; i < 24; i++) *out += _mm512_cvtss_f32(sums[i]);
+    return 4.0 * 16 * 24 * double(turns) / taken;
 }
 
 // Returns bytes a second that go from one half of ``numbers`` floats to the other, counted on both ways.

@@ -1,24 +1,25 @@
 """Where the compiled trainer's time goes, layer by layer, beside what one core of this machine could do at best.
 
-    python benchmarks/roofline.py [--plot roofline.png] [--json] [--repeats 60] [--only "resnet on CIFAR-10"] [--batch 64]
+    python benchmarks/roofline.py [--plot roofline.png] [--json] [--repeats 60] [--batch 64]
+        [--only "resnet on CIFAR-10"]
 
-The trainer is compiled once more, with a clock in it, and trains on one minibatch in one thread, again and again. For every layer: milliseconds
-a minibatch forward, back to its inputs, back to its weights, for laying weights out and for the step; and its least
-time. That is the larger of two: its operations, counted as if every product were computed, over the rate of a loop of
-fused multiplications and additions; and the bytes of what it reads and writes, each number once, over the rate of a
-loop that copies 1 MB (the L2 cache). A layer can be faster than that where it leaves arithmetic out, as Winograd's
-convolutions and the way back through pooling do. Real images are read from $FL_SIM_DATA; without it they are random.
+The trainer is compiled once more, with a clock in it, and trains on one minibatch in one thread, again and again. For
+every layer: milliseconds a minibatch forward, back to its inputs, back to its weights, for laying weights out and for
+the step; and its least time. That is the larger of two: its operations, counted as if every product were computed, over
+the rate of a loop of fused multiplications and additions; and the bytes of what it reads and writes, each number once,
+over the rate of a loop that copies 1 MB (the L2 cache). A layer can be faster than that where it leaves arithmetic
+out, as Winograd's convolutions and the way back through pooling do.
+Real images are read from $FL_SIM_DATA; without it they are random.
 """
 
 import argparse
 import ctypes
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +30,11 @@ from speed_work import SHAPES
 
 from fl_sim.local_plan import LocalPlan
 from fl_sim.models import MODELS
-from fl_sim.native.compiling import WIDTHS, NoCompiler, compile_kernel, compile_plain, lanes_of, processor
+from fl_sim.native.compiling import NoCompiler, compile_kernel, compile_plain, lanes_of, processor
 from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
-from fl_sim.native.layers import FIELDS, Stack, describe
+from fl_sim.native.layers import Stack, describe
+from fl_sim.native.work import KINDS, products_in_output, products_of, shapes_of
+from fl_sim.native.work import rows_of as layers_of
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng
 from fl_sim.types import LocalSettings, LocalTask
@@ -46,14 +49,17 @@ PARTS = ("forward", "to inputs", "to weights", "layout", "step")
 """Of a layer's time, as clock.h has them."""
 
 MOST_PLACES, FIRST_LAYER = 64, 2
-KINDS = ("conv", "pool", "ReLU", "linear", "norm", "add", "average", "dropout")
 
 
 @dataclass(frozen=True)
 class Roofs:
-    """What one core does at best: operations a second, and bytes a second in the L2 cache and in 64 MB of memory."""
+    """What one core does at best: operations a second, and bytes a second in the L2 cache and in 64 MB of memory.
+
+    ``half_operations``: those of AVX512-BF16's products of pairs; 0 where the processor has none.
+    """
 
     operations: float
+    half_operations: float
     cached_bytes: float
     memory_bytes: float
 
@@ -79,14 +85,16 @@ def roofs(folder: Path) -> Roofs:
     library = folder / "roofline.so"
     compile_plain(Path(__file__).with_suffix(".cpp"), library, lanes_of(processor()))
     measured = ctypes.CDLL(str(library))
-    measured.operations.restype = measured.bytes.restype = ctypes.c_double
+    for name in ("operations", "bfloat16_operations", "bytes"):
+        getattr(measured, name).restype = ctypes.c_double
     memory = torch.ones(2**24)
     at = ctypes.c_void_p(memory.data_ptr())
-    rates = []
+    turns, rates = ctypes.c_long(3_000_000), []
     for _ in range(5):
-        operations = measured.operations(ctypes.c_long(3_000_000), ctypes.c_float(0.5), at)
+        operations = measured.operations(turns, ctypes.c_float(0.5), at)
+        halves = measured.bfloat16_operations(turns, at) if "avx512_bf16" in processor() else 0.0
         cached = measured.bytes(ctypes.c_long(800), ctypes.c_long(2**18), at)
-        rates.append((operations, cached, measured.bytes(ctypes.c_long(4), ctypes.c_long(2**24), at)))
+        rates.append((operations, halves, cached, measured.bytes(ctypes.c_long(4), ctypes.c_long(2**24), at)))
     return Roofs(*(max(rate) for rate in zip(*rates, strict=True)))
 
 
@@ -123,41 +131,15 @@ def measure(kernel: Kernel, model: str, data: str, batch: int, repeats: int) -> 
     return stack, np.quantile(np.stack(taken[1:]), 0.25, axis=0)
 
 
-def sizes(stack: Stack) -> list[tuple[int, int, int]]:
-    """Return channels, height and width of the input and of what every layer writes."""
-    shapes = [tuple(int(size) for size in stack.input_shape)]
-    for numbers in stack.layers.tolist():
-        row = dict(zip(FIELDS, numbers, strict=True))
-        channels, height, width = shapes[row["source"]]
-        kind = KINDS[row["kind"]]
-        if kind == "linear":
-            channels, height, width = row["outputs"], 1, 1
-        elif kind == "average":
-            height = width = 1
-        elif kind in ("conv", "pool"):
-            channels = row["outputs"] if kind == "conv" else channels
-            height, width = (
-                (size + 2 * row[f"padding_{axis}"] - row[f"kernel_{axis}"]) // row[f"stride_{axis}"] + 1
-                for axis, size in (("y", height), ("x", width))
-            )
-        if row["pooled"]:
-            height, width = height // 2, width // 2
-        shapes.append((channels, height, width))
-    return shapes
-
-
 def rows_of(stack: Stack, milliseconds: NDArray[np.float64], batch: int, roof: Roofs) -> list[Row]:
     """Return a row for every layer, and for what is none."""
-    shapes = sizes(stack)
-    rows = []
-    for index, numbers in enumerate(stack.layers.tolist()):
-        row = dict(zip(FIELDS, numbers, strict=True))
+    shapes, products, rows = shapes_of(stack), products_of(stack), []
+    for index, row in enumerate(layers_of(stack)):
         kind, read, written = KINDS[row["kind"]], shapes[row["source"]], shapes[index + 1]
         ways = 3 if index else 2  # nobody asks for the gradient of the records
-        per_output = row["inputs"] * max(1, row["kernel_y"] * row["kernel_x"]) if kind in ("conv", "linear") else 0
-        operations = 2.0 * ways * batch * per_output * np.prod(written) * (4 if row["pooled"] else 1)
-        weights = per_output * written[0] if per_output else 0
-        moved = ways * (batch * (np.prod(read) + np.prod(written)) * (2 if kind == "add" else 1) + weights)
+        operations = 2.0 * ways * batch * products[index]
+        moved = batch * (np.prod(read) + np.prod(written)) * (2 if kind == "add" else 1)
+        moved = ways * (moved + products_in_output(row) * written[0])
         least = max(operations / roof.operations, 4 * moved / roof.cached_bytes)
         name = f"{index + 1} {kind} " + "x".join(map(str, read)) + " to " + "x".join(map(str, written))
         taken = dict(zip(PARTS, milliseconds[FIRST_LAYER + index].tolist(), strict=True))
@@ -179,9 +161,7 @@ def table(rows: list[Row]) -> str:
         cells = [f"{row.milliseconds[part]:.3f}" if part in row.milliseconds else "" for part in PARTS]
         rate = f"{row.operations / row.total / 1e6:.0f}" if row.operations else ""
         ratio = f"{row.total / row.least:.2f}" if row.least else ""
-        lines.append(
-            f"| {row.name} | {row.total:.3f} | {' | '.join(cells)} | {rate} | {row.least:.3f} | {ratio} |"
-        )
+        lines.append(f"| {row.name} | {row.total:.3f} | {' | '.join(cells)} | {rate} | {row.least:.3f} | {ratio} |")
     return "\n".join(lines)
 
 
@@ -238,16 +218,15 @@ def main() -> int:
         plot(found, roof, options.plot)
     if options.json:
         print(json.dumps({
-            "roofs": roof.__dict__, "works": {work: [row.__dict__ for row in rows] for work, rows in found.items()}
+            "roofs": asdict(roof), "works": {work: [asdict(row) for row in rows] for work, rows in found.items()}
         }))  # fmt: skip
         return 0
     for work, rows in found.items():
         print(f"\n{work}, a minibatch of {options.batch}, one thread, {kernel.lanes} numbers a vector:\n")
         print(table(rows))
-    print(
-        f"\nRoofs of one core: {roof.operations / 1e9:.0f} GFLOP/s; {roof.cached_bytes / 1e9:.0f} GB/s in the L2 cache, "
-        f"{roof.memory_bytes / 1e9:.0f} in memory. Load average {os.getloadavg()[0]:.1f}"
-    )
+    operations, halves, cached, memory = (rate / 1e9 for rate in asdict(roof).values())
+    print(f"\nRoofs of one core: {operations:.0f} GFLOP/s, {halves:.0f} of bfloat16 (0: it has no such products);")
+    print(f"{cached:.0f} GB/s in the L2 cache, {memory:.0f} in memory. Load average {os.getloadavg()[0]:.1f}")
     return 0
 
 

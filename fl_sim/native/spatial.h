@@ -3,7 +3,7 @@
 
 #include <stdexcept>
 
-#include "convolution.h"
+#include "convolution_back.h"
 #include "dropout.h"
 #include "graph.h"
 #include "norm.h"

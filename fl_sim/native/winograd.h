@@ -7,7 +7,7 @@
 // products. A tile that lies over the plane's edge reads zeros there, and what it would write there is dropped.
 #pragma once
 
-#include "convolution.h"
+#include "convolution_back.h"
 #include "linear.h"
 #include "tiles.h"
 

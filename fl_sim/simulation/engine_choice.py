@@ -196,6 +196,8 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
     unknown = [f"local.{name}={getattr(local, name)}" for name in unknown_settings(settings)]
     if settings.augment.moves and (terms := sorted(fields_in_use(procedure_of(job).typical_plan()) & RECEIVED)):
         unknown.append(f"local.augment={local.augment} beside {' and '.join(terms)}")
+    if slower := job.trainer.slower_by_kernel(job.dataset.input_shape):
+        unknown.append(slower)
     why = f": the native trainer does not take {', '.join(unknown)}" if unknown else ""
     return f"PyTorch trains, {threads}{precision}{why if kernel is not None else ''}"
 

@@ -21,6 +21,7 @@ from fl_sim.local_plan import LocalPlan, fields_in_use
 from fl_sim.native.checks import RECEIVED, TAKES, TERMS, tensors_of
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import Stack, describe
+from fl_sim.native.work import slower_here
 from fl_sim.params import is_finite, vector_in
 from fl_sim.training.evaluation import EVALUATION_BATCH, Scores, evaluate, ready, score
 from fl_sim.training.features import head_of, sums_by_class
@@ -71,6 +72,7 @@ class Trainer:
         self._kernel = kernel
         self._precision = precision
         self._stacks: dict[tuple[int, ...], Stack | None] = {}
+        self._slower: dict[tuple[int, ...], str] = {}
         self._draws_nothing = all(map(_draws_nothing, model.modules()))
         self._lock = Lock()
         self._thread = local()
@@ -87,6 +89,11 @@ class Trainer:
         """
         asked = fields_in_use(plan) | (frozenset() if settings is None else fields_in_use(settings))
         return self._taken(input_shape, plan, asked) is not None
+
+    def slower_by_kernel(self, input_shape: tuple[int, ...]) -> str:
+        """Return for what the compiled trainer leaves the model to PyTorch, which is faster, in words; or nothing."""
+        self._stack(input_shape)
+        return self._slower[input_shape]
 
     def is_parallel(self, input_shape: tuple[int, ...]) -> bool:
         """Say whether several threads train at once."""
@@ -185,7 +192,9 @@ class Trainer:
 
     def _stack(self, input_shape: tuple[int, ...]) -> Stack | None:
         if input_shape not in self._stacks:
-            self._stacks[input_shape] = describe(self._model, input_shape)
+            stack = describe(self._model, input_shape)
+            self._slower[input_shape] = "" if stack is None else slower_here(stack)
+            self._stacks[input_shape] = None if self._slower[input_shape] else stack
         return self._stacks[input_shape]
 
     def _own_model(self) -> nn.Module:
