@@ -48,7 +48,7 @@ WORKS = {
 PARTS = ("forward", "to inputs", "to weights", "layout", "step")
 """Of a layer's time, as clock.h has them."""
 
-MOST_PLACES, FIRST_LAYER = 64, 2
+MOST_PLACES, FIRST_LAYER = 64, 3
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def rows_of(stack: Stack, milliseconds: NDArray[np.float64], batch: int, roof: R
         name = f"{index + 1} {kind} " + "x".join(map(str, read)) + " to " + "x".join(map(str, written))
         taken = dict(zip(PARTS, milliseconds[FIRST_LAYER + index].tolist(), strict=True))
         rows.append(Row(name, taken, operations, 4.0 * moved, 1e3 * least))
-    for place, name in enumerate(("records laid out, and the rest", "loss")):
+    for place, name in enumerate(("records laid out, and the rest", "loss"), start=1):
         rows.append(Row(name, {"forward": float(milliseconds[place].sum())}, 0, 0, 0))
     return rows
 

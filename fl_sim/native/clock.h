@@ -7,7 +7,7 @@
 namespace {
 
 enum Part { FORWARD, TO_INPUTS, TO_WEIGHTS, LAYOUT, STEP, NUM_PARTS };  // LAYOUT: of weights, before and after a minibatch
-enum Place { RECORDS = 0, LOSS = 1, FIRST_LAYER = 2, MOST_PLACES = 64 };
+enum Place { OUTSIDE = 0, RECORDS = 1, LOSS = 2, FIRST_LAYER = 3, MOST_PLACES = 64 };  // OUTSIDE: of steps
 
 #ifdef FL_SIM_CLOCK
 struct Clock {

@@ -220,7 +220,7 @@ int OF_WIDTH(fl_sim_layout)() { return int(1000 * sizeof(Request) + FIELDS); }
 #ifdef FL_SIM_CLOCK
 // Hands over the ticks of all places, [place][part], and begins anew.
 void OF_WIDTH(fl_sim_clock)(double* ticks) {
-    the_clock.enter(RECORDS, FORWARD);
+    the_clock.enter(OUTSIDE, FORWARD);
     std::copy(&the_clock.ticks[0][0], &the_clock.ticks[0][0] + MOST_PLACES * NUM_PARTS, ticks);
     the_clock = Clock();
     the_clock.since = __builtin_ia32_rdtsc();

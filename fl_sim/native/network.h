@@ -27,6 +27,7 @@ class Network {
 
     // One step on ``batch``; returns its mean loss before the step.
     double step(const float* inputs, const Batch& batch, const Optimizer& optimizer, const Ascent& ascent) {
+        const Timed timed(RECORDS, FORWARD);
         if (optimizer.clip_norm == 0) return descend(inputs, batch, optimizer.params, ascent, optimizer);
         whole_.assign(graph_.num_params + LANES, 0.0f);
         const double loss = descend(inputs, batch, optimizer.params, ascent, Corrected{optimizer, {whole_.data()}});
