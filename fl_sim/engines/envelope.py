@@ -35,14 +35,15 @@ class Envelopes:
         if not self.key:
             return value
         nonce = os.urandom(_NONCE_BYTES)
-        return nonce + AESGCM(self.key).encrypt(nonce, pickle.dumps(value, protocol=5), None)
+        return nonce, AESGCM(self.key).encrypt(nonce, pickle.dumps(value, protocol=5), None)
 
     def open(self, closed: Any) -> Any:
         """Return what was closed. Raises RunError where that was done by somebody without the key."""
         if not self.key:
             return closed
         try:
-            content = AESGCM(self.key).decrypt(closed[:_NONCE_BYTES], closed[_NONCE_BYTES:], None)
+            nonce, encrypted = closed
+            content = AESGCM(self.key).decrypt(nonce, encrypted, None)
         except InvalidTag as error:
             raise RunError(
                 "what came from another machine was changed on its way: start the same command again"

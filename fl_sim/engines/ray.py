@@ -96,6 +96,7 @@ class RayGrid(LocalGrid):
                 self._hand_out(work, post)
                 left = deadline - time.monotonic()
                 if left <= 0:
+                    crew.check_somebody()
                     work.too_late(self._progress(work), timeout or 0.0)
                     break
                 if calls := [*crew.busy, *crew.starting]:

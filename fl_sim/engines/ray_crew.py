@@ -29,6 +29,9 @@ WAIT_SECONDS = 600.0
 KNOCK_SECONDS = 2.0
 """How long a node may take to accept a connection before it counts as lost."""
 
+MOST_DIRECT = 16 * 2**20
+"""Bytes up to which an answer comes from its worker directly; through the nodes' stores it costs two copies more."""
+
 MAX_STARTS = 3
 """Actors that may die on one node while they start, before no more are started there."""
 
@@ -148,6 +151,14 @@ class Crew:
             )
         time.sleep(min(LOOK_SECONDS, WAIT_SECONDS))
 
+    def check_somebody(self) -> None:
+        """Raise RunError where nobody is there to work: then no client is to blame for the time that has passed."""
+        if not self.workers:
+            raise RunError(
+                "no node of the Ray cluster was there when the round's time was over: start nodes, and then the same "
+                "command again, and the run goes on after its last finished round"
+            )
+
     def arrived(self, question: Any) -> str:
         """Take note of what a starting worker answered; return why no worker can start on its node, if that is so."""
         worker = self.starting.pop(question)
@@ -204,7 +215,8 @@ class Crew:
             "num_cpus": self.resources.cpus, "num_gpus": self.resources.gpus, "scheduling_strategy": where
         }  # fmt: skip
         if not self.is_own:
-            options["runtime_env"] = {"env_vars": {**ENVIRONMENT, "PYTHONPATH": import_path()}}
+            answers = {"RAY_max_direct_call_object_size": str(MOST_DIRECT)} if self.is_apart else {}
+            options["runtime_env"] = {"env_vars": {**ENVIRONMENT, **answers, "PYTHONPATH": import_path()}}
         # The second thread lets an actor say how far it came while a client hangs.
         remote: Any = ray.remote
         actor_class = remote(concurrency_groups={"progress": 1}, max_restarts=0)(Gate)
