@@ -38,7 +38,7 @@ from fl_sim.types import Params
 ALGORITHMS = tuple(kind for kind in kinds(AnyAlgorithm) if kind != "pate")
 """All that train in rounds."""
 
-BOUNDS = {"logistic": 1e-5, "mlp": 1e-2, "niid-cnn": 1e-3, "dafl-cnn": 3e-3, "resnet": 3e-2}
+BOUNDS = {"logistic": 1e-5, "mlp": 1e-2, "niid-cnn": 1e-3, "dafl-cnn": 3e-2, "resnet": 3e-2}
 """How far apart, at most, two ways to train a model were found, rounded up: in parts of ``Row.moved``."""
 
 
