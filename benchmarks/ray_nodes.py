@@ -115,7 +115,8 @@ class Cluster:
             one.wait()
         psutil.wait_procs(everything, timeout=PATIENCE)
         shutil.rmtree(self.folder, ignore_errors=True)
-        Path(f"{self.folder}.log").unlink(missing_ok=True)
+        for beside in self.folder.parent.glob(f"{self.folder.name}[-.]*"):
+            beside.unlink()
 
     @property
     def _options(self) -> list[str]:
