@@ -1,6 +1,7 @@
 """What a table of the gallery was made of is kept with it, and its command goes on from there."""
 
 import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +52,17 @@ def test_runs_that_did_not_finish_are_not_kept(gallery: ModuleType, tmp_path: Pa
     assert gallery.keep(tmp_path / "out", tmp_path / "kept") == 1
     assert gallery.go_on(tmp_path / "kept", tmp_path / "on") == 1
     assert [path.name for path in (tmp_path / "on" / "cells").iterdir()] == ["done"]
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.SYMTYPE])
+def test_what_lies_outside_of_the_table_is_not_unpacked(gallery: ModuleType, tmp_path: Path, kind: bytes) -> None:
+    entry = tarfile.TarInfo("../elsewhere")
+    entry.type, entry.linkname = kind, "/etc"
+    with tarfile.open(tmp_path / gallery.PACKED, "w:xz") as packed:
+        packed.addfile(entry)
+    with pytest.raises(SystemExit, match="which is no file of a table"):
+        gallery.go_on(tmp_path, tmp_path / "table")
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_what_is_there_is_never_overwritten_and_what_is_not_is_said(gallery: ModuleType, tmp_path: Path) -> None:
