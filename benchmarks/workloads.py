@@ -231,15 +231,10 @@ def contestants(work: Workload, data: str, folder: Path, peers: dict[str, Any]) 
 
 
 def measure(work: Workload, rounds: int, peers: dict[str, Any], folder: Path) -> list[Row]:
-    """Have everybody do ``rounds`` rounds, one after another in turn; those who cannot start are left out, and told."""
+    """Have everybody do ``rounds`` rounds, one after another in turn."""
     data, started = data_of(work, folder), {}
     with ExitStack() as stack:
-        making = contestants(work, data, folder, peers)
-        while True:
-            try:
-                name, contestant = next(making)
-            except StopIteration:
-                break
+        for name, contestant in contestants(work, data, folder, peers):
             started[name] = stack.enter_context(contestant)
         num_turns = -(-rounds // work.at_a_time)
         turns = [{name: _turn(one, work.at_a_time) for name, one in started.items()} for _ in range(num_turns)]

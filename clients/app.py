@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 from torch import nn
 
-from clients.owner import Owner, discreet, owner_of
+from clients.owner import Owner, client_of, discreet, owner_of
 from fl_sim.batch_norm import layers_after, placed
 from fl_sim.engines import wire
 from fl_sim.engines.grid import partition_of, raised
@@ -106,11 +106,11 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
 
     @app.query()
     def who(message: Message, context: Context) -> Message:
-        return Message(wire.who_content(_partition(context)), reply_to=message)
+        return Message(wire.who_content(client_of(context)), reply_to=message)
 
     @app.train("synthesize")
     def synthesize(message: Message, context: Context) -> Message:
-        clients, owner = [_partition(context)], owner_of(context)
+        clients, owner = [client_of(context)], owner_of(context)
         [reply] = _synthesized(turns, [message], clients, lambda: None, _policy(context), owner)
         if isinstance(reply, Exception):
             raise reply
@@ -118,7 +118,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
 
     @app.train("share")
     def share(message: Message, context: Context) -> Message:
-        order, client = wire.read_order(message.content), _partition(context)
+        order, client = wire.read_order(message.content), client_of(context)
         site = turns.site(order, client, owner_of(context))
         _ask_policy(context, lambda policy: policy.check_training(own_records=True))
         inputs, labels = site.records(client, order.synthetic).tensors()
@@ -126,7 +126,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
 
     @app.train("vote")
     def vote(message: Message, context: Context) -> Message:
-        order, client = wire.read_order(message.content), _partition(context)
+        order, client = wire.read_order(message.content), client_of(context)
         site = turns.site(order, client, owner_of(context))
         assert site.vote is not None
         _ask_policy(context, lambda policy: policy.check_vote())
@@ -135,7 +135,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
 
     @app.train("summarise")
     def summarise(message: Message, context: Context) -> Message:
-        client, owner = _partition(context), owner_of(context)
+        client, owner = client_of(context), owner_of(context)
         order = _at_home(wire.read_order(message.content), owner)
         site, (params, _) = turns.site(order, client, owner), wire.read_task(message.content)
         assert site.summarise is not None
@@ -147,7 +147,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
 
     @app.train()
     def train_one_round(message: Message, context: Context) -> Message:
-        client, owner = _partition(context), owner_of(context)
+        client, owner = client_of(context), owner_of(context)
         raw = partial(turns.trains_on_own, message, client, owner)
         _ask_policy(context, lambda policy: policy.check_training(own_records=raw()))
         turn = turns.turn(message, client, owner)
@@ -386,7 +386,3 @@ def _policy(context: Context) -> "Policy | None":
     from clients.policy import read_policy  # noqa: PLC0415 (the accountants load slowly, and simulations have none)
 
     return read_policy(Path(path))
-
-
-def _partition(context: Context) -> int:
-    return int(str(context.node_config["partition-id"]))

@@ -33,13 +33,18 @@ class Owner:
         return replace(order, data_root="", state_dir=str(self.state / order.run))
 
 
+def client_of(context: Context) -> int:
+    """Return which client a node plays."""
+    return int(str(context.node_config["partition-id"]))
+
+
 def owner_of(context: Context) -> Owner | None:
     """Return the owner of a node whose configuration has ``data``, else None."""
     data, state = (str(context.node_config.get(name, "")) for name in ("data", "state"))
     if not data:
         return None
     default = folder_of("FL_SIM_STATES", "XDG_STATE_HOME", "~/.local/state", "states")
-    return Owner(data, (Path(state).expanduser().absolute() if state else default) / f"client-{_partition(context)}")
+    return Owner(data, (Path(state).expanduser().absolute() if state else default) / f"client-{client_of(context)}")
 
 
 def discreet(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
@@ -61,7 +66,3 @@ def _without_places(error: Exception, context: Context) -> str:
     for value in sorted(map(str, context.node_config.values()), key=len, reverse=True):
         said = said.replace(value, "...") if len(value) > len("mnist") else said
     return _PLACE.sub("...", said)
-
-
-def _partition(context: Context) -> int:
-    return int(str(context.node_config["partition-id"]))

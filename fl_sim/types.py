@@ -85,6 +85,11 @@ class Examples:
         """Return the number of records."""
         return len(self.labels)
 
+    @property
+    def arrays(self) -> tuple[NDArray[np.generic], ...]:
+        """Return all arrays that there are, in the order of a digest of them."""
+        return (self.inputs, self.labels) if self.groups is None else (self.inputs, self.labels, self.groups)
+
     def take(self, indices: NDArray[np.int64]) -> Examples:
         """Copy the records at ``indices``, in that order."""
         groups = None if self.groups is None else self.groups[indices]

@@ -111,8 +111,7 @@ class FederatedStrategy(Strategy):
             payloads = dict(aggregate.payloads)
             layers = payloads.pop(wire.LAYERS, {})
             server = self.algorithm.merge(self.server, replace(aggregate, payloads=payloads))
-            if not is_finite({"params": server.params, "layers": layers}):
-                raise Diverged(f"the global model is not finite after round {server_round}; try smaller learning rates")
+            check_finite({"params": server.params, "layers": layers}, server_round)
             self.server = replace(server, layers=layers)
         if self.privacy is not None:  # how many came and how they fared is theirs: it leaves only in the noised mean
             return wire.to_arrays(self.server.model), None
@@ -223,6 +222,12 @@ class FederatedStrategy(Strategy):
             client, error = next(iter(failed.items()))
             raise refusal(f"client {client} in round {server_round}", error, quoted=not self.order.synthetic)
         return tuple(updates)
+
+
+def check_finite(groups: Payloads, server_round: int) -> None:
+    """Raise Diverged where the global model that a round has made is not finite."""
+    if not is_finite(groups):
+        raise Diverged(f"the global model is not finite after round {server_round}; try smaller learning rates")
 
 
 def mean_loss(replies: Iterable[Reply]) -> float | None:

@@ -166,7 +166,7 @@ class FedAsync(_Asynchronous):
 
     def _check_algorithm(self, algorithm: object, chosen: str) -> None:
         super()._check_algorithm(algorithm, chosen)
-        if type(algorithm).merge is not Averaging.merge:  # type: ignore[attr-defined]
+        if isinstance(algorithm, Averaging) and type(algorithm).merge is not Averaging.merge:
             raise ValueError(
                 f"algorithm {kind_of(algorithm)} cannot run with {chosen}, which says itself what the server makes of "
                 "an update: take fedavg, fedprox or another whose server takes a mean, or server=fedbuff"
@@ -176,14 +176,14 @@ class FedAsync(_Asynchronous):
 class FedBuff(_Asynchronous):
     """The server makes a step whenever a buffer is full of updates (Nguyen et al. 2022, algorithm 1).
 
-    x <- x + ``server_learning_rate`` / ``buffer`` * sum of (y_i - x_i) / (1 + staleness_i)^``staleness_exponent``: x_i
-    is the model that client i was sent, and its staleness how many steps the server has made since. An algorithm with a
-    server step of its own takes that sum for its mean update. A round is one such step.
+    x <- x + eta / B * sum of (y_i - x_i) / (1 + staleness_i)^a: x_i is the model that client i was sent, and its
+    staleness how many steps the server has made since. An algorithm with a server step of its own takes that sum for
+    its mean update. A round is one such step.
 
-    ``buffer``: how many updates make a step. ``staleness_exponent``: how much less an older update counts.
-    ``concurrency``: how many clients train at a time. ``server_learning_rate``: how far a step goes. ``weighting``:
-    "uniform" counts all clients the same, as the paper does; "examples" by their number of records, as FedAvg does. A
-    client without records does not count.
+    ``buffer``: how many updates make a step (B). ``staleness_exponent``: how much less an older update counts (a).
+    ``concurrency``: how many clients train at a time. ``server_learning_rate``: how far a step goes (eta).
+    ``weighting``: "uniform" counts all clients the same, as the paper does; "examples" by their number of records, as
+    FedAvg does. A client without records does not count.
     """
 
     kind: Literal["fedbuff"] = "fedbuff"

@@ -152,6 +152,22 @@ def federations() -> ModuleType:
 
 
 @pytest.fixture
+def stop_after() -> Callable[[int], Any]:
+    """Give an observer that ends a run after a round, as Ctrl-C does."""
+    from fl_sim.simulation.run_log import Silent
+
+    class StopAfter(Silent):
+        def __init__(self, server_round: int) -> None:
+            self._last = server_round
+
+        def finished_round(self, record: Any) -> None:
+            if record.round == self._last:
+                raise KeyboardInterrupt
+
+    return StopAfter
+
+
+@pytest.fixture
 def bowl(federations: ModuleType) -> Callable[[float], Any]:
     return federations.Bowl
 

@@ -33,7 +33,8 @@ def read(name: str, data_root: Path | None) -> Dataset:
 
 
 def _check_dataset(made: Dataset, where: str) -> None:
-    for split, part in (("train", made.train), ("test", made.test)):
+    validation = () if made.validation is None else (("validation", made.validation),)
+    for split, part in (("train", made.train), ("test", made.test), *validation):
         _check(part, made.num_classes, f"{where}, {split}")
         if made.vocabulary:
             tokens_in(f"{where}, {split}", part.inputs.astype(np.int64), made.vocabulary)
@@ -43,10 +44,7 @@ def _check_dataset(made: Dataset, where: str) -> None:
     for what, values in (("mean", made.mean), ("std", made.std)):
         if len(values) != channels or not np.isfinite(values).all() or (what == "std" and min(values) <= 0):
             raise UserError(f"{where}: {what} is {values}, wanted are {channels} finite numbers, std above 0")
-
-    if made.validation is not None:
-        _check(made.validation, made.num_classes, f"{where}, validation")
-        with_validation(made, made.validation, where)
+    with_validation(made, made.validation, where)
 
 
 def _check(part: Examples, num_classes: int, where: str) -> None:

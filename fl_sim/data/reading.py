@@ -34,10 +34,8 @@ def fingerprint(name: str, data_root: Path | None, *, with_test: bool = False) -
     dataset, digest = load(name, data_root), hashlib.sha256()
     validation = () if dataset.validation is None else (dataset.validation,)
     for part in (dataset.train, *validation, *((dataset.test,) if with_test else ())):
-        digest.update(np.ascontiguousarray(part.inputs).data)
-        digest.update(np.ascontiguousarray(part.labels).data)
-        if part.groups is not None:
-            digest.update(np.ascontiguousarray(part.groups).data)
+        for array in part.arrays:
+            digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 
 

@@ -1,5 +1,6 @@
 """The settings of clients' devices: all alike, drawn from a distribution, or as a profile lists them."""
 
+from abc import abstractmethod
 from typing import Annotated, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -62,9 +63,9 @@ class _Typical(Settings):
             self.jitter,
         )
 
+    @abstractmethod
     def _slowness(self, generator: np.random.Generator, num_clients: int) -> NDArray[np.float64]:
         """Return how many times as long as a typical device each client's takes."""
-        raise NotImplementedError
 
 
 class Constant(_Typical):

@@ -23,17 +23,16 @@ with importing():  # Ray imports this file first, in a process that has nothing 
 class Player:
     """Answers messages, and keeps the experiment's data for the next ones.
 
-    ``crew``: a reference to (app_factory, num_clients, threads, together, sources): see ``RayGrid``, and the sources of
-    the user's own modules. ``goods``: a reference to what both factories are given where this process sees no disk of
-    the driver's, or None. Both are closed.
+    ``crew``: a reference to the sources of the user's own modules and, pickled, (app_factory, num_clients, threads,
+    together) as ``RayGrid`` has them. ``goods``: a reference to what both factories are given where this process sees
+    no disk of the driver's, or None. Both are closed.
     """
 
     def __init__(self, envelopes: Envelopes, crew: Any, goods: Any) -> None:
         self._envelopes = envelopes
-        opened = envelopes.open(ray.get(crew))
         app_factory: Callable[..., ClientApp]
         together: Together | None
-        sources, pickled = opened
+        sources, pickled = envelopes.open(ray.get(crew))
         importable(sources)
         app_factory, num_clients, self._threads, together = ray.cloudpickle.loads(pickled)
         self._goods: Any = None if goods is None else envelopes.open(ray.get(goods))

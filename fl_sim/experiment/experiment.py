@@ -219,6 +219,10 @@ class Local(Settings):
     schedule: Annotated[Schedule, OneOf("local.schedule")] = Constant()
     precision: Precision = "float32"
 
+    def rate_in(self, server_round: int, rounds: int) -> float:
+        """Return the learning rate of one of ``rounds`` rounds, after the schedule."""
+        return self.learning_rate * self.schedule.factor(server_round, rounds)
+
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, table: Any) -> Any:
@@ -433,8 +437,12 @@ class Experiment(Settings):
     @property
     def _unused_newcomers(self) -> set[str]:
         """Return settings that came later and are not made use of."""
-        defaults = {"features": "none", "compress": NoCompression(), "devices": NoDevices(), "server": Synchronous()}
-        return {name for name, default in defaults.items() if getattr(self, name) == default}
+        fields = type(self).model_fields
+        return {
+            name
+            for name in ("features", "compress", "devices", "server")
+            if getattr(self, name) == fields[name].default
+        }
 
     @property
     def is_private(self) -> bool:

@@ -25,13 +25,18 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
     """Return the job of the node that plays ``client`` with all training records of its own data set ``name``.
 
     ``facts``: the server's ``public_facts``, by whose constants records are scaled. Raises UserError for records of
-    another shape or other classes.
+    another shape or other classes, and for validation records.
     """
     own = load(name, None, experiment.features)
     if list(own.input_shape) != facts["shape"] or int(own.train.labels.max()) >= facts["classes"]:
         raise UserError(
             f"the node's own records have shape {list(own.input_shape)} and labels up to {own.train.labels.max()}, but "
             f"the experiment's have shape {facts['shape']} and {facts['classes']} classes: give the node such records"
+        )
+    if own.validation is not None:
+        raise UserError(
+            f"the node's own records come with {len(own.validation):,} validation records, and a node measures "
+            "nothing: leave them out"
         )
     dataset = replace(own, num_classes=facts["classes"], mean=tuple(facts["mean"]), std=tuple(facts["std"]))
     # Nothing is dealt out there, and nobody sees records in another way than they are.

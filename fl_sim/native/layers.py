@@ -12,7 +12,10 @@ from torch import nn
 from fl_sim.models import ResidualBlock
 from fl_sim.params import Layout, layout_of
 
-_CONV, _POOL, _RELU, _LINEAR, _NORM, _ADD, _AVERAGE, _DROP = range(8)
+KINDS = ("conv", "pool", "ReLU", "linear", "norm", "add", "average", "dropout")
+"""The layers' kinds, in the order of their numbers."""
+
+_CONV, _POOL, _RELU, _LINEAR, _NORM, _ADD, _AVERAGE, _DROP = range(len(KINDS))
 _KINDS: dict[type[nn.Module], int] = {
     nn.Conv2d: _CONV, nn.MaxPool2d: _POOL, nn.ReLU: _RELU, nn.Linear: _LINEAR, nn.GroupNorm: _NORM,
     nn.AdaptiveAvgPool2d: _AVERAGE,

@@ -1,9 +1,6 @@
 """How much a model's layers compute, and which of them PyTorch computes faster than the compiled trainer."""
 
-from fl_sim.native.layers import FIELDS, Stack
-
-KINDS = ("conv", "pool", "ReLU", "linear", "norm", "add", "average", "dropout")
-"""The layers' kinds, in the order of their numbers."""
+from fl_sim.native.layers import FIELDS, KINDS, Stack
 
 _MOST_OF_ONE_PIXEL, _MOST_OF_MANY = 300, 1400
 """PyTorch is faster where an output is of more products: with kernels of 1 pixel, and with those of more than 3 x 3.

@@ -10,8 +10,7 @@ from flwr.serverapp import Grid
 
 from fl_sim.devices.schedule import Schedule, ServerStep, Turn
 from fl_sim.engines import wire
-from fl_sim.errors import Diverged, Malformed, UserError
-from fl_sim.params import is_finite
+from fl_sim.errors import Malformed, UserError
 from fl_sim.seeding import rng
 from fl_sim.simulation.clocks import clock_of
 from fl_sim.simulation.rounds import Exchange, Rounds
@@ -20,7 +19,7 @@ from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, read_state, write_state
 from fl_sim.types import Reply, ServerState, Traffic
 from strategies.answers import find_population, refusal
-from strategies.flower import FederatedStrategy, Round, mean_loss
+from strategies.flower import FederatedStrategy, Round, check_finite, mean_loss
 from strategies.samplers import in_random_order
 from strategies.servers import Arrival, FedAsync, FedBuff
 
@@ -124,8 +123,7 @@ class _Pace:
         ]
         experiment, algorithm = self.procedure.job.experiment, self.procedure.algorithm
         server = self.procedure.server.step(before, algorithm, arrivals, server_round, experiment.num_clients)
-        if not is_finite({"params": server.params}):
-            raise Diverged(f"the global model is not finite after round {server_round}; try smaller learning rates")
+        check_finite({"params": server.params}, server_round)
         self.strategy.server = server
         self._keep_sent()
         each = self.strategy.traffic
@@ -158,8 +156,8 @@ class _Pace:
                 raise refusal(who, error, quoted=not self.strategy.order.synthetic) from error
 
     def _content(self, server_round: int) -> RecordDict:
-        local, rounds = self.procedure.job.experiment.local, self.procedure.job.experiment.rounds
-        rate = local.learning_rate * local.schedule.factor(server_round, rounds)
+        experiment = self.procedure.job.experiment
+        rate = experiment.local.rate_in(server_round, experiment.rounds)
         order = replace(self.strategy.order, server_round=server_round, learning_rate=rate)
         return self.strategy.content(order, self.sent[server_round])
 

@@ -98,7 +98,7 @@ def _check_rounds(experiment: Experiment, out: Path, earlier: Experiment, record
         )
     local = experiment.local
     for record in records:
-        rate = local.learning_rate * local.schedule.factor(record.round, experiment.rounds)
+        rate = local.rate_in(record.round, experiment.rounds)
         if rate != record.learning_rate:
             raise UserError(
                 f"local.schedule={kind_of(local.schedule)} depends on the number of rounds: round {record.round} has "

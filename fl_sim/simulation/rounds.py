@@ -119,7 +119,7 @@ class Rounds:
     ) -> RoundRecord:
         """Train, and evaluate where that is due. Raises BudgetExhausted where the privacy budget does not afford it."""
         experiment, start = self.job.experiment, time.perf_counter()
-        rate = experiment.local.learning_rate * experiment.local.schedule.factor(server_round, experiment.rounds)
+        rate = experiment.local.rate_in(server_round, experiment.rounds)
         done = exchange(server_round, rate)
         epsilon = strategy.privacy.ledger.epsilon if strategy.privacy else None
         record = RoundRecord(

@@ -79,11 +79,7 @@ def _plain(examples: Examples) -> Examples:
 
 def _digest(dataset: Dataset, *splits: Parts) -> str:
     digest = hashlib.sha256()
-    for part in (dataset.train, dataset.test):
-        for array in (part.inputs, part.labels, part.groups):
-            if array is not None:
-                digest.update(np.ascontiguousarray(array).data)
-    for split in splits:
-        for array in (split.records, split.bounds):
-            digest.update(np.ascontiguousarray(array).data)
+    dealt = [array for split in splits for array in (split.records, split.bounds)]
+    for array in (*dataset.train.arrays, *dataset.test.arrays, *dealt):
+        digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()

@@ -113,3 +113,12 @@ def test_records_that_do_not_fit_are_refused(
 
 def _sent(answer: Message) -> list[bytes]:
     return [array.data for record in answer.content.array_records.values() for array in record.values()]
+
+
+def test_validation_records_of_a_node_which_measures_nothing_are_refused(ask: Ask, own: Path) -> None:
+    with np.load(own) as file:
+        arrays = dict(file)
+    np.savez(own, **arrays, x_val=arrays["x_test"], y_val=arrays["y_test"])
+    answer = wire.error_of(ask({"data": f"npz:{own}"}))
+    assert answer is not None
+    assert "validation records, and a node measures nothing: leave them out" in answer

@@ -55,6 +55,12 @@ def of_three_hospitals(data_root: Path | None) -> Dataset:
 
 
 number = 7
+strange_tokens = changed(
+    train=Examples(np.ones((60, 2), np.float32), np.arange(60) % 2),
+    test=Examples(np.ones((20, 2), np.float32), np.arange(20) % 2),
+    validation=Examples(np.full((5, 2), 9, np.float32), np.zeros(5, np.int64)),
+    vocabulary=3,
+)
 few_groups = changed(train=replace(table(None).train, groups=np.zeros(59, np.int64)))
 wide = with_train(inputs=np.zeros((60, 3), np.float32))
 doubles = with_train(inputs=np.zeros((60, 2)))
@@ -126,6 +132,7 @@ def test_who_owns_records_is_a_part_of_what_they_are() -> None:
         ("flat", r"std is \(0.0,\), wanted are 1 finite numbers, std above 0"),
         ("channels", "mean is"),
         ("few_groups", r"groups are int64 of shape \(59,\); wanted is int64, one for each of 60 records"),
+        ("strange_tokens", "validation.*with vocabulary 3"),
     ],
 )
 def test_what_is_no_data_set_is_refused_in_one_line(name: str, message: str) -> None:

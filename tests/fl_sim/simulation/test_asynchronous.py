@@ -1,6 +1,7 @@
 """FedAsync and FedBuff as procedures: what they come to where they must come to something else, and after a stop."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from safetensors.torch import load_file
 
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
-from fl_sim.simulation.run import Silent, run
-from fl_sim.store.run_directory import RoundRecord, read_rounds
+from fl_sim.simulation.run import run
+from fl_sim.store.run_directory import read_rounds
 
 BASE: dict[str, Any] = {
     "model": "logistic", "rounds": 6, "engine": "inprocess", "clients": 8, "partition": "dirichlet:0.3",
@@ -88,19 +89,13 @@ def test_fedasync_with_one_client_at_a_time_and_whole_models_is_sequential_train
 @pytest.mark.parametrize("server", [FEDBUFF, {"kind": "fedasync", "concurrency": 5}])
 @pytest.mark.parametrize("stop", [1, 4])
 def test_a_run_that_is_stopped_and_taken_up_gives_the_same_bits(
-    server: dict[str, Any], stop: int, tmp_path: Path
+    server: dict[str, Any], stop: int, tmp_path: Path, stop_after: Callable[[int], Any]
 ) -> None:
     devices = {"kind": "log-normal", "sigma": 1.0, "jitter": 0.3, "availability": 0.7}
     chosen = experiment(devices=devices, server=server)
-
-    class Stopping(Silent):
-        def finished_round(self, record: RoundRecord) -> None:
-            if record.round == stop:
-                raise KeyboardInterrupt
-
     run(chosen, tmp_path / "straight")
     with pytest.raises(KeyboardInterrupt):
-        run(chosen, tmp_path / "stopped", observer=Stopping())
+        run(chosen, tmp_path / "stopped", observer=stop_after(stop))
     run(chosen, tmp_path / "stopped")
     assert same(tmp_path / "straight", tmp_path / "stopped")
     assert lines(tmp_path / "straight") == lines(tmp_path / "stopped")

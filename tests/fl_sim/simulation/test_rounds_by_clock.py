@@ -1,6 +1,7 @@
 """Rounds by the virtual clock: the same bits without a deadline, lost and partial work with one."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +15,8 @@ from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.settings_file import read_table
 from fl_sim.simulation.procedure import procedure_of
-from fl_sim.simulation.run import Silent, run
-from fl_sim.store.run_directory import RoundRecord, read_rounds
+from fl_sim.simulation.run import run
+from fl_sim.store.run_directory import read_rounds
 from strategies.fednova import FedNova
 
 BASE: dict[str, Any] = {
@@ -116,18 +117,14 @@ def test_clients_that_are_not_there_are_not_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["scaffold", "fednova"])
-def test_a_stopped_run_with_lost_and_partial_work_goes_on_to_the_same_bits(algorithm: str, tmp_path: Path) -> None:
+def test_a_stopped_run_with_lost_and_partial_work_goes_on_to_the_same_bits(
+    algorithm: str, tmp_path: Path, stop_after: Callable[[int], Any]
+) -> None:
     devices = {**SLOW, "jitter": 0.5, "availability": 0.8}
     chosen = experiment(devices=devices, server={"deadline": 4.0, "late": "partial"}, algorithm=algorithm)
-
-    class Stopping(Silent):
-        def finished_round(self, record: RoundRecord) -> None:
-            if record.round == 2:
-                raise KeyboardInterrupt
-
     run(chosen, tmp_path / "straight")
     with pytest.raises(KeyboardInterrupt):
-        run(chosen, tmp_path / "stopped", observer=Stopping())
+        run(chosen, tmp_path / "stopped", observer=stop_after(2))
     run(chosen, tmp_path / "stopped")
     assert same(tmp_path / "straight", tmp_path / "stopped")
 

@@ -4,7 +4,7 @@ import json
 import struct
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -107,15 +107,6 @@ QUICK = {"model": "logistic", "clients": 3, "partition": "iid", "engine": "inpro
 PRIVATE = {**QUICK, "aggregator": {"kind": "global-dp", "noise": "seeded", "delta": 1e-3}, "clients": 12}
 
 
-class StopAfter(Silent):
-    def __init__(self, server_round: int) -> None:
-        self._last = server_round
-
-    def finished_round(self, record: RoundRecord) -> None:
-        if record.round == self._last:
-            raise KeyboardInterrupt
-
-
 def told(out: Path, tracker: str, settings: Mapping[str, Any] = QUICK, given: object = None) -> list[str]:
     """Run with a tracker; return what was said of it."""
     said: list[str] = []
@@ -179,10 +170,12 @@ def test_what_a_finished_run_has_is_exported_once(tracker: str, tmp_path: Path) 
     check(out, tracker)
 
 
-def test_a_stopped_run_goes_on_in_the_tracker_without_doubling_a_round(tracker: str, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_in_the_tracker_without_doubling_a_round(
+    tracker: str, tmp_path: Path, stop_after: Callable[[int], Any]
+) -> None:
     out = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        told(out, tracker, given=StopAfter(2))
+        told(out, tracker, given=stop_after(2))
     if tracker in {"tensorboard", "mlflow"}:  # killed before it was noted what was sent: they know it themselves
         marks = json.loads((out / "tracking.json").read_text())
         (out / "tracking.json").write_text(json.dumps({tracker: marks[tracker] | {"sent": 0}}))
