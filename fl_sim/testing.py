@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 
 from fl_sim import models
 from fl_sim.data import load
-from fl_sim.experiment.experiment import Experiment, InProcess, Local, experiment_from
+from fl_sim.experiment.engine import InProcess
+from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.local import Local
 from fl_sim.kinds import title_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, is_finite, layout_of, num_parameters, scale

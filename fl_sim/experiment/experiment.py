@@ -1,19 +1,20 @@
 """One experiment as a frozen value: data, split, model and method meet here alone."""
 
 import copy
-import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.data import Features
 from fl_sim.data.naming import as_table, from_table
 from fl_sim.devices.settings import AnyDevices, Devices, NoDevices, check_public
 from fl_sim.errors import UserError
+from fl_sim.experiment.engine import Auto, Engine
 from fl_sim.experiment.evaluate import Evaluate
+from fl_sim.experiment.local import Local, goes_by_steps
 from fl_sim.import_path import IMPORT_PATH
 from fl_sim.kinds import Checking, Promising, kind_of
 from fl_sim.mistakes import explain, shortened
@@ -21,7 +22,6 @@ from fl_sim.model_names import known_model
 from fl_sim.packed import Compressor
 from fl_sim.settings import InOneLine, OneOf, Settings, chosen_class, group_in, parse
 from fl_sim.settings_file import MOST_LEVELS
-from fl_sim.types import BatchNorm, Optimizer, Precision
 from partitions import AnyScheme, LabelK, Scheme
 from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, Central, Sharing, Weighing
@@ -71,180 +71,6 @@ AnyAggregator: TypeAlias = (
     WeightedMean | GlobalDP | CoordinateMedian | TrimmedMean | Krum | MultiKrum | NormBound | GeometricMedian
 )
 Preprocess: TypeAlias = NoPreprocess | DaFl
-
-
-class Constant(Settings):
-    """The same learning rate in every round."""
-
-    kind: Literal["constant"] = "constant"
-
-    def factor(self, server_round: int, rounds: int) -> float:
-        """Return what this round's learning rate is multiplied with."""
-        del server_round, rounds
-        return 1.0
-
-
-class Exponential(Settings):
-    """The learning rate times ``decay``^(round - 1)."""
-
-    kind: Literal["exponential"] = "exponential"
-    decay: float = Field(0.99, gt=0, le=1)
-
-    def factor(self, server_round: int, rounds: int) -> float:
-        """Return what this round's learning rate is multiplied with."""
-        del rounds
-        return float(self.decay ** (server_round - 1))
-
-
-class Step(Settings):
-    """The learning rate is multiplied by ``decay`` each time that ``every`` rounds have passed."""
-
-    kind: Literal["step"] = "step"
-    every: int = Field(10, ge=1)
-    decay: float = Field(0.1, gt=0, le=1)
-
-    def factor(self, server_round: int, rounds: int) -> float:
-        """Return what this round's learning rate is multiplied with."""
-        del rounds
-        return float(self.decay ** ((server_round - 1) // self.every))
-
-
-class Cosine(Settings):
-    """The learning rate times half a cosine, from 1 in the first round down to ``final`` after the last."""
-
-    kind: Literal["cosine"] = "cosine"
-    final: float = Field(0.0, ge=0, le=1)
-
-    def factor(self, server_round: int, rounds: int) -> float:
-        """Return what this round's learning rate is multiplied with."""
-        return self.final + (1 - self.final) * (1 + math.cos(math.pi * (server_round - 1) / rounds)) / 2
-
-
-Schedule: TypeAlias = Constant | Exponential | Step | Cosine
-
-
-class Auto(Settings):
-    """The faster engine for the job, by a timed step of it; the run says which was taken and why.
-
-    ``threads``: torch threads of each worker.
-    """
-
-    kind: Literal["auto"] = "auto"
-    threads: int = Field(1, ge=1)
-
-
-class InProcess(Settings):
-    """Every client in this process, ``workers`` at a time (0: one a core).
-
-    Models that draw random numbers while they train (dropout), and models of the user's own classes, go one client
-    after another. ``threads``: torch threads of each worker. ``stack``: how many clients are trained as one computation
-    over stacked parameters (0: 100 on a GPU, 1 on a CPU, where it does not pay); the last bits depend on it.
-    ``graphs``: whether a GPU is given each step of a stack as one CUDA graph, after the first few.
-    """
-
-    kind: Literal["inprocess"] = "inprocess"
-    threads: int = Field(1, ge=1)
-    workers: int = Field(0, ge=0)
-    stack: int = Field(0, ge=0)
-    graphs: bool = True
-
-
-class Ray(Settings):
-    """Ray actors, each with ``cpus`` processors and ``gpus`` GPUs (fractions share one).
-
-    ``actors`` 0 means as many as the cluster has room for. ``address`` joins a running cluster; its machines need
-    fl-sim installed, but no data, and no disk that others see. ``threads``: torch threads in each actor. ``stack``: how
-    many clients an actor trains as one computation over stacked parameters (0: with a GPU its share of a round, at most
-    100, else 1); the last bits depend on it.
-    """
-
-    kind: Literal["ray"] = "ray"
-    actors: int = Field(0, ge=0)
-    cpus: float = Field(1.0, ge=0)
-    gpus: float = Field(0.0, ge=0)
-    address: str = ""
-    threads: int = Field(1, ge=1)
-    stack: int = Field(0, ge=0)
-
-
-Engine: TypeAlias = Auto | InProcess | Ray
-
-
-def _whole_as_int(value: float) -> float:
-    """Return 10 for 10.0, as it is written and read."""
-    return int(value) if value == int(value) else value
-
-
-def _goes_by_steps(local: Mapping[str, Any]) -> bool:
-    return str(local.get("steps", 0)) != "0"
-
-
-class Local(Settings):
-    """How clients train in a round (NIID-Bench's protocol but for one epoch instead of ten).
-
-    ``epochs``: how often a client goes through its records in a round; 0.5 is half of an epoch's batches, rounded up.
-    ``steps``: every client takes this many steps in place of ``epochs``, whatever it holds (0: it goes by epochs).
-    ``batch_size``: records in a step; the last batch of an epoch may be smaller. ``learning_rate``: of the first round.
-    ``schedule``: what becomes of the learning rate over the rounds. ``momentum``: of SGD, from 0 in every round.
-    ``weight_decay``: this times every weight is added to its gradient ("adamw" shrinks the weight itself).
-
-    ``clip_norm``: gradients, with what the method adds to them, are scaled down to at most this L2 norm over all
-    parameters (0: they are not), before weight decay and momentum. It promises no privacy: ``global-dp`` does.
-    ``label_smoothing``: what part of every label is spread evenly over all classes in training. ``optimizer``: "sgd",
-    or torch's "adam" or "adamw", which start anew in every round and have no place for ``momentum``: it is 0 then.
-    ``augment``: how images are moved each time that they are trained on. "crop" pads them by 4 black pixels on every
-    side and cuts a window of their own size out anywhere, "flip" mirrors them as often as not, "crop-flip" does both.
-
-    ``batch_norm``: what becomes of BatchNorm layers. "none" refuses models that have them, "average" averages their
-    running statistics as the parameters are, beside whatever the method makes of the parameters, and by "personal" the
-    layers stay with every client, parameters and all (FedBN, Li et al. 2021).
-
-    ``precision`` is for GPUs: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8 (weights, their steps
-    and evaluation stay float32); on a CPU only ``engine.stack`` above 1 takes "bfloat16", and it does not pay.
-    """
-
-    epochs: Annotated[float, AfterValidator(_whole_as_int), PlainSerializer(_whole_as_int, return_type=int | float)] = (
-        Field(1, ge=0, le=10**6)
-    )
-    steps: int = Field(0, ge=0, le=10**9)
-    batch_size: int = Field(64, ge=1)
-    learning_rate: float = Field(0.01, gt=0)
-    momentum: float = Field(0.9, ge=0, lt=1)
-    weight_decay: float = Field(1e-5, ge=0)
-    clip_norm: float = Field(0.0, ge=0)
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    optimizer: Optimizer = "sgd"
-    augment: Literal["none", "crop", "flip", "crop-flip"] = "none"
-    batch_norm: BatchNorm = "none"
-    schedule: Annotated[Schedule, OneOf("local.schedule")] = Constant()
-    precision: Precision = "float32"
-
-    def rate_in(self, server_round: int, rounds: int) -> float:
-        """Return the learning rate of one of ``rounds`` rounds, after the schedule."""
-        return self.learning_rate * self.schedule.factor(server_round, rounds)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in(cls, table: Any) -> Any:
-        """Leave no epochs to who goes by steps, and no momentum to Adam, unless the user sets them."""
-        if not isinstance(table, dict):
-            return table
-        filled = {"epochs": 0, **table} if _goes_by_steps(table) else table
-        return {"momentum": 0.0, **filled} if filled.get("optimizer", "sgd") != "sgd" else filled
-
-    @model_validator(mode="after")
-    def _compatible(self) -> Self:
-        if self.optimizer != "sgd" and self.momentum:
-            raise ValueError(
-                f"local.momentum={self.momentum:g} has no place beside local.optimizer={self.optimizer}, which has its "
-                "own: leave local.momentum out, or set it to 0"
-            )
-        if bool(self.epochs) == bool(self.steps):
-            raise ValueError(
-                f"local.epochs={self.epochs} and local.steps={self.steps}: clients train for epochs or steps; set one "
-                "of them and leave the other out, or at 0"
-            )
-        return self
 
 
 class Experiment(Settings):
@@ -465,7 +291,7 @@ class Experiment(Settings):
 
 def _laid_over(value: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``given`` over what a kind starts with, whose epochs have no place beside the user's steps."""
-    kept = {name: part for name, part in value.items() if name != "epochs" or not _goes_by_steps(given)}
+    kept = {name: part for name, part in value.items() if name != "epochs" or not goes_by_steps(given)}
     return {**kept, **given}
 
 

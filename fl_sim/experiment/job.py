@@ -19,8 +19,9 @@ from fl_sim.data import Features, load
 from fl_sim.data.naming import own_name
 from fl_sim.devices.settings import Profile
 from fl_sim.errors import UserError
+from fl_sim.experiment.engine import Auto
 from fl_sim.experiment.evaluate import held_out
-from fl_sim.experiment.experiment import Auto, Experiment, experiment_from
+from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.kinds import kind_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.seeding import rng

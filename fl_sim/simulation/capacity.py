@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray
+from fl_sim.experiment.engine import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.job import Job
 from strategies.global_dp import GlobalDP
 from strategies.servers import Synchronous

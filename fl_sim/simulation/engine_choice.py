@@ -21,7 +21,8 @@ from fl_sim.engines.inprocess import Generators, InProcessGrid
 from fl_sim.engines.pieces import Together
 from fl_sim.engines.ray_token import choose_token
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import Auto, Engine, InProcess, Ray, defined_in_script, own_modules
+from fl_sim.experiment.engine import Auto, Engine, InProcess, Ray
+from fl_sim.experiment.experiment import defined_in_script, own_modules
 from fl_sim.experiment.job import Job
 from fl_sim.importing import settled
 from fl_sim.local_plan import fields_in_use

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from fl_sim.experiment.experiment import Auto, Experiment, InProcess
+from fl_sim.experiment.engine import Auto, InProcess
+from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.params import detached
 from fl_sim.seeding import rng, torch_kept

@@ -17,7 +17,8 @@ from clients.dafl.settings import DaFl
 from fl_sim.data import version_of
 from fl_sim.engines.wire import Ticket
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import Experiment, InProcess
+from fl_sim.experiment.engine import InProcess
+from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalAlgorithm

@@ -6,7 +6,8 @@ from typing import Any
 
 from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.data.naming import short_label
-from fl_sim.experiment.experiment import Experiment, Local
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.local import Local
 from fl_sim.kinds import field_defaults, is_settings, kind_of, short_form, title_of
 from fl_sim.tables.seeds import spread
 from strategies.algorithm import Advising, Noted

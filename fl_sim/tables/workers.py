@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from fl_sim.errors import RunError, UserError
-from fl_sim.experiment.experiment import Experiment, InProcess, defined_in_script
+from fl_sim.experiment.engine import InProcess
+from fl_sim.experiment.experiment import Experiment, defined_in_script
 from fl_sim.settings_file import read_table
 from fl_sim.simulation.capacity import cores
 from fl_sim.store import run_directory

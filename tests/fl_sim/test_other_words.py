@@ -5,7 +5,8 @@ import re
 import pytest
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import Experiment, Local, experiment_from, with_overrides
+from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.experiment.local import Local
 from fl_sim.other_words import OTHER_WORDS
 
 SETTING = re.compile(r"[a-z_.]+=[^ ,]+")

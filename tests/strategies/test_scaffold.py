@@ -8,7 +8,8 @@ from torch import nn
 
 import fl_sim
 from fl_sim.errors import RunError, UserError
-from fl_sim.experiment.experiment import Experiment, Local, experiment_from
+from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.local import Local
 from fl_sim.store.tensors import load_state, save_state
 from strategies.fedavg import FedAvg
 from strategies.scaffold import Scaffold

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from fl_sim.errors import UserError
-from fl_sim.experiment import experiment as wiring
+from fl_sim.experiment.engine import Ray
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import resolved
+from fl_sim.experiment.local import Cosine
 from fl_sim.seeding import rng
 from fl_sim.settings_file import read_table
 from fl_sim.store import run_directory
 from partitions import Dirichlet, LabelK
+from strategies.aggregators import WeightedMean
 from strategies.fedavg import Centralized, FedAvg
 from strategies.fedprox import FedProx
 from strategies.samplers import FixedSize, Poisson
@@ -51,9 +53,9 @@ def test_overrides_mean_the_same_in_any_order(overrides):
         (["algorithm.kind=centralized"], "algorithm", Centralized()),
         (["sampler=poisson:0.1"], "sampler", Poisson(sampling_rate=0.1)),
         (["sampler.cohort_size=4", "sampler=fixed-size"], "sampler", FixedSize(cohort_size=4)),
-        (["engine=ray:4"], "engine", wiring.Ray(actors=4)),
-        (["engine=ray", "engine.cpus=0.5"], "engine", wiring.Ray(cpus=0.5)),
-        (["aggregator=mean"], "aggregator", wiring.WeightedMean()),
+        (["engine=ray:4"], "engine", Ray(actors=4)),
+        (["engine=ray", "engine.cpus=0.5"], "engine", Ray(cpus=0.5)),
+        (["aggregator=mean"], "aggregator", WeightedMean()),
     ],
 )  # fmt: skip
 def test_short_forms_and_keys_inside_groups(overrides, part, value):
@@ -65,7 +67,7 @@ def test_overrides_lie_over_a_table_and_leave_it_as_it_was():
     made = _made("local.epochs=2", "algorithm.mu=0.25", "local.schedule.final=0.5", table=table)
     assert made.algorithm == FedProx(mu=0.25)
     assert (made.local.epochs, made.local.momentum, made.rounds) == (2, 0.5, 7)
-    assert made.local.schedule == wiring.Cosine(final=0.5)
+    assert made.local.schedule == Cosine(final=0.5)
     assert table["local"] == {"epochs": 10, "momentum": 0.5, "schedule": "cosine"}
 
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from fl_sim.experiment.experiment import Local, experiment_from
+from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
+from fl_sim.experiment.local import Local
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import load_kernel
 from fl_sim.simulation.engine_choice import estimated_seconds, together_of, trainer_line, trains_natively

@@ -2,7 +2,8 @@
 
 import pytest
 
-from fl_sim.experiment.experiment import Auto, InProcess, Ray, experiment_from
+from fl_sim.experiment.engine import Auto, InProcess, Ray
+from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation import engine_choice
 from fl_sim.simulation.engine_choice import choose, synthesis_seconds

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from fl_sim.errors import RunError, UserError
-from fl_sim.experiment.experiment import Auto, Experiment, InProcess, Ray
+from fl_sim.experiment.engine import Auto, InProcess, Ray
+from fl_sim.experiment.experiment import Experiment
 from fl_sim.tables import workers
 from fl_sim.tables.workers import Failed, _why_it_died, _why_none_starts, _Worker, run_all, with_share_of_cores
 from strategies.fedavg import FedAvg
