@@ -16,7 +16,6 @@ _PICKED = {
 }
 
 _ALWAYS, _NEVER = re.compile("aggregator="), "aggregator=mean"
-_BRACKETS: Final = re.compile(r" \(([^()]*)\)")
 
 NO_GUARANTEE = "No privacy guarantee: updates leave the clients without noise"
 
@@ -137,7 +136,21 @@ def further_settings(label: str, name: str, parameters: str) -> str:
 
 
 def _taken_apart(label: str) -> tuple[str, list[str]]:
-    """Return a label's method, and its settings: those in brackets, and those after the first comma."""
-    inside = [one for group in _BRACKETS.findall(label) for one in group.split(", ")]
-    method, *behind = _BRACKETS.sub("", label).split(", ")
-    return method, [*inside, *behind]
+    """Return a label's method, and its settings: those in the method's brackets, and those after the first comma.
+
+    >>> _taken_apart("A (b=1, c=d (e=2)) + F, g (h=3), i=4")
+    ('A + F', ['b=1', 'c=d (e=2)', 'g (h=3)', 'i=4'])
+    """
+    first, *behind = _outside_brackets(label, ", ")
+    words = _outside_brackets(first, " ")
+    inside = [one for word in words if word.startswith("(") for one in _outside_brackets(word[1:-1], ", ")]
+    return " ".join(word for word in words if not word.startswith("(")), [*inside, *behind]
+
+
+def _outside_brackets(text: str, separator: str) -> list[str]:
+    """Return the parts of ``text`` between those separators that stand in no brackets."""
+    parts: list[str] = []
+    for piece in text.split(separator):
+        is_open = bool(parts) and parts[-1].count("(") > parts[-1].count(")")
+        parts[len(parts) - is_open :] = [parts[-1] + separator + piece] if is_open else [piece]
+    return parts

@@ -213,4 +213,5 @@ def _placed(settings: TableSettings, point: Point, data_root: Path | None) -> _P
 def _further(point: Point, over: str) -> list[str]:
     """Return what a row's name must say besides the method: all that spans the table, is in no column and no mean."""
     named = {*AXES, over, *(CENTRALIZED if is_bound(point) else _IN_THE_NAME)}
-    return [f"{key}={text(value)}" for key, value in flat(point) if key.split(".")[0] not in named]
+    further = flat(point, lambda value: not isinstance(value, Mapping) or "kind" in value)
+    return [f"{key}={text(value)}" for key, value in further if key.split(".")[0] not in named]

@@ -82,9 +82,15 @@ def _short(value: Any) -> str:
 
 
 def text(value: Any) -> str:
-    """Return a grid's value as it is written in a row's name."""
+    """Return a grid's value as it is written in a row's name.
+
+    >>> text({"kind": "rand-k", "share": 0.1})
+    'rand-k (share=0.1)'
+    """
     if isinstance(value, float):
         return _short(value)
+    if isinstance(value, Mapping) and "kind" in value:
+        return text(value["kind"]) + _in_brackets({key: part for key, part in value.items() if key != "kind"})
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 

@@ -150,6 +150,15 @@ def test_a_grid_over_a_parameter_of_the_preprocessing_leaves_the_upper_bound_alo
     assert len(plan.runs) == 4
 
 
+def test_a_kind_with_settings_of_its_own_is_one_part_of_a_rows_name() -> None:
+    corrected = {"kind": "rand-k", "share": 0.1, "correction": "error-feedback"}
+    plan = plan_table(settings(algorithm=["fedavg"], compress=["rand-k:0.1", corrected]))
+    assert plan.rows == (
+        "FedAvg, compress=rand-k:0.1",
+        "FedAvg, compress=rand-k (share=0.1, correction=error-feedback)",
+    )
+
+
 def test_further_settings_of_an_entry_are_named_and_change_single_keys_of_the_base() -> None:
     base = {"local": {"learning_rate": 0.5}}
     plan = plan_table(settings(base=base, algorithm=["fedavg", {"algorithm": "fedavg", "local": {"epochs": 3}}]))
