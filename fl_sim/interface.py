@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from fl_sim.settings import as_table
 from fl_sim.simulation import run as simulation
 from fl_sim.simulation.repeating import set_aside
 from fl_sim.store.run_directory import RoundRecord, read_rounds
+from fl_sim.tables.budget import deadline_after
 from fl_sim.tables.files import file_or_preset
 from fl_sim.tables.forerunner import begin_with_shorter
 from fl_sim.tables.names import run_name
@@ -141,6 +143,7 @@ def table(
     out: str | Path | None = None,
     jobs: int | None = None,
     data_root: str | Path | None = None,
+    budget: float | None = None,
     progress: bool = True,
     track: str | Iterable[str] = (),
 ) -> TableResult:
@@ -148,10 +151,13 @@ def table(
 
     ``plan``: the name of a preset, else the path of a TOML file, or its content: ``{"base": {...}, "grid": {...}}``, in
     which settings objects may stand, too. ``out``: by default ``results/NAME``, for a plan from Python
-    ``results/table-DIGEST``. ``jobs``: runs side by side (default: one a core). A run that fails is a cell that says
-    so. ``track``: who is told of each run, as ``run`` has it. Raises UserError for a plan that cannot be run.
+    ``results/table-DIGEST``. ``jobs``: runs side by side (default: one a core). ``budget``: hours after which the table
+    is returned as far as it is filled; the same call goes on from there. A run that fails is a cell that says so.
+    ``track``: who is told of each run, as ``run`` has it. Raises UserError for a plan that cannot be run.
     """
-    from fl_sim.tables.filling import Board, conclude, fill  # noqa: PLC0415 (of no use to a single run)
+    from fl_sim.tables.filling import Board, TimeIsUp, conclude, fill  # noqa: PLC0415 (of no use to a single run)
+
+    deadline = deadline_after(budget)
 
     following = following_of(track)
     if isinstance(plan, Mapping):
@@ -166,7 +172,8 @@ def table(
         settings, name = read_settings(path, []), path.stem
     root, directory = _data_root(data_root), _path(out) or RESULTS / name
     board = Board(settings, plan_table(settings, root))
-    fill(board, directory, jobs, root, progress=progress, following=following)
+    with suppress(TimeIsUp):  # the table says what it has
+        fill(board, directory, jobs, root, deadline=deadline, progress=progress, following=following)
     return TableResult(directory, conclude(board, directory)[0])
 
 

@@ -1,14 +1,13 @@
 """``fl-sim table``: methods against data sets and splits, resumable cell by cell."""
 
-import math
-import time
 from pathlib import Path
 
 import typer
 
 from fl_sim.cli.arguments import Given
-from fl_sim.errors import RunError, UserError
+from fl_sim.errors import RunError
 from fl_sim.importing import importing
+from fl_sim.tables.budget import deadline_after
 from fl_sim.tables.plan import plan_table, table_settings
 from fl_sim.tracking.names import chosen_trackers
 
@@ -27,10 +26,7 @@ def fill_table(
 
     ``hours``: how much time there is. Exits with 3 where that was too short.
     """
-    if hours is not None and not 0 < hours < math.inf:
-        raise UserError(f"--budget {hours:g} is no time to fill a table in: give hours, such as 2.5, or leave it out")
-    trackers = chosen_trackers(track)
-    deadline = math.inf if hours is None else time.monotonic() + 3600 * hours
+    trackers, deadline = chosen_trackers(track), deadline_after(hours)
     assert given.path is not None, "without one typed, a preset"
     settings = table_settings(given.table, given.overrides, str(given.path))
     plan = plan_table(settings, data_root)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from fl_sim.report.groups import Group, Panel
 from fl_sim.report.release import in_short, in_words

@@ -1,8 +1,20 @@
 """How much time there is for runs: which of them may begin, and when those that run must stop."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from fl_sim.errors import UserError
+
+
+def deadline_after(hours: float | None) -> float:
+    """Return when ``hours`` from now are over, by ``time.monotonic``; None: never. Raises UserError for no time."""
+    if hours is None:
+        return math.inf
+    if not 0 < hours < math.inf:
+        raise UserError(f"budget {hours:g} is no time to fill a table in: give hours, such as 2.5, or leave it out")
+    return time.monotonic() + 3600 * hours
 
 
 @dataclass(frozen=True)

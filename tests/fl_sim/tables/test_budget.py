@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import fl_sim
 from fl_sim.__main__ import main
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_rounds
@@ -78,10 +80,21 @@ def test_a_table_without_time_says_that_it_is_partial_and_the_same_command_goes_
     assert "all 2 finished already: nothing of it is run again" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("cells_in_threads")
+def test_a_budget_from_python_returns_the_table_as_far_as_it_is_filled(tmp_path: Path) -> None:
+    plan = {"base": {"rounds": 1}, "grid": {"algorithm": ["fedavg"]}, "centralized": False}
+    with pytest.raises(UserError, match="budget -1 is no time"):
+        fl_sim.table(plan, out=tmp_path, budget=-1)
+    partly = fl_sim.table(plan, out=tmp_path, jobs=1, budget=1e-9, progress=False)
+    assert [cell.status for cell in partly.cells] == ["missing"]
+    whole = fl_sim.table(plan, out=tmp_path, jobs=1, budget=24, progress=False)
+    assert [cell.status for cell in whole.cells] == ["finished"]
+
+
 @pytest.mark.parametrize("hours", ["0", "-1", "nan", "inf"])
 def test_a_budget_that_is_no_time_is_refused(
     hours: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert typed(monkeypatch, *TABLE, "--budget", hours, "--out", str(tmp_path / "out")) == 2
-    assert f"--budget {hours} is no time to fill a table in: give hours, such as 2.5" in capsys.readouterr().err
+    assert f"budget {hours} is no time to fill a table in: give hours, such as 2.5" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
