@@ -20,7 +20,7 @@ FOLDER = Path(__file__).resolve().parent
 LIBRARY = FOLDER / "libkernel-x86_64.so"
 SOURCE = FOLDER / "kernel.cpp"
 
-SOURCES_DIGEST = "d37389d5f54ffb8824d2aedc2ddd9453"
+SOURCES_DIGEST = "1aabb7abe008d9a33a36fa0798041447"
 """What ``sources_digest`` says of this version: a copy of the program that has no sources knows its kernel by it."""
 
 COMPILE_SECONDS = 300.0

@@ -16,13 +16,15 @@ class Network {
   public:
     // ``graph`` has its memory, for minibatches of ``groups`` groups.
     Network(Graph graph, int groups) : graph_(std::move(graph)), spatial_(graph_), dropout_(graph_, groups) {
-        long widest = graph_.layers.back().out.channels;
-        for (const Layer& layer : graph_.layers)
-            if (layer.kind == LINEAR) widest = std::max(widest, layer.in.features());
+        long widest = graph_.layers.back().out.channels, widest_output = 0;
+        for (const Layer& layer : graph_.layers) {
+            if (layer.kind != LINEAR) continue;
+            widest = std::max(widest, layer.in.features()), widest_output = std::max<long>(widest_output, layer.out.channels);
+        }
         logits_.resize(groups * widest), other_.resize(groups * widest);
         rows_.resize(groups * (widest + LANES));
         flat_.resize(graph_.nodes[0].image.features() + LANES);
-        gradients_.resize(graph_.num_params + LANES);
+        gradients_.resize(num_spatial() + LANES), by_bias_.resize(widest_output + LANES);
     }
 
     // One step on ``batch``; returns its mean loss before the step.
@@ -55,6 +57,7 @@ class Network {
 
   private:
     int num_layers() const { return int(graph_.layers.size()); }
+    long num_spatial() const { return graph_.layers[graph_.first_linear].weight; }  // parameters before the first linear layer
     const vec* features() { return graph_.nodes[num_layers() - 1].at(0); }
 
     // Hands the gradient of the batch's mean loss, where ``ascent`` says, to ``sink``; returns the loss at ``params``.
@@ -199,9 +202,9 @@ class Network {
                 for (long o = 0; o < outputs; o++) {
                     vec total{};
                     for (int group = 0; group < origins_; group++) total += slopes[group * outputs + o];
-                    gradients_[layer.bias + o] = sum(total);
+                    by_bias_[o] = sum(total);
                 }
-                step_range(sink, gradients_.data(), layer.bias, outputs);
+                step_range(sink, layer.bias, outputs, by_bias_.data());
             }
             std::swap(slopes, next);
         }
@@ -216,7 +219,8 @@ class Network {
     std::vector<vec> flat_;            // a group's inputs before they get a border
     std::vector<vec> rows_;            // a linear layer's inputs with the feature innermost
     std::vector<float> moved_;         // a group's records, where they are moved
-    std::vector<float> gradients_;
+    std::vector<float> gradients_;     // of the layers before the first linear one
+    std::vector<float> by_bias_;       // of a linear layer
     std::vector<float> whole_;         // where it is clipped: the gradient with all that is added to it
     std::vector<float> slope_, above_; // with an ascent: the gradient at the weights, and the weights uphill
     int groups_ = 0, origins_ = 0;     // of this minibatch: all, and those that are no derivatives

@@ -71,10 +71,10 @@ struct Optimizer {
     }
 };
 
-// Hands over the gradient of ``count`` parameters from ``at`` on; ``gradients``: of all parameters.
+// Hands over the gradient of ``count`` parameters from ``at`` on; LANES numbers behind it are read, too.
 template <class Sink>
-void step_range(const Sink& sink, const float* gradients, long at, long count) {
-    for (long done = 0; done < count; done += LANES) sink.step(at + done, load(gradients + at + done), count - done);
+void step_range(const Sink& sink, long at, long count, const float* gradient) {
+    for (long done = 0; done < count; done += LANES) sink.step(at + done, load(gradient + done), count - done);
 }
 
 }  // namespace

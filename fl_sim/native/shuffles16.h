@@ -5,6 +5,12 @@ namespace {
 
 constexpr ivec LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
+// All lanes alike. Not ``vec{} + value``, which is an addition too: as -0 + 0 is 0, no compiler may leave it out.
+INLINE vec spread(float value) {
+    return vec{value, value, value, value, value, value, value, value,
+               value, value, value, value, value, value, value, value};
+}
+
 INLINE float sum(vec value) {
     const auto eight = __builtin_shufflevector(value, value, 0, 1, 2, 3, 4, 5, 6, 7) +
                        __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -5,6 +5,10 @@ namespace {
 
 constexpr ivec LANE = {0, 1, 2, 3, 4, 5, 6, 7};
 
+INLINE vec spread(float value) {
+    return vec{value, value, value, value, value, value, value, value};
+}
+
 INLINE float sum(vec value) {
     const auto last =
         __builtin_shufflevector(value, value, 0, 1, 2, 3) + __builtin_shufflevector(value, value, 4, 5, 6, 7);

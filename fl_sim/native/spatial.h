@@ -60,7 +60,7 @@ class Spatial {
             if (is_routed(layer)) finish_routes(routes_[index], layer, gradients + layer.weight);
             else if (is_winograd(layer)) finish_winograd(winograds_[index], layer, gradients + layer.weight);
             const Timed stepping(STEP);
-            step_range(sink, gradients, layer.weight, layer.num_weights() + layer.num_biases());
+            step_range(sink, layer.weight, layer.num_weights() + layer.num_biases(), gradients + layer.weight);
         }
     }
 

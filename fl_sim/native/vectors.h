@@ -30,7 +30,6 @@ typedef float loose __attribute__((vector_size(LANES * sizeof(float)), aligned(4
 
 INLINE vec load(const float* from) { return *reinterpret_cast<const loose*>(from); }
 INLINE void store(float* to, vec value) { *reinterpret_cast<loose*>(to) = value; }
-INLINE vec spread(float value) { return vec{} + value; }
 
 // Numbers that start where a vector may: a load across two cache lines costs twice as much.
 class Floats {
