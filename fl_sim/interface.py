@@ -182,17 +182,22 @@ class _Shown:
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
+        self._told = ""
         self.preparing = progress.preparing
         self.replied = progress.replied
         self.finished_round = progress.finished_round
 
     def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
         del experiment
+        self._told = engine
         self._progress.say(engine)
         self._progress.started(first_round)
 
     def ended(self, facts: Mapping[str, Any]) -> None:
-        """Show nothing: whoever asked for the run shows what came of it."""
+        """Show what the run has warned of since it began; whoever asked for it shows what came of it."""
+        for warning in facts["warnings"]:
+            if warning not in self._told:
+                self._progress.say(warning)
 
 
 def _path(given: str | Path | None) -> Path | None:

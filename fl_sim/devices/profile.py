@@ -85,6 +85,8 @@ def fleet_of(rows: Sequence[Row], path: str, num_clients: int, generator: np.ran
 def _content(path: str) -> bytes:
     try:
         return read_whole(Path(path).expanduser(), _LARGEST)
+    except FileNotFoundError as error:
+        raise UserError(f"devices.path: no such file: {path}; {_WAY_ON}") from error
     except OSError as error:
         raise UserError(f"devices.path: {explain(error)}") from error
 
