@@ -117,6 +117,15 @@ class Choosy(Protocol):
 
 
 @runtime_checkable
+class Compiled(Protocol):
+    """A generator whose steps are compiled code's where there is such code for this processor."""
+
+    def trainer(self) -> str:
+        """Return who takes its steps on this machine, and why, if it is PyTorch: words for a result."""
+        ...
+
+
+@runtime_checkable
 class Shortening(Protocol):
     """A generator whose time can be told from less than a whole release."""
 

@@ -105,10 +105,11 @@ def _majority(result: Mapping[str, Any]) -> str:
 
 def _in_words(made: Mapping[str, Any], *, is_drawn: bool) -> str:
     origin = "from an earlier run with the same settings" if made["reused"] else "made in this run"
+    trainer = f", trained by: {made['trainer']}" if made.get("trainer") else ""
     pictures = "; look at them in samples.png" if is_drawn else ""
     return (
         f"{made['kind']}: {made['num_synthetic']} synthetic records by {made['generator']} (gamma {made['gamma']:g}, "
-        f"trained on: {made['train_on']}), {origin}{pictures}"
+        f"trained on: {made['train_on']}), {origin}{trainer}{pictures}"
     )
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 LIBRARY = FOLDER / "libkernel-x86_64.so"
-SOURCE = FOLDER / "kernel.cpp"
+SOURCES = FOLDER / "kernel.cpp", FOLDER / "gan.cpp"
 
-SOURCES_DIGEST = "1aabb7abe008d9a33a36fa0798041447"
+SOURCES_DIGEST = "43b0b623943fa62a331efa200e2abc6f"
 """What ``sources_digest`` says of this version: a copy of the program that has no sources knows its kernel by it."""
 
 COMPILE_SECONDS = 300.0
@@ -51,13 +51,15 @@ def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = ()) -> None
     compiler = [*_compiler(), *options]
     partial = library.with_name(f".{library.name}.{os.getpid()}.part")
     with tempfile.TemporaryDirectory(prefix="fl-sim-kernel-") as folder, ThreadPoolExecutor() as threads:
-        objects = {lanes: Path(folder) / f"kernel{lanes}.o" for lanes in sorted(WIDTHS)}
+        objects = [
+            (source, lanes, Path(folder) / f"{source.stem}{lanes}.o") for lanes in sorted(WIDTHS) for source in SOURCES
+        ]
         try:
-            for made in [threads.submit(_compile, compiler, *item) for item in objects.items()]:
+            for made in [threads.submit(_compile, compiler, *one) for one in objects]:
                 made.result()
             exported = Path(folder) / "exported"
             exported.write_text("{ global: fl_sim_*; local: *; };")  # all else is between this library and itself
-            link = [f"-Wl,--version-script={exported}", "-shared", "-s", *map(str, objects.values())]
+            link = [f"-Wl,--version-script={exported}", "-shared", "-s", *(str(made) for *_, made in objects)]
             _call([*compiler, *link, "-o", str(partial)])
             partial.replace(library)
         except OSError as error:
@@ -72,10 +74,10 @@ def compile_plain(source: Path, library: Path, lanes: int) -> None:
     _call([*_compiler(), "-O3", *features, "-std=c++17", "-fPIC", "-shared", str(source), "-o", str(library)])
 
 
-def _compile(compiler: Sequence[str], lanes: int, to: Path) -> None:
+def _compile(compiler: Sequence[str], source: Path, lanes: int, to: Path) -> None:
     _call([
         *compiler, "-O3", "-fno-math-errno", *(f"-m{feature}" for feature in WIDTHS[lanes]), "-std=c++17", "-fPIC",
-        f'-DFL_SIM_SOURCES="{sources_digest()}"', "-c", str(SOURCE), "-o", str(to),
+        f'-DFL_SIM_SOURCES="{sources_digest()}"', "-c", str(source), "-o", str(to),
     ])  # fmt: skip
 
 

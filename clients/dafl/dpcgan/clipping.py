@@ -24,6 +24,8 @@ from torch import nn
 from torch.nn import functional
 
 from clients.dafl.dpcgan.nets import Layers, filled_up, stacked
+from fl_sim.native import perceptrons
+from fl_sim.native.kernel import Kernel
 
 MARGIN: Final = 1e-5
 """Pairs are clipped to (1 - margin) C: room for the rounding of float64 in the sum, less than 1e-6 C in 1,000 pairs."""
@@ -37,20 +39,26 @@ class Pairs:
     """One client's part of a step: ``real``, ``fake``: (pairs, *input shape of D), and what to clip each pair to.
 
     D scores each row by itself and consists of Linear, Conv2d, InstanceNorm2d without running statistics, and layers
-    without parameters. ``clipping_norm`` inf: the plain sum.
+    without parameters. ``clipping_norm`` inf: the plain sum. ``kernel``: sums for a D that
+    ``is_perceptron``; None: PyTorch does.
     """
 
     discriminator: nn.Sequential
     real: torch.Tensor
     fake: torch.Tensor
     clipping_norm: float
+    kernel: Kernel | None = None
 
 
 def clipped_sum(
-    discriminator: nn.Sequential, real: torch.Tensor, fake: torch.Tensor, clipping_norm: float
+    discriminator: nn.Sequential,
+    real: torch.Tensor,
+    fake: torch.Tensor,
+    clipping_norm: float,
+    kernel: Kernel | None = None,
 ) -> torch.Tensor:
     """Return the sum of one client alone: see ``clipped_sums``."""
-    return clipped_sums([Pairs(discriminator, real, fake, clipping_norm)])[0]
+    return clipped_sums([Pairs(discriminator, real, fake, clipping_norm, kernel)])[0]
 
 
 def clipped_sums(clients: Sequence[Pairs]) -> list[torch.Tensor]:
@@ -60,12 +68,19 @@ def clipped_sums(clients: Sequence[Pairs]) -> list[torch.Tensor]:
     pair whose gradient is not finite counts as the zero vector; no pairs at all sum to zero. Networks of one kind; what
     a client gets does not depend on the others.
     """
-    found = iter(_sums([one for one in clients if len(one.real)]))
-    return [next(found) if len(one.real) else _zero(one.discriminator) for one in clients]
+    stack = iter(_sums([one for one in clients if len(one.real) and one.kernel is None]))
+    return [
+        _compiled_sum(one, one.kernel) if one.kernel else next(stack) if len(one.real) else _zero(one)
+        for one in clients
+    ]
 
 
-def _zero(discriminator: nn.Sequential) -> torch.Tensor:
-    return torch.zeros(sum(weight.numel() for weight in discriminator.parameters()), dtype=torch.float64)
+def _compiled_sum(one: Pairs, kernel: Kernel) -> torch.Tensor:
+    return perceptrons.clipped_sum(kernel, one.discriminator, one.real, one.fake, one.clipping_norm * (1 - MARGIN))
+
+
+def _zero(one: Pairs) -> torch.Tensor:
+    return torch.zeros(sum(weight.numel() for weight in one.discriminator.parameters()), dtype=torch.float64)
 
 
 def _sums(clients: Sequence[Pairs]) -> list[torch.Tensor]:

@@ -118,7 +118,7 @@ class DpCgan(Settings):
         return made
 
     def generate_stacked(self, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
-        """Train all clients as one stack: see ``Generator``. The paper's networks, whose steps are long, one by one."""
+        """Train all clients, as one stack where sharing operations saves time: see ``Generator``."""
         from clients.dafl.dpcgan.training import Client, Training  # noqa: PLC0415 (needs torch as it is imported)
 
         made: list[Made] = [torch.empty(0, *request.records.inputs.shape[1:]) for request in requests]
@@ -142,14 +142,32 @@ class DpCgan(Settings):
                 made[place] = error
         return made
 
+    def trainer(self) -> str:
+        """Return who takes the steps: compiled code those of the small networks, where there is such code."""
+        from fl_sim.native.kernel import load_kernel  # noqa: PLC0415 (needs torch as it is imported)
+
+        kernel, why_not = load_kernel()
+        if self.is_compilable and kernel is not None:
+            return "native trainer"
+        left = "Opacus needs it" if self.gradients == "opacus" else "the paper's networks are left to it"
+        return f"PyTorch: {left if kernel is not None else f'there is no native trainer here, {why_not}'}"
+
+    @property
+    def is_compilable(self) -> bool:
+        """Say whether compiled code takes the steps, where there is such code for the processor."""
+        return self.networks == "small" and self.gradients == "own"
+
     def shortened(self, steps: int) -> tuple[DpCgan, float]:
         """Return the same of ``steps`` D steps at most."""
         fewer = min(steps, self.discriminator_steps)
         return self.model_copy(update={"discriminator_steps": fewer}), fewer / self.discriminator_steps
 
     def _stacks(self, clients: Sequence[Client]) -> list[list[Client]]:
-        """Return who trains together: all whose steps are as many, unless a step is long enough to stand alone."""
-        if self.networks == "paper":
+        """Return who trains together: all whose steps are as many.
+
+        Each by itself where steps are long (the paper's networks), or compiled: its weights then stay in the cache.
+        """
+        if self.networks == "paper" or any(client.kernel for client in clients):
             return [[client] for client in clients]
         steps = sorted({client.bill.steps for client in clients})
         return [[client for client in clients if client.bill.steps == number] for number in steps]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -11,16 +11,21 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from clients.dafl.dpcgan.clipping import Pairs, clipped_sums
-from clients.dafl.dpcgan.nets import Networks, generated, paper, scored, small
+from clients.dafl.dpcgan.nets import Networks, SmallGenerator, generated, kernel_for, paper, scored, small
 from clients.dafl.dpcgan.weights import Adam, Weights
 from clients.dafl.generator import Request
 from fl_sim.errors import RunError
+from fl_sim.native.kernel import Kernel
+from fl_sim.native.perceptrons import generator_gradient
 from fl_sim.privacy.mechanisms import add_noise, clipping_norm_on_grid, takes_part
 from fl_sim.seeding import torch_alone
 
 if TYPE_CHECKING:
     from clients.dafl.dpcgan.settings import DpCgan
     from clients.dafl.dpcgan.with_opacus import OpacusGradients
+
+_Drawn: TypeAlias = "Sequence[tuple[torch.Tensor, torch.Tensor]]"
+"""Each client's latent vectors and classes, one-hot."""
 
 _WARM_UP: Final = 0.2
 _ROUNDING: Final = 1e-9
@@ -38,6 +43,7 @@ class Client:
         with torch_alone():
             torch.manual_seed(int(request.generator.integers(2**63)))
             self.nets = self._networks(tuple(records.inputs.shape[1:]))
+        self.kernel = kernel_for(self.nets) if settings.is_compilable else None
         self.random = torch.Generator().manual_seed(int(request.generator.integers(2**63)))
         self.average = deepcopy(self.nets.generator).requires_grad_(requires_grad=False)
         self.dimension = sum(weight.numel() for weight in self.nets.discriminator.parameters())
@@ -105,7 +111,7 @@ class Client:
             classes = self.classes[self.due[len(self.made)]]
             latent = torch.randn(len(classes), self.settings.latent_dim, generator=self.random)
             with torch.no_grad():
-                self.made += generated([self.average], [self.nets.join(latent, classes)])
+                self.made += generated([self.average], [self.nets.join(latent, classes)], self.kernel)
 
     def samples(self) -> torch.Tensor:
         """Return as many records of each class as its count says, in order of class."""
@@ -120,14 +126,14 @@ class Training:
     """A stack of clients whose training takes equally many steps."""
 
     def __init__(self, settings: "DpCgan", clients: Sequence[Client]) -> None:
-        self.settings, self.clients = settings, clients
+        self.settings, self.clients, self.kernel = settings, clients, clients[0].kernel
         self.discriminators = [client.nets.discriminator for client in clients]
         self.generators = [client.nets.generator for client in clients]
         self.generator_weights = [list(generator.parameters()) for generator in self.generators]
         self.weights = Weights(self.generators)
         self.average = Weights([client.average for client in clients])
-        self.discriminator_adam = Adam(Weights(self.discriminators), settings.discriminator_learning_rate)
-        self.generator_adam = Adam(self.weights, settings.generator_learning_rate)
+        self.discriminator_adam = Adam(Weights(self.discriminators), settings.discriminator_learning_rate, self.kernel)
+        self.generator_adam = Adam(self.weights, settings.generator_learning_rate, self.kernel)
         self.generator_steps = 0
         self.by_opacus = [_opacus(client) for client in clients] if settings.gradients == "opacus" else []
 
@@ -152,7 +158,7 @@ class Training:
     def _by_own_code(self, real: Sequence[torch.Tensor], fake: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
         totals = clipped_sums(
             [
-                Pairs(client.nets.discriminator, records, made, client.bound)
+                Pairs(client.nets.discriminator, records, made, client.bound, self.kernel)
                 for client, records, made in zip(self.clients, real, fake, strict=True)
             ]
         )
@@ -178,24 +184,36 @@ class Training:
 
     def generator_step(self) -> None:
         """Let G's fakes pass better with D (non-saturating loss). Touches nothing private."""
-        fakes = self._joined_fakes(self.clients, [client.for_fakes() for client in self.clients])
-        losses = [functional.softplus(-scores).mean() for scores in scored(self.discriminators, fakes)]
-        gradients = iter(torch.autograd.grad(losses, [weight for one in self.generator_weights for weight in one]))
-        self.generator_adam.step([[next(gradients) for _ in one] for one in self.generator_weights])
+        drawn = [client.for_fakes() for client in self.clients]
+        self.generator_adam.step(self._compiled(drawn, self.kernel) if self.kernel else self._by_autograd(drawn))
         self.generator_steps += 1
         # Early on a short average, else the first weights would linger in it.
         decay = min(self.settings.averaging, self.generator_steps / (self.generator_steps + 10))
         self.average.vector.lerp_(self.weights.vector, 1 - decay)
 
+    def _compiled(self, drawn: _Drawn, kernel: Kernel) -> list[list[torch.Tensor]]:
+        """Return the gradient of each generator's loss, flat."""
+        found = []
+        for client, (latents, classes) in zip(self.clients, drawn, strict=True):
+            nets, places = client.nets, classes.argmax(1) if client.num_planes else None
+            assert isinstance(nets.generator, SmallGenerator)
+            joined = nets.join(latents, classes)
+            found.append([generator_gradient(kernel, nets.generator, nets.discriminator, joined, places)])
+        return found
+
+    def _by_autograd(self, drawn: _Drawn) -> list[list[torch.Tensor]]:
+        """Return the gradient of each generator's loss by its parameters."""
+        scores = scored(self.discriminators, self._joined_fakes(self.clients, drawn))
+        losses = [functional.softplus(-of_fakes).mean() for of_fakes in scores]
+        found = iter(torch.autograd.grad(losses, [weight for one in self.generator_weights for weight in one]))
+        return [[next(found) for _ in one] for one in self.generator_weights]
+
     @staticmethod
-    def _joined_fakes(
-        clients: Sequence[Client], drawn: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> list[torch.Tensor]:
+    def _joined_fakes(clients: Sequence[Client], drawn: _Drawn) -> list[torch.Tensor]:
         """Return what each client's G makes of (latent vectors, classes), as D's input."""
         nets = [client.nets for client in clients]
-        made = generated(
-            [one.generator for one in nets], [one.join(*parts) for one, parts in zip(nets, drawn, strict=True)]
-        )
+        latents = [one.join(*parts) for one, parts in zip(nets, drawn, strict=True)]
+        made = generated([one.generator for one in nets], latents, clients[0].kernel)
         return [one.join(views, classes) for one, views, (_, classes) in zip(nets, made, drawn, strict=True)]
 
 

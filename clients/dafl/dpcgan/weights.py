@@ -10,6 +10,9 @@ from typing import Final
 import torch
 from torch import nn
 
+from fl_sim.native import perceptrons
+from fl_sim.native.kernel import Kernel
+
 _BETAS: Final = (0.5, 0.999)
 _ALIGNMENT: Final = 64
 
@@ -35,10 +38,10 @@ class Weights:
 
 
 class Adam:
-    """torch.optim's costs over a second of imports at first use."""
+    """torch.optim's costs over a second of imports at first use. ``kernel``: compiled code that takes the steps."""
 
-    def __init__(self, weights: Weights, learning_rate: float) -> None:
-        self.weights, self.learning_rate, self.steps = weights, learning_rate, 0
+    def __init__(self, weights: Weights, learning_rate: float, kernel: Kernel | None = None) -> None:
+        self.weights, self.learning_rate, self.kernel, self.steps = weights, learning_rate, kernel, 0
         self.mean = torch.zeros_like(weights.vector)
         self.square = torch.zeros_like(weights.vector)
 
@@ -48,6 +51,10 @@ class Adam:
         self.steps += 1
         first, second = (1 - beta**self.steps for beta in _BETAS)
         gradient = self.weights.joined(gradients)
+        if self.kernel:
+            moments = perceptrons.Moments(self.mean, self.square, _BETAS)
+            perceptrons.adam_step(self.kernel, self.weights.vector, gradient, moments, self.steps, self.learning_rate)
+            return
         self.mean.lerp_(gradient, 1 - _BETAS[0])
         self.square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
         spread = (self.square / second).sqrt_().add_(1e-8)

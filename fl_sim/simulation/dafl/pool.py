@@ -18,6 +18,7 @@ import torch
 from dp_accounting import dp_event
 from safetensors import SafetensorError
 
+from clients.dafl.generator import Compiled
 from clients.dafl.settings import DaFl
 from clients.dafl.share import label_event
 from clients.policy import open_ledger
@@ -63,7 +64,7 @@ class Pool:
 
     ``path``: safetensors, records as ``site.as_kept`` has them and int64 labels, sorted by client. ``together``: what
     all releases about these records cost, this one and those of other settings, seeds and deleted pools; None where not
-    all ledgers are here.
+    all ledgers are here. ``trainer``: who took the generators' steps, in words; empty where nobody says.
     """
 
     path: Path
@@ -71,6 +72,7 @@ class Pool:
     seconds: float
     reused: bool
     together: Together | None
+    trainer: str = ""
 
     @property
     def num_synthetic(self) -> int:
@@ -101,7 +103,8 @@ def store(folder: Path, answers: Sequence[tuple[torch.Tensor, str]], job: Job, s
     inputs = torch.cat([as_kept(records, job) for records, _ in answers])
     labels = _labels([one["counts"] for one in said])
     path = save_by_content(folder, "synthetic", {"inputs": inputs.contiguous(), "labels": labels})
-    write_text(folder / FACTS, json.dumps({"pool": path.name, "seconds": coarse(seconds), "clients": said}))
+    facts = {"pool": path.name, "seconds": coarse(seconds), "clients": said, "trainer": _trainer(job, said)}
+    write_text(folder / FACTS, json.dumps(facts))
 
 
 def load(folder: Path, job: Job, *, reused: bool) -> Pool:
@@ -120,6 +123,18 @@ def load(folder: Path, job: Job, *, reused: bool) -> Pool:
         if part.here:  # a client elsewhere holds its share against its own ledger
             _hold_against_ledger(folder, part, job, client)
     return replace(pool, together=_together(pool, job))
+
+
+def _trainer(job: Job, said: Sequence[dict[str, Any]]) -> str:
+    """Return who took the generators' steps; empty where there were none, or of a kind that nothing is compiled for."""
+    generator, here = da_fl(job.experiment).generator, [one["here"] for one in said if one["receipt"] is not None]
+    if not here or not isinstance(generator, Compiled):
+        return ""
+    return (
+        generator.trainer()
+        if all(here)
+        else "unknown: each node trains with what it has, the native trainer or PyTorch"
+    )
 
 
 def _part(value: object, job: Job, *, stored: bool = False) -> ClientPart:
@@ -169,9 +184,11 @@ def _read(folder: Path, job: Job, *, reused: bool) -> Pool:
     facts = json.loads(_bounded(folder / FACTS, _MOST_SAID * (1 + num_clients)))
     match facts:
         case {"pool": str(name), "seconds": seconds, "clients": list(clients), **more}:
-            pass
+            trainer = more.pop("trainer", "")
         case _:
             raise ValueError(f"{FACTS} holds no pool")
+    if type(trainer) is not str or len(trainer) > _MOST_WORDS or not trainer.isprintable():
+        raise ValueError(f"{FACTS} does not say who trained")
     if more or not _NAME.fullmatch(name) or not events.is_number(seconds) or len(clients) != num_clients:
         raise ValueError(f"{FACTS} holds another pool")
     parts = tuple(_part(one, job, stored=True) for one in clients)
@@ -188,7 +205,7 @@ def _read(folder: Path, job: Job, *, reused: bool) -> Pool:
         raise ValueError(f"{name} holds records that are not all numbers in [-1, 1]")
     if not torch.equal(torch.from_numpy(records.labels), labels):
         raise ValueError(f"{name} holds other labels than {FACTS} says")
-    return Pool(folder / name, parts, seconds, reused, None)
+    return Pool(folder / name, parts, seconds, reused, None, trainer)
 
 
 def _is_at(path: Path, receipt: Receipt) -> bool:

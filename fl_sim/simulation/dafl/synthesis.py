@@ -91,6 +91,7 @@ def summary(pool: Pool, experiment: Experiment) -> dict[str, object]:
         "clients": [
             {"counts": part.counts, "refused": part.refused, "facts": part.facts or None} for part in pool.parts
         ],
+        "trainer": pool.trainer or None,
         "pool": pool.path.name,
         "seconds": pool.seconds,
         "reused": pool.reused,

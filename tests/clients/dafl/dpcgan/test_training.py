@@ -127,6 +127,7 @@ def begun(
     return Training(settings, [Client(settings, request)])
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_the_release_has_as_many_records_of_each_class_as_were_counted() -> None:
     made = release()
     assert made.shape == (9, *SHAPE)
@@ -147,6 +148,7 @@ def test_records_that_are_not_images_come_out_as_they_went_in() -> None:
     assert release(records=records_of(*[0, 1] * 10, shape=(7,))).shape == (9, 7)
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_the_same_seeds_release_the_same_bits_and_others_do_not() -> None:
     assert torch.equal(release(), release())
     assert not torch.equal(release(), release(noise=Noise.seeded(2)))
@@ -166,12 +168,14 @@ def test_the_bill_is_what_dp_accounting_says_of_its_steps_and_not_less(num_recor
     assert 0.999 * epsilon < spent <= epsilon
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_noise_is_drawn_exactly_as_often_as_the_bill_says() -> None:
     noise = watched()
     release(noise=noise)
     assert noise.draws["discriminator gradient"] == BILL.steps
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_the_gradient_carries_the_stated_noise(steps: list[Step]) -> None:
     settings = TINY.model_copy(update={"discriminator_steps": 100, "ratio": 400, "clipping_norm": 0.5})
     bill = priced(settings, 60)
@@ -204,6 +208,7 @@ def test_records_join_a_step_by_independent_coins(steps: list[Step]) -> None:
     assert together == 0  # no record twice
 
 
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("networks", ["small", "paper"])
 def test_an_empty_batch_is_zero_plus_noise(steps: list[Step], networks: str) -> None:
     bill = Bill(BILL.event, 6, 1.0, 1e-9)
@@ -237,6 +242,7 @@ def test_fake_classes_follow_the_released_counts(steps: list[Step]) -> None:
     assert shares.tolist() == pytest.approx([0.25, 0.75], abs=0.03)
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_generator_step_touches_no_private_tensor() -> None:
     def run(*, poison: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
         inputs = RECORDS.inputs.clone()
@@ -258,6 +264,7 @@ def test_a_generator_step_touches_no_private_tensor() -> None:
     assert torch.equal(made, made_poisoned)
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_a_generator_step_leaves_the_discriminator_alone() -> None:
     training = begun()
     [net] = training.discriminators
@@ -292,6 +299,7 @@ def test_records_of_a_class_that_was_not_released_count_for_nothing(steps: list[
     assert [len(step.real) for step in steps] == [40, 40]
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_records_that_are_not_finite_do_no_harm() -> None:
     inputs = RECORDS.inputs.clone()
     inputs[::7, 0, 3, 3] = math.nan
@@ -301,6 +309,7 @@ def test_records_that_are_not_finite_do_no_harm() -> None:
         assert release(records=PrivateRecords(inputs, RECORDS.labels, 3), bill=bill).isfinite().all()
 
 
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("which", ["discriminator_learning_rate", "generator_learning_rate"])
 def test_training_that_diverges_ends_in_words(which: str) -> None:
     with pytest.raises(RunError, match="not finite: use a lower"):
@@ -337,7 +346,7 @@ def test_samples_are_drawn_throughout_training_and_each_is_of_its_class(monkeypa
     drawn_at: list[float] = []
     now = 0.0
 
-    def made(nets: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    def made(nets: Any, parts: list[torch.Tensor], _: object) -> list[torch.Tensor]:
         assert nets == [client.average]
         drawn_at.extend([now] * len(parts[0]))
         return [parts[0].view(-1, 3, 11)[:, :, -1].argmax(1, keepdim=True) / 2 * torch.ones(64)]

@@ -177,6 +177,18 @@ def test_a_damaged_pool_is_refused_in_one_sentence_whichever_byte_is_wrong(tmp_p
     assert load(tmp_path / "pool", job_of(_order()), reused=True).reused
 
 
+@pytest.mark.parametrize("words", [1, None, ["native"], "a\nb", "x" * 1001])
+def test_who_trained_is_told_in_a_few_words_or_the_pool_is_damaged(tmp_path: Path, words: Any) -> None:
+    made = _made(tmp_path / "pool", _order())
+    facts = json.loads((tmp_path / "pool" / FACTS).read_text())
+    (tmp_path / "pool" / FACTS).write_text(json.dumps({**facts, "trainer": words}))
+    with pytest.raises(UserError, match="is damaged"):
+        load(tmp_path / "pool", job_of(_order()), reused=True)
+    del facts["trainer"]  # as earlier versions wrote it
+    (tmp_path / "pool" / FACTS).write_text(json.dumps(facts))
+    assert load(tmp_path / "pool", job_of(_order()), reused=True).parts == made.parts
+
+
 def _edited(folder: Path, change: Change) -> None:
     facts = json.loads((folder / FACTS).read_text())
     facts["clients"][1] = change(facts["clients"][1])

@@ -11,14 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from clients.dafl.dpcgan import nets
 from fl_sim.data import load
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import Job, job_of
+from fl_sim.native import kernel
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.events import from_json
 from fl_sim.simulation.client_ledgers import fingerprint
 from fl_sim.simulation.dafl import synthesis
+from fl_sim.simulation.dafl.pool import da_fl
 from fl_sim.simulation.dafl.synthesis import pool_key
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store.run_directory import RoundRecord, read_rounds
@@ -177,6 +180,21 @@ def test_the_pool_costs_what_its_most_expensive_client_costs(tmp_path: Path) -> 
         spent.append(min(together, 0.1 + epsilon_of_counts({generator: steps}, 1e-5)))
     assert len(set(spent)) > 1
     assert _statement(result, "record")["epsilon"] == max(spent)
+
+
+def test_a_result_says_who_took_the_generators_steps_when_the_pool_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ("preprocess.generator=dp-cgan", "preprocess.generator.discriminator_steps=2", "clients=2")
+    with monkeypatch.context() as without:
+        for module in (nets, kernel):
+            without.setattr(module, "load_kernel", lambda: (None, "it was not compiled"))
+        first = run(_made(*small), tmp_path / "first")
+    again, other = run(_made(*small), tmp_path / "again"), run(_made(*small, "seed=1"), tmp_path / "other")
+    told = [result["preprocess"]["trainer"] for result in (first, again, other)]
+    assert told[:2] == ["PyTorch: there is no native trainer here, it was not compiled"] * 2
+    assert told[2] == da_fl(_made(*small)).generator.trainer()
+    assert run(_made(), tmp_path / "one release")["preprocess"]["trainer"] is None
 
 
 def test_clients_that_release_nothing_are_warned_about_and_the_run_goes_on(tmp_path: Path) -> None:

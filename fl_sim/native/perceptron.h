@@ -1,0 +1,174 @@
+// Perceptrons, forward and back, a row for every record.
+#pragma once
+
+#include "products.h"
+
+namespace {
+
+// A linear layer, as torch keeps it, and the ReLU behind it. perceptrons.py fills it in, field by field.
+struct Linear {
+    const float *weights, *bias;  // [output][input]; bias: null where there is none
+    int64_t inputs, outputs;
+    double slope;  // of the ReLU below zero; 1 where there is none
+};
+
+struct Perceptron {
+    const Linear* layers;
+    int64_t num_layers;
+};
+
+// A matrix whose rows lie one behind the other, each filled up with zeros.
+struct Rows {
+    float* at = nullptr;
+    long count = 0, width = 0, stride = 0;  // count: a multiple of TILE
+
+    float* row(long number) const { return at + number * stride; }
+
+    // Fills up all rows. ``first``: what stands behind a row's own numbers.
+    void fill_up(float first) const {
+        for (long number = 0; number < count; number++) {
+            std::fill(row(number) + width, row(number) + stride, 0.0f);
+            row(number)[width] = first;
+        }
+    }
+};
+
+constexpr long stride_of(long width) { return filled(width + 1); }
+
+class RowsMemory {
+  public:
+    Rows rows(long count, long width) {
+        return {numbers_.at_least(count * stride_of(width)), count, width, stride_of(width)};
+    }
+
+  private:
+    Numbers<float> numbers_;
+};
+
+// e^x; NaN where ``x`` is. Cephes' polynomial: right to 2 units in the last place.
+INLINE vec exponential_of(vec x) {
+    x = x < -87.0f ? spread(-87.0f) : x;
+    x = x > 88.0f ? spread(88.0f) : x;
+    const vec shifted = fused(x, spread(1.44269504088896341f), spread(12582912.0f)), whole = shifted - 12582912.0f;
+    const vec rest = fused(whole, spread(2.12194440e-4f), fused(whole, spread(-0.693359375f), x));
+    vec sum = spread(1.9875691500e-4f);
+    for (const float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        sum = fused(sum, rest, spread(term));
+    sum = fused(sum * rest, rest, rest) + 1.0f;
+    const ivec power = (ivec(shifted) - 0x4b400000 + 127) << 23;
+    return sum * vec(power);
+}
+
+INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exponential_of(-x)); }
+
+// A layer's weights as products want them: [input][output], and [output][input] for the way back.
+class Packed {
+  public:
+    void pack(const Linear& layer, bool goes_back) {
+        columns_ = filled(layer.outputs), inputs_ = filled(layer.inputs);
+        forward_ = forward_memory_.at_least(inputs_ * columns_);
+        bias_ = bias_memory_.at_least(columns_);
+        for (long first = 0; first < inputs_; first += LANES)
+            for (long output = 0; output < columns_; output += LANES) {
+                vec block[LANES];
+                for (int i = 0; i < LANES; i++)
+                    block[i] = output + i < layer.outputs && first < layer.inputs
+                                   ? load(layer.weights + (output + i) * layer.inputs + first, layer.inputs - first)
+                                   : vec{};
+                transpose(block);
+                for (int i = 0; i < LANES; i++) store(forward_ + (first + i) * columns_ + output, block[i]);
+            }
+        for (long output = 0; output < columns_; output++)
+            bias_[output] = layer.bias && output < layer.outputs ? layer.bias[output] : 0.0f;
+        if (!goes_back) return;
+        back_ = back_memory_.at_least(layer.outputs * inputs_);
+        for (long output = 0; output < layer.outputs; output++) {
+            std::copy_n(layer.weights + output * layer.inputs, layer.inputs, back_ + output * inputs_);
+            std::fill(back_ + output * inputs_ + layer.inputs, back_ + (output + 1) * inputs_, 0.0f);
+        }
+    }
+
+    // ``out`` = what the layer makes of ``in``. ``adds``: to what is there.
+    template <class Take>
+    void forward(const Linear& layer, const Rows& in, const Rows* adds, const Take& take) const {
+        multiply_rows<float>({in.at, in.stride, 1, forward_, columns_, layer.inputs, adds ? adds->at : bias_,
+                              adds ? adds->stride : 0},
+                             in.count, columns_, take);
+    }
+
+    // The loss's derivative by what entered the layer, from that by what left it.
+    template <class Take>
+    void back(const Linear& layer, const Rows& errors, const Take& take) const {
+        multiply_rows<float>({errors.at, errors.stride, 1, back_, inputs_, layer.outputs, nullptr, 0}, errors.count,
+                             inputs_, take);
+    }
+
+  private:
+    Numbers<float> forward_memory_, back_memory_, bias_memory_;
+    float *forward_ = nullptr, *back_ = nullptr, *bias_ = nullptr;
+    long columns_ = 0, inputs_ = 0;
+};
+
+// A perceptron at work: what entered each layer, and the loss's derivative by what left it.
+class Passage {
+  public:
+    // ``goes_back_to``: the first layer whose inputs' derivative is wanted.
+    void begin(const Perceptron& net, long goes_back_to) {
+        net_ = net;
+        packed_.resize(net.num_layers), entered_.resize(net.num_layers + 1), errors_.resize(net.num_layers);
+        for (long layer = 0; layer < net.num_layers; layer++)
+            packed_[layer].pack(net.layers[layer], layer >= goes_back_to);
+    }
+
+    // Room for what enters the first layer.
+    Rows inputs(long count) { return entered(0, count); }
+    Rows entered(long layer, long count) {
+        const long width = layer < net_.num_layers ? net_.layers[layer].inputs : net_.layers[layer - 1].outputs;
+        return entered_[layer].rows(count, width);
+    }
+    Rows errors(long layer, long count) { return errors_[layer].rows(count, net_.layers[layer].outputs); }
+    Rows left(long count) { return entered(net_.num_layers, count); }
+    Rows last_errors(long count) { return errors(net_.num_layers - 1, count); }
+
+    // Before: what enters the first layer is there.
+    void forward(long count) {
+        fill_up(0, count);
+        for (long number = 0; number < net_.num_layers; number++) {
+            const Linear& layer = net_.layers[number];
+            const Rows in = entered(number, count), out = entered(number + 1, count);
+            const float slope = float(layer.slope);
+            packed_[number].forward(layer, in, nullptr, [&](long row, long column, vec value) {
+                store(out.row(row) + column, value > 0.0f ? value : slope * value);
+            });
+            fill_up(number + 1, count);
+        }
+    }
+
+    // From the last layer's errors to those of the one with number ``first``.
+    void back(long count, long first = 0) {
+        for (long number = net_.num_layers - 1; number > first; number--) {
+            const Rows in = errors(number, count), out = errors(number - 1, count), after = entered(number, count);
+            const float slope = float(net_.layers[number - 1].slope);
+            packed_[number].back(net_.layers[number], in, [&](long row, long column, vec value) {
+                const vec passed = load(after.row(row) + column);
+                store(out.row(row) + column, passed > 0.0f ? value : slope * value);
+            });
+            out.fill_up(0.0f);
+        }
+    }
+
+    const Perceptron& net() const { return net_; }
+    const Packed& packed(long layer) const { return packed_[layer]; }
+
+  private:
+    // Behind what enters a layer comes the input whose weights are its bias, if it has one.
+    void fill_up(long layer, long count) {
+        entered(layer, count).fill_up(layer < net_.num_layers && net_.layers[layer].bias ? 1.0f : 0.0f);
+    }
+
+    Perceptron net_{};
+    std::vector<Packed> packed_;
+    std::vector<RowsMemory> entered_, errors_;
+};
+
+}  // namespace

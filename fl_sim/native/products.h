@@ -1,0 +1,119 @@
+// Products of matrices of float32 or float64, row by row: what a row becomes does not depend on the rows beside it.
+#pragma once
+
+#include <immintrin.h>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr long BLOCK = 16;  // columns of a matrix that lies in rows are filled up to a multiple of this
+constexpr long TILE = 8;    // and its rows to a multiple of this
+
+constexpr long filled(long count, long block = BLOCK) { return (count + block - 1) / block * block; }
+
+typedef double dvec __attribute__((vector_size(LANES * sizeof(float))));
+typedef double loose_double __attribute__((vector_size(LANES * sizeof(float)), aligned(8), may_alias));
+
+template <class T>
+struct Vector;
+template <>
+struct Vector<float> {
+    typedef vec Type;
+    typedef loose Loose;
+};
+template <>
+struct Vector<double> {
+    typedef dvec Type;
+    typedef loose_double Loose;
+};
+template <class T>
+constexpr int WIDTH = sizeof(vec) / sizeof(T);
+
+template <class T>
+INLINE typename Vector<T>::Type load_some(const T* from) {
+    return *reinterpret_cast<const typename Vector<T>::Loose*>(from);
+}
+template <class T>
+INLINE void store_some(T* to, typename Vector<T>::Type value) {
+    *reinterpret_cast<typename Vector<T>::Loose*>(to) = value;
+}
+
+// a * b + c, rounded once, whatever the compiler makes of sums and products elsewhere.
+#ifdef __AVX512F__
+INLINE vec fused(vec a, vec b, vec c) { return vec(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c))); }
+INLINE dvec fused(dvec a, dvec b, dvec c) { return dvec(_mm512_fmadd_pd(__m512d(a), __m512d(b), __m512d(c))); }
+#else
+INLINE vec fused(vec a, vec b, vec c) { return vec(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c))); }
+INLINE dvec fused(dvec a, dvec b, dvec c) { return dvec(_mm256_fmadd_pd(__m256d(a), __m256d(b), __m256d(c))); }
+#endif
+
+// Numbers that start where a vector of 64 bytes may.
+template <class T>
+class Numbers {
+  public:
+    // Room for ``count`` numbers, whose values are whatever they were.
+    T* at_least(long count) {
+        if (long(blocks_.size()) * PER_BLOCK < count) blocks_.resize((count + PER_BLOCK - 1) / PER_BLOCK);
+        return reinterpret_cast<T*>(blocks_.data());
+    }
+
+  private:
+    struct alignas(64) Block {
+        T values[64 / sizeof(T)];
+    };
+    static constexpr long PER_BLOCK = 64 / sizeof(T);
+    std::vector<Block> blocks_;
+};
+
+// sum_k left[row][k] * right[k][column], added to ``start``: first to last k, one rounding each, on any processor.
+template <class T>
+struct Product {
+    const T* left;
+    long left_row, left_step;  // from one row to the next, from one k to the next
+    const T* right;
+    long right_step;
+    long depth;
+    const T* start;  // null: zero
+    long start_row;  // 0: the same for all rows
+};
+
+template <class T, int ROWS, int VECTORS, class Take>
+INLINE void product_tile(const Product<T>& of, long row, long column, const Take& take) {
+    typename Vector<T>::Type sums[ROWS][VECTORS];
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++)
+            sums[r][v] = of.start ? load_some(of.start + (row + r) * of.start_row + column + v * WIDTH<T>)
+                                  : typename Vector<T>::Type{};
+    const T *left = of.left + row * of.left_row, *right = of.right + column;
+    for (long k = 0; k < of.depth; k++, left += of.left_step, right += of.right_step) {
+        typename Vector<T>::Type values[VECTORS];
+        UNROLL for (int v = 0; v < VECTORS; v++) values[v] = load_some(right + v * WIDTH<T>);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            // Less zero: plus zero would be an addition, since it makes 0 of -0.
+            const auto factor = left[r * of.left_row] - typename Vector<T>::Type{};
+            UNROLL for (int v = 0; v < VECTORS; v++) sums[r][v] = fused(factor, values[v], sums[r][v]);
+        }
+    }
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) take(row + r, column + v * WIDTH<T>, sums[r][v]);
+}
+
+template <class T, int VECTORS, class Take>
+NOINLINE void product_columns(const Product<T>& of, long rows, long column, const Take& take) {
+    constexpr int ROWS = REGISTERS / 4;
+    for (long row = 0; row < rows; row += ROWS) product_tile<T, ROWS, VECTORS>(of, row, column, take);
+}
+
+// Hands over the product's vectors: ``take(row, column, vector)``. ``rows``: a multiple of TILE; ``columns``: of WIDTH.
+template <class T, class Take>
+void multiply_rows(const Product<T>& of, long rows, long columns, const Take& take) {
+    for (long column = 0; column < columns;) {
+        const long left = (columns - column) / WIDTH<T>;
+        if (left == 1) product_columns<T, 1>(of, rows, column, take), column += WIDTH<T>;
+        else if (left == 2 || left == 4) product_columns<T, 2>(of, rows, column, take), column += 2 * WIDTH<T>;
+        else product_columns<T, 3>(of, rows, column, take), column += 3 * WIDTH<T>;
+    }
+}
+
+}  // namespace
