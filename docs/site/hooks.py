@@ -128,7 +128,7 @@ def _section(group: Group) -> str:
 
 
 def _code(default: str) -> str:
-    return f"`{default}`" if default not in {"", "left out"} else default
+    return f"`{default}`" if default not in {"", "left out", "none, it must be given"} else default
 
 
 def _cell(text: str) -> str:

@@ -6,11 +6,12 @@ A class tells the meaning of its field in its docstring, in sentences that name 
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import NoneType
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
 from fl_sim.data.naming import OPTIONS
 from fl_sim.data.naming_words import ABOUT, SETTINGS
@@ -183,6 +184,8 @@ def _as_written(default: Any) -> str:
         return ""
     if isinstance(default, bool):
         return str(default).lower()
+    if default is PydanticUndefined or default is MISSING:
+        return "none, it must be given"
     if default is None or default in ("", ()):
         return "left out"
     return f"{default:g}" if isinstance(default, float) else str(default)

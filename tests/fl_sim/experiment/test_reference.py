@@ -55,6 +55,12 @@ def test_defaults_are_those_that_an_experiment_starts_from() -> None:
     assert experiment_from(with_overrides({}, typed)) == Experiment()
 
 
+def test_a_setting_without_a_default_says_that_it_must_be_given() -> None:
+    needed = {one.name for part in groups() for one in part.settings if one.default == "none, it must be given"}
+    assert "devices.path" in needed
+    assert not [one for part in groups() for one in part.settings if "Undefined" in one.default]
+
+
 def test_what_a_setting_takes_is_in_words() -> None:
     takes = {setting.name: setting.takes for name in ("", "local") for setting in group(name).settings}
     assert takes["clients"] == "whole number, at least 1, at most 1,000,000"
