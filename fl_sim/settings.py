@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Final, Self, TypeAlias, get_args, get_origin
+from typing import Annotated, Any, Final, Self, TypeAlias, get_origin
 
 from pydantic import (
     BaseModel,
@@ -116,7 +116,7 @@ class OneOf:
         kind = table.get("kind")
         if self.wants is None or not isinstance(kind, str) or not IMPORT_PATH.fullmatch(kind):
             return in_union(table)
-        return _made(self._load(kind), table, "")
+        return _made(self._load(kind), table)
 
     def _load(self, path: str, instead: Iterable[str] = ()) -> Any:
         """Return the class at ``path``. Raises UserError, with a guess among ``instead``, unless it is one to take."""
@@ -272,27 +272,14 @@ def as_table(value: Any, mode: str = "python") -> Json:
     return {"kind": kind_of(value), **{name: part for name, part in content.items() if name != "kind"}}
 
 
-def parse(value: str | Mapping[str, Any], annotated: Any, what: str) -> Any:
-    """Return the settings that a short form, an import path or a table stands for.
-
-    ``annotated``: a union with its ``OneOf``. Raises UserError that says what is wrong with ``value``.
-    """
-    union, one_of = get_args(annotated)[:2]
-    table = one_of.expand(value, union) if isinstance(value, str) else dict(value)
-    own = one_of.class_of(table, union)
-    if own is None:
-        raise UserError(f"{what} needs a kind, one of {', '.join(kinds(union))}; got {table.get('kind')!r}")
-    return _made(own, table, what)
-
-
-def _made(settings: type, table: Mapping[str, Any], what: str) -> Any:
+def _made(settings: type, table: Mapping[str, Any]) -> Any:
     """Return the ``settings`` that ``table``, whose kind is theirs, stands for."""
     try:
         return TypeAdapter[Any](settings).validate_python(
             {name: part for name, part in table.items() if name != "kind"}
         )
     except ValidationError as error:
-        raise UserError(explain(error, settings, what)) from error
+        raise UserError(explain(error, settings, "")) from error
 
 
 def _one_of(field: FieldInfo) -> OneOf | None:

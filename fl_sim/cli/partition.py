@@ -10,10 +10,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fl_sim.cli.arguments import Given
+from fl_sim.cli.run import parse_experiment
 from fl_sim.data import load
-from fl_sim.experiment.experiment import parse_scheme
 from fl_sim.experiment.job import shards_of
+from fl_sim.kinds import short_form
 from fl_sim.report.figures.partition import draw_partition
+from fl_sim.tables.words import label
 from partitions import label_counts
 from partitions.assign import USUAL_MIN_SIZE
 
@@ -22,23 +25,16 @@ _MOST_COLUMNS = 12
 _QUANTILES = {"min": 0.0, "p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
 
 
-def show_partition(
-    data: str,
-    scheme: str,
-    clients: int,
-    seed: int,
-    plot: Path | None,
-    data_root: Path | None,
-    *,
-    json_output: bool,
-) -> None:
+def show_partition(given: Given, plot: Path | None, data_root: Path | None, *, json_output: bool) -> None:
     """Print sizes and label counts of every client, and draw them where ``plot`` names a file."""
-    chosen = parse_scheme(scheme)
+    experiment = parse_experiment(given)
+    data, clients, seed = experiment.data, experiment.clients, experiment.seed_of_partition
     dataset = load(data, data_root)
-    parts = shards_of(dataset, chosen, clients, seed)
+    parts = shards_of(dataset, experiment.partition, clients, seed)
     counts = label_counts(dataset.train.labels, parts, dataset.num_classes)
     left_out = np.bincount(dataset.train.labels, minlength=dataset.num_classes) - counts.sum(axis=0)
-    title = f"{data}, {scheme}, {clients} clients, seed {seed}"
+    scheme = short_form(experiment.partition)
+    title = f"{data}, {label(experiment.partition)}, {clients:,} clients, seed {seed}"
     if plot is not None:
         draw_partition(counts, plot, title)
     _warn(counts, left_out)

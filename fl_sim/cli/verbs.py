@@ -322,23 +322,12 @@ def _show_plan(
 
 @app.command("partition")
 def partition(
+    arguments: _Settings = None,
     *,
-    data: Annotated[
-        str,
-        typer.Option(
-            help="digits, mnist, fashion-mnist, cifar10, cifar100, svhn, your own as csv:PATH, npz:PATH and so on "
-            "('fl-sim data list' tells all), or MODULE:FUNCTION."
-        ),
-    ] = "digits",
-    scheme: Annotated[
-        str,
-        typer.Option(
-            help="label-1, label-2, ..., dirichlet:BETA, iid, shards:S, quantity:BETA, feature-noise:SIGMA, natural "
-            "(for data with groups), or your own as MODULE:CLASS."
-        ),
-    ] = "label-1",
-    clients: Annotated[int, typer.Option(min=1, help="Number of clients.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="The run with this seed gets this very split.")] = 0,
+    data: Annotated[str | None, typer.Option(help="The same as data=TEXT.")] = None,
+    scheme: Annotated[str | None, typer.Option(help="The same as partition=TEXT.")] = None,
+    clients: Annotated[int | None, typer.Option(help="The same as clients=INTEGER.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same as seed=INTEGER.")] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw clients x classes to a .png, .svg or .pdf.")
     ] = None,
@@ -347,18 +336,24 @@ def partition(
         bool, typer.Option("--json", help="Print sizes and label counts as one JSON object.")
     ] = False,
 ) -> None:
-    """Show how a scheme splits a training set: sizes and label counts of every client.
+    """Show how a training set is split: sizes and label counts of every client.
+
+    Takes the settings that 'fl-sim run' takes, and shows the very split of that run.
 
     For example:
 
-      fl-sim partition --data digits --scheme label-2 --clients 10
+      fl-sim partition data=digits partition=label-2 clients=10
 
-      fl-sim partition --data mnist --scheme dirichlet:0.05 --clients 100 --plot split.png --data-root ROOT
+      fl-sim partition data=mnist partition=dirichlet:0.05 clients=100 seed=3 --plot split.png --data-root ROOT
+
+      fl-sim partition run.toml
     """
+    typed = {"data": data, "partition": scheme, "clients": clients, "seed": seed}
+    given = _read([*(arguments or []), *(f"{key}={value}" for key, value in typed.items() if value is not None)])
     with importing():
         from fl_sim.cli.partition import show_partition  # noqa: PLC0415 (see above)
 
-    show_partition(data, scheme, clients, seed, plot, data_root, json_output=json_output)
+    show_partition(given, plot, data_root, json_output=json_output)
 
 
 @app.command("report")

@@ -20,7 +20,7 @@ from fl_sim.kinds import Checking, Promising, kind_of
 from fl_sim.mistakes import explain, shortened
 from fl_sim.model_names import known_model
 from fl_sim.packed import Compressor
-from fl_sim.settings import InOneLine, OneOf, Settings, chosen_class, group_in, parse
+from fl_sim.settings import InOneLine, OneOf, Settings, chosen_class, group_in
 from fl_sim.settings_file import MOST_LEVELS
 from partitions import AnyScheme, LabelK, Scheme
 from strategies.aggregators import Aggregator, WeightedMean
@@ -323,12 +323,6 @@ def experiment_from(table: Mapping[str, Any]) -> Experiment:
         return Experiment.model_validate(table)
     except ValidationError as error:
         raise UserError(explain(error, Experiment, "")) from error
-
-
-def parse_scheme(text: str) -> Scheme:
-    """Return the partition scheme that ``text`` names, such as ``label-1`` or ``my_pkg.splits:ByHospital``."""
-    scheme: Scheme = parse(text, Partition, "partition")
-    return scheme
 
 
 def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, Any]:

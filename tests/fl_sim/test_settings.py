@@ -7,10 +7,10 @@ import pytest
 from pydantic import Field, ValidationError
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import experiment_from, parse_scheme, with_overrides
+from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.kinds import field_defaults, kinds
 from fl_sim.mistakes import explain, guess
-from fl_sim.settings import OneOf, Settings, parse
+from fl_sim.settings import OneOf, Settings
 from partitions import Dirichlet, Iid, LabelK, Shards
 
 
@@ -31,7 +31,18 @@ class Counted:
 
 
 Choice = Plain | Tuned | Counted
-AnyChoice = Annotated[Choice, OneOf("choice")]
+
+
+class Chosen(Settings):
+    choice: Annotated[Choice, OneOf("choice")] = Plain()
+
+
+def chosen(value):
+    """Return the choice that a short form or a table stands for. Raises UserError as an experiment does."""
+    try:
+        return Chosen.model_validate({"choice": value}).choice
+    except ValidationError as error:
+        raise UserError(explain(error, Chosen, "")) from error
 
 
 class Inner(Settings):
@@ -88,16 +99,16 @@ def test_unknown_short_forms_list_what_is_valid_and_guess(text, message):
         OneOf("choice").expand(text, Choice)
 
 
-def test_parse_takes_short_forms_and_tables():
-    assert parse("tuned:0.5", AnyChoice, "choice") == Tuned(rate=0.5)
-    assert parse({"kind": "count-k", "k": 2}, AnyChoice, "choice") == Counted(k=2)
-    assert parse({"kind": "tuned", "steps": "4"}, Annotated[Tuned, OneOf("choice")], "choice") == Tuned(steps=4)
+def test_a_choice_takes_short_forms_and_tables():
+    assert chosen("tuned:0.5") == Tuned(rate=0.5)
+    assert chosen({"kind": "count-k", "k": 2}) == Counted(k=2)
+    assert chosen({"kind": "tuned", "steps": "4"}) == Tuned(steps=4)
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"rate": 1.0}, "choice needs a kind, one of plain, tuned, count-k; got None"),
+        ({"rate": 1.0}, r"unknown key .choice\.rate.; valid here: kind"),
         ({"kind": "tunde"}, "choice needs a kind, one of plain, tuned, count-k; got 'tunde'"),
         (
             {"kind": "tuned", "rat": 1.0},
@@ -108,25 +119,36 @@ def test_parse_takes_short_forms_and_tables():
         ("tuned:x", "choice.rate = 'x': input should be a valid number"),
     ],
 )
-def test_parse_says_what_is_wrong(value, message):
+def test_a_choice_says_what_is_wrong(value, message):
     with pytest.raises(UserError, match=message):
-        parse(value, AnyChoice, "choice")
+        chosen(value)
 
 
-def test_schemes_have_the_papers_short_forms():
-    assert parse_scheme("label-1") == LabelK(k=1)
-    assert parse_scheme("label-12") == LabelK(k=12)
-    assert parse_scheme("dirichlet:0.05") == Dirichlet(beta=0.05)
-    assert parse_scheme("shards:2") == Shards(shards_per_client=2)
-    assert parse_scheme("iid") == Iid()
-    with pytest.raises(UserError, match=r"unknown partition 'dirichlt:0.05' \(did you mean 'dirichlet'\?\)"):
-        parse_scheme("dirichlt:0.05")
-    with pytest.raises(UserError, match=r"partition = .*beta=nan"):
-        parse_scheme("dirichlet:nan")
-    with pytest.raises(
-        UserError, match=r"unknown key 'partition.betta' \(did you mean 'beta'\?\); valid here: kind, beta"
-    ):
-        parse({"kind": "dirichlet", "betta": 1}, Annotated[LabelK | Dirichlet, OneOf("partition")], "partition")
+@pytest.mark.parametrize(
+    ("text", "scheme"),
+    [
+        ("label-1", LabelK(k=1)),
+        ("label-12", LabelK(k=12)),
+        ("dirichlet:0.05", Dirichlet(beta=0.05)),
+        ("shards:2", Shards(shards_per_client=2)),
+        ("iid", Iid()),
+    ],
+)
+def test_schemes_have_the_papers_short_forms(text, scheme):
+    assert experiment_from({"partition": text}).partition == scheme
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("dirichlt:0.05", r"unknown partition 'dirichlt:0.05' \(did you mean 'dirichlet'\?\)"),
+        ("dirichlet:nan", r"partition\.beta = 'nan'|beta=nan"),
+        ({"kind": "dirichlet", "betta": 1}, r"unknown key 'partition.betta' \(did you mean 'beta'\?\)"),
+    ],
+)
+def test_schemes_say_what_is_wrong(value, message):
+    with pytest.raises(UserError, match=message):
+        experiment_from({"partition": value})
 
 
 def test_settings_are_frozen():

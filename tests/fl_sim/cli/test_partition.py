@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 from fl_sim.cli.verbs import app
 from fl_sim.errors import UserError
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.job import job_of
 
 
 def run(*arguments):
@@ -26,6 +28,16 @@ def test_json_holds_sizes_and_label_counts_and_nothing_else_is_on_standard_outpu
     assert [sum(row) for row in told["label_counts"]] == told["sizes"]
     assert told["left_out"] == [0] * 10
     assert (told["data"], told["scheme"], told["clients"], told["seed"]) == ("digits", "label-1", 10, 3)
+    assert run("data=digits", "partition=label-1", "clients=10", "seed=3", "--json").stdout == result.stdout
+
+
+def test_the_split_is_that_of_the_run_with_these_settings(tmp_path):
+    (tmp_path / "run.toml").write_text('clients = 4\npartition_seed = 7\n[partition]\nkind = "dirichlet"\nbeta = 0.3\n')
+    told = json.loads(run(str(tmp_path / "run.toml"), "partition.balanced=true", "--json").stdout)
+    experiment = experiment_from(
+        {"clients": 4, "seed": 7, "partition": {"kind": "dirichlet", "beta": 0.3, "balanced": True}}
+    )
+    assert told["sizes"] == [len(shard) for shard in job_of(experiment).shards]
 
 
 def test_the_table_shows_every_client_up_to_thirty_and_then_a_summary():
