@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "generator.h"
+#include "normals.h"
 #include "pairs.h"
 #include "subnormals.h"
 
@@ -63,6 +64,18 @@ int OF_WIDTH(fl_sim_adam)(float* weights, float* means, float* squares, const fl
             weights[i] -= rate * means[i] / (std::sqrt(squares[i] * scale) + epsilon);
         }
     });
+}
+
+// See normals.h.
+int OF_WIDTH(fl_sim_normals)(const uint64_t* first, const uint64_t* second, int64_t count, double* made) {
+    write_normals(first, second, count, made);
+    return 0;
+}
+
+int OF_WIDTH(fl_sim_rounded_normals)(const uint64_t* first, const uint64_t* second, int64_t count, double ratio,
+                                     double* made, int64_t* undecided, int64_t* num_undecided) {
+    *num_undecided = write_rounded_normals(first, second, count, ratio, made, undecided);
+    return 0;
 }
 
 }  // extern "C"

@@ -12,9 +12,10 @@ as private as the exact mechanism on real numbers, with nothing added to epsilon
    right way. Elsewhere (about one number in 65,000) the boundary's probability is compared with the digits of U in as
    many digits as it takes, and where 127 do not decide, further ones are drawn.
 
-What is taken for granted: that ChaCha20 under a random key gives random bits; that ``scipy.special.ndtri`` and
-``numpy.log`` are right to ``TOLERANCE`` grid steps, some 400 times the error that is documented for them (a test
-compares them with mpmath, tails included); and that mpmath is right to the digits it was asked for.
+What is taken for granted: that ChaCha20 under a random key gives random bits; that ``scipy.special.ndtri``,
+``numpy.log`` and the compiled quantile (``fl_sim/native/normals.h``) are right to ``TOLERANCE`` grid steps, some 400
+times the error that is documented for them (a test compares them with mpmath, tails included); and that mpmath is right
+to the digits it was asked for.
 """
 
 import math

@@ -10,7 +10,8 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,16 +24,35 @@ _LEAST_NOISE: Final = 1e-6  # clipping norms; epsilon is beyond 10^11 there
 _STREAM_LIMIT: Final = 2**37  # bytes; half of what a ChaCha20 counter can address
 
 
+class Normals(Protocol):
+    """What makes N(0, 1) numbers of words faster than this file, and the same ones but for float64's rounding.
+
+    The last bit of each ``first`` is a number's sign; first >> 1, then ``second``, are the binary digits of U.
+    """
+
+    def draw(self, first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.float64]:
+        """Return the numbers."""
+        ...
+
+    def rounded(
+        self, first: NDArray[np.uint64], second: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]
+    ) -> NDArray[np.intp]:
+        """Write the numbers times ``ratio``, rounded to whole ones; return where it may have rounded the wrong way."""
+        ...
+
+
 @dataclass(frozen=True)
 class Noise:
     """A source of random numbers: one independent ChaCha20 stream per (purpose, round) from one 32-byte key.
 
     The key is a secret: whoever has it can take the noise off again. It is in no representation, log or result.
     ``simulation_only`` says that the key can be guessed (it comes from a seed), so no real person is protected.
+    ``normals``, if given, makes normal numbers: on the grid the very same ones.
     """
 
     key: bytes = field(repr=False)
     simulation_only: bool
+    normals: Normals | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def secret(cls) -> "Noise":
@@ -63,6 +83,8 @@ class Noise:
     def standard_normal(self, count: int, *, purpose: str, server_round: int) -> NDArray[np.float64]:
         """Return ``count`` independent N(0, 1) numbers in float64, for whatever is not added to private numbers."""
         words = self._words(2 * count, purpose, server_round)
+        if self.normals:
+            return self.normals.draw(words[:count], words[count:])
         normal = _tails(words[:count], words[count:])
         GAUSSIAN.quantile(normal)
         return _with_signs(normal, words[:count])
@@ -75,15 +97,16 @@ class Noise:
     def _steps(self, law: Law, count: int, scale: float, purpose: str, server_round: int) -> NDArray[np.float64]:
         words = self._words(2 * count, purpose, server_round)
         ratio = scale / grid_spacing(scale)
+        rounded = self.normals.rounded if self.normals and law is GAUSSIAN else partial(_rounded, law)
         steps = np.empty(count)
         for start in range(0, count, _BLOCK):
             block = slice(start, min(start + _BLOCK, count))
             first, second = words[:count][block], words[count:][block]
-            for place in _rounded(law, ratio, first, second, out=steps[block]):
+            for place in rounded(first, second, ratio, out=steps[block]):
                 digits = int(first[place]) >> 1 << 64 | int(second[place])
                 more = self._further(f"{purpose}: digits of number {start + place}", server_round)
-                steps[start + place] = exact_step(law, ratio, digits, 127, more)
-            _with_signs(steps[block], first)
+                magnitude = exact_step(law, ratio, digits, 127, more)
+                steps[start + place] = -magnitude if first[place] & np.uint64(1) else magnitude
         return steps
 
     def _further(self, purpose: str, server_round: int) -> Callable[[], int]:
@@ -182,9 +205,9 @@ def next_clipping_norm(
 
 
 def _rounded(
-    law: Law, ratio: float, first: NDArray[np.uint64], second: NDArray[np.uint64], out: NDArray[np.float64]
+    law: Law, first: NDArray[np.uint64], second: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]
 ) -> NDArray[np.intp]:
-    """Write the numbers' magnitudes, rounded to whole steps, into ``out``; return where float64 does not decide."""
+    """Write the numbers, rounded to whole steps, into ``out``; return where float64 does not decide."""
     found = _tails(first, second)
     law.quantile(found)
     np.abs(found, out=found)
@@ -192,6 +215,7 @@ def _rounded(
     np.rint(found, out=out)
     found -= out
     np.abs(found, out=found)
+    _with_signs(out, first)
     # Next to a boundary float64 may round the wrong way; and where all 63 digits are 0, U is not known well enough.
     return np.flatnonzero((found > 0.5 - TOLERANCE) | (first < 2))
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -16,6 +17,7 @@ from clients.dafl.dpcgan.weights import Adam, Weights
 from clients.dafl.generator import Request
 from fl_sim.errors import RunError
 from fl_sim.native.kernel import Kernel
+from fl_sim.native.normals import CompiledNormals
 from fl_sim.native.perceptrons import generator_gradient
 from fl_sim.privacy.mechanisms import add_noise, clipping_norm_on_grid, takes_part
 from fl_sim.seeding import torch_alone
@@ -44,6 +46,8 @@ class Client:
             torch.manual_seed(int(request.generator.integers(2**63)))
             self.nets = self._networks(tuple(records.inputs.shape[1:]))
         self.kernel = kernel_for(self.nets) if settings.is_compilable else None
+        if self.kernel:
+            self.noise = replace(self.noise, normals=CompiledNormals(self.kernel))
         self.random = torch.Generator().manual_seed(int(request.generator.integers(2**63)))
         self.average = deepcopy(self.nets.generator).requires_grad_(requires_grad=False)
         self.dimension = sum(weight.numel() for weight in self.nets.discriminator.parameters())

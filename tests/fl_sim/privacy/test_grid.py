@@ -1,7 +1,7 @@
 """Noise is rounded to the grid exactly: held against mpmath, next to the boundaries and in the tails."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 
 import mpmath
@@ -10,12 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_sim.native.kernel import load_kernel
+from fl_sim.native.normals import CompiledNormals
 from fl_sim.privacy.grid import GAUSSIAN, LAPLACE, TOLERANCE, Law, exact_step, grid_spacing
-from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.mechanisms import Noise, Normals
 
 STD = 1.37
 RATIO = STD / grid_spacing(STD)
 LAWS = [GAUSSIAN, LAPLACE]
+
+
+def compiled() -> CompiledNormals:
+    """Return what makes normal numbers in compiled code."""
+    kernel, why_not = load_kernel()
+    if kernel is None:
+        pytest.skip(why_not)
+    return CompiledNormals(kernel)
 
 
 def beyond(law: Law, point: mpmath.mpf) -> mpmath.mpf:
@@ -63,8 +73,8 @@ def test_where_127_digits_do_not_decide_further_ones_are_drawn(law: Law) -> None
 class Planted(Noise):
     """Noise from given words; further digits from a counter."""
 
-    def __init__(self, words: list[int], further: Iterator[int]) -> None:
-        super().__init__(bytes(32), simulation_only=True)
+    def __init__(self, words: list[int], further: Iterator[int], normals: Normals | None = None) -> None:
+        super().__init__(bytes(32), simulation_only=True, normals=normals)
         object.__setattr__(self, "words", np.array(words, dtype=np.uint64))
         object.__setattr__(self, "further", further)
 
@@ -74,8 +84,11 @@ class Planted(Noise):
         return self.words  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("law", LAWS, ids=["gaussian", "laplace"])
-def test_noise_with_planted_words_is_rounded_as_mpmath_rounds_it(law: Law) -> None:
+@pytest.mark.parametrize(
+    ("law", "is_compiled"), [(GAUSSIAN, False), (GAUSSIAN, True), (LAPLACE, False)],
+    ids=["gaussian", "gaussian, compiled", "laplace"],
+)  # fmt: skip
+def test_noise_with_planted_words_is_rounded_as_mpmath_rounds_it(law: Law, *, is_compiled: bool) -> None:
     # Half of the words lie closer to a boundary than float64 can tell, half anywhere.
     rng = np.random.default_rng(0)
     near = [digits_at(law, int(below) + 0.5) + away for below in rng.integers(0, 2**22, 20) for away in (-9, 9)]
@@ -83,7 +96,8 @@ def test_noise_with_planted_words_is_rounded_as_mpmath_rounds_it(law: Law) -> No
     digits = [*near, *anywhere]
     signs = rng.integers(0, 2, len(digits)).tolist()
     words = [(one >> 64) << 1 | sign for one, sign in zip(digits, signs, strict=True)]
-    noise = Planted([*words, *(one & (2**64 - 1) for one in digits)], count())
+    planted = [*words, *(one & (2**64 - 1) for one in digits)]
+    noise = Planted(planted, count(), compiled() if is_compiled else None)
     drawn = (noise.gaussian if law is GAUSSIAN else noise.laplace)(len(digits), STD, purpose="", server_round=0)
     for found, one, sign in zip(drawn, digits, signs, strict=True):
         magnitude = abs(found)
@@ -93,18 +107,34 @@ def test_noise_with_planted_words_is_rounded_as_mpmath_rounds_it(law: Law) -> No
         assert one >= digits_at(law, magnitude + 0.5)
 
 
-def test_float64_is_right_to_a_small_part_of_the_tolerance() -> None:
+PROBABILITIES = np.exp2(-np.concatenate([np.linspace(1e-9, 8, 300), np.linspace(8, 126, 300)]))
+
+
+def quantiles(law: Law) -> np.ndarray:
+    """Return what is exceeded with these probabilities, by the code's approximation."""
+    found = PROBABILITIES.copy()
+    law.quantile(found)
+    return np.abs(found)
+
+
+def compiled_quantiles(_: Law) -> np.ndarray:
+    """Return the same by the compiled code, from the digits of the probabilities, where 63 digits are not all 0."""
+    digits = [int(mpmath.mpf(float(one)) * 2**127) for one in PROBABILITIES if one > 2.0**-63]
+    first = np.array([one >> 64 << 1 for one in digits], dtype=np.uint64)
+    return compiled().draw(first, np.array([one & (2**64 - 1) for one in digits], dtype=np.uint64))
+
+
+@pytest.mark.parametrize(
+    ("law", "found_by"), [(GAUSSIAN, quantiles), (LAPLACE, quantiles), (GAUSSIAN, compiled_quantiles)],
+    ids=["gaussian", "laplace", "gaussian, compiled"],
+)  # fmt: skip
+def test_float64_is_right_to_a_small_part_of_the_tolerance(law: Law, found_by: Callable[[Law], np.ndarray]) -> None:
     # The assumption of the proof, tails included: the approximation's error in grid steps, for the finest grid.
-    exponents = np.concatenate([np.linspace(1e-9, 8, 300), np.linspace(8, 126, 300)])
-    probabilities = np.exp2(-exponents)
-    for law in LAWS:
-        found = probabilities.copy()
-        law.quantile(found)
-        with mpmath.workprec(200):
-            for probability, quantile in zip(probabilities, np.abs(found), strict=True):
-                point = mpmath.mpf(float(quantile))
-                slope = mpmath.npdf(point) * 2 if law is GAUSSIAN else mpmath.e ** (-point)
-                error = (beyond(law, point) - mpmath.mpf(float(probability))) / slope
-                # A probability itself is known to 2^-52 of itself.
-                error = abs(error) + probability * 2.0**-52 / slope
-                assert error * 2**21 < TOLERANCE / 20
+    with mpmath.workprec(200):
+        for probability, quantile in zip(PROBABILITIES, found_by(law), strict=False):
+            point = mpmath.mpf(float(quantile))
+            slope = mpmath.npdf(point) * 2 if law is GAUSSIAN else mpmath.e ** (-point)
+            error = (beyond(law, point) - mpmath.mpf(float(probability))) / slope
+            # A probability itself is known to 2^-52 of itself.
+            error = abs(error) + probability * 2.0**-52 / slope
+            assert error * 2**21 < TOLERANCE / 20

@@ -1,0 +1,139 @@
+// Normal numbers from uniform bits: what fl_sim/privacy/mechanisms.py draws, in one pass.
+//
+// Of a number N two words are known: the last bit of ``first`` is its sign, and first >> 1, then ``second``, are the first
+// binary digits of U = P(|N'| > |N|). The quantile is Wichura's (1988, algorithm AS 241, PPND16), right to about 2^-50.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+
+namespace {
+
+constexpr long NORMALS_AT_ONCE = 512;
+constexpr double DECIDED = 0.5 - 1.0 / (1 << 17);  // see TOLERANCE in grid.py
+
+template <int DEGREE>
+inline double polynomial(const double (&terms)[DEGREE + 1], double x) {
+    double sum = terms[DEGREE];
+#pragma GCC unroll 8
+    for (int i = DEGREE - 1; i >= 0; i--) sum = sum * x + terms[i];
+    return sum;
+}
+
+// What is exceeded with probability 0.5 - q, for 0 <= q <= 0.425.
+inline double middle_quantile(double q) {
+    constexpr double ABOVE[8] = {3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3,
+                                 1.3731693765509461125e4, 4.5921953931549871457e4, 6.7265770927008700853e4,
+                                 3.3430575583588128105e4, 2.5090809287301226727e3};
+    constexpr double BELOW[8] = {1.0,                     4.2313330701600911252e1, 6.8718700749205790830e2,
+                                 5.3941960214247511077e3, 2.1213794301586595867e4, 3.9307895800092710610e4,
+                                 2.8729085735721942674e4, 5.2264952788528545610e3};
+    const double r = 0.180625 - q * q;
+    return q * polynomial<7>(ABOVE, r) / polynomial<7>(BELOW, r);
+}
+
+// The same in the tail, from r = sqrt(-log(probability)), for r <= 5.
+inline double near_tail(double r) {
+    constexpr double ABOVE[8] = {1.42343711074968357734e0,  4.63033784615654529590e0,  5.76949722146069140550e0,
+                                 3.64784832476320460504e0,  1.27045825245236838258e0,  2.41780725177450611770e-1,
+                                 2.27238449892691845833e-2, 7.74545014278341407640e-4};
+    constexpr double BELOW[8] = {1.0,                       2.05319162663775882187e0,  1.67638483018380384940e0,
+                                 6.89767334985100004550e-1, 1.48103976427480074590e-1, 1.51986665636164571966e-2,
+                                 5.47593808499534494600e-4, 1.05075007164441684324e-9};
+    return polynomial<7>(ABOVE, r - 1.6) / polynomial<7>(BELOW, r - 1.6);
+}
+
+// The same for r > 5: once in 10^11 numbers.
+inline double far_tail(double r) {
+    constexpr double ABOVE[8] = {6.65790464350110377720e0,  5.46378491116411436990e0,  1.78482653991729133580e0,
+                                 2.96560571828504891230e-1, 2.65321895265761230930e-2, 1.24266094738807843860e-3,
+                                 2.71155556874348757815e-5, 2.01033439929228813265e-7};
+    constexpr double BELOW[8] = {1.0,                       5.99832206555887937690e-1, 1.36929880922735805310e-1,
+                                 1.48753612908506148525e-2, 7.86869131145613259100e-4, 1.84631831751005468180e-5,
+                                 1.42151175831644588870e-7, 2.04426310338993978564e-15};
+    return polynomial<7>(ABOVE, r - 5.0) / polynomial<7>(BELOW, r - 5.0);
+}
+
+// log(x) of a normal number, as fdlibm has it: right to a unit in the last place.
+inline double log_of(double x) {
+    constexpr double LG[7] = {6.666666666666735130e-01, 3.999999999940941908e-01, 2.857142874366239149e-01,
+                              2.222219843214978396e-01, 1.818357216161805012e-01, 1.531383769920937332e-01,
+                              1.479819860511658591e-01};
+    int64_t bits;
+    std::memcpy(&bits, &x, 8);
+    bits += 0x3ff0000000000000 - 0x3fe6a09e00000000;  // so that what is left of it lies about 1
+    const double power = double(int32_t((bits >> 52) - 1023));
+    bits = (bits & 0x000fffffffffffff) + 0x3fe6a09e00000000;
+    double rest;
+    std::memcpy(&rest, &bits, 8);
+    const double f = rest - 1.0, s = f / (2.0 + f), z = s * s, half = 0.5 * f * f;
+    return power * 6.93147180369123816490e-01 -
+           ((half - (s * (half + z * polynomial<6>(LG, z)) + power * 1.90821492927058770002e-10)) - f);
+}
+
+// The magnitudes of ``count`` numbers, at most NORMALS_AT_ONCE.
+void magnitudes(const uint64_t* first, const uint64_t* second, long count, double* made) {
+    double probabilities[NORMALS_AT_ONCE], tails[NORMALS_AT_ONCE];
+    int32_t places[NORMALS_AT_ONCE];
+    for (long i = 0; i < count; i++) probabilities[i] = double(int64_t(first[i] >> 1));
+    long num_tails = 0;
+    for (long i = 0; i < count; i++) {
+        places[num_tails] = int32_t(i);
+        num_tails += probabilities[i] < 0x1p63 * 0.15;
+    }
+    // Where so many digits are zeros that fewer than 53 are left, the second word has the rest.
+    for (long tail = 0; tail < num_tails; tail++) {
+        double& digits = probabilities[places[tail]];
+        if (digits < 0x1p53) digits += double(int64_t(second[places[tail]] >> 11)) * 0x1p-53 + 0x1p-54;
+        tails[tail] = digits * 0x1p-64;
+    }
+    for (long i = 0; i < count; i++) made[i] = middle_quantile(0.5 - probabilities[i] * 0x1p-64);
+    for (long tail = 0; tail < num_tails; tail++) tails[tail] = std::sqrt(-log_of(tails[tail]));
+    for (long tail = 0; tail < num_tails; tail++) probabilities[tail] = near_tail(tails[tail]);
+    for (long tail = 0; tail < num_tails; tail++)
+        made[places[tail]] = tails[tail] > 5.0 ? far_tail(tails[tail]) : probabilities[tail];
+}
+
+inline double with_sign(double magnitude, uint64_t word) {
+    uint64_t bits;
+    std::memcpy(&bits, &magnitude, 8);
+    bits |= word << 63;
+    std::memcpy(&magnitude, &bits, 8);
+    return magnitude;
+}
+
+// Writes normal numbers.
+void write_normals(const uint64_t* first, const uint64_t* second, long count, double* made) {
+    for (long start = 0; start < count; start += NORMALS_AT_ONCE) {
+        const long here = count - start < NORMALS_AT_ONCE ? count - start : NORMALS_AT_ONCE;
+        magnitudes(first + start, second + start, here, made + start);
+        for (long i = start; i < start + here; i++) made[i] = with_sign(made[i], first[i]);
+    }
+}
+
+// Writes normal numbers times ``ratio``, rounded to whole ones; returns how many it cannot tell, whose places go to
+// ``undecided``: next to a boundary this may round the wrong way, and where all 63 digits are 0, U is not known well
+// enough.
+long write_rounded_normals(const uint64_t* first, const uint64_t* second, long count, double ratio, double* made,
+                           int64_t* undecided) {
+    long num_undecided = 0;
+    for (long start = 0; start < count; start += NORMALS_AT_ONCE) {
+        const long here = count - start < NORMALS_AT_ONCE ? count - start : NORMALS_AT_ONCE;
+        double exact[NORMALS_AT_ONCE];
+        bool is_open = false;
+        magnitudes(first + start, second + start, here, exact);
+        for (long i = 0; i < here; i++) {
+            const double scaled = exact[i] * ratio, whole = std::rint(scaled);
+            is_open |= std::fabs(scaled - whole) > DECIDED || first[start + i] < 2;
+            exact[i] = std::fabs(scaled - whole);
+            made[start + i] = with_sign(whole, first[start + i]);
+        }
+        for (long i = 0; is_open && i < here; i++)
+            if (exact[i] > DECIDED || first[start + i] < 2) undecided[num_undecided++] = start + i;
+    }
+    return num_undecided;
+}
+
+}  // namespace

@@ -1,0 +1,76 @@
+"""Compiled normal numbers: on the grid the very numbers of the definition, elsewhere the same to rounding."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fl_sim.native.compiling import WIDTHS
+from fl_sim.native.kernel import Kernel
+from fl_sim.native.normals import CompiledNormals
+from fl_sim.privacy.mechanisms import Noise
+
+DEFINITION = Noise.seeded(5)
+
+
+@pytest.fixture
+def compiled(kernel: Kernel) -> Noise:
+    return replace(DEFINITION, normals=CompiledNormals(kernel))
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 511, 513, 300_000])
+@pytest.mark.parametrize("std", [0.65, 1.0, 1.999, 3e-7])
+def test_noise_on_the_grid_is_the_same_number_for_number(compiled: Noise, count: int, std: float) -> None:
+    for server_round in range(1 if count > 1000 else 20):
+        found = compiled.gaussian(count, std, purpose="noise", server_round=server_round)
+        expected = DEFINITION.gaussian(count, std, purpose="noise", server_round=server_round)
+        assert np.array_equal(found, expected)
+        assert np.array_equal(np.signbit(found), np.signbit(expected))
+
+
+def test_numbers_off_the_grid_are_the_same_to_rounding(compiled: Noise) -> None:
+    found = compiled.standard_normal(300_000, purpose="latent vectors", server_round=0)
+    expected = DEFINITION.standard_normal(300_000, purpose="latent vectors", server_round=0)
+    np.testing.assert_allclose(found, expected, rtol=4e-15, atol=1e-15)
+
+
+class Planted(Noise):
+    """Noise from given words instead of a stream."""
+
+    def __init__(self, words: list[int], normals: CompiledNormals | None) -> None:
+        super().__init__(bytes(32), simulation_only=True, normals=normals)
+        object.__setattr__(self, "words", np.array(words, dtype=np.uint64))
+
+    def _words(self, count: int, purpose: str, server_round: int) -> np.ndarray:
+        return self.words  # type: ignore[attr-defined]
+
+
+def test_words_from_the_ends_of_their_range_make_the_numbers_of_the_definition(kernel: Kernel) -> None:
+    most = 2**64 - 1
+    firsts = [0, 1, 2, 3, most, most - 1, 2**63, 2**54, 2**54 - 1, 2**54 + 2, 77 << 40]
+    for second in (0, 5, 1 << 40, most):
+        found, expected = (
+            Planted([*firsts, *[second] * len(firsts)], normals).standard_normal(
+                len(firsts), purpose="", server_round=0
+            )
+            for normals in (CompiledNormals(kernel), None)
+        )
+        np.testing.assert_allclose(found, expected, rtol=4e-15, atol=1e-15)
+
+
+def test_every_width_of_vectors_makes_the_same_bits(kernel: Kernel) -> None:
+    words = np.random.default_rng(0).integers(0, 2**64, (2, 5000), dtype=np.uint64)
+    words[0, ::7] >>= np.uint64(12)
+    widths = [CompiledNormals(replace(kernel, lanes=lanes)) for lanes in WIDTHS if lanes <= kernel.lanes]
+    first, *others = [normals.draw(*words) for normals in widths]
+    assert all(np.array_equal(first, other) for other in others)
+
+
+def test_what_are_no_pairs_of_words_is_refused(kernel: Kernel) -> None:
+    normals, words = CompiledNormals(kernel), np.zeros(8, np.uint64)
+    for first, second in ((words, words[:7]), (words[::2], words[::2]), (words, words.astype(np.int64))):
+        with pytest.raises(ValueError, match="pairs of 64-bit words"):
+            normals.draw(first, second)
+    for out in (np.zeros(7), np.zeros(8, np.float32), np.zeros(16)[::2]):
+        with pytest.raises(ValueError, match="pairs of 64-bit words"):
+            normals.rounded(words, words, 1.0, out)
