@@ -2,13 +2,14 @@
 
 import ctypes
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from fl_sim.native.kernel import Kernel
 
+_LEAST = 1e-8  # what Adam adds to the root of a mean square
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
@@ -32,21 +33,6 @@ class _Generator(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [("curved", _Perceptron), ("straight", _Perceptron)]
 
 
-class TwoWays(Protocol):
-    """A generator that makes sigmoid(2 (curved(x) + straight(x))) of x, (n, inputs)."""
-
-    curved: nn.Sequential
-    straight: nn.Sequential
-
-
-class Moments(NamedTuple):
-    """Adam's running means of a gradient and of its squares, and what each step leaves of them."""
-
-    mean: torch.Tensor
-    square: torch.Tensor
-    kept: tuple[float, float]
-
-
 def is_perceptron(net: nn.Module) -> bool:
     """Say whether the compiled code takes a network: linear layers with ReLU or LeakyReLU between them, float32."""
     layers = list(net) if isinstance(net, nn.Sequential) else []
@@ -56,63 +42,99 @@ def is_perceptron(net: nn.Module) -> bool:
     return all(before.out_features == after.in_features for before, after in pairwise(linear))
 
 
-def clipped_sum(
-    kernel: Kernel, discriminator: nn.Sequential, real: torch.Tensor, fake: torch.Tensor, bound: float
-) -> torch.Tensor:
-    """Return the sum over pairs of the gradients of softplus(-D(real)) + softplus(D(fake)), each clipped to ``bound``.
+class Perceptron:
+    """A network that ``is_perceptron``, as compiled code finds it: its weights must stay where they are."""
 
-    ``real``, ``fake``: float32, (pairs, inputs). The sum is flat and float64, in the order of ``D.parameters()``. A
-    pair whose gradient is not finite counts as the zero vector. Raises ValueError for rows of another kind.
-    """
-    net = _described(discriminator)
-    rows = [_rows(what, values, net, len(real)) for what, values in (("the records", real), ("the fakes", fake))]
-    made = torch.empty(_num_parameters(net), dtype=torch.float64)
-    _call(
-        kernel, "clipped_sum", ctypes.byref(net), *map(_address, rows), _LONG(len(real)), _DOUBLE(bound), _address(made)
-    )
-    return made
+    def __init__(self, kernel: Kernel, net: nn.Sequential) -> None:
+        self.kernel, self.weights = kernel, list(net.parameters())
+        layers = [layer for layer in net if isinstance(layer, nn.Linear)]
+        slopes = [getattr(layer, "negative_slope", 0.0) for layer in net if not isinstance(layer, nn.Linear)]
+        self.num_inputs, self.num_outputs = layers[0].in_features, layers[-1].out_features
+        self.num_parameters = sum(weight.numel() for weight in self.weights)
+        self._addresses = [weight.data_ptr() for weight in self.weights]
+        described = [_described(*of_layer) for of_layer in zip(layers, [*slopes, 1.0], strict=True)]
+        self._layers = (_Linear * len(layers))(*described)
 
+    def described(self) -> _Perceptron:
+        """Return where the weights lie, to be used while this object lives."""
+        assert [weight.data_ptr() for weight in self.weights] == self._addresses, "the weights have been moved"
+        return _Perceptron(self._layers, len(self._layers))
 
-def generate(kernel: Kernel, generator: TwoWays, latents: torch.Tensor) -> torch.Tensor:
-    """Return what the generator makes of float32 ``latents``, (n, outputs). Raises ValueError for others."""
-    nets = _both(generator)
-    rows = _rows("the latent vectors", latents, nets.curved, len(latents))
-    made = torch.empty(len(rows), _num_outputs(nets.straight))
-    _call(kernel, "generate", ctypes.byref(nets), _address(rows), _LONG(len(rows)), _address(made))
-    return made
+    def clipped_sum(self, real: torch.Tensor, fake: torch.Tensor, bound: float) -> torch.Tensor:
+        """Return the sum over pairs of the gradients of softplus(-D(real)) + softplus(D(fake)), each clipped.
 
-
-def generator_gradient(
-    kernel: Kernel,
-    generator: TwoWays,
-    discriminator: nn.Sequential,
-    latents: torch.Tensor,
-    places: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the gradient of mean softplus(-D(G(latents))) by G's parameters, flat: curved's first, then straight's.
-
-    ``places``: int64, (n,), each row's class: D takes the view and a one for every class, zeros for all classes but the
-    row's. None: D takes the views as they are. Raises ValueError where shapes or types do not fit.
-    """
-    nets, judge = _both(generator), _described(discriminator)
-    rows = _rows("the latent vectors", latents, nets.curved, len(latents))
-    _check_places(places, len(rows), _num_outputs(nets.straight), judge)
-    made = torch.empty(_num_parameters(nets.curved) + _num_parameters(nets.straight))
-    where = _POINTER(None) if places is None else _address(places)
-    _call(kernel, "generator_gradient", ctypes.byref(nets), ctypes.byref(judge), _address(rows), where,
-          _LONG(len(rows)), _address(made))  # fmt: skip
-    return made
+        Each pair's gradient is clipped to ``bound`` as one vector; one that is not finite counts as the zero vector.
+        ``real``, ``fake``: float32, (pairs, inputs). The sum is flat and float64, in the order of the network's
+        parameters. Raises ValueError for rows of another kind.
+        """
+        rows = [_rows("the records", real, self.num_inputs), _rows("the fakes", fake, self.num_inputs)]
+        if len(rows[0]) != len(rows[1]):
+            raise ValueError(f"{len(rows[0])} records and {len(rows[1])} fakes are no pairs")
+        made = torch.empty(self.num_parameters, dtype=torch.float64)
+        net, pairs = ctypes.byref(self.described()), _LONG(len(rows[0]))
+        _call(self.kernel, "clipped_sum", net, *map(_address, rows), pairs, _DOUBLE(bound), _address(made))
+        return made
 
 
-def adam_step(
-    kernel: Kernel, weights: torch.Tensor, gradient: torch.Tensor, moments: Moments, step: int, learning_rate: float
-) -> None:
-    """Take Adam's step number ``step``, from 1, in place. All are contiguous float32 vectors of one length."""
-    vectors = weights, moments.mean, moments.square, gradient
-    if any(one.dtype is not torch.float32 or one.shape != weights.shape or not one.is_contiguous() for one in vectors):
-        raise ValueError("the compiled step of Adam wants contiguous float32 vectors of one length")
-    numbers = [_DOUBLE(number) for number in (*moments.kept, 1e-8, learning_rate)]
-    _call(kernel, "adam", *map(_address, vectors), _LONG(weights.numel()), _LONG(step), *numbers)
+class TwoWays:
+    """A generator that makes sigmoid(2 (curved(x) + straight(x))) of x, (n, inputs): as ``Perceptron``."""
+
+    def __init__(self, kernel: Kernel, curved: nn.Sequential, straight: nn.Sequential) -> None:
+        self.kernel, self.curved, self.straight = kernel, Perceptron(kernel, curved), Perceptron(kernel, straight)
+        self.num_inputs, self.num_outputs = self.curved.num_inputs, self.straight.num_outputs
+
+    def generate(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return what the generator makes of float32 ``latents``, (n, outputs). Raises ValueError for others."""
+        rows = _rows("the latent vectors", latents, self.num_inputs)
+        made = torch.empty(len(rows), self.num_outputs)
+        _call(self.kernel, "generate", self._described(), _address(rows), _LONG(len(rows)), _address(made))
+        return made
+
+    def gradient(
+        self, discriminator: Perceptron, latents: torch.Tensor, places: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the gradient of mean softplus(-D(G(latents))) by G's parameters, flat: curved's, then straight's.
+
+        ``places``: int64, (n,), each row's class: D takes the view and a one for every class, zeros for all classes but
+        the row's. None: D takes the views as they are. Raises ValueError where shapes or types do not fit.
+        """
+        rows = _rows("the latent vectors", latents, self.num_inputs)
+        _check_places(places, len(rows), self.num_outputs, discriminator.num_inputs)
+        made = torch.empty(self.curved.num_parameters + self.straight.num_parameters)
+        where = _POINTER(None) if places is None else _address(places)
+        judge, count = ctypes.byref(discriminator.described()), _LONG(len(rows))
+        _call(self.kernel, "generator_gradient", self._described(), judge, _address(rows), where, count, _address(made))
+        return made
+
+    def _described(self) -> Any:
+        return ctypes.byref(_Generator(self.curved.described(), self.straight.described()))
+
+
+class CompiledAdam:
+    """Adam (Kingma and Ba 2015) on a vector of weights, with its moments and what each step leaves of them."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        weights: torch.Tensor,
+        mean: torch.Tensor,
+        square: torch.Tensor,
+        kept: tuple[float, float],
+        learning_rate: float,
+    ) -> None:
+        self.kernel, self.vectors = kernel, (weights, mean, square)
+        for vector in self.vectors:
+            _check_vector(vector, len(weights))
+        self._addresses = [_address(vector) for vector in self.vectors]
+        self._numbers = [_DOUBLE(number) for number in (*kept, _LEAST, learning_rate)]
+
+    def step(self, gradient: torch.Tensor, number: int) -> None:
+        """Take step ``number``, from 1, in place. Raises ValueError for a gradient of another length or type."""
+        count = len(self.vectors[0])
+        _check_vector(gradient, count)
+        _call(
+            self.kernel, "adam", *self._addresses, _address(gradient), _LONG(count), _LONG(number), *self._numbers
+        )  # fmt: skip
 
 
 def _call(kernel: Kernel, name: str, *arguments: Any) -> None:
@@ -133,44 +155,27 @@ def _is_relu(layer: nn.Module) -> bool:
     return isinstance(layer, nn.ReLU) or (isinstance(layer, nn.LeakyReLU) and layer.negative_slope >= 0)
 
 
-def _described(net: nn.Sequential) -> _Perceptron:
-    """Return where the weights of a network lie that ``is_perceptron``; it must live as long as that is used."""
-    layers = [_Linear(slope=1.0)]
-    for layer in net:
-        if isinstance(layer, nn.Linear):
-            bias = None if layer.bias is None else layer.bias.data_ptr()
-            layers.append(_Linear(layer.weight.data_ptr(), bias, layer.in_features, layer.out_features, 1.0))
-        else:
-            layers[-1].slope = layer.negative_slope if isinstance(layer, nn.LeakyReLU) else 0.0
-    return _Perceptron((_Linear * (len(layers) - 1))(*layers[1:]), len(layers) - 1)
+def _described(layer: nn.Linear, slope: float) -> _Linear:
+    bias = None if layer.bias is None else layer.bias.data_ptr()
+    return _Linear(layer.weight.data_ptr(), bias, layer.in_features, layer.out_features, slope)
 
 
-def _both(generator: TwoWays) -> _Generator:
-    return _Generator(_described(generator.curved), _described(generator.straight))
+def _check_vector(vector: torch.Tensor, count: int) -> None:
+    if vector.dtype is not torch.float32 or vector.shape != (count,) or not vector.is_contiguous():
+        raise ValueError(f"the compiled step of Adam wants {count} float32 numbers in a row, not {tuple(vector.shape)}")
 
 
-def _num_outputs(net: _Perceptron) -> int:
-    return int(net.layers[net.num_layers - 1].outputs)
-
-
-def _num_parameters(net: _Perceptron) -> int:
-    layers = net.layers[: net.num_layers]
-    return sum(layer.outputs * (layer.inputs + (layer.bias is not None)) for layer in layers)
-
-
-def _rows(what: str, values: torch.Tensor, net: _Perceptron, count: int) -> torch.Tensor:
-    """Return rows as they are read. Raises ValueError where they are not ``count`` inputs of the network."""
-    wanted = count, net.layers[0].inputs
-    if values.dtype is not torch.float32 or values.device.type != "cpu" or values.shape != wanted:
+def _rows(what: str, values: torch.Tensor, width: int) -> torch.Tensor:
+    """Return rows as they are read. Raises ValueError where they are not inputs of a network."""
+    if values.dtype is not torch.float32 or values.device.type != "cpu" or values.ndim != 2 or values.shape[1] != width:
         raise ValueError(
             f"{what} are {values.dtype} of the shape {tuple(values.shape)} on {values.device}; the compiled step wants "
-            f"float32 of the shape {wanted} in main memory"
+            f"float32 of the shape (any, {width}) in main memory"
         )
     return values.contiguous()
 
 
-def _check_places(places: torch.Tensor | None, count: int, size: int, discriminator: _Perceptron) -> None:
-    width = discriminator.layers[0].inputs
+def _check_places(places: torch.Tensor | None, count: int, size: int, width: int) -> None:
     if not (size == width if places is None else _are_places(places, count, *divmod(width, size + 1))):
         raise ValueError(
             f"a discriminator of {width} inputs does not take {count} rows of {size} numbers and these classes"

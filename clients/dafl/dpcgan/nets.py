@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from fl_sim.errors import UserError
 from fl_sim.models import Shape
-from fl_sim.native import perceptrons
 from fl_sim.native.kernel import Kernel, load_kernel
+from fl_sim.native.perceptrons import TwoWays, is_perceptron
 
 Map: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
@@ -95,16 +95,20 @@ def kernel_for(nets: Networks) -> Kernel | None:
     """Return what computes the steps of these networks, where there is compiled code for them; None: PyTorch does."""
     generator = nets.generator
     parts = [nets.discriminator, generator.curved, generator.straight] if isinstance(generator, SmallGenerator) else []
-    return load_kernel()[0] if parts and all(map(perceptrons.is_perceptron, parts)) else None
+    return load_kernel()[0] if parts and all(map(is_perceptron, parts)) else None
 
 
-def generated(
-    generators: Sequence[nn.Module], parts: Sequence[torch.Tensor], kernel: Kernel | None = None
-) -> list[torch.Tensor]:
-    """Return the views that each generator makes of its own joined latent vectors, by ``kernel`` if there is one."""
-    if kernel:
-        pairs = zip(generators, parts, strict=True)
-        return [perceptrons.generate(kernel, net, part) for net, part in pairs if isinstance(net, SmallGenerator)]
+def compiled_generator(kernel: Kernel, generator: nn.Module) -> TwoWays:
+    """Return a small generator for compiled code."""
+    assert isinstance(generator, SmallGenerator)
+    return TwoWays(kernel, generator.curved, generator.straight)
+
+
+def generated(generators: Sequence[nn.Module | TwoWays], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the views that each generator makes of its own joined latent vectors; all are compiled, or none."""
+    compiled = [net for net in generators if isinstance(net, TwoWays)]
+    if compiled:
+        return [net.generate(part) for net, part in zip(compiled, parts, strict=True)]
     filled = [_filled(part) for part in parts]
     small_ones = [net for net in generators if isinstance(net, SmallGenerator)]
     others = [net for net in generators if isinstance(net, nn.Sequential)]

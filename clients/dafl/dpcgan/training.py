@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from clients.dafl.dpcgan.clipping import Pairs, clipped_sums
-from clients.dafl.dpcgan.nets import Networks, SmallGenerator, generated, kernel_for, paper, scored, small
+from clients.dafl.dpcgan.nets import Networks, compiled_generator, generated, kernel_for, paper, scored, small
 from clients.dafl.dpcgan.weights import Adam, Weights
 from clients.dafl.generator import Request
 from fl_sim.errors import RunError
 from fl_sim.native.kernel import Kernel
 from fl_sim.native.normals import CompiledNormals
-from fl_sim.native.perceptrons import generator_gradient
+from fl_sim.native.perceptrons import Perceptron, TwoWays
 from fl_sim.privacy.mechanisms import add_noise, clipping_norm_on_grid, takes_part
 from fl_sim.seeding import torch_alone
 
@@ -114,8 +114,9 @@ class Client:
         while done >= _WARM_UP + (1 - _WARM_UP) * (len(self.made) + 1) / len(self.due) - _ROUNDING:
             classes = self.classes[self.due[len(self.made)]]
             latent = torch.randn(len(classes), self.settings.latent_dim, generator=self.random)
+            maker = compiled_generator(self.kernel, self.average) if self.kernel else self.average
             with torch.no_grad():
-                self.made += generated([self.average], [self.nets.join(latent, classes)], self.kernel)
+                self.made += generated([maker], [self.nets.join(latent, classes)])
 
     def samples(self) -> torch.Tensor:
         """Return as many records of each class as its count says, in order of class."""
@@ -130,14 +131,17 @@ class Training:
     """A stack of clients whose training takes equally many steps."""
 
     def __init__(self, settings: "DpCgan", clients: Sequence[Client]) -> None:
-        self.settings, self.clients, self.kernel = settings, clients, clients[0].kernel
+        self.settings, self.clients, kernel = settings, clients, clients[0].kernel
         self.discriminators = [client.nets.discriminator for client in clients]
         self.generators = [client.nets.generator for client in clients]
         self.generator_weights = [list(generator.parameters()) for generator in self.generators]
         self.weights = Weights(self.generators)
         self.average = Weights([client.average for client in clients])
-        self.discriminator_adam = Adam(Weights(self.discriminators), settings.discriminator_learning_rate, self.kernel)
-        self.generator_adam = Adam(self.weights, settings.generator_learning_rate, self.kernel)
+        self.discriminator_adam = Adam(Weights(self.discriminators), settings.discriminator_learning_rate, kernel)
+        self.generator_adam = Adam(self.weights, settings.generator_learning_rate, kernel)
+        self.compiled = (
+            [_Compiled.of(kernel, client.nets) for client in clients] if kernel else []
+        )  # where weights lie now
         self.generator_steps = 0
         self.by_opacus = [_opacus(client) for client in clients] if settings.gradients == "opacus" else []
 
@@ -160,12 +164,14 @@ class Training:
         self.discriminator_adam.step([[gradient] for gradient in released])
 
     def _by_own_code(self, real: Sequence[torch.Tensor], fake: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
-        totals = clipped_sums(
-            [
-                Pairs(client.nets.discriminator, records, made, client.bound, self.kernel)
-                for client, records, made in zip(self.clients, real, fake, strict=True)
-            ]
-        )
+        compiled: list[Perceptron | None] = [one.discriminator for one in self.compiled]
+        pairs = [
+            Pairs(client.nets.discriminator, records, made, client.bound, discriminator)
+            for client, records, made, discriminator in zip(
+                self.clients, real, fake, compiled or [None] * len(real), strict=True
+            )
+        ]
+        totals = clipped_sums(pairs)
         return [client.released(total, step) for client, total in zip(self.clients, totals, strict=True)]
 
     def _by_opacus(self, real: Sequence[torch.Tensor], fake: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
@@ -178,47 +184,54 @@ class Training:
         fakes = list(real)  # of no records no fakes
         some = [place for place, rows in enumerate(real) if len(rows)]
         if some:
-            clients = [self.clients[place] for place in some]
-            drawn = [
-                client.for_fakes_of_records(len(real[place]), step) for place, client in zip(some, clients, strict=True)
-            ]
-            for place, fake in zip(some, self._joined_fakes(clients, drawn), strict=True):
+            drawn = [self.clients[place].for_fakes_of_records(len(real[place]), step) for place in some]
+            for place, fake in zip(some, self._joined_fakes(some, drawn), strict=True):
                 fakes[place] = fake
         return fakes
 
     def generator_step(self) -> None:
         """Let G's fakes pass better with D (non-saturating loss). Touches nothing private."""
         drawn = [client.for_fakes() for client in self.clients]
-        self.generator_adam.step(self._compiled(drawn, self.kernel) if self.kernel else self._by_autograd(drawn))
+        self.generator_adam.step(self._by_compiled(drawn) if self.compiled else self._by_autograd(drawn))
         self.generator_steps += 1
         # Early on a short average, else the first weights would linger in it.
         decay = min(self.settings.averaging, self.generator_steps / (self.generator_steps + 10))
         self.average.vector.lerp_(self.weights.vector, 1 - decay)
 
-    def _compiled(self, drawn: _Drawn, kernel: Kernel) -> list[list[torch.Tensor]]:
-        """Return the gradient of each generator's loss, flat."""
+    def _by_compiled(self, drawn: _Drawn) -> list[list[torch.Tensor]]:
+        """Return the gradient of each generator's loss by its parameters, flat."""
         found = []
-        for client, (latents, classes) in zip(self.clients, drawn, strict=True):
-            nets, places = client.nets, classes.argmax(1) if client.num_planes else None
-            assert isinstance(nets.generator, SmallGenerator)
-            joined = nets.join(latents, classes)
-            found.append([generator_gradient(kernel, nets.generator, nets.discriminator, joined, places)])
+        for client, compiled, (latents, classes) in zip(self.clients, self.compiled, drawn, strict=True):
+            places = classes.argmax(1) if client.num_planes else None
+            joined = client.nets.join(latents, classes)
+            found.append([compiled.generator.gradient(compiled.discriminator, joined, places)])
         return found
 
     def _by_autograd(self, drawn: _Drawn) -> list[list[torch.Tensor]]:
         """Return the gradient of each generator's loss by its parameters."""
-        scores = scored(self.discriminators, self._joined_fakes(self.clients, drawn))
+        scores = scored(self.discriminators, self._joined_fakes(range(len(drawn)), drawn))
         losses = [functional.softplus(-of_fakes).mean() for of_fakes in scores]
         found = iter(torch.autograd.grad(losses, [weight for one in self.generator_weights for weight in one]))
         return [[next(found) for _ in one] for one in self.generator_weights]
 
-    @staticmethod
-    def _joined_fakes(clients: Sequence[Client], drawn: _Drawn) -> list[torch.Tensor]:
-        """Return what each client's G makes of (latent vectors, classes), as D's input."""
-        nets = [client.nets for client in clients]
-        latents = [one.join(*parts) for one, parts in zip(nets, drawn, strict=True)]
-        made = generated([one.generator for one in nets], latents, clients[0].kernel)
+    def _joined_fakes(self, places: Sequence[int], drawn: _Drawn) -> list[torch.Tensor]:
+        """Return what the G of the client in each place makes of (latent vectors, classes), as D's input."""
+        nets = [self.clients[place].nets for place in places]
+        generators = [self.compiled[place].generator if self.compiled else self.generators[place] for place in places]
+        made = generated(generators, [one.join(*parts) for one, parts in zip(nets, drawn, strict=True)])
         return [one.join(views, classes) for one, views, (_, classes) in zip(nets, made, drawn, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A client's networks as compiled code finds them."""
+
+    discriminator: Perceptron
+    generator: TwoWays
+
+    @classmethod
+    def of(cls, kernel: Kernel, nets: Networks) -> Self:
+        return cls(Perceptron(kernel, nets.discriminator), compiled_generator(kernel, nets.generator))
 
 
 def _opacus(client: Client) -> "OpacusGradients":

@@ -10,20 +10,23 @@ from typing import Final
 import torch
 from torch import nn
 
-from fl_sim.native import perceptrons
 from fl_sim.native.kernel import Kernel
+from fl_sim.native.perceptrons import CompiledAdam
 
 _BETAS: Final = (0.5, 0.999)
 _ALIGNMENT: Final = 64
 
 
 class Weights:
-    """``vector`` holds the parameters of all ``nets``, which become views of it; what lies between stays zero."""
+    """``vector`` holds the parameters of all ``nets``, which become views of it; what lies between stays zero.
+
+    ``parts_of`` a vector like it are those of each net.
+    """
 
     def __init__(self, nets: Sequence[nn.Module]) -> None:
-        sizes = [sum(weight.numel() for weight in net.parameters()) for net in nets]
-        self.gaps = [torch.zeros(-size % _ALIGNMENT) for size in sizes]
-        self.vector = torch.zeros(sum(sizes) + sum(map(len, self.gaps)))
+        self.sizes = [sum(weight.numel() for weight in net.parameters()) for net in nets]
+        self.gaps = [torch.zeros(-size % _ALIGNMENT) for size in self.sizes]
+        self.vector = torch.zeros(sum(self.sizes) + sum(map(len, self.gaps)))
         start = 0
         for net, gap in zip(nets, self.gaps, strict=True):
             for weight in net.parameters():
@@ -31,6 +34,11 @@ class Weights:
                 weight.data = place.copy_(weight.data)
                 start += weight.numel()
             start += len(gap)
+
+    def parts_of(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Return each net's part of a vector like ``vector``, without what lies between."""
+        parts = torch.split(vector, [size + len(gap) for size, gap in zip(self.sizes, self.gaps, strict=True)])
+        return [part[:size] for part, size in zip(parts, self.sizes, strict=True)]
 
     def joined(self, parts: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
         """Return what is given for each network, in the order of its parameters, as one vector like ``vector``."""
@@ -41,20 +49,24 @@ class Adam:
     """torch.optim's costs over a second of imports at first use. ``kernel``: compiled code that takes the steps."""
 
     def __init__(self, weights: Weights, learning_rate: float, kernel: Kernel | None = None) -> None:
-        self.weights, self.learning_rate, self.kernel, self.steps = weights, learning_rate, kernel, 0
+        self.weights, self.learning_rate, self.steps = weights, learning_rate, 0
         self.mean = torch.zeros_like(weights.vector)
         self.square = torch.zeros_like(weights.vector)
+        parts = zip(*map(weights.parts_of, (weights.vector, self.mean, self.square)), strict=True)
+        self.compiled = [CompiledAdam(kernel, *part, _BETAS, learning_rate) for part in parts] if kernel else []
 
     @torch.no_grad()
     def step(self, gradients: Iterable[Sequence[torch.Tensor]]) -> None:
         """Move the weights by each network's gradient, given as tensors in the order of its parameters."""
         self.steps += 1
+        if self.compiled:
+            for compiled, parts in zip(self.compiled, gradients, strict=True):
+                compiled.step(
+                    torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0], self.steps
+                )
+            return
         first, second = (1 - beta**self.steps for beta in _BETAS)
         gradient = self.weights.joined(gradients)
-        if self.kernel:
-            moments = perceptrons.Moments(self.mean, self.square, _BETAS)
-            perceptrons.adam_step(self.kernel, self.weights.vector, gradient, moments, self.steps, self.learning_rate)
-            return
         self.mean.lerp_(gradient, 1 - _BETAS[0])
         self.square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
         spread = (self.square / second).sqrt_().add_(1e-8)

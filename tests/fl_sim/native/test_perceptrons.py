@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from fl_sim.native.compiling import WIDTHS
 from fl_sim.native.kernel import Kernel
-from fl_sim.native.perceptrons import Moments, adam_step, clipped_sum, generate, generator_gradient, is_perceptron
+from fl_sim.native.perceptrons import CompiledAdam, Perceptron, TwoWays, is_perceptron
 
 
 class Generator(nn.Module):
@@ -23,6 +23,9 @@ class Generator(nn.Module):
 
     def forward(self, latents: torch.Tensor) -> torch.Tensor:
         return torch.sigmoid(2 * (self.curved(latents) + self.straight(latents)))
+
+    def compiled(self, kernel: Kernel) -> TwoWays:
+        return TwoWays(kernel, self.curved, self.straight)
 
 
 def perceptron(*widths: int) -> nn.Sequential:
@@ -50,7 +53,9 @@ def test_what_a_generator_makes_is_what_pytorch_makes_of_it(
     kernel: Kernel, rows: int, inputs: int, wide: int, outputs: int
 ) -> None:
     generator, latents = Generator(inputs, wide, outputs), 3 * torch.randn(rows, inputs)
-    torch.testing.assert_close(generate(kernel, generator, latents), generator(latents).detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        generator.compiled(kernel).generate(latents), generator(latents).detach(), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("classes", [0, 1, 3])
@@ -65,7 +70,7 @@ def test_a_generators_gradient_is_pytorchs(
     shown = views if places is None else gated(views, places, classes)
     loss = functional.softplus(-discriminator(shown)).mean()
     expected = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(generator.parameters()))])
-    found = generator_gradient(kernel, generator, discriminator, latents, places)
+    found = generator.compiled(kernel).gradient(Perceptron(kernel, discriminator), latents, places)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
 
 
@@ -76,26 +81,26 @@ def test_numbers_far_out_and_no_numbers_pass_a_generator_as_in_pytorch(kernel: K
             weight.fill_(1.0)
     latents = torch.tensor([0.0, 1e-30, 60.0, -60.0, 1e4, -1e4, float("inf"), float("nan")])[:, None]
     torch.testing.assert_close(
-        generate(kernel, generator, latents), generator(latents).detach(), rtol=1e-6, atol=1e-30, equal_nan=True
+        generator.compiled(kernel).generate(latents), generator(latents).detach(), rtol=1e-6, atol=1e-30, equal_nan=True
     )
 
 
 def test_a_row_becomes_the_same_bits_whatever_rows_are_beside_it(kernel: Kernel) -> None:
     generator, latents = Generator(10, 64, 196), torch.randn(120, 10)
-    together = generate(kernel, generator, latents)
+    together = generator.compiled(kernel).generate(latents)
     for rows in (slice(0, 1), slice(3, 20), slice(95, 98), slice(119, 120)):
-        assert torch.equal(generate(kernel, generator, latents[rows]), together[rows])
+        assert torch.equal(generator.compiled(kernel).generate(latents[rows]), together[rows])
 
 
 def test_adams_step_is_its_definition(kernel: Kernel) -> None:
     weights, gradient = torch.randn(101), torch.randn(101)
-    moments = Moments(torch.zeros(101), torch.zeros(101), (0.5, 0.999))
     own = nn.Parameter(weights.clone())
+    compiled = CompiledAdam(kernel, weights, torch.zeros(101), torch.zeros(101), (0.5, 0.999), 1e-2)
     adam = torch.optim.Adam([own], lr=1e-2, betas=(0.5, 0.999))
     for step in range(1, 6):
         own.grad = gradient * step
         adam.step()
-        adam_step(kernel, weights, gradient * step, moments, step, 1e-2)
+        compiled.step(gradient * step, step)
     torch.testing.assert_close(weights, own.detach(), rtol=1e-6, atol=1e-7)
 
 
@@ -108,11 +113,11 @@ def test_every_width_of_vectors_gives_the_same_bits(kernel: Kernel) -> None:
     real[3, 5] = float("nan")
 
     def everything(kernel: Kernel) -> list[torch.Tensor]:
-        weights, moments = torch.linspace(0, 1, 41), Moments(torch.zeros(41), torch.zeros(41), (0.5, 0.999))
-        adam_step(kernel, weights, latents[:, 0].contiguous(), moments, 1, 1e-2)
-        sums = [clipped_sum(kernel, discriminator, real, fake, norm) for norm in (0.1, float("inf"))]
-        gradient = generator_gradient(kernel, generator, discriminator, latents, places)
-        return [weights, *moments[:2], *sums, gradient, generate(kernel, generator, latents)]
+        vectors = [torch.linspace(0, 1, 41), torch.zeros(41), torch.zeros(41)]
+        CompiledAdam(kernel, *vectors, (0.5, 0.999), 1e-2).step(latents[:, 0].contiguous(), 1)
+        sums = [Perceptron(kernel, discriminator).clipped_sum(real, fake, norm) for norm in (0.1, float("inf"))]
+        gradient = generator.compiled(kernel).gradient(Perceptron(kernel, discriminator), latents, places)
+        return [*vectors, *sums, gradient, generator.compiled(kernel).generate(latents)]
 
     first, *others = map(everything, kernels)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
@@ -134,22 +139,26 @@ def test_rows_of_another_shape_or_type_are_refused(kernel: Kernel) -> None:
     generator, discriminator = Generator(2, 4, 3), perceptron(8, 5, 1)
     latents, places = torch.zeros(5, 2), torch.zeros(5, dtype=torch.int64)
     rows = torch.zeros(5, 8)
-    for real, fake in ((rows, rows[:4]), (rows[:, :7], rows[:, :7]), (rows, rows.double()), (rows[0], rows[0])):
+    with pytest.raises(ValueError, match="5 records and 4 fakes are no pairs"):
+        Perceptron(kernel, discriminator).clipped_sum(rows, rows[:4], 1.0)
+    for real, fake in ((rows[:, :7], rows[:, :7]), (rows, rows.double()), (rows[0], rows[0])):
         with pytest.raises(ValueError, match="the compiled step wants float32 of the shape"):
-            clipped_sum(kernel, discriminator, real, fake, 1.0)
+            Perceptron(kernel, discriminator).clipped_sum(real, fake, 1.0)
     with pytest.raises(ValueError, match="the latent vectors"):
-        generate(kernel, generator, torch.zeros(5, 3))
+        generator.compiled(kernel).generate(torch.zeros(5, 3))
     for wrong in (None, places[:4], places.int(), places + 2, places - 1):
         with pytest.raises(ValueError, match="a discriminator of 8 inputs does not take 5 rows of 3 numbers"):
-            generator_gradient(kernel, generator, discriminator, latents, wrong)
-    with pytest.raises(ValueError, match="vectors of one length"):
-        adam_step(kernel, rows[0], rows[0, :7], Moments(rows[0], rows[0], (0.5, 0.9)), 1, 1e-3)
+            generator.compiled(kernel).gradient(Perceptron(kernel, discriminator), latents, wrong)
+    adam = CompiledAdam(kernel, rows[0], rows[1], rows[2], (0.5, 0.9), 1e-3)
+    for gradient in (rows[3, :7], rows[3].double(), rows[:, 0]):
+        with pytest.raises(ValueError, match="the compiled step of Adam wants 8 float32 numbers"):
+            adam.step(gradient, 1)
 
 
 def test_nothing_asked_for_is_nothing_made(kernel: Kernel) -> None:
     generator, discriminator = Generator(2, 4, 3), perceptron(3, 5, 1)
-    assert generate(kernel, generator, torch.zeros(0, 2)).shape == (0, 3)
-    assert not clipped_sum(kernel, discriminator, torch.zeros(0, 3), torch.zeros(0, 3), 1.0).any()
+    assert generator.compiled(kernel).generate(torch.zeros(0, 2)).shape == (0, 3)
+    assert not Perceptron(kernel, discriminator).clipped_sum(torch.zeros(0, 3), torch.zeros(0, 3), 1.0).any()
 
 
 def test_rows_that_lie_apart_are_read_as_they_are(kernel: Kernel) -> None:
@@ -157,5 +166,6 @@ def test_rows_that_lie_apart_are_read_as_they_are(kernel: Kernel) -> None:
     apart = [rows[:, ::3], rows[:, 1::3]]
     together = [part.contiguous() for part in apart]
     assert torch.equal(
-        clipped_sum(kernel, discriminator, *apart, 1.0), clipped_sum(kernel, discriminator, *together, 1.0)
+        Perceptron(kernel, discriminator).clipped_sum(*apart, 1.0),
+        Perceptron(kernel, discriminator).clipped_sum(*together, 1.0),
     )

@@ -13,6 +13,7 @@ from clients.dafl.dpcgan import clipping
 from clients.dafl.dpcgan.clipping import clipped_sum
 from clients.dafl.dpcgan.nets import paper, small
 from fl_sim.native.kernel import load_kernel
+from fl_sim.native.perceptrons import Perceptron
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -31,7 +32,7 @@ class Case:
         kernel, why_not = load_kernel() if self.is_compiled else (None, "")
         if why_not:
             pytest.skip(why_not)
-        return clipped_sum(net, real, fake, norm, kernel)
+        return clipped_sum(net, real, fake, norm, Perceptron(kernel, net) if kernel else None)
 
 
 def small_case(pairs: int, classes: int = 3) -> tuple[nn.Sequential, Batch]:

@@ -343,10 +343,11 @@ def test_a_client_without_records_is_refused() -> None:
 
 def test_samples_are_drawn_throughout_training_and_each_is_of_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
     [client] = begun(TINY.model_copy(update={"snapshots": 4}), counts=counts_of(30, 20, 50)).clients
+    client.kernel = None
     drawn_at: list[float] = []
     now = 0.0
 
-    def made(nets: Any, parts: list[torch.Tensor], _: object) -> list[torch.Tensor]:
+    def made(nets: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         assert nets == [client.average]
         drawn_at.extend([now] * len(parts[0]))
         return [parts[0].view(-1, 3, 11)[:, :, -1].argmax(1, keepdim=True) / 2 * torch.ones(64)]
