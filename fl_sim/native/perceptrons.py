@@ -111,18 +111,20 @@ class TwoWays:
 
 
 class CompiledAdam:
-    """Adam (Kingma and Ba 2015) on a vector of weights, with its moments and what each step leaves of them."""
+    """Adam (Kingma and Ba 2015) on a vector of weights.
+
+    ``moments``: running means of the gradient and of its squares; ``kept``: what each step leaves of them.
+    """
 
     def __init__(
         self,
         kernel: Kernel,
         weights: torch.Tensor,
-        mean: torch.Tensor,
-        square: torch.Tensor,
+        moments: tuple[torch.Tensor, torch.Tensor],
         kept: tuple[float, float],
         learning_rate: float,
     ) -> None:
-        self.kernel, self.vectors = kernel, (weights, mean, square)
+        self.kernel, self.vectors = kernel, (weights, *moments)
         for vector in self.vectors:
             _check_vector(vector, len(weights))
         self._addresses = [_address(vector) for vector in self.vectors]

@@ -95,7 +95,7 @@ def test_a_row_becomes_the_same_bits_whatever_rows_are_beside_it(kernel: Kernel)
 def test_adams_step_is_its_definition(kernel: Kernel) -> None:
     weights, gradient = torch.randn(101), torch.randn(101)
     own = nn.Parameter(weights.clone())
-    compiled = CompiledAdam(kernel, weights, torch.zeros(101), torch.zeros(101), (0.5, 0.999), 1e-2)
+    compiled = CompiledAdam(kernel, weights, (torch.zeros(101), torch.zeros(101)), (0.5, 0.999), 1e-2)
     adam = torch.optim.Adam([own], lr=1e-2, betas=(0.5, 0.999))
     for step in range(1, 6):
         own.grad = gradient * step
@@ -114,7 +114,9 @@ def test_every_width_of_vectors_gives_the_same_bits(kernel: Kernel) -> None:
 
     def everything(kernel: Kernel) -> list[torch.Tensor]:
         vectors = [torch.linspace(0, 1, 41), torch.zeros(41), torch.zeros(41)]
-        CompiledAdam(kernel, *vectors, (0.5, 0.999), 1e-2).step(latents[:, 0].contiguous(), 1)
+        CompiledAdam(kernel, vectors[0], (vectors[1], vectors[2]), (0.5, 0.999), 1e-2).step(
+            latents[:, 0].contiguous(), 1
+        )
         sums = [Perceptron(kernel, discriminator).clipped_sum(real, fake, norm) for norm in (0.1, float("inf"))]
         gradient = generator.compiled(kernel).gradient(Perceptron(kernel, discriminator), latents, places)
         return [*vectors, *sums, gradient, generator.compiled(kernel).generate(latents)]
@@ -149,7 +151,7 @@ def test_rows_of_another_shape_or_type_are_refused(kernel: Kernel) -> None:
     for wrong in (None, places[:4], places.int(), places + 2, places - 1):
         with pytest.raises(ValueError, match="a discriminator of 8 inputs does not take 5 rows of 3 numbers"):
             generator.compiled(kernel).gradient(Perceptron(kernel, discriminator), latents, wrong)
-    adam = CompiledAdam(kernel, rows[0], rows[1], rows[2], (0.5, 0.9), 1e-3)
+    adam = CompiledAdam(kernel, rows[0], (rows[1], rows[2]), (0.5, 0.9), 1e-3)
     for gradient in (rows[3, :7], rows[3].double(), rows[:, 0]):
         with pytest.raises(ValueError, match="the compiled step of Adam wants 8 float32 numbers"):
             adam.step(gradient, 1)
