@@ -1,6 +1,7 @@
 """Call the compiled steps of a generative adversarial network of perceptrons, one client a call."""
 
 import ctypes
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -120,7 +121,7 @@ class CompiledAdam:
         self,
         kernel: Kernel,
         weights: torch.Tensor,
-        moments: tuple[torch.Tensor, torch.Tensor],
+        moments: Sequence[torch.Tensor],
         kept: tuple[float, float],
         learning_rate: float,
     ) -> None:

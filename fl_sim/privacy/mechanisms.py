@@ -21,6 +21,7 @@ from fl_sim.privacy.grid import GAUSSIAN, LAPLACE, TOLERANCE, Law, exact_step, g
 
 _BLOCK: Final = 2**15  # numbers that are made at a time: they stay in the processor's cache
 _LEAST_NOISE: Final = 1e-6  # clipping norms; epsilon is beyond 10^11 there
+_ZEROS: Final = bytes(2**19)  # what is encrypted: the stream itself
 _STREAM_LIMIT: Final = 2**37  # bytes; half of what a ChaCha20 counter can address
 
 
@@ -119,7 +120,12 @@ class Noise:
         assert 8 * count < _STREAM_LIMIT
         stream_key = hashlib.blake2b(f"{server_round}:{purpose}".encode(), key=self.key, digest_size=32).digest()
         encryptor = Cipher(algorithms.ChaCha20(stream_key, bytes(16)), mode=None).encryptor()
-        return np.frombuffer(encryptor.update(bytes(8 * count)), dtype="<u8")
+        words = np.empty(count, dtype="<u8")
+        room = words.view(np.uint8)
+        for start in range(0, len(room), len(_ZEROS)):
+            part = room[start : start + len(_ZEROS)]
+            encryptor.update_into(_ZEROS[: len(part)], part)
+        return words
 
 
 def takes_part(coins: NDArray[np.float64], sampling_rate: float) -> NDArray[np.bool_]:

@@ -41,6 +41,7 @@ class Client:
         self.settings = settings
         present = np.flatnonzero(request.counts)
         self.counts = request.counts[present]
+        self.shares = torch.from_numpy(self.counts / self.counts.sum())
         self.num_planes = len(present) if len(present) > 1 else 0
         with torch_alone():
             torch.manual_seed(int(request.generator.integers(2**63)))
@@ -83,16 +84,21 @@ class Client:
     def batch(self, step: int) -> torch.Tensor:
         """Return D's input for the records of a step: each by a coin of its own. SENSITIVE."""
         coins = self.noise.uniform(len(self.shown), purpose="records of a step", server_round=step)
-        return self.shown[torch.from_numpy(np.flatnonzero(takes_part(coins, self.bill.sampling_rate) & self.known))]
+        chosen = np.flatnonzero(takes_part(coins, self.bill.sampling_rate) & self.known)
+        return self.shown.index_select(0, torch.from_numpy(chosen))
 
     def for_fakes_of_records(self, count: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return latent vectors and classes of ``count`` fakes: by the released counts, nothing from another record."""
         latent_dim = self.settings.latent_dim
         latent = self.noise.standard_normal(count * latent_dim, purpose="latent vectors", server_round=step)
+        return torch.from_numpy(latent).float().view(count, latent_dim), self._classes_of_fakes(count, step)
+
+    def _classes_of_fakes(self, count: int, step: int) -> torch.Tensor:
+        if not self.num_planes:
+            return torch.empty(count, 0)
         coins = self.noise.uniform(count, purpose="classes of fakes", server_round=step)
         shares = np.cumsum(self.counts) / self.counts.sum()
-        classes = self._one_hot(np.searchsorted(shares[:-1], coins, side="right"))
-        return torch.from_numpy(latent).float().view(count, latent_dim), classes
+        return self._one_hot(np.searchsorted(shares[:-1], coins, side="right"))
 
     def released(self, clipped_sum: torch.Tensor, step: int) -> torch.Tensor:
         """Return the noised gradient that the sum of a step stands for, flat."""
@@ -100,13 +106,14 @@ class Client:
         if self.std:
             drawn = self.noise.gaussian(self.dimension, self.std, purpose="discriminator gradient", server_round=step)
             total = add_noise(total, self.std, drawn)
-        return torch.from_numpy(total / (self.bill.sampling_rate * len(self.shown))).float()
+        divided = np.empty(self.dimension, np.float32)
+        np.divide(total, self.bill.sampling_rate * len(self.shown), out=divided, casting="same_kind")
+        return torch.from_numpy(divided)
 
     def for_fakes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return latent vectors and classes of the fakes that G learns from."""
         count = self.settings.generator_batch_size
-        shares = torch.from_numpy(self.counts / self.counts.sum())
-        drawn = torch.multinomial(shares, count, replacement=True, generator=self.random)
+        drawn = torch.multinomial(self.shares, count, replacement=True, generator=self.random)
         return torch.randn(count, self.settings.latent_dim, generator=self.random), self._one_hot(drawn.numpy())
 
     def draw_samples(self, done: float) -> None:

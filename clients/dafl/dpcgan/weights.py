@@ -53,11 +53,9 @@ class Adam:
         self.mean = torch.zeros_like(weights.vector)
         self.square = torch.zeros_like(weights.vector)
         parts = zip(*map(weights.parts_of, (weights.vector, self.mean, self.square)), strict=True)
-        self.compiled = (
-            [CompiledAdam(kernel, one, (mean, square), _BETAS, learning_rate) for one, mean, square in parts]
-            if kernel
-            else []
-        )
+        self.compiled = []
+        if kernel:
+            self.compiled = [CompiledAdam(kernel, one, moments, _BETAS, learning_rate) for one, *moments in parts]
 
     @torch.no_grad()
     def step(self, gradients: Iterable[Sequence[torch.Tensor]]) -> None:
