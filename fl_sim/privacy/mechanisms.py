@@ -121,7 +121,7 @@ class Noise:
         stream_key = hashlib.blake2b(f"{server_round}:{purpose}".encode(), key=self.key, digest_size=32).digest()
         encryptor = Cipher(algorithms.ChaCha20(stream_key, bytes(16)), mode=None).encryptor()
         words = np.empty(count, dtype="<u8")
-        room = memoryview(words.view(np.uint8))
+        room = words.view(np.uint8).data
         for start in range(0, len(room), len(_ZEROS)):
             part = room[start : start + len(_ZEROS)]
             encryptor.update_into(_ZEROS[: len(part)], part)
