@@ -14,26 +14,36 @@ struct Ascent {
 // A sink that takes the gradient uphill, and hands on what is to be taken for that at the foot.
 template <class Sink>
 struct Uphill {
-    const Sink& sink;
+    const Sink sink;
     const float* gradient;  // at the foot
     float share;
 
+    template <bool PLAIN = false>
     inline __attribute__((always_inline)) void step(long at, vec part, long count) const {
         if (share != 1) part = (1 - share) * load(gradient + at) + share * part;
-        sink.step(at, part, count);
+        sink.template step<PLAIN>(at, part, count);
     }
+
+    void finish(long at, long count) const { sink.finish(at, count); }
+    bool is_plain() const { return sink.is_plain(); }
 };
 
-// Writes ``to``: ``params`` after a step uphill. What lies behind the ``count`` numbers of ``gradient`` is zeros.
-NOINLINE void climb(const Ascent& ascent, const float* params, const float* gradient, long count, float* to) {
-    const double norm = length_of(count, [&](long at) {
-        return ascent.adaptive ? load(params + at) * load(gradient + at) : load(gradient + at);
-    });
-    const float length = float(ascent.radius / (norm + 1e-12));
-    for (long at = 0; at < count; at += LANES) {
-        const vec weight = load(params + at), part = load(gradient + at);
-        store(to + at, weight + length * (ascent.adaptive ? weight * weight * part : part));
+// The weights after a step uphill. ``params`` and ``gradient`` are LANES longer than they have numbers.
+struct Climb {
+    const Ascent& ascent;
+    const float *params, *gradient;
+    float length;
+
+    Climb(const Ascent& ascent, const float* params, const float* gradient, double norm)
+        : ascent(ascent), params(params), gradient(gradient), length(float(ascent.radius / (norm + 1e-12))) {}
+
+    // Writes ``count`` of them from ``at`` on, and up to LANES numbers more; ``to`` may be where their gradient is.
+    NOINLINE void write(long at, long count, float* to) const {
+        for (long end = at + count; at < end; at += LANES, to += LANES) {
+            const vec weight = load(params + at), part = load(gradient + at);
+            store(to, weight + length * (ascent.adaptive ? weight * weight * part : part));
+        }
     }
-}
+};
 
 }  // namespace

@@ -18,44 +18,52 @@ struct Product {
 };
 
 template <int OUTPUTS, int GROUPS>
-INLINE void multiply_part(const Product& product, long output) {
+NOINLINE void multiply_part(const Product& product, int group, long output, const float* weights) {
     const long inputs = product.inputs, along = product.along;
+    const vec* in = product.in + group * inputs;
+    vec* out = product.out + group * product.outputs + output;
     vec sums[OUTPUTS][GROUPS];
     UNROLL for (int o = 0; o < OUTPUTS; o++)
         UNROLL for (int g = 0; g < GROUPS; g++) sums[o][g] = spread(product.bias ? product.bias[output + o] : 0.0f);
-    const float* weights = product.weights + output * along;
     for (long i = 0; i < inputs; i++, weights += product.across) {
         vec values[GROUPS];
-        UNROLL for (int g = 0; g < GROUPS; g++) values[g] = product.in[g * inputs + i];
+        UNROLL for (int g = 0; g < GROUPS; g++) values[g] = in[g * inputs + i];
         UNROLL for (int o = 0; o < OUTPUTS; o++) {
             const vec weight = spread(weights[o * along]);
             UNROLL for (int g = 0; g < GROUPS; g++) sums[o][g] += weight * values[g];
         }
     }
     UNROLL for (int o = 0; o < OUTPUTS; o++)
-        UNROLL for (int g = 0; g < GROUPS; g++)
-            product.out[g * product.outputs + output + o] = product.relu ? rectified(sums[o][g]) : sums[o][g];
+        UNROLL for (int g = 0; g < GROUPS; g++) out[g * product.outputs + o] = product.relu ? rectified(sums[o][g]) : sums[o][g];
 }
 
 constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 6 : 3;  // of weights: their sums for four groups stay in registers
 
-template <int GROUPS>
-void multiply(Product product, int group) {
-    product.in += group * product.inputs;
-    product.out += group * product.outputs;
-    long output = 0;
-    for (; output + ROWS_AT_ONCE <= product.outputs; output += ROWS_AT_ONCE)
-        multiply_part<ROWS_AT_ONCE, GROUPS>(product, output);
-    for (; output + 4 <= product.outputs; output += 4) multiply_part<4, GROUPS>(product, output);
-    for (; output < product.outputs; output++) multiply_part<1, GROUPS>(product, output);
+template <int OUTPUTS>
+void multiply_rows(const Product& product, int group, int end, long output, const float* weights) {
+    for (; group + 4 <= end; group += 4) multiply_part<OUTPUTS, 4>(product, group, output, weights);
+    if (end - group == 3) multiply_part<OUTPUTS, 3>(product, group, output, weights);
+    if (end - group == 2) multiply_part<OUTPUTS, 2>(product, group, output, weights);
+    if (end - group == 1) multiply_part<OUTPUTS, 1>(product, group, output, weights);
+}
+
+// ``rows(output, count)``: where ``count`` outputs' weights from ``output`` on are.
+template <class Rows>
+void multiply(const Product& product, int groups, const Rows& rows) {
+    const int most = int(std::max(4L, (1L << 14) / product.inputs / 4 * 4));  // groups whose numbers, 1 MB, stay in the L2 cache
+    for (int group = 0; group < groups; group += most) {
+        const int end = std::min(groups, group + most);
+        long output = 0;
+        for (; output + ROWS_AT_ONCE <= product.outputs; output += ROWS_AT_ONCE)
+            multiply_rows<ROWS_AT_ONCE>(product, group, end, output, rows(output, ROWS_AT_ONCE));
+        for (; output + 4 <= product.outputs; output += 4)
+            multiply_rows<4>(product, group, end, output, rows(output, 4));
+        for (; output < product.outputs; output++) multiply_rows<1>(product, group, end, output, rows(output, 1));
+    }
 }
 
 void multiply(const Product& product, int groups) {
-    int group = 0;
-    for (; group + 4 <= groups; group += 4) multiply<4>(product, group);
-    if (groups - group == 3) multiply<3>(product, group);
-    if (groups - group == 2) multiply<2>(product, group);
-    if (groups - group == 1) multiply<1>(product, group);
+    multiply(product, groups, [&](long output, int) { return product.weights + output * product.along; });
 }
 
 // Lays activations [group][feature][lane] out as [feature / LANES][record][LANES features]. ``apart``: of groups.
@@ -78,57 +86,85 @@ struct Slopes {  // what the gradient of a linear layer's weights needs to know
     int records;
 };
 
-// Sums slope * input over records, for OUTPUTS rows and COLUMNS * LANES columns of the weights; hands them to ``take``:
-// where the first of LANES numbers stands, the numbers, and how many of them count.
-template <int OUTPUTS, int COLUMNS, class Take>
-NOINLINE void product_part(const Slopes& given, long output, long first, const Take& take) {
+// Sums slope * input over records, for OUTPUTS rows and COLUMNS * LANES columns of the weights, and hands them to ``sink``.
+// WHOLE: all columns are there.
+template <int OUTPUTS, int COLUMNS, bool WHOLE, class Sink>
+NOINLINE void product_part(const Slopes& given, long output, long first, const Sink& shared) {
+    const Sink sink = shared;  // no store can change it, as far as the compiler knows
+    const long inputs = given.inputs, at = given.at + output * inputs + first;
     vec sums[OUTPUTS][COLUMNS];
     UNROLL for (int o = 0; o < OUTPUTS; o++)
         UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][c] = vec{};
     const vec* row = given.rows + first / LANES * given.block;
-    for (int record = 0; record < given.records; record++, row++) {
-        const float* slope = given.slopes + (record / LANES * given.apart + output) * LANES + record % LANES;
-        vec values[COLUMNS];
-        UNROLL for (int c = 0; c < COLUMNS; c++) values[c] = row[c * given.block];
-        UNROLL for (int o = 0; o < OUTPUTS; o++) {
-            const vec weight = spread(slope[o * LANES]);
-            UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][c] += weight * values[c];
+    const float* slopes = given.slopes + output * LANES;
+    for (int record = 0; record < given.records; record += LANES, slopes += given.apart * LANES) {
+        const int here = std::min(LANES, given.records - record);
+        _Pragma("GCC unroll 2") for (int lane = 0; lane < here; lane++, row++) {
+            vec values[COLUMNS];
+            UNROLL for (int c = 0; c < COLUMNS; c++) values[c] = row[c * given.block];
+            UNROLL for (int o = 0; o < OUTPUTS; o++) {
+                const vec weight = spread(slopes[o * LANES + lane]);
+                UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][c] += weight * values[c];
+            }
         }
     }
-    UNROLL for (int o = 0; o < OUTPUTS; o++)
-        UNROLL for (int c = 0; c < COLUMNS; c++) {
-            const long column = first + c * LANES;
-            take(given.at + (output + o) * given.inputs + column, sums[o][c], given.inputs - column);
-        }
+    if (sink.is_plain()) {
+        UNROLL for (int o = 0; o < OUTPUTS; o++)
+            UNROLL for (int c = 0; c < COLUMNS; c++)
+                sink.template step<true>(at + o * inputs + c * LANES, sums[o][c], WHOLE ? LANES : inputs - first - c * LANES);
+        return;
+    }
+    _Pragma("GCC unroll 1") for (int o = 0; o < OUTPUTS; o++)
+        _Pragma("GCC unroll 1") for (int c = 0; c < COLUMNS; c++)
+            sink.template step<false>(at + o * inputs + c * LANES, sums[o][c], WHOLE ? LANES : inputs - first - c * LANES);
 }
 
-template <int COLUMNS, int MOST, class Take>
-void product_columns(const Slopes& given, long first, const Take& take) {
+// MOST rows at a time, COLUMNS * LANES columns wide.
+template <int COLUMNS, int MOST, class Sink>
+void product_columns(const Slopes& given, long first, const Sink& sink) {
     long output = 0;
-    for (; output + MOST <= given.outputs; output += MOST) product_part<MOST, COLUMNS>(given, output, first, take);
-    for (; output < given.outputs; output++) product_part<1, COLUMNS>(given, output, first, take);
-}
-
-template <class Take>
-void products(const Slopes& given, const Take& take) {
-    long first = 0;
-    for (; first + 4 * LANES <= given.inputs; first += 4 * LANES) product_columns<4, REGISTERS / 8>(given, first, take);
-    for (; first + 2 * LANES <= given.inputs; first += 2 * LANES) product_columns<2, REGISTERS / 4>(given, first, take);
-    for (; first < given.inputs; first += LANES) product_columns<1, 8>(given, first, take);
+    for (; output + MOST <= given.outputs; output += MOST) product_part<MOST, COLUMNS, false>(given, output, first, sink);
+    for (; output < given.outputs; output++) product_part<1, COLUMNS, false>(given, output, first, sink);
 }
 
 // Hands over the gradient of a linear layer's weights.
 template <class Sink>
 void linear_steps(const Sink& sink, const Slopes& given) {
-    products(given, [&](long at, vec gradient, long count) { sink.step(at, gradient, count); });
+    constexpr int MOST = ROWS_AT_ONCE, STEP = 4 * LANES;
+    const long whole = given.inputs / STEP * STEP;
+    long first = whole;
+    for (; first + 2 * LANES <= given.inputs; first += 2 * LANES) product_columns<2, REGISTERS / 4>(given, first, sink);
+    for (; first < given.inputs; first += LANES) product_columns<1, 8>(given, first, sink);
+    // Columns go together as far as their numbers, 1 MB, stay in the L2 cache, so that weights are met in their order in memory.
+    // Where the weights stay there, it is the columns that are kept near.
+    const bool is_small = given.inputs * given.outputs <= 1L << 16;
+    const long panel = is_small ? STEP : std::max(1L, (1L << 12) / given.records) * STEP;
+    for (first = 0; first < whole; first += panel) {
+        const long end = std::min(whole, first + panel);
+        for (long output = 0; output < given.outputs;) {
+            const bool is_one = output + MOST > given.outputs;
+            for (long at = first; at < end; at += STEP)
+                if (is_one) product_part<1, 4, true>(given, output, at, sink);
+                else product_part<MOST, 4, true>(given, output, at, sink);
+            output += is_one ? 1 : MOST;
+            if (end == whole) sink.finish(given.at, output * given.inputs);
+        }
+    }
 }
 
-// Adds to a gradient, which is LANES longer than it has numbers: the later of two rows that overlap there comes last.
-void add_products(float* gradient, const Slopes& given) {
-    products(given, [&](long at, vec sums, long count) {
+// A sink that adds to a gradient, which is LANES longer than it has numbers: the later of two rows that overlap there comes
+// last.
+struct Added {
+    float* gradient;
+
+    static constexpr bool is_plain() { return true; }
+    void finish(long, long) const {}
+
+    template <bool PLAIN = true>
+    inline __attribute__((always_inline)) void step(long at, vec part, long count) const {
         const vec before = load(gradient + at);
-        store(gradient + at, LANE < int32_t(std::min<long>(count, LANES)) ? before + sums : before);
-    });
-}
+        store(gradient + at, LANE < int32_t(std::min<long>(count, LANES)) ? before + part : before);
+    }
+};
 
 }  // namespace

@@ -23,6 +23,7 @@ class Network {
         }
         logits_.resize(groups * widest), other_.resize(groups * widest);
         rows_.resize(groups * (widest + LANES));
+        record_rows_.resize(graph_.first_linear == 0 ? groups * (graph_.nodes[0].image.features() + LANES) : 0);
         flat_.resize(graph_.nodes[0].image.features() + LANES);
         gradients_.resize(num_spatial() + LANES), by_bias_.resize(widest_output + LANES);
     }
@@ -31,9 +32,11 @@ class Network {
     double step(const float* inputs, const Batch& batch, const Optimizer& optimizer, const Ascent& ascent) {
         const Timed timed(RECORDS, FORWARD);
         if (optimizer.clip_norm == 0) return descend(inputs, batch, optimizer.params, ascent, optimizer);
-        whole_.assign(graph_.num_params + LANES, 0.0f);
-        const double loss = descend(inputs, batch, optimizer.params, ascent, Corrected{optimizer, {whole_.data()}});
-        move_clipped(optimizer, whole_.data(), graph_.num_params);
+        whole_.resize(graph_.num_params + LANES);
+        std::fill(whole_.end() - LANES, whole_.end(), 0.0f);  // a client of NaN leaves NaN there
+        whole_length_.start(whole_.data(), nullptr, graph_.num_params);
+        const double loss = descend(inputs, batch, optimizer.params, ascent, Corrected{optimizer, {whole_.data(), whole_length_}});
+        move_clipped(optimizer, whole_.data(), graph_.num_params, whole_length_.length());
         return loss;
     }
 
@@ -46,7 +49,7 @@ class Network {
     // Writes a batch's features (what enters the last layer), [record][feature], or its logits, [record][class]; the weights
     // are those of the last ``start``.
     void infer(const float* inputs, const Batch& batch, const float* params, bool wants_features, float* rows) {
-        forward(inputs, batch, params, nullptr);
+        forward(inputs, batch, params, nullptr, nullptr);
         const long numbers = wants_features ? num_features() : batch.classes;
         const vec* from = wants_features ? features() : logits_.data();
         for (int record = 0; record < batch.count; record++)
@@ -63,25 +66,30 @@ class Network {
     // Hands the gradient of the batch's mean loss, where ``ascent`` says, to ``sink``; returns the loss at ``params``.
     template <class Sink>
     double descend(const float* inputs, const Batch& batch, const float* params, const Ascent& ascent, const Sink& sink) {
-        if (ascent.radius == 0) return descend(inputs, batch, params, sink);
+        if (ascent.radius == 0) return descend(inputs, batch, params, nullptr, sink);
         slope_.resize(graph_.num_params + LANES), above_.resize(ascent.share == 1 ? 0 : slope_.size());
         std::fill(slope_.end() - LANES, slope_.end(), 0.0f);  // a client of NaN leaves NaN there
         float* above = ascent.share == 1 ? slope_.data() : above_.data();  // in place where the slope has done its part
-        const double loss = descend(inputs, batch, params, Kept{slope_.data()});
-        climb(ascent, params, slope_.data(), graph_.num_params, above);
-        descend(inputs, batch, above, Uphill<Sink>{sink, slope_.data(), ascent.share});
+        slope_length_.start(slope_.data(), ascent.adaptive ? params : nullptr, graph_.num_params);
+        const double loss = descend(inputs, batch, params, nullptr, Kept{slope_.data(), slope_length_});
+        const Climb climb(ascent, params, slope_.data(), slope_length_.length());
+        const long first = graph_.first_linear == 0 ? graph_.layers[0].bias : 0;  // what is before is climbed where it is read
+        climb.write(first, graph_.num_params - first, above + first);
+        descend(inputs, batch, above, &climb, Uphill<Sink>{sink, slope_.data(), ascent.share});
         return loss;
     }
 
-    // Hands the gradient of the batch's mean loss at ``params`` to ``sink``; returns the loss.
+    // Hands the gradient of the batch's mean loss at ``params`` to ``sink``; returns the loss. ``climb``: null, or what led to
+    // ``params`` from where the same batch went last: its records are laid out, and the weights of a linear layer that reads
+    // them are not in ``params``.
     template <class Sink>
-    double descend(const float* inputs, const Batch& batch, const float* params, const Sink& sink) {
+    double descend(const float* inputs, const Batch& batch, const float* params, const Climb* climb, const Sink& sink) {
         start(params);
         dropout_.draw(batch.groups);
-        forward(inputs, batch, params, &dropout_);
+        forward(inputs, batch, params, climb, &dropout_);
         const double loss = turn(batch);
         std::fill(gradients_.begin(), gradients_.end(), 0.0f);
-        vec* boundary = linear_backward(batch, params, sink);
+        vec* boundary = linear_backward(batch, params, climb, sink);
         for (int group = 0; group < groups_; group++, boundary += graph_.layers[graph_.first_linear].in.features())
             spatial_.backward(group, origins_, records_in(batch, group), boundary, params, dropout_, gradients_.data());
         spatial_.finish(gradients_.data(), sink);
@@ -95,16 +103,16 @@ class Network {
         return objective_.turn(batch, logits_.data(), moving, features(), num_features());
     }
 
-    // ``dropout``: what is left out; null: nothing.
-    void forward(const float* inputs, const Batch& batch, const float* params, const Dropout* dropout) {
+    // ``climb``: see ``descend``; ``dropout``: what is left out; null: nothing.
+    void forward(const float* inputs, const Batch& batch, const float* params, const Climb* climb, const Dropout* dropout) {
         origins_ = batch.groups;
         groups_ = batch.mix && batch.mix->linearise ? 2 * origins_ : origins_;
         for (int group = 0; group < groups_; group++) {
-            gather(inputs, batch, group);
+            if (!climb) gather(inputs, batch, group);
             spatial_.forward(group, origins_, params, dropout);
         }
         for (int index = graph_.first_linear; index < num_layers(); index++) {
-            linear_forward(index, params);
+            linear_forward(index, params, climb);
             for (int group = 0; dropout && group < groups_; group++) leave_out(index, group);
         }
     }
@@ -157,7 +165,7 @@ class Network {
         dropout_.apply(index, group % origins_, out.image, out.at(group));
     }
 
-    void linear_forward(int index, const float* params) {
+    void linear_forward(int index, const float* params, const Climb* climb) {
         const Timed timed(FIRST_LAYER + index, FORWARD);
         const Layer& layer = graph_.layers[index];
         const long inputs = layer.in.features(), outputs = layer.out.channels;
@@ -165,17 +173,23 @@ class Network {
         vec* out = index + 1 < num_layers() ? graph_.nodes[index + 1].at(0) : logits_.data();
         Product product{in, inputs, out, outputs, params + layer.weight, inputs, 1,
                         layer.has_bias ? params + layer.bias : nullptr, layer.relu};
-        multiply(product, origins_);
+        const auto rows = [&](long output, long count) -> const float* {
+            if (!climb || index > 0) return product.weights + output * inputs;
+            climbed_.resize(count * inputs + LANES);
+            climb->write(output * inputs, count * inputs, climbed_.data());
+            return climbed_.data();
+        };
+        multiply(product, origins_, rows);
         if (groups_ == origins_) return;
         product.in += origins_ * inputs, product.out += origins_ * outputs;
         product.bias = nullptr, product.relu = false;
-        multiply(product, origins_);
+        multiply(product, origins_, rows);
         for (long at = 0; layer.relu && at < origins_ * outputs; at++) product.out[at] = out[at] > 0.0f ? product.out[at] : vec{};
     }
 
     // Hands over the gradient of the linear layers; returns that of what the first of them reads.
     template <class Sink>
-    vec* linear_backward(const Batch& batch, const float* params, const Sink& sink) {
+    vec* linear_backward(const Batch& batch, const float* params, const Climb* climb, const Sink& sink) {
         vec *slopes = logits_.data(), *next = other_.data();
         const vec* added = objective_.by_features(batch);  // to the gradient of what the last layer reads
         for (int index = num_layers() - 1; index >= graph_.first_linear; index--) {
@@ -194,10 +208,11 @@ class Network {
             for (int group = 0; index > graph_.first_linear && group < groups_; group++)
                 dropout_.apply(index - 1, group % origins_, layer.in, next + group * inputs);
             const Timed weighing(TO_WEIGHTS);
-            to_rows(graph_.nodes[index].at(0), inputs, inputs, groups_, rows_.data());
+            vec* rows = index ? rows_.data() : record_rows_.data();
+            if (index || !climb) to_rows(graph_.nodes[index].at(0), inputs, inputs, groups_, rows);
             const int records = groups_ == origins_ ? batch.count : groups_ * LANES;  // those that are missing have slope 0
             linear_steps(sink, {layer.weight, inputs, outputs, reinterpret_cast<const float*>(slopes), outputs,
-                               rows_.data(), long(groups_) * LANES, records});
+                               rows, long(groups_) * LANES, records});
             if (layer.has_bias) {
                 for (long o = 0; o < outputs; o++) {
                     vec total{};
@@ -218,11 +233,14 @@ class Network {
     std::vector<vec> logits_, other_;  // gradients between linear layers, [group][feature]
     std::vector<vec> flat_;            // a group's inputs before they get a border
     std::vector<vec> rows_;            // a linear layer's inputs with the feature innermost
+    std::vector<vec> record_rows_;     // likewise of the first layer, if it is linear
     std::vector<float> moved_;         // a group's records, where they are moved
     std::vector<float> gradients_;     // of the layers before the first linear one
     std::vector<float> by_bias_;       // of a linear layer
     std::vector<float> whole_;         // where it is clipped: the gradient with all that is added to it
     std::vector<float> slope_, above_; // with an ascent: the gradient at the weights, and the weights uphill
+    Length whole_length_, slope_length_;
+    std::vector<float> climbed_;       // some rows of the first layer's weights uphill, if it is linear
     int groups_ = 0, origins_ = 0;     // of this minibatch: all, and those that are no derivatives
 };
 

@@ -28,9 +28,11 @@ struct Moments {
     }
 };
 
-// Where the parts of a gradient go as soon as they are known. A sink has a function
-//     step(at, gradient, count): ``count`` numbers of the gradient, at most LANES, those of the parameters from ``at`` on;
-// what lies behind them is written as it was.
+// Where the parts of a gradient go as soon as they are known. A sink has the functions
+//     step<PLAIN>(at, gradient, count): ``count`` numbers of the gradient, at most LANES, those of the parameters from ``at``
+//         on; what lies behind them is written as it was;
+//     finish(at, count): ``count`` numbers from ``at`` on, a layer's first, are through;
+//     is_plain(): whether ``step<true>`` does the same, without asking for all that there could be.
 //
 // This one takes torch.optim.SGD's step, or those of Adam and AdamW. All arrays are LANES longer than they have parameters.
 struct Optimizer {
@@ -40,10 +42,18 @@ struct Optimizer {
     const float *anchor, *offset;  // offset: of the gradient; null where there is none
     const float* drift;            // joins what the optimiser makes of the gradient; likewise
     Moments moments;               // null but for Adam and AdamW
+    bool decays = weight_decay != 0, has_momentum = momentum != 0;
 
-    inline __attribute__((always_inline)) void step(long at, vec gradient, long count) const {
-        move(at, corrected(at, gradient), count);
+    bool is_plain() const {
+        return gradient_scale == 1 && !offset && proximal_mu == 0 && !moments.first && !drift && weight_kept == 1;
     }
+
+    template <bool PLAIN = false>
+    inline __attribute__((always_inline)) void step(long at, vec gradient, long count) const {
+        move<PLAIN>(at, PLAIN ? gradient : corrected(at, gradient), count);
+    }
+
+    void finish(long, long) const {}
 
     // Returns a gradient with all that the plan adds to it.
     inline __attribute__((always_inline)) vec corrected(long at, vec gradient) const {
@@ -54,19 +64,20 @@ struct Optimizer {
     }
 
     // Takes the optimiser's step.
+    template <bool PLAIN = false>
     inline __attribute__((always_inline)) void move(long at, vec gradient, long count) const {
         const ivec is_mine = LANE < int32_t(std::min<long>(count, LANES));
         const vec weight = load(params + at);
-        if (weight_decay != 0) gradient += weight_decay * weight;
-        if (moments.first) {
+        if (decays) gradient += weight_decay * weight;
+        if (!PLAIN && moments.first) {
             gradient = moments.direction(at, gradient, is_mine);
-        } else if (momentum != 0) {
+        } else if (has_momentum) {
             const vec buffer = load(buffers + at);
             gradient += momentum * buffer;
             store(buffers + at, is_mine ? gradient : buffer);
         }
-        if (drift) gradient += load(drift + at);
-        const vec kept = weight_kept != 1 ? weight_kept * weight : weight;
+        if (!PLAIN && drift) gradient += load(drift + at);
+        const vec kept = !PLAIN && weight_kept != 1 ? weight_kept * weight : weight;
         store(params + at, is_mine ? kept - learning_rate * gradient : weight);
     }
 };
@@ -75,6 +86,7 @@ struct Optimizer {
 template <class Sink>
 void step_range(const Sink& sink, long at, long count, const float* gradient) {
     for (long done = 0; done < count; done += LANES) sink.step(at + done, load(gradient + done), count - done);
+    sink.finish(at, count);
 }
 
 }  // namespace

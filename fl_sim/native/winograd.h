@@ -230,8 +230,8 @@ INLINE void add_gradient(Winograd& winograd, Tiles& tiles, long inputs, long out
             continue;
         }
         to_rows(in, inputs, tile_apart(inputs), count, tiles.rows.data());
-        add_products(gradient, {0, inputs, outputs, reinterpret_cast<const float*>(slopes), tile_apart(outputs),
-                                tiles.rows.data(), long(count) * LANES, count * LANES});
+        linear_steps(Added{gradient}, {0, inputs, outputs, reinterpret_cast<const float*>(slopes), tile_apart(outputs),
+                                       tiles.rows.data(), long(count) * LANES, count * LANES});
     }
 }
 

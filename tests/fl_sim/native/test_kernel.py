@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fl_sim.local_plan import LocalPlan, Mix
+from fl_sim.local_plan import Ascent, LocalPlan, Mix
 from fl_sim.models import MODELS, ResidualBlock
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import describe
@@ -254,3 +254,11 @@ def test_a_label_outside_the_classes_is_refused(kernel: Kernel) -> None:
         draws = Draws.of(task, LocalPlan(), 2, rng(0, "test"))
         with pytest.raises(IndexError, match="outside of the model's 3 classes"):
             kernel.train(stack, [Lesson(task, LocalPlan(), torch.zeros(2, 4), torch.tensor([0, wrong]), draws)])
+
+
+@pytest.mark.parametrize("ascent", [None, Ascent(0.05), Ascent(0.5, adaptive=True, share=0.5)])
+def test_layers_too_wide_for_a_cache_go_through_in_parts(kernel: Kernel, ascent: Ascent | None) -> None:
+    """More than 1 MB of a minibatch's numbers, forward and back; an ascent's length is summed up as parts are known."""
+    model = nn.Sequential(nn.Linear(5000, 21), nn.ReLU(), nn.Linear(21, 10))
+    settings = LocalSettings(0.02, 0.9, 1e-3, batch_size=80, epochs=2)
+    agree(kernel, model, settings, LocalPlan(ascent=ascent), 100, (5000,))
