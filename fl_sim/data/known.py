@@ -92,7 +92,10 @@ _TUNED_ON = {
         "the defaults of PATE's teachers and students, those of DA-FL's generators, calibrate.clipping_norm, how "
         "features=whitened-scattering whitens, and the settings of the benchmarks"
     ),
-    "fashion-mnist": "the settings of the benchmark of Global DP on public features",
+    "fashion-mnist": (
+        "the settings of the benchmark of Global DP on public features, and whether images that DA-FL's generator "
+        "mean-embedding draws are warped"
+    ),
     "cifar10": "the radius of DA-FL's generator gaussian, and how features=whitened-scattering whitens",
     DIGITS: "how many synthetic records the preset digits asks clients for",
 }

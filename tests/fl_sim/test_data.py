@@ -187,6 +187,7 @@ def test_choices_made_on_training_records_are_named():
     assert tuned_on("npz:mnist.npz") == tuned_on("svhn") == ""
     assert "gaussian" in tuned_on("cifar10")
     assert "Global DP" in tuned_on("fashion-mnist")
+    assert "warped" in tuned_on("fashion-mnist")
     assert all("whitened-scattering" in tuned_on(name) for name in ("mnist", "cifar10"))
 
 

@@ -11,6 +11,7 @@ from dp_accounting import dp_event
 
 from clients.dafl.generator import PrivateRecords
 from clients.dafl.mean_embedding import MeanEmbedding, Release, frequencies_of, lowest_frequencies
+from clients.dafl.warping import warped
 from fl_sim.privacy.accounting import epsilon
 from fl_sim.privacy.mechanisms import Noise
 
@@ -160,7 +161,8 @@ def test_the_noise_has_the_variance_that_was_stated(wiretap: Wiretap) -> None:
         assert abs(residuals.sum()) / std < 4 * math.sqrt(number)
 
 
-def test_images_depend_on_the_records_through_the_releases_alone() -> None:
+@pytest.mark.parametrize("settings", [SETTINGS, MeanEmbedding(frequencies=12, warp=1)])
+def test_images_depend_on_the_records_through_the_releases_alone(settings: MeanEmbedding) -> None:
     """Releases replayed from the first client, all other data replaced: the same images."""
     outcomes: list[tuple[np.ndarray, float]] = []
 
@@ -169,12 +171,20 @@ def test_images_depend_on_the_records_through_the_releases_alone() -> None:
         return outcomes[-1]
 
     with patch.object(Release, "sums", record):
-        expected = made(blobs(), [2, 0, 3], 3.0)
+        expected = made(blobs(), [2, 0, 3], 3.0, settings=settings)
     other = blobs(300, seed=5)
-    assert not torch.equal(made(other, [2, 0, 3], 3.0), expected)
+    assert not torch.equal(made(other, [2, 0, 3], 3.0, settings=settings), expected)
     replayed = iter(outcomes)
     with patch.object(Release, "sums", lambda *_: next(replayed)):
-        assert torch.equal(made(other, [2, 0, 3], 3.0), expected)
+        assert torch.equal(made(other, [2, 0, 3], 3.0, settings=settings), expected)
+
+
+def test_warping_is_of_the_images_that_would_come_without_it() -> None:
+    plain, moved = (made(blobs(), [2, 0, 3], 3.0, settings=MeanEmbedding(frequencies=12, warp=warp)) for warp in (0, 1))
+    coins = np.random.default_rng(0)
+    coins.standard_normal((5, 12))
+    np.testing.assert_array_equal(moved.numpy(), warped(plain.numpy(), 1, coins))
+    assert not torch.equal(moved, plain)
 
 
 def test_without_noise_the_moments_are_the_data_s() -> None:
