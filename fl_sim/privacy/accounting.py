@@ -29,7 +29,7 @@ from dp_accounting import NeighboringRelation, dp_event
 from fl_sim.errors import UserError
 from fl_sim.privacy import loss_distribution
 from fl_sim.privacy.pure import BoundedRangeDpEvent, pure_epsilon
-from fl_sim.privacy.renyi import ORDERS, Curve, checked, epsilons_of_curves, rdp_curve
+from fl_sim.privacy.renyi import ORDERS, Curve, checked, epsilons_of_curves, rdp_curve, searching_curve
 from fl_sim.privacy.rounding import rounded_up
 
 Accountant: TypeAlias = Literal["rdp", "pld"]
@@ -142,6 +142,15 @@ def epsilon(events: Sequence[dp_event.DpEvent], delta: float, *, accountant: Acc
     Raises UserError when ``events`` mix adjacencies, or when the PLD accountant is asked for an event it does not know.
     """
     return epsilon_of_counts(Counter(events), delta, accountant=accountant)
+
+
+def searching_epsilon(event: dp_event.DpEvent, steps: int, delta: float) -> float:
+    """Return the RDP accountant's epsilon of ``steps`` releases for a search: seldom more, never less, far sooner."""
+    step, times = unrolled(event)
+    if not isinstance(step, dp_event.PoissonSampledDpEvent):
+        return epsilon_of_counts({event: steps}, delta)
+    count = times * steps
+    return epsilon_of_curve(count * searching_curve(step, count, valid_delta(delta)), delta)
 
 
 def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, accountant: Accountant = "rdp") -> float:

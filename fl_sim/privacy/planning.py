@@ -8,7 +8,7 @@ from dp_accounting import dp_event
 from scipy.optimize import brentq
 
 from fl_sim.errors import UserError
-from fl_sim.privacy.accounting import Accountant, epsilon_of_counts
+from fl_sim.privacy.accounting import Accountant, epsilon_of_counts, searching_epsilon
 
 _TOLERANCE: Final = 1e-4
 _MOST_NOISE: Final = 1e7
@@ -36,7 +36,10 @@ def noise_multiplier(
     def spent(noise: float, by: Accountant) -> float:
         return epsilon_of_counts({amplify(dp_event.GaussianDpEvent(noise)): steps}, delta, accountant=by)
 
-    found = _least(lambda noise: spent(noise, "rdp"), target_epsilon, start=1.0)
+    def roughly(noise: float) -> float:
+        return searching_epsilon(amplify(dp_event.GaussianDpEvent(noise)), steps, delta)
+
+    found = _least(roughly, target_epsilon, start=1.0)
     if accountant == "pld":
         found = _least(lambda noise: spent(noise, "pld"), target_epsilon, start=found)
     assert spent(found, accountant) <= target_epsilon

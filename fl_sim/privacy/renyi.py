@@ -47,12 +47,27 @@ _QUADRATURE_ERROR: Final = 1e-13
 @lru_cache(maxsize=512)
 def rdp_curve(event: dp_event.DpEvent) -> Curve:
     """Return the Renyi divergences of one release at ``ORDERS``; ``inf`` where there is no bound. Read-only."""
-    with np.errstate(all="ignore"), _quiet_excluded_orders():
-        curve = checked(_curve(event))
-    # A divergence never falls with its order.
-    curve = np.asarray(np.minimum.accumulate(curve[::-1])[::-1])
+    curve = _bounded(event, _SERIES)
     curve.setflags(write=False)
     return curve
+
+
+def searching_curve(event: dp_event.DpEvent, steps: int, delta: float) -> Curve:
+    """Return the same at the order that decides the epsilon of ``steps`` releases, in a fifth of the time.
+
+    At no order it is less. Between whole orders straight lines stand in for the series but for orders next to the whole
+    one that decides.
+    """
+    lines = steps * _bounded(event, _SERIES[:0])
+    decides = _ORDERS[np.argmin(lines + _price(delta))]
+    return _bounded(event, _SERIES[np.abs(_SERIES - decides) <= 1])
+
+
+def _bounded(event: dp_event.DpEvent, series: NDArray[np.float64]) -> Curve:
+    with np.errstate(all="ignore"), _quiet_excluded_orders():
+        curve = checked(_curve(event, series))
+    # A divergence never falls with its order.
+    return np.asarray(np.minimum.accumulate(curve[::-1])[::-1])
 
 
 def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.float64]:
@@ -61,9 +76,13 @@ def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.
     The conversion of Canonne, Kamath and Steinke (2020, proposition 12); and 0 where the distance of the two
     distributions is within delta anyway, by their Kullback-Leibler divergence (Bretagnolle and Huber 1978).
     """
-    epsilons = curves + np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / _LESS
+    epsilons = curves + _price(delta)
     nothing = (delta**2 + np.expm1(-curves) > 0).any(axis=-1)
     return np.asarray(np.where(nothing, 0.0, np.maximum(epsilons.min(axis=-1), 0.0)))
+
+
+def _price(delta: float) -> NDArray[np.float64]:
+    return np.asarray(np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / _LESS)
 
 
 def checked(curve: Curve) -> Curve:
@@ -75,14 +94,14 @@ def checked(curve: Curve) -> Curve:
     return np.maximum(curve, 0.0)
 
 
-def _curve(event: dp_event.DpEvent) -> Curve:
+def _curve(event: dp_event.DpEvent, series: NDArray[np.float64]) -> Curve:
     match event:
         case dp_event.GaussianDpEvent(noise_multiplier=noise):
             return _gaussian_curve(noise)
         case dp_event.PoissonSampledDpEvent(
             sampling_probability=rate, event=dp_event.GaussianDpEvent(noise_multiplier=noise)
         ) if 0 < rate < 1 and noise > 0:
-            return np.minimum(_gaussian_curve(noise), _poisson_curve(event, rate, noise))
+            return np.minimum(_gaussian_curve(noise), _poisson_curve(event, rate, noise, series))
         case dp_event.TruncatedSubsampledGaussianDpEvent():
             return _fixed_size_curve(event)
         case dp_event.LaplaceDpEvent(noise_multiplier=scale):
@@ -109,7 +128,7 @@ def _gaussian_curve(noise: float) -> Curve:
     return np.asarray(_ORDERS / 2 / np.float64(noise) / np.float64(noise))
 
 
-def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float) -> Curve:
+def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float, series: NDArray[np.float64]) -> Curve:
     """Bound the divergence of the sampled Gaussian mechanism (Mironov et al. 2019, section 3.3).
 
     With A(a) = exp((a - 1) D_a), at a whole order A - 1 is a sum of positive terms, so that a tiny divergence keeps its
@@ -120,13 +139,14 @@ def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float) -> Curve:
     share = _ORDERS - below
     line = np.array([(1 - s) * logs[n] + (s * logs[n + 1] if s else 0.0) for n, s in zip(below, share, strict=True)])
     curve: Curve = line / _LESS
-    if 1e-2 <= noise <= 1e3 and 1e-9 <= rate <= 1 - 1e-9:
-        series = np.asarray(RdpAccountant(_SERIES).compose(event).rdp) + _SERIES_ERROR / (_SERIES - 1)
-        places = np.isin(_ORDERS, _SERIES)
-        curve[places] = np.fmin(curve[places], series)
+    if len(series) and 1e-2 <= noise <= 1e3 and 1e-9 <= rate <= 1 - 1e-9:
+        found = np.asarray(RdpAccountant(series).compose(event).rdp) + _SERIES_ERROR / (series - 1)
+        places = np.isin(_ORDERS, series)
+        curve[places] = np.fmin(curve[places], found)
     return curve
 
 
+@lru_cache(maxsize=4)
 def _log_moments(rate: float, noise: float) -> dict[int, float]:
     """Return log A(n) = log sum_k C(n, k) (1 - q)^(n - k) q^k exp(k (k - 1) / (2 z^2)) at all whole orders needed."""
     whole = {int(order) for order in ORDERS} | {int(order) + 1 for order in ORDERS if order != int(order)}

@@ -25,6 +25,7 @@ from fl_sim.privacy.accounting import (
     epsilon_of_counts,
     epsilon_of_curve,
     rdp_curve,
+    searching_epsilon,
     supports_pld,
 )
 
@@ -269,3 +270,11 @@ def test_pld_says_what_it_does_not_know() -> None:
     assert not supports_pld(dp_event.ZCDpEvent(0.1))
     with pytest.raises(UserError, match="use the RDP accountant"):
         epsilon([dp_event.ZCDpEvent(0.1)], DELTA, accountant="pld")
+
+
+@pytest.mark.parametrize(
+    ("rate", "noise", "steps"), [(256 / 6000, 1.25, 2000), (0.1, 1.0, 100), (0.5, 8.0, 1000), (0.01, 0.7, 300)]
+)
+def test_a_search_goes_by_the_very_epsilon_at_ordinary_budgets(rate: float, noise: float, steps: int) -> None:
+    event = amplify_poisson(dp_event.GaussianDpEvent(noise), rate)
+    assert searching_epsilon(event, steps, 1e-5) == epsilon_of_counts({event: steps}, 1e-5)

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_sim.errors import UserError
-from fl_sim.privacy.accounting import Accountant, amplify_fixed_size, amplify_poisson, epsilon_of_counts
+from fl_sim.privacy.accounting import (
+    Accountant,
+    amplify_fixed_size,
+    amplify_poisson,
+    epsilon_of_counts,
+    searching_epsilon,
+)
 from fl_sim.privacy.planning import delta_advice, noise_multiplier, steps_that_fit
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")  # which figure it is that is kept to is tested elsewhere
@@ -24,6 +30,16 @@ def test_the_noise_found_keeps_the_target_and_a_little_less_would_not(rate: floa
     found = noise_multiplier(amplify, steps, target, DELTA)
     assert epsilon_of_counts({amplify(Gaussian(found)): steps}, DELTA) <= target
     assert epsilon_of_counts({amplify(Gaussian(found * (1 - 2e-4))): steps}, DELTA) > target
+
+
+@given(st.floats(1e-4, 0.999), st.floats(0.3, 30), st.integers(1, 10**5), st.floats(1e-9, 0.1))
+@settings(deadline=None, max_examples=25)
+def test_what_a_search_goes_by_is_never_less_than_what_is_spent(
+    rate: float, noise: float, steps: int, delta: float
+) -> None:
+    event = amplify_poisson(Gaussian(noise), rate)
+    found, spent = searching_epsilon(event, steps, delta), epsilon_of_counts({event: steps}, delta)
+    assert spent <= found <= 1.1 * spent or spent > 1000
 
 
 @given(st.sampled_from([0.01, 0.1, 1.0]), st.sampled_from([0.8, 1.0, 3.0]), st.floats(0.05, 30))
