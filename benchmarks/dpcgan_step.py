@@ -3,12 +3,13 @@
     PYTHONPATH=. python benchmarks/dpcgan_step.py [--json] [--pairs 256] [--repeats 40] [--networks small paper]
         [--clients 10]
 
-Four ways to take the same step on the same (real, fake) pairs: without privacy (one backward pass); without privacy by
-this project's own code (nothing clipped, nothing added); with joint clipping and noise by this project's own code; and
-with the per-record gradients of Opacus' hooks, real and fake added before they are clipped. The noise is the same
-cryptographic one in both private steps, and counted in both. ``--plain-noise`` takes torch's generator instead, which
-is what Opacus does unless told otherwise. The small networks also as a stack of ``--clients`` clients with a
-discriminator, records and noise each, with privacy and without: the seconds are those of one client's share.
+Ways to take the same step on the same (real, fake) pairs: without privacy (one backward pass); without privacy by
+this project's own code (nothing clipped, nothing added); with joint clipping and noise by this project's own code, on
+PyTorch and (small networks) compiled; and with the per-record gradients of Opacus' hooks, real and fake added before
+they are clipped. The noise is the same cryptographic one in both private steps, and counted in both. ``--plain-
+noise`` takes torch's generator instead, which is what Opacus does unless told otherwise. The small networks also as a
+stack of ``--clients`` clients with a discriminator, records and noise each, with privacy and without: the seconds are
+those of one client's share.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from opacus.grad_sample import GradSampleModule
@@ -28,6 +29,9 @@ from torch.nn import functional
 from clients.dafl.dpcgan.clipping import Pairs, clipped_sum, clipped_sums
 from clients.dafl.dpcgan.nets import Networks, paper, scored, small
 from clients.dafl.dpcgan.weights import Adam, Weights
+from fl_sim.native.kernel import Kernel, load_kernel
+from fl_sim.native.normals import CompiledNormals
+from fl_sim.native.perceptrons import Perceptron
 from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid
 
 Step = Callable[[int], None]
@@ -58,10 +62,10 @@ class Batch:
     source: Noise
     plain_noise: bool
 
-    def fresh(self, clients: int = 1) -> tuple[list[nn.Sequential], Adam]:
+    def fresh(self, clients: int = 1, kernel: Kernel | None = None) -> tuple[list[nn.Sequential], Adam]:
         """Return every client's discriminator and the optimiser of all."""
         nets = [networks(self.name).discriminator for _ in range(clients)]
-        return nets, Adam(Weights(nets), 1e-3)
+        return nets, Adam(Weights(nets), 1e-3, kernel)
 
     def noised(self, total: torch.Tensor, step: int, client: int = 0) -> torch.Tensor:
         """Return ``total`` with noise of the client's own, as float64."""
@@ -107,12 +111,13 @@ def own_without_privacy(batch: Batch) -> Step:
     return lambda _: batch.update(adam, [clipped_sum(net, batch.real, batch.fake, math.inf)])
 
 
-def own_stack(batch: Batch, clients: int) -> Step:
-    """Return the private step of many clients as this project takes it."""
-    nets, adam = batch.fresh(clients)
+def own_stack(batch: Batch, clients: int, kernel: Kernel | None = None) -> Step:
+    """Return the private step of many clients as this project takes it, by compiled code if ``kernel`` is given."""
+    nets, adam = batch.fresh(clients, kernel)
     size = sum(weight.numel() for weight in nets[0].parameters())
     bound = clipping_norm_on_grid(1.0, NOISE_MULTIPLIER, size, summands=len(batch.real))
-    pairs = [Pairs(net, batch.real, batch.fake, bound) for net in nets]
+    compiled = [Perceptron(kernel, net) if kernel else None for net in nets]
+    pairs = [Pairs(net, batch.real, batch.fake, bound, one) for net, one in zip(nets, compiled, strict=True)]
 
     def step(number: int) -> None:
         totals = clipped_sums(pairs)
@@ -154,6 +159,10 @@ WAYS: dict[str, Callable[[Batch], Step]] = {
 def ways_of(batch: Batch, clients: int) -> dict[str, tuple[Step, int]]:
     """Return {way: (step, clients who take it)}."""
     ways = {way: (step_of(batch), 1) for way, step_of in WAYS.items()}
+    kernel, _ = load_kernel()
+    if batch.name == "small" and kernel:
+        drawn_there = replace(batch, source=replace(batch.source, normals=CompiledNormals(kernel)))
+        ways["compiled joint clipping"] = own_stack(drawn_there, 1, kernel), 1
     if batch.name == "paper":  # its clients train one after another
         return ways
     return ways | {
