@@ -28,6 +28,7 @@ _COUNT: Final = 0.25  # what the first release gives a count of one, in the long
 _SPREAD: Final = 0.5  # the same for the squared length of one such record
 _FIRST_NORM: Final = math.sqrt(_COUNT**2 + 1 + _SPREAD**2)
 _CORNER: Final = 2.0  # half periods per image below which the public spectrum is flat
+_COLOUR: Final = 3  # half periods per image that a step among the frequencies of channels is worth
 
 
 class MeanEmbedding(Settings):
@@ -163,9 +164,13 @@ def lowest_frequencies(shape: tuple[int, ...], number: int) -> tuple[NDArray[np.
     """Return the flat positions of the ``number`` lowest frequencies (all, where there are fewer) of ``shape``.
 
     And the variances that they have in images at large, falling with the square of the frequency, which add up to 1.
+    How an image's channels differ from each other, its colours, counts as coarse: few classes are told apart by grey.
     """
-    indices = np.meshgrid(*(np.arange(size) for size in shape), indexing="ij")
-    heights = np.sum([(index / size) ** 2 for index, size in zip(indices, shape, strict=True)], axis=0)
+    indices = list(np.meshgrid(*(np.arange(size) for size in shape), indexing="ij"))
+    sizes = shape
+    if len(shape) == 3:
+        indices[0], sizes = _COLOUR * indices[0], (max(shape[1:]), *shape[1:])
+    heights = np.sum([(index / size) ** 2 for index, size in zip(indices, sizes, strict=True)], axis=0)
     order = np.argsort(heights, axis=None, kind="stable")[:number]
     spectrum = 1 / (_CORNER**2 + np.sum([index.ravel()[order] ** 2.0 for index in indices], axis=0))
     return order, spectrum / spectrum.sum()

@@ -96,7 +96,10 @@ _TUNED_ON = {
         "the settings of the benchmark of Global DP on public features, and whether images that DA-FL's generator "
         "mean-embedding draws are warped"
     ),
-    "cifar10": "the radius of DA-FL's generator gaussian, and how features=whitened-scattering whitens",
+    "cifar10": (
+        "the radius of DA-FL's generator gaussian, how coarse DA-FL's generator mean-embedding takes colours to be, "
+        "and how features=whitened-scattering whitens"
+    ),
     DIGITS: "how many synthetic records the preset digits asks clients for",
 }
 

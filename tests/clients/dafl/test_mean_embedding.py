@@ -252,3 +252,25 @@ def test_any_shape_of_records(shape: tuple[int, ...]) -> None:
     assert len(order) == len(spectrum) == len(set(order)) == min(30, math.prod(shape))
     assert spectrum.sum() == pytest.approx(1)
     assert order[0] == 0
+
+
+def test_colours_are_among_the_first_frequencies_and_grey_images_have_none() -> None:
+    order, _ = lowest_frequencies((3, 32, 32), 80)
+    channel, down, right = np.unravel_index(order, (3, 32, 32))
+    assert {(1, 0, 0), (2, 0, 0)} <= set(zip(channel.tolist(), down.tolist(), right.tolist(), strict=True))
+    assert np.bincount(channel).tolist() == [41, 31, 8]
+    grey, spectrum = lowest_frequencies((1, 28, 28), 80)
+    flat, same = lowest_frequencies((28, 28), 80)
+    np.testing.assert_array_equal(grey, flat)
+    np.testing.assert_array_equal(spectrum, same)
+
+
+def test_images_have_the_colours_of_their_class() -> None:
+    colours = torch.tensor([[0.8, -0.6, -0.6], [-0.5, -0.5, 0.7]])
+    labels = torch.arange(4000) % 2
+    inputs = colours[labels][:, :, None, None] + 0.1 * torch.from_numpy(
+        np.random.default_rng(0).standard_normal((4000, 3, 8, 8)).astype(np.float32)
+    )
+    images = made(PrivateRecords(inputs, labels, 2), [300, 300], 10.0, settings=MeanEmbedding(frequencies=80))
+    found = torch.stack([part.mean((0, 2, 3)) for part in images.split(300)])
+    assert (found - colours).abs().max() < 0.1
