@@ -52,8 +52,23 @@ def sam(_: nn.Module, __: Params) -> LocalPlan:
     return LocalPlan(ascent=Ascent(0.05))
 
 
-def speed(_: nn.Module, __: Params) -> LocalPlan:
-    """P3, both gradients (FedSpeed), and the adaptive step uphill (FedASAM)."""
+def asam(_: nn.Module, __: Params) -> LocalPlan:
+    """P3, the adaptive step uphill (FedASAM)."""
+    return LocalPlan(ascent=Ascent(0.5, adaptive=True))
+
+
+def mofedsam(_: nn.Module, params: Params) -> LocalPlan:
+    """P3 beside the last round's mean update (MoFedSAM)."""
+    return LocalPlan(gradient_scale=0.1, gradient_offset=params, ascent=Ascent(0.1))
+
+
+def speed(_: nn.Module, params: Params) -> LocalPlan:
+    """P3 beside a client's correction and a pull towards the received model (FedSpeed)."""
+    return LocalPlan(gradient_offset=params, proximal_mu=0.1, ascent=Ascent(0.1))
+
+
+def both(_: nn.Module, __: Params) -> LocalPlan:
+    """P3 with all that an ascent can be: no method asks for both."""
     return LocalPlan(ascent=Ascent(0.1, adaptive=True, share=0.5))
 
 
@@ -69,8 +84,9 @@ def proto(model: nn.Module, _: Params) -> LocalPlan:
 
 
 PLANS: dict[str, PlanOf] = {
-    "P1 logits scaled and shifted": adjusted, "P2 distillation": distilled, "P1 + P2 FedVLS": vls, "P3 ascent": sam,
-    "P3 ascent, adaptive, half": speed, "P4 contrast": moon, "P5 pull": proto,
+    "P1 logits scaled and shifted": adjusted, "P2 distillation": distilled, "P1 + P2 FedVLS": vls, "P3 FedSAM": sam,
+    "P3 FedASAM": asam, "P3 MoFedSAM": mofedsam, "P3 FedSpeed": speed, "P3 adaptive, half": both, "P4 contrast": moon,
+    "P5 pull": proto,
 }  # fmt: skip
 
 
