@@ -16,7 +16,7 @@ from torch import nn
 
 from clients.owner import Owner, client_of, discreet, owner_of
 from fl_sim.batch_norm import layers_after, placed
-from fl_sim.engines import wire
+from fl_sim.engines import releases, wire
 from fl_sim.engines.grid import partition_of, raised
 from fl_sim.engines.pieces import Play, Release
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan
@@ -106,7 +106,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
 
     @app.query()
     def who(message: Message, context: Context) -> Message:
-        return Message(wire.who_content(client_of(context)), reply_to=message)
+        return Message(releases.who_content(client_of(context)), reply_to=message)
 
     @app.train("synthesize")
     def synthesize(message: Message, context: Context) -> Message:
@@ -122,7 +122,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
         site = turns.site(order, client, owner_of(context))
         _ask_policy(context, lambda policy: policy.check_training(own_records=True))
         inputs, labels = site.records(client, order.synthetic).tensors()
-        return Message(wire.pool_content(site.share(inputs, labels, client)), reply_to=message)
+        return Message(releases.pool_content(site.share(inputs, labels, client)), reply_to=message)
 
     @app.train("vote")
     def vote(message: Message, context: Context) -> Message:
@@ -131,7 +131,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
         assert site.vote is not None
         _ask_policy(context, lambda policy: policy.check_vote())
         _set_threads(site.threads)
-        return Message(wire.votes_content(site.vote(site.trainer, client)), reply_to=message)
+        return Message(releases.votes_content(site.vote(site.trainer, client)), reply_to=message)
 
     @app.train("summarise")
     def summarise(message: Message, context: Context) -> Message:
@@ -143,7 +143,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
         moments = site.summarise(
             client, params, moments_folder(order, client), _policy(context), wire.read_ticket(message.content)
         )
-        return Message(wire.moments_content(moments), reply_to=message)
+        return Message(releases.moments_content(moments), reply_to=message)
 
     @app.train()
     def train_one_round(message: Message, context: Context) -> Message:
@@ -213,10 +213,10 @@ def _synthesized(
     if ticket := wire.read_ticket(messages[0].content):
         assert site.generate is not None
         [client], [message] = clients, messages
-        return [Message(wire.made_content(site.generate(client, ticket)), reply_to=message)]
+        return [Message(releases.made_content(site.generate(client, ticket)), reply_to=message)]
     made = site.synthesize([(client, share_folder(order, client)) for client in clients], check, policy)
     return [
-        one if isinstance(one, Exception) else Message(wire.synthetic_content(*one), reply_to=message)
+        one if isinstance(one, Exception) else Message(releases.synthetic_content(*one), reply_to=message)
         for one, message in zip(made, messages, strict=True)
     ]
 

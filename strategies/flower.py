@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fl_sim.devices.clock import Turnout
-from fl_sim.engines import wire
+from fl_sim.engines import packing, releases, wire
 from fl_sim.errors import Diverged, Malformed, RunError
 from fl_sim.packed import Packing, Size, blank
 from fl_sim.params import flattened, is_finite, layout_of
@@ -114,11 +114,11 @@ class FederatedStrategy(Strategy):
             check_finite({"params": server.params, "layers": layers}, server_round)
             self.server = replace(server, layers=layers)
         if self.privacy is not None:  # how many came and how they fared is theirs: it leaves only in the noised mean
-            return wire.to_arrays(self.server.model), None
+            return packing.to_arrays(self.server.model), None
         metrics = MetricRecord({"cohort": len(answers)})
         if (loss := mean_loss(answers)) is not None:
             metrics["train_loss"] = loss
-        return wire.to_arrays(self.server.model), metrics
+        return packing.to_arrays(self.server.model), metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -145,13 +145,13 @@ class FederatedStrategy(Strategy):
 
     def traffic_with(self, content: RecordDict) -> Traffic:
         """Return the same in a round whose message is ``content``."""
-        return Traffic(wire.num_bytes(content), self._bytes_up)
+        return Traffic(packing.num_bytes(content), self._bytes_up)
 
     @cached_property
     def _bytes_up(self) -> int:
         whole = {name: params for name, params in self._template.items() if name not in self._packed_sizes}
         packed = {name: blank(size) for name, size in self._packed_sizes.items()}
-        return wire.num_bytes(wire.update_content(whole, 0, None, packed))
+        return packing.num_bytes(wire.update_content(whole, 0, None, packed))
 
     def content(self, order: wire.Order, server: ServerState) -> RecordDict:
         """Return what a client is sent by a server in that state."""
@@ -294,7 +294,7 @@ def share_before_training(
     asking = Asking(wire.SHARE, strategy.order, timeout, quoted=not strategy.order.synthetic)
     most = strategy.most_examples
     sent = ask_everybody(
-        grid, strategy.population, asking, lambda one: (wire.read_pool(one, template, most), wire.num_bytes(one))
+        grid, strategy.population, asking, lambda one: (releases.read_pool(one, template, most), packing.num_bytes(one))
     )
     shared = [part for part, _ in sent]
     if not any(len(part) for one in shared for part in one.values()):
@@ -319,7 +319,7 @@ def synthesize_before_training(
         grid,
         strategy.population,
         Asking(wire.SYNTHESIZE, order, timeout, quoted=False),
-        lambda one: wire.read_synthetic(one, shape, num_classes, num_classes * len(records)),
+        lambda one: releases.read_synthetic(one, shape, num_classes, num_classes * len(records)),
     )
 
 
@@ -335,7 +335,7 @@ def summarise_after_training(
         strategy.population = find_population(grid, strategy.num_clients, timeout)
     asking = Asking(wire.SUMMARISE, strategy.order, timeout, quoted=quoted, params=strategy.server.model)
     most = None if noisy else strategy.most_examples
-    return ask_everybody(grid, strategy.population, asking, lambda one: wire.read_moments(one, shape, most))
+    return ask_everybody(grid, strategy.population, asking, lambda one: releases.read_moments(one, shape, most))
 
 
 def ask_teachers(
@@ -349,7 +349,7 @@ def ask_teachers(
     """
     population = find_population(grid, teachers, timeout)
     asking = Asking(wire.VOTE, order, timeout, quoted=not private)
-    answers = answers_to(grid, population, asking, lambda one: wire.read_votes(one, records, classes))
+    answers = answers_to(grid, population, asking, lambda one: releases.read_votes(one, records, classes))
     failed = {teacher: answer for teacher, answer in enumerate(answers) if isinstance(answer, Malformed)}
     if failed and not private:
         raise refusal(f"teacher {min(failed)}", failed[min(failed)], quoted=True)

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from fl_sim.engines import wire
+from fl_sim.engines import packing, releases, wire
 
 
 def _faults(harness, num_replies):
@@ -23,17 +23,18 @@ def test_no_reply_ends_in_a_traceback_a_wrong_result_or_a_quotation(load_benchma
 
 @pytest.mark.parametrize(
     ("believed", "fault"),
-    [("_whole", "silently wrong"), ("_exactly", "traceback"), ("tensor_in", "traceback")],
+    [("whole", "silently wrong"), ("exactly", "traceback"), ("tensor_in", "traceback")],
 )
 def test_the_harness_sees_where_an_answer_is_believed(
     load_benchmark, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, believed: str, fault: str
 ) -> None:
     trusting = {
-        "_whole": lambda value, *_: value,
-        "_exactly": lambda *_: None,
+        "whole": lambda value, *_: value,
+        "exactly": lambda *_: None,
         "tensor_in": lambda array, *_: torch.from_numpy(array.numpy().copy()),
     }
-    monkeypatch.setattr(wire, believed, trusting[believed])
+    for reader in (one for one in (wire, releases, packing) if hasattr(one, believed)):
+        monkeypatch.setattr(reader, believed, trusting[believed])
     with caplog.at_level(logging.CRITICAL):
         _, faults = _faults(load_benchmark("hostile_replies"), 240)
     assert fault in faults

@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from clients.app import Site, moments_folder, share_folder
 from clients.class_moments import num_moments
 from clients.dafl.settings import DaFl
-from fl_sim.engines import wire
+from fl_sim.engines import releases, wire
 from fl_sim.engines.apart import Parcel
 from fl_sim.engines.grid import partition_of, raised
 from fl_sim.experiment.job import Job
@@ -63,7 +63,7 @@ class HomeDesk:
                 from clients.private_moments import finish_release  # noqa: PLC0415 (the accountants load slowly)
 
                 release, paid = self._moments.pop(client)
-                finish_release(release, paid, wire.read_moments(answer.content, self._shape))
+                finish_release(release, paid, releases.read_moments(answer.content, self._shape))
         return answer
 
     def _own(self, message: Message, order: wire.Order) -> Mapping[str, ArrayRecord | ConfigRecord] | RecordDict:
@@ -97,7 +97,7 @@ class HomeDesk:
             releasing = releasing_client(job, lambda one: self._site.records(one, ""), client, folder)
             begun = begin_share(job.experiment.preprocess, releasing, job.experiment.seed, len(job.dataset.train))
             if not isinstance(begun, Paid):
-                return wire.synthetic_content(*said_of(begun))
+                return releases.synthetic_content(*said_of(begun))
             self._shares[client] = releasing, begun
         request = self._shares[client][1].request
         return wire.Ticket(request.noise.key, request.noise.simulation_only, tuple(request.counts.tolist()))
@@ -108,10 +108,10 @@ class HomeDesk:
         assert isinstance(self.job.experiment.preprocess, DaFl)
         releasing, paid = self._shares.pop(partition_of(message))
         try:
-            share = finish_share(self.job.experiment.preprocess, releasing, paid, wire.read_made(answer.content))
+            share = finish_share(self.job.experiment.preprocess, releasing, paid, releases.read_made(answer.content))
         except Exception as error:  # noqa: BLE001 (as above)
             return raised(message, error)
-        return Message(wire.synthetic_content(*said_of(share)), reply_to=message)
+        return Message(releases.synthetic_content(*said_of(share)), reply_to=message)
 
     def _pay_for_moments(self, client: int, content: RecordDict, folder: Path) -> wire.Ticket | RecordDict:
         """Return the ticket of moments that are to be made; or the moments, where they are there, or cost nothing."""
@@ -125,7 +125,7 @@ class HomeDesk:
             release = moments_release(self.job, client, params, folder)
             begun = begin_release(len(self.job.shards[client]), self._shape, calibrate.protection, release)
             if not isinstance(begun, PaidNoise):
-                return wire.moments_content(begun)
+                return releases.moments_content(begun)
             self._moments[client] = release, begun
         noise = self._moments[client][1].noise
         return wire.Ticket(noise.key, noise.simulation_only)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from clients.app import Site, build_client_app, synthesize_together, train_together
-from fl_sim.engines import wire
+from fl_sim.engines import releases, wire
 from fl_sim.engines.inprocess import Generators, InProcessGrid
 from fl_sim.engines.pieces import Together
 from fl_sim.local_plan import LocalPlan
@@ -230,8 +230,8 @@ def test_what_is_trained_together_looks_at_its_deadline(tmp_path: Path):
 
 def test_a_client_says_which_partition_it_plays(tmp_path: Path):
     play = Play(FedAvg(), tmp_path)
-    replies = play.grid.send_and_receive([Message(wire.who_content(0), 1000 + i, wire.WHO) for i in (2, 0)])
-    assert [wire.read_who(reply.content) for reply in replies] == [2, 0]
+    replies = play.grid.send_and_receive([Message(releases.who_content(0), 1000 + i, wire.WHO) for i in (2, 0)])
+    assert [releases.read_who(reply.content) for reply in replies] == [2, 0]
     assert play.asked == []
 
 
@@ -241,7 +241,7 @@ def test_sharing_hands_over_what_the_site_makes_of_the_clients_records(tmp_path:
     message = Message(wire.share_content(play.order(0)), 1002, wire.SHARE)
     (reply,) = play.grid.send_and_receive([message])
     inputs, labels = _records(2, "").tensors()
-    shared = wire.read_pool(reply.content, {"rows": inputs, "labels": labels}, most_rows=100)
+    shared = releases.read_pool(reply.content, {"rows": inputs, "labels": labels}, most_rows=100)
     assert torch.equal(shared["rows"], inputs + 2)
     assert torch.equal(shared["labels"], labels.float())
 
@@ -250,7 +250,7 @@ def test_synthetic_records_travel_with_what_the_client_says_of_them(tmp_path: Pa
     play = Play(FedAvg(), tmp_path)
     message = Message(wire.share_content(play.order(0)), 1002, wire.SYNTHESIZE)
     (reply,) = play.grid.send_and_receive([message])
-    inputs, said = wire.read_synthetic(reply.content, (4,), 3, most_rows=100)
+    inputs, said = releases.read_synthetic(reply.content, (4,), 3, most_rows=100)
     assert torch.equal(inputs, torch.full((2, 4), 0.5))
     assert said == _said(2, Path("client-2"))
 
@@ -300,5 +300,5 @@ def test_clients_release_records_together_and_one_that_fails_is_named(tmp_path: 
     for replies in (alone, together):
         assert [reply.has_error() for reply in replies] == [False, False, False, True]
         assert replies[3].error.reason == "ValueError: bad record"
-        sizes = [len(wire.read_synthetic(reply.content, (4,), 3, most_rows=100)[0]) for reply in replies[:3]]
+        sizes = [len(releases.read_synthetic(reply.content, (4,), 3, most_rows=100)[0]) for reply in replies[:3]]
         assert sizes == [0, 1, 2]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from flwr.app import Context, Message, RecordDict
 
-from fl_sim.engines import wire
+from fl_sim.engines import releases, wire
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
@@ -77,7 +77,7 @@ def test_a_node_sends_moments_of_its_features_only_as_its_policy_allows(ask: Ask
     first = ask(wire.SUMMARISE, "epsilon = 10.0", *private)
     again = ask(wire.SUMMARISE, "epsilon = 10.0", *private, "calibrate.epochs=5")  # the server's affair alone
     assert wire.error_of(first) is None
-    read = [wire.read_moments(message.content, (10, 1 + 64 + 64 * 65 // 2)) for message in (first, again)]
+    read = [releases.read_moments(message.content, (10, 1 + 64 + 64 * 65 // 2)) for message in (first, again)]
     assert (read[0] == read[1]).all()
     with pytest.raises(RunError, match=r"policy allows epsilon 10 at delta 1e-05 .*, and the order would exceed it"):
         ask(wire.SUMMARISE, "epsilon = 10.0", *private, "calibrate.clipping_norm=3")

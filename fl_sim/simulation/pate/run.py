@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import nn
 
-from fl_sim.engines import wire
+from fl_sim.engines import packing, releases
 from fl_sim.errors import RunError
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
@@ -60,8 +60,8 @@ def run_pate(
     say(f"{experiment.clients} teachers train, and vote on {len(split.pool)} public records")
     votes = prepare_votes(job, settings, grid, order_of(job, grid, out))
     voted = time.perf_counter()
-    sent = wire.votes_content(np.zeros(len(split.pool), dtype=np.int64))
-    log.before["votes"] = Traffic(0, wire.num_bytes(sent)) * experiment.clients
+    sent = releases.votes_content(np.zeros(len(split.pool), dtype=np.int64))
+    log.before["votes"] = Traffic(0, packing.num_bytes(sent)) * experiment.clients
     rows = _asked(settings, split.pool, job.dataset)
     votes, pool = votes.about(rows), split.pool.take(rows)
     released = release_labels(settings, votes, experiment.seed, out)

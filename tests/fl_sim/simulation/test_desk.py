@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from flwr.app import Message
 
-from fl_sim.engines import wire
+from fl_sim.engines import releases, wire
 from fl_sim.engines.apart import Parcel
 from fl_sim.engines.grid import CLIENT_RAISED, LocalGrid, answer, failure
 from fl_sim.experiment.experiment import experiment_from
@@ -67,7 +67,7 @@ def test_a_share_is_paid_for_before_a_worker_is_told_and_once(job: Job, message:
     again = HomeDesk(job).before(message)  # and is there for good
     assert isinstance(again, Message)
     shape, classes = job.dataset.input_shape, job.dataset.num_classes
-    first, second = (wire.read_synthetic(one.content, shape, classes, 10_000) for one in (done, again))
+    first, second = (releases.read_synthetic(one.content, shape, classes, 10_000) for one in (done, again))
     assert bool((first[0] == second[0]).all())
     assert first[1] == second[1]
     assert charges(job) == 2
