@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fl_sim.devices.clock import Turnout
-from fl_sim.engines import packing, releases, wire
+from fl_sim.engines import releases, tensor_records, wire
 from fl_sim.errors import Diverged, Malformed, RunError
 from fl_sim.packed import Packing, Size, blank
 from fl_sim.params import flattened, is_finite, layout_of
@@ -114,11 +114,11 @@ class FederatedStrategy(Strategy):
             check_finite({"params": server.params, "layers": layers}, server_round)
             self.server = replace(server, layers=layers)
         if self.privacy is not None:  # how many came and how they fared is theirs: it leaves only in the noised mean
-            return packing.to_arrays(self.server.model), None
+            return tensor_records.to_arrays(self.server.model), None
         metrics = MetricRecord({"cohort": len(answers)})
         if (loss := mean_loss(answers)) is not None:
             metrics["train_loss"] = loss
-        return packing.to_arrays(self.server.model), metrics
+        return tensor_records.to_arrays(self.server.model), metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -145,13 +145,13 @@ class FederatedStrategy(Strategy):
 
     def traffic_with(self, content: RecordDict) -> Traffic:
         """Return the same in a round whose message is ``content``."""
-        return Traffic(packing.num_bytes(content), self._bytes_up)
+        return Traffic(tensor_records.num_bytes(content), self._bytes_up)
 
     @cached_property
     def _bytes_up(self) -> int:
         whole = {name: params for name, params in self._template.items() if name not in self._packed_sizes}
         packed = {name: blank(size) for name, size in self._packed_sizes.items()}
-        return packing.num_bytes(wire.update_content(whole, 0, None, packed))
+        return tensor_records.num_bytes(wire.update_content(whole, 0, None, packed))
 
     def content(self, order: wire.Order, server: ServerState) -> RecordDict:
         """Return what a client is sent by a server in that state."""
@@ -294,7 +294,10 @@ def share_before_training(
     asking = Asking(wire.SHARE, strategy.order, timeout, quoted=not strategy.order.synthetic)
     most = strategy.most_examples
     sent = ask_everybody(
-        grid, strategy.population, asking, lambda one: (releases.read_pool(one, template, most), packing.num_bytes(one))
+        grid,
+        strategy.population,
+        asking,
+        lambda one: (releases.read_pool(one, template, most), tensor_records.num_bytes(one)),
     )
     shared = [part for part, _ in sent]
     if not any(len(part) for one in shared for part in one.values()):

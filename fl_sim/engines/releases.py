@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fl_sim.engines.arrays import numbers_in
-from fl_sim.engines.packing import exactly, pack, read_json, read_rows, unpack, whole
+from fl_sim.engines.tensor_records import exactly, pack, read_json, read_rows, unpack, whole
 from fl_sim.errors import Malformed
 from fl_sim.types import Params
 

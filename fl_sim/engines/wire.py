@@ -1,7 +1,7 @@
 """Orders, tasks and updates as Flower's records.
 
-``releases`` has what else clients send, ``packing`` how tensors travel. These three files spell every record key and
-make every conversion between our values and records, and nobody else does. What a client sends is not trusted:
+``releases`` has what else clients send, ``tensor_records`` how tensors travel. These three files spell every record key
+and make every conversion between our values and records, and nobody else does. What a client sends is not trusted:
 whoever reads an answer says what it must be, and anything else is Malformed. The reasons quote numbers at most, never a
 client's text.
 """
@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from fl_sim.engines.packing import exactly, pack, packed_record, read_group, read_packed, unpack, whole
+from fl_sim.engines.tensor_records import exactly, pack, packed_record, read_group, read_packed, unpack, whole
 from fl_sim.errors import Malformed
 from fl_sim.packed import Held, Packed, Size
 from fl_sim.params import layout_of

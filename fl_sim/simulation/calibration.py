@@ -10,7 +10,7 @@ import numpy as np
 from flwr.serverapp import Grid
 
 from clients.class_moments import num_moments
-from fl_sim.engines import packing, releases, wire
+from fl_sim.engines import releases, tensor_records, wire
 from fl_sim.experiment.job import Job
 from fl_sim.seeding import rng
 from fl_sim.simulation.measuring import Measuring
@@ -45,8 +45,8 @@ def calibrate(
             noisy=settings.is_private,
             quoted=not job.experiment.is_private,
         )
-    down = packing.num_bytes(wire.task_content(strategy.order, log.server.model, {}))
-    up = packing.num_bytes(releases.moments_content(np.zeros(shape)))
+    down = tensor_records.num_bytes(wire.task_content(strategy.order, log.server.model, {}))
+    up = tensor_records.num_bytes(releases.moments_content(np.zeros(shape)))
     log.after["moments"] = Traffic(down, up) * job.experiment.num_clients
     moments, protection = np.sum(answers, axis=0), settings.protection
     if protection is None:

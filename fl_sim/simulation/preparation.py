@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 
 from clients.dafl.settings import DaFl
 from fl_sim.batch_norm import layers_after, placed
-from fl_sim.engines import packing, releases
+from fl_sim.engines import releases, tensor_records
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.engines.wire import Order
 from fl_sim.errors import Diverged
@@ -87,7 +87,7 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
     if isinstance(algorithm, Sharing):
         template = what_clients_share(algorithm, dataset.input_shape, dataset.num_classes)
         shared, up = share_before_training(strategy, grid, template, experiment.round_timeout)
-        down = packing.num_bytes(releases.pool_content(shared)) * experiment.num_clients
+        down = tensor_records.num_bytes(releases.pool_content(shared)) * experiment.num_clients
         log.before["shared_records"] = None if experiment.is_private else Traffic(down, up)
         strategy.order = replace(strategy.order, pool=str(save_by_content(out.absolute(), "pool", shared)))
     log.preprocess_seconds = time.perf_counter() - start

@@ -14,7 +14,7 @@ import torch
 from flwr.serverapp import Grid
 
 from fl_sim.data import fingerprint, version_of
-from fl_sim.engines import packing, releases
+from fl_sim.engines import releases, tensor_records
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
@@ -105,7 +105,7 @@ def traffic_of(pool: Pool, input_shape: tuple[int, ...]) -> Traffic:
     counts that clients release.
     """
     released = [torch.empty(sum(part.counts), *input_shape) for part in pool.parts]
-    up = sum(packing.num_bytes(releases.synthetic_content(records, "")) for records in released)
+    up = sum(tensor_records.num_bytes(releases.synthetic_content(records, "")) for records in released)
     whole = read_pool(pool.path)
     return Traffic((whole.inputs.nbytes + whole.labels.nbytes) * len(pool.parts), up)
 

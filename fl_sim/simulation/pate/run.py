@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import nn
 
-from fl_sim.engines import packing, releases
+from fl_sim.engines import releases, tensor_records
 from fl_sim.errors import RunError
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
@@ -61,7 +61,7 @@ def run_pate(
     votes = prepare_votes(job, settings, grid, order_of(job, grid, out))
     voted = time.perf_counter()
     sent = releases.votes_content(np.zeros(len(split.pool), dtype=np.int64))
-    log.before["votes"] = Traffic(0, packing.num_bytes(sent)) * experiment.clients
+    log.before["votes"] = Traffic(0, tensor_records.num_bytes(sent)) * experiment.clients
     rows = _asked(settings, split.pool, job.dataset)
     votes, pool = votes.about(rows), split.pool.take(rows)
     released = release_labels(settings, votes, experiment.seed, out)

@@ -9,7 +9,7 @@ from flwr.app import Array, Error, Message, RecordDict
 from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
-from fl_sim.engines import packing, releases, wire
+from fl_sim.engines import releases, tensor_records, wire
 from fl_sim.params import flattened
 
 FLOATS = hnp.arrays(np.float32, hnp.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=4))
@@ -75,7 +75,7 @@ def test_other_types_are_refused_and_not_rounded():
 
 @given(FLOATS)
 def test_the_model_flower_sees_is_what_its_own_constructor_makes(values):
-    ours, theirs = packing.to_arrays({"w": torch.from_numpy(values.copy())})["w"], Array(values)
+    ours, theirs = tensor_records.to_arrays({"w": torch.from_numpy(values.copy())})["w"], Array(values)
     assert (ours.dtype, tuple(ours.shape), ours.stype, ours.data) == (
         theirs.dtype, tuple(theirs.shape), theirs.stype, theirs.data,
     )  # fmt: skip
