@@ -65,7 +65,7 @@ def base_of(given: Given) -> dict[str, Any]:
 def _print(result: Mapping[str, Any], out: Path) -> None:
     note = f" ({result['data_note']})" if result["data_note"] else ""
     typer.echo(
-        f"{result['algorithm']} on {without_settings(result['data'])}{note}, {result['partition']}, "
+        f"{result['algorithm']}{_server(result)} on {without_settings(result['data'])}{note}, {result['partition']}, "
         f"{result['clients']} clients, {result['model']}: "
         f"accuracy {_percent(result['final_accuracy'])}{_majority(result)} after {result['rounds']} rounds, "
         f"best {_percent(result['best_accuracy'])} ({_BEST[result.get('best_chosen_on', 'test')]}), "
@@ -89,6 +89,12 @@ def _print(result: Mapping[str, Any], out: Path) -> None:
         typer.echo(f"  covers: {promise['covers']}")
         typer.echo(f"  does not cover: {promise['does_not_cover']}")
     typer.echo(f"results in {out}")
+
+
+def _server(result: Mapping[str, Any]) -> str:
+    """Name the server where it does not wait for a round's clients."""
+    title = result["titles"].get("server")
+    return f", {title}" if title else ""
 
 
 def _print_virtual_time(result: Mapping[str, Any]) -> None:

@@ -63,6 +63,7 @@ class RunConfig(Facts):
     algorithm: Kind
     partition: Kind
     preprocess: Annotated[NoPreprocess | Synthesis, Field(discriminator="kind")] = NoPreprocess()
+    server: Kind = Kind(kind="synchronous")
 
 
 class Shared(Facts):
@@ -152,7 +153,7 @@ class Outcome(Facts):
     """What a report needs of ``result.json``; accuracies in [0, 1]. What does not say so may be private."""
 
     algorithm: str = ""
-    titles: dict[Literal["algorithm", "preprocess"], Annotated[str, Field(max_length=100)]] = {}
+    titles: dict[Literal["algorithm", "preprocess", "server"], Annotated[str, Field(max_length=100)]] = {}
     status: Literal["finished", "failed", "interrupted"]
     data_note: str
     partition: str

@@ -12,7 +12,8 @@ _NOT_COMPARED = {"seed", "engine", "round_timeout"}  # engines agree bit for bit
 _NOT_OF_CENTRALIZED = {
     "clients", "sampler", "aggregator", "partition", "preprocess", "attack", "calibrate", "compress",
 }  # fmt: skip
-_IN_THE_NAME = {("algorithm", ""), ("preprocess", "")}
+_IN_THE_NAME = {("algorithm", ""), ("preprocess", ""), ("server", "")}
+_WAITS = "synchronous"  # the server that a method's name does not mention
 _UNUSED = {"validation": 0, "test": "rounds", "patience": 0, "target_accuracy": 0}  # of ``evaluate``, which came later
 _UNKNOWN_NOTE = "no finished run says whether these are the full data"
 
@@ -152,14 +153,17 @@ def parameters(one: Group) -> str:
 def _titles(run: Run) -> dict[str, str]:
     """Return {kind: title} as far as ``run`` says how its kinds are written."""
     told = run.outcome.titles if run.outcome else {}
-    kinds = {"algorithm": run.config.algorithm.kind, "preprocess": run.config.preprocess.kind}
+    config = run.config
+    kinds = {"algorithm": config.algorithm.kind, "preprocess": config.preprocess.kind, "server": config.server.kind}
     return {kinds[part]: title for part, title in told.items()}
 
 
 def _method(run: Run, titles: Mapping[str, str]) -> str:
     """Return how a run's method is written; by the names of its kinds where no run says better."""
-    kind, before = run.config.algorithm.kind, run.config.preprocess.kind
+    kind, before, server = run.config.algorithm.kind, run.config.preprocess.kind, run.config.server.kind
     name = titles.get(kind, kind.rpartition(":")[2])
+    if server != _WAITS:
+        name = f"{name}, {titles.get(server, server)}"
     return f"{titles.get(before, before)} + {name}" if run.preprocess else name
 
 

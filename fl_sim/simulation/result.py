@@ -18,6 +18,7 @@ from fl_sim.store import run_directory
 from fl_sim.store.run_directory import coarse
 from fl_sim.store.tensors import write_private
 from strategies.algorithm import Reporting
+from strategies.servers import Synchronous
 
 VERSIONS = ("fl-sim", "flwr", "torch", "numpy")
 
@@ -30,7 +31,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
     return {
         "status": status,
         "algorithm": kind_of(experiment.algorithm),
-        "titles": {"algorithm": title_of(experiment.algorithm), "preprocess": title_of(experiment.preprocess)},
+        "titles": _titles(experiment),
         "data": experiment.data,
         "data_note": job.dataset.note,
         "features": experiment.features,
@@ -61,6 +62,14 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "seconds": _seconds(experiment, log, seconds),
         "versions": {name: _version(name) for name in VERSIONS},
     }
+
+
+def _titles(experiment: Experiment) -> dict[str, str]:
+    """Return how the method's parts are written. A server that waits for each round's clients is not mentioned."""
+    parts = {"algorithm": experiment.algorithm, "preprocess": experiment.preprocess}
+    if not isinstance(experiment.server, Synchronous):
+        parts["server"] = experiment.server
+    return {name: title_of(part) for name, part in parts.items()}
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Which runs are one line of a report: those that differ in the seed alone, and no others."""
 
+import json
+
 import pytest
 
 from fl_sim.report.groups import group, labels
@@ -51,3 +53,13 @@ def test_what_is_not_used_of_evaluate_is_no_difference_to_runs_from_before_there
     found = grouped(tmp_path)
     assert sorted(len(one.runs) for one in found) == [1, 2]
     assert sorted(labels(found)) == ["FedAvg", "FedAvg, evaluate.validation=0.1"]
+
+
+def test_a_server_that_does_not_wait_is_part_of_the_methods_name(write_experiment, tmp_path):
+    write_experiment("waits", server={"kind": "synchronous", "deadline": 0.0})
+    buffered = write_experiment("buffered", server={"kind": "fedbuff", "buffer": 10})
+    assert labels(grouped(tmp_path)) == ["FedAvg, fedbuff", "FedAvg"]
+    result = json.loads((buffered / "result.json").read_text())
+    result["titles"]["server"] = "FedBuff"
+    (buffered / "result.json").write_text(json.dumps(result))
+    assert labels(grouped(tmp_path)) == ["FedAvg, FedBuff", "FedAvg"]

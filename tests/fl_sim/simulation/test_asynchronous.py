@@ -153,6 +153,8 @@ def test_updates_as_they_come_take_less_virtual_time_than_rounds_that_wait(tmp_p
     going_on = run(experiment(devices=devices, server=server, rounds=12), tmp_path / "buffer")
     assert going_on["bytes"]["rounds"]["up"] == waiting["bytes"]["rounds"]["up"]
     assert going_on["virtual_seconds"] < 0.7 * waiting["virtual_seconds"]
+    assert going_on["titles"]["server"] == "FedBuff"
+    assert "server" not in waiting["titles"]
 
 
 @pytest.mark.parametrize("algorithm", ["fedcm", "mofedsam"])
