@@ -16,12 +16,15 @@ MEASURES: tuple[Measure, Measure] = ("last", "best")
 
 DIFFERENCES = "Difference to the row with the highest mean after the last round, in points, and its 95 % interval"
 
+_MOST_REMARKS = 8
+
 
 @dataclass(frozen=True)
 class SeedResult:
     """What one run has to say: accuracies in [0, 1], None where it did not finish.
 
-    ``directory`` is relative to the table's. ``releases``: the run's privacy statements. ``settings`` and ``measures``:
+    ``directory`` is relative to the table's. ``releases``: the run's privacy statements. ``remarks``: what it
+    warned of, and why it stopped early. ``settings`` and ``measures``:
     all of both, by dotted names, in the units that the names tell (``fl_sim.report.measures``).
     """
 
@@ -34,6 +37,7 @@ class SeedResult:
     best: float | None = None
     error: str = ""
     releases: tuple[Release, ...] = ()
+    remarks: tuple[str, ...] = ()
     settings: Mapping[str, Value] = field(default_factory=dict)
     measures: Mapping[str, float] = field(default_factory=dict)
 
@@ -179,7 +183,7 @@ def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
 
 
 def notes(table: Table) -> list[str]:
-    """Return the caption's lines, with who gives which privacy guarantee and what failed."""
+    """Return the caption's lines, with who gives which privacy guarantee, what runs warned of and what failed."""
     said: dict[str, list[tuple[Release, ...]]] = {}
     for row in table.rows:
         finished = [one.releases for one in table.results if (one.row, one.status) == (row, "finished")]
@@ -190,8 +194,26 @@ def notes(table: Table) -> list[str]:
         *_significance(table),
         *privacy_notes(said),
         *_bill_notes(table),
+        *_remarks(table),
         *(f"failed: {one.row}, {one.column}, seed {one.seed}: {one.error}" for one in failures),
     ]
+
+
+def _remarks(table: Table) -> list[str]:
+    """Return what finished runs remarked that the caption does not say for all, with the runs; the commonest first."""
+    runs: dict[str, list[str]] = {}
+    for one in table.results:
+        for remark in dict.fromkeys(one.remarks):
+            if one.status == "finished" and f"{remark}." not in table.caption:
+                runs.setdefault(remark, []).append(f"{one.row}, {one.column}, seed {one.seed}")
+    commonest = sorted(runs.items(), key=lambda item: -len(item[1]))
+    lines = [f"{names[0]}{_and_others(len(names) - 1)}: {said.rstrip('.')}." for said, names in commonest]
+    left = len(lines) - _MOST_REMARKS
+    return [*lines[:_MOST_REMARKS], *([f"{left} more: warnings and stopped in result.json of the runs."] * (left > 0))]
+
+
+def _and_others(number: int) -> str:
+    return f" and {number} other {'run' if number == 1 else 'runs'}" if number else ""
 
 
 def _significance(table: Table) -> list[str]:

@@ -76,7 +76,7 @@ class Procedure(Protocol):
         """Return the names and shapes of what a client keeps from one round for its next; nothing for most."""
         ...
 
-    def warnings(self, out: Path, log: RunLog) -> list[str]:
+    def warnings(self, log: RunLog) -> list[str]:
         """Return what a user must know beforehand."""
         ...
 

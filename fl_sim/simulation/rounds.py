@@ -229,14 +229,10 @@ class Rounds:
             kept = wire.with_held(kept, packing.held_back(what_clients_send(self.algorithm, server), server.params))
         return {**kept, **layers}
 
-    def warnings(self, out: Path, log: RunLog) -> list[str]:
+    def warnings(self, log: RunLog) -> list[str]:
         """Return what a user must know before the first round."""
         experiment = self.job.experiment
-        kept = (
-            f"what clients keep between rounds is private: it lies in {out / run_directory.STATE}, for your eyes only, "
-            "until the run has finished"
-        )
-        warnings = [kept] if log.seal and experiment.is_private else []
+        warnings = []
         if isinstance(experiment.calibrate, CCVR):
             private = experiment.calibrate.is_private
             warnings.append(

@@ -18,7 +18,7 @@ from fl_sim.simulation.engine_choice import FLOWER, open_engine
 from fl_sim.simulation.procedure import Procedure, procedure_of
 from fl_sim.simulation.result import result_of, told
 from fl_sim.simulation.resuming import clean_up, finished_result, has_leftovers, take_up
-from fl_sim.simulation.run_log import Observer, Silent
+from fl_sim.simulation.run_log import Observer, RunLog, Silent
 from fl_sim.store import run_directory
 from fl_sim.store.files import in_words
 from fl_sim.store.locks import sole_run
@@ -57,10 +57,18 @@ def run(
         return result
 
 
+def _kept(out: Path, log: RunLog, experiment: Experiment) -> list[str]:
+    """Say what is private in the directory of a run that goes on: nothing that its result could tell later."""
+    if not (log.seal and experiment.is_private):
+        return []
+    told = f"what clients keep between rounds is private: it lies in {out / run_directory.STATE}, for your eyes only, "
+    return [f"{told}until the run has finished"]
+
+
 def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None) -> dict[str, Any]:
     job, experiment = procedure.job, procedure.job.experiment
     log, first_round = take_up(procedure, out)
-    log.warnings = procedure.warnings(out, log)
+    log.warnings = procedure.warnings(log)
     start = time.perf_counter()
     error: BaseException | None = None
     with torch_kept(), fixed_threads(experiment.engine.threads):
@@ -70,8 +78,8 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
             own = nullcontext((grid, FLOWER)) if grid else open_engine(job, replied)
             with in_words(), own as (opened, engine):
                 log.engine, log.trainer = engine.kind, engine.trainer
-                taken = f"{engine.why}; {engine.trainer}"
-                observer.started(experiment, "\n".join([taken, *log.warnings]), first_round)
+                said = [f"{engine.why}; {engine.trainer}", *_kept(out, log, experiment), *log.warnings]
+                observer.started(experiment, "\n".join(said), first_round)
                 procedure.run(opened, out, log, observer)
                 run_directory.write_model(out, log.server.model)
             status = "finished"

@@ -181,9 +181,9 @@ class OnSynthetic:
         del server
         return {}
 
-    def warnings(self, out: Path, log: RunLog) -> list[str]:
+    def warnings(self, log: RunLog) -> list[str]:
         """Return nothing."""
-        del out, log
+        del log
         return []
 
 

@@ -97,6 +97,7 @@ class Board:
         releases = tuple(Release.model_validate(release) for release in result["privacy"])
         return SeedResult(
             *place, "finished", directory, result["final_accuracy"], result["best_accuracy"], releases=releases,
+            remarks=tuple(filter(None, [result["stopped"], *result["warnings"]])),
             settings=settings, measures=measures(result),
         )  # fmt: skip
 

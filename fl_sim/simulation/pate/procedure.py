@@ -94,9 +94,9 @@ class Voting:
         del server
         return {}
 
-    def warnings(self, out: Path, log: RunLog) -> list[str]:
+    def warnings(self, log: RunLog) -> list[str]:
         """Return what a user must know before the vote."""
-        del out, log
+        del log
         return list(filter(None, [self.settings.advice(self.job.experiment.clients)]))
 
 

@@ -103,6 +103,28 @@ def test_a_row_that_failed_hinders_no_other_and_one_that_is_not_done_does() -> N
     assert "**" not in markdown(waiting)
 
 
+def test_what_runs_warned_of_is_told_once_with_the_run_and_not_where_the_caption_says_it() -> None:
+    few, stopped = "2 of 10 clients released no synthetic records", "privacy budget spent after 3 rounds (epsilon 8)"
+    runs = [replace(one, remarks=(few, "A caption")) for one in seeds("DA-FL", "x", 0.5, 0.6, 0.7)]
+    failed = replace(result("C", "x", 0, None, "failed"), remarks=("it has an error to tell",))
+    told = notes(table(*runs, replace(result("B", "x", 0, 0.5), remarks=(stopped, few)), failed))
+    assert f"DA-FL, x, seed 0 and 3 other runs: {few}." in told
+    assert f"B, x, seed 0: {stopped}." in told
+    assert told.count("A caption.") == 1
+    assert not [line for line in told if (line.endswith("A caption.") and line != "A caption.") or "to tell" in line]
+
+
+def test_of_many_different_remarks_the_commonest_are_told_and_the_others_counted() -> None:
+    runs = [
+        replace(one, remarks=(f"stopped after {one.seed}", *(["common"] * (one.seed > 3))))
+        for one in seeds("A", "x", *[0.5] * 12)
+    ]
+    told = [line for line in notes(table(*runs)) if line.startswith("A, x") or "more" in line]
+    assert told[0] == "A, x, seed 4 and 7 other runs: common."
+    assert len(told) == 9
+    assert told[-1] == "5 more: warnings and stopped in result.json of the runs."
+
+
 POOL = Release(
     unit="record", epsilon=9.5, delta=1e-5, covers="the pool alone", does_not_cover="The main task is NOT private."
 )

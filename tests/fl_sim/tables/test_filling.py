@@ -1,5 +1,6 @@
 """A table while it fills: whoever looks on finds its file from the first run on."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -7,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.report.table import Table
+from fl_sim.report.table import Table, notes
 from fl_sim.report.watching import Watcher
+from fl_sim.simulation.run import run
 from fl_sim.tables import filling
 from fl_sim.tables.filling import Board, fill
 from fl_sim.tables.plan import TableSettings, plan_table
-from fl_sim.tables.workers import Event, Failed, Started
+from fl_sim.tables.workers import Event, Failed, Finished, Started
 
 
 def test_what_waits_is_known_from_the_first_event_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,3 +55,30 @@ def test_of_many_short_runs_the_table_is_written_now_and_then_and_whole_at_the_e
     with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
         fill(Board(settings, plan_table(settings)), tmp_path, 1, None, progress=False)
     assert written == [0, 20]
+
+
+@pytest.mark.parametrize(
+    ("told", "base"),
+    [
+        ("after round 1 reaches the target of 1 %", {"evaluate": {"validation": 0.1, "target_accuracy": 0.01}}),
+        (
+            "80 of 80 clients released no synthetic records; client 0: ",
+            {"preprocess": {"kind": "da-fl", "generator": "dp-cgan", "epsilon": 0.5, "noise": "seeded"}},
+        ),
+    ],
+)
+def test_a_table_says_which_runs_stopped_early_or_warned_of_something(
+    told: str, base: Mapping[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_all(runs: Mapping[str, Experiment], folder: Path, *_: object) -> Iterator[Event]:
+        for name, experiment in runs.items():
+            yield Finished(name, run(experiment, folder / name))
+
+    monkeypatch.setattr(filling, "run_all", run_all)
+    small = {"clients": 80, "rounds": 2, "partition": "iid", "model": "logistic", **base}
+    grid = {"algorithm": ["fedavg", "scaffold"]}
+    settings = TableSettings.model_validate({"base": small, "grid": grid, "centralized": False})
+    board = Board(settings, plan_table(settings))
+    fill(board, tmp_path, 1, None, progress=False)
+    [line, *_] = [line for line in notes(board.table()) if told in line]
+    assert re.match(r".*FedAvg, digits iid, seed 0( and 1 other run)?: ", line)
