@@ -66,10 +66,8 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
 
 def _titles(experiment: Experiment) -> dict[str, str]:
     """Return how the method's parts are written. A server that waits for each round's clients is not mentioned."""
-    parts = {"algorithm": experiment.algorithm, "preprocess": experiment.preprocess}
-    if not isinstance(experiment.server, Synchronous):
-        parts["server"] = experiment.server
-    return {name: title_of(part) for name, part in parts.items()}
+    titles = {"algorithm": title_of(experiment.algorithm), "preprocess": title_of(experiment.preprocess)}
+    return titles if isinstance(experiment.server, Synchronous) else {**titles, "server": title_of(experiment.server)}
 
 
 @dataclass(frozen=True)
