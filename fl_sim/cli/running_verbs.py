@@ -1,0 +1,253 @@
+"""What can be typed to run experiments, or to see beforehand what they would do: the verbs with options and help."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fl_sim.cli.options import Arguments, AsJson, Budget, DataRoot, DryRun, TableAsJson, Track
+from fl_sim.importing import importing
+
+if TYPE_CHECKING:
+    from fl_sim.cli.arguments import Given
+
+
+def run(
+    arguments: Arguments = None,
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where results go (default: results/NAME, after the settings). An unfinished run goes on, also a "
+            "finished one that gets more rounds."
+        ),
+    ] = None,
+    data_root: DataRoot = None,
+    track: Track = "",
+    again: Annotated[
+        bool, typer.Option("--again", help="Run from the beginning; what DIR holds of the run is moved beside it.")
+    ] = False,
+    dry_run: DryRun = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Run one experiment; with no arguments FedAvg on 1-Label digits, embedded in the package.
+
+    Settings come from a TOML file, or from a preset (digits, mnist), and KEY=VALUE over them. A preset's name means the
+    preset in every folder; a file of that name is ./NAME.
+
+    Settings: data, features, normalise, partition, clients, model, algorithm, sampler, local.epochs, local.steps,
+    local.batch_size, local.optimizer, local.learning_rate, local.momentum, local.weight_decay, local.clip_norm,
+    local.label_smoothing, local.augment, local.batch_norm, local.schedule, local.precision, rounds, evaluate_every,
+    evaluate.validation, evaluate.test, evaluate.patience, evaluate.target_accuracy, seed, partition_seed, model_seed,
+    sampling_seed, device, engine, round_timeout, aggregator, attack, calibrate, compress, preprocess,
+    preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on,
+    preprocess.server_epochs, devices, server, server.deadline, server.late.
+    'fl-sim settings' tells what each takes and means, and 'fl-sim settings fedprox' the parameters of a kind.
+
+    For example:
+
+      fl-sim run
+
+      fl-sim run data=mnist partition=dirichlet:0.05 algorithm=scaffold rounds=50 local.epochs=10 --out results/scaffold
+
+      fl-sim run mnist algorithm=fednova partition=label-2
+
+      fl-sim run data=mnist preprocess=da-fl preprocess.epsilon=10 preprocess.gamma=0.05
+
+      fl-sim run data=mnist partition=label-2 calibrate=ccvr:200
+
+      fl-sim run data=mnist clients=100 devices=log-normal server=fedbuff:10 server.concurrency=20
+
+      fl-sim run data=mnist clients=250 algorithm=pate algorithm.queries=100 algorithm.student=fixmatch
+
+      fl-sim run experiment.toml algorithm=fedprox algorithm.mu=0.1 sampler=fixed-size:10 engine=ray:4
+
+      fl-sim run rounds=50 --track tensorboard
+    """
+    given = _read(arguments)
+    if dry_run:
+        _show_plan(given, out, None, data_root, json_output=json_output)
+        return
+    with importing():
+        from fl_sim.cli.run import run_experiment  # noqa: PLC0415 (see verbs.py)
+
+    run_experiment(given, out, data_root, track=track, again=again, json_output=json_output)
+
+
+def table(
+    arguments: Arguments = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the results (default: results/NAME).")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Cells to run side by side (default: one a core).")] = None,
+    data_root: DataRoot = None,
+    *,
+    budget: Budget = None,
+    track: Track = "",
+    dry_run: DryRun = False,
+    json_output: TableAsJson = False,
+) -> None:
+    """Compare methods: rows are methods, columns data sets and splits, seeds are averaged.
+
+    With no arguments: all methods on 1-Label digits, embedded in the package. Presets: digits, mnist.
+    A preset's name means the preset in every folder; a file of that name is ./NAME. A finished cell is not run again;
+    after a crash or Ctrl-C the same command goes on where it stopped. Writes
+    table.md, table.csv (a line a run), table.tex (to take into a paper) and table.json after every cell, rounds.csv (a
+    line a round) at the end, and a run directory for each cell under DIR/cells. Bold is what is significantly best,
+    which takes three seeds.
+
+    A FILE has [base], settings as for 'fl-sim run', and [grid], lists of values: algorithm, data, partition, seed or
+    any other setting. An entry of algorithm may set more than that, such as {algorithm = "fedavg", preprocess = {kind =
+    "da-fl", epsilon = 10}}. centralized = false leaves out the upper bound. A key=value takes a list where the grid has
+    one. [tune] searches for the settings of every method first, at the same expense for each and without the test
+    records: trials, rounds, halving, validation, search, seed, data, and the spaces [tune.space] and
+    [tune.spaces.METHOD], of lists or {low = 0.001, high = 0.1, log = true}.
+
+    For example:
+
+      fl-sim table
+
+      fl-sim table mnist --out results/mnist --data-root ROOT --jobs 4
+
+      fl-sim table grid.toml rounds=50 seed=0,1,2 algorithm=fedavg,scaffold
+
+      fl-sim table grid.toml --budget 8
+    """
+    given = _read(arguments, "digits")
+    _fill_table(given, out, jobs, data_root, budget=budget, track=track, dry_run=dry_run, json_output=json_output)
+
+
+def sweep(
+    arguments: Arguments = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the results (default: results/sweep-NAME).")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side (default: one a core).")] = None,
+    data_root: DataRoot = None,
+    *,
+    budget: Budget = None,
+    track: Track = "",
+    dry_run: DryRun = False,
+    json_output: TableAsJson = False,
+) -> None:
+    """Try several values of any settings: KEY=A,B,C, all of them with all of the others; no file is needed.
+
+    A table of the runs, with seeds averaged, as 'fl-sim table' makes it; other settings are as for 'fl-sim run', and so
+    is FILE or PRESET. The same command goes on where it stopped, and with further values it runs these alone.
+
+    For example:
+
+      fl-sim sweep local.learning_rate=0.001,0.01,0.1 seed=0,1,2
+
+      fl-sim sweep data=mnist partition=label-2 algorithm=fedavg,fedprox,scaffold local.epochs=1,5 --dry-run
+    """
+    given = _read(arguments)
+    with importing():
+        from fl_sim.cli.sweep import as_table  # noqa: PLC0415 (see verbs.py)
+
+    _fill_table(
+        as_table(given), out, jobs, data_root, budget=budget, track=track, dry_run=dry_run, json_output=json_output
+    )
+
+
+def plan(
+    arguments: Arguments = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the results are, or will be (default: as for the verb).")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Cells of a table side by side (default: one a core).")
+    ] = None,
+    data_root: DataRoot = None,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="Time nothing.")] = False,
+    json_output: AsJson = False,
+) -> None:
+    """Look before you run: what each run of a table, or one run, takes, and what all of them cost in privacy.
+
+    Shows which runs are finished, how far others are, about how long the rest takes on this machine, bytes on the wire,
+    and the privacy bill of the whole. A few steps of each kind are timed, on public test records; nothing else is
+    trained, and nothing is written. FILE is a table's (with [base] or [grid]), a preset, or a run's settings.
+
+    For example:
+
+      fl-sim plan digits
+
+      fl-sim plan grid.toml rounds=50 --jobs 4
+
+      fl-sim plan data=mnist aggregator=global-dp sampler=poisson:0.1 rounds=100 --quick
+    """
+    _show_plan(_read(arguments), out, jobs, data_root, quick=quick, json_output=json_output)
+
+
+def partition(
+    arguments: Arguments = None,
+    *,
+    data: Annotated[str | None, typer.Option(help="The same as data=TEXT.")] = None,
+    scheme: Annotated[str | None, typer.Option(help="The same as partition=TEXT.")] = None,
+    clients: Annotated[int | None, typer.Option(help="The same as clients=INTEGER.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same as seed=INTEGER.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw clients x classes to a .png, .svg or .pdf.")
+    ] = None,
+    data_root: DataRoot = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print sizes and label counts as one JSON object.")
+    ] = False,
+) -> None:
+    """Show how a training set is split: sizes and label counts of every client.
+
+    Takes the settings that 'fl-sim run' takes, and shows the very split of that run.
+
+    For example:
+
+      fl-sim partition data=digits partition=label-2 clients=10
+
+      fl-sim partition data=mnist partition=dirichlet:0.05 clients=100 seed=3 --plot split.png --data-root ROOT
+
+      fl-sim partition run.toml
+    """
+    typed = {"data": data, "partition": scheme, "clients": clients, "seed": seed}
+    given = _read([*(arguments or []), *(f"{key}={value}" for key, value in typed.items() if value is not None)])
+    with importing():
+        from fl_sim.cli.partition import show_partition  # noqa: PLC0415 (see verbs.py)
+
+    show_partition(given, plot, data_root, json_output=json_output)
+
+
+def _read(arguments: list[str] | None, default: str | None = None) -> "Given":
+    with importing():
+        from fl_sim.cli.arguments import read  # noqa: PLC0415 (see verbs.py)
+
+    return read(arguments, default)
+
+
+def _fill_table(
+    given: "Given",
+    out: Path | None,
+    jobs: int | None,
+    data_root: Path | None,
+    *,
+    budget: float | None,
+    track: str,
+    dry_run: bool,
+    json_output: bool,
+) -> None:
+    if dry_run:
+        _show_plan(given, out, jobs, data_root, json_output=json_output)
+        return
+    with importing():
+        from fl_sim.cli.table import fill_table  # noqa: PLC0415 (see verbs.py)
+
+    fill_table(given, out, jobs, data_root, hours=budget, track=track, json_output=json_output)
+
+
+def _show_plan(
+    given: "Given",
+    out: Path | None,
+    jobs: int | None,
+    data_root: Path | None,
+    *,
+    quick: bool = False,
+    json_output: bool,
+) -> None:
+    with importing():
+        from fl_sim.cli.plan import show_plan  # noqa: PLC0415 (see verbs.py)
+
+    show_plan(given, out, jobs, data_root, quick=quick, json_output=json_output)
