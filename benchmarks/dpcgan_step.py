@@ -21,17 +21,22 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from opacus.grad_sample import GradSampleModule
 from torch import nn
 from torch.nn import functional
 
-from clients.dafl.dpcgan.clipping import Pairs, clipped_sum, clipped_sums
+from clients.dafl.dpcgan.clipping import MARGIN, Pairs, clipped_sum, clipped_sums
+from clients.dafl.dpcgan.compiled import adversaries_of
 from clients.dafl.dpcgan.nets import Networks, paper, scored, small
 from clients.dafl.dpcgan.weights import Adam, Weights
+from fl_sim.native.adversaries import Noised
 from fl_sim.native.kernel import Kernel, load_kernel
 from fl_sim.native.normals import CompiledNormals
-from fl_sim.native.perceptrons import Perceptron
+from fl_sim.native.perceptrons import Shown
+from fl_sim.privacy.grid import grid_spacing
 from fl_sim.privacy.mechanisms import Noise, add_noise, clipping_norm_on_grid
 
 Step = Callable[[int], None]
@@ -62,16 +67,20 @@ class Batch:
     source: Noise
     plain_noise: bool
 
-    def fresh(self, clients: int = 1, kernel: Kernel | None = None) -> tuple[list[nn.Sequential], Adam]:
+    def fresh(self, clients: int = 1) -> tuple[list[nn.Sequential], Adam]:
         """Return every client's discriminator and the optimiser of all."""
         nets = [networks(self.name).discriminator for _ in range(clients)]
-        return nets, Adam(Weights(nets), 1e-3, kernel)
+        return nets, Adam(Weights(nets), 1e-3)
+
+    def drawn(self, count: int, step: int, client: int = 0) -> NDArray[np.float64]:
+        """Return noise of the client's own, in steps of the grid."""
+        if self.plain_noise:
+            return (torch.randn(count) * (NOISE_MULTIPLIER / grid_spacing(NOISE_MULTIPLIER))).double().numpy()
+        return self.source.gaussian(count, NOISE_MULTIPLIER, purpose=f"benchmark {client}", server_round=step)
 
     def noised(self, total: torch.Tensor, step: int, client: int = 0) -> torch.Tensor:
         """Return ``total`` with noise of the client's own, as float64."""
-        if self.plain_noise:
-            return total + torch.randn_like(total) * NOISE_MULTIPLIER
-        drawn = self.source.gaussian(len(total), NOISE_MULTIPLIER, purpose=f"benchmark {client}", server_round=step)
+        drawn = self.drawn(len(total), step, client)
         return torch.from_numpy(add_noise(total.double().numpy(), NOISE_MULTIPLIER, drawn))
 
     def update(self, adam: Adam, totals: Sequence[torch.Tensor]) -> None:
@@ -111,13 +120,17 @@ def own_without_privacy(batch: Batch) -> Step:
     return lambda _: batch.update(adam, [clipped_sum(net, batch.real, batch.fake, math.inf)])
 
 
-def own_stack(batch: Batch, clients: int, kernel: Kernel | None = None) -> Step:
-    """Return the private step of many clients as this project takes it, by compiled code if ``kernel`` is given."""
-    nets, adam = batch.fresh(clients, kernel)
-    size = sum(weight.numel() for weight in nets[0].parameters())
-    bound = clipping_norm_on_grid(1.0, NOISE_MULTIPLIER, size, summands=len(batch.real))
-    compiled = [Perceptron(kernel, net) if kernel else None for net in nets]
-    pairs = [Pairs(net, batch.real, batch.fake, bound, one) for net, one in zip(nets, compiled, strict=True)]
+def bound_of(net: nn.Sequential, pairs: int) -> float:
+    """Return what every pair is clipped to."""
+    size = sum(weight.numel() for weight in net.parameters())
+    return clipping_norm_on_grid(1.0, NOISE_MULTIPLIER, size, summands=pairs)
+
+
+def own_stack(batch: Batch, clients: int) -> Step:
+    """Return the private step of many clients as this project's own code takes it with PyTorch."""
+    nets, adam = batch.fresh(clients)
+    bound = bound_of(nets[0], len(batch.real))
+    pairs = [Pairs(net, batch.real, batch.fake, bound) for net in nets]
 
     def step(number: int) -> None:
         totals = clipped_sums(pairs)
@@ -129,6 +142,23 @@ def own_stack(batch: Batch, clients: int, kernel: Kernel | None = None) -> Step:
 def own(batch: Batch) -> Step:
     """Return the private step of one client: a stack of one."""
     return own_stack(batch, 1)
+
+
+def compiled(batch: Batch, kernel: Kernel) -> Step:
+    """Return the same of one client by compiled code."""
+    nets = networks(batch.name)
+    adversaries = adversaries_of(nets, networks(batch.name).generator, 0, (1e-3, 1e-3), kernel)
+    real, fake = Shown(batch.real.numpy()), Shown(batch.fake.numpy())
+    bound = bound_of(nets.discriminator, len(real)) * (1 - MARGIN)
+    source = replace(batch, source=replace(batch.source, normals=CompiledNormals(kernel)))
+
+    def step(number: int) -> None:
+        total = adversaries.discriminator.clipped_sum(real, fake, bound)
+        adversaries.discriminator_step(
+            Noised(total, source.drawn(len(total), number), grid_spacing(NOISE_MULTIPLIER), len(real))
+        )
+
+    return step
 
 
 def opacus(batch: Batch) -> Step:
@@ -161,8 +191,7 @@ def ways_of(batch: Batch, clients: int) -> dict[str, tuple[Step, int]]:
     ways = {way: (step_of(batch), 1) for way, step_of in WAYS.items()}
     kernel, _ = load_kernel()
     if batch.name == "small" and kernel:
-        drawn_there = replace(batch, source=replace(batch.source, normals=CompiledNormals(kernel)))
-        ways["compiled joint clipping"] = own_stack(drawn_there, 1, kernel), 1
+        ways["compiled joint clipping"] = compiled(batch, kernel), 1
     if batch.name == "paper":  # its clients train one after another
         return ways
     return ways | {

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 from unittest import mock
@@ -32,9 +32,12 @@ from torch.nn import functional
 from clients import private_moments
 from clients.dafl import mean_embedding
 from clients.dafl.dpcgan import training as dpcgan
+from clients.dafl.dpcgan.client import Client
 from clients.dafl.dpcgan.clipping import Pairs
+from clients.dafl.dpcgan.compiled import CompiledTraining
 from clients.dafl.dpcgan.settings import DpCgan
-from clients.dafl.dpcgan.training import Client, Training
+from clients.dafl.dpcgan.training import Training
+from clients.dafl.dpcgan.weights import Adam
 from clients.dafl.generator import Bill, PrivateRecords, Request
 from clients.dafl.mean_embedding import MeanEmbedding
 from clients.private_moments import Protection
@@ -71,7 +74,8 @@ class DiscriminatorStep:
     """One D step and what is wrong with it. The release is the noised SUM of gradients, flat.
 
     ``record``: the input of the audited record, and ``networks``: the seed of the first weights, together the worst
-    case. ``clipping_norm``: the step's, noise staying what it is. ``apart``: real and fake are clipped one by one.
+    case. Compiled code takes the step where it can. ``clipping_norm``: the step's, noise staying what it is.
+    ``apart``: real and fake are clipped one by one, which PyTorch does.
     ``histogram``: fakes get their classes from the client's own records. ``realised``: the sum is divided by the size
     of the batch.
     """
@@ -90,18 +94,11 @@ class DiscriminatorStep:
 
     def __call__(self, world: World, run: int) -> Array:
         """Take the first step of a training on some bystanders of class 0 and the audited record of class 1."""
-        training, released = _prepared(self, world), _Released()
-        training.clients[0].noise = _key(run)
-        training.discriminator_adam = released  # type: ignore[assignment]
-        sums = _clipped_apart if self.apart else dpcgan.clipped_sums
-        with mock.patch.object(dpcgan, "clipped_sums", sums):
-            training.discriminator_step(0)
-        number = self._BYSTANDERS + 1
-        total = released.gradient * self.sampling_rate * number
-        return total * number / (self._BYSTANDERS + world) if self.realised else total
+        total = _prepared(self, world)(_key(run)) * self.sampling_rate * (self._BYSTANDERS + 1)
+        return total * (self._BYSTANDERS + 1) / (self._BYSTANDERS + world) if self.realised else total
 
-    def training(self, world: World) -> Training:
-        """Return a training that has not begun."""
+    def prepared(self, world: World) -> "Gradient":
+        """Return what takes the first step of a training, which does not move the weights."""
         others = self._BYSTANDERS
         inputs = torch.full((others + 1, 1), -1.0)
         inputs[-1] = self.record
@@ -115,10 +112,13 @@ class DiscriminatorStep:
         first_weights = mock.create_autospec(np.random.Generator, instance=True)
         first_weights.integers.return_value = self.networks
         request = Request(PrivateRecords(inputs, labels, 3), np.array([1, 1, 0]), bill, _key(0), first_weights)
-        training = Training(settings, [Client(settings, request), *self.neighbours(settings)])
+        client = Client(settings, request)
         if self.histogram:
-            training.clients[0].counts = np.array([others, world])
-        return training
+            client.counts = np.array([others, world])
+        if client.kernel and not self.apart:
+            return partial(_by_compiled, client, CompiledTraining(settings, client, client.kernel))
+        training = Training(settings, [client, *self.neighbours(settings)])
+        return partial(_by_pytorch, training, _clipped_apart if self.apart else dpcgan.clipped_sums)
 
     def neighbours(self, settings: DpCgan) -> list[Client]:
         """Return two more clients of the stack, of other sizes: they tell the audited one nothing."""
@@ -132,21 +132,35 @@ class DiscriminatorStep:
         ]  # fmt: skip
 
 
+Gradient: TypeAlias = Callable[[Noise], Array]
+"""From the source of coins and noise to the gradient that a step releases."""
+
+
 @lru_cache(maxsize=2)
-def _prepared(step: DiscriminatorStep, world: World) -> Training:
-    """Return the same for every run: Adam stands aside, so no step changes it."""
-    return step.training(world)
+def _prepared(step: DiscriminatorStep, world: World) -> Gradient:
+    """Return the same for every run, since no step changes it."""
+    return step.prepared(world)
 
 
-@dataclass
-class _Released:
-    """Stands where Adam stands, and keeps the gradient of the audited client, the first."""
+def _by_compiled(client: Client, training: CompiledTraining, noise: Noise) -> Array:
+    client.noise = noise
+    adam = training.adversaries.discriminator_adam
+    adam.described.learning_rate = 0.0
+    training.discriminator_step(0)
+    return adam.gradient.astype(np.float64)
 
-    gradient: Array = field(default_factory=lambda: np.zeros(0))
 
-    def step(self, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
-        [gradient] = gradients[0]
-        self.gradient = gradient.double().numpy()
+def _by_pytorch(training: Training, sums: Callable[[Sequence[Pairs]], list[torch.Tensor]], noise: Noise) -> Array:
+    training.clients[0].noise = noise
+    released: list[Sequence[torch.Tensor]] = []
+    with (
+        mock.patch.object(dpcgan, "clipped_sums", sums),
+        mock.patch.object(Adam, "step", lambda _, each: released.extend(each)),
+    ):
+        training.discriminator_step(0)
+    [gradient] = released[0]  # of the audited client, the first
+    vector: Array = gradient.double().numpy()
+    return vector
 
 
 def _clipped_apart(clients: Sequence[Pairs]) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@
 #include <new>
 #include <stdexcept>
 
+#include "adam.h"
 #include "generator.h"
 #include "normals.h"
 #include "pairs.h"
@@ -11,16 +12,18 @@
 
 namespace {
 
-// Returns 0, or 2 where memory ran out; no exception may reach Python.
+enum Outcome { DONE = 0, NO_MEMORY = 2, STRANGE = 3 };  // STRANGE: a row or a class that is not there
+
+// No exception may reach Python.
 template <class Work>
 int guarded(const Work& work) try {
     const NoSubnormals none;
     work();
-    return 0;
+    return DONE;
 } catch (const std::bad_alloc&) {
-    return 2;
+    return NO_MEMORY;
 } catch (const std::length_error&) {
-    return 2;
+    return NO_MEMORY;
 }
 
 }  // namespace
@@ -31,38 +34,37 @@ int guarded(const Work& work) try {
 
 extern "C" {
 
-int OF_WIDTH(fl_sim_clipped_sum)(const Perceptron* discriminator, const float* real, const float* fake, int64_t pairs,
-                                 double bound, double* sum) {
+// The sum of the clipped gradients of pairs, of the records that are chosen and of as many fakes: see pairs.h.
+int OF_WIDTH(fl_sim_clipped_sum)(const Perceptron* discriminator, const Shown* real, const int64_t* chosen,
+                                 const Shown* fake, double bound, double* sum) {
     thread_local ClippedSum at_work;
-    return guarded([&] { at_work.write(*discriminator, real, fake, pairs, bound, sum); });
+    if (!fake->fits(*discriminator)) return STRANGE;
+    for (long pair = 0; pair < fake->count; pair++)
+        if (!real->fits(*discriminator, chosen[pair])) return STRANGE;
+    return guarded([&] { at_work.write(*discriminator, *real, chosen, *fake, bound, sum); });
 }
 
-int OF_WIDTH(fl_sim_generate)(const Generator* generator, const float* latents, int64_t rows, float* made) {
+// Adam's step on D: its gradient is the noised sum, divided.
+int OF_WIDTH(fl_sim_discriminator_step)(const Adam* adam, int64_t step, const double* sum, const double* noise,
+                                        double spacing, double divisor) {
+    release(sum, noise, spacing, divisor, adam->count, adam->gradient);
+    return guarded([&] { take_step(*adam, step); });
+}
+
+int OF_WIDTH(fl_sim_generate)(const Generator* generator, const Shown* latents, float* made) {
     thread_local GeneratorAtWork at_work;
-    return guarded([&] { at_work.begin(*generator), at_work.write(latents, rows, made); });
+    if (!latents->fits(generator->curved)) return STRANGE;
+    return guarded([&] { at_work.begin(*generator), at_work.write(*latents, made); });
 }
 
-int OF_WIDTH(fl_sim_generator_gradient)(const Generator* generator, const Perceptron* discriminator,
-                                        const float* latents, const int64_t* places, int64_t rows, float* gradient) {
+// Adam's step on G, whose fakes are to pass better with D, and the moving mean of its weights.
+int OF_WIDTH(fl_sim_generator_step)(const Generator* generator, const Perceptron* discriminator, const Shown* latents,
+                                    const Adam* adam, int64_t step, double kept, float* mean) {
     thread_local GeneratorAtWork at_work;
+    if (!latents->fits(generator->curved)) return STRANGE;
     return guarded([&] {
-        at_work.begin(*generator), at_work.write_gradient(*discriminator, latents, places, rows, gradient);
-    });
-}
-
-// Adam's step number ``step``, from 1 (Kingma and Ba 2015).
-int OF_WIDTH(fl_sim_adam)(float* weights, float* means, float* squares, const float* gradient, int64_t count,
-                          int64_t step, double mean_kept, double square_kept, double least, double learning_rate) {
-    const double mean_share = 1 - std::pow(mean_kept, double(step)), square_share = 1 - std::pow(square_kept, double(step));
-    const float first = float(1 - mean_kept), kept = float(square_kept), second = float(1 - square_kept);
-    const float scale = float(1 / square_share), rate = float(learning_rate / mean_share), epsilon = float(least);
-    return guarded([&] {
-        for (int64_t i = 0; i < count; i++) {
-            const float slope = gradient[i];
-            means[i] += first * (slope - means[i]);
-            squares[i] = kept * squares[i] + second * slope * slope;
-            weights[i] -= rate * means[i] / (std::sqrt(squares[i] * scale) + epsilon);
-        }
+        at_work.begin(*generator), at_work.write_gradient(*discriminator, *latents, adam->gradient);
+        take_step(*adam, step), take_mean(*adam, kept, mean);
     });
 }
 

@@ -17,38 +17,32 @@ class GeneratorAtWork {
     }
 
     // Writes what each of ``latents`` becomes, [row][output].
-    void write(const float* latents, long num_rows, float* made) {
-        for (long first = 0; first < num_rows; first += ROWS_AT_ONCE) {
-            const long here = std::min(ROWS_AT_ONCE, num_rows - first), count = filled(here, TILE);
-            const Rows in = curved_.inputs(count), views = this->views(latents + first * in.width, here);
+    void write(const Shown& latents, float* made) {
+        for (long first = 0; first < latents.count; first += ROWS_AT_ONCE) {
+            const long here = std::min<long>(ROWS_AT_ONCE, latents.count - first);
+            const Rows views = this->views(latents, first, here);
             for (long row = 0; row < here; row++)
                 std::copy_n(views.row(row), views.width, made + (first + row) * views.width);
         }
     }
 
     // Writes the gradient of mean softplus(-D(G(latents))) in the order of curved's parameters, then straight's.
-    // ``places``: of each row's class among D's, which takes the view and a one in that place; null: the view itself.
-    void write_gradient(const Perceptron& discriminator, const float* latents, const int64_t* places, long num_rows,
-                        float* gradient) {
-        const long count = filled(num_rows, TILE);
-        const Rows made = views(latents, num_rows);
+    void write_gradient(const Perceptron& discriminator, const Shown& latents, float* gradient) {
+        const long num_rows = latents.count, count = filled(num_rows, TILE);
+        const Rows made = views(latents, 0, num_rows);
         discriminator_.begin(discriminator, 0);
         const Rows shown = discriminator_.inputs(count), scores = discriminator_.left(count);
         const Rows scored = discriminator_.last_errors(count);
-        for (long row = 0; row < count; row++) {
-            std::fill_n(shown.row(row), shown.width, 0.0f);
-            if (row >= num_rows) continue;
-            const long place = places ? places[row] * (made.width + 1) : 0;
-            std::copy_n(made.row(row), made.width, shown.row(row) + place);
-            if (places) shown.row(row)[place + made.width] = 1.0f;
-        }
+        for (long row = 0; row < num_rows; row++)
+            Shown::put_in(discriminator, made.row(row), latents.place(discriminator, row), shown.row(row));
+        std::fill(shown.row(num_rows), shown.row(count), 0.0f);
         discriminator_.forward(count);
         for (long row = 0; row < count; row++)
             *scored.row(row) = row < num_rows ? -sigmoid(-spread(*scores.row(row)))[0] / float(num_rows) : 0.0f;
         scored.fill_up(0.0f);
         discriminator_.back(count);
         const Rows errors = curved_.last_errors(count);
-        to_views(discriminator, places, num_rows, made, errors);
+        to_views(discriminator, latents, made, errors);
         curved_.back(count);
         std::copy_n(errors.at, count * errors.stride, straight_.last_errors(count).at);
         for (Passage* part : {&curved_, &straight_}) gradient = write_part(*part, count, gradient);
@@ -57,10 +51,10 @@ class GeneratorAtWork {
   private:
     static constexpr long ROWS_AT_ONCE = 96;
 
-    Rows views(const float* latents, long num_rows) {
+    Rows views(const Shown& latents, long first, long num_rows) {
         const long count = filled(num_rows, TILE);
         const Rows in = curved_.inputs(count);
-        for (long row = 0; row < num_rows; row++) std::copy_n(latents + row * in.width, in.width, in.row(row));
+        for (long row = 0; row < num_rows; row++) latents.enter(curved_.net(), first + row, in.row(row));
         std::fill(in.row(num_rows), in.row(count), 0.0f);
         std::copy_n(in.at, count * in.stride, straight_.inputs(count).at);
         curved_.forward(count), straight_.forward(count);
@@ -73,8 +67,7 @@ class GeneratorAtWork {
     }
 
     // The loss's derivative by the numbers whose sigmoid the views are.
-    void to_views(const Perceptron& discriminator, const int64_t* places, long num_rows, const Rows& made,
-                  const Rows& errors) {
+    void to_views(const Perceptron& discriminator, const Shown& latents, const Rows& made, const Rows& errors) {
         const long count = errors.count;
         const Rows by_first = discriminator_.errors(0, count);
         const Rows by_shown = shown_.rows(count, discriminator.layers[0].inputs);
@@ -82,8 +75,8 @@ class GeneratorAtWork {
             store(by_shown.row(row) + column, value);
         });
         std::fill(errors.at, errors.row(count), 0.0f);
-        for (long row = 0; row < num_rows; row++) {
-            const float* const slope = by_shown.row(row) + (places ? places[row] * (made.width + 1) : 0);
+        for (long row = 0; row < latents.count; row++) {
+            const float* const slope = by_shown.row(row) + latents.place(discriminator, row);
             for (long i = 0; i < made.width; i++)
                 errors.row(row)[i] = 2.0f * made.row(row)[i] * (1.0f - made.row(row)[i]) * slope[i];
         }

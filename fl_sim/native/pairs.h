@@ -55,8 +55,9 @@ struct Products {
 
 class ClippedSum {
   public:
-    // Writes the sum, in the order of D's parameters. ``real``, ``fake``: [pair][input].
-    void write(const Perceptron& net, const float* real, const float* fake, long pairs, double bound, double* sum) {
+    // Writes the sum, in the order of D's parameters. A pair's record is the row of ``real`` in the place that is chosen.
+    void write(const Perceptron& net, const Shown& real, const int64_t* chosen, const Shown& fake, double bound,
+               double* sum) {
         passage_.begin(net, 1);
         wide_.resize(net.num_layers), wide_errors_.resize(net.num_layers), totals_.resize(net.num_layers);
         for (long number = 0; number < net.num_layers; number++) {
@@ -64,9 +65,15 @@ class ClippedSum {
             const long size = filled(layer.outputs, TILE) * wide_stride(layer.inputs);
             std::fill_n(totals_[number].at_least(size), size, 0.0);
         }
-        for (long first = 0; first < pairs; first += PAIRS_AT_ONCE) {
-            const long here = std::min(PAIRS_AT_ONCE, pairs - first), inputs = net.layers[0].inputs;
-            score(real + first * inputs, fake + first * inputs, here);
+        for (long first = 0; first < fake.count; first += PAIRS_AT_ONCE) {
+            const long here = std::min<long>(PAIRS_AT_ONCE, fake.count - first), count = rows_of(here);
+            const Rows in = passage_.inputs(count);
+            for (long pair = 0; pair < here; pair++) {
+                real.enter(net, chosen[first + pair], in.row(2 * pair));
+                fake.enter(net, first + pair, in.row(2 * pair + 1));
+            }
+            std::fill(in.row(2 * here), in.row(count), 0.0f);
+            score(count);
             clip(here, bound);
             add(here);
         }
@@ -76,14 +83,9 @@ class ClippedSum {
   private:
     static long rows_of(long pairs) { return filled(2 * pairs, TILE); }
 
-    void score(const float* real, const float* fake, long pairs) {
-        const long count = rows_of(pairs);
-        const Rows in = passage_.inputs(count), scores = passage_.left(count), errors = passage_.last_errors(count);
-        for (long pair = 0; pair < pairs; pair++) {
-            std::copy_n(real + pair * in.width, in.width, in.row(2 * pair));
-            std::copy_n(fake + pair * in.width, in.width, in.row(2 * pair + 1));
-        }
-        std::fill(in.row(2 * pairs), in.row(count), 0.0f);
+    // Takes what enters the first layer to the scores, and the losses' derivatives back.
+    void score(long count) {
+        const Rows scores = passage_.left(count), errors = passage_.last_errors(count);
         passage_.forward(count);
         for (long first = 0; first < count; first += LANES) {  // of softplus(-score) and softplus(score)
             vec score{}, sign{};

@@ -12,9 +12,46 @@ struct Linear {
     double slope;  // of the ReLU below zero; 1 where there is none
 };
 
+// ``num_classes``: 0, or of how many blocks the inputs are: a row's own class has its values and a one in its block, and
+// there are zeros in all others.
 struct Perceptron {
     const Linear* layers;
-    int64_t num_layers;
+    int64_t num_layers, num_classes;
+
+    long width() const { return num_classes ? layers[0].inputs / num_classes - 1 : layers[0].inputs; }
+};
+
+// Rows of a network's width. ``classes``: of each row, looked at if the network has classes.
+struct Shown {
+    const float* values;
+    const int64_t* classes;
+    int64_t count;
+
+    bool fits(const Perceptron& net, long row) const {
+        return row >= 0 && row < count && (!net.num_classes || (classes[row] >= 0 && classes[row] < net.num_classes));
+    }
+
+    bool fits(const Perceptron& net) const {
+        for (long row = 0; row < count; row++)
+            if (!fits(net, row)) return false;
+        return true;
+    }
+
+    // Where a row's values begin among the inputs.
+    long place(const Perceptron& net, long row) const {
+        return net.num_classes ? classes[row] * (net.width() + 1) : 0;
+    }
+
+    // Writes what enters the network's first layer.
+    void enter(const Perceptron& net, long row, float* to) const {
+        put_in(net, values + row * net.width(), place(net, row), to);
+    }
+
+    static void put_in(const Perceptron& net, const float* from, long place, float* to) {
+        std::fill_n(to, net.layers[0].inputs, 0.0f);
+        std::copy_n(from, net.width(), to + place);
+        if (net.num_classes) to[place + net.width()] = 1.0f;
+    }
 };
 
 // A matrix whose rows lie one behind the other, each filled up with zeros.

@@ -1,17 +1,18 @@
-"""Call the compiled steps of a generative adversarial network of perceptrons, one client a call."""
+"""Perceptrons as compiled code finds them: what a generator makes, and clipped sums of a discriminator's gradients."""
 
 import ctypes
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from fl_sim.native.kernel import Kernel
 
-_LEAST = 1e-8  # what Adam adds to the root of a mean square
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_STRANGE = 3  # ``Outcome`` of gan.cpp
 
 
 class _Linear(ctypes.Structure):
@@ -25,13 +26,41 @@ class _Linear(ctypes.Structure):
 class _Perceptron(ctypes.Structure):
     """``Perceptron`` of perceptron.h."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [("layers", ctypes.POINTER(_Linear)), ("num_layers", _LONG)]
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("layers", ctypes.POINTER(_Linear)), ("num_layers", _LONG), ("num_classes", _LONG)
+    ]  # fmt: skip
 
 
 class _Generator(ctypes.Structure):
     """``Generator`` of generator.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("curved", _Perceptron), ("straight", _Perceptron)]
+
+
+class _Shown(ctypes.Structure):
+    """``Shown`` of perceptron.h."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [("values", _POINTER), ("classes", _POINTER), ("count", _LONG)]
+
+
+class Shown:
+    """Rows that networks are shown, float32 (n, width), and each row's class, int64 (n,), unless all are of one.
+
+    Raises ValueError for arrays of another kind.
+    """
+
+    def __init__(self, values: NDArray[np.float32], classes: NDArray[np.int64] | None = None) -> None:
+        if values.dtype != np.float32 or values.ndim != 2:
+            raise ValueError(f"{values.dtype} numbers of the shape {values.shape} are no float32 rows")
+        if classes is not None and (classes.dtype != np.int64 or classes.shape != values.shape[:1]):
+            raise ValueError(f"{classes.dtype} of the shape {classes.shape} are no classes of {len(values)} rows")
+        self.values = np.ascontiguousarray(values)
+        self.classes = None if classes is None else np.ascontiguousarray(classes)
+        where = None if self.classes is None else address(self.classes)
+        self.described = _Shown(address(self.values), where, len(values))
+
+    def __len__(self) -> int:
+        return len(self.values)
 
 
 def is_perceptron(net: nn.Module) -> bool:
@@ -44,13 +73,20 @@ def is_perceptron(net: nn.Module) -> bool:
 
 
 class Perceptron:
-    """A network that ``is_perceptron``, as compiled code finds it: its weights must stay where they are."""
+    """A network that ``is_perceptron``, as compiled code finds it: its weights must stay where they are.
 
-    def __init__(self, kernel: Kernel, net: nn.Sequential) -> None:
-        self.kernel, self.weights = kernel, list(net.parameters())
+    ``num_classes``: 0, or of how many blocks the first layer's inputs are: a row's values and a one go into the block
+    of its class, and zeros into all others.
+    """
+
+    def __init__(self, kernel: Kernel, net: nn.Sequential, num_classes: int = 0) -> None:
+        self.kernel, self.weights, self.num_classes = kernel, list(net.parameters()), num_classes
         layers = [layer for layer in net if isinstance(layer, nn.Linear)]
         slopes = [getattr(layer, "negative_slope", 0.0) for layer in net if not isinstance(layer, nn.Linear)]
-        self.num_inputs, self.num_outputs = layers[0].in_features, layers[-1].out_features
+        num_inputs, self.num_outputs = layers[0].in_features, layers[-1].out_features
+        if num_classes and num_inputs % num_classes:
+            raise ValueError(f"{num_inputs} inputs are not as many for each of {num_classes} classes")
+        self.width = num_inputs // num_classes - 1 if num_classes else num_inputs
         self.num_parameters = sum(weight.numel() for weight in self.weights)
         self._addresses = [weight.data_ptr() for weight in self.weights]
         described = [_described(*of_layer) for of_layer in zip(layers, [*slopes, 1.0], strict=True)]
@@ -59,91 +95,72 @@ class Perceptron:
     def described(self) -> _Perceptron:
         """Return where the weights lie, to be used while this object lives."""
         assert [weight.data_ptr() for weight in self.weights] == self._addresses, "the weights have been moved"
-        return _Perceptron(self._layers, len(self._layers))
+        return _Perceptron(self._layers, len(self._layers), self.num_classes)
 
-    def clipped_sum(self, real: torch.Tensor, fake: torch.Tensor, bound: float) -> torch.Tensor:
+    def check(self, rows: Shown) -> None:
+        """Raise ValueError for rows of another width, or without classes where there are some."""
+        if rows.values.shape[1] != self.width or (self.num_classes > 0 and rows.classes is None):
+            kind = f"{self.width} numbers and a class" if self.num_classes else f"{self.width} numbers"
+            raise ValueError(f"the network takes rows of {kind}, not of the shape {rows.values.shape}")
+
+    def clipped_sum(
+        self, real: Shown, fake: Shown, bound: float, chosen: NDArray[np.int64] | None = None
+    ) -> NDArray[np.float64]:
         """Return the sum over pairs of the gradients of softplus(-D(real)) + softplus(D(fake)), each clipped.
 
         Each pair's gradient is clipped to ``bound`` as one vector; one that is not finite counts as the zero vector.
-        ``real``, ``fake``: float32, (pairs, inputs). The sum is flat and float64, in the order of the network's
-        parameters. Raises ValueError for rows of another kind.
+        ``chosen``: which rows of ``real`` make pairs with ``fake``, in order; None: all. The sum is flat, in the order
+        of the network's parameters. Raises ValueError for rows of another kind or number, and IndexError for rows and
+        classes that are not there.
         """
-        rows = [_rows("the records", real, self.num_inputs), _rows("the fakes", fake, self.num_inputs)]
-        if len(rows[0]) != len(rows[1]):
-            raise ValueError(f"{len(rows[0])} records and {len(rows[1])} fakes are no pairs")
-        made = torch.empty(self.num_parameters, dtype=torch.float64)
-        net, pairs = ctypes.byref(self.described()), _LONG(len(rows[0]))
-        _call(self.kernel, "clipped_sum", net, *map(_address, rows), pairs, _DOUBLE(bound), _address(made))
+        self.check(real)
+        self.check(fake)
+        places = np.arange(len(real)) if chosen is None else chosen
+        if places.dtype != np.int64 or places.shape != (len(fake),) or not places.flags.c_contiguous:
+            raise ValueError(f"{places.shape} records and {len(fake)} fakes are no pairs")
+        made = np.empty(self.num_parameters)
+        rows = ctypes.byref(real.described), _POINTER(address(places)), ctypes.byref(fake.described)
+        call(self.kernel, "clipped_sum", ctypes.byref(self.described()), *rows, _DOUBLE(bound), _POINTER(address(made)))
         return made
 
 
 class TwoWays:
     """A generator that makes sigmoid(2 (curved(x) + straight(x))) of x, (n, inputs): as ``Perceptron``."""
 
-    def __init__(self, kernel: Kernel, curved: nn.Sequential, straight: nn.Sequential) -> None:
-        self.kernel, self.curved, self.straight = kernel, Perceptron(kernel, curved), Perceptron(kernel, straight)
-        self.num_inputs, self.num_outputs = self.curved.num_inputs, self.straight.num_outputs
+    def __init__(self, kernel: Kernel, curved: nn.Sequential, straight: nn.Sequential, num_classes: int = 0) -> None:
+        self.kernel = kernel
+        self.curved, self.straight = (Perceptron(kernel, part, num_classes) for part in (curved, straight))
+        self.weights = [*self.curved.weights, *self.straight.weights]
+        self.num_parameters = sum(weight.numel() for weight in self.weights)
 
-    def generate(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return what the generator makes of float32 ``latents``, (n, outputs). Raises ValueError for others."""
-        rows = _rows("the latent vectors", latents, self.num_inputs)
-        made = torch.empty(len(rows), self.num_outputs)
-        _call(self.kernel, "generate", self._described(), _address(rows), _LONG(len(rows)), _address(made))
-        return made
+    def described(self) -> _Generator:
+        """Return where the weights lie, to be used while this object lives."""
+        return _Generator(self.curved.described(), self.straight.described())
 
-    def gradient(
-        self, discriminator: Perceptron, latents: torch.Tensor, places: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the gradient of mean softplus(-D(G(latents))) by G's parameters, flat: curved's, then straight's.
+    def generate(self, latents: Shown) -> NDArray[np.float32]:
+        """Return what the generator makes of ``latents``, (n, outputs).
 
-        ``places``: int64, (n,), each row's class: D takes the view and a one for every class, zeros for all classes but
-        the row's. None: D takes the views as they are. Raises ValueError where shapes or types do not fit.
+        Raises ValueError for rows of another kind, and IndexError for classes that are not there.
         """
-        rows = _rows("the latent vectors", latents, self.num_inputs)
-        _check_places(places, len(rows), self.num_outputs, discriminator.num_inputs)
-        made = torch.empty(self.curved.num_parameters + self.straight.num_parameters)
-        where = _POINTER(None) if places is None else _address(places)
-        judge, count = ctypes.byref(discriminator.described()), _LONG(len(rows))
-        _call(self.kernel, "generator_gradient", self._described(), judge, _address(rows), where, count, _address(made))
+        self.curved.check(latents)
+        made = np.empty((len(latents), self.straight.num_outputs), np.float32)
+        net, rows = ctypes.byref(self.described()), ctypes.byref(latents.described)
+        call(self.kernel, "generate", net, rows, _POINTER(address(made)))
         return made
 
-    def _described(self) -> Any:
-        return ctypes.byref(_Generator(self.curved.described(), self.straight.described()))
 
-
-class CompiledAdam:
-    """Adam (Kingma and Ba 2015) on a vector of weights.
-
-    ``moments``: running means of the gradient and of its squares; ``kept``: what each step leaves of them.
-    """
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        weights: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        kept: tuple[float, float],
-        learning_rate: float,
-    ) -> None:
-        self.kernel, self.vectors = kernel, (weights, *moments)
-        for vector in self.vectors:
-            _check_vector(vector, len(weights))
-        self._addresses = [_address(vector) for vector in self.vectors]
-        self._numbers = [_DOUBLE(number) for number in (*kept, _LEAST, learning_rate)]
-
-    def step(self, gradient: torch.Tensor, number: int) -> None:
-        """Take step ``number``, from 1, in place. Raises ValueError for a gradient of another length or type."""
-        count = len(self.vectors[0])
-        _check_vector(gradient, count)
-        _call(
-            self.kernel, "adam", *self._addresses, _address(gradient), _LONG(count), _LONG(number), *self._numbers
-        )  # fmt: skip
-
-
-def _call(kernel: Kernel, name: str, *arguments: Any) -> None:
-    """Call a function of the library; other threads run meanwhile."""
-    if getattr(kernel.library, f"fl_sim_{name}_{kernel.lanes}")(*arguments):
+def call(kernel: Kernel, name: str, *arguments: Any) -> None:
+    """Call a function of the library; other threads run meanwhile. Raises MemoryError and IndexError."""
+    outcome = getattr(kernel.library, f"fl_sim_{name}_{kernel.lanes}")(*arguments)
+    if outcome == _STRANGE:
+        raise IndexError("a step of the generator names records or classes that are not there")
+    if outcome:
         raise MemoryError("no memory for a step of the generator: take a smaller batch_size, or narrower networks")
+
+
+def address(values: NDArray[Any]) -> int:
+    """Return where an array's numbers begin, to be used while it lives."""
+    return values.ctypes.data
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -161,35 +178,3 @@ def _is_relu(layer: nn.Module) -> bool:
 def _described(layer: nn.Linear, slope: float) -> _Linear:
     bias = None if layer.bias is None else layer.bias.data_ptr()
     return _Linear(layer.weight.data_ptr(), bias, layer.in_features, layer.out_features, slope)
-
-
-def _check_vector(vector: torch.Tensor, count: int) -> None:
-    if vector.dtype is not torch.float32 or vector.shape != (count,) or not vector.is_contiguous():
-        raise ValueError(f"the compiled step of Adam wants {count} float32 numbers in a row, not {tuple(vector.shape)}")
-
-
-def _rows(what: str, values: torch.Tensor, width: int) -> torch.Tensor:
-    """Return rows as they are read. Raises ValueError where they are not inputs of a network."""
-    if values.dtype is not torch.float32 or values.device.type != "cpu" or values.ndim != 2 or values.shape[1] != width:
-        raise ValueError(
-            f"{what} are {values.dtype} of the shape {tuple(values.shape)} on {values.device}; the compiled step wants "
-            f"float32 of the shape (any, {width}) in main memory"
-        )
-    return values.contiguous()
-
-
-def _check_places(places: torch.Tensor | None, count: int, size: int, width: int) -> None:
-    if not (size == width if places is None else _are_places(places, count, *divmod(width, size + 1))):
-        raise ValueError(
-            f"a discriminator of {width} inputs does not take {count} rows of {size} numbers and these classes"
-        )
-
-
-def _are_places(places: torch.Tensor, count: int, num_classes: int, rest: int) -> bool:
-    if rest or places.dtype is not torch.int64 or places.shape != (count,):
-        return False
-    return count == 0 or bool(places.min() >= 0 and places.max() < num_classes)
-
-
-def _address(values: torch.Tensor) -> Any:
-    return _POINTER(values.data_ptr())

@@ -21,7 +21,7 @@ from fl_sim.privacy.grid import GAUSSIAN, LAPLACE, TOLERANCE, Law, exact_step, g
 
 _BLOCK: Final = 2**15  # numbers that are made at a time: they stay in the processor's cache
 _LEAST_NOISE: Final = 1e-6  # clipping norms; epsilon is beyond 10^11 there
-_ZEROS: Final = bytes(2**19)  # what is encrypted: the stream itself
+_ZEROS: Final = memoryview(bytes(2**19))  # what is encrypted: the stream itself
 _STREAM_LIMIT: Final = 2**37  # bytes; half of what a ChaCha20 counter can address
 
 
@@ -95,6 +95,13 @@ class Noise:
         words = self._words(count, purpose, server_round)
         return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
+    def taking_part(self, count: int, sampling_rate: float, *, purpose: str, server_round: int) -> NDArray[np.bool_]:
+        """Return who of ``count`` is sampled: ``takes_part`` of ``uniform`` numbers, told from their bits."""
+        limit = _limit(sampling_rate)
+        if limit == 1 << 53:
+            return np.ones(count, np.bool_)
+        return self._words(count, purpose, server_round) < np.uint64(limit << 11)
+
     def _steps(self, law: Law, count: int, scale: float, purpose: str, server_round: int) -> NDArray[np.float64]:
         words = self._words(2 * count, purpose, server_round)
         ratio = scale / grid_spacing(scale)
@@ -134,7 +141,11 @@ def takes_part(coins: NDArray[np.float64], sampling_rate: float) -> NDArray[np.b
     The numbers are multiples of 2^-53, so the rate is rounded down to one: a rate between two of them would be rounded
     up, and a unit would take part more often than its accountant was told.
     """
-    return coins < math.floor(math.ldexp(sampling_rate, 53)) * 2.0**-53
+    return coins < _limit(sampling_rate) * 2.0**-53
+
+
+def _limit(sampling_rate: float) -> int:
+    return math.floor(math.ldexp(sampling_rate, 53))
 
 
 def clip_factor(norm: float, clipping_norm: float) -> float:

@@ -24,7 +24,6 @@ from torch import nn
 from torch.nn import functional
 
 from clients.dafl.dpcgan.nets import Layers, filled_up, stacked
-from fl_sim.native.perceptrons import Perceptron
 
 MARGIN: Final = 1e-5
 """Pairs are clipped to (1 - margin) C: room for the rounding of float64 in the sum, less than 1e-6 C in 1,000 pairs."""
@@ -38,26 +37,20 @@ class Pairs:
     """One client's part of a step: ``real``, ``fake``: (pairs, *input shape of D), and what to clip each pair to.
 
     D scores each row by itself and consists of Linear, Conv2d, InstanceNorm2d without running statistics, and layers
-    without parameters. ``clipping_norm`` inf: the plain sum. ``compiled``: the same D
-    for compiled code; None: PyTorch sums.
+    without parameters. ``clipping_norm`` inf: the plain sum.
     """
 
     discriminator: nn.Sequential
     real: torch.Tensor
     fake: torch.Tensor
     clipping_norm: float
-    compiled: Perceptron | None = None
 
 
 def clipped_sum(
-    discriminator: nn.Sequential,
-    real: torch.Tensor,
-    fake: torch.Tensor,
-    clipping_norm: float,
-    compiled: Perceptron | None = None,
+    discriminator: nn.Sequential, real: torch.Tensor, fake: torch.Tensor, clipping_norm: float
 ) -> torch.Tensor:
     """Return the sum of one client alone: see ``clipped_sums``."""
-    return clipped_sums([Pairs(discriminator, real, fake, clipping_norm, compiled)])[0]
+    return clipped_sums([Pairs(discriminator, real, fake, clipping_norm)])[0]
 
 
 def clipped_sums(clients: Sequence[Pairs]) -> list[torch.Tensor]:
@@ -67,13 +60,8 @@ def clipped_sums(clients: Sequence[Pairs]) -> list[torch.Tensor]:
     pair whose gradient is not finite counts as the zero vector; no pairs at all sum to zero. Networks of one kind; what
     a client gets does not depend on the others.
     """
-    stack = iter(_sums([one for one in clients if len(one.real) and one.compiled is None]))
-    return [
-        one.compiled.clipped_sum(one.real, one.fake, one.clipping_norm * (1 - MARGIN))
-        if one.compiled
-        else (next(stack) if len(one.real) else _zero(one))
-        for one in clients
-    ]
+    found = iter(_sums([one for one in clients if len(one.real)]))
+    return [next(found) if len(one.real) else _zero(one) for one in clients]
 
 
 def _zero(one: Pairs) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from fl_sim.errors import UserError
 from fl_sim.models import Shape
 from fl_sim.native.kernel import Kernel, load_kernel
-from fl_sim.native.perceptrons import TwoWays, is_perceptron
+from fl_sim.native.perceptrons import is_perceptron
 
 Map: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
@@ -98,17 +98,8 @@ def kernel_for(nets: Networks) -> Kernel | None:
     return load_kernel()[0] if parts and all(map(is_perceptron, parts)) else None
 
 
-def compiled_generator(kernel: Kernel, generator: nn.Module) -> TwoWays:
-    """Return a small generator for compiled code."""
-    assert isinstance(generator, SmallGenerator)
-    return TwoWays(kernel, generator.curved, generator.straight)
-
-
-def generated(generators: Sequence[nn.Module | TwoWays], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the views that each generator makes of its own joined latent vectors; all are compiled, or none."""
-    compiled = [net for net in generators if isinstance(net, TwoWays)]
-    if compiled:
-        return [net.generate(part) for net, part in zip(compiled, parts, strict=True)]
+def generated(generators: Sequence[nn.Module], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the views that each generator makes of its own joined latent vectors."""
     filled = [_filled(part) for part in parts]
     small_ones = [net for net in generators if isinstance(net, SmallGenerator)]
     others = [net for net in generators if isinstance(net, nn.Sequential)]

@@ -16,7 +16,7 @@ itself is a stack of one, and gets the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -31,7 +31,7 @@ from fl_sim.privacy.mechanisms import Noise
 from fl_sim.settings import Settings
 
 if TYPE_CHECKING:
-    from clients.dafl.dpcgan.training import Client
+    from clients.dafl.dpcgan.client import Client
 
 
 class DpCgan(Settings):
@@ -119,7 +119,7 @@ class DpCgan(Settings):
 
     def generate_stacked(self, requests: Sequence[Request], check: Callable[[], None] = nothing) -> list[Made]:
         """Train all clients, as one stack where sharing operations saves time: see ``Generator``."""
-        from clients.dafl.dpcgan.training import Client, Training  # noqa: PLC0415 (needs torch as it is imported)
+        from clients.dafl.dpcgan.client import Client  # noqa: PLC0415 (needs torch as it is imported)
 
         made: list[Made] = [torch.empty(0, *request.records.inputs.shape[1:]) for request in requests]
         clients: dict[int, Client] = {}
@@ -130,11 +130,10 @@ class DpCgan(Settings):
                     clients[place] = Client(self, request)
             except UserError as error:
                 made[place] = error
-        for stack in self._stacks(list(clients.values())):
-            training = Training(self, stack)
-            for step in range(stack[0].bill.steps):
+        for num_steps, step in self._trainings(list(clients.values())):
+            for number in range(num_steps):
                 check()
-                training.step(step)
+                step(number)
         for place, client in clients.items():
             try:
                 made[place] = client.samples()
@@ -162,12 +161,19 @@ class DpCgan(Settings):
         fewer = min(steps, self.discriminator_steps)
         return self.model_copy(update={"discriminator_steps": fewer}), fewer / self.discriminator_steps
 
-    def _stacks(self, clients: Sequence[Client]) -> list[list[Client]]:
-        """Return who trains together: all whose steps are as many.
+    def _trainings(self, clients: Sequence[Client]) -> Iterator[tuple[int, Callable[[int], None]]]:
+        """Give (number of steps, what takes a step) of all who train together: where their steps are as many.
 
         Each by itself where steps are long (the paper's networks), or compiled: its weights then stay in the cache.
         """
-        if self.networks == "paper" or any(client.kernel for client in clients):
-            return [[client] for client in clients]
-        steps = sorted({client.bill.steps for client in clients})
-        return [[client for client in clients if client.bill.steps == number] for number in steps]
+        from clients.dafl.dpcgan.compiled import CompiledTraining  # noqa: PLC0415 (as above)
+        from clients.dafl.dpcgan.training import Training  # noqa: PLC0415 (as above)
+
+        for client in clients:
+            if client.kernel:
+                yield client.bill.steps, CompiledTraining(self, client, client.kernel).step
+            elif self.networks == "paper":
+                yield client.bill.steps, Training(self, [client]).step
+        others = [client for client in clients if not client.kernel and self.networks != "paper"]
+        for steps in sorted({client.bill.steps for client in others}):
+            yield steps, Training(self, [client for client in others if client.bill.steps == steps]).step

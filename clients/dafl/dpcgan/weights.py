@@ -10,10 +10,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from fl_sim.native.kernel import Kernel
-from fl_sim.native.perceptrons import CompiledAdam
-
-_BETAS: Final = (0.5, 0.999)
+BETAS: Final = (0.5, 0.999)
 _ALIGNMENT: Final = 64
 
 
@@ -46,30 +43,20 @@ class Weights:
 
 
 class Adam:
-    """torch.optim's costs over a second of imports at first use. ``kernel``: compiled code that takes the steps."""
+    """torch.optim's costs over a second of imports at first use."""
 
-    def __init__(self, weights: Weights, learning_rate: float, kernel: Kernel | None = None) -> None:
+    def __init__(self, weights: Weights, learning_rate: float) -> None:
         self.weights, self.learning_rate, self.steps = weights, learning_rate, 0
         self.mean = torch.zeros_like(weights.vector)
         self.square = torch.zeros_like(weights.vector)
-        parts = zip(*map(weights.parts_of, (weights.vector, self.mean, self.square)), strict=True)
-        self.compiled = []
-        if kernel:
-            self.compiled = [CompiledAdam(kernel, one, moments, _BETAS, learning_rate) for one, *moments in parts]
 
     @torch.no_grad()
     def step(self, gradients: Iterable[Sequence[torch.Tensor]]) -> None:
         """Move the weights by each network's gradient, given as tensors in the order of its parameters."""
         self.steps += 1
-        if self.compiled:
-            for compiled, parts in zip(self.compiled, gradients, strict=True):
-                compiled.step(
-                    torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0], self.steps
-                )
-            return
-        first, second = (1 - beta**self.steps for beta in _BETAS)
+        first, second = (1 - beta**self.steps for beta in BETAS)
         gradient = self.weights.joined(gradients)
-        self.mean.lerp_(gradient, 1 - _BETAS[0])
-        self.square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
+        self.mean.lerp_(gradient, 1 - BETAS[0])
+        self.square.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
         spread = (self.square / second).sqrt_().add_(1e-8)
         self.weights.vector.addcdiv_(self.mean, spread, value=-self.learning_rate / first)

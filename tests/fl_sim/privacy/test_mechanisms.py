@@ -17,6 +17,7 @@ from fl_sim.privacy.mechanisms import (
     clip_factor,
     clipping_norm_on_grid,
     next_clipping_norm,
+    takes_part,
     update_noise_multiplier,
 )
 
@@ -36,6 +37,17 @@ def test_secret_coins_are_uniform_and_differ_between_purposes_and_rounds() -> No
         NOISE.uniform(500_000, purpose="others", server_round=1),
     ):
         assert abs(np.corrcoef(coins, other)[0, 1]) < 5 / math.sqrt(500_000)
+
+
+@pytest.mark.parametrize("rate", [1.0, 1 - 2.0**-53, 0.7, 256 / 6131, 2.0**-53, 1e-17])
+def test_who_takes_part_is_told_from_bits_as_from_the_uniform_numbers_they_make(rate: float) -> None:
+    coins = NOISE.uniform(20_000, purpose="coins", server_round=1)
+    expected = takes_part(coins, rate)
+    assert np.array_equal(NOISE.taking_part(20_000, rate, purpose="coins", server_round=1), expected)
+    limit = math.floor(rate * 2**53) << 11
+    edge = FixedWords(max(limit, 1) - 1, min(limit, 2**64 - 1))
+    expected = takes_part(edge.uniform(2, purpose="", server_round=0), rate)
+    assert np.array_equal(edge.taking_part(2, rate, purpose="", server_round=0), expected)
 
 
 def test_noise_is_standard_normal_in_body_and_tails() -> None:

@@ -1,9 +1,20 @@
-"""Who computes the steps of the small networks: compiled code, or PyTorch."""
+"""Who computes the steps of the small networks, compiled code or PyTorch; and what is seen of their D steps."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 
-from clients.dafl.dpcgan import nets
+from clients.dafl.dpcgan import nets, training
+from clients.dafl.dpcgan.clipping import MARGIN, Pairs
+from clients.dafl.dpcgan.weights import Adam
+from fl_sim.native.adversaries import Adversaries, Noised
 from fl_sim.native.kernel import load_kernel
+from fl_sim.native.perceptrons import Perceptron, Shown
 
 
 @pytest.fixture(params=["compiled", "pytorch"])
@@ -15,3 +26,70 @@ def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.param == "pytorch":
         monkeypatch.setattr(nets, "load_kernel", lambda: (None, "asked for"))
     return str(request.param)
+
+
+@dataclass
+class Step:
+    """One D step: what was summed, and what reached the optimiser."""
+
+    real: torch.Tensor
+    fake: torch.Tensor
+    bound: float
+    total: torch.Tensor
+    gradient: torch.Tensor | None = None
+
+
+@pytest.fixture
+def steps(computed_by: str, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """Every D step taken from here on, by the one or the other."""
+    del computed_by
+    taken: list[Step] = []
+    _watch_pytorch(taken, monkeypatch)
+    _watch_compiled(taken, monkeypatch)
+    return taken
+
+
+def _watch_pytorch(taken: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
+    clipped_sums, adam_step = training.clipped_sums, Adam.step
+
+    def summed(clients: Sequence[Pairs]) -> list[torch.Tensor]:
+        totals = clipped_sums(clients)
+        for one, total in zip(clients, totals, strict=True):
+            taken.append(Step(one.real.clone(), one.fake.clone(), one.clipping_norm, total.clone()))
+        return totals
+
+    def step(adam: Any, gradients: Any) -> None:
+        kept = [torch.cat([part.flatten() for part in one]) for one in gradients]
+        for one, gradient in zip(taken[-len(kept) :], kept, strict=False):
+            one.gradient = gradient if one.gradient is None else one.gradient
+        adam_step(adam, gradients)
+
+    monkeypatch.setattr(training, "clipped_sums", summed)
+    monkeypatch.setattr(Adam, "step", step)
+
+
+def _watch_compiled(taken: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
+    clipped_sum, adam_step = Perceptron.clipped_sum, Adversaries.discriminator_step
+
+    def summed(
+        net: Perceptron, real: Shown, fake: Shown, bound: float, chosen: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        total = clipped_sum(net, real, fake, bound, chosen)
+        records, fakes = (inputs(net, one) for one in (real, fake))
+        taken.append(Step(records[chosen], fakes, bound / (1 - MARGIN), torch.from_numpy(total.copy())))
+        return total
+
+    def step(adversaries: Adversaries, noised: Noised) -> None:
+        adam_step(adversaries, noised)
+        taken[-1].gradient = torch.from_numpy(adversaries.discriminator_adam.gradient.copy())
+
+    monkeypatch.setattr(Perceptron, "clipped_sum", summed)
+    monkeypatch.setattr(Adversaries, "discriminator_step", step)
+
+
+def inputs(net: Perceptron, rows: Shown) -> torch.Tensor:
+    """Return what enters a network's first layer."""
+    values = torch.from_numpy(rows.values.copy())
+    if not net.num_classes or rows.classes is None:
+        return values
+    return nets.gated(values, torch.eye(net.num_classes)[torch.from_numpy(rows.classes)])

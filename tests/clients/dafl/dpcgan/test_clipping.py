@@ -13,7 +13,7 @@ from clients.dafl.dpcgan import clipping
 from clients.dafl.dpcgan.clipping import clipped_sum
 from clients.dafl.dpcgan.nets import paper, small
 from fl_sim.native.kernel import load_kernel
-from fl_sim.native.perceptrons import Perceptron
+from fl_sim.native.perceptrons import Perceptron, Shown
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,10 +29,13 @@ class Case:
         return self.pairs(number)
 
     def sum(self, net: nn.Sequential, real: torch.Tensor, fake: torch.Tensor, norm: float) -> torch.Tensor:
-        kernel, why_not = load_kernel() if self.is_compiled else (None, "")
-        if why_not:
+        if not self.is_compiled:
+            return clipped_sum(net, real, fake, norm)
+        kernel, why_not = load_kernel()
+        if kernel is None:
             pytest.skip(why_not)
-        return clipped_sum(net, real, fake, norm, Perceptron(kernel, net) if kernel else None)
+        rows = [Shown(half.numpy()) for half in (real, fake)]
+        return torch.from_numpy(Perceptron(kernel, net).clipped_sum(*rows, norm * (1 - clipping.MARGIN)))
 
 
 def small_case(pairs: int, classes: int = 3) -> tuple[nn.Sequential, Batch]:

@@ -2,18 +2,18 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from dp_accounting import dp_event
 
-from clients.dafl.dpcgan import nets, training
+from clients.dafl.dpcgan import nets
+from clients.dafl.dpcgan.client import Client
 from clients.dafl.dpcgan.clipping import Pairs, clipped_sums
 from clients.dafl.dpcgan.nets import Networks, paper, small
 from clients.dafl.dpcgan.settings import DpCgan
-from clients.dafl.dpcgan.training import Client
-from clients.dafl.dpcgan.weights import Adam
 from clients.dafl.generator import Bill, PrivateRecords, Request
 from fl_sim.errors import RunError
 from fl_sim.privacy.audit import noise_calibration
@@ -72,7 +72,7 @@ def test_what_one_client_raises_is_its_own_and_one_without_labels_makes_nothing(
     samples = Client.samples
 
     def failing(client: Client) -> torch.Tensor:
-        if len(client.shown) == 33:
+        if len(client.views) == 33:
             raise RunError("not finite")
         return samples(client)
 
@@ -163,21 +163,7 @@ def test_what_fills_a_stack_up_adds_nothing_to_a_sum(kind: str, monkeypatch: pyt
     assert clipped_sums(clients)[0].isfinite().all()
 
 
-def test_every_client_has_noise_of_its_own_as_its_bill_says(computed_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    totals: list[torch.Tensor] = []  # of the clients that train together, step by step
-    released: list[torch.Tensor] = []
-    sums, step = training.clipped_sums, Adam.step
-
-    def summed(clients: list[Pairs]) -> list[torch.Tensor]:
-        totals.extend(sums(clients))
-        return [total.clone() for total in totals[-len(clients) :]]
-
-    def kept(adam: Adam, gradients: list[list[torch.Tensor]]) -> None:
-        released.extend(gradient for [gradient] in gradients)
-        step(adam, gradients)
-
-    monkeypatch.setattr(training, "clipped_sums", summed)
-    monkeypatch.setattr(Adam, "step", kept)
+def test_every_client_has_noise_of_its_own_as_its_bill_says(computed_by: str, steps: list[Any]) -> None:
     settings = SETTINGS.model_copy(update={"ratio": 400, "clipping_norm": 0.5})
     multipliers = {0: 1.0, 3: 2.5}
     settings.generate_stacked([request(client, steps=60, noise=z) for client, z in multipliers.items()])
@@ -185,10 +171,8 @@ def test_every_client_has_noise_of_its_own_as_its_bill_says(computed_by: str, mo
     for place, (client, z) in enumerate(multipliers.items()):
         divisor = min(1.0, 20 / CLIENTS[client][0]) * CLIENTS[client][0]
         own = slice(60 * place, 60 * place + 60) if computed_by == "compiled" else slice(place, None, 2)
-        pairs = zip(released[own], totals[own], strict=True)
-        residuals = torch.stack(
-            [(gradient.double() * divisor - total) / (z * 0.5) for gradient, total in pairs]
-        ).numpy()
-        assert min(noise_calibration(residuals).values()) > 1e-3
-        noise.append(residuals.ravel())
+        gradients = torch.stack([step.gradient for step in steps[own] if step.gradient is not None])
+        residuals = (gradients.double() * divisor - torch.stack([step.total for step in steps[own]])) / (z * 0.5)
+        assert min(noise_calibration(residuals.numpy()).values()) > 1e-3
+        noise.append(residuals.numpy().ravel())
     assert abs(np.corrcoef(*noise)[0, 1]) < 4 / math.sqrt(len(noise[0]))

@@ -1,5 +1,6 @@
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,11 +12,10 @@ from dp_accounting import dp_event
 from dp_accounting.rdp import RdpAccountant
 from numpy.typing import NDArray
 
-from clients.dafl.dpcgan import training
-from clients.dafl.dpcgan.clipping import Pairs
+from clients.dafl.dpcgan.client import Client, Drawn
+from clients.dafl.dpcgan.compiled import CompiledTraining
 from clients.dafl.dpcgan.settings import DpCgan
-from clients.dafl.dpcgan.training import Client, Training
-from clients.dafl.dpcgan.weights import Adam
+from clients.dafl.dpcgan.training import Training, views_of_average
 from clients.dafl.generator import Bill, PrivateRecords, Request
 from fl_sim.errors import RunError
 from fl_sim.privacy.accounting import ORDERS, delta_profile
@@ -81,50 +81,23 @@ def watched() -> Watched:
     return Watched(Noise.seeded(1).key, simulation_only=True)
 
 
-@dataclass
-class Step:
-    """One D step: what was summed, and what reached the optimiser."""
-
-    real: torch.Tensor
-    fake: torch.Tensor
-    bound: float
-    total: torch.Tensor
-    gradient: torch.Tensor | None = None
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
-    """Every D step taken from here on."""
-    taken: list[Step] = []
-    clipped_sums, adam_step = training.clipped_sums, Adam.step
-
-    def summed(clients: list[Pairs]) -> list[torch.Tensor]:
-        totals = clipped_sums(clients)
-        for one, total in zip(clients, totals, strict=True):
-            taken.append(Step(one.real.clone(), one.fake.clone(), one.clipping_norm, total.clone()))
-        return totals
-
-    def step(adam: Any, gradients: Any) -> None:
-        kept = [torch.cat([part.flatten() for part in one]) for one in gradients]
-        for one, gradient in zip(taken[-len(kept) :], kept, strict=False):
-            one.gradient = gradient if one.gradient is None else one.gradient
-        adam_step(adam, gradients)
-
-    monkeypatch.setattr(training, "clipped_sums", summed)
-    monkeypatch.setattr(Adam, "step", step)
-    return taken
-
-
 def begun(
     settings: DpCgan = TINY,
     records: PrivateRecords = RECORDS,
     counts: NDArray[np.int64] = COUNTS,
     bill: Bill = BILL,
     noise: Noise | None = None,
-) -> Training:
-    """Return the training of one client before its first step."""
-    request = Request(records, counts, bill, noise or Noise.seeded(0), np.random.default_rng(0))
-    return Training(settings, [Client(settings, request)])
+) -> tuple[Client, CompiledTraining | Training]:
+    """Return a client, and its training before the first step."""
+    client = Client(settings, Request(records, counts, bill, noise or Noise.seeded(0), np.random.default_rng(0)))
+    kernel = client.kernel
+    return client, CompiledTraining(settings, client, kernel) if kernel else Training(settings, [client])
+
+
+def views_of(training: CompiledTraining | Training) -> Callable[[Drawn], torch.Tensor]:
+    if isinstance(training, CompiledTraining):
+        return training.views_of_average
+    return partial(views_of_average, training.clients[0])
 
 
 @pytest.mark.usefixtures("computed_by")
@@ -175,8 +148,7 @@ def test_noise_is_drawn_exactly_as_often_as_the_bill_says() -> None:
     assert noise.draws["discriminator gradient"] == BILL.steps
 
 
-@pytest.mark.usefixtures("computed_by")
-def test_the_gradient_carries_the_stated_noise(steps: list[Step]) -> None:
+def test_the_gradient_carries_the_stated_noise(steps: list[Any]) -> None:
     settings = TINY.model_copy(update={"discriminator_steps": 100, "ratio": 400, "clipping_norm": 0.5})
     bill = priced(settings, 60)
     release(settings, bill=bill)
@@ -189,7 +161,7 @@ def test_the_gradient_carries_the_stated_noise(steps: list[Step]) -> None:
     assert min(noise_calibration(torch.stack(residuals).numpy()).values()) > 1e-3
 
 
-def test_the_batch_is_divided_by_its_expected_size_whatever_its_size(steps: list[Step]) -> None:
+def test_the_batch_is_divided_by_its_expected_size_whatever_its_size(steps: list[Any]) -> None:
     bill = TINY.bill(60, 3, math.inf, 1e-5)
     release(counts=counts_of(4, 4, 5), bill=bill)
     assert len({len(step.real) for step in steps}) > 1
@@ -198,7 +170,7 @@ def test_the_batch_is_divided_by_its_expected_size_whatever_its_size(steps: list
         torch.testing.assert_close(step.gradient, (step.total / 20).float())
 
 
-def test_records_join_a_step_by_independent_coins(steps: list[Step]) -> None:
+def test_records_join_a_step_by_independent_coins(steps: list[Any]) -> None:
     settings = TINY.model_copy(update={"discriminator_steps": 150, "ratio": 400})
     release(settings, counts=counts_of(4, 4, 5))
     sizes = np.array([len(step.real) for step in steps])
@@ -208,9 +180,8 @@ def test_records_join_a_step_by_independent_coins(steps: list[Step]) -> None:
     assert together == 0  # no record twice
 
 
-@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("networks", ["small", "paper"])
-def test_an_empty_batch_is_zero_plus_noise(steps: list[Step], networks: str) -> None:
+def test_an_empty_batch_is_zero_plus_noise(steps: list[Any], networks: str) -> None:
     bill = Bill(BILL.event, 6, 1.0, 1e-9)
     made = release(TINY.model_copy(update={"networks": networks}), bill=bill)
     assert made.isfinite().all()
@@ -221,7 +192,7 @@ def test_an_empty_batch_is_zero_plus_noise(steps: list[Step], networks: str) -> 
         assert step.gradient.norm() > 0
 
 
-def test_the_fakes_do_not_depend_on_the_private_labels(steps: list[Step]) -> None:
+def test_the_fakes_do_not_depend_on_the_private_labels(steps: list[Any]) -> None:
     everyone = Bill(BILL.event, 1, 1.0, 1.0)
     counts = counts_of(4, 4, 5)
     release(counts=counts, bill=everyone)
@@ -235,7 +206,7 @@ def test_the_fakes_do_not_depend_on_the_private_labels(steps: list[Step]) -> Non
     assert not torch.equal(first.real, second.real)
 
 
-def test_fake_classes_follow_the_released_counts(steps: list[Step]) -> None:
+def test_fake_classes_follow_the_released_counts(steps: list[Any]) -> None:
     records = records_of(*[0] * 4000)
     release(records=records, counts=counts_of(100, 0, 300), bill=Bill(BILL.event, 1, 1.0, 1.0))
     shares = steps[0].fake.view(-1, 2, 65)[:, :, -1].mean(0)
@@ -247,16 +218,16 @@ def test_a_generator_step_touches_no_private_tensor() -> None:
     def run(*, poison: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
         inputs = RECORDS.inputs.clone()
         labels = RECORDS.labels.clone()
-        training = begun(records=PrivateRecords(inputs, labels, 3))
-        [client] = training.clients
+        client, training = begun(TINY.model_copy(update={"ratio": 1}), PrivateRecords(inputs, labels, 3))
         training.discriminator_step(0)
         if poison:
             inputs.fill_(math.nan)
             labels.fill_(-1)
-            client.shown.fill_(math.nan)
+            client.views.fill_(math.nan)
+            client.places.fill(-1)
             client.known.fill(False)  # noqa: FBT003 (numpy's)
         training.generator_step()
-        client.draw_samples(1.0)
+        client.draw_samples(1.0, views_of(training))
         return [weight.detach() for weight in client.nets.generator.parameters()], client.samples()
 
     (clean, made), (poisoned, made_poisoned) = run(poison=False), run(poison=True)
@@ -266,15 +237,15 @@ def test_a_generator_step_touches_no_private_tensor() -> None:
 
 @pytest.mark.usefixtures("computed_by")
 def test_a_generator_step_leaves_the_discriminator_alone() -> None:
-    training = begun()
-    [net] = training.discriminators
+    client, training = begun()
+    net = client.nets.discriminator
     before = [weight.detach().clone() for weight in net.parameters()]
     training.generator_step()
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     assert all(weight.grad is None for weight in net.parameters())
 
 
-def test_without_privacy_there_is_no_noise_and_no_clipping(steps: list[Step]) -> None:
+def test_without_privacy_there_is_no_noise_and_no_clipping(steps: list[Any]) -> None:
     bill = TINY.bill(60, 3, math.inf, 1e-5)
     assert bill == Bill(dp_event.NonPrivateDpEvent(), 6, 0.0, 1 / 3)
     noise = watched()
@@ -283,17 +254,17 @@ def test_without_privacy_there_is_no_noise_and_no_clipping(steps: list[Step]) ->
     assert {step.bound for step in steps} == {math.inf}
 
 
-def test_under_privacy_every_step_is_clipped(steps: list[Step]) -> None:
+def test_under_privacy_every_step_is_clipped(steps: list[Any]) -> None:
     release()
     assert all(0.99 < step.bound <= 1.0 for step in steps)
 
 
-def test_one_class_alone_needs_no_label(steps: list[Step]) -> None:
+def test_one_class_alone_needs_no_label(steps: list[Any]) -> None:
     release(counts=counts_of(0, 7, 0))
     assert {step.real.shape[1] for step in steps} == {64}
 
 
-def test_records_of_a_class_that_was_not_released_count_for_nothing(steps: list[Step]) -> None:
+def test_records_of_a_class_that_was_not_released_count_for_nothing(steps: list[Any]) -> None:
     everyone = Bill(BILL.event, 2, 1.0, 1.0)
     release(counts=counts_of(3, 0, 3), bill=everyone)
     assert [len(step.real) for step in steps] == [40, 40]
@@ -341,32 +312,31 @@ def test_a_client_without_records_is_refused() -> None:
     assert TINY.bill(0, 3, 10.0, 1e-5).refused == "the client holds no records"
 
 
-def test_samples_are_drawn_throughout_training_and_each_is_of_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    [client] = begun(TINY.model_copy(update={"snapshots": 4}), counts=counts_of(30, 20, 50)).clients
-    client.kernel = None
+def test_samples_are_drawn_throughout_training_and_each_is_of_its_class() -> None:
+    client, _ = begun(TINY.model_copy(update={"snapshots": 4}), counts=counts_of(30, 20, 50))
     drawn_at: list[float] = []
     now = 0.0
 
-    def made(nets: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        assert nets == [client.average]
-        drawn_at.extend([now] * len(parts[0]))
-        return [parts[0].view(-1, 3, 11)[:, :, -1].argmax(1, keepdim=True) / 2 * torch.ones(64)]
+    def made(drawn: Drawn) -> torch.Tensor:
+        latents, places = drawn
+        assert latents.shape == (len(places), 10)
+        drawn_at.extend([now] * len(places))
+        return torch.from_numpy(places)[:, None] / 2 * torch.ones(64)
 
-    monkeypatch.setattr(training, "generated", made)
     for percent in range(1, 101):
         now = percent / 100
-        client.draw_samples(now)
+        client.draw_samples(now, made)
     assert Counter(drawn_at) == {0.4: 25, 0.6: 25, 0.8: 25, 1.0: 25}
     brightness = client.samples().mean((1, 2, 3))
     assert brightness.tolist() == [-1.0] * 30 + [0.0] * 20 + [1.0] * 50
 
 
 def test_fewer_samples_than_snapshots_are_spread_over_all_of_training() -> None:
-    [client] = begun(counts=counts_of(0, 5, 0)).clients
+    client, training = begun(counts=counts_of(0, 5, 0))
     assert [len(due) for due in client.due] == [1] * 5
-    client.draw_samples(0.35)
+    client.draw_samples(0.35, views_of(training))
     assert not client.made
-    client.draw_samples(1.0)
+    client.draw_samples(1.0, views_of(training))
     assert len(client.samples()) == 5
 
 
@@ -375,7 +345,10 @@ def audited_step(world: int, run: int, *, noise_share: float) -> NDArray[np.floa
     settings = DpCgan(discriminator_width=2, generator_width=2, latent_dim=2)
     record = PrivateRecords(torch.full((1, 3), OUTLIER if world else math.nan), torch.zeros(1, dtype=torch.int64), 1)
     bill = Bill(AUDITED, 1, noise_share, 1.0)
-    training = begun(settings, record, counts_of(1), bill, Noise.seeded(run))
+    _, training = begun(settings, record, counts_of(1), bill, Noise.seeded(run))
+    if isinstance(training, CompiledTraining):
+        training.discriminator_step(0)
+        return training.adversaries.discriminator_adam.gradient.astype(np.float64)
     released: list[list[torch.Tensor]] = []
     training.discriminator_adam.step = released.extend  # type: ignore[method-assign,assignment]
     training.discriminator_step(0)
