@@ -31,8 +31,9 @@ void take_step(const Adam& of, long step) {
 // Writes what ``add_noise`` of fl_sim/privacy/mechanisms.py makes of a sum, divided: the same operations on float64.
 // ``noise``: in steps of the grid, which are ``spacing``; null: none, and the sum as it is.
 void release(const double* sum, const double* noise, double spacing, double divisor, long count, float* gradient) {
+    const double finer = 1 / spacing;  // of a power of two, so that times it is over the other
     if (noise)
-        for (long i = 0; i < count; i++) gradient[i] = float((std::rint(sum[i] / spacing) + noise[i]) * spacing / divisor);
+        for (long i = 0; i < count; i++) gradient[i] = float((std::rint(sum[i] * finer) + noise[i]) * spacing / divisor);
     else
         for (long i = 0; i < count; i++) gradient[i] = float(sum[i] / divisor);
 }

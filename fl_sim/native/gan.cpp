@@ -74,9 +74,9 @@ int OF_WIDTH(fl_sim_normals)(const uint64_t* first, const uint64_t* second, int6
     return 0;
 }
 
-int OF_WIDTH(fl_sim_rounded_normals)(const uint64_t* first, const uint64_t* second, int64_t count, double ratio,
-                                     double* made, int64_t* undecided, int64_t* num_undecided) {
-    *num_undecided = write_rounded_normals(first, second, count, ratio, made, undecided);
+int OF_WIDTH(fl_sim_rounded_normals)(const uint64_t* words, int64_t count, double ratio, double* made,
+                                     int64_t* undecided, int64_t* num_undecided) {
+    *num_undecided = write_rounded_normals(words, count, ratio, made, undecided);
     return 0;
 }
 

@@ -18,46 +18,48 @@ class GeneratorAtWork {
 
     // Writes what each of ``latents`` becomes, [row][output].
     void write(const Shown& latents, float* made) {
-        for (long first = 0; first < latents.count; first += ROWS_AT_ONCE) {
-            const long here = std::min<long>(ROWS_AT_ONCE, latents.count - first);
+        const long at_once = curved_.net().num_classes ? SORTED_AT_ONCE : ROWS_AT_ONCE;
+        for (long first = 0; first < latents.count; first += at_once) {
+            const long here = std::min<long>(at_once, latents.count - first);
             const Rows views = this->views(latents, first, here);
             for (long row = 0; row < here; row++)
-                std::copy_n(views.row(row), views.width, made + (first + row) * views.width);
+                std::copy_n(views.row(sorted_.place(row)), views.width, made + (first + row) * views.width);
         }
     }
 
-    // Writes the gradient of mean softplus(-D(G(latents))) in the order of curved's parameters, then straight's.
+    // Writes the gradient of mean softplus(-D(G(latents))) in the order of curved's parameters, then straight's. D has as
+    // many classes as G.
     void write_gradient(const Perceptron& discriminator, const Shown& latents, float* gradient) {
-        const long num_rows = latents.count, count = filled(num_rows, TILE);
-        const Rows made = views(latents, 0, num_rows);
+        const Rows made = views(latents, 0, latents.count);
+        const long count = made.count;
         discriminator_.begin(discriminator, 0);
-        const Rows shown = discriminator_.inputs(count), scores = discriminator_.left(count);
-        const Rows scored = discriminator_.last_errors(count);
-        for (long row = 0; row < num_rows; row++)
-            Shown::put_in(discriminator, made.row(row), latents.place(discriminator, row), shown.row(row));
-        std::fill(shown.row(num_rows), shown.row(count), 0.0f);
-        discriminator_.forward(count);
+        for (long row = 0; row < count; row++) discriminator_.enter(made.row(row), discriminator_.inputs(count).row(row));
+        discriminator_.forward(sorted_);
+        const Rows scores = discriminator_.left(count), scored = discriminator_.last_errors(count);
         for (long row = 0; row < count; row++)
-            *scored.row(row) = row < num_rows ? -sigmoid(-spread(*scores.row(row)))[0] / float(num_rows) : 0.0f;
+            *scored.row(row) = -sigmoid(-spread(*scores.row(row)))[0] / float(latents.count);
+        sorted_.for_fillers([&](long row) { *scored.row(row) = 0.0f; });
         scored.fill_up(0.0f);
         discriminator_.back(count);
         const Rows errors = curved_.last_errors(count);
-        to_views(discriminator, latents, made, errors);
+        to_views(made, errors);
         curved_.back(count);
         std::copy_n(errors.at, count * errors.stride, straight_.last_errors(count).at);
-        for (Passage* part : {&curved_, &straight_}) gradient = write_part(*part, count, gradient);
+        for (Passage* part : {&curved_, &straight_}) gradient = write_part(*part, gradient);
     }
 
   private:
-    static constexpr long ROWS_AT_ONCE = 96;
+    static constexpr long ROWS_AT_ONCE = 96, SORTED_AT_ONCE = 512;  // of many classes more, lest few be of each
 
+    // What becomes of rows, in their order by class.
     Rows views(const Shown& latents, long first, long num_rows) {
-        const long count = filled(num_rows, TILE);
+        const Perceptron& net = curved_.net();
+        sorted_.sort(num_rows, net.num_blocks(), [&](long row) { return latents.class_of(net, first + row); });
+        const long count = sorted_.count();
         const Rows in = curved_.inputs(count);
-        for (long row = 0; row < num_rows; row++) latents.enter(curved_.net(), first + row, in.row(row));
-        std::fill(in.row(num_rows), in.row(count), 0.0f);
+        for (long row = 0; row < num_rows; row++) curved_.enter(latents.row(net, first + row), in.row(sorted_.place(row)));
         std::copy_n(in.at, count * in.stride, straight_.inputs(count).at);
-        curved_.forward(count), straight_.forward(count);
+        for (Passage* part : {&curved_, &straight_}) part->forward(sorted_);
         const Rows bent = curved_.left(count), direct = straight_.left(count);
         for (long row = 0; row < count; row++)
             for (long column = 0; column < bent.width; column += LANES)
@@ -67,40 +69,48 @@ class GeneratorAtWork {
     }
 
     // The loss's derivative by the numbers whose sigmoid the views are.
-    void to_views(const Perceptron& discriminator, const Shown& latents, const Rows& made, const Rows& errors) {
-        const long count = errors.count;
-        const Rows by_first = discriminator_.errors(0, count);
-        const Rows by_shown = shown_.rows(count, discriminator.layers[0].inputs);
-        discriminator_.packed(0).back(discriminator.layers[0], by_first, [&](long row, long column, vec value) {
-            store(by_shown.row(row) + column, value);
-        });
-        std::fill(errors.at, errors.row(count), 0.0f);
-        for (long row = 0; row < latents.count; row++) {
-            const float* const slope = by_shown.row(row) + latents.place(discriminator, row);
-            for (long i = 0; i < made.width; i++)
-                errors.row(row)[i] = 2.0f * made.row(row)[i] * (1.0f - made.row(row)[i]) * slope[i];
-        }
+    void to_views(const Rows& made, const Rows& errors) {
+        const Rows slopes = shown_.rows(made.count, discriminator_.net().block());
+        discriminator_.back_to_inputs(
+            sorted_, [&](long row, long column, vec value) { store(slopes.row(row) + column, value); });
+        std::fill(errors.at, errors.row(made.count), 0.0f);
+        for (const Sorted::Group& group : sorted_.groups())
+            for (long row = group.first; row < group.first + group.count; row++)
+                for (long i = 0; i < made.width; i++)
+                    errors.row(row)[i] = 2.0f * made.row(row)[i] * (1.0f - made.row(row)[i]) * slopes.row(row)[i];
     }
 
-    float* write_part(Passage& part, long count, float* gradient) {
+    float* write_part(Passage& part, float* gradient) {
+        const long count = sorted_.count();
         for (long number = 0; number < part.net().num_layers; number++) {
             const Linear& layer = part.net().layers[number];
             const Rows in = part.entered(number, count), errors = part.errors(number, count);
-            const long outputs = filled(layer.outputs, TILE);
-            float* const sums = sums_.at_least(outputs * in.stride);
-            multiply_rows<float>({errors.at, 1, errors.stride, in.at, in.stride, count, nullptr, 0}, outputs, in.stride,
-                                 [&](long output, long column, vec value) {
-                                     store(sums + output * in.stride + column, value);
-                                 });
-            for (long output = 0; output < layer.outputs; output++)
-                gradient = std::copy_n(sums + output * in.stride, layer.inputs, gradient);
-            for (long output = 0; layer.bias && output < layer.outputs; output++)
-                *gradient++ = sums[output * in.stride + layer.inputs];
+            float* const biases = std::fill_n(gradient, layer.outputs * layer.inputs, 0.0f);
+            if (layer.bias) std::fill_n(biases, layer.outputs, 0.0f);
+            if (number > 0) add_sums(in, errors, layer, gradient, biases);
+            for (const Sorted::Group& group : sorted_.groups())
+                if (number == 0)
+                    add_sums(in.part(group.first, group.filled_up()), errors.part(group.first, group.filled_up()), layer,
+                             gradient + group.number * in.width, biases);
+            gradient = biases + (layer.bias ? layer.outputs : 0);
         }
         return gradient;
     }
 
+    // Writes the sums of errors times what entered a layer to where they belong, and adds those of errors to ``biases``.
+    void add_sums(const Rows& in, const Rows& errors, const Linear& layer, float* weights, float* biases) {
+        const long outputs = filled(layer.outputs, TILE);
+        float* const sums = sums_.at_least(outputs * in.stride);
+        multiply_rows<float>({errors.at, 1, errors.stride, in.at, in.stride, in.count, nullptr, 0}, outputs, in.stride,
+                             [&](long output, long column, vec value) { store(sums + output * in.stride + column, value); });
+        for (long output = 0; output < layer.outputs; output++) {
+            std::copy_n(sums + output * in.stride, in.width, weights + output * layer.inputs);
+            if (layer.bias) biases[output] += sums[output * in.stride + in.width];
+        }
+    }
+
     Passage curved_, straight_, discriminator_;
+    Sorted sorted_;
     RowsMemory shown_;
     Numbers<float> sums_;
 };

@@ -1,7 +1,7 @@
 // Normal numbers from uniform bits: what fl_sim/privacy/mechanisms.py draws, in one pass.
 //
-// Of a number N two words are known: the last bit of ``first`` is its sign, and first >> 1, then ``second``, are the first
-// binary digits of U = P(|N'| > |N|). The quantile is Wichura's (1988, algorithm AS 241, PPND16), right to about 2^-50.
+// Of a number N one word is known, or two: the last bit of ``first`` is its sign, and first >> 1, then ``second``, are the
+// first binary digits of U = P(|N'| > |N|). The quantile is Wichura's (1988, algorithm AS 241, PPND16), right to about 2^-50.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,8 @@
 namespace {
 
 constexpr long NORMALS_AT_ONCE = 512;
-constexpr double DECIDED = 0.5 - 1.0 / (1 << 17);  // see TOLERANCE in grid.py
+constexpr double SURE = 0.5 - 1.0 / (1 << 17);  // see TOLERANCE in grid.py
+constexpr uint64_t LEAST = uint64_t(1) << 47;   // of a first word: see DECIDED in grid.py
 
 template <int DEGREE>
 inline double polynomial(const double (&terms)[DEGREE + 1], double x) {
@@ -73,7 +74,8 @@ inline double log_of(double x) {
            ((half - (s * (half + z * polynomial<6>(LG, z)) + power * 1.90821492927058770002e-10)) - f);
 }
 
-// The magnitudes of ``count`` numbers, at most NORMALS_AT_ONCE.
+// The magnitudes of ``count`` numbers, at most NORMALS_AT_ONCE. ``second``: null where the middle of what it could be
+// will do.
 void magnitudes(const uint64_t* first, const uint64_t* second, long count, double* made) {
     double probabilities[NORMALS_AT_ONCE], tails[NORMALS_AT_ONCE];
     int32_t places[NORMALS_AT_ONCE];
@@ -86,7 +88,8 @@ void magnitudes(const uint64_t* first, const uint64_t* second, long count, doubl
     // Where so many digits are zeros that fewer than 53 are left, the second word has the rest.
     for (long tail = 0; tail < num_tails; tail++) {
         double& digits = probabilities[places[tail]];
-        if (digits < 0x1p53) digits += double(int64_t(second[places[tail]] >> 11)) * 0x1p-53 + 0x1p-54;
+        if (digits < 0x1p53)
+            digits += second ? double(int64_t(second[places[tail]] >> 11)) * 0x1p-53 + 0x1p-54 : 0.5;
         tails[tail] = digits * 0x1p-64;
     }
     for (long i = 0; i < count; i++) made[i] = middle_quantile(0.5 - probabilities[i] * 0x1p-64);
@@ -114,24 +117,22 @@ void write_normals(const uint64_t* first, const uint64_t* second, long count, do
 }
 
 // Writes normal numbers times ``ratio``, rounded to whole ones; returns how many it cannot tell, whose places go to
-// ``undecided``: next to a boundary this may round the wrong way, and where all 63 digits are 0, U is not known well
-// enough.
-long write_rounded_normals(const uint64_t* first, const uint64_t* second, long count, double ratio, double* made,
-                           int64_t* undecided) {
+// ``undecided``: next to a boundary this may round the wrong way, and of a small U the first word does not say enough.
+long write_rounded_normals(const uint64_t* words, long count, double ratio, double* made, int64_t* undecided) {
     long num_undecided = 0;
     for (long start = 0; start < count; start += NORMALS_AT_ONCE) {
         const long here = count - start < NORMALS_AT_ONCE ? count - start : NORMALS_AT_ONCE;
         double exact[NORMALS_AT_ONCE];
         bool is_open = false;
-        magnitudes(first + start, second + start, here, exact);
+        magnitudes(words + start, nullptr, here, exact);
         for (long i = 0; i < here; i++) {
             const double scaled = exact[i] * ratio, whole = std::rint(scaled);
-            is_open |= std::fabs(scaled - whole) > DECIDED || first[start + i] < 2;
+            is_open |= std::fabs(scaled - whole) > SURE || words[start + i] < LEAST;
             exact[i] = std::fabs(scaled - whole);
-            made[start + i] = with_sign(whole, first[start + i]);
+            made[start + i] = with_sign(whole, words[start + i]);
         }
         for (long i = 0; is_open && i < here; i++)
-            if (exact[i] > DECIDED || first[start + i] < 2) undecided[num_undecided++] = start + i;
+            if (exact[i] > SURE || words[start + i] < LEAST) undecided[num_undecided++] = start + i;
     }
     return num_undecided;
 }

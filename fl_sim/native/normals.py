@@ -20,27 +20,28 @@ class CompiledNormals:
 
     def draw(self, first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.float64]:
         """Return one N(0, 1) number for each pair of words. Raises ValueError where they are none."""
-        made = np.empty(len(first))
-        self._call("normals", first, second, _LONG(len(first)), made)
+        count, made = len(first), np.empty(len(first))
+        words = _row(first, np.uint64, count), _row(second, np.uint64, count)
+        self._named("normals")(*words, _LONG(count), _row(made, np.float64, count))
         return made
 
-    def rounded(
-        self, first: NDArray[np.uint64], second: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]
-    ) -> NDArray[np.intp]:
+    def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
         """Write the numbers times ``ratio``, rounded to whole ones, into ``out``, and return the places to decide.
 
-        They are where float64 does not tell which way to round. Raises ValueError where there are not as many words.
+        They are where ``first`` and float64 do not tell which way to round. Raises ValueError where there are not as
+        many words as numbers.
         """
-        undecided, number = np.empty(len(first), np.int64), np.zeros(1, np.int64)
-        self._call("rounded_normals", first, second, _LONG(len(first)), _DOUBLE(ratio), out, undecided, number)
-        return undecided[: number[0]]
+        count, undecided, number = len(first), np.empty(len(first), np.int64), _LONG()
+        places = _row(undecided, np.int64, count), ctypes.byref(number)
+        words, made = _row(first, np.uint64, count), _row(out, np.float64, count)
+        self._named("rounded_normals")(words, _LONG(count), _DOUBLE(ratio), made, *places)
+        return undecided[: number.value]
 
-    def _call(self, name: str, first: NDArray[np.uint64], second: NDArray[np.uint64], *rest: Any) -> None:
-        arrays = [first, second, *(one for one in rest if isinstance(one, np.ndarray))]
-        types = [np.uint64, np.uint64, np.float64, np.int64, np.int64][: len(arrays)]
-        are_plain = all(one.flags.c_contiguous and one.dtype == type_ for one, type_ in zip(arrays, types, strict=True))
-        if not are_plain or first.ndim != 1 or any(one.shape != first.shape for one in arrays[:4]):
-            raise ValueError(f"{first.shape} normal numbers are made of as many pairs of 64-bit words, in one row")
-        function = getattr(self.kernel.library, f"fl_sim_{name}_{self.kernel.lanes}")
-        given = [ctypes.c_void_p(one.ctypes.data) if isinstance(one, np.ndarray) else one for one in rest]
-        function(*(ctypes.c_void_p(one.ctypes.data) for one in (first, second)), *given)
+    def _named(self, name: str) -> Any:  # a function of C
+        return getattr(self.kernel.library, f"fl_sim_{name}_{self.kernel.lanes}")
+
+
+def _row(numbers: NDArray[Any], kind: type[np.generic], count: int) -> ctypes.c_void_p:
+    if numbers.dtype != kind or numbers.shape != (count,) or not numbers.flags.c_contiguous:
+        raise ValueError(f"{count} normal numbers are made of as many pairs of 64-bit words, in one row")
+    return ctypes.c_void_p(numbers.ctypes.data)

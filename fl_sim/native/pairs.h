@@ -1,6 +1,6 @@
 // The clipped sum of the gradients of (real, fake) pairs: what clients/dafl/dpcgan/clipping.py defines, in one pass.
 //
-// Real and fake of a pair are rows 2i and 2i + 1. What enters and what leaves the layers is float32, and a row's bits do
+// Real and fake of a pair are rows 2i and 2i + 1, which are sorted by class. What enters and what leaves the layers is float32, and a row's bits do
 // not depend on the other rows. Norms and sums are float64, and the bias is the weight of one more input, which is 1.
 #pragma once
 
@@ -10,6 +10,8 @@ namespace {
 
 constexpr double SLACK = 1.0 / (1L << 32);  // see _SLACK in clipping.py
 constexpr long PAIRS_AT_ONCE = 48;          // their rows stay in the second cache
+constexpr long SORTED_PAIRS_AT_ONCE = 256;  // of many classes more, lest few rows be of each
+constexpr long ROWS_AT_ONCE = 96;           // that are float64: they stay there, too
 
 // Eight numbers are eight lanes on any processor, so that their sum is rounded in one way.
 typedef double eight __attribute__((vector_size(64)));
@@ -18,13 +20,6 @@ typedef double loose_eight __attribute__((vector_size(64), aligned(8), may_alias
 INLINE double sum(const eight& value) {
     return ((value[0] + value[4]) + (value[2] + value[6])) + ((value[1] + value[5]) + (value[3] + value[7]));
 }
-
-// A matrix like Rows, of whose numbers only those are kept up to the next eight.
-struct Wide {
-    double* at = nullptr;
-    long stride = 0;
-    double* row(long number) const { return at + number * stride; }
-};
 
 constexpr long wide_stride(long width) { return filled(width + 1, 8); }
 
@@ -59,115 +54,141 @@ class ClippedSum {
     void write(const Perceptron& net, const Shown& real, const int64_t* chosen, const Shown& fake, double bound,
                double* sum) {
         passage_.begin(net, 1);
-        wide_.resize(net.num_layers), wide_errors_.resize(net.num_layers), totals_.resize(net.num_layers);
-        for (long number = 0; number < net.num_layers; number++) {
-            const Linear& layer = net.layers[number];
-            const long size = filled(layer.outputs, TILE) * wide_stride(layer.inputs);
-            std::fill_n(totals_[number].at_least(size), size, 0.0);
-        }
-        for (long first = 0; first < fake.count; first += PAIRS_AT_ONCE) {
-            const long here = std::min<long>(PAIRS_AT_ONCE, fake.count - first), count = rows_of(here);
-            const Rows in = passage_.inputs(count);
-            for (long pair = 0; pair < here; pair++) {
-                real.enter(net, chosen[first + pair], in.row(2 * pair));
-                fake.enter(net, first + pair, in.row(2 * pair + 1));
-            }
-            std::fill(in.row(2 * here), in.row(count), 0.0f);
-            score(count);
+        begin_totals(net);
+        const long at_once = net.num_classes ? SORTED_PAIRS_AT_ONCE : PAIRS_AT_ONCE;
+        for (long first = 0; first < fake.count; first += at_once) {
+            const long here = std::min<long>(at_once, fake.count - first);
+            const auto shown = [&](long row) -> const Shown& { return row % 2 ? fake : real; };
+            const auto place = [&](long row) { return row % 2 ? first + row / 2 : chosen[first + row / 2]; };
+            rows_.sort(2 * here, net.num_blocks(), [&](long row) { return shown(row).class_of(net, place(row)); });
+            const Rows in = passage_.inputs(rows_.count());
+            for (long row = 0; row < 2 * here; row++)
+                passage_.enter(shown(row).row(net, place(row)), in.row(rows_.place(row)));
+            score(here);
             clip(here, bound);
-            add(here);
+            add();
         }
-        hand_over(sum);
+        hand_over(net, sum);
     }
 
   private:
-    static long rows_of(long pairs) { return filled(2 * pairs, TILE); }
+    void begin_totals(const Perceptron& net) {
+        totals_.resize(net.num_blocks() + net.num_layers - 1);
+        for (long number = 0; number < long(totals_.size()); number++) {
+            const Linear layer = layer_of(net, number);
+            const long size = filled(layer.outputs, TILE) * wide_stride(layer.inputs);
+            std::fill_n(totals_[number].at_least(size), size, 0.0);
+        }
+    }
+
+    // Totals are those of the first layer by class, and then those of the other layers.
+    static Linear layer_of(const Perceptron& net, long number) {
+        return number < net.num_blocks() ? net.of_class(0, number) : net.layers[number - net.num_blocks() + 1];
+    }
 
     // Takes what enters the first layer to the scores, and the losses' derivatives back.
-    void score(long count) {
+    void score(long pairs) {
+        passage_.forward(rows_);
+        const long count = rows_.count();
         const Rows scores = passage_.left(count), errors = passage_.last_errors(count);
-        passage_.forward(count);
-        for (long first = 0; first < count; first += LANES) {  // of softplus(-score) and softplus(score)
+        for (long first = 0; first < 2 * pairs; first += LANES) {  // of softplus(-score) and softplus(score)
             vec score{}, sign{};
-            for (int i = 0; i < LANES && first + i < count; i++)
-                score[i] = *scores.row(first + i), sign[i] = i % 2 ? 1.0f : -1.0f;
+            const int here = int(std::min<long>(LANES, 2 * pairs - first));
+            for (int i = 0; i < here; i++)
+                score[i] = *scores.row(rows_.place(first + i)), sign[i] = i % 2 ? 1.0f : -1.0f;
             const vec error = sign * sigmoid(sign * score);
-            for (int i = 0; i < LANES && first + i < count; i++) *errors.row(first + i) = error[i];
+            for (int i = 0; i < here; i++) *errors.row(rows_.place(first + i)) = error[i];
         }
+        rows_.for_fillers([&](long row) { *errors.row(row) = 0.0f; });
         errors.fill_up(0.0f);
         passage_.back(count);
     }
 
-    // Makes float64 of all rows, and clips.
+    // Finds every row's factor; NaN for zeros.
     void clip(long pairs, double bound) {
-        const long count = rows_of(pairs), num_layers = passage_.net().num_layers;
-        double squares[PAIRS_AT_ONCE] = {};
-        for (long number = 0; number < num_layers; number++) {
+        const Perceptron& net = passage_.net();
+        const long count = rows_.count();
+        squares_.assign(pairs, 0.0), factors_.assign(count, NAN);
+        for (long number = 0; number < net.num_layers; number++) {
             const Rows in = passage_.entered(number, count), errors = passage_.errors(number, count);
             for (long pair = 0; pair < pairs; pair++) {
-                const Products inputs(in.row(2 * pair), in.row(2 * pair + 1), wide_stride(in.width));
-                const Products slopes(errors.row(2 * pair), errors.row(2 * pair + 1), wide_stride(errors.width));
+                const long real = rows_.place(2 * pair), fake = rows_.place(2 * pair + 1);
+                const Products inputs(in.row(real), in.row(fake), wide_stride(in.width));
+                const Products slopes(errors.row(real), errors.row(fake), wide_stride(errors.width));
                 const double own = inputs.real * slopes.real + inputs.fake * slopes.fake;
-                squares[pair] += own + 2 * inputs.across * slopes.across + SLACK * own;
+                const double across = number > 0 || rows_.are_alike(2 * pair, 2 * pair + 1) ? inputs.across : in.row(real)[in.width];
+                squares_[pair] += own + 2 * across * slopes.across + SLACK * own;
             }
         }
-        double factors[PAIRS_AT_ONCE];
         for (long pair = 0; pair < pairs; pair++) {
-            const double norm = std::sqrt(squares[pair]);
-            factors[pair] = !std::isfinite(norm) ? NAN : bound > 0 ? std::min(1.0, bound / norm) : 0.0;
-        }
-        for (long number = 0; number < num_layers; number++) {
-            const Rows in = passage_.entered(number, count), errors = passage_.errors(number, count);
-            for (long row = 0; row < 2 * pairs; row++) {
-                const double factor = factors[row / 2];
-                scale(in, row, std::isnan(factor) ? NAN : 1.0, wide(wide_[number], in));
-                scale(errors, row, factor, wide(wide_errors_[number], errors));
-            }
+            const double norm = std::sqrt(squares_[pair]);
+            const double factor = !std::isfinite(norm) ? NAN : bound > 0 ? std::min(1.0, bound / norm) : 0.0;
+            for (const long row : {2 * pair, 2 * pair + 1}) factors_[rows_.place(row)] = factor;
         }
     }
-
-    // NaN for a factor: zeros. 0 * nan is nan, so what is not finite must go, not be multiplied by 0.
-    static void scale(const Rows& from, long row, double factor, const Wide& to) {
-        if (std::isnan(factor)) std::fill_n(to.row(row), to.stride, 0.0);
-        else
-            for (long i = 0; i < to.stride; i += 8) {
-                eight numbers;
-                widen(from.row(row) + i, numbers);
-                *reinterpret_cast<loose_eight*>(to.row(row) + i) = factor * numbers;
-            }
+    // Adds every row's part to the totals.
+    void add() {
+        const Perceptron& net = passage_.net();
+        const long count = rows_.count(), num_blocks = net.num_blocks();
+        for (const Sorted::Group& group : rows_.groups()) add_rows(0, group.first, group.filled_up(), totals_[group.number]);
+        for (long number = 1; number < net.num_layers; number++)
+            add_rows(number, 0, count, totals_[num_blocks + number - 1]);
     }
 
-    void add(long pairs) {
-        for (long number = 0; number < passage_.net().num_layers; number++) {
-            const long count = rows_of(pairs), outputs = filled(passage_.net().layers[number].outputs, TILE);
-            const Wide in = wide(wide_[number], passage_.entered(number, count));
-            const Wide errors = wide(wide_errors_[number], passage_.errors(number, count));
-            double* const total = totals_[number].at_least(0);
-            multiply_rows<double>({errors.at, 1, errors.stride, in.at, in.stride, 2 * pairs, total, in.stride}, outputs,
-                                  in.stride, [&](long output, long column, dvec value) {
-                                      store_some(total + output * in.stride + column, value);
+    void add_rows(long layer, long first, long num_rows, Numbers<double>& to) {
+        const Rows in = passage_.entered(layer, rows_.count()), errors = passage_.errors(layer, rows_.count());
+        const long stride = wide_stride(in.width), error_stride = wide_stride(errors.width);
+        double* const total = to.at_least(0);
+        double* const wide = wide_.at_least(ROWS_AT_ONCE * stride);
+        double* const wide_errors = wide_errors_.at_least(ROWS_AT_ONCE * error_stride);
+        for (long done = 0; done < num_rows; done += ROWS_AT_ONCE) {
+            const long here = std::min(ROWS_AT_ONCE, num_rows - done);
+            for (long row = 0; row < here; row++) {
+                const double factor = factors_[first + done + row];
+                scale(in.row(first + done + row), std::isnan(factor) ? NAN : 1.0, stride, wide + row * stride);
+                scale(errors.row(first + done + row), factor, error_stride, wide_errors + row * error_stride);
+            }
+            multiply_rows<double>({wide_errors, 1, error_stride, wide, stride, here, total, stride},
+                                  filled(errors.width, TILE), stride, [&](long output, long column, dvec value) {
+                                      store_some(total + output * stride + column, value);
                                   });
         }
     }
 
-    void hand_over(double* sum) {
-        for (long number = 0; number < passage_.net().num_layers; number++) {
-            const Linear& layer = passage_.net().layers[number];
-            const double* const total = totals_[number].at_least(0);
-            const long stride = wide_stride(layer.inputs);
+    // NaN for a factor: zeros. 0 * nan is nan, so what is not finite must go, not be multiplied by 0.
+    static void scale(const float* from, double factor, long count, double* to) {
+        if (std::isnan(factor))
+            std::fill_n(to, count, 0.0);
+        else
+            for (long i = 0; i < count; i += 8) {
+                eight numbers;
+                widen(from + i, numbers);
+                *reinterpret_cast<loose_eight*>(to + i) = factor * numbers;
+            }
+    }
+
+    void hand_over(const Perceptron& net, double* sum) {
+        for (long number = 0; number < net.num_layers; number++) {
+            const Linear& layer = net.layers[number];
+            const long first = number ? net.num_blocks() + number - 1 : 0, blocks = number ? 1 : net.num_blocks();
+            const long width = layer.inputs / blocks, stride = wide_stride(width);
             for (long output = 0; output < layer.outputs; output++)
-                sum = std::copy_n(total + output * stride, layer.inputs, sum);
-            for (long output = 0; layer.bias && output < layer.outputs; output++)
-                *sum++ = total[output * stride + layer.inputs];
+                for (long block = 0; block < blocks; block++)
+                    sum = std::copy_n(totals_[first + block].at_least(0) + output * stride, width, sum);
+            for (long output = 0; layer.bias && output < layer.outputs; output++) {
+                *sum = 0.0;
+                for (long block = 0; block < blocks; block++)
+                    *sum += totals_[first + block].at_least(0)[output * stride + width];
+                sum++;
+            }
         }
     }
 
-    static Wide wide(Numbers<double>& memory, const Rows& rows) {
-        return {memory.at_least(rows.count * wide_stride(rows.width)), wide_stride(rows.width)};
-    }
-
     Passage passage_;
-    std::vector<Numbers<double>> wide_, wide_errors_, totals_;
+    Sorted rows_;
+    std::vector<double> squares_, factors_;  // of pairs; of rows
+    std::vector<Numbers<double>> totals_;
+    Numbers<double> wide_, wide_errors_;
 };
 
 }  // namespace

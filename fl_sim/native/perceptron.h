@@ -1,24 +1,33 @@
 // Perceptrons, forward and back, a row for every record.
 #pragma once
 
-#include "products.h"
+#include "sorted.h"
 
 namespace {
 
 // A linear layer, as torch keeps it, and the ReLU behind it. perceptrons.py fills it in, field by field.
 struct Linear {
     const float *weights, *bias;  // [output][input]; bias: null where there is none
-    int64_t inputs, outputs;
-    double slope;  // of the ReLU below zero; 1 where there is none
+    int64_t inputs, outputs, stride;  // stride: from one output's weights to the next's
+    double slope;                     // of the ReLU below zero; 1 where there is none
 };
 
 // ``num_classes``: 0, or of how many blocks the inputs are: a row's own class has its values and a one in its block, and
-// there are zeros in all others.
+// there are zeros in all others, which nobody multiplies.
 struct Perceptron {
     const Linear* layers;
     int64_t num_layers, num_classes;
 
-    long width() const { return num_classes ? layers[0].inputs / num_classes - 1 : layers[0].inputs; }
+    long num_blocks() const { return num_classes ? num_classes : 1; }
+    long block() const { return layers[0].inputs / num_blocks(); }  // how many inputs a row of one class has
+    long width() const { return num_classes ? block() - 1 : block(); }
+
+    // What a layer is for the rows of one class.
+    Linear of_class(long layer, long number) const {
+        Linear found = layers[layer];
+        if (layer == 0) found.weights += number * block(), found.inputs = block();
+        return found;
+    }
 };
 
 // Rows of a network's width. ``classes``: of each row, looked at if the network has classes.
@@ -37,21 +46,8 @@ struct Shown {
         return true;
     }
 
-    // Where a row's values begin among the inputs.
-    long place(const Perceptron& net, long row) const {
-        return net.num_classes ? classes[row] * (net.width() + 1) : 0;
-    }
-
-    // Writes what enters the network's first layer.
-    void enter(const Perceptron& net, long row, float* to) const {
-        put_in(net, values + row * net.width(), place(net, row), to);
-    }
-
-    static void put_in(const Perceptron& net, const float* from, long place, float* to) {
-        std::fill_n(to, net.layers[0].inputs, 0.0f);
-        std::copy_n(from, net.width(), to + place);
-        if (net.num_classes) to[place + net.width()] = 1.0f;
-    }
+    long class_of(const Perceptron& net, long row) const { return net.num_classes ? classes[row] : 0; }
+    const float* row(const Perceptron& net, long number) const { return values + number * net.width(); }
 };
 
 // A matrix whose rows lie one behind the other, each filled up with zeros.
@@ -60,6 +56,7 @@ struct Rows {
     long count = 0, width = 0, stride = 0;  // count: a multiple of TILE
 
     float* row(long number) const { return at + number * stride; }
+    Rows part(long first, long number) const { return {row(first), number, width, stride}; }
 
     // Fills up all rows. ``first``: what stands behind a row's own numbers.
     void fill_up(float first) const {
@@ -110,7 +107,7 @@ class Packed {
                 vec block[LANES];
                 for (int i = 0; i < LANES; i++)
                     block[i] = output + i < layer.outputs && first < layer.inputs
-                                   ? load(layer.weights + (output + i) * layer.inputs + first, layer.inputs - first)
+                                   ? load(layer.weights + (output + i) * layer.stride + first, layer.inputs - first)
                                    : vec{};
                 transpose(block);
                 for (int i = 0; i < LANES; i++) store(forward_ + (first + i) * columns_ + output, block[i]);
@@ -120,17 +117,15 @@ class Packed {
         if (!goes_back) return;
         back_ = back_memory_.at_least(layer.outputs * inputs_);
         for (long output = 0; output < layer.outputs; output++) {
-            std::copy_n(layer.weights + output * layer.inputs, layer.inputs, back_ + output * inputs_);
+            std::copy_n(layer.weights + output * layer.stride, layer.inputs, back_ + output * inputs_);
             std::fill(back_ + output * inputs_ + layer.inputs, back_ + (output + 1) * inputs_, 0.0f);
         }
     }
 
-    // ``out`` = what the layer makes of ``in``. ``adds``: to what is there.
+    // What the layer makes of ``in``.
     template <class Take>
-    void forward(const Linear& layer, const Rows& in, const Rows* adds, const Take& take) const {
-        multiply_rows<float>({in.at, in.stride, 1, forward_, columns_, layer.inputs, adds ? adds->at : bias_,
-                              adds ? adds->stride : 0},
-                             in.count, columns_, take);
+    void forward(const Linear& layer, const Rows& in, const Take& take) const {
+        multiply_rows<float>({in.at, in.stride, 1, forward_, columns_, layer.inputs, bias_, 0}, in.count, columns_, take);
     }
 
     // The loss's derivative by what entered the layer, from that by what left it.
@@ -146,44 +141,56 @@ class Packed {
     long columns_ = 0, inputs_ = 0;
 };
 
-// A perceptron at work: what entered each layer, and the loss's derivative by what left it.
+// A perceptron at work: what entered each layer, and the loss's derivative by what left it. Rows are sorted by class.
 class Passage {
   public:
     // ``goes_back_to``: the first layer whose inputs' derivative is wanted.
     void begin(const Perceptron& net, long goes_back_to) {
         net_ = net;
-        packed_.resize(net.num_layers), entered_.resize(net.num_layers + 1), errors_.resize(net.num_layers);
-        for (long layer = 0; layer < net.num_layers; layer++)
-            packed_[layer].pack(net.layers[layer], layer >= goes_back_to);
+        packed_.resize(net.num_layers), first_.resize(net.num_blocks());
+        entered_.resize(net.num_layers + 1), errors_.resize(net.num_layers);
+        for (long number = 0; number < net.num_blocks(); number++)
+            first_[number].pack(net.of_class(0, number), goes_back_to == 0);
+        for (long layer = 1; layer < net.num_layers; layer++) packed_[layer].pack(net.layers[layer], layer >= goes_back_to);
     }
 
     // Room for what enters the first layer.
     Rows inputs(long count) { return entered(0, count); }
     Rows entered(long layer, long count) {
-        const long width = layer < net_.num_layers ? net_.layers[layer].inputs : net_.layers[layer - 1].outputs;
+        const long width = layer == 0                ? net_.block()
+                           : layer < net_.num_layers ? net_.layers[layer].inputs
+                                                     : net_.layers[layer - 1].outputs;
         return entered_[layer].rows(count, width);
     }
     Rows errors(long layer, long count) { return errors_[layer].rows(count, net_.layers[layer].outputs); }
     Rows left(long count) { return entered(net_.num_layers, count); }
     Rows last_errors(long count) { return errors(net_.num_layers - 1, count); }
 
+    // Writes a row that enters the first layer: the network's width of numbers.
+    void enter(const float* values, float* row) const {
+        std::copy_n(values, net_.width(), row);
+        if (net_.num_classes) row[net_.width()] = 1.0f;
+    }
+
     // Before: what enters the first layer is there.
-    void forward(long count) {
+    void forward(const Sorted& rows) {
+        const long count = rows.count();
+        rows.for_fillers([&](long row) { std::fill_n(inputs(count).row(row), inputs(count).stride, 0.0f); });
         fill_up(0, count);
         for (long number = 0; number < net_.num_layers; number++) {
-            const Linear& layer = net_.layers[number];
             const Rows in = entered(number, count), out = entered(number + 1, count);
-            const float slope = float(layer.slope);
-            packed_[number].forward(layer, in, nullptr, [&](long row, long column, vec value) {
-                store(out.row(row) + column, value > 0.0f ? value : slope * value);
-            });
+            if (number > 0) pass(packed_[number], net_.layers[number], in, out);
+            for (const Sorted::Group& group : rows.groups())
+                if (number == 0)
+                    pass(first_[group.number], net_.of_class(0, group.number), in.part(group.first, group.filled_up()),
+                         out.part(group.first, group.filled_up()));
             fill_up(number + 1, count);
         }
     }
 
-    // From the last layer's errors to those of the one with number ``first``.
-    void back(long count, long first = 0) {
-        for (long number = net_.num_layers - 1; number > first; number--) {
+    // From the last layer's errors to those of the first.
+    void back(long count) {
+        for (long number = net_.num_layers - 1; number > 0; number--) {
             const Rows in = errors(number, count), out = errors(number - 1, count), after = entered(number, count);
             const float slope = float(net_.layers[number - 1].slope);
             packed_[number].back(net_.layers[number], in, [&](long row, long column, vec value) {
@@ -194,17 +201,32 @@ class Passage {
         }
     }
 
+    // From the first layer's errors to the derivative by what entered it: ``take(row, column, vector)``.
+    template <class Take>
+    void back_to_inputs(const Sorted& rows, const Take& take) {
+        for (const Sorted::Group& group : rows.groups())
+            first_[group.number].back(net_.of_class(0, group.number),
+                                      errors(0, rows.count()).part(group.first, group.filled_up()),
+                                      [&](long row, long column, vec value) { take(group.first + row, column, value); });
+    }
+
     const Perceptron& net() const { return net_; }
-    const Packed& packed(long layer) const { return packed_[layer]; }
 
   private:
+    static void pass(const Packed& packed, const Linear& layer, const Rows& in, const Rows& out) {
+        const float slope = float(layer.slope);
+        packed.forward(layer, in, [&](long row, long column, vec value) {
+            store(out.row(row) + column, value > 0.0f ? value : slope * value);
+        });
+    }
+
     // Behind what enters a layer comes the input whose weights are its bias, if it has one.
     void fill_up(long layer, long count) {
         entered(layer, count).fill_up(layer < net_.num_layers && net_.layers[layer].bias ? 1.0f : 0.0f);
     }
 
     Perceptron net_{};
-    std::vector<Packed> packed_;
+    std::vector<Packed> first_, packed_;  // first_: the first layer, by class
     std::vector<RowsMemory> entered_, errors_;
 };
 

@@ -19,7 +19,8 @@ class _Linear(ctypes.Structure):
     """``Linear`` of perceptron.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
-        ("weights", _POINTER), ("bias", _POINTER), ("inputs", _LONG), ("outputs", _LONG), ("slope", _DOUBLE)
+        ("weights", _POINTER), ("bias", _POINTER), *((name, _LONG) for name in ("inputs", "outputs", "stride")),
+        ("slope", _DOUBLE),
     ]  # fmt: skip
 
 
@@ -177,4 +178,4 @@ def _is_relu(layer: nn.Module) -> bool:
 
 def _described(layer: nn.Linear, slope: float) -> _Linear:
     bias = None if layer.bias is None else layer.bias.data_ptr()
-    return _Linear(layer.weight.data_ptr(), bias, layer.in_features, layer.out_features, slope)
+    return _Linear(layer.weight.data_ptr(), bias, layer.in_features, layer.out_features, layer.in_features, slope)

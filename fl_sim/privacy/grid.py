@@ -7,10 +7,11 @@ the Gaussian (or Laplace) mechanism's real-valued result, rounded. Rounding look
 as private as the exact mechanism on real numbers, with nothing added to epsilon or delta. What is left to show:
 
 1. The rounded sum moves by no more than the clipping norm: ``mechanisms.clipping_norm_on_grid``.
-2. round(N / g) is exact. N = Q(U), where U is uniform on (0, 1) and known by its first 127 binary digits. float64 gives
+2. round(N / g) is exact. N = Q(U), where U is uniform on (0, 1) and known by its first 63 binary digits. float64 gives
    an approximation of N / g; where that is further than ``TOLERANCE`` from the next boundary k + 1/2, it is rounded the
-   right way. Elsewhere (about one number in 65,000) the boundary's probability is compared with the digits of U in as
-   many digits as it takes, and where 127 do not decide, further ones are drawn.
+   right way. The digits behind those 63 move N / g by less than TOLERANCE / 200, unless U is below ``DECIDED``. There,
+   and next to a boundary (about one number in 44,000), the boundary's probability is compared with the first 127 digits
+   of U in as many digits as it takes, and where 127 do not decide, further ones are drawn.
 
 What is taken for granted: that ChaCha20 under a random key gives random bits; that ``scipy.special.ndtri``,
 ``numpy.log`` and the compiled quantile (``fl_sim/native/normals.h``) are right to ``TOLERANCE`` grid steps, some 400
@@ -27,6 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 TOLERANCE: Final = 2.0**-17
+DECIDED: Final = 2.0**-17
+"""The least U of which 63 digits say enough: |dQ/dU| is at most 1.3 / U, a standard deviation (the scale of a Laplace
+distribution) is less than 2^21 g, and half a unit of the 63rd digit is 2^-64; so Q(U) / g is known to 1.3 x 2^-26."""
 _GRID_BITS: Final = 20  # the grid is at most 2^-20 standard deviations wide
 _GUARD: Final = 32  # binary digits beyond those of U in what it is compared with
 

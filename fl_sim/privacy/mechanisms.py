@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.errors import UserError
-from fl_sim.privacy.grid import GAUSSIAN, LAPLACE, TOLERANCE, Law, exact_step, grid_spacing
+from fl_sim.privacy.grid import DECIDED, GAUSSIAN, LAPLACE, TOLERANCE, Law, exact_step, grid_spacing
 
 _BLOCK: Final = 2**15  # numbers that are made at a time: they stay in the processor's cache
 _LEAST_NOISE: Final = 1e-6  # clipping norms; epsilon is beyond 10^11 there
 _ZEROS: Final = memoryview(bytes(2**19))  # what is encrypted: the stream itself
+_BLOCK_WORDS: Final = 8  # of ChaCha20, whose counter says with which block a stream begins
 _STREAM_LIMIT: Final = 2**37  # bytes; half of what a ChaCha20 counter can address
 
 
@@ -35,10 +36,11 @@ class Normals(Protocol):
         """Return the numbers."""
         ...
 
-    def rounded(
-        self, first: NDArray[np.uint64], second: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]
-    ) -> NDArray[np.intp]:
-        """Write the numbers times ``ratio``, rounded to whole ones; return where it may have rounded the wrong way."""
+    def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
+        """Write the numbers times ``ratio``, rounded to whole ones; return where it may have rounded the wrong way.
+
+        ``second`` may be anything.
+        """
         ...
 
 
@@ -103,36 +105,40 @@ class Noise:
         return self._words(count, purpose, server_round) < np.uint64(limit << 11)
 
     def _steps(self, law: Law, count: int, scale: float, purpose: str, server_round: int) -> NDArray[np.float64]:
-        words = self._words(2 * count, purpose, server_round)
+        words = self._words(count, purpose, server_round)
         ratio = scale / grid_spacing(scale)
         rounded = self.normals.rounded if self.normals and law is GAUSSIAN else partial(_rounded, law)
         steps = np.empty(count)
         for start in range(0, count, _BLOCK):
             block = slice(start, min(start + _BLOCK, count))
-            first, second = words[:count][block], words[count:][block]
-            for place in rounded(first, second, ratio, out=steps[block]):
-                digits = int(first[place]) >> 1 << 64 | int(second[place])
-                more = self._further(f"{purpose}: digits of number {start + place}", server_round)
+            for place in start + rounded(words[block], ratio, out=steps[block]):
+                # Behind the words of all numbers lie their second ones, which hardly any needs.
+                [second] = self._words(1, purpose, server_round, behind=count + int(place))
+                digits = int(words[place]) >> 1 << 64 | int(second)
+                more = self._further(f"{purpose}: digits of number {place}", server_round)
                 magnitude = exact_step(law, ratio, digits, 127, more)
-                steps[start + place] = -magnitude if first[place] & np.uint64(1) else magnitude
+                steps[place] = -magnitude if words[place] & np.uint64(1) else magnitude
         return steps
 
     def _further(self, purpose: str, server_round: int) -> Callable[[], int]:
         draws = itertools.count(1)
         return lambda: int(self._words(next(draws), purpose, server_round)[-1])
 
-    def _words(self, count: int, purpose: str, server_round: int) -> NDArray[np.uint64]:
+    def _words(self, count: int, purpose: str, server_round: int, *, behind: int = 0) -> NDArray[np.uint64]:
+        """Return ``count`` words of a stream, those that follow its first ``behind``."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # noqa: PLC0415 (settings need no noise)
 
-        assert 8 * count < _STREAM_LIMIT
+        assert 8 * (behind + count) < _STREAM_LIMIT
         stream_key = hashlib.blake2b(f"{server_round}:{purpose}".encode(), key=self.key, digest_size=32).digest()
-        encryptor = Cipher(algorithms.ChaCha20(stream_key, bytes(16)), mode=None).encryptor()
-        words = np.empty(count, dtype="<u8")
+        block, skipped = divmod(behind, _BLOCK_WORDS)
+        counter = block.to_bytes(4, "little") + bytes(12)
+        encryptor = Cipher(algorithms.ChaCha20(stream_key, counter), mode=None).encryptor()
+        words = np.empty(skipped + count, dtype="<u8")
         room = words.view(np.uint8).data
         for start in range(0, len(room), len(_ZEROS)):
             part = room[start : start + len(_ZEROS)]
             encryptor.update_into(_ZEROS[: len(part)], part)
-        return words
+        return words[skipped:]
 
 
 def takes_part(coins: NDArray[np.float64], sampling_rate: float) -> NDArray[np.bool_]:
@@ -221,20 +227,21 @@ def next_clipping_norm(
     return clipping_norm * math.exp(-learning_rate * (noisy_share - target_quantile))
 
 
-def _rounded(
-    law: Law, first: NDArray[np.uint64], second: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]
-) -> NDArray[np.intp]:
+def _rounded(law: Law, words: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
     """Write the numbers, rounded to whole steps, into ``out``; return where float64 does not decide."""
-    found = _tails(first, second)
+    found = (words >> np.uint64(1)).astype(np.float64)
+    found += 0.5
+    found *= 2.0**-63
+    is_small = found < DECIDED
     law.quantile(found)
     np.abs(found, out=found)
     found *= ratio
     np.rint(found, out=out)
     found -= out
     np.abs(found, out=found)
-    _with_signs(out, first)
-    # Next to a boundary float64 may round the wrong way; and where all 63 digits are 0, U is not known well enough.
-    return np.flatnonzero((found > 0.5 - TOLERANCE) | (first < 2))
+    _with_signs(out, words)
+    # Next to a boundary float64 may round the wrong way; and of a small U the first digits do not say enough.
+    return np.flatnonzero((found > 0.5 - TOLERANCE) | is_small)
 
 
 def _tails(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.float64]:

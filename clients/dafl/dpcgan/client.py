@@ -25,6 +25,7 @@ Drawn: TypeAlias = "tuple[torch.Tensor, NDArray[np.int64]]"
 
 _WARM_UP: Final = 0.2
 _ROUNDING: Final = 1e-9
+_STEPS_AHEAD: Final = 50  # of G, whose fakes need no secret
 
 
 class Client:
@@ -58,6 +59,7 @@ class Client:
         order = torch.randperm(len(self.classes), generator=self.random)
         self.due = list(order.tensor_split(min(settings.snapshots, len(self.classes))))
         self.made: list[torch.Tensor] = []
+        self.ahead: list[Drawn] = []
         # A record of a class that was not released takes part, and its gradient is taken for zero.
         places = np.full(records.num_classes, -1)
         places[present] = np.arange(len(present))
@@ -108,9 +110,16 @@ class Client:
 
     def for_fakes(self) -> Drawn:
         """Return what the fakes that G learns from are made of."""
-        count = self.settings.generator_batch_size
-        drawn = torch.multinomial(self.shares, count, replacement=True, generator=self.random)
-        return torch.randn(count, self.settings.latent_dim, generator=self.random), drawn.numpy()
+        if not self.ahead:
+            self.ahead = self._drawn_ahead()
+        return self.ahead.pop()
+
+    def _drawn_ahead(self) -> list[Drawn]:
+        """Return what many steps take: to draw little by little takes longer, above all where threads share Python."""
+        size = _STEPS_AHEAD, self.settings.generator_batch_size
+        latents = torch.randn(*size, self.settings.latent_dim, generator=self.random)
+        classes = torch.multinomial(self.shares, math.prod(size), replacement=True, generator=self.random)
+        return list(zip(latents, classes.view(size).numpy(), strict=True))
 
     def draw_samples(self, done: float, made_of: Callable[[Drawn], torch.Tensor]) -> None:
         """Draw what is due when a share ``done`` of training is over: equal parts, evenly spaced after the warm-up.

@@ -41,7 +41,7 @@ class Planted(Noise):
         super().__init__(bytes(32), simulation_only=True, normals=normals)
         object.__setattr__(self, "words", np.array(words, dtype=np.uint64))
 
-    def _words(self, count: int, purpose: str, server_round: int) -> np.ndarray:
+    def _words(self, count: int, purpose: str, server_round: int, *, behind: int = 0) -> np.ndarray:
         return self.words  # type: ignore[attr-defined]
 
 
@@ -73,4 +73,4 @@ def test_what_are_no_pairs_of_words_is_refused(kernel: Kernel) -> None:
             normals.draw(first, second)
     for out in (np.zeros(7), np.zeros(8, np.float32), np.zeros(16)[::2]):
         with pytest.raises(ValueError, match="pairs of 64-bit words"):
-            normals.rounded(words, words, 1.0, out)
+            normals.rounded(words, 1.0, out)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from clients.dafl.dpcgan.clipping import MARGIN, clipped_sum
 from fl_sim.native.adversaries import Adversaries, CompiledAdam, Noised
 from fl_sim.native.compiling import WIDTHS
 from fl_sim.native.kernel import Kernel
@@ -107,10 +108,15 @@ def test_a_generators_gradient_is_pytorchs(
 
 
 @CLASSES
-def test_the_clipped_sum_of_chosen_records_is_that_of_their_gated_rows(kernel: Kernel, classes: int) -> None:
+@pytest.mark.parametrize("pairs", [9, 300])
+def test_the_clipped_sum_of_chosen_records_is_that_of_their_gated_rows(
+    kernel: Kernel, classes: int, pairs: int
+) -> None:
     net = perceptron(38 * classes or 37, 12, 12, 1)
-    views, made, chosen = torch.rand(50, 37), torch.rand(9, 37), torch.randint(50, (9,))
-    places, of_fakes = (torch.randint(max(1, classes), (number,)) for number in (50, 9))
+    views, made, chosen = torch.rand(50, 37), torch.rand(pairs, 37), torch.randint(50, (pairs,))
+    views[chosen[3]] *= 1e3
+    views[chosen[4], 7] = math.nan
+    places, of_fakes = (torch.randint(max(1, classes), (number,)) for number in (50, pairs))
     found = Perceptron(kernel, net, classes).clipped_sum(
         shown(views, places), shown(made, of_fakes), 0.7, chosen.numpy()
     )
@@ -118,6 +124,24 @@ def test_the_clipped_sum_of_chosen_records_is_that_of_their_gated_rows(kernel: K
     if classes:
         real, fake = gated(real, places[chosen], classes), gated(made, of_fakes, classes)
     np.testing.assert_allclose(found, Perceptron(kernel, net).clipped_sum(shown(real), shown(fake), 0.7), atol=1e-12)
+    expected = clipped_sum(net, real, fake, 0.7 / (1 - MARGIN))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@CLASSES
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e3, 1e30, math.inf, math.nan])
+def test_no_record_moves_the_sum_by_more_than_the_bound(kernel: Kernel, classes: int, scale: float) -> None:
+    net = Perceptron(kernel, perceptron(38 * classes or 37, 12, 12, 1), classes)
+    views, places = torch.rand(2, 270, 37), torch.randint(max(1, classes), (2, 270))
+    views[0, 5] *= scale
+    rest = [row for row in range(270) if row != 5]
+
+    def summed(rows: list[int]) -> NDArray[np.float64]:
+        return net.clipped_sum(*(shown(views[half][rows], places[half][rows]) for half in range(2)), 0.1)
+
+    moved = float(np.linalg.norm(summed([*rest, 5]) - summed(rest)))
+    assert moved <= 0.1 * (1 + 1e-9)
+    assert (moved < 1e-9) == (not math.isfinite(scale))
 
 
 def test_numbers_far_out_and_no_numbers_pass_a_generator_as_in_pytorch(kernel: Kernel) -> None:

@@ -68,8 +68,8 @@ class FixedWords(Noise):
         super().__init__(bytes(32), simulation_only=True)
         object.__setattr__(self, "words", np.array([first, second], dtype=np.uint64))
 
-    def _words(self, count: int, purpose: str, server_round: int) -> np.ndarray:
-        return self.words  # type: ignore[attr-defined]
+    def _words(self, count: int, purpose: str, server_round: int, *, behind: int = 0) -> np.ndarray:
+        return self.words[behind : behind + count]  # type: ignore[attr-defined]
 
 
 def test_every_word_makes_a_finite_number_and_the_tail_goes_on() -> None:
@@ -82,6 +82,12 @@ def test_every_word_makes_a_finite_number_and_the_tail_goes_on() -> None:
     assert draw(1, noise=FixedWords(1, 0))[0] < -12
     # Neighbouring second words move a number of the far tail: it has more than the 63 bits of the first.
     assert draw(1, noise=FixedWords(2, 1 << 30))[0] != draw(1, noise=FixedWords(2, 1 << 40))[0]
+
+
+def test_a_stream_is_read_from_any_word_on() -> None:
+    words = NOISE._words(3000, "stream", 5)
+    for behind, count in ((0, 1), (1, 3), (7, 2), (8, 8), (9, 90), (2999, 1), (1234, 0)):
+        assert np.array_equal(NOISE._words(count, "stream", 5, behind=behind), words[behind : behind + count])
 
 
 def test_streams_differ_by_round_purpose_and_key_and_repeat_otherwise() -> None:

@@ -99,9 +99,9 @@ def test_nothing_of_a_vote_is_seen_before_it_is_paid_for() -> None:
     order: list[str] = []
 
     class Watched(Noise):
-        def _words(self, count: int, purpose: str, server_round: int) -> np.ndarray:
+        def _words(self, count: int, purpose: str, server_round: int, *, behind: int = 0) -> np.ndarray:
             order.append(f"noise {purpose} {server_round}")
-            return super()._words(count, purpose, server_round)
+            return super()._words(count, purpose, server_round, behind=behind)
 
     labelling = Labelling(mechanism=MECHANISMS[2])
     ledger = labelling.open_ledger(None)
