@@ -3,19 +3,22 @@
 A record is its d lowest frequencies in the cosine basis, which nobody's data had a say in. Two sums over the records
 are released, once each: first count, mean and spread of every class, then the second moments about that mean. All else
 is post-processing: both are shrunk as far as they may be noise, the second moments towards the falling spectrum that
-images have in common, and images are drawn from the normal distribution with these moments, the one of largest entropy.
+images have in common. Images are drawn from a normal distribution such that they have these moments once their pixels
+are clamped to [-1, 1].
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from clients.dafl.clamped import before_clamping
 from clients.dafl.generator import Bill, PrivateRecords
 from clients.dafl.warping import warped
 from clients.symmetric import Array, products, shrunk, symmetric
@@ -97,12 +100,15 @@ class MeanEmbedding(Settings):
         second = Release(bill.noise_multiplier / math.sqrt(1 - self.mean_share), noise, "second moments")
         squares, std = second.sums(products((points - means[labels]) / units[labels]), 1.0, labels, len(means))
         made = [np.zeros((0, *shape), dtype=np.float32)]
+        basis = images_of(np.eye(len(order)), order, shape).reshape(len(order), -1).astype(np.float64)
+        clamp = partial(_clamped, basis)
         for label in np.flatnonzero(counts):
             prior = np.diag(expected / expected.sum() / self.radius**2)
             moments = symmetric(squares[label], len(order)) / number[label]
             root = _root(prior + shrunk(moments - prior, std / number[label], math.comb(len(order) + 1, 2)))
+            mean, root = before_clamping(means[label], units[label][:, None] * root, clamp)
             drawn = generator.standard_normal((counts[label], len(order))) @ root.T
-            made.append(images_of(means[label] + drawn * units[label], order, shape))
+            made.append(images_of(mean + drawn, order, shape))
         return torch.from_numpy(warped(np.concatenate(made), self.warp, generator))
 
 
@@ -200,6 +206,12 @@ def images_of(coefficients: Array, order: NDArray[np.intp], shape: tuple[int, ..
     full[:, order] = coefficients
     images = idctn(full.reshape(-1, *shape), axes=tuple(range(1, len(shape) + 1)), norm="ortho")
     clamped: NDArray[np.float32] = np.clip(images, -1, 1).astype(np.float32)
+    return clamped
+
+
+def _clamped(basis: Array, coefficients: Array) -> Array:
+    """Return the coefficients (n, d) in ``basis`` (d, pixels) of the images with these ones, clamped to [-1, 1]."""
+    clamped: Array = np.clip(coefficients @ basis, -1, 1) @ basis.T
     return clamped
 
 

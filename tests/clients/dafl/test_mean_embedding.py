@@ -197,6 +197,18 @@ def test_without_noise_the_moments_are_the_data_s() -> None:
     np.testing.assert_allclose(np.cov(of_images.T), np.cov(of_data.T, bias=True), atol=0.002)
 
 
+def test_the_images_of_records_that_are_mostly_black_or_white_have_the_data_s_moments_too() -> None:
+    records = blobs(900)
+    dark = PrivateRecords((6 * records.inputs - 1).clamp(-1, 1), records.labels, records.num_classes)
+    order, _ = lowest_frequencies(SHAPE, 12)
+    of_data = frequencies_of(dark.inputs[dark.labels == 1], order)
+    of_images = frequencies_of(made(dark, [0, 20_000, 0], math.inf), order)
+    assert (dark.inputs.abs() == 1).double().mean() > 0.5
+    assert np.linalg.norm(of_images.mean(0) - of_data.mean(0)) < 0.06 * np.linalg.norm(of_data.mean(0))
+    truth, found = np.cov(of_data.T), np.cov(of_images.T)
+    assert np.linalg.norm(found - truth) < 0.15 * np.linalg.norm(truth)
+
+
 def test_much_data_is_as_good_as_no_noise() -> None:
     few, many = blobs(300), blobs(30_000)
     order, _ = lowest_frequencies(SHAPE, 12)
