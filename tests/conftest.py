@@ -97,15 +97,16 @@ def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def _finest() -> tuple[Any, ...]:
+    from clients.dafl.dpcgan.settings import _least_noise
     from fl_sim.privacy import loss_distribution, renyi
 
-    return loss_distribution, loss_distribution._INTERVAL, renyi, renyi._SERIES
+    return loss_distribution, loss_distribution._INTERVAL, renyi, renyi._SERIES, _least_noise
 
 
 @pytest.fixture(autouse=True)
 def _fineness_of_accounting(request: pytest.FixtureRequest, _finest: tuple[Any, ...]) -> None:
     """Let the accountants work as finely as the test asks for; what they remember lasts until a test asks otherwise."""
-    losses, interval, renyi, series = _finest
+    losses, interval, renyi, series, least_noise = _finest
     quick = "quick_accounting" in request.fixturenames
     if quick or "coarse_losses" in request.fixturenames:
         interval *= 100
@@ -117,6 +118,7 @@ def _fineness_of_accounting(request: pytest.FixtureRequest, _finest: tuple[Any, 
     if len(renyi._SERIES) != len(series):
         renyi._SERIES = series
         renyi.rdp_curve.cache_clear()
+        least_noise.cache_clear()
 
 
 @pytest.fixture
