@@ -89,7 +89,9 @@ class Client:
         taking_part = self.noise.taking_part(
             len(self.known), self.bill.sampling_rate, purpose="records of a step", server_round=step
         )
-        return np.flatnonzero(taking_part & self.known)
+        chosen = np.flatnonzero(taking_part)
+        known: NDArray[np.int64] = chosen[self.known[chosen]]
+        return known
 
     def for_fakes_of_records(self, count: int, step: int) -> Drawn:
         """Return what ``count`` fakes of a D step are made of: by the released counts, nothing from another record."""
