@@ -159,9 +159,9 @@ def _log_moments(rate: float, noise: float) -> dict[int, float]:
         few = n - 1  # terms, from k = 2 to n
         exponents = terms[:few] + factorials[n] - factorials[few - 1 :: -1] + np.arange(few - 1, -1, -1) * rest
         largest = exponents.max()
-        if math.isfinite(largest):  # scipy's logsumexp takes eight times as long for so few numbers
-            largest += np.log(np.exp(exponents - largest).sum())
-        logs[n] = float(np.logaddexp(0.0, largest))
+        # As scipy's logsumexp, which takes eight times as long for so few numbers.
+        log_less_one = largest + np.log(np.exp(exponents - largest).sum()) if math.isfinite(largest) else largest
+        logs[n] = float(np.logaddexp(0.0, log_less_one))
     return logs
 
 
