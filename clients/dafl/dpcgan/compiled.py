@@ -4,9 +4,12 @@ While one of them works, other clients' threads run. Between them there is hardl
 Python's lock, since to wait for that costs more than what is done in the meantime.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from clients.dafl.dpcgan.client import Client, Drawn, kept_of_average
@@ -21,6 +24,9 @@ from fl_sim.privacy.grid import grid_spacing
 if TYPE_CHECKING:
     from clients.dafl.dpcgan.settings import DpCgan
 
+_STEPS_AHEAD: Final = 16
+"""For how many steps chance is asked at a time: what Python needs for it is in the processor's cache then."""
+
 
 class CompiledTraining:
     """The training of one client whose networks compiled code takes."""
@@ -31,6 +37,7 @@ class CompiledTraining:
         self.adversaries = adversaries_of(client.nets, client.average, client.num_planes, rates, kernel)
         self.average = _compiled(client.average, client.num_planes, kernel)
         self.records = Shown(client.views.numpy(), client.places)
+        self.ahead: dict[int, _Drawn] = {}
         self.spacing = grid_spacing(client.std) if client.std else 1.0
 
     def step(self, step: int) -> None:
@@ -42,13 +49,18 @@ class CompiledTraining:
 
     def discriminator_step(self, step: int) -> None:
         """Release the noised sum of clipped gradients, and let Adam take it from there."""
-        client, adversaries = self.client, self.adversaries
-        chosen = client.chosen(step)
-        fakes = _shown(client.for_fakes_of_records(len(chosen), step))
-        made = Shown(adversaries.generator.generate(fakes), fakes.classes)
-        total = adversaries.discriminator.clipped_sum(self.records, made, client.bound * (1 - MARGIN), chosen)
-        noise = client.noise_of(step) if client.std else None
-        adversaries.discriminator_step(Noised(total, noise, self.spacing, client.batch))
+        if step not in self.ahead:
+            steps = range(step, min(step + _STEPS_AHEAD, self.client.bill.steps))
+            self.ahead = {number: self._drawn(number) for number in steps}
+        drawn, client, adversaries = self.ahead.pop(step), self.client, self.adversaries
+        fakes = Shown(adversaries.generator.generate(drawn.latents), drawn.latents.classes)
+        total = adversaries.discriminator.clipped_sum(self.records, fakes, client.bound * (1 - MARGIN), drawn.chosen)
+        adversaries.discriminator_step(Noised(total, drawn.noise, self.spacing, client.batch))
+
+    def _drawn(self, step: int) -> "_Drawn":
+        chosen = self.client.chosen(step)
+        latents = _shown(self.client.for_fakes_of_records(len(chosen), step))
+        return _Drawn(chosen, latents, self.client.noise_of(step) if self.client.std else None)
 
     def generator_step(self) -> None:
         """Let G's fakes pass better with D (non-saturating loss). Touches nothing private."""
@@ -58,6 +70,15 @@ class CompiledTraining:
     def views_of_average(self, drawn: Drawn) -> torch.Tensor:
         """Return the views that the average of G makes of what was drawn."""
         return torch.from_numpy(self.average.generate(_shown(drawn)))
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What chance decides in a D step: the records, the latent vectors of their fakes, and the noise. SENSITIVE."""
+
+    chosen: NDArray[np.int64]
+    latents: Shown
+    noise: NDArray[np.float64] | None
 
 
 def adversaries_of(
