@@ -5,11 +5,11 @@
 
 Ways to take the same step on the same (real, fake) pairs: without privacy (one backward pass); without privacy by
 this project's own code (nothing clipped, nothing added); with joint clipping and noise by this project's own code, on
-PyTorch and (small networks) compiled; and with the per-record gradients of Opacus' hooks, real and fake added before
-they are clipped. The noise is the same cryptographic one in both private steps, and counted in both. ``--plain-
-noise`` takes torch's generator instead, which is what Opacus does unless told otherwise. The small networks also as a
-stack of ``--clients`` clients with a discriminator, records and noise each, with privacy and without: the seconds are
-those of one client's share.
+PyTorch and (small networks) compiled, where the step makes its fakes, too; and with the per-record gradients of Opacus'
+hooks, real and fake added before they are clipped. The noise is the same cryptographic one in both private steps, and
+counted in both. ``--plain-noise`` takes torch's generator instead, which is what Opacus does unless told otherwise. The
+small networks also as a stack of ``--clients`` clients with a discriminator, records and noise each, with privacy and
+without: the seconds are those of one client's share.
 """
 
 import argparse
@@ -28,11 +28,12 @@ from opacus.grad_sample import GradSampleModule
 from torch import nn
 from torch.nn import functional
 
-from clients.dafl.dpcgan.clipping import MARGIN, Pairs, clipped_sum, clipped_sums
+from clients.dafl.dpcgan import clipping
+from clients.dafl.dpcgan.clipping import MARGIN, clipped_sum, clipped_sums
 from clients.dafl.dpcgan.compiled import adversaries_of
 from clients.dafl.dpcgan.nets import Networks, paper, scored, small
 from clients.dafl.dpcgan.weights import Adam, Weights
-from fl_sim.native.adversaries import Noised
+from fl_sim.native.adversaries import Pairs, Release
 from fl_sim.native.kernel import Kernel, load_kernel
 from fl_sim.native.normals import CompiledNormals
 from fl_sim.native.perceptrons import Shown
@@ -130,7 +131,7 @@ def own_stack(batch: Batch, clients: int) -> Step:
     """Return the private step of many clients as this project's own code takes it with PyTorch."""
     nets, adam = batch.fresh(clients)
     bound = bound_of(nets[0], len(batch.real))
-    pairs = [Pairs(net, batch.real, batch.fake, bound) for net in nets]
+    pairs = [clipping.Pairs(net, batch.real, batch.fake, bound) for net in nets]
 
     def step(number: int) -> None:
         totals = clipped_sums(pairs)
@@ -145,18 +146,17 @@ def own(batch: Batch) -> Step:
 
 
 def compiled(batch: Batch, kernel: Kernel) -> Step:
-    """Return the same of one client by compiled code."""
+    """Return the same of one client by compiled code, which makes the fakes, too."""
     nets = networks(batch.name)
     adversaries = adversaries_of(nets, networks(batch.name).generator, 0, (1e-3, 1e-3), kernel)
-    real, fake = Shown(batch.real.numpy()), Shown(batch.fake.numpy())
-    bound = bound_of(nets.discriminator, len(real)) * (1 - MARGIN)
+    latents = Shown(torch.randn(len(batch.real), 10).numpy())
+    bound = bound_of(nets.discriminator, len(batch.real)) * (1 - MARGIN)
+    pairs = Pairs(Shown(batch.real.numpy()), np.arange(len(batch.real)), latents, bound)
     source = replace(batch, source=replace(batch.source, normals=CompiledNormals(kernel)))
 
     def step(number: int) -> None:
-        total = adversaries.discriminator.clipped_sum(real, fake, bound)
-        adversaries.discriminator_step(
-            Noised(total, source.drawn(len(total), number), grid_spacing(NOISE_MULTIPLIER), len(real))
-        )
+        noise = source.drawn(len(adversaries.total), number)
+        adversaries.discriminator_step(pairs, Release(noise, grid_spacing(NOISE_MULTIPLIER), len(latents)))
 
     return step
 

@@ -38,13 +38,26 @@ class CompiledAdam:
 
 
 @dataclass(frozen=True)
-class Noised:
-    """A sum of gradients, and the noise on it in steps of a grid: see ``add_noise`` of fl_sim/privacy/mechanisms.py.
+class Pairs:
+    """The (real, fake) pairs of a step: the ``chosen`` rows of ``real``, and what G makes of as many ``latents``.
 
-    The gradient is the noised sum over ``divisor``. ``noise`` None: the sum as it is.
+    Each pair's gradient is clipped to ``bound``.
     """
 
-    total: NDArray[np.float64]
+    real: Shown
+    chosen: NDArray[np.int64]
+    latents: Shown
+    bound: float
+
+
+@dataclass(frozen=True)
+class Release:
+    """What makes a gradient of a sum: see ``add_noise`` of fl_sim/privacy/mechanisms.py.
+
+    ``noise`` is in steps of the grid, which are ``spacing``; None: the sum as it is. The noised sum is divided by
+    ``divisor``.
+    """
+
     noise: NDArray[np.float64] | None
     spacing: float
     divisor: float
@@ -53,7 +66,8 @@ class Noised:
 class Adversaries:
     """A discriminator, a generator, and Adam on each, over all their parameters in a row.
 
-    ``mean``: the moving mean of the generator's weights. Raises ValueError where the parts do not fit.
+    ``mean``: the moving mean of the generator's weights. ``total``: the last sum of clipped gradients. Raises
+    ValueError where the parts do not fit.
     """
 
     def __init__(
@@ -71,21 +85,33 @@ class Adversaries:
             and len(self.mean) == self.generator.num_parameters
         ):
             raise ValueError("Adam's vectors are not the networks' weights")
+        self.total = np.zeros(self.discriminator.num_parameters)
         made = self.generator.straight.num_outputs, self.generator.curved.num_classes
         if made != (self.discriminator.width, self.discriminator.num_classes):
             raise ValueError(f"the discriminator does not take what the generator makes: {made} numbers and classes")
 
-    def discriminator_step(self, noised: Noised) -> None:
-        """Take Adam's step on the discriminator. Raises ValueError for a sum of another length or type."""
-        adam = self.discriminator_adam
-        for numbers in (noised.total, noised.noise):
-            if numbers is not None and not _are_plain(numbers, len(adam.weights)):
-                raise ValueError(f"{numbers.dtype} numbers of the shape {numbers.shape} are no sum and no noise")
+    def discriminator_step(self, pairs: Pairs, release: Release) -> None:
+        """Take Adam's step on the discriminator by the noised sum of its pairs' clipped gradients, ``total``.
+
+        Raises ValueError for rows or noise of another kind or number, and IndexError for rows and classes that are not
+        there.
+        """
+        adam, noise, number = self.discriminator_adam, release.noise, len(pairs.latents)
+        self.discriminator.check(pairs.real)
+        self.generator.curved.check(pairs.latents)
+        if not _are_plain(pairs.chosen, np.int64, number) or not (
+            noise is None or _are_plain(noise, np.float64, len(adam.weights))
+        ):
+            raise ValueError(
+                f"{number} fakes go with as many places of records, and {len(adam.weights)} weights with noise"
+            )
         adam.steps += 1
-        noise = None if noised.noise is None else address(noised.noise)
         call(
-            self.discriminator.kernel, "discriminator_step", ctypes.byref(adam.described), _LONG(adam.steps),
-            _POINTER(address(noised.total)), _POINTER(noise), _DOUBLE(noised.spacing), _DOUBLE(noised.divisor),
+            self.discriminator.kernel, "discriminator_step", ctypes.byref(self.generator.described()),
+            ctypes.byref(self.discriminator.described()), ctypes.byref(pairs.real.described),
+            _POINTER(address(pairs.chosen)), ctypes.byref(pairs.latents.described), _DOUBLE(pairs.bound),
+            _POINTER(None if noise is None else address(noise)), _DOUBLE(release.spacing), _DOUBLE(release.divisor),
+            ctypes.byref(adam.described), _LONG(adam.steps), _POINTER(address(self.total)),
         )  # fmt: skip
 
     def generator_step(self, latents: Shown, kept: float) -> None:
@@ -118,5 +144,5 @@ def _lie_in(vector: NDArray[np.float32], weights: list[torch.nn.Parameter]) -> b
     return places == [4 * start for start in starts[:-1]] and len(vector) == starts[-1]
 
 
-def _are_plain(numbers: NDArray[Any], count: int) -> bool:
-    return numbers.dtype == np.float64 and numbers.shape == (count,) and numbers.flags.c_contiguous
+def _are_plain(numbers: NDArray[Any], kind: type[np.generic], count: int) -> bool:
+    return numbers.dtype == kind and numbers.shape == (count,) and numbers.flags.c_contiguous

@@ -44,9 +44,23 @@ int OF_WIDTH(fl_sim_clipped_sum)(const Perceptron* discriminator, const Shown* r
     return guarded([&] { at_work.write(*discriminator, *real, chosen, *fake, bound, sum); });
 }
 
-// Adam's step on D: its gradient is the noised sum, divided.
-int OF_WIDTH(fl_sim_discriminator_step)(const Adam* adam, int64_t step, const double* sum, const double* noise,
-                                        double spacing, double divisor) {
+// Adam's step on D: its gradient is the noised sum, divided, of the records that are chosen and of the fakes that G makes
+// of ``latents``.
+int OF_WIDTH(fl_sim_discriminator_step)(const Generator* generator, const Perceptron* discriminator, const Shown* real,
+                                        const int64_t* chosen, const Shown* latents, double bound, const double* noise,
+                                        double spacing, double divisor, const Adam* adam, int64_t step, double* sum) {
+    thread_local GeneratorAtWork maker;
+    thread_local ClippedSum at_work;
+    thread_local Numbers<float> made;
+    if (!latents->fits(generator->curved)) return STRANGE;
+    for (long pair = 0; pair < latents->count; pair++)
+        if (!real->fits(*discriminator, chosen[pair])) return STRANGE;
+    const int outcome = guarded([&] {
+        const Shown fake{made.at_least(latents->count * discriminator->width()), latents->classes, latents->count};
+        maker.begin(*generator), maker.write(*latents, made.at_least(0));
+        at_work.write(*discriminator, *real, chosen, fake, bound, sum);
+    });
+    if (outcome != DONE) return outcome;
     release(sum, noise, spacing, divisor, adam->count, adam->gradient);
     return guarded([&] { take_step(*adam, step); });
 }

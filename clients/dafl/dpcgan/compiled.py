@@ -16,7 +16,7 @@ from clients.dafl.dpcgan.client import Client, Drawn, kept_of_average
 from clients.dafl.dpcgan.clipping import MARGIN
 from clients.dafl.dpcgan.nets import Networks, SmallGenerator
 from clients.dafl.dpcgan.weights import BETAS, Weights
-from fl_sim.native.adversaries import Adversaries, CompiledAdam, Noised
+from fl_sim.native.adversaries import Adversaries, CompiledAdam, Pairs, Release
 from fl_sim.native.kernel import Kernel
 from fl_sim.native.perceptrons import Perceptron, Shown, TwoWays
 from fl_sim.privacy.grid import grid_spacing
@@ -52,10 +52,9 @@ class CompiledTraining:
         if step not in self.ahead:
             steps = range(step, min(step + _STEPS_AHEAD, self.client.bill.steps))
             self.ahead = {number: self._drawn(number) for number in steps}
-        drawn, client, adversaries = self.ahead.pop(step), self.client, self.adversaries
-        fakes = Shown(adversaries.generator.generate(drawn.latents), drawn.latents.classes)
-        total = adversaries.discriminator.clipped_sum(self.records, fakes, client.bound * (1 - MARGIN), drawn.chosen)
-        adversaries.discriminator_step(Noised(total, drawn.noise, self.spacing, client.batch))
+        drawn, client = self.ahead.pop(step), self.client
+        pairs = Pairs(self.records, drawn.chosen, drawn.latents, client.bound * (1 - MARGIN))
+        self.adversaries.discriminator_step(pairs, Release(drawn.noise, self.spacing, client.batch))
 
     def _drawn(self, step: int) -> "_Drawn":
         chosen = self.client.chosen(step)

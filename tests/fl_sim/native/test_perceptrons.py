@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from clients.dafl.dpcgan.clipping import MARGIN, clipped_sum
-from fl_sim.native.adversaries import Adversaries, CompiledAdam, Noised
+from fl_sim.native.adversaries import Adversaries, CompiledAdam, Pairs, Release
 from fl_sim.native.compiling import WIDTHS
 from fl_sim.native.kernel import Kernel
 from fl_sim.native.perceptrons import Perceptron, Shown, TwoWays, is_perceptron
@@ -172,8 +172,8 @@ def test_adams_steps_are_their_definition_and_the_mean_follows_the_generators_we
         for net, lr in zip(nets, (1e-2, 3e-3), strict=True)
     ]
     mean = adversaries.mean.copy()
-    for step in range(1, 6):
-        adversaries.discriminator_step(Noised(step * np.linspace(-1, 1, 21), None, 1.0, 4.0))
+    for _ in range(5):
+        adversaries.discriminator_step(pairs_of(torch.rand(9, 3), torch.randn(9, 2)), Release(None, 1.0, 4.0))
         adversaries.generator_step(shown(torch.randn(6, 2)), 0.75)
         for net, adam, taken in zip(
             nets, adams, (adversaries.discriminator_adam, adversaries.generator_adam), strict=True
@@ -184,6 +184,12 @@ def test_adams_steps_are_their_definition_and_the_mean_follows_the_generators_we
             torch.testing.assert_close(torch.from_numpy(taken.weights), own, rtol=1e-5, atol=1e-7)
         mean += 0.25 * (adversaries.generator_adam.weights - mean)
         np.testing.assert_allclose(adversaries.mean, mean, rtol=1e-6)
+
+
+def pairs_of(
+    views: torch.Tensor, latents: torch.Tensor, places: torch.Tensor | None = None, bound: float = 0.5
+) -> Pairs:
+    return Pairs(shown(views, places), np.arange(len(views))[::-1].copy(), shown(latents, places), bound)
 
 
 def zeroed(net: nn.Module) -> list[nn.Parameter]:
@@ -199,13 +205,15 @@ def test_the_noised_gradient_is_that_of_the_definition_bit_for_bit(kernel: Kerne
     discriminator = perceptron(300, 60, 1)
     adversaries = learning(kernel, discriminator, Generator(2, 4, 300))
     size = len(adversaries.discriminator_adam.weights)
-    total = np.random.default_rng(0).standard_normal(size)
-    total[:4] = 0.0, -0.0, 1e30, np.nextafter(0.5, 1)
     noise = Noise.seeded(0).gaussian(size, std, purpose="noise", server_round=0) if std else None
+    pairs = pairs_of(torch.rand(70, 300), torch.randn(70, 2))
+    fakes = shown(torch.from_numpy(adversaries.generator.generate(pairs.latents)))
+    summed = adversaries.discriminator.clipped_sum(pairs.real, fakes, pairs.bound, pairs.chosen)
+    adversaries.discriminator_step(pairs, Release(noise, grid_spacing(std) if std else 1.0, divisor))
+    assert adversaries.total.tobytes() == summed.tobytes()
     expected = np.empty(size, np.float32)
-    released = total if noise is None else add_noise(total, std, noise)
+    released = summed if noise is None else add_noise(summed, std, noise)
     np.divide(released, divisor, out=expected, casting="same_kind")
-    adversaries.discriminator_step(Noised(total, noise, grid_spacing(std) if std else 1.0, divisor))
     assert adversaries.discriminator_adam.gradient.tobytes() == expected.tobytes()
 
 
@@ -222,11 +230,17 @@ def test_every_width_of_vectors_gives_the_same_bits(kernel: Kernel, classes: int
         adversaries = learning(replace(kernel, lanes=lanes), *nets, (1e-2, 1e-2))
         rows = shown(real, places[0]), shown(fake, places[1])
         sums = [adversaries.discriminator.clipped_sum(*rows, norm) for norm in (0.1, math.inf)]
-        adversaries.discriminator_step(Noised(sums[0], None, 1.0, 3.0))
+        adversaries.discriminator_step(pairs_of(real, latents, places[0]), Release(None, 1.0, 3.0))
         adversaries.generator_step(shown(latents, places[0]), 0.5)
         adams = adversaries.discriminator_adam, adversaries.generator_adam
         taken = [vector for adam in adams for vector in (adam.gradient, adam.means, adam.squares, adam.weights)]
-        return [*sums, *taken, adversaries.mean, adversaries.generator.generate(shown(latents, places[0]))]
+        return [
+            *sums,
+            *taken,
+            adversaries.total,
+            adversaries.mean,
+            adversaries.generator.generate(shown(latents, places[0])),
+        ]
 
     first, *others = map(everything, widths)
     assert all(a.tobytes() == b.tobytes() for other in others for a, b in zip(first, other, strict=True))
@@ -269,6 +283,7 @@ def test_records_and_classes_that_are_not_there_are_refused(kernel: Kernel) -> N
     generator, discriminator = Generator(2, 4, 3, 2), perceptron(8, 5, 1)
     adversaries = learning(kernel, discriminator, generator)
     rows, latents, places = torch.zeros(5, 3), torch.zeros(5, 2), torch.zeros(5, dtype=torch.int64)
+    nothing = Release(None, 1.0, 1.0)
     for wrong in (-1, 2, 2**62):
         strange = places.clone()
         strange[3] = wrong
@@ -281,21 +296,32 @@ def test_records_and_classes_that_are_not_there_are_refused(kernel: Kernel) -> N
             ),
             lambda strange=strange: adversaries.generator.generate(shown(latents, strange)),
             lambda strange=strange: adversaries.generator_step(shown(latents, strange), 0.5),
+            lambda strange=strange: adversaries.discriminator_step(pairs_of(rows, latents, strange), nothing),
         ):
             with pytest.raises(IndexError, match="names records or classes that are not there"):
                 call()
     for place in (-1, 5):
         with pytest.raises(IndexError, match="names records or classes that are not there"):
             adversaries.discriminator.clipped_sum(shown(rows, places), shown(rows, places), 1.0, np.full(5, place))
+        pairs = replace(pairs_of(rows, latents, places), chosen=np.full(5, place))
+        with pytest.raises(IndexError, match="names records or classes that are not there"):
+            adversaries.discriminator_step(pairs, nothing)
 
 
 def test_sums_and_weights_of_another_length_or_type_are_refused(kernel: Kernel) -> None:
     discriminator, generator = perceptron(3, 4, 1), Generator(2, 4, 3)
     adversaries = learning(kernel, discriminator, generator)
-    for total in (np.zeros(20), np.zeros(21, np.float32), np.zeros(42)[::2]):
-        for noised in (Noised(total, None, 1.0, 1.0), Noised(np.zeros(21), total, 1.0, 1.0)):
-            with pytest.raises(ValueError, match="are no sum and no noise"):
-                adversaries.discriminator_step(noised)
+    pairs, plain = pairs_of(torch.zeros(5, 3), torch.zeros(5, 2)), Release(None, 1.0, 1.0)
+    for noise in (np.zeros(20), np.zeros(21, np.float32), np.zeros(42)[::2]):
+        with pytest.raises(ValueError, match="and 21 weights with noise"):
+            adversaries.discriminator_step(pairs, replace(plain, noise=noise))
+    for chosen in (np.zeros(4, np.int64), np.zeros(5, np.int32), np.zeros(10, np.int64)[::2]):
+        with pytest.raises(ValueError, match="5 fakes go with as many places of records"):
+            adversaries.discriminator_step(replace(pairs, chosen=chosen), plain)
+    with pytest.raises(ValueError, match="the network takes rows of 3 numbers"):
+        adversaries.discriminator_step(replace(pairs, real=shown(torch.zeros(5, 4))), plain)
+    with pytest.raises(ValueError, match="the network takes rows of 2 numbers"):
+        adversaries.discriminator_step(replace(pairs, latents=shown(torch.zeros(5, 3))), plain)
     for vector in (torch.zeros(3, dtype=torch.float64), torch.zeros(3, 1), torch.zeros(6)[::2]):
         with pytest.raises(ValueError, match="float32 numbers in a row"):
             CompiledAdam(vector, (0.5, 0.999), 1.0)

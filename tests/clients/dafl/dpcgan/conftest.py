@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from clients.dafl.dpcgan import nets, training
 from clients.dafl.dpcgan.clipping import MARGIN, Pairs
 from clients.dafl.dpcgan.weights import Adam
-from fl_sim.native.adversaries import Adversaries, Noised
+from fl_sim.native import adversaries as adversarial
+from fl_sim.native.adversaries import Adversaries
 from fl_sim.native.kernel import load_kernel
 from fl_sim.native.perceptrons import Perceptron, Shown
 
@@ -69,21 +68,18 @@ def _watch_pytorch(taken: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _watch_compiled(taken: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
-    clipped_sum, adam_step = Perceptron.clipped_sum, Adversaries.discriminator_step
+    original = Adversaries.discriminator_step
 
-    def summed(
-        net: Perceptron, real: Shown, fake: Shown, bound: float, chosen: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
-        total = clipped_sum(net, real, fake, bound, chosen)
-        records, fakes = (inputs(net, one) for one in (real, fake))
-        taken.append(Step(records[chosen], fakes, bound / (1 - MARGIN), torch.from_numpy(total.copy())))
-        return total
+    def step(adversaries: Adversaries, pairs: adversarial.Pairs, release: adversarial.Release) -> None:
+        net = adversaries.discriminator
+        fakes = Shown(adversaries.generator.generate(pairs.latents), pairs.latents.classes)
+        records = inputs(net, pairs.real)[pairs.chosen]
+        original(adversaries, pairs, release)
+        total, gradient = (
+            torch.from_numpy(vector.copy()) for vector in (adversaries.total, adversaries.discriminator_adam.gradient)
+        )
+        taken.append(Step(records, inputs(net, fakes), pairs.bound / (1 - MARGIN), total, gradient))
 
-    def step(adversaries: Adversaries, noised: Noised) -> None:
-        adam_step(adversaries, noised)
-        taken[-1].gradient = torch.from_numpy(adversaries.discriminator_adam.gradient.copy())
-
-    monkeypatch.setattr(Perceptron, "clipped_sum", summed)
     monkeypatch.setattr(Adversaries, "discriminator_step", step)
 
 
