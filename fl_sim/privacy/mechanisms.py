@@ -37,10 +37,7 @@ class Normals(Protocol):
         ...
 
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
-        """Write the numbers times ``ratio``, rounded to whole ones; return where it may have rounded the wrong way.
-
-        ``second`` may be anything.
-        """
+        """Write the numbers times ``ratio``, rounded to whole ones; return where the second word has to decide."""
         ...
 
 
