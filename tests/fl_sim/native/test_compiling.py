@@ -127,7 +127,7 @@ def test_one_library_holds_every_width_and_shares_nothing_with_other_libraries(k
         [nm, "-D", "--defined-only", kernel.library._name], capture_output=True, text=True, check=True
     )
     names = {line.split()[-1] for line in listed.stdout.splitlines()}
-    called = ["sources", "layout", "train", "infer", "clipped_sum", "generate", "generator_gradient", "adam"]
+    called = ["sources", "layout", "train", "infer", "clipped_sum", "generate", "generator_step", "discriminator_step"]
     called += ["normals", "rounded_normals"]
     assert names == {f"fl_sim_{name}_{lanes}" for name in called for lanes in compiling.WIDTHS}
 
