@@ -56,7 +56,7 @@ def init(
 
       fl-sim init skew.toml
     """
-    from fl_sim.cli.init import write_table_file  # noqa: PLC0415 (see the top)
+    from fl_sim.cli.init import write_table_file  # noqa: PLC0415 (see above)
 
     write_table_file(file)
 
@@ -79,7 +79,7 @@ def settings(
       fl-sim settings algorithm=fedprox
     """
     with importing():
-        from fl_sim.cli.settings import show_settings  # noqa: PLC0415 (see the top)
+        from fl_sim.cli.settings import show_settings  # noqa: PLC0415 (see above)
 
     show_settings(name, json_output=json_output)
 

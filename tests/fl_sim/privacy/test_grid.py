@@ -73,6 +73,9 @@ def test_where_127_digits_do_not_decide_further_ones_are_drawn(law: Law) -> None
 class Planted(Noise):
     """Noise from given words; further digits from a counter."""
 
+    words: np.ndarray
+    further: Iterator[int]
+
     def __init__(self, words: list[int], further: Iterator[int], normals: Normals | None = None) -> None:
         super().__init__(bytes(32), simulation_only=True, normals=normals)
         object.__setattr__(self, "words", np.array(words, dtype=np.uint64))
@@ -80,8 +83,8 @@ class Planted(Noise):
 
     def _words(self, count: int, purpose: str, server_round: int, *, behind: int = 0) -> np.ndarray:
         if "digits" in purpose:
-            return np.array([next(self.further)] * count, dtype=np.uint64)  # type: ignore[attr-defined]
-        return self.words[behind : behind + count]  # type: ignore[attr-defined]
+            return np.array([next(self.further)] * count, dtype=np.uint64)
+        return self.words[behind : behind + count]
 
 
 @pytest.mark.parametrize(

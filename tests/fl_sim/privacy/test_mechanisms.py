@@ -64,12 +64,14 @@ def test_noise_is_standard_normal_in_body_and_tails() -> None:
 class FixedWords(Noise):
     """Noise from given words instead of a stream."""
 
+    words: np.ndarray
+
     def __init__(self, first: int, second: int) -> None:
         super().__init__(bytes(32), simulation_only=True)
         object.__setattr__(self, "words", np.array([first, second], dtype=np.uint64))
 
     def _words(self, count: int, purpose: str, server_round: int, *, behind: int = 0) -> np.ndarray:
-        return self.words[behind : behind + count]  # type: ignore[attr-defined]
+        return self.words[behind : behind + count]
 
 
 def test_every_word_makes_a_finite_number_and_the_tail_goes_on() -> None:
