@@ -58,7 +58,7 @@ INLINE void write_pooled(const Pass& pass, int output, int y, int x, const vec (
     const long at = shape.line(output, y) + x;
     bvec* chosen = pass.chosen + (long(output) * shape.height + y) * shape.width + x;
     if (pass.passed) {
-        const ivec taken = __builtin_convertvector(*chosen, ivec);
+        const ivec taken = widened(*chosen);
         const vec left = taken == 0 ? from[0][0] : from[1][0], right = taken == 1 ? from[0][1] : from[1][1];
         pass.out[at] = let_through(pass, at, (taken & 1) == 0 ? left : right);
         return;
@@ -68,7 +68,7 @@ INLINE void write_pooled(const Pass& pass, int output, int y, int x, const vec (
     which = from[0][1] == best ? ivec{} + 1 : which;
     which = from[0][0] == best ? ivec{} : which;
     pass.out[at] = pass.relu ? rectified(best) : best;
-    *chosen = __builtin_convertvector(which, bvec);
+    *chosen = narrowed(which);
 }
 
 // One pooled output of OUTPUTS channels.

@@ -113,7 +113,7 @@ void before_pooling(Layer& layer, const Flow& flow, const vec* gradient, float* 
                     slope[x] = incoming;
                     continue;
                 }
-                const ivec which = __builtin_convertvector(*chosen++, ivec);
+                const ivec which = widened(*chosen++);
                 UNROLL for (int place = 0; place < 4; place++)
                     slope[(place / 2) * to.row() + 2 * x + place % 2] = which == place ? incoming : vec{};
             }

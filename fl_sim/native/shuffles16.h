@@ -1,6 +1,8 @@
 // What moves numbers between the lanes of vectors of 16.
 #pragma once
 
+#include <immintrin.h>
+
 namespace {
 
 constexpr ivec LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -9,6 +11,18 @@ constexpr ivec LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 INLINE vec spread(float value) {
     return vec{value, value, value, value, value, value, value, value,
                value, value, value, value, value, value, value, value};
+}
+
+// Not by __builtin_convertvector, which some compilers take apart into single lanes.
+INLINE ivec widened(bvec value) { return (ivec)_mm512_cvtepi8_epi32((__m128i)value); }
+INLINE bvec narrowed(ivec value) { return (bvec)_mm512_cvtepi32_epi8((__m512i)value); }
+
+// A bit for every lane of a comparison that holds.
+INLINE uint32_t bits(ivec holds) { return _mm512_movepi32_mask((__m512i)holds); }
+
+// Stores the lanes of ``which`` one behind the other, and anything behind them, LANES numbers in all.
+INLINE void store_some(float* to, vec value, uint32_t which) {
+    store(to, (vec)_mm512_maskz_compress_ps(__mmask16(which), (__m512)value));
 }
 
 INLINE float sum(vec value) {

@@ -1,12 +1,32 @@
 // What moves numbers between the lanes of vectors of 8: see shuffles16.h.
 #pragma once
 
+#include <immintrin.h>
+
 namespace {
 
 constexpr ivec LANE = {0, 1, 2, 3, 4, 5, 6, 7};
 
 INLINE vec spread(float value) {
     return vec{value, value, value, value, value, value, value, value};
+}
+
+INLINE ivec widened(bvec value) {
+    int64_t lanes;
+    __builtin_memcpy(&lanes, &value, sizeof lanes);
+    return (ivec)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(lanes));
+}
+INLINE bvec narrowed(ivec value) { return __builtin_convertvector(value, bvec); }
+
+INLINE uint32_t bits(ivec holds) { return uint32_t(_mm256_movemask_ps((__m256)holds)); }
+
+INLINE void store_some(float* to, vec value, uint32_t which) {
+    float lanes[LANES];
+    store(lanes, value);
+    for (int lane = 0; lane < LANES; lane++) {
+        *to = lanes[lane];
+        to += which >> lane & 1;
+    }
 }
 
 INLINE float sum(vec value) {

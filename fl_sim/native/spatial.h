@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include "chosen.h"
 #include "convolution_back.h"
 #include "dropout.h"
 #include "graph.h"
@@ -111,6 +112,7 @@ class Spatial {
                         routed_backward(routes_[index], layer, flow, count, gradient, asked, gradients);
                     else if (is_winograd(layer))
                         winograd_backward(winograds_[index], tiles_, layer, flow, gradient, asked, gradients);
+                    else if (is_first_pooled(layer)) first_backward(layer, flow, gradient, gradients);
                     else conv_backward(layer, flow, gradient, asked, gradients);
                     return;
                 case POOL: return pool_backward(layer, flow, gradient, back);

@@ -1,0 +1,236 @@
+// Where the slopes of a pooled convolution go, and how what they meet is laid out: see routed.h.
+#pragma once
+
+#include "layer.h"
+
+namespace {
+
+constexpr int AT_ONCE = REGISTERS == 32 ? 24 : 14;  // vectors of sums that stay in registers
+constexpr int MOST_RUN = REGISTERS == 32 ? 8 : 14;  // vectors in a row of a kernel
+
+INLINE long run_vectors(const Layer& layer) { return (long(layer.kernel_x) * layer.in.channels + LANES - 1) / LANES; }
+
+// Says whether this way is open and cheaper: per slope, the kernel's vectors and some overhead against four times the
+// kernel's numbers, a LANES-th each.
+inline bool is_routed(const Layer& layer) {
+    if (layer.kind != CONV || !layer.pooled || layer.stride_y != 1 || layer.stride_x != 1) return false;
+    if (layer.kernel_y != 3 && layer.kernel_y != 5) return false;
+    if (layer.corner() != 0) return false;
+    const long vectors = run_vectors(layer) * layer.kernel_y;
+    if (run_vectors(layer) > MOST_RUN) return false;
+    return vectors * 4 / 3 + 7 < 4 * layer.in.channels * layer.taps() / LANES;
+}
+
+constexpr bool BY_PLACE = REGISTERS == 32;  // the way to the input: 16 registers hold too few sums
+constexpr int BAND_ROWS = 4;  // of pooled output: what they read fits the L1 cache
+constexpr int WAYS = 4;       // that pooling chooses from: left above, right above, left below, right below
+
+struct Routes {
+    Floats in, back;               // of a group: [record][row][column][channel], borders counted
+    Floats weights;                // [output][kernel row][run]
+    Floats gradient;               // likewise, summed over the minibatch
+    Floats values;                 // [record][output][place]: slopes
+    std::vector<int32_t> starts;   // likewise: where their windows start in the record
+    Floats met;                    // of a record: [output][place], slopes that are not zero
+    std::vector<int32_t> windows;  // likewise
+    std::vector<int> counts;       // of a record: [band][output]
+    Floats crossing;               // [record][place][output]: slopes again
+    std::vector<int32_t> ways;     // likewise: which of the WAYS each goes
+    std::vector<uint32_t> going;   // of a record: [place][way][LANES outputs], a bit for each slope that goes there
+    std::vector<int32_t> written;  // [place]: where it lies in a plane of the output
+    std::vector<int32_t> corners;  // [place]: where the window of its way 0 starts in a record
+};
+
+struct RouteShape {
+    long record, row, run, places, padded, bands, band_places, blocks;
+    explicit RouteShape(const Layer& layer) {
+        row = layer.in.row() * layer.in.channels;
+        record = row * (layer.in.height + 2 * layer.in.border_y) + 2 * LANES;
+        record = (record + LANES - 1) / LANES * LANES;
+        run = run_vectors(layer) * LANES;
+        places = layer.out.area();
+        bands = (layer.out.height + BAND_ROWS - 1) / BAND_ROWS;
+        band_places = BAND_ROWS * long(layer.out.width);
+        padded = (bands * band_places + LANES - 1) / LANES * LANES;
+        blocks = (layer.out.channels + LANES - 1) / LANES;
+    }
+};
+
+inline void reserve(Routes& routes, const Layer& layer) {
+    const RouteShape shape(layer);
+    const long outputs = layer.out.channels, kernel = layer.kernel_y * shape.run, slack = LANES;
+    routes.in.resize(LANES * shape.record), routes.back.resize(LANES * shape.record);
+    routes.weights.resize(outputs * kernel), routes.gradient.resize(outputs * kernel);
+    routes.values.resize(LANES * outputs * shape.padded + slack), routes.starts.resize(LANES * outputs * shape.padded + slack);
+    routes.met.resize(outputs * shape.padded + slack), routes.windows.resize(outputs * shape.padded + slack);
+    routes.counts.resize(shape.bands * outputs);
+    const long crossing = shape.places * shape.blocks * LANES;
+    routes.crossing.resize(LANES * crossing), routes.ways.resize(LANES * crossing);
+    routes.going.resize(shape.places * WAYS * shape.blocks);
+    for (int y = 0; y < layer.out.height; y++)
+        for (int x = 0; x < layer.out.width; x++) {
+            routes.written.push_back(int32_t(layer.out.line(0, y) + x));
+            routes.corners.push_back(int32_t(2 * y * shape.row + 2 * x * layer.in.channels));
+        }
+}
+
+// Before a minibatch: lays the weights out by runs, and clears their gradient.
+inline void start_routes(Routes& routes, const Layer& layer, const float* weights) {
+    const RouteShape shape(layer);
+    routes.gradient.clear_values();
+    for (long output = 0; output < layer.out.channels; output++)
+        for (long channel = 0; channel < layer.in.channels; channel++)
+            for (long y = 0; y < layer.kernel_y; y++)
+                for (long x = 0; x < layer.kernel_x; x++)
+                    routes.weights.data()[(output * layer.kernel_y + y) * shape.run + x * layer.in.channels + channel] = *weights++;
+}
+
+// After a minibatch: hands the weights' gradient over in their own order.
+inline void finish_routes(const Routes& routes, const Layer& layer, float* gradient) {
+    const RouteShape shape(layer);
+    for (long output = 0; output < layer.out.channels; output++)
+        for (long channel = 0; channel < layer.in.channels; channel++)
+            for (long y = 0; y < layer.kernel_y; y++)
+                for (long x = 0; x < layer.kernel_x; x++)
+                    *gradient++ = routes.gradient.data()[(output * layer.kernel_y + y) * shape.run + x * layer.in.channels + channel];
+}
+
+// Lays a group's planes out record by record. Writes up to LANES numbers too many: what follows is written later.
+NOINLINE void to_records(const vec* in, const Image& image, float* records, long record) {
+    const long plane = image.plane(), channels = image.channels, numbers = plane * channels;
+    long pixel = 0, channel = 0;
+    for (long first = 0; first < numbers; first += LANES) {
+        vec block[LANES];
+        for (int i = 0; i < LANES; i++) {
+            block[i] = pixel < plane ? in[channel * plane + pixel] : vec{};
+            if (++channel == channels) channel = 0, pixel++;
+        }
+        transpose(block);
+        UNROLL for (int lane = 0; lane < LANES; lane++) store(records + lane * record + first, block[lane]);
+    }
+}
+
+// The other way round, without the border.
+NOINLINE void from_records(const float* records, long record, const Image& image, vec* out) {
+    const long channels = image.channels, area = image.area(), numbers = image.width * channels;
+    for (long y = 0; y < image.height; y++) {
+        const float* from = records + (image.start() + y * image.row()) * channels;
+        long pixel = y * image.width, channel = 0;
+        for (long first = 0; first < numbers; first += LANES) {
+            vec block[LANES];
+            UNROLL for (int lane = 0; lane < LANES; lane++) block[lane] = load(from + lane * record + first);
+            transpose(block);
+            const long here = std::min<long>(LANES, numbers - first);
+            for (long i = 0; i < here; i++) {
+                out[channel * area + pixel] = block[i];
+                if (++channel == channels) channel = 0, pixel++;
+            }
+        }
+    }
+}
+
+// A group's slopes behind its ReLU, and which way each goes.
+class PooledSlopes {
+  public:
+    PooledSlopes(const Layer& layer, const Flow& flow, const vec* gradient, const int32_t* written)
+        : passed_(layer.relu ? flow.passed : nullptr), gradient_(gradient),
+          chosen_(layer.chosen.data() + flow.origin * layer.out.features()), written_(written), area_(layer.out.area()),
+          plane_(layer.out.plane()) {}
+
+    vec value(long channel, long place) const {
+        const vec slope = gradient_[channel * area_ + place];
+        return !passed_ || passed_[channel * plane_ + written_[place]] > 0.0f ? slope : vec{};
+    }
+
+    ivec way(long channel, long place) const { return widened(chosen_[channel * area_ + place]); }
+
+  private:
+    const vec *passed_, *gradient_;
+    const bvec* chosen_;
+    const int32_t* written_;
+    const long area_, plane_;
+};
+
+// Writes a group's slopes and where their windows start, record by record and output by output, and adds the bias
+// gradient, where that is asked for.
+NOINLINE void route(Routes& routes, const Layer& layer, const PooledSlopes& slopes, float* bias_gradient) {
+    const RouteShape shape(layer);
+    const long outputs = layer.out.channels;
+    const int32_t pixel = layer.in.channels, row = int32_t(shape.row);
+    for (long output = 0; output < outputs; output++) {
+        vec total{};
+        for (long first = 0; first < shape.padded; first += LANES) {
+            vec values[LANES] = {}, starts[LANES] = {};
+            const int here = int(std::clamp<long>(shape.places - first, 0, LANES));
+            for (int i = 0; i < here; i++) {
+                total += values[i] = slopes.value(output, first + i);
+                const ivec way = slopes.way(output, first + i);
+                starts[i] = (vec)((way & 1) * pixel + (way >> 1) * row + routes.corners[first + i]);
+            }
+            transpose(values), transpose(starts);
+            for (int lane = 0; lane < LANES; lane++) {
+                const long at = (lane * outputs + output) * shape.padded + first;
+                store(routes.values.data() + at, values[lane]);
+                store(reinterpret_cast<float*>(routes.starts.data() + at), starts[lane]);
+            }
+        }
+        if (bias_gradient) bias_gradient[output] += sum(total);
+    }
+}
+
+// Writes a group's slopes and ways, record by record and place by place.
+NOINLINE void cross(Routes& routes, const Layer& layer, const PooledSlopes& slopes) {
+    const RouteShape shape(layer);
+    for (long place = 0; place < shape.places; place++)
+        for (long block = 0; block < shape.blocks; block++) {
+            vec values[LANES] = {}, ways[LANES] = {};
+            const int here = int(std::min<long>(layer.out.channels - block * LANES, LANES));
+            for (int i = 0; i < here; i++) {
+                values[i] = slopes.value(block * LANES + i, place);
+                ways[i] = (vec)slopes.way(block * LANES + i, place);
+            }
+            transpose(values), transpose(ways);
+            for (int lane = 0; lane < LANES; lane++) {
+                const long at = ((lane * shape.places + place) * shape.blocks + block) * LANES;
+                store(routes.crossing.data() + at, values[lane]);
+                store(reinterpret_cast<float*>(routes.ways.data() + at), ways[lane]);
+            }
+        }
+}
+
+// Lists a record's slopes that are not zero, by output and band.
+NOINLINE void list_slopes(Routes& routes, const RouteShape& shape, int lane) {
+    const Timed timed(TO_WEIGHTS);
+    const long outputs = long(routes.counts.size()) / shape.bands;
+    for (long output = 0; output < outputs; output++)
+        for (long band = 0; band < shape.bands; band++) {
+            const long to = output * shape.padded + band * shape.band_places, from = lane * outputs * shape.padded + to;
+            int count = 0;
+            for (long i = 0; i < shape.band_places; i += LANES) {
+                const vec values = load(routes.values.data() + from + i);
+                const ivec meets = (values != 0.0f) & (LANE < int32_t(shape.band_places - i));
+                const vec starts = load(reinterpret_cast<const float*>(routes.starts.data() + from + i));
+                const uint32_t which = bits(meets);
+                store_some(routes.met.data() + to + count, values, which);
+                store_some(reinterpret_cast<float*>(routes.windows.data() + to + count), starts, which);
+                count += __builtin_popcount(which);
+            }
+            routes.counts[band * outputs + output] = count;
+        }
+}
+
+// Says of a record which slopes go which way, by place.
+NOINLINE void list_ways(Routes& routes, const RouteShape& shape, int lane) {
+    const long from = lane * shape.places * shape.blocks * LANES;
+    uint32_t* going = routes.going.data();
+    for (long place = 0; place < shape.places; place++, going += WAYS * shape.blocks)
+        for (long block = 0; block < shape.blocks; block++) {
+            const long at = from + (place * shape.blocks + block) * LANES;
+            const vec values = load(routes.crossing.data() + at);
+            const ivec ways = (ivec)load(reinterpret_cast<const float*>(routes.ways.data() + at));
+            UNROLL for (int way = 0; way < WAYS; way++)
+                going[way * shape.blocks + block] = bits((values != 0.0f) & (ways == way));
+        }
+}
+
+}  // namespace
