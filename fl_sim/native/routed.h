@@ -58,6 +58,7 @@ INLINE void add_windows(const Listed& slopes, const float* in, long row, float* 
 template <int ROWS, int VECTORS>
 NOINLINE void to_weights(Routes& routes, const RouteShape& shape, int lane) {
     const Timed timed(TO_WEIGHTS);
+    list_slopes(routes, shape, lane);
     const float* in = routes.in.data() + lane * shape.record;
     each_listed(routes, shape, [&](long output, const Listed& slopes) {
         add_windows<ROWS, VECTORS>(slopes, in, shape.row, routes.gradient.data() + output * ROWS * VECTORS * LANES);
@@ -66,21 +67,31 @@ NOINLINE void to_weights(Routes& routes, const RouteShape& shape, int lane) {
 
 // window's gradient += sum over outputs of slope * weights, for one place and PART vectors of every row of the kernel. What
 // goes to the left and what goes to the right are each summed in registers; what goes below is a row further down in them.
+// Where the registers hold the window too, its multiples are added to the weights' gradient.
 template <int ROWS, int VECTORS, int PART>
 INLINE void add_place(const float* values, const uint32_t* going, const RouteShape& shape, const float* weights, float* back,
-                      long pixel) {
+                      const float* in, float* gradient, long pixel) {
+    constexpr bool HOLDS = holds_window(ROWS, VECTORS);
     for (int right = 0; right < 2; right++) {
         vec sums[ROWS + 1][PART] = {};
-        UNROLL for (int below = 0; below < 2; below++)
+        UNROLL for (int below = 0; below < 2; below++) {
+            vec window[ROWS][PART];
+            if constexpr (HOLDS)
+                UNROLL for (int r = 0; r < ROWS; r++)
+                    UNROLL for (int v = 0; v < PART; v++)
+                        window[r][v] = load(in + right * pixel + (below + r) * shape.row + v * LANES);
             for (long block = 0; block < shape.blocks; block++)
                 for (uint32_t left = going[(2 * below + right) * shape.blocks + block]; left; left &= left - 1) {
-                    const long output = block * LANES + __builtin_ctz(left);
+                    const long output = block * LANES + __builtin_ctz(left), kernel = output * ROWS * VECTORS * LANES;
                     const vec value = spread(values[output]);
-                    const float* from = weights + output * ROWS * VECTORS * LANES;
                     UNROLL for (int r = 0; r < ROWS; r++)
-                        UNROLL for (int v = 0; v < PART; v++)
-                            sums[below + r][v] += value * load(from + (r * VECTORS + v) * LANES);
+                        UNROLL for (int v = 0; v < PART; v++) {
+                            const long at = kernel + (r * VECTORS + v) * LANES;
+                            sums[below + r][v] += value * load(weights + at);
+                            if constexpr (HOLDS) store(gradient + at, load(gradient + at) + value * window[r][v]);
+                        }
                 }
+        }
         UNROLL for (int r = 0; r <= ROWS; r++)
             UNROLL for (int v = 0; v < PART; v++) {
                 float* to = back + right * pixel + r * shape.row + v * LANES;
@@ -93,11 +104,13 @@ template <int ROWS, int VECTORS, int PART>
 INLINE void add_places(Routes& routes, const Layer& layer, const RouteShape& shape, int lane, int first) {
     const long pixel = layer.in.channels;
     const float* values = routes.crossing.data() + lane * shape.places * shape.blocks * LANES;
+    const float* in = routes.in.data() + lane * shape.record + first * LANES;
     float* back = routes.back.data() + lane * shape.record + first * LANES;
     for (long place = 0; place < shape.places; place++)
         add_place<ROWS, VECTORS, PART>(
             values + place * shape.blocks * LANES, routes.going.data() + place * WAYS * shape.blocks, shape,
-            routes.weights.data() + first * LANES, back + routes.corners[place], pixel);
+            routes.weights.data() + first * LANES, back + routes.corners[place], in + routes.corners[place],
+            routes.gradient.data() + first * LANES, pixel);
 }
 
 // The input's gradient of a record, place by place.
@@ -130,7 +143,7 @@ NOINLINE void to_input_by_output(Routes& routes, const RouteShape& shape, int la
 template <int ROWS, int VECTORS = 1>
 void follow(Routes& routes, const Layer& layer, const RouteShape& shape, int lane, bool wants_back) {
     if (shape.run == VECTORS * LANES) {
-        to_weights<ROWS, VECTORS>(routes, shape, lane);
+        if (!wants_back || !holds_window(ROWS, VECTORS)) to_weights<ROWS, VECTORS>(routes, shape, lane);
         if (!wants_back) return;
         if constexpr (BY_PLACE) to_input_by_place<ROWS, VECTORS>(routes, layer, shape, lane);
         else to_input_by_output<ROWS, VECTORS>(routes, shape, lane);
@@ -147,12 +160,12 @@ void routed_backward(Routes& routes, const Layer& layer, const Flow& flow, int c
     {
         const Timed timed(TO_WEIGHTS);
         to_records(flow.in, layer.in, routes.in.data(), shape.record);
-        route(routes, layer, slopes, layer.has_bias && !flow.is_derivative ? gradients + layer.bias : nullptr);
+        if (!back || !holds_window(layer.kernel_y, run_vectors(layer))) route(routes, layer, slopes);
+        if (layer.has_bias && !flow.is_derivative) add_biases(layer, slopes, gradients + layer.bias);
     }
     if (back) routes.back.clear_values();
     if (back && BY_PLACE) cross(routes, layer, slopes);
     for (int lane = 0; lane < count; lane++) {
-        list_slopes(routes, shape, lane);
         if (layer.kernel_y == 3) follow<3>(routes, layer, shape, lane, back != nullptr);
         else follow<5>(routes, layer, shape, lane, back != nullptr);
     }

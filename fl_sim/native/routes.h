@@ -22,6 +22,7 @@ inline bool is_routed(const Layer& layer) {
 }
 
 constexpr bool BY_PLACE = REGISTERS == 32;  // the way to the input: 16 registers hold too few sums
+constexpr int HELD = 28;                    // vectors of sums and of a window that stay in registers beside each other
 constexpr int BAND_ROWS = 4;  // of pooled output: what they read fits the L1 cache
 constexpr int WAYS = 4;       // that pooling chooses from: left above, right above, left below, right below
 
@@ -151,19 +152,26 @@ class PooledSlopes {
     const long area_, plane_;
 };
 
-// Writes a group's slopes and where their windows start, record by record and output by output, and adds the bias
-// gradient, where that is asked for.
-NOINLINE void route(Routes& routes, const Layer& layer, const PooledSlopes& slopes, float* bias_gradient) {
+// Adds the bias gradient of a group.
+inline void add_biases(const Layer& layer, const PooledSlopes& slopes, float* bias_gradient) {
+    for (long output = 0; output < layer.out.channels; output++) {
+        vec total{};
+        for (long place = 0; place < layer.out.area(); place++) total += slopes.value(output, place);
+        bias_gradient[output] += sum(total);
+    }
+}
+
+// Writes a group's slopes and where their windows start, record by record and output by output.
+NOINLINE void route(Routes& routes, const Layer& layer, const PooledSlopes& slopes) {
     const RouteShape shape(layer);
     const long outputs = layer.out.channels;
     const int32_t pixel = layer.in.channels, row = int32_t(shape.row);
-    for (long output = 0; output < outputs; output++) {
-        vec total{};
+    for (long output = 0; output < outputs; output++)
         for (long first = 0; first < shape.padded; first += LANES) {
             vec values[LANES] = {}, starts[LANES] = {};
             const int here = int(std::clamp<long>(shape.places - first, 0, LANES));
             for (int i = 0; i < here; i++) {
-                total += values[i] = slopes.value(output, first + i);
+                values[i] = slopes.value(output, first + i);
                 const ivec way = slopes.way(output, first + i);
                 starts[i] = (vec)((way & 1) * pixel + (way >> 1) * row + routes.corners[first + i]);
             }
@@ -174,8 +182,6 @@ NOINLINE void route(Routes& routes, const Layer& layer, const PooledSlopes& slop
                 store(reinterpret_cast<float*>(routes.starts.data() + at), starts[lane]);
             }
         }
-        if (bias_gradient) bias_gradient[output] += sum(total);
-    }
 }
 
 // Writes a group's slopes and ways, record by record and place by place.
@@ -197,6 +203,9 @@ NOINLINE void cross(Routes& routes, const Layer& layer, const PooledSlopes& slop
             }
         }
 }
+
+// Says whether the way to the input by place goes to the weights, too: then a window is loaded once for all outputs.
+constexpr bool holds_window(long rows, long vectors) { return BY_PLACE && vectors * (2 * rows + 1) <= HELD; }
 
 // Lists a record's slopes that are not zero, by output and band.
 NOINLINE void list_slopes(Routes& routes, const RouteShape& shape, int lane) {
