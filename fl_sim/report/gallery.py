@@ -24,7 +24,7 @@ ABOUT, RUNS = "about.toml", "table.csv"
 PAGE = "README.md"
 _DEVIATIONS, _POINTS = 3, 3
 _FURTHER: Final = f"Further than {_DEVIATIONS} of our deviations from"
-_SECONDS: Final = "seconds.total"
+_SECONDS: Final = ("seconds.total", "seconds.train")
 
 _HEAD = """# Published tables, run here
 
@@ -119,10 +119,15 @@ def _entry(place: Path) -> Entry:
 
 
 def _hours(runs: Path) -> float | None:
-    """Return how many hours all runs took one after another; None where one does not say."""
+    """Return how many hours all runs took one after another; None where one does not say.
+
+    A run that went on under a version before this one has all its rounds' time, but only the last part's in ``total``.
+    """
     with runs.open(encoding="utf-8", newline="") as file:
-        seconds = [line.get(_SECONDS) for line in csv.DictReader(file) if line.get("status") == "finished"]
-    return sum(map(float, filter(None, seconds))) / 3600 if seconds and all(seconds) else None
+        lines = [line for line in csv.DictReader(file) if line.get("status") == "finished"]
+    seconds = [max((float(line[name]) for name in _SECONDS if line.get(name)), default=None) for line in lines]
+    known = [one for one in seconds if one is not None]
+    return sum(known) / 3600 if seconds and len(known) == len(seconds) else None
 
 
 def _check_names(place: Path, about: About, table: Table) -> None:

@@ -21,7 +21,7 @@ from fl_sim.simulation.resuming import clean_up, finished_result, has_leftovers,
 from fl_sim.simulation.run_log import Observer, RunLog, Silent
 from fl_sim.store import run_directory
 from fl_sim.store.files import in_words
-from fl_sim.store.locks import sole_run
+from fl_sim.store.locks import LOCK, sole_run
 
 
 def run(
@@ -65,11 +65,22 @@ def _kept(out: Path, log: RunLog, experiment: Experiment) -> list[str]:
     return [f"{told}until the run has finished"]
 
 
+def _seconds_before(experiment: Experiment, log: RunLog, out: Path) -> float:
+    """Return how long the run has taken before this process went on with it.
+
+    Of a private run, whose log does not say how long rounds took: the time since the first of its files was written, in
+    which it may have rested, too.
+    """
+    if not experiment.is_private:
+        return sum(record.seconds or 0.0 for record in log.rounds)
+    return max(0.0, time.time() - min(found.stat().st_mtime for found in out.iterdir() if found.name != LOCK))
+
+
 def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None) -> dict[str, Any]:
     job, experiment = procedure.job, procedure.job.experiment
     log, first_round = take_up(procedure, out)
     log.warnings = procedure.warnings(log)
-    start = time.perf_counter()
+    start = time.perf_counter() - _seconds_before(experiment, log, out)
     error: BaseException | None = None
     with torch_kept(), fixed_threads(experiment.engine.threads):
         try:

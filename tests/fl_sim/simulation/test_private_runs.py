@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -313,6 +314,16 @@ def test_a_run_that_goes_on_with_seeded_noise_ends_in_the_same_bits_and_pays_onc
     assert charges(tmp_path / "broken") == charges(tmp_path / "whole")
     whole, broken = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "broken"))
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
+
+
+def test_a_private_run_that_goes_on_took_at_most_the_time_since_it_began(tmp_path: Path) -> None:
+    experiment = private(rounds=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, tmp_path / "run", observer=StopAfter(1))
+    hour_ago = time.time() - 3500
+    os.utime(tmp_path / "run" / "config.toml", (hour_ago, hour_ago))
+    assert run(experiment, tmp_path / "run")["seconds"]["total"] == 3600.0
+    assert run(experiment, tmp_path / "undisturbed")["seconds"]["total"] <= 60.0
 
 
 def test_a_finished_private_run_is_not_released_again(tmp_path: Path) -> None:

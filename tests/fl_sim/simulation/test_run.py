@@ -149,6 +149,16 @@ def test_an_interrupted_run_goes_on_and_ends_in_the_same_bits(tmp_path: Path, al
     assert same_model(tmp_path / "broken", tmp_path / "whole")
 
 
+def test_a_run_that_goes_on_counts_the_time_of_all_its_parts(tmp_path: Path) -> None:
+    experiment = quick(rounds=4)
+    interrupted(experiment, tmp_path / "run")
+    before = sum(record.seconds or 0 for record in read_rounds(tmp_path / "run"))
+    start = time.perf_counter()
+    result = run(experiment, tmp_path / "run")
+    assert before < result["seconds"]["total"] <= before + time.perf_counter() - start
+    assert result["seconds"]["train"] < result["seconds"]["total"]
+
+
 def test_a_crash_between_log_and_checkpoint_repeats_no_round_in_the_log(tmp_path: Path) -> None:
     experiment = quick(rounds=3)
     run(experiment, tmp_path / "whole")
