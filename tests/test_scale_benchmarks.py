@@ -1,6 +1,7 @@
 """The benchmarks of aggregation, scale and one round's profile: they run, and what they report adds up."""
 
 import json
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -85,3 +86,16 @@ def test_a_profile_charges_every_second_of_a_round_once(
     profile_round.plot({"small": parts}, tmp_path / "profile.png", "title")
     assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
     assert "| training kernel |" in profile_round.table({"small": parts})
+
+
+def test_runs_of_one_algorithm_or_split_can_be_asked_for_alone(scale: ModuleType) -> None:
+    def asked(**given: object) -> list[tuple[str, str, int]]:
+        options = {"million": True, "large_model": False, "quick": False, "rounds": None, "algorithm": None}
+        chosen = scale.settings_of(Namespace(**options | {"partition": None} | given))
+        return [(one.algorithm, one.partition, one.rounds) for one in chosen]
+
+    assert len(asked()) == 4
+    assert asked(algorithm="fedavg", partition="natural", rounds=1000) == [("fedavg", "natural", 1000)]
+    assert asked(algorithm="scaffold") == [("scaffold", "natural", 20), ("scaffold", "dirichlet:0.5", 20)]
+    with pytest.raises(SystemExit, match="no run has --algorithm None and --partition iid"):
+        asked(partition="iid")
