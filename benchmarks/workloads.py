@@ -1,7 +1,7 @@
-"""Published workloads: ours, a plain loop and the peers at hand, in turn, a round of one after a round of the other.
+"""Published workloads: ours, a plain loop, Flower's simulation and the peers at hand, in turn, round by round.
 
-    python benchmarks/workloads.py                              ours and the plain one-thread loop, a few rounds of each
-    python benchmarks/workloads.py --peers DIR                  the peers, too (benchmarks/peers/install.py)
+    python benchmarks/workloads.py                              ours, the plain one-thread loop and Flower, a few rounds
+    python benchmarks/workloads.py --peers DIR                  the other peers, too (benchmarks/peers/install.py)
     python benchmarks/workloads.py --only lr-mnist --rounds 99  one workload, this many rounds that count
     python benchmarks/workloads.py --json                       one JSON object
 
@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,8 @@ def contestants(work: Workload, data: str, folder: Path, peers: dict[str, Any]) 
     yield "ours", Contestant([*me, "ours", json.dumps(asdict(work)), data], own)
     path = job_file(work, data, folder)
     yield "plain loop, 1 thread", Contestant([*me, "plain", "{}", str(path)], own)
+    flower = [sys.executable, str(HERE / "peers" / "with_flower.py"), str(path)]
+    yield f"Flower {version('flwr')}", Contestant(flower, {**own, "PYTHONPATH": str(HERE / "peers")})
     for peer in peers.values():
         yield peer.label, Contestant([str(peer.python), str(peer.script), str(path)], peer.environment())
 

@@ -170,6 +170,10 @@ class Turns:
         self._steps = self._fresh = 0
         self._start = time.perf_counter()
 
+    def counted(self, steps: int, records: int, fresh: int) -> None:
+        """Add what clients counted who train in other processes, where no hook of this one hears of it."""
+        self._steps, self._records, self._fresh = self._steps + steps, self._records + records, self._fresh + fresh
+
     def close(self) -> None:
         """Stop counting."""
         for hook in self._hooks:
