@@ -63,7 +63,10 @@ def server_app(job: Job, turns: Turns, network: torch.nn.Module) -> ServerApp:
         del context
         while len(list(grid.get_node_ids())) < job.clients:
             time.sleep(0.05)
-        strategy = FedAvg(job.cohort / job.clients, 0.0, job.cohort, min_available_nodes=job.clients)
+        strategy = FedAvg(
+            fraction_train=job.cohort / job.clients, fraction_evaluate=0.0,
+            min_train_nodes=job.cohort, min_available_nodes=job.clients,
+        )  # fmt: skip
         arrays = ArrayRecord(network.state_dict())
         for server_round in count(1):
             messages = strategy.configure_train(server_round, arrays, ConfigRecord(), grid)

@@ -11,7 +11,8 @@ namespace {
 
 // Says whether this way is open, as nobody asks for the gradient of the records. With 16 registers it is the longer one.
 inline bool is_first_pooled(const Layer& layer) {
-    if (REGISTERS < 32 || layer.kind != CONV || layer.source || !layer.pooled || layer.stride_y != 1 || layer.stride_x != 1) return false;
+    if (REGISTERS < 32 || layer.kind != CONV || layer.source || !layer.pooled) return false;
+    if (layer.stride_y != 1 || layer.stride_x != 1) return false;
     return layer.kernel_y == layer.kernel_x && (layer.kernel_y == 3 || layer.kernel_y == 5);
 }
 

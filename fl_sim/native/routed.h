@@ -21,11 +21,11 @@ struct Listed {
 // Calls ``each(output, listed)`` for all of a record, band after band.
 template <class Each>
 INLINE void each_listed(const Routes& routes, const RouteShape& shape, const Each& each) {
-    const long outputs = long(routes.counts.size()) / shape.bands;
     for (long band = 0; band < shape.bands; band++)
-        for (long output = 0; output < outputs; output++) {
+        for (long output = 0; output < shape.outputs; output++) {
             const long at = output * shape.padded + band * shape.band_places;
-            each(output, Listed{routes.met.data() + at, routes.windows.data() + at, routes.counts[band * outputs + output]});
+            const int count = routes.counts[band * shape.outputs + output];
+            each(output, Listed{routes.met.data() + at, routes.windows.data() + at, count});
         }
 }
 

@@ -23,8 +23,8 @@ inline bool is_routed(const Layer& layer) {
 
 constexpr bool BY_PLACE = REGISTERS == 32;  // the way to the input: 16 registers hold too few sums
 constexpr int HELD = 28;                    // vectors of sums and of a window that stay in registers beside each other
-constexpr int BAND_ROWS = 4;  // of pooled output: what they read fits the L1 cache
-constexpr int WAYS = 4;       // that pooling chooses from: left above, right above, left below, right below
+constexpr int BAND_ROWS = 4;                // of pooled output: what they read fits the L1 cache
+constexpr int WAYS = 4;                     // that pooling chooses from: left above, right above, left below, right below
 
 struct Routes {
     Floats in, back;               // of a group: [record][row][column][channel], borders counted
@@ -43,8 +43,9 @@ struct Routes {
 };
 
 struct RouteShape {
-    long record, row, run, places, padded, bands, band_places, blocks;
+    long outputs, record, row, run, places, padded, bands, band_places, blocks;
     explicit RouteShape(const Layer& layer) {
+        outputs = layer.out.channels;
         row = layer.in.row() * layer.in.channels;
         record = row * (layer.in.height + 2 * layer.in.border_y) + 2 * LANES;
         record = (record + LANES - 1) / LANES * LANES;
@@ -59,15 +60,15 @@ struct RouteShape {
 
 inline void reserve(Routes& routes, const Layer& layer) {
     const RouteShape shape(layer);
-    const long outputs = layer.out.channels, kernel = layer.kernel_y * shape.run, slack = LANES;
+    const long outputs = shape.outputs, kernel = layer.kernel_y * shape.run, slack = LANES;
     routes.in.resize(LANES * shape.record), routes.back.resize(LANES * shape.record);
     routes.weights.resize(outputs * kernel), routes.gradient.resize(outputs * kernel);
     routes.values.resize(LANES * outputs * shape.padded + slack), routes.starts.resize(LANES * outputs * shape.padded + slack);
     routes.met.resize(outputs * shape.padded + slack), routes.windows.resize(outputs * shape.padded + slack);
     routes.counts.resize(shape.bands * outputs);
-    const long crossing = shape.places * shape.blocks * LANES;
+    const long crossing = BY_PLACE ? shape.places * shape.blocks * LANES : 0;
     routes.crossing.resize(LANES * crossing), routes.ways.resize(LANES * crossing);
-    routes.going.resize(shape.places * WAYS * shape.blocks);
+    routes.going.resize(BY_PLACE ? shape.places * WAYS * shape.blocks : 0);
     for (int y = 0; y < layer.out.height; y++)
         for (int x = 0; x < layer.out.width; x++) {
             routes.written.push_back(int32_t(layer.out.line(0, y) + x));
@@ -134,19 +135,20 @@ NOINLINE void from_records(const float* records, long record, const Image& image
 class PooledSlopes {
   public:
     PooledSlopes(const Layer& layer, const Flow& flow, const vec* gradient, const int32_t* written)
-        : passed_(layer.relu ? flow.passed : nullptr), gradient_(gradient),
+        : layer_(layer), flow_(flow), gradient_(gradient),
           chosen_(layer.chosen.data() + flow.origin * layer.out.features()), written_(written), area_(layer.out.area()),
           plane_(layer.out.plane()) {}
 
     vec value(long channel, long place) const {
-        const vec slope = gradient_[channel * area_ + place];
-        return !passed_ || passed_[channel * plane_ + written_[place]] > 0.0f ? slope : vec{};
+        return flow_.let_back(layer_, channel * plane_ + written_[place], gradient_[channel * area_ + place]);
     }
 
     ivec way(long channel, long place) const { return widened(chosen_[channel * area_ + place]); }
 
   private:
-    const vec *passed_, *gradient_;
+    const Layer& layer_;
+    const Flow& flow_;
+    const vec* gradient_;
     const bvec* chosen_;
     const int32_t* written_;
     const long area_, plane_;
@@ -209,11 +211,10 @@ constexpr bool holds_window(long rows, long vectors) { return BY_PLACE && vector
 
 // Lists a record's slopes that are not zero, by output and band.
 NOINLINE void list_slopes(Routes& routes, const RouteShape& shape, int lane) {
-    const Timed timed(TO_WEIGHTS);
-    const long outputs = long(routes.counts.size()) / shape.bands;
-    for (long output = 0; output < outputs; output++)
+    for (long output = 0; output < shape.outputs; output++)
         for (long band = 0; band < shape.bands; band++) {
-            const long to = output * shape.padded + band * shape.band_places, from = lane * outputs * shape.padded + to;
+            const long to = output * shape.padded + band * shape.band_places;
+            const long from = lane * shape.outputs * shape.padded + to;
             int count = 0;
             for (long i = 0; i < shape.band_places; i += LANES) {
                 const vec values = load(routes.values.data() + from + i);
@@ -224,7 +225,7 @@ NOINLINE void list_slopes(Routes& routes, const RouteShape& shape, int lane) {
                 store_some(reinterpret_cast<float*>(routes.windows.data() + to + count), starts, which);
                 count += __builtin_popcount(which);
             }
-            routes.counts[band * outputs + output] = count;
+            routes.counts[band * shape.outputs + output] = count;
         }
 }
 

@@ -121,7 +121,7 @@ def _entry(place: Path) -> Entry:
 def _hours(runs: Path) -> float | None:
     """Return how many hours all runs took one after another; None where one does not say.
 
-    A run that went on under a version before this one has all its rounds' time, but only the last part's in ``total``.
+    A run that was stopped and went on once had the time of its last part alone as ``total``; ``train`` has all rounds'.
     """
     with runs.open(encoding="utf-8", newline="") as file:
         lines = [line for line in csv.DictReader(file) if line.get("status") == "finished"]
