@@ -31,7 +31,8 @@ from scipy.fft import idctn
 from clients.dafl.dpcgan.settings import DpCgan
 from clients.dafl.generator import Bill, Generator, PrivateRecords
 from clients.dafl.labels import ExponentialMechanism
-from clients.dafl.mean_embedding import MeanEmbedding, lowest_frequencies
+from clients.dafl.mean_embedding import MeanEmbedding
+from clients.frequencies import lowest_frequencies
 from fl_sim.privacy.accounting import epsilon, epsilon_of_counts
 from fl_sim.privacy.audit import audit_profile
 from fl_sim.privacy.mechanisms import Noise

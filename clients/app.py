@@ -48,7 +48,8 @@ class Site:
     ``trains_on_own(synthetic)`` says whether ``records`` would hold the client's own.
     ``share(inputs, labels, client)`` is what it shares for the algorithm before the first round.
     ``summarise(client, params, folder, policy, ticket)`` returns the moments of its features by class under ``params``,
-    after the last round; ``folder`` and ``policy`` are as for ``synthesize``. ``generate(client, ticket)`` returns the
+    after the last round; ``folder`` and ``policy`` are as for ``synthesize``. ``measure(client, question)`` answers a
+    question of a private start with sums over its records. ``generate(client, ticket)`` returns the
     synthetic records of a client that has no folder here. ``ticket``: what was paid for where its folder is.
     ``local_settings(learning_rate)`` fills in a round's settings.
     ``threads``: torch threads while training; their number changes the last bits of every sum. ``precision``: how
@@ -75,6 +76,7 @@ class Site:
     trains_on_own: Callable[[str], bool] = lambda _: True
     class_counts: Callable[[int, str], tuple[int, ...]] = lambda *_: ()
     summarise: Callable[..., NDArray[np.float64]] | None = None
+    measure: Callable[[int, Params], Params] | None = None
     generate: Callable[[int, wire.Ticket], torch.Tensor] | None = None
     read_tensors: Callable[[str], Params] = read_by_content
 
@@ -103,6 +105,7 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
     _reuse_freed_memory()
     app = ClientApp(mods=[discreet])
     turns = _Turns(site_of)
+    _answer_single_questions(app, turns)
 
     @app.query()
     def who(message: Message, context: Context) -> Message:
@@ -115,6 +118,20 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
         if isinstance(reply, Exception):
             raise reply
         return reply
+
+    @app.train()
+    def train_one_round(message: Message, context: Context) -> Message:
+        client, owner = client_of(context), owner_of(context)
+        raw = partial(turns.trains_on_own, message, client, owner)
+        _ask_policy(context, lambda policy: policy.check_training(own_records=raw()))
+        turn = turns.turn(message, client, owner)
+        return turn.reply(turn.site.trainer.train(turn.job))
+
+    return app
+
+
+def _answer_single_questions(app: ClientApp, turns: "_Turns") -> None:
+    """Let ``app`` answer what clients are asked once, before or after training, each by itself."""
 
     @app.train("share")
     def share(message: Message, context: Context) -> Message:
@@ -145,15 +162,14 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
         )
         return Message(releases.moments_content(moments), reply_to=message)
 
-    @app.train()
-    def train_one_round(message: Message, context: Context) -> Message:
-        client, owner = client_of(context), owner_of(context)
-        raw = partial(turns.trains_on_own, message, client, owner)
-        _ask_policy(context, lambda policy: policy.check_training(own_records=raw()))
-        turn = turns.turn(message, client, owner)
-        return turn.reply(turn.site.trainer.train(turn.job))
-
-    return app
+    @app.train("measure")
+    def measure(message: Message, context: Context) -> Message:
+        order, client = wire.read_order(message.content), client_of(context)
+        site, (question, _) = turns.site(order, client, owner_of(context)), wire.read_task(message.content)
+        _ask_policy(context, lambda policy: policy.check_training(own_records=True))
+        assert site.measure is not None
+        _set_threads(site.threads)
+        return Message(releases.sums_content(site.measure(client, question)), reply_to=message)
 
 
 def train_together(site_of: SiteFactory, *, stacked: bool = False) -> Play:

@@ -309,6 +309,40 @@ def share_before_training(
     return pool, sum(num_bytes for _, num_bytes in sent)
 
 
+def release_before_training(
+    strategy: FederatedStrategy, grid: Grid, number: int, question: Params, template: Params, timeout: float
+) -> Params:
+    """Pay for release ``number`` of those before the first round, ask a cohort, and return the noised mean answer.
+
+    ``question``: what each is sent; ``template``: the names and shapes of an answer. Who fails or answers something
+    else counts as zeros, as in a round. Raises BudgetExhausted, with nothing done, where the budget does not afford it.
+    """
+    privacy = strategy.privacy
+    assert privacy is not None
+    server_round = number - len(privacy.beforehand)  # 0 and below: with noise and coins of its own
+    if not strategy.population.nodes:
+        strategy.population = find_population(grid, strategy.num_clients, timeout)
+    privacy.pay_beforehand(number)
+    cohort = strategy.sampler.sample(strategy.num_clients, privacy.coins(server_round), server_round)
+    content = wire.task_content(replace(strategy.order, server_round=server_round), question, {})
+    messages = [Message(content, strategy.population.nodes[client], wire.MEASURE) for client in cohort]
+    sent = grid.send_and_receive(messages, timeout=timeout) if messages else []
+    answers = by_client(sent, strategy.population.client_of, strict=False)
+    replies: list[Reply] = []
+    failed: dict[int, Malformed] = {}
+    for client in map(int, cohort):
+        try:
+            sums = releases.read_sums(content_of(answers.get(client, [])), template)
+            replies.append(Reply(client, {"sums": sums}, 0, None))
+        except Malformed as reason:
+            failed[client] = reason
+    privacy.note(failed, answered=bool(replies))
+    expected = strategy.sampler.expected_size(strategy.num_clients)
+    answered = Cohort(server_round, tuple(replies), strategy.num_clients, expected)
+    release = privacy.beforehand[number - 1]
+    return release.mean(answered, noise=privacy.noise, template={"sums": template}).payloads["sums"]
+
+
 def synthesize_before_training(
     strategy: FederatedStrategy, grid: Grid, order: wire.Order, records: Examples, num_classes: int, timeout: float
 ) -> list[tuple[torch.Tensor, str]]:

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,17 @@ from strategies.samplers import AnySampler, Coins, FixedSize
 
 UNIT = "client"
 
+BEFOREHAND = (
+    " So are the sums over records that clients sent before the first round, and the images drawn from these, which "
+    "are in the run directory."
+)
+
 
 @dataclass
 class PrivateRounds:
     """Global DP over the rounds of a run. ``clipping_norm`` is the next round's: it moves where clipping adapts.
 
+    ``beforehand``: what is released before the first round, each to a cohort of its own as a round's.
     ``failed``: which clients failed since one last answered well, and why. PRIVATE.
     """
 
@@ -38,6 +45,7 @@ class PrivateRounds:
     ledger: Ledger
     noise: Noise
     clipping_norm: float
+    beforehand: tuple[GlobalDP, ...] = ()
     correlated: CorrelatedNoise = field(init=False, repr=False)
     failed: dict[int, Malformed] = field(default_factory=dict, repr=False)
 
@@ -51,6 +59,12 @@ class PrivateRounds:
         BudgetExhausted where it would exceed the budget.
         """
         return self.ledger.charge(self._event, release=self._release(server_round), noise=self.noise.identity)
+
+    def pay_beforehand(self, number: int) -> float | None:
+        """Charge release ``number``, from 1, of those before the first round, as ``pay`` charges a round."""
+        event = self.sampler.amplify(self.beforehand[number - 1].event(), self.num_clients)
+        name = f"before round 1: {number} of {len(self.beforehand)}"
+        return self.ledger.charge(event, release=name, noise=self.noise.identity)
 
     def coins(self, server_round: int) -> Coins:
         """Return what the round's cohort is drawn with: as secret as the noise, and the same only where that is."""
@@ -91,10 +105,10 @@ class PrivateRounds:
     def statement(self, rounds: int) -> dict[str, object]:
         """Return what ``result.json`` says about the clients' privacy in a run that was to have ``rounds`` rounds."""
         return self.ledger.statement(
-            covers=f"{COVERS}{_turns_in_words(self.sampler)}",
+            covers=f"{COVERS}{_turns_in_words(self.sampler)}{BEFOREHAND if self.beforehand else ''}",
             does_not_cover=DOES_NOT_COVER,
             simulation_only=self.noise.simulation_only,
-            planned=planned_charges(self.aggregator, self.sampler, self.num_clients, rounds),
+            planned=planned_charges(self.aggregator, self.sampler, self.num_clients, rounds, self.beforehand),
         )
 
     @property
@@ -107,9 +121,13 @@ class PrivateRounds:
         return f"round {first}" if apart == 1 else f"rounds {first} to {first + apart - 1}"
 
 
-def planned_charges(aggregator: GlobalDP, sampler: AnySampler, num_clients: int, rounds: int) -> Mapping[DpEvent, int]:
-    """Return what ``rounds`` rounds cost a client: {event: how often}."""
-    return {sampler.amplify(aggregator.event(), num_clients): math.ceil(rounds / sampler.rounds_apart)}
+def planned_charges(
+    aggregator: GlobalDP, sampler: AnySampler, num_clients: int, rounds: int, beforehand: Sequence[GlobalDP] = ()
+) -> Mapping[DpEvent, int]:
+    """Return what ``rounds`` rounds, and the releases ``beforehand``, cost a client: {event: how often}."""
+    events = Counter(sampler.amplify(one.event(), num_clients) for one in beforehand)
+    events[sampler.amplify(aggregator.event(), num_clients)] += math.ceil(rounds / sampler.rounds_apart)
+    return events
 
 
 def _turns_in_words(sampler: AnySampler) -> str:
@@ -133,6 +151,7 @@ def open_private_rounds(
     out: Path,
     clipping_norm: float | None,
     receipt: Mapping[str, Any] | None = None,
+    beforehand: tuple[GlobalDP, ...] = (),
 ) -> PrivateRounds:
     """Start, or go on with, the rounds of the run in ``out``; its charges are in ``ledger.jsonl`` there.
 
@@ -146,4 +165,4 @@ def open_private_rounds(
     ledger = Ledger(
         terms_of(aggregator, sampler), out / LEDGER, receipt=paid, holder="what this run has released so far"
     )
-    return PrivateRounds(aggregator, sampler, num_clients, ledger, noise, norm)
+    return PrivateRounds(aggregator, sampler, num_clients, ledger, noise, norm, beforehand)

@@ -178,6 +178,18 @@ def test_the_engines_agree_on_the_votes_of_teachers(
 
 
 @pytest.mark.cluster
+def test_a_private_start_is_the_same_on_every_engine(one_ray: None, tmp_path: Path) -> None:
+    base = settings("scaffold", "inprocess", "mlp").model_dump()
+    base |= {"aggregator": {"kind": "global-dp", "noise": "seeded", "delta": 1e-3}, "sampler": "poisson:0.6"}
+    base |= {"preprocess": {"kind": "private-start", "images": 200}, "compress": "none", "evaluate": {}}
+    for engine in ("inprocess", "ray:2"):
+        run(experiment_from({**base, "engine": engine}), tmp_path / engine)
+    assert_same_bits(tmp_path / "inprocess", tmp_path / "ray:2")
+    drawn = [{path.name for path in (tmp_path / engine).glob("start-*")} for engine in ("inprocess", "ray:2")]
+    assert drawn[0] == drawn[1]  # named by content
+
+
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     ("engine", "generator"),
     [

@@ -110,6 +110,11 @@ def _majority(result: Mapping[str, Any]) -> str:
 
 
 def _in_words(made: Mapping[str, Any], *, is_drawn: bool) -> str:
+    if made["kind"] == "private-start":
+        return (
+            f"{made['kind']}: the first model learned from {made['num_images']:,} images, drawn from "
+            f"{made['releases']} releases whose cost is part of the clients' epsilon"
+        )
     origin = "from an earlier run with the same settings" if made["reused"] else "made in this run"
     trainer = f", trained by: {made['trainer']}" if made.get("trainer") else ""
     pictures = "; look at them in samples.png" if is_drawn else ""

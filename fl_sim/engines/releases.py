@@ -13,11 +13,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fl_sim.engines.arrays import numbers_in
-from fl_sim.engines.tensor_records import exactly, pack, read_json, read_rows, unpack, whole
+from fl_sim.engines.tensor_records import exactly, pack, read_group, read_json, read_rows, unpack, whole
 from fl_sim.errors import Malformed
+from fl_sim.params import layout_of
 from fl_sim.types import Params
 
-_POOL, _SAID, _VOTES, _MOMENTS, _REPORT = "pool", "said", "votes", "moments", "report"
+_POOL, _SAID, _VOTES, _MOMENTS, _SUMS, _REPORT = "pool", "said", "votes", "moments", "sums", "report"
 _JSON, _PARTITION = "json", "partition-id"
 
 _LONGEST_TEXT: Final = 1_000_000
@@ -117,6 +118,17 @@ def read_moments(content: RecordDict, shape: tuple[int, int], most_records: int 
     if most_records is not None and ((counts < 0) | (counts % 1 != 0) | (counts.sum() > most_records)).any():
         raise Malformed(f"sent numbers of records that are not whole, or add up to more than {most_records}")
     return moments
+
+
+def sums_content(sums: Params) -> RecordDict:
+    """Pack a client's answer to a question before the first round: sums over its records."""
+    return RecordDict({_SUMS: pack(sums)})
+
+
+def read_sums(content: RecordDict, template: Params) -> Params:
+    """Unpack such an answer: float32 tensors like ``template``'s. Raises Malformed for anything else."""
+    exactly(content, {_SUMS})
+    return read_group(content[_SUMS], layout_of(template))
 
 
 def who_content(partition: int) -> RecordDict:

@@ -24,9 +24,10 @@ from fl_sim.params import layout_of
 from fl_sim.types import Params, Payloads, Reply
 
 TRAIN, SHARE, SYNTHESIZE, VOTE, WHO = "train", "train.share", "train.synthesize", "train.vote", "query"
-SUMMARISE = "train.summarise"
+SUMMARISE, MEASURE = "train.summarise", "train.measure"
 """Message types: one round's local training; sharing before the first round; releasing synthetic records before that;
-training a teacher and voting on the public pool; which partition a node holds; moments of features after training."""
+training a teacher and voting on the public pool; which partition a node holds; moments of features after training; sums
+over records for a private start."""
 
 LAYERS = "batch-norm"
 """The group in which BatchNorm layers travel, both ways, and stay with clients. No algorithm has one of that name: a

@@ -53,6 +53,7 @@ from strategies.mofedsam import MoFedSAM
 from strategies.moon import MOON
 from strategies.norm_bound import NormBound
 from strategies.pate.settings import Pate
+from strategies.private_start import PrivateStart
 from strategies.samplers import AnySampler, Cyclic, Everyone, FixedSize, Poisson, Sampler
 from strategies.scaffold import Scaffold
 from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
@@ -70,7 +71,7 @@ Partition: TypeAlias = Annotated[AnyScheme, OneOf("partition", Scheme)]
 AnyAggregator: TypeAlias = (
     WeightedMean | GlobalDP | CoordinateMedian | TrimmedMean | Krum | MultiKrum | NormBound | GeometricMedian
 )
-Preprocess: TypeAlias = NoPreprocess | DaFl
+Preprocess: TypeAlias = NoPreprocess | DaFl | PrivateStart
 
 
 class Experiment(Settings):

@@ -33,6 +33,7 @@ from partitions import ByGroup, FeatureSkew, Parts, Scheme
 from strategies.algorithm import Bounded, Dealing
 from strategies.ccvr import CCVR
 from strategies.fedmix import FedMix, NaiveMix
+from strategies.private_start import PrivateStart
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +165,9 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
     if isinstance(experiment.preprocess, DaFl):
         experiment.preprocess.generator_epsilon(dataset.num_classes)
         _check_generator(experiment.preprocess, dataset, experiment.features)
+    if isinstance(experiment.preprocess, PrivateStart):
+        experiment.preprocess.check_shape(dataset.input_shape, dataset.num_classes, experiment.features)
+        _check_unit_range(dataset, "private-start")
     filled: dict[str, Any] = {
         "model": experiment.model or models.default_model(dataset.input_shape, dataset.vocabulary)
     }
@@ -194,7 +198,7 @@ def _check_sequences(experiment: Experiment) -> None:
     """Raise UserError for what computes with the numbers of a record, where these are tokens."""
     parts = {"algorithm": experiment.algorithm, "preprocess": experiment.preprocess, "partition": experiment.partition}
     for what, part in parts.items():
-        if isinstance(part, FedMix | NaiveMix | DaFl | FeatureSkew):
+        if isinstance(part, FedMix | NaiveMix | DaFl | PrivateStart | FeatureSkew):
             raise UserError(
                 f"{what} {kind_of(part)} computes with the numbers of records, and those of {experiment.data} are "
                 "tokens, which are names: take another"
@@ -212,11 +216,15 @@ def _check_generator(settings: DaFl, dataset: Dataset, features: Features) -> No
                 "numbers a record that are none: take preprocess.generator=gaussian"
             )
         return
+    _check_unit_range(dataset, "da-fl")
+
+
+def _check_unit_range(dataset: Dataset, preprocess: str) -> None:
     inputs = dataset.train.inputs
     if inputs.dtype == np.float32 and len(inputs) and not 0 <= inputs.min() <= inputs.max() <= 1:
         raise UserError(
-            f"preprocess da-fl takes numbers from 0 to 1, and those of {dataset.name} run from {inputs.min():g} to "
-            f"{inputs.max():g}: scale every column by public bounds, not by what the records hold"
+            f"preprocess {preprocess} takes numbers from 0 to 1, and those of {dataset.name} run from {inputs.min():g} "
+            f"to {inputs.max():g}: scale every column by public bounds, not by what the records hold"
         )
 
 

@@ -52,6 +52,12 @@ class Synthesis(Facts):
     train_on: str = ""
 
 
+class PrivatelyStarted(Facts):
+    """The settings of a private start, of which a report needs none."""
+
+    kind: Literal["private-start"]
+
+
 class RunConfig(Facts):
     """What a report needs of ``config.toml``."""
 
@@ -62,7 +68,7 @@ class RunConfig(Facts):
     model: str
     algorithm: Kind
     partition: Kind
-    preprocess: Annotated[NoPreprocess | Synthesis, Field(discriminator="kind")] = NoPreprocess()
+    preprocess: Annotated[NoPreprocess | Synthesis | PrivatelyStarted, Field(discriminator="kind")] = NoPreprocess()
     server: Kind = Kind(kind="synchronous")
 
 

@@ -10,11 +10,13 @@ from fl_sim.privacy.bill import Payment
 from fl_sim.privacy.ledger import Ledger, Terms
 from strategies.global_dp import GlobalDP
 from strategies.private import planned_charges, terms_of
+from strategies.private_start import releases_beforehand
 
 
 def cost_of_rounds(experiment: Experiment, aggregator: GlobalDP) -> Payment:
-    """Return the cost of all rounds under Global DP. Takes seconds by PLD."""
-    charges = planned_charges(aggregator, experiment.sampler, experiment.num_clients, experiment.rounds)
+    """Return the cost of all rounds under Global DP, and of a private start before them. Takes seconds by PLD."""
+    beforehand = releases_beforehand(experiment.preprocess, aggregator)
+    charges = planned_charges(aggregator, experiment.sampler, experiment.num_clients, experiment.rounds, beforehand)
     terms = terms_of(aggregator, experiment.sampler)
     return payment_of(terms, charges, "", is_simulated=aggregator.noise == "seeded")
 

@@ -22,6 +22,7 @@ from fl_sim.report.figures.samples import write_samples
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.simulation.site import local_settings, read_pool
+from fl_sim.simulation.starting import prepare_start
 from fl_sim.store import run_directory
 from fl_sim.store.tensors import save_by_content
 from fl_sim.training.loop import resident
@@ -31,6 +32,7 @@ from strategies.algorithm import Algorithm, Sharing, what_clients_share
 from strategies.compression.settings import packing_of
 from strategies.flower import FederatedStrategy, share_before_training
 from strategies.global_dp import GlobalDP
+from strategies.private_start import PrivateStart, releases_beforehand
 
 MOST_HELD = 10**9
 """The most records that a node may say it holds, where these may be its own."""
@@ -77,10 +79,15 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
             out,
             log.clipping_norm,
             log.receipt,
+            beforehand=releases_beforehand(experiment.preprocess, experiment.aggregator),
         )
     start = time.perf_counter()
     if isinstance(experiment.preprocess, DaFl):
         _use_synthetic_records(job, strategy, grid, out, log)
+    if isinstance(experiment.preprocess, PrivateStart) and not log.rounds:
+        log.before["private_start"] = None
+        path = prepare_start(job, strategy, grid, out)
+        _start_from(_trained_on_pool(job, path, experiment.preprocess.server_epochs, log.server), strategy, log)
     dataset = job.dataset
     held = len(dataset.train) if isinstance(grid, LocalGrid) else MOST_HELD
     strategy.most_examples = held + (log.pool.num_synthetic if log.pool else 0)
@@ -106,9 +113,12 @@ def _use_synthetic_records(job: Job, strategy: FederatedStrategy, grid: Grid, ou
         log.warnings += write_samples(out, log.pool.path, counts, job.experiment.model_dump(), job.dataset.note)
     strategy.order = replace(strategy.order, synthetic=str(log.pool.path))
     if (epochs := job.experiment.preprocess.server_epochs) and not log.rounds:
-        trained = _trained_on_pool(job, log.pool.path, epochs, log.server)
-        layers = layers_after(trained, [name for name in log.server.layers if name in log.server.params])
-        log.server = strategy.server = replace(strategy.algorithm.init(trained.params), layers=layers)
+        _start_from(_trained_on_pool(job, log.pool.path, epochs, log.server), strategy, log)
+
+
+def _start_from(trained: Trained, strategy: FederatedStrategy, log: RunLog) -> None:
+    layers = layers_after(trained, [name for name in log.server.layers if name in log.server.params])
+    log.server = strategy.server = replace(strategy.algorithm.init(trained.params), layers=layers)
 
 
 def _trained_on_pool(job: Job, pool: Path, server_epochs: int, server: ServerState) -> Trained:

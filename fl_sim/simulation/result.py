@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from clients.frequency_sums import STEPS
 from fl_sim.errors import Diverged, RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
@@ -18,6 +19,7 @@ from fl_sim.store import run_directory
 from fl_sim.store.run_directory import coarse
 from fl_sim.store.tensors import write_private
 from strategies.algorithm import Reporting
+from strategies.private_start import PrivateStart
 from strategies.servers import Synchronous
 
 VERSIONS = ("fl-sim", "flwr", "torch", "numpy")
@@ -149,6 +151,9 @@ def _seconds(experiment: Experiment, log: RunLog, total: float) -> dict[str, flo
 
 
 def _preprocess(experiment: Experiment, log: RunLog) -> dict[str, object]:
+    if isinstance(experiment.preprocess, PrivateStart):
+        settings = experiment.preprocess
+        return {"kind": settings.kind, "num_images": settings.images, "releases": len(STEPS)}
     if log.pool is None:
         return {"kind": experiment.preprocess.kind}
     from fl_sim.simulation.dafl.synthesis import summary  # noqa: PLC0415 (the accountants load slowly)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from clients.frequency_sums import STEPS
 from fl_sim.data import fingerprint, is_own
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
@@ -20,6 +21,7 @@ from fl_sim.store.files import is_partial, read_whole
 from fl_sim.store.locks import LOCK
 from fl_sim.store.seal import open_seal
 from strategies.global_dp import GlobalDP
+from strategies.private_start import PrivateStart
 
 
 def finished_result(experiment: Experiment, out: Path) -> dict[str, Any] | None:
@@ -78,7 +80,8 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
     if there is not None and there.rounds != experiment.rounds:
         extend(procedure, out, there)
     if isinstance(experiment.aggregator, GlobalDP):
-        _check_paid(out, getattr(experiment.sampler, "rounds_apart", 1))
+        beforehand = len(STEPS) if isinstance(experiment.preprocess, PrivateStart) else 0
+        _check_paid(out, getattr(experiment.sampler, "rounds_apart", 1), beforehand)
     checkpoint = read_checkpoint(out, log.server)
     if there is not None and checkpoint is not None:
         progress, log.server = checkpoint
@@ -146,15 +149,16 @@ def _settings(experiment: Experiment) -> dict[str, Any]:
     return experiment.model_dump(exclude={"engine", "round_timeout", "rounds"})
 
 
-def _check_paid(out: Path, rounds_of_a_charge: int) -> None:
+def _check_paid(out: Path, rounds_of_a_charge: int, beforehand: int) -> None:
     """Raise RunError where rounds of a private run were released, but are not in its ledger any more.
 
-    The receipt in the checkpoint says more, but not of a round that was seen in the log and has no checkpoint.
+    ``beforehand``: the number of charges before the first round. The receipt in the checkpoint says more, but not of a
+    round that was seen in the log and has no checkpoint.
     """
     released = len(run_directory.read_rounds(out))
     path = out / run_directory.LEDGER
     charges = read_whole(path).count(b"\n") - 1 if path.exists() else 0
-    if charges * rounds_of_a_charge < released:
+    if released and (charges - beforehand) * rounds_of_a_charge < released:
         raise RunError(
             f"{path} holds {charges} charges, but {released} rounds were released: put an unchanged copy of it back, "
             "or start a new run in a fresh directory, which pays again"

@@ -46,6 +46,7 @@ from strategies.ccvr import CCVR
 from strategies.compression.settings import packing_of
 from strategies.flower import FederatedStrategy, Round, run_round
 from strategies.global_dp import GlobalDP
+from strategies.private_start import PrivateStart
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
@@ -79,8 +80,8 @@ class Rounds:
 
     def _run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
         experiment = self.job.experiment
-        if isinstance(experiment.preprocess, DaFl):
-            observer.preparing(f"clients make synthetic records, {kind_of(experiment.preprocess.generator)}")
+        if preparing := _preparation(experiment, log):
+            observer.preparing(preparing)
         strategy = federated_strategy(self.job, self.algorithm, grid, out, log)
         exchange, measuring = self._exchange(strategy, grid, out, log), Measuring.of(self.job)
         for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
@@ -161,8 +162,8 @@ class Rounds:
 
     @property
     def untimed(self) -> tuple[str, ...]:
-        """Return nothing: rounds train and measure."""
-        return ()
+        """Return a private start: all else that rounds do is training and measuring."""
+        return ("the private start",) if isinstance(self.job.experiment.preprocess, PrivateStart) else ()
 
     def traffic(self) -> Traffic | None:
         """Return the bytes of arrays to and from all clients in all rounds."""
@@ -254,6 +255,15 @@ class Rounds:
 
         advice = delta_advice(experiment.aggregator.delta, experiment.num_clients)
         return [*warnings, advice] if advice else warnings
+
+
+def _preparation(experiment: Experiment, log: RunLog) -> str:
+    """Return what clients do before the first round that takes time, in words; nothing for most."""
+    if isinstance(experiment.preprocess, DaFl):
+        return f"clients make synthetic records, {kind_of(experiment.preprocess.generator)}"
+    if isinstance(experiment.preprocess, PrivateStart) and not log.rounds:
+        return "clients send sums over their images, and the server learns from images drawn from these"
+    return ""
 
 
 def _after(server_round: int) -> str:

@@ -79,6 +79,7 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
         generate=partial(_generate, job, own),
         share=partial(_share, experiment, job.dataset.num_classes),
         summarise=partial(summarise, job, model, own),
+        measure=partial(_measure, job, own),
         local_settings=lru_cache(maxsize=8)(partial(local_settings, job)),  # the same for all clients of a round
         num_clients=experiment.num_clients,
         seed=experiment.seed,
@@ -246,6 +247,14 @@ def _private_records(job: Job, own: Callable[[int], Records], client: int) -> "P
     inputs, labels = (tensor.cpu() for tensor in own(client).tensors())
     dataset, features = job.dataset, version_of(job.experiment.features)
     return PrivateRecords(to_generator(inputs, job), labels, dataset.num_classes, dataset.columns, features)
+
+
+def _measure(job: Job, own: Callable[[int], Records], client: int, question: Params) -> Params:
+    """Return a client's answer to a question of a private start."""
+    from clients.frequency_sums import answer, read_question  # noqa: PLC0415 (only private starts need it)
+
+    inputs, labels = (tensor.cpu() for tensor in own(client).tensors())
+    return answer(read_question(question), to_generator(inputs, job), labels.numpy(), job.dataset.num_classes)
 
 
 def _generate(job: Job, own: Callable[[int], Records], client: int, ticket: Ticket) -> torch.Tensor:

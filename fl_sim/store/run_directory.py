@@ -21,8 +21,8 @@ from safetensors.torch import save
 from fl_sim.errors import UserError
 from fl_sim.store.files import append_line, read_whole, write_whole
 
-CONFIG, ROUNDS, MODEL, RESULT, STATE, LEDGER = (
-    "config.toml", "rounds.jsonl", "model.safetensors", "result.json", "clients", "ledger.jsonl",
+CONFIG, ROUNDS, MODEL, RESULT, STATE, LEDGER, START = (
+    "config.toml", "rounds.jsonl", "model.safetensors", "result.json", "clients", "ledger.jsonl", "start.json",
 )  # fmt: skip
 PRIVATE_ERRORS = "private-errors.log"
 

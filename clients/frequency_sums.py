@@ -1,0 +1,142 @@
+"""What a client sends for a private start: three times a few sums over its records' lowest frequencies.
+
+Every answer is one vector, of which the server clips the length before it adds up clients and noise: so a client is
+protected as a whole, whatever it holds. The next question is asked when the noisy answers to the last one are known.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clients.frequencies import frequencies_of, lowest_frequencies
+from clients.symmetric import Array, products
+from fl_sim.late_torch import torch
+
+if TYPE_CHECKING:
+    from fl_sim.types import Params
+
+Step: TypeAlias = Literal[1, 2, 3]
+STEPS: Final[tuple[Step, ...]] = (1, 2, 3)
+
+SQUARES: Final = 0.5
+COUNT: Final = 0.5
+COMMON: Final = 0.3
+"""What squares weigh beside means, a record beside its frequencies, and products of all classes beside each class's."""
+
+LONGEST: Final = 1.5
+"""The most that a record counts for, in a frame in which records are about 1 long."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where frequencies are measured from, and in which units: ``centre`` and ``width``, both (d,)."""
+
+    centre: Array
+    width: Array
+
+    def rows(self, points: Array) -> Array:
+        """Return frequencies (n, d) in this frame."""
+        found: Array = (points - self.centre) / self.width
+        return found
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: step 1, mean and mean square of all records; 2, counts and means by class; 3, products by class.
+
+    ``records``: how many records a client has on average, a public number; sums are divided by it. ``means``: of the
+    classes, (C, d) in ``frame``, from which step 3 measures.
+    """
+
+    step: Step
+    records: float
+    frame: Frame
+    means: Array | None = None
+
+
+def black_frame(shape: tuple[int, ...], order: NDArray[np.intp]) -> Frame:
+    """Return the public frame of step 1 for images of ``shape``, whose frequencies at ``order`` are looked at.
+
+    It measures from black, and its unit is an image all of whose pixels are a quarter of the way to white.
+    """
+    black = frequencies_of(torch.full((1, *shape), -1.0), order)[0]
+    return Frame(black, np.full(len(order), 0.5 * math.sqrt(math.prod(shape))))
+
+
+def shapes_of(step: Step, num_classes: int, num_frequencies: int) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of an answer."""
+    num_products = math.comb(num_frequencies + 1, 2)
+    match step:
+        case 1:
+            return {"means": (num_frequencies,), "squares": (1,)}
+        case 2:
+            return {"counts": (num_classes,), "means": (num_classes, num_frequencies)}
+        case 3:
+            return {"common": (num_products,), "own": (num_classes, num_products)}
+
+
+def answer(question: Question, inputs: torch.Tensor, labels: NDArray[np.int64], num_classes: int) -> Params:
+    """Return what a client with these records (n, *shape), in [-1, 1], sends: float32, zeros without records.
+
+    Records that are not finite are left out.
+    """
+    order, _ = lowest_frequencies(tuple(inputs.shape[1:]), len(question.frame.centre))
+    points = frequencies_of(inputs, order)
+    finite = np.isfinite(points).all(axis=1)
+    rows, labels = question.frame.rows(points[finite]), labels[finite]
+    match question.step:
+        case 1:
+            sums = {"means": rows.sum(axis=0), "squares": SQUARES * np.array([(rows**2).sum()])}
+        case 2:
+            sums = _by_class(_shortened(rows), labels, num_classes)
+        case 3:
+            assert question.means is not None
+            sums = _products(_shortened(rows) - question.means[labels], labels, num_classes)
+    return {name: torch.from_numpy(value / question.records).float() for name, value in sums.items()}
+
+
+def question_tensors(question: Question) -> Params:
+    """Return a question as tensors that travel in a message."""
+    frame = question.frame
+    means = np.zeros((0, len(frame.centre))) if question.means is None else question.means
+    arrays = {
+        "step": np.array([question.step]),
+        "records": np.array([question.records]),
+        "centre": frame.centre,
+        "width": frame.width,
+        "means": means,
+    }
+    return {name: torch.from_numpy(value).float() for name, value in arrays.items()}
+
+
+def read_question(tensors: Params) -> Question:
+    """Undo ``question_tensors``."""
+    arrays = {name: value.numpy().astype(np.float64) for name, value in tensors.items()}
+    [step] = (one for one in STEPS if one == arrays["step"][0])
+    means = arrays["means"] if len(arrays["means"]) else None
+    return Question(step, float(arrays["records"][0]), Frame(arrays["centre"], arrays["width"]), means)
+
+
+def _shortened(rows: Array, longest: float = LONGEST) -> Array:
+    """Return rows that are longer than ``longest`` shortened to it."""
+    found: Array = rows * np.minimum(1, longest / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12))
+    return found
+
+
+def _by_class(rows: Array, labels: NDArray[np.int64], num_classes: int) -> dict[str, Array]:
+    counts = COUNT * np.bincount(labels, minlength=num_classes).astype(np.float64)
+    means = np.zeros((num_classes, rows.shape[1]))
+    np.add.at(means, labels, rows)
+    return {"counts": counts, "means": means}
+
+
+def _products(rows: Array, labels: NDArray[np.int64], num_classes: int) -> dict[str, Array]:
+    own = np.zeros((num_classes, math.comb(rows.shape[1] + 1, 2)))
+    for label in np.unique(labels):
+        own[label] = _shortened(products(rows[labels == label]), LONGEST**2).sum(axis=0)
+    return {"common": COMMON * own.sum(axis=0), "own": own}

@@ -1,0 +1,204 @@
+"""A private start under Global DP: the first model learns from images drawn from what clients have in common.
+
+Before the first round clients send three times a few sums over the lowest frequencies of their images (see
+``clients.frequency_sums``): mean and variance of all records, then how many records each class has and their mean, then
+their covariance. Each is one release of Global DP's own mechanism: a client's answer is clipped as a whole, noise is
+added once to the sum over clients, and the run's ledger pays. All else is post-processing: covariances are shrunk as
+far as they may be noise, images are drawn from a normal distribution a class, and the server trains on them. After
+Harder et al. 2021 (DP-MERF), where one holder of all records releases; rounds that follow then move a good model
+little, so their noise harms less.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from clients.dafl.clamped import before_clamping
+from clients.dafl.warping import warped
+from clients.frequencies import clamped, images_of, lowest_frequencies
+from clients.frequency_sums import COMMON, COUNT, SQUARES, STEPS, Frame, Step, black_frame, shapes_of
+from clients.symmetric import Array, shrunk, symmetric
+from fl_sim.errors import UserError
+from fl_sim.kinds import Choices, kind_of
+from fl_sim.settings import Settings
+from strategies.global_dp import GlobalDP
+from strategies.samplers import Cyclic
+
+if TYPE_CHECKING:
+    from fl_sim.types import Params
+
+Sums: TypeAlias = "Params"
+"""A noisy answer: the mean over clients of what they sent."""
+
+_SHARES: Final[dict[Step, float]] = {1: 0.04, 2: 0.48, 3: 0.48}  # of 1 / noise_multiplier squared
+_LEAST_SHARE: Final = 0.3  # of a class, beside all classes being alike
+_LEAST_VARIANCE: Final = 1e-3  # of images, in the unit of step 1
+_LEAST_WITHIN: Final = 0.2  # of a frequency's variance, that is left within classes
+_LEAST_DIRECTION: Final = 0.05  # of the mean variance, that a direction within a class has
+_LONGEST: Final = 2**28  # bytes of a client's answer; messages of Flower's runtime may have twice as many
+
+ClippingNorm: TypeAlias = Annotated[float, Field(gt=0)]
+
+
+class PrivateStart(Settings):
+    """The first model learns from images drawn from noisy sums over all clients' records, paid for as rounds are.
+
+    ``noise_multiplier``: z of its three releases together, on top of the rounds': they cost as much as one release of
+    that noise. ``clipping_norms``: of a client's answer in each of the three, in public units in which an answer is
+    about 1, .6 and .3 long. ``frequencies``: how many of an image's lowest are looked at. ``images``: how many are
+    drawn. ``warp``: they are turned, stretched and moved at random, 1 for up to 10 degrees, a tenth and a twentieth of
+    a side, which helps with digits. ``server_epochs``: how long the server trains on them, with the settings of
+    ``local``.
+    """
+
+    kind: Literal["private-start"] = "private-start"
+    title: ClassVar[str] = "private start"
+    noise_multiplier: float = Field(1.0, gt=0)
+    clipping_norms: tuple[ClippingNorm, ClippingNorm, ClippingNorm] = (0.9, 0.4, 0.1)
+    frequencies: int = Field(60, ge=2)
+    images: int = Field(20_000, ge=1, le=10**7)
+    warp: float = Field(1.0, ge=0, le=3)
+    server_epochs: int = Field(5, ge=1)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError where nothing would pay for it, or not everybody's part in it would be as in rounds."""
+        if not isinstance(experiment.aggregator, GlobalDP):
+            raise ValueError(
+                f"preprocess private-start is paid for by aggregator global-dp, and this one is "
+                f"{kind_of(experiment.aggregator)}: set aggregator=global-dp, or leave preprocess out"
+            )
+        if isinstance(experiment.sampler, Cyclic):
+            raise ValueError(
+                "preprocess private-start asks a cohort as a round does, and with sampler cyclic a round is the turn "
+                "of one group alone: take sampler full, poisson or fixed-size"
+            )
+        if experiment.attack.clients:
+            raise ValueError(
+                f"preprocess private-start has no place beside attack {kind_of(experiment.attack)}: what hostile "
+                "clients would send before the first round is not modelled; set preprocess=none or attack=none"
+            )
+
+    def check_shape(self, shape: tuple[int, ...], num_classes: int, features: str) -> None:
+        """Raise UserError for records that are no images, and for answers that would be too long a message."""
+        if len(shape) != 3 or features != "none":
+            raise UserError(
+                f"preprocess private-start draws images, and these records have shape {shape}: leave preprocess out, "
+                "or take data and features that are images"
+            )
+        size = 4 * sum(math.prod(one) for one in shapes_of(3, num_classes, self.num_frequencies(shape)).values())
+        if size > _LONGEST:
+            raise UserError(
+                f"preprocess.frequencies={self.frequencies}: the covariances of {num_classes} classes are "
+                f"{size >> 20} MiB a client, more than {_LONGEST >> 20}: take fewer frequencies"
+            )
+
+    def num_frequencies(self, shape: tuple[int, ...]) -> int:
+        """Return how many frequencies images of ``shape`` are looked at by: at most all they have."""
+        return min(self.frequencies, math.prod(shape))
+
+    def release(self, step: Step, aggregator: GlobalDP) -> GlobalDP:
+        """Return the mechanism of one of the three releases: the rounds' ``aggregator`` with other noise and norm."""
+        noise_multiplier = self.noise_multiplier / math.sqrt(_SHARES[step])
+        return GlobalDP(
+            noise_multiplier=noise_multiplier,
+            clipping_norm=self.clipping_norms[step - 1],
+            delta=aggregator.delta,
+            noise=aggregator.noise,
+        )
+
+
+def releases_beforehand(preprocess: object, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
+    """Return what is released under Global DP before the first round."""
+    return tuple(preprocess.release(step, aggregator) for step in STEPS) if isinstance(preprocess, PrivateStart) else ()
+
+
+@dataclass(frozen=True)
+class Classes:
+    """What is known of the classes in a ``Frame``: the ``shares`` of records (C,) and the ``means`` (C, d)."""
+
+    shares: Array
+    means: Array
+
+
+def frame_of(sums: Sums, std: float, shape: tuple[int, ...], num_frequencies: int) -> Frame:
+    """Return, from answer 1, the frame in which frequencies have mean 0, and a variance of 1 together.
+
+    Each has about the same one, as their public spectrum is as good a guess as noise allows.
+    ``std``: of the noise on each number of ``sums``.
+    """
+    order, spectrum = lowest_frequencies(shape, num_frequencies)
+    black = black_frame(shape, order)
+    means = shrunk(_array(sums["means"]), std, len(order))
+    variance = float(_array(sums["squares"])[0]) / SQUARES - float((means**2).sum())
+    variance = max(variance, std / SQUARES, _LEAST_VARIANCE)
+    width = black.width * np.sqrt(variance * spectrum * len(order))
+    return Frame(black.centre + black.width * means, width)
+
+
+def classes_of(sums: Sums, std: float) -> Classes:
+    """Return the shares and means of classes from answer 2; means are shrunk as far as they may be noise."""
+    counts, totals = _array(sums["counts"]), _array(sums["means"])
+    shares = np.maximum(counts / COUNT, _LEAST_SHARE / len(counts))
+    means = np.stack([shrunk(row, std, row.size) for row in totals]) / shares[:, None]
+    return Classes(shares, means)
+
+
+def covariances_of(sums: Sums, std: float, classes: Classes) -> Array:
+    """Return the covariance of each class, (C, d, d) in the frame, positive definite, from answer 3.
+
+    What all classes have in common is shrunk towards independent frequencies, and then each class towards that.
+    """
+    num_classes, size = classes.means.shape
+    dimension = math.comb(size + 1, 2)
+    between = (classes.shares[:, None] * classes.means**2).sum(axis=0) / classes.shares.sum()
+    within = np.maximum(1 / size - between, _LEAST_WITHIN / size)
+    independent = np.diag(within)
+    common = symmetric(_array(sums["common"]) / COMMON, size)
+    common = _positive(independent + shrunk(common - independent, std / COMMON, dimension), within)
+    own = np.empty((num_classes, size, size))
+    for label, (triangle, share) in enumerate(zip(_array(sums["own"]), classes.shares, strict=True)):
+        found = symmetric(triangle, size) / share
+        own[label] = _positive(common + shrunk(found - common, std / share, dimension), within)
+    return own
+
+
+def drawn_images(
+    settings: PrivateStart,
+    shape: tuple[int, ...],
+    frame: Frame,
+    classes: Classes,
+    covariances: Array,
+    generator: np.random.Generator,
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return images (n, *shape) in [-1, 1] and their labels (n,): as many of each class as its share says, at least 1.
+
+    Once they are clamped to [-1, 1] they have the mean and covariance of their class.
+    """
+    order, _ = lowest_frequencies(shape, len(frame.centre))
+    basis = images_of(np.eye(len(order)), order, shape).reshape(len(order), -1).astype(np.float64)
+    numbers = np.maximum(1, np.round(settings.images * classes.shares / classes.shares.sum()).astype(np.int64))
+    made = []
+    for number, mean, covariance in zip(numbers, classes.means, covariances, strict=True):
+        root = np.linalg.cholesky(covariance * np.outer(frame.width, frame.width))
+        mean, root = before_clamping(frame.centre + mean * frame.width, root, partial(clamped, basis))  # noqa: PLW2901
+        made.append(images_of(mean + generator.standard_normal((number, len(order))) @ root.T, order, shape))
+    return warped(np.concatenate(made), settings.warp, generator), np.repeat(np.arange(len(numbers)), numbers)
+
+
+def _positive(covariance: Array, within: Array) -> Array:
+    """Return ``covariance`` with at least a little of the variances ``within`` (d,) in every direction."""
+    scale = np.sqrt(np.outer(within, within))
+    values, vectors = np.linalg.eigh(covariance / scale)
+    found: Array = (vectors * np.maximum(values, _LEAST_DIRECTION)) @ vectors.T * scale
+    return found
+
+
+def _array(value: object) -> Array:
+    return np.asarray(value, dtype=np.float64)
