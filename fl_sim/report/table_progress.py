@@ -59,11 +59,11 @@ class TableProgress:
         self._update()
 
     def preparing(self, cell: str, what: str) -> None:
-        """Show what happens before a cell's first round. One cell makes a pool, others that need the same wait."""
+        """Show what happens before a cell's first round."""
         if cell in self._cells:
-            self._told[cell] = (Part(f"{what} (once for all cells that need the same)", 2, 20),)
+            self._told[cell] = (Part(what, 2, 20),)
         else:
-            self.say(f"{cell}: before the first round {what} (once for all cells that need the same)")
+            self.say(f"{cell}: before the first round {what}")
 
     def finished_round(self, cell: str, record: RoundRecord) -> None:
         """Show a cell's round."""

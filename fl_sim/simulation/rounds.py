@@ -260,7 +260,8 @@ class Rounds:
 def _preparation(experiment: Experiment, log: RunLog) -> str:
     """Return what clients do before the first round that takes time, in words; nothing for most."""
     if isinstance(experiment.preprocess, DaFl):
-        return f"clients make synthetic records, {kind_of(experiment.preprocess.generator)}"
+        made_by = kind_of(experiment.preprocess.generator)
+        return f"clients make synthetic records, {made_by} (once for all runs that need the same)"
     if isinstance(experiment.preprocess, PrivateStart) and not log.rounds:
         return "clients send sums over their images, and the server learns from images drawn from these"
     return ""

@@ -68,7 +68,7 @@ class OnSynthetic:
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
         """Have clients release their records, train every classifier, test the one that is chosen."""
-        observer.preparing("clients make synthetic records")
+        observer.preparing("clients make synthetic records (once for all runs that need the same)")
         federated_strategy(self.job, FedAvg(), grid, out, log)
         assert log.pool is not None
         self.settings.check_size(log.pool.num_synthetic)

@@ -51,7 +51,7 @@ def test_a_node_without_a_policy_obeys(ask: Ask) -> None:
     assert wire.error_of(ask(wire.TRAIN, "")) is None
 
 
-@pytest.mark.parametrize("kind", [wire.TRAIN, wire.SHARE])
+@pytest.mark.parametrize("kind", [wire.TRAIN, wire.SHARE, wire.MEASURE])
 def test_a_node_with_a_policy_sends_nothing_made_from_its_raw_records(ask: Ask, kind: str) -> None:
     with pytest.raises(RunError, match="policy allows no updates and no averages made from its own records"):
         ask(kind, "epsilon = 10.0")

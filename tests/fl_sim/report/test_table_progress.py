@@ -51,7 +51,7 @@ def test_what_a_cell_does_before_its_first_round_is_told(monkeypatch: pytest.Mon
     with TableProgress({"a": 2}, stream) as progress:
         progress.started("a", 1)
         progress.preparing("a", "clients make records")
-    told = "clients make records (once for all cells that need the same)"
+    told = "clients make records"
     assert stream.getvalue() == f"a: before the first round {told}\n"
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "160")

@@ -238,6 +238,7 @@ def _released(
     found = release_before_training(strategy, grid, 2, question, TEMPLATE, 60.0)
     assert charges(out) == ["before round 1: 2 of 3"]
     assert {message.metadata.message_type for message in grid.asked} == {wire.MEASURE}
+    assert {wire.read_order(message.content).server_round for message in grid.asked} == {-1}  # no round has its noise
     return vector_in(found, tuple((name, tuple(value.shape)) for name, value in TEMPLATE.items())).double()
 
 
