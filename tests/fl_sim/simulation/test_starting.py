@@ -124,11 +124,21 @@ def _stopped_before_round_1(experiment: Experiment, out: Path, monkeypatch: pyte
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    place = starting if where == "covariances_of" else preparation
+    place = starting if hasattr(starting, where) else preparation
     with monkeypatch.context() as patched:
         patched.setattr(place, where, die)
         with pytest.raises(KeyboardInterrupt):
             run(experiment, out)
+
+
+def test_a_run_that_stops_within_its_start_is_promised_what_all_of_it_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = private()
+    _stopped_before_round_1(experiment, tmp_path / "run", monkeypatch, "classes_of")
+    said = json.loads((tmp_path / "run" / "result.json").read_text())["privacy"][0]
+    assert (said["steps"], said["steps_planned"]) == (2, 5)
+    assert said["epsilon"] == run(experiment, tmp_path / "whole")["privacy"][0]["epsilon"] > said["epsilon_realised"]
 
 
 def test_images_that_were_kept_are_not_paid_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
