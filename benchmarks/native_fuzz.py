@@ -241,7 +241,8 @@ def case_of(number: int) -> Case:
     settings = replace(settings, clip_norm=float(draw.choice([0.0, 0.0, 0.3, 3.0])))
     if not is_flat and not parts & RECEIVED and draw.random() < 0.4:
         black = tuple(draw.standard_normal(shape[0]).astype(np.float32).tolist())
-        settings = replace(settings, augment=Augment(int(draw.choice([0, 1, 4, 30])), draw.random() < 0.5, black))
+        augment = Augment(int(draw.choice([0, 1, 4, 30])), draw.random() < 0.5, black, bool(draw.random() < 0.5))
+        settings = replace(settings, augment=augment)
     layers = _with_dropout(drawn.layers, rng(0, "native-fuzz-dropout", number))
     return Case(number, nn.Sequential(*layers), shape, classes, count, settings, frozenset(parts - {""}))
 

@@ -43,12 +43,14 @@ class Augment:
 
     ``crop``: an image is padded by as many pixels of ``black`` on every side, and a window of its own size is cut out
     anywhere. ``flip``: it is mirrored left to right as often as not. ``black``: one number per channel, what a byte of
-    0 becomes by normalisation.
+    0 becomes by normalisation. ``reflect``: it is padded by its own pixels instead, mirrored at its edges, which are
+    not repeated.
     """
 
     crop: int = 0
     flip: bool = False
     black: tuple[float, ...] = ()
+    reflect: bool = False
 
     @property
     def moves(self) -> bool:

@@ -84,7 +84,9 @@ class Local(Settings):
     ``label_smoothing``: what part of every label is spread evenly over all classes in training. ``optimizer``: "sgd",
     or torch's "adam" or "adamw", which start anew in every round and have no place for ``momentum``: it is 0 then.
     ``augment``: how images are moved each time that they are trained on. "crop" pads them by 4 black pixels on every
-    side and cuts a window of their own size out anywhere, "flip" mirrors them as often as not, "crop-flip" does both.
+    side and cuts a window of their own size out anywhere, "flip" mirrors them as often as not, "crop-flip" does both;
+    "reflect-crop" and "reflect-crop-flip" pad with their own pixels, mirrored at the edge, as NIID-Bench's program does
+    with CIFAR-10.
 
     ``batch_norm``: what becomes of BatchNorm layers. "none" refuses models that have them, "average" averages their
     running statistics as the parameters are, beside whatever the method makes of the parameters, and by "personal" the
@@ -105,7 +107,7 @@ class Local(Settings):
     clip_norm: float = Field(0.0, ge=0)
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     optimizer: Optimizer = "sgd"
-    augment: Literal["none", "crop", "flip", "crop-flip"] = "none"
+    augment: Literal["none", "crop", "flip", "crop-flip", "reflect-crop", "reflect-crop-flip"] = "none"
     batch_norm: BatchNorm = "none"
     schedule: Annotated[Schedule, OneOf("local.schedule")] = Constant()
     precision: Precision = "float32"

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "layer.h"
 
@@ -9,12 +10,29 @@ namespace {
 
 // How a client's images are moved. ``places``: where the windows of the batch's images begin in the padded images, and
 // whether they are mirrored, [record][down, right, mirrored]; null: images stay as they are. ``black``: what lies beyond
-// an image's edge, [channel].
+// an image's edge, [channel]; null: the image itself, reflected.
 struct Moves {
     const int64_t* places;
     const float* black;
     int64_t crop;
 };
+
+// Where in an image of ``size`` rows or columns that comes from which lies at ``place``, beyond its edges.
+int64_t reflected(int64_t place, int64_t size) {
+    return std::max<int64_t>(0, size - 1 - std::abs(size - 1 - std::abs(place)));
+}
+
+// Writes the window of ``image`` that begins ``down`` and ``right`` of its first pixel, reflected beyond its edges.
+NOINLINE void write_reflected(
+    const float* image, const Image& shape, int64_t down, int64_t right, bool is_mirrored, float* to) {
+    const int64_t width = shape.width;
+    for (int channel = 0; channel < shape.channels; channel++, image += shape.area())
+        for (int64_t y = down; y < down + shape.height; y++, to += width) {
+            const float* row = image + reflected(y, shape.height) * width;
+            for (int64_t x = 0; x < width; x++)
+                to[x] = row[reflected((is_mirrored ? width - 1 - x : x) + right, width)];
+        }
+}
 
 // Writes the window of ``image`` that begins at ``place``.
 NOINLINE void write_moved(const float* image, const Image& shape, const int64_t* place, const Moves& moves, float* to) {
@@ -22,6 +40,7 @@ NOINLINE void write_moved(const float* image, const Image& shape, const int64_t*
     const int64_t down = std::clamp<int64_t>(place[0], 0, 2 * crop) - crop;
     const int64_t right = std::clamp<int64_t>(place[1], 0, 2 * crop) - crop;
     const bool is_mirrored = place[2] != 0;
+    if (!moves.black) return write_reflected(image, shape, down, right, is_mirrored, to);
     const int64_t first = std::clamp<int64_t>(is_mirrored ? right : -right, 0, width);  // of the columns inside
     const int64_t end = std::clamp<int64_t>(is_mirrored ? width + right : width - right, first, width);
     for (int channel = 0; channel < shape.channels; channel++, image += shape.area())

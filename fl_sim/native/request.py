@@ -123,7 +123,7 @@ class Held:
         if (ascent := plan.ascent) is not None and ascent.share:
             request.ascent = Climbed(ascent.radius, ascent.share, int(ascent.adaptive))
         if (augment := settings.augment).moves:
-            black = self._whole(torch.tensor(augment.black, dtype=torch.float32))
+            black = None if augment.reflect else self._whole(torch.tensor(augment.black, dtype=torch.float32))
             request.moves = Moved(self._array(draws.moves), black, augment.crop)
         if (mix := plan.mix) is not None:
             request.partner_inputs, request.partner_labels = self._whole(mix.inputs), self._whole(mix.labels)

@@ -84,10 +84,11 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
     start = time.perf_counter()
     if isinstance(experiment.preprocess, DaFl):
         _use_synthetic_records(job, strategy, grid, out, log)
-    if isinstance(experiment.preprocess, PrivateStart) and not log.rounds:
-        log.before["private_start"] = None
-        path = prepare_start(job, strategy, grid, out)
-        _start_from(_trained_on_pool(job, path, experiment.preprocess.server_epochs, log.server), strategy, log)
+    if isinstance(experiment.preprocess, PrivateStart):
+        log.before["private_start"] = None  # who was asked is secret
+        if not log.rounds:
+            path = prepare_start(job, strategy, grid, out)
+            _start_from(_trained_on_pool(job, path, experiment.preprocess.server_epochs, log.server), strategy, log)
     dataset = job.dataset
     held = len(dataset.train) if isinstance(grid, LocalGrid) else MOST_HELD
     strategy.most_examples = held + (log.pool.num_synthetic if log.pool else 0)

@@ -112,7 +112,7 @@ def _augment(job: Job) -> Augment:
         return Augment()
     scale = Scale.of(job.dataset, np.dtype(np.uint8), 4)
     black = scale.normalise_(torch.zeros_like(scale.offset)).flatten().tolist()
-    return Augment(PADDING if "crop" in chosen else 0, "flip" in chosen, tuple(black))
+    return Augment(PADDING if "crop" in chosen else 0, "flip" in chosen, tuple(black), "reflect" in chosen)
 
 
 def read_pool(path: Path, read: Callable[[str], Params] = load_file) -> Examples:

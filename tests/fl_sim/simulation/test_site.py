@@ -44,12 +44,16 @@ def test_a_site_holds_each_clients_own_records():
 
 
 @pytest.mark.parametrize(
-    ("chosen", "expected"), [("crop", (4, False)), ("flip", (0, True)), ("crop-flip", (4, True)), ("none", (0, False))]
-)
+    ("chosen", "expected"),
+    [
+        ("crop", (4, False, False)), ("flip", (0, True, False)), ("crop-flip", (4, True, False)),
+        ("none", (0, False, False)), ("reflect-crop", (4, False, True)), ("reflect-crop-flip", (4, True, True)),
+    ],
+)  # fmt: skip
 def test_images_are_moved_as_asked_for_over_black_that_is_a_byte_of_0(chosen, expected):
     job = job_of(_made(f"local.augment={chosen}"))
     augment, dataset = site_of(job.experiment.model_dump_json(), "").local_settings(0.1).augment, load("digits", None)
-    assert (augment.crop, augment.flip) == expected
+    assert (augment.crop, augment.flip, augment.reflect) == expected
     darkest, _ = to_tensors(Examples(np.zeros((1, 1, 8, 8), np.uint8), np.zeros(1, np.int64)), dataset)
     assert set(augment.black) == (set(darkest.flatten().tolist()) if augment.moves else set())
 

@@ -112,8 +112,9 @@ def test_seeded_noise_repeats_and_secret_noise_does_not(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_after_its_start_pays_for_it_once(tmp_path: Path, noise: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(private(noise), tmp_path / "run", observer=StopAfter())
-    run(private(noise), tmp_path / "run")
+    result = run(private(noise), tmp_path / "run")
     assert charges(tmp_path / "run") == ALL
+    assert result["bytes"]["before"] == {"private_start": None}
     if noise == "seeded":
         run(private(noise), tmp_path / "whole")
         whole, broken = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))

@@ -25,6 +25,7 @@ SHAPE, CLASSES = (2, 5, 4), 3
 SIZES = (5, 16, 0, 7)
 BLACK = (-0.5, -2.0)
 BOTH = Augment(crop=2, flip=True, black=BLACK)
+REFLECTED = replace(BOTH, reflect=True)
 SETTINGS = LocalSettings(0.05, 0.9, 1e-2, batch_size=4, epochs=2.5, augment=BOTH)
 CPU = torch.device("cpu")
 needs_kernel = pytest.mark.skipif(load_kernel()[0] is None, reason=f"no native trainer: {load_kernel()[1]}")
@@ -57,11 +58,13 @@ def flat(params: Params) -> torch.Tensor:
     return torch.cat([value.reshape(-1) for value in params.values()])
 
 
-def windows(image: torch.Tensor) -> dict[tuple[int, int, int], torch.Tensor]:
+def windows(image: torch.Tensor, *, reflect: bool = False) -> dict[tuple[int, int, int], torch.Tensor]:
     """Return every window of ``image``, written down plainly: padded, cut out, mirrored."""
     channels, height, width = SHAPE
     padded = torch.tensor(BLACK).view(-1, 1, 1).expand(channels, height + 4, width + 4).clone()
     padded[:, 2 : 2 + height, 2 : 2 + width] = image
+    if reflect:
+        padded = functional.pad(image, (2, 2, 2, 2), mode="reflect")
     found = {}
     for down in range(5):
         for right in range(5):
@@ -70,12 +73,13 @@ def windows(image: torch.Tensor) -> dict[tuple[int, int, int], torch.Tensor]:
     return found
 
 
-def test_every_image_is_a_window_of_the_padded_one_mirrored_or_not() -> None:
+@pytest.mark.parametrize("augment", [BOTH, REFLECTED])
+def test_every_image_is_a_window_of_the_padded_one_mirrored_or_not(augment: Augment) -> None:
     [image] = images(1)
-    expected = windows(image)
+    expected = windows(image, reflect=augment.reflect)
     moves = torch.tensor(list(expected))
-    found = moved(image.expand(50, *SHAPE), moves, BOTH, black_of(BOTH, CPU))
-    of_stacks = moved(image.expand(5, 10, *SHAPE), moves.view(5, 10, 3), BOTH, black_of(BOTH, CPU))
+    found = moved(image.expand(50, *SHAPE), moves, augment, black_of(augment, CPU))
+    of_stacks = moved(image.expand(5, 10, *SHAPE), moves.view(5, 10, 3), augment, black_of(augment, CPU))
     assert torch.equal(found, torch.stack([*expected.values()]))
     assert torch.equal(of_stacks.flatten(0, 1), found)
     assert torch.equal(expected[2, 2, 0], image)
@@ -153,7 +157,9 @@ NETWORKS = {
 @pytest.mark.parametrize(
     "plan", [LocalPlan(), MIXING, LocalPlan(ascent=Ascent(0.1))], ids=["plain", "mixing", "uphill"]
 )
-@pytest.mark.parametrize("augment", [BOTH, Augment(7, flip=True, black=BLACK), Augment(flip=True, black=BLACK)])
+@pytest.mark.parametrize(
+    "augment", [BOTH, Augment(7, flip=True, black=BLACK), Augment(flip=True, black=BLACK), REFLECTED]
+)
 def test_the_compiled_trainer_moves_images_as_the_loop_does(plan: LocalPlan, augment: Augment) -> None:
     settings, trainer = replace(SETTINGS, augment=augment), Trainer(model(), load_kernel()[0])
     assert trainer.is_native(SHAPE, plan, settings)
@@ -163,11 +169,12 @@ def test_the_compiled_trainer_moves_images_as_the_loop_does(plan: LocalPlan, aug
 
 
 @needs_kernel
+@pytest.mark.parametrize("reflect", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_images_of_any_shape_are_moved_alike_by_the_compiled_trainer(name: str) -> None:
+def test_images_of_any_shape_are_moved_alike_by_the_compiled_trainer(name: str, reflect: bool) -> None:
     made, shape = NETWORKS[name]
     black = tuple(-0.5 * channel for channel in range(shape[0]))
-    settings = LocalSettings(0.05, 0.9, 1e-3, batch_size=20, epochs=2, augment=Augment(4, flip=True, black=black))
+    settings = LocalSettings(0.05, 0.9, 1e-3, batch_size=20, epochs=2, augment=Augment(4, True, black, reflect))
     inputs = torch.randn(33, *shape, generator=torch.Generator().manual_seed(0))
     task = LocalTask(1, 0, 1, 33, settings, detached(made().named_parameters()))
     labels = torch.arange(33) % CLASSES
@@ -207,5 +214,7 @@ def test_moves_that_do_not_fit_are_refused_before_the_compiled_trainer_reads_the
         with pytest.raises(ValueError, match="images of 2 channels are moved over a black for each, by a crop of at"):
             kernel.train(stack, [given._replace(task=task)])
     far = replace(draws, moves=np.full_like(draws.moves, 2**62))  # read as the farthest that there is
-    [trained] = kernel.train(stack, [given._replace(draws=far)])
-    assert bool(torch.isfinite(flat(trained.params)).all())
+    for augment in (BOTH, REFLECTED, replace(REFLECTED, crop=99)):
+        task = replace(job.task, settings=replace(SETTINGS, augment=augment))
+        [trained] = kernel.train(stack, [given._replace(draws=far, task=task)])
+        assert bool(torch.isfinite(flat(trained.params)).all())
