@@ -110,6 +110,11 @@ def _augment(job: Job) -> Augment:
     chosen = job.experiment.local.augment
     if chosen == "none":
         return Augment()
+    if "reflect" in chosen and min(job.dataset.input_shape[1:]) <= PADDING:
+        raise UserError(
+            f"local.augment={chosen} pads images by {PADDING} of their own pixels, and these have shape "
+            f"{job.dataset.input_shape}: take local.augment={chosen.removeprefix('reflect-')}, which pads with black"
+        )
     scale = Scale.of(job.dataset, np.dtype(np.uint8), 4)
     black = scale.normalise_(torch.zeros_like(scale.offset)).flatten().tolist()
     return Augment(PADDING if "crop" in chosen else 0, "flip" in chosen, tuple(black), "reflect" in chosen)

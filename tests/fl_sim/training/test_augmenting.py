@@ -169,12 +169,13 @@ def test_the_compiled_trainer_moves_images_as_the_loop_does(plan: LocalPlan, aug
 
 
 @needs_kernel
-@pytest.mark.parametrize("reflect", [False, True])
+@pytest.mark.parametrize("padding", ["black", "reflected"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_images_of_any_shape_are_moved_alike_by_the_compiled_trainer(name: str, reflect: bool) -> None:
+def test_images_of_any_shape_are_moved_alike_by_the_compiled_trainer(name: str, padding: str) -> None:
     made, shape = NETWORKS[name]
     black = tuple(-0.5 * channel for channel in range(shape[0]))
-    settings = LocalSettings(0.05, 0.9, 1e-3, batch_size=20, epochs=2, augment=Augment(4, True, black, reflect))
+    augment = Augment(4, flip=True, black=black, reflect=padding == "reflected")
+    settings = LocalSettings(0.05, 0.9, 1e-3, batch_size=20, epochs=2, augment=augment)
     inputs = torch.randn(33, *shape, generator=torch.Generator().manual_seed(0))
     task = LocalTask(1, 0, 1, 33, settings, detached(made().named_parameters()))
     labels = torch.arange(33) % CLASSES
