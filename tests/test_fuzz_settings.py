@@ -15,7 +15,7 @@ def fuzz(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
 def test_settings_are_taken_or_refused_in_one_short_line(fuzz: ModuleType, tmp_path: Path) -> None:
     tally = fuzz.Tally()
 
-    taken = [one for table in fuzz.cases(120, seed=7) if (one := fuzz.try_out(table, tally)) is not None]
+    taken = [one for table in fuzz.cases(160, seed=7) if (one := fuzz.try_out(table, tally)) is not None]
     for number, experiment in enumerate([one for one in taken if fuzz.is_small(one)][:3]):
         fuzz.try_run(experiment, tmp_path / str(number), tally)
 

@@ -22,7 +22,6 @@ from fl_sim.report.figures.samples import write_samples
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.simulation.site import local_settings, read_pool
-from fl_sim.simulation.starting import prepare_start
 from fl_sim.store import run_directory
 from fl_sim.store.tensors import save_by_content
 from fl_sim.training.loop import resident
@@ -87,6 +86,8 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
     if isinstance(experiment.preprocess, PrivateStart):
         log.before["private_start"] = None  # who was asked is secret
         if not log.rounds:
+            from fl_sim.simulation.starting import prepare_start  # noqa: PLC0415 (the accountants load slowly)
+
             path = prepare_start(job, strategy, grid, out)
             _start_from(_trained_on_pool(job, path, experiment.preprocess.server_epochs, log.server), strategy, log)
     dataset = job.dataset
