@@ -14,7 +14,8 @@ class KnownSet:
 
     ``files``: {path below the root: MD5 of the unpacked file, or None where torchvision holds the MD5}. ``mean`` and
     ``std``: the published constants of the training images, one float per channel in units of 1. ``torchvision_class``
-    is empty where torchvision cannot fetch the set.
+    is empty where torchvision cannot fetch the set. ``finer``: the set with the same records in more classes, whose
+    files it is read from, and ``merged``: the class that each of those classes is part of.
     """
 
     name: str
@@ -27,13 +28,16 @@ class KnownSet:
     num_test: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    finer: str = ""
+    merged: tuple[int, ...] = ()
 
     @property
     def npz_names(self) -> tuple[str, ...]:
         """Return the file names under which a root may hold the set as one npz; none for tables of numbers."""
         if self.layout == "uci":
             return ()
-        return tuple(dict.fromkeys((f"{self.name}.npz", f"{self.name.replace('-', '_')}.npz")))
+        name = self.finer or self.name
+        return tuple(dict.fromkeys((f"{name}.npz", f"{name.replace('-', '_')}.npz")))
 
 
 # torchvision publishes the MD5s of the idx files' .gz archives; these are those of what comes out of them.
@@ -51,6 +55,15 @@ _FASHION_MNIST_FILES: dict[str, str | None] = {
 }
 _CIFAR10_FILES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
 
+_CIFAR100_FILES: dict[str, str | None] = {f"cifar-100-python/{file}": None for file in ("train", "test", "meta")}
+# Krizhevsky 2009, section 3.1: five classes are a superclass, both in alphabetical order.
+_SUPERCLASSES = (
+    4, 1, 14, 8, 0, 6, 7, 7, 18, 3, 3, 14, 9, 18, 7, 11, 3, 9, 7, 11, 6, 11, 5, 10, 7,
+    6, 13, 15, 3, 15, 0, 11, 1, 10, 12, 14, 16, 9, 11, 5, 5, 19, 8, 8, 15, 13, 14, 17, 18, 10,
+    16, 4, 17, 4, 2, 0, 17, 4, 18, 17, 10, 3, 2, 12, 12, 16, 12, 1, 9, 19, 2, 10, 0, 1, 16,
+    12, 9, 13, 15, 13, 16, 19, 2, 4, 6, 19, 5, 5, 8, 19, 18, 1, 2, 15, 6, 0, 17, 8, 14, 13,
+)  # fmt: skip
+
 _ALL = (
     KnownSet(
         "mnist", "MNIST", "idx", _MNIST_FILES,
@@ -67,9 +80,14 @@ _ALL = (
         mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),
     ),
     KnownSet(
-        "cifar100", "CIFAR100", "cifar", {f"cifar-100-python/{file}": None for file in ("train", "test", "meta")},
+        "cifar100", "CIFAR100", "cifar", _CIFAR100_FILES,
         num_classes=100, shape=(3, 32, 32), num_train=50_000, num_test=10_000,
         mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762),
+    ),
+    KnownSet(
+        "cifar100-coarse", "CIFAR100", "cifar", _CIFAR100_FILES,
+        num_classes=20, shape=(3, 32, 32), num_train=50_000, num_test=10_000,
+        mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762), finer="cifar100", merged=_SUPERCLASSES,
     ),
     KnownSet(
         "svhn", "SVHN", "mat", {"train_32x32.mat": None, "test_32x32.mat": None},

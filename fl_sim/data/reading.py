@@ -1,6 +1,7 @@
 """One data set at one place, read; each at most once in a process."""
 
 import hashlib
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -9,11 +10,11 @@ import numpy as np
 from fl_sim.data import digits, folder, hub, idx, leaf, medmnist, npz, own, table, uci
 from fl_sim.data.checked import known_dataset
 from fl_sim.data.features import Features, as_features
-from fl_sim.data.known import KNOWN
+from fl_sim.data.known import KNOWN, KnownSet
 from fl_sim.data.naming import OwnName, own_name
 from fl_sim.data.places import Source, look_for
 from fl_sim.data.torchvision_files import download, read_cifar, read_svhn
-from fl_sim.types import Dataset
+from fl_sim.types import Dataset, Examples
 
 
 def load(name: str, data_root: Path | None = None, features: Features = "none") -> Dataset:
@@ -48,7 +49,12 @@ def read(name: str, source: Source) -> Dataset:
         return digits.read()
     if own_files := own_name(name):
         return _read_own_files(name, own_files, path)
-    known = KNOWN[name]
+    return _read_known(KNOWN[name], source, path)
+
+
+def _read_known(known: KnownSet, source: Source, path: Path) -> Dataset:
+    if known.finer:
+        return _merged(_read_known(KNOWN[known.finer], source, path), known)
     if source.layout == "uci":
         return uci.read(path, known)
     if source.layout == "npz":
@@ -56,6 +62,13 @@ def read(name: str, source: Source) -> Dataset:
     readers = {"idx": idx.read, "cifar": read_cifar, "mat": read_svhn}
     train, test = readers[source.layout](path, known)
     return known_dataset(known, train, test, str(path / next(iter(known.files)).rpartition("/")[0]))
+
+
+def _merged(finer: Dataset, known: KnownSet) -> Dataset:
+    """Return the records of ``finer`` under the labels of ``known``."""
+    classes = np.array(known.merged)
+    train, test = (Examples(part.inputs, classes[part.labels], part.groups) for part in (finer.train, finer.test))
+    return replace(finer, name=known.name, train=train, test=test, num_classes=known.num_classes)
 
 
 def _read_own_files(name: str, own_files: OwnName, path: Path) -> Dataset:

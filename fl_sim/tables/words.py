@@ -19,6 +19,7 @@ _DATA = {
     "fashion-mnist": "Fashion-MNIST",
     "cifar10": "CIFAR-10",
     "cifar100": "CIFAR-100",
+    "cifar100-coarse": "CIFAR-100 (superclasses)",
     "svhn": "SVHN",
     "adult": "Adult",
     "diabetes": "Diabetes",

@@ -87,6 +87,28 @@ def test_published_constants_are_those_of_the_real_training_images(name, toleran
         assert std == pytest.approx(np.sqrt((share * (pixels - actual) ** 2).sum()), abs=tolerance)
 
 
+def test_the_superclasses_of_cifar100_are_those_that_its_files_name():
+    coarse, fine = real("cifar100-coarse"), real("cifar100")
+    with np.load(Path(REAL_ROOT) / "cifar100.npz") as published:
+        of_class = published["fine_to_coarse"]
+    for part, finer in ((coarse.train, fine.train), (coarse.test, fine.test)):
+        assert np.array_equal(part.labels, of_class[finer.labels])
+        assert part.inputs is finer.inputs or np.array_equal(part.inputs[:50], finer.inputs[:50])
+    assert (coarse.num_classes, coarse.name) == (20, "cifar100-coarse")
+    assert np.unique(of_class, return_counts=True)[1].tolist() == [5] * 20
+    assert not np.array_equal(fine.train.labels, coarse.train.labels)
+
+
+def test_superclasses_are_read_from_the_files_of_the_classes(tmp_path):
+    images = np.zeros((100, 32, 32, 3), np.uint8)
+    np.savez(tmp_path / "cifar100.npz", x_train=images, y_train=np.arange(100), x_test=images[:2], y_test=[0, 99])
+    dataset = load("cifar100-coarse", tmp_path)
+    assert dataset.train.labels[[0, 4, 15, 72, 95]].tolist() == [4, 0, 11, 0, 0]  # apple; beaver, camel, seal, whale
+    assert dataset.test.labels.tolist() == [4, 13]  # apple, worm
+    assert (dataset.num_classes, dataset.note) == (20, load("cifar100", tmp_path).note)
+    assert find("cifar100-coarse", tmp_path) == find("cifar100", tmp_path)
+
+
 def test_mnist_is_the_official_one_mapped_in_well_under_a_second():
     real("mnist")
     started = time.process_time()
