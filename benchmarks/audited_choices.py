@@ -1,0 +1,96 @@
+"""Choices under noise on a worst case, and what can be wrong with them, for ``release_audit.py``.
+
+How many synthetic records of a class a client makes (DA-FL), and which label teachers vote for (PATE and Diff-RN).
+"""
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+from unittest import mock
+
+import numpy as np
+from audited_gan import Array
+from dp_accounting import dp_event
+
+from clients.dafl import labels
+from clients.dafl.labels import ExponentialMechanism, Geometric
+from fl_sim.privacy.audit import World
+from fl_sim.privacy.mechanisms import Noise
+from strategies.pate.labelling import UNANSWERED, Labelling, label
+from strategies.pate.mechanisms import ConfidentGNMax, GNMax, LNMax, Mechanism
+
+
+@dataclass(frozen=True)
+class PickedCount:
+    """How many records of its one class a client makes, which has ``num_records`` and perhaps the audited one.
+
+    ``noise_multiplier``: 1 / epsilon. ``range_follows``: the range ends where the client's own records would.
+    ``rounded``: the target is rounded before it is scored.
+    """
+
+    name: str
+    noise_multiplier: float
+    kind: Literal["exponential", "geometric"] = "exponential"
+    gamma: float = 0.05
+    num_records: int = 10
+    range_follows: bool = False
+    rounded: bool = False
+
+    def __call__(self, world: World, run: int) -> Array:
+        """Return the count, (1,)."""
+        build = ExponentialMechanism if self.kind == "exponential" else Geometric
+        picker = build(epsilon=1 / self.noise_multiplier, false_positive=1.0, least_share=0.0)
+        held = self.num_records + world
+        largest = math.ceil(self.gamma * held) if self.range_follows else 50
+        with mock.patch.object(labels, "_target", _rounded_target) if self.rounded else nullcontext():
+            picked = picker.select(np.array([held]), self.gamma, largest, Noise.seeded(run))
+        return picked.astype(np.float64)
+
+
+def _rounded_target(gamma: float, num_records: int) -> tuple[int, float]:
+    return round(Fraction(gamma) * num_records), 0.0
+
+
+@dataclass(frozen=True)
+class VotedLabels:
+    """The labels of some queries on which 250 teachers are of two opinions, and one teacher changes from one to other.
+
+    ``noise_multiplier``: for ``lnmax`` 1 / gamma; else sigma over what the counts move by, of answers and of tests.
+    ``times``: what is wrong with the noise of the answers, and ``test_times`` with that of the tests.
+    """
+
+    name: str
+    noise_multiplier: float
+    kind: Literal["lnmax", "gnmax", "confident"] = "gnmax"
+    times: float = 1.0
+    test_times: float = 1.0
+
+    QUERIES = 8
+
+    def __call__(self, world: World, run: int) -> Array:
+        """Return how many queries were answered, and how many more were so by one opinion than by the other, (2,)."""
+        votes = np.array([125 + world, 125 - world, 0, 0])
+        labelling = Labelling(mechanism=self._mechanism, noise="seeded")
+        counts, noise = np.tile(votes, (self.QUERIES, 1)), Noise.seeded(run)
+        found = label(counts, labelling, ledger=labelling.open_ledger(None), noise=noise).labels
+        answered = float((found != UNANSWERED).sum())
+        return np.array([answered, float((found == 0).sum()) - float((found == 1).sum())])
+
+    def events(self) -> list[dp_event.DpEvent]:
+        """Return what all queries cost, if all are answered."""
+        test, answer = self._mechanism.charges()
+        return [answer, *([] if test is None else [test])] * self.QUERIES
+
+    @property
+    def _mechanism(self) -> Mechanism:
+        noise = self.noise_multiplier * self.times
+        match self.kind:
+            case "lnmax":
+                return LNMax(gamma=1 / noise)
+            case "gnmax":
+                return GNMax(sigma=math.sqrt(2) * noise)
+            case "confident":
+                test = self.noise_multiplier * self.test_times
+                return ConfidentGNMax(threshold=125.5, sigma_threshold=test, sigma=math.sqrt(2) * noise)
