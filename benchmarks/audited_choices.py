@@ -55,7 +55,7 @@ def _rounded_target(gamma: float, num_records: int) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class VotedLabels:
-    """The labels of some queries on which 250 teachers are of two opinions, and one teacher changes from one to other.
+    """The labels of some queries on which teachers are of two opinions, half each, and one teacher changes its own.
 
     ``noise_multiplier``: for ``lnmax`` 1 / gamma; else sigma over what the counts move by, of answers and of tests.
     ``times``: what is wrong with the noise of the answers, and ``test_times`` with that of the tests.
@@ -66,14 +66,14 @@ class VotedLabels:
     kind: Literal["lnmax", "gnmax", "confident"] = "gnmax"
     times: float = 1.0
     test_times: float = 1.0
-
-    QUERIES = 8
+    queries: int = 8
 
     def __call__(self, world: World, run: int) -> Array:
         """Return how many queries were answered, and how many more were so by one opinion than by the other, (2,)."""
-        votes = np.array([125 + world, 125 - world, 0, 0])
+        rivals = 125 if self.kind == "confident" else 126  # either label is as likely, in one world or between both
+        votes = np.array([125 + world, rivals - world, 0, 0])
         labelling = Labelling(mechanism=self._mechanism, noise="seeded")
-        counts, noise = np.tile(votes, (self.QUERIES, 1)), Noise.seeded(run)
+        counts, noise = np.tile(votes, (self.queries, 1)), Noise.seeded(run)
         found = label(counts, labelling, ledger=labelling.open_ledger(None), noise=noise).labels
         answered = float((found != UNANSWERED).sum())
         return np.array([answered, float((found == 0).sum()) - float((found == 1).sum())])
@@ -81,7 +81,7 @@ class VotedLabels:
     def events(self) -> list[dp_event.DpEvent]:
         """Return what all queries cost, if all are answered."""
         test, answer = self._mechanism.charges()
-        return [answer, *([] if test is None else [test])] * self.QUERIES
+        return [answer, *([] if test is None else [test])] * self.queries
 
     @property
     def _mechanism(self) -> Mechanism:

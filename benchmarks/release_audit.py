@@ -160,7 +160,11 @@ FAMILIES = {
     "GNMax": Family(lambda z: VotedLabels("", z).events(), lambda z: [
         VotedLabels("as it is", z),
         VotedLabels("half the noise", z, times=0.5),
-        VotedLabels("noise as for one count", z, times=math.sqrt(0.5)),
+    ]),
+    # A label is one bit of a tie, which of a single query is all that there is to know at epsilon 0.
+    "GNMax, a single query": Family(lambda z: VotedLabels("", z, queries=1).events(), lambda z: [
+        VotedLabels("as it is", z, queries=1),
+        VotedLabels("noise as for one count", z, times=math.sqrt(0.5), queries=1),
     ]),
     "Confident-GNMax": Family(lambda z: VotedLabels("", z, "confident").events(), lambda z: [
         VotedLabels("as it is", z, "confident"),

@@ -16,7 +16,7 @@ STEP, COINS, FAKES, EMBEDDING, MOMENTS = (
 )
 GAUSSIANS, MARGINALS, START = "class Gaussians", "marginals of a table", "private start"
 EXPONENTIAL, GEOMETRIC = "label picker, exponential", "label picker, geometric"
-LNMAX, GNMAX, CONFIDENT = "LNMax", "GNMax", "Confident-GNMax"
+LNMAX, GNMAX, SINGLE, CONFIDENT = "LNMax", "GNMax", "GNMax, a single query", "Confident-GNMax"
 
 NOISE = {EXPONENTIAL: 0.25, GEOMETRIC: 0.25, LNMAX: 3.8, GNMAX: 3.1, CONFIDENT: 4.4}
 """For claims of about epsilon 4, which 1 is for the others."""
@@ -114,7 +114,7 @@ def test_loud_faults_of_the_step_are_refuted_at_once(release_audit: ModuleType, 
         (START, "three releases for the price of one"),
         (EXPONENTIAL, "half the noise"),
         (LNMAX, "half the noise"),
-        (GNMAX, "noise as for one count"),
+        (SINGLE, "noise as for one count"),
         (CONFIDENT, "half the noise"),
     ],
 )
