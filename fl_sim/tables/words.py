@@ -1,7 +1,7 @@
 """How methods, splits and settings are written in a table: names of rows and columns, and the caption."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from clients.dafl.settings import DaFl, NoPreprocess
@@ -70,13 +70,23 @@ def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
 
 
 def _in_brackets(changed: Mapping[str, Any]) -> str:
-    return f" ({', '.join(f'{name}={_short(value)}' for name, value in changed.items())})" if changed else ""
+    named = [f"{name}={_short(value)}" for name, value in _each(changed)]
+    return f" ({', '.join(named)})" if named else ""
+
+
+def _each(changed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield parameters by name; those of a group, which has no kind, by the group's name and their own."""
+    for name, value in changed.items():
+        if is_settings(type(value)) and not hasattr(value, "kind"):
+            yield from ((f"{name}.{inner}", part) for inner, part in _each(_changed(value)))
+        else:
+            yield name, value
 
 
 def _short(value: Any) -> str:
     """Return a parameter's value; settings inside settings by their kind and what is not the default in them."""
     if is_settings(type(value)):
-        kind, changed = kind_of(value) if hasattr(value, "kind") else type(value).__name__, _changed(value)
+        kind, changed = kind_of(value), _changed(value)
         first = next((name for name in field_defaults(type(value)) if name != "kind"), "")
         return f"{kind}:{_short(changed[first])}" if list(changed) == [first] else f"{kind}{_in_brackets(changed)}"
     return f"{value:.10g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,20 @@
+"""How settings are written in a table's rows."""
+
+from clients.dafl.settings import DaFl
+from fl_sim.tables.words import label
+from strategies.pate.labelling import Labelling
+from strategies.pate.mechanisms import ConfidentGNMax, GNMax
+from strategies.pate.settings import Pate
+from strategies.pate.student import Supervised
+
+
+def test_what_a_group_of_settings_holds_is_named_as_it_is_set() -> None:
+    labelling = Labelling(mechanism=GNMax(sigma=6.0), epsilon=2.0)
+    assert label(Pate(labelling=labelling)) == "PATE (labelling.mechanism=gnmax:6, labelling.epsilon=2)"
+    assert label(Pate(labelling=Labelling())) == "PATE"
+
+
+def test_kinds_within_settings_are_named_with_what_is_not_their_default() -> None:
+    written = label(Pate(student=Supervised(steps=7), labelling=Labelling(mechanism=ConfidentGNMax(sigma=3.0))))
+    assert written == "PATE (labelling.mechanism=confident (sigma=3), student=supervised:7)"
+    assert label(DaFl(gamma=0.5)).startswith("DA-FL")
