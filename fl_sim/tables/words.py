@@ -1,7 +1,7 @@
 """How methods, splits and settings are written in a table: names of rows and columns, and the caption."""
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from clients.dafl.settings import DaFl, NoPreprocess
@@ -65,28 +65,29 @@ def label(settings: Any, also: Collection[str] = ()) -> str:
 
 def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
     """Return the parameters that are not the default, and those in ``also``."""
-    values = {name: (getattr(settings, name), default) for name, default in field_defaults(type(settings)).items()}
-    return {name: value for name, (value, default) in values.items() if value != default or name in also}
+    changed: dict[str, Any] = {}
+    for name, default in field_defaults(type(settings)).items():
+        value = getattr(settings, name)
+        if value != default and _is_group(value, default):
+            changed |= {f"{name}.{inner}": part for inner, part in _changed(value).items()}
+        elif value != default or name in also:
+            changed[name] = value
+    return changed
+
+
+def _is_group(value: Any, default: Any) -> bool:
+    """Say whether there is no choice but of what is in a parameter: its class, which has no kind, is the default's."""
+    return is_settings(type(value)) and type(value) is type(default) and not hasattr(value, "kind")
 
 
 def _in_brackets(changed: Mapping[str, Any]) -> str:
-    named = [f"{name}={_short(value)}" for name, value in _each(changed)]
-    return f" ({', '.join(named)})" if named else ""
-
-
-def _each(changed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield parameters by name; those of a group, which has no kind, by the group's name and their own."""
-    for name, value in changed.items():
-        if is_settings(type(value)) and not hasattr(value, "kind"):
-            yield from ((f"{name}.{inner}", part) for inner, part in _each(_changed(value)))
-        else:
-            yield name, value
+    return f" ({', '.join(f'{name}={_short(value)}' for name, value in changed.items())})" if changed else ""
 
 
 def _short(value: Any) -> str:
     """Return a parameter's value; settings inside settings by their kind and what is not the default in them."""
     if is_settings(type(value)):
-        kind, changed = kind_of(value), _changed(value)
+        kind, changed = kind_of(value) if hasattr(value, "kind") else type(value).__name__, _changed(value)
         first = next((name for name in field_defaults(type(value)) if name != "kind"), "")
         return f"{kind}:{_short(changed[first])}" if list(changed) == [first] else f"{kind}{_in_brackets(changed)}"
     return f"{value:.10g}" if isinstance(value, float) else str(value)

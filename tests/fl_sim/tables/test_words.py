@@ -2,6 +2,7 @@
 
 from clients.dafl.settings import DaFl
 from fl_sim.tables.words import label
+from strategies.global_dp import AdaptiveClipping, GlobalDP
 from strategies.pate.labelling import Labelling
 from strategies.pate.mechanisms import ConfidentGNMax, GNMax
 from strategies.pate.settings import Pate
@@ -12,6 +13,13 @@ def test_what_a_group_of_settings_holds_is_named_as_it_is_set() -> None:
     labelling = Labelling(mechanism=GNMax(sigma=6.0), epsilon=2.0)
     assert label(Pate(labelling=labelling)) == "PATE (labelling.mechanism=gnmax:6, labelling.epsilon=2)"
     assert label(Pate(labelling=Labelling())) == "PATE"
+
+
+def test_what_stands_in_place_of_a_default_is_named_by_its_class_even_where_nothing_in_it_is_changed() -> None:
+    assert label(GlobalDP(adaptive_clipping=AdaptiveClipping())).endswith("(adaptive_clipping=AdaptiveClipping)")
+    assert label(GlobalDP(adaptive_clipping=AdaptiveClipping(learning_rate=0.5))).endswith(
+        "(adaptive_clipping=AdaptiveClipping (learning_rate=0.5))"
+    )
 
 
 def test_kinds_within_settings_are_named_with_what_is_not_their_default() -> None:
