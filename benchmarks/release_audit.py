@@ -186,10 +186,14 @@ def audit(family: Family, noise: float, mechanism: Any, *, num_runs: int, seed: 
     judged = partial(audit_profile, claimed=family.claims(noise, epsilons), epsilons=epsilons, confidence=CONFIDENCE)
     profile, least = judged(without, with_unit), math.inf
     if not faulty:
-        along = [outputs @ direction(mechanism)[:, np.newaxis] for outputs in (without, with_unit)]
-        least = least_refuted(judged(*along), lambda other: family.claims(other, epsilons), noise)
+        along = profile if without.shape[1] == 1 else judged(*_along(direction(mechanism), without, with_unit))
+        least = least_refuted(along, lambda other: family.claims(other, epsilons), noise)
     proven = 0.0 if math.isinf(least) else family.epsilon(least)
     return Finding(mechanism.name, faulty, profile, time.perf_counter() - start, proven)
+
+
+def _along(axis: Array, *worlds: Array) -> list[Array]:
+    return [outputs @ axis[:, np.newaxis] for outputs in worlds]
 
 
 def direction(mechanism: Any) -> Array:
@@ -200,7 +204,8 @@ def direction(mechanism: Any) -> Array:
     """
     quiet = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / 50)  # not 0, by which clipping would be 0
     moved: Array = np.mean([quiet(1, run) - quiet(0, run) for run in range(64)], axis=0)
-    return moved / np.linalg.norm(moved) if len(moved) > 1 else np.ones(1)
+    direction: Array = moved / np.linalg.norm(moved)
+    return direction
 
 
 def table(name: str, claimed_epsilon: float, findings: Sequence[Finding]) -> str:
