@@ -1,7 +1,9 @@
 """The public data sets known by name: their files in torchvision's layout, their sizes, their published constants."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
+
+from fl_sim.same_records import FINER, records_of
 
 Layout: TypeAlias = Literal["embedded", "idx", "cifar", "mat", "uci", "npz", "own"]
 
@@ -14,8 +16,8 @@ class KnownSet:
 
     ``files``: {path below the root: MD5 of the unpacked file, or None where torchvision holds the MD5}. ``mean`` and
     ``std``: the published constants of the training images, one float per channel in units of 1. ``torchvision_class``
-    is empty where torchvision cannot fetch the set. ``finer``: the set with the same records in more classes, whose
-    files it is read from, and ``merged``: the class that each of those classes is part of.
+    is empty where torchvision cannot fetch the set. ``merged``: where the set is another's records, which of its own
+    classes each class of the other is part of.
     """
 
     name: str
@@ -28,15 +30,19 @@ class KnownSet:
     num_test: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    finer: str = ""
     merged: tuple[int, ...] = ()
+
+    @property
+    def finer(self) -> str:
+        """Return the set with the same records in more classes, whose files this one is read from; empty for most."""
+        return FINER.get(self.name, "")
 
     @property
     def npz_names(self) -> tuple[str, ...]:
         """Return the file names under which a root may hold the set as one npz; none for tables of numbers."""
         if self.layout == "uci":
             return ()
-        name = self.finer or self.name
+        name = records_of(self.name)
         return tuple(dict.fromkeys((f"{name}.npz", f"{name.replace('-', '_')}.npz")))
 
 
@@ -55,7 +61,11 @@ _FASHION_MNIST_FILES: dict[str, str | None] = {
 }
 _CIFAR10_FILES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
 
-_CIFAR100_FILES: dict[str, str | None] = {f"cifar-100-python/{file}": None for file in ("train", "test", "meta")}
+_CIFAR100 = KnownSet(
+    "cifar100", "CIFAR100", "cifar", {f"cifar-100-python/{file}": None for file in ("train", "test", "meta")},
+    num_classes=100, shape=(3, 32, 32), num_train=50_000, num_test=10_000,
+    mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762),
+)  # fmt: skip
 # Krizhevsky 2009, section 3.1: five classes are a superclass, both in alphabetical order.
 _SUPERCLASSES = (
     4, 1, 14, 8, 0, 6, 7, 7, 18, 3, 3, 14, 9, 18, 7, 11, 3, 9, 7, 11, 6, 11, 5, 10, 7,
@@ -79,16 +89,8 @@ _ALL = (
         num_classes=10, shape=(3, 32, 32), num_train=50_000, num_test=10_000,
         mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),
     ),
-    KnownSet(
-        "cifar100", "CIFAR100", "cifar", _CIFAR100_FILES,
-        num_classes=100, shape=(3, 32, 32), num_train=50_000, num_test=10_000,
-        mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762),
-    ),
-    KnownSet(
-        "cifar100-coarse", "CIFAR100", "cifar", _CIFAR100_FILES,
-        num_classes=20, shape=(3, 32, 32), num_train=50_000, num_test=10_000,
-        mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762), finer="cifar100", merged=_SUPERCLASSES,
-    ),
+    _CIFAR100,
+    replace(_CIFAR100, name="cifar100-coarse", num_classes=20, merged=_SUPERCLASSES),
     KnownSet(
         "svhn", "SVHN", "mat", {"train_32x32.mat": None, "test_32x32.mat": None},
         num_classes=10, shape=(3, 32, 32), num_train=73_257, num_test=26_032,
@@ -131,6 +133,6 @@ def tuned_on(data: str) -> str:
 
     A sentence for what an epsilon does not cover, with a space before it: a choice is a release that nobody paid for.
     """
-    if data not in _TUNED_ON:
+    if (records := records_of(data)) not in _TUNED_ON:
         return ""
-    return f" Choices made beforehand on these training records by this project: {_TUNED_ON[data]}."
+    return f" Choices made beforehand on these training records by this project: {_TUNED_ON[records]}."

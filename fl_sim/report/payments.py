@@ -12,6 +12,7 @@ from fl_sim.report.files import Outcome
 from fl_sim.report.groups import split_of
 from fl_sim.report.release import Release
 from fl_sim.report.runs import Run
+from fl_sim.same_records import records_of
 
 _MOMENTS: Final = "moments-"
 """How the identity begins of the moments of features that clients release after training."""
@@ -25,7 +26,7 @@ def paid_by(run: Run) -> tuple[Paid, str]:
     except (RunError, KeyError, TypeError, ValueError) as error:
         problem = f"its privacy statements are damaged: {error}"
     clients = f"{split_of(run)}, {run.config.clients} clients"
-    return Paid(run.config.data, clients, payments, _is_bare(run)), problem
+    return Paid(records_of(run.config.data), clients, payments, _is_bare(run)), problem
 
 
 def payments_of(run: Run) -> tuple[Payment, ...] | None:

@@ -22,6 +22,7 @@ from fl_sim.experiment.job import Job
 from fl_sim.privacy.accounting import compose, epsilon_of_curve
 from fl_sim.privacy.ledger import Charge, Ledger
 from fl_sim.privacy.rounding import rounded_up
+from fl_sim.same_records import records_of
 from fl_sim.store.files import folder_of
 
 
@@ -45,6 +46,8 @@ def ledger_path(job: Job, client: int) -> Path:
     """Return where the ledger of one client of ``job`` is, or will be."""
     experiment = job.experiment  # whatever else is drawn by another seed, one split of the records has one ledger
     dealt = {**experiment.chosen("partition", "clients"), "seed": experiment.seed_of_partition}
+    if records_of(experiment.data) != experiment.data:
+        dealt["data"] = experiment.data  # other labels deal the same records in another way
     deal = json.dumps(dealt, sort_keys=True)
     name = hashlib.sha256(deal.encode()).hexdigest()[:16]
     return _folder(job) / name / f"client-{client}.jsonl"
@@ -86,7 +89,7 @@ def _begins_share(charge: Charge) -> bool:
 
 
 def _folder(job: Job) -> Path:
-    return ledgers_root() / f"records-{fingerprint(job.experiment.data, job.root)[:20]}"
+    return ledgers_root() / f"records-{fingerprint(records_of(job.experiment.data), job.root)[:20]}"
 
 
 def _ledgers(deal: Path) -> Iterator[Ledger]:

@@ -9,6 +9,7 @@ from fl_sim.kinds import short_form
 from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.bill import Paid, Payment
 from fl_sim.privacy.ledger import Terms
+from fl_sim.same_records import records_of
 from fl_sim.simulation.dafl.synthesis import pool_key
 from fl_sim.simulation.planned_payment import payment_of
 from fl_sim.simulation.procedure import procedure_of
@@ -22,7 +23,7 @@ def planned(job: Job) -> Paid:
     on_synthetic = isinstance(experiment.preprocess, DaFl) and experiment.preprocess.train_on == "synthetic"
     payments = None if of_training is None else (*of_training, *_payments_beside(job))
     is_bare = of_training == () and not on_synthetic
-    return Paid(experiment.data, f"{split}, {experiment.clients} clients", payments, bare=is_bare)
+    return Paid(records_of(experiment.data), f"{split}, {experiment.clients} clients", payments, bare=is_bare)
 
 
 def _payments_beside(job: Job) -> Iterator[Payment]:

@@ -12,6 +12,7 @@ from sklearn.model_selection import train_test_split
 from fl_sim.data import NAMES, Source, find, load, roots, tuned_on, verify
 from fl_sim.data.reading import read
 from fl_sim.errors import UserError
+from fl_sim.same_records import records_of
 
 REAL_ROOT = os.environ.get("FL_SIM_DATA")
 
@@ -107,6 +108,9 @@ def test_superclasses_are_read_from_the_files_of_the_classes(tmp_path):
     assert dataset.test.labels.tolist() == [4, 13]  # apple, worm
     assert (dataset.num_classes, dataset.note) == (20, load("cifar100", tmp_path).note)
     assert find("cifar100-coarse", tmp_path) == find("cifar100", tmp_path)
+    assert [records_of(name) for name in ("cifar100-coarse", "cifar100", "digits", "npz:a")] == [
+        "cifar100", "cifar100", "digits", "npz:a",
+    ]  # fmt: skip
 
 
 def test_mnist_is_the_official_one_mapped_in_well_under_a_second():

@@ -195,6 +195,7 @@ def test_a_failed_download_says_why_and_what_to_do(tmp_path, monkeypatch, datase
 def test_torchvision_still_has_every_class_and_file_we_name(datasets):
     for known in KNOWN.values():
         assert not known.torchvision_class or hasattr(datasets, known.torchvision_class)
+        assert bool(known.merged) == bool(known.finer)
     for name in ("cifar10", "cifar100", "cifar100-coarse"):
         cls = getattr(datasets, KNOWN[name].torchvision_class)
         files = [file for file, _ in (*cls.train_list, *cls.test_list)] + [cls.meta["filename"]]

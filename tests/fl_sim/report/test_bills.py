@@ -99,6 +99,13 @@ def test_a_run_that_does_not_say_what_it_released_leaves_no_guarantee(write_expe
     assert ["does not know" in problem.error for problem in told.problems] == [True]
 
 
+def test_records_pay_for_what_is_released_about_them_under_other_labels(write_experiment, tmp_path):
+    for ledger, data in (("aaaa", "cifar100"), ("bbbb", "cifar100-coarse")):
+        change(write_experiment(data, data=data), privacy=[PAID | {"ledger": ledger}])
+    [bill] = bills_of(read_all([tmp_path])).bills
+    assert (bill["data"], bill["private_releases"][0]["epsilon_sum"]) == ("cifar100", 10.0)
+
+
 def test_seeds_are_releases_of_their_own(write_experiment, tmp_path):
     for seed, ledger in enumerate(("aaaa", "bbbb", "bbbb")):
         change(write_experiment(f"run-{seed}", seed=seed), privacy=[PAID | {"ledger": ledger}])

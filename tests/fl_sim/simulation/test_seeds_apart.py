@@ -77,6 +77,17 @@ def test_a_seed_apart_that_is_seed_itself_gives_the_same_split_and_its_ledger() 
     assert ledger_path(one, 3) != ledger_path(quick(seed=5, partition_seed=6), 3)
 
 
+def test_other_labels_of_the_same_records_have_ledgers_beside_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, classes = np.zeros((100, 32, 32, 3), np.uint8), np.arange(100)
+    np.savez(tmp_path / "cifar100.npz", x_train=images, y_train=classes, x_test=images, y_test=classes)
+    monkeypatch.setenv("FL_SIM_DATA", str(tmp_path))
+    fine, coarse = (ledger_path(quick(data=f"cifar100{of}", partition="iid"), 3) for of in ("", "-coarse"))
+    assert fine != coarse, "other labels may deal the records in another way"
+    assert fine.parent.parent == coarse.parent.parent, "where all that is released about them is added up"
+
+
 def test_what_is_kept_between_runs_is_kept_by_the_seeds_that_it_depends_on() -> None:
     def changed(key: Any, **settings: object) -> list[str]:
         apart = ("partition_seed", "model_seed", "sampling_seed")
