@@ -1,11 +1,12 @@
 """Choices under noise on a worst case, and what can be wrong with them, for ``release_audit.py``.
 
-How many synthetic records of a class a client makes (DA-FL), and which label teachers vote for (PATE and Diff-RN).
+How many synthetic records of a class a client makes (DA-FL), which label teachers vote for (PATE and Diff-RN), and what
+is told of the labels' data-dependent cost.
 """
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 from unittest import mock
@@ -18,6 +19,8 @@ from clients.dafl import labels
 from clients.dafl.labels import ExponentialMechanism, Geometric
 from fl_sim.privacy.audit import World
 from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.pate import smooth_sensitivity
+from fl_sim.privacy.pate.labelling_cost import Counts, Floats, GNMaxCost
 from strategies.pate.labelling import UNANSWERED, Labelling, label
 from strategies.pate.mechanisms import ConfidentGNMax, GNMax, LNMax, Mechanism
 
@@ -94,3 +97,50 @@ class VotedLabels:
             case "confident":
                 test = self.noise_multiplier * self.test_times
                 return ConfidentGNMax(threshold=125.5, sigma_threshold=test, sigma=math.sqrt(2) * noise)
+
+
+@dataclass(frozen=True)
+class PublishedCost:
+    """The noisy upper bound on what 20 labels cost, whose teachers are of one opinion, but for ``behind`` each time.
+
+    One teacher changes its own, everywhere: by as much as the cost may move within the sensitivity that is taken.
+    ``noise_multiplier``: on the bound, in smooth sensitivities. ``times``: what is wrong with it. ``queries``: of how
+    many the sensitivity is taken. ``local``: whether it is that of the votes themselves, whose size tells of them.
+    """
+
+    name: str
+    noise_multiplier: float
+    times: float = 1.0
+    queries: int = 20
+    local: bool = False
+    behind: int = 22
+
+    _QUERIES, _TEACHERS, _COST = 20, 100, GNMaxCost(sigma=4.0)
+    _TERMS = smooth_sensitivity.Terms(order=16.0, smoothness=0.01)
+
+    def __call__(self, world: World, run: int) -> Array:
+        """Return the bound, (1,)."""
+        behind = self.behind + world
+        counts = np.tile([self._TEACHERS - behind, behind, 0, 0], (self._QUERIES, 1))
+        terms = replace(self._TERMS, noise=self.noise_multiplier * self.times)
+        true = smooth_sensitivity.smooth_sensitivity
+
+        def taken(counts: Counts, cost: GNMaxCost, terms: smooth_sensitivity.Terms) -> float:
+            if self.local:
+                return self._local(counts)
+            return true(counts[: self.queries], cost, terms)
+
+        with mock.patch.object(smooth_sensitivity, "smooth_sensitivity", taken):
+            released = smooth_sensitivity.release(counts, self._COST, 1e-5, terms, noise=Noise.seeded(run))
+        return np.array([released.divergence])
+
+    def curve(self, orders: Floats) -> Floats:
+        """Return what the publication is said to cost at each of ``orders``."""
+        return replace(self._TERMS, noise=self.noise_multiplier).curve(orders)
+
+    def _local(self, counts: Counts) -> float:
+        """Return how far one vote moves the bound from where it is."""
+        moved = counts + np.array([[-1, 1, 0, 0]])
+        at_order = np.array([self._TERMS.order])
+        costs = [self._COST.curves(one, np.ones(len(one)), at_order)[0].sum() for one in (counts, moved)]
+        return float(costs[1] - costs[0])

@@ -1,7 +1,7 @@
 """Noisy sums and counts on a worst case, and what can be wrong with them, for ``release_audit.py``.
 
-A record's: the mean embedding, moments of features, class Gaussians, marginals of tables. A client's: what is asked for
-a private start.
+A record's: the mean embedding, moments of features, class Gaussians, marginals of tables. A client's: a round of Global
+DP whose clipping norm adapts, and what is asked for a private start.
 """
 
 import math
@@ -29,9 +29,10 @@ from clients.frequencies import lowest_frequencies
 from clients.frequency_sums import Question, answer, black_frame, shapes_of
 from clients.private_moments import Protection
 from fl_sim.privacy.audit import World
-from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.mechanisms import Noise, update_noise_multiplier
 from fl_sim.types import Cohort, Params, Reply
-from strategies.global_dp import GlobalDP
+from strategies import global_dp
+from strategies.global_dp import AdaptiveClipping, GlobalDP
 from strategies.private_start import PrivateStart, classes_of, frame_of
 
 _CERTAIN: Final = 50.0
@@ -257,6 +258,50 @@ class StartReleases:
         classes = classes_of(*released(Question(2, 3.0, frame)))
         released(Question(3, 3.0, frame, classes.means))
         return np.array([sum(seen)])
+
+
+@dataclass(frozen=True)
+class ClippedRound:
+    """A round of Global DP with adaptive clipping: an update of the clipping norm, or none, and whether it was within.
+
+    Updates and count share the budget evenly. ``times``: what is wrong with the noise of both. ``count_is_paid``:
+    whether the updates' noise leaves room for it. ``count_noised``: whether it is. ``centred``: whether a client adds
+    a half to the count or takes one off.
+    """
+
+    name: str
+    noise_multiplier: float
+    times: float = 1.0
+    count_is_paid: bool = True
+    count_noised: bool = True
+    centred: bool = True
+
+    def __call__(self, world: World, run: int) -> Array:
+        """Return the log likelihood ratio of the sum and the next clipping norm, (1,)."""
+        z = self.noise_multiplier * self.times
+        count_noise = z / math.sqrt(2)
+        settings = GlobalDP(
+            noise_multiplier=z, noise="seeded", adaptive_clipping=AdaptiveClipping(count_noise=count_noise)
+        )
+        adaptive = settings.adaptive_clipping
+        assert adaptive is not None
+        update_noise = update_noise_multiplier(z, count_noise) if self.count_is_paid else z
+        template = {"model": {"weight": torch.zeros(1)}}
+        reply = Reply(1, {"model": {"weight": torch.ones(1)}}, 0, None)
+        cohort = Cohort(1, (reply,) * world, 2, 1.0)
+        noisy = GlobalDP._count_noise  # noqa: SLF001 (the planted fault replaces it)
+        with (
+            mock.patch.object(global_dp, "update_noise_multiplier", return_value=update_noise),
+            mock.patch.object(GlobalDP, "_count_noise", noisy if self.count_noised else lambda *_: 1e-3),
+        ):
+            aggregate, norm = settings.release(cohort, noise=Noise.seeded(run), template=template, clipping_norm=1.0)
+        update = float(aggregate.payloads["model"]["weight"])
+        count = adaptive.target_quantile - math.log(norm) / adaptive.learning_rate - 0.5
+        if not self.centred:
+            count += 0.5 * world
+        moved, std = 0.5 if self.centred else 1.0, count_noise if self.count_noised else 1e-3
+        ratio = (update - 0.5) / update_noise**2 + moved * (count - moved / 2) / std**2
+        return np.array([float(np.clip(ratio, -_CERTAIN, _CERTAIN))])
 
 
 def replace_norm(release: GlobalDP, times: float) -> GlobalDP:

@@ -25,15 +25,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from audited_choices import PickedCount, VotedLabels
+from audited_choices import PickedCount, PublishedCost, VotedLabels
 from audited_gan import FAR, Array, DiscriminatorStep
-from audited_sums import EmbeddingRelease, GaussianRelease, MarginalsRelease, MomentsRelease, StartReleases
+from audited_sums import (
+    ClippedRound,
+    EmbeddingRelease,
+    GaussianRelease,
+    MarginalsRelease,
+    MomentsRelease,
+    StartReleases,
+)
 from dp_accounting import dp_event
+from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 from scipy.optimize import brentq
 
 from fl_sim.privacy.accounting import amplify_poisson, delta_profile, epsilon_of_counts
 from fl_sim.privacy.audit import ProfileAudit, audit_profile, least_refuted, run_mechanism
 from fl_sim.privacy.pure import BoundedRangeDpEvent
+from fl_sim.privacy.renyi import ORDERS, Curve, epsilons_of_curves
 
 CONFIDENCE = 0.95
 
@@ -73,10 +82,28 @@ class Family:
         """Return the claimed epsilon at ``DELTA``."""
         return epsilon_of_counts(Counter(self.events(noise)), DELTA, accountant="pld")
 
-    def noise(self, epsilon: float) -> float:
-        """Return the noise multiplier at which ``epsilon`` is claimed."""
-        found: float = brentq(lambda log: self.epsilon(math.exp(log)) - epsilon, -3.0, 5.0, xtol=1e-4)
-        return math.exp(found)
+
+@dataclass(frozen=True)
+class DivergenceFamily:
+    """The same for a mechanism of which nothing but Renyi divergences is claimed. ``curve``: these at ``ORDERS``."""
+
+    curve: Callable[[float], Curve]
+    mechanisms: Callable[[float], list[Any]]
+
+    def claims(self, noise: float, epsilons: Sequence[float]) -> list[float]:
+        """Return the claimed delta at each of ``epsilons``."""
+        curve = self.curve(noise)
+        return [float(compute_delta(ORDERS, curve, epsilon)[0]) for epsilon in epsilons]
+
+    def epsilon(self, noise: float) -> float:
+        """Return the claimed epsilon at ``DELTA``."""
+        return float(epsilons_of_curves(self.curve(noise), DELTA))
+
+
+def noise_for(family: Family | DivergenceFamily, epsilon: float) -> float:
+    """Return the noise multiplier at which ``epsilon`` is claimed."""
+    found: float = brentq(lambda log: family.epsilon(math.exp(log)) - epsilon, -3.0, 5.0, xtol=1e-4)
+    return math.exp(found)
 
 
 def one_gaussian(noise: float) -> list[dp_event.DpEvent]:
@@ -90,7 +117,7 @@ def _marginals(noise: float) -> list[dp_event.DpEvent]:
     return [dp_event.GaussianDpEvent(ones), BoundedRangeDpEvent(choice), dp_event.GaussianDpEvent(twos)]
 
 
-FAMILIES = {
+FAMILIES: dict[str, Family | DivergenceFamily] = {
     "D step, all records": Family(one_gaussian, lambda z: [
         DiscriminatorStep("as it is", z),
         DiscriminatorStep("half the noise", z / 2),
@@ -136,6 +163,13 @@ FAMILIES = {
         MarginalsRelease("the pair chosen without noise", z, choice_noised=False),
         MarginalsRelease("three parts for the price of one", z, split=False),
     ]),
+    "a round with adaptive clipping": Family(one_gaussian, lambda z: [
+        ClippedRound("as it is", z),
+        ClippedRound("half the noise", z, times=0.5),
+        ClippedRound("updates noised as if there were no count", z, count_is_paid=False),
+        ClippedRound("count without noise", z, count_noised=False),
+        ClippedRound("count of all within, not less a half each", z, centred=False),
+    ]),
     "private start": Family(one_gaussian, lambda z: [
         StartReleases("as it is", z),
         StartReleases("half the noise", z / 2),
@@ -171,10 +205,18 @@ FAMILIES = {
         VotedLabels("half the noise", z, "confident", times=0.5, test_times=0.5),
         VotedLabels("tests without noise", z, "confident", test_times=1e-3),
     ]),
+    "published cost of labels": DivergenceFamily(lambda z: PublishedCost("", z).curve(np.array(ORDERS)), lambda z: [
+        PublishedCost("as it is", z),
+        PublishedCost("a quarter of the noise", z, times=0.25),
+        PublishedCost("sensitivity of a single label", z, queries=1),
+        PublishedCost("noise by the votes' own sensitivity", z, local=True, behind=14),
+    ]),
 }  # fmt: skip
 
 
-def audit(family: Family, noise: float, mechanism: Any, *, num_runs: int, seed: int, faulty: bool) -> Finding:
+def audit(
+    family: Family | DivergenceFamily, noise: float, mechanism: Any, *, num_runs: int, seed: int, faulty: bool
+) -> Finding:
     """Run ``mechanism`` in both worlds, ``num_runs`` times each, against the claim for the multiplier ``noise``.
 
     Most is seen of a claim well below its epsilon. At epsilon itself a loss that never goes beyond it shows.
@@ -247,7 +289,7 @@ def main() -> None:
     for name in [name for name in FAMILIES if arguments.families in name]:
         family = FAMILIES[name]
         for epsilon in arguments.epsilon:
-            noise = family.noise(epsilon)
+            noise = noise_for(family, epsilon)
             mechanisms = family.mechanisms(noise)[: 1 if arguments.tightness else None]
             findings = [
                 audit(family, noise, one, num_runs=arguments.runs, seed=arguments.seed, faulty=number > 0)

@@ -16,9 +16,10 @@ STEP, COINS, FAKES, EMBEDDING, MOMENTS = (
 )
 GAUSSIANS, MARGINALS, START = "class Gaussians", "marginals of a table", "private start"
 EXPONENTIAL, GEOMETRIC = "label picker, exponential", "label picker, geometric"
+ADAPTIVE, PUBLISHED = "a round with adaptive clipping", "published cost of labels"
 LNMAX, GNMAX, SINGLE, CONFIDENT = "LNMax", "GNMax", "GNMax, a single query", "Confident-GNMax"
 
-NOISE = {EXPONENTIAL: 0.25, GEOMETRIC: 0.25, LNMAX: 3.8, GNMAX: 3.1, CONFIDENT: 4.4}
+NOISE = {EXPONENTIAL: 0.25, GEOMETRIC: 0.25, LNMAX: 3.8, GNMAX: 3.1, CONFIDENT: 4.4, PUBLISHED: 2.2}
 """For claims of about epsilon 4, which 1 is for the others."""
 
 
@@ -38,7 +39,21 @@ def found(script: ModuleType, family: str, name: str, num_runs: int) -> Any:
 
 @pytest.mark.usefixtures("coarse_losses")
 @pytest.mark.parametrize(
-    "family", [EMBEDDING, MOMENTS, GAUSSIANS, MARGINALS, START, EXPONENTIAL, GEOMETRIC, LNMAX, GNMAX, CONFIDENT]
+    "family",
+    [
+        EMBEDDING,
+        MOMENTS,
+        GAUSSIANS,
+        MARGINALS,
+        ADAPTIVE,
+        START,
+        EXPONENTIAL,
+        GEOMETRIC,
+        LNMAX,
+        GNMAX,
+        CONFIDENT,
+        PUBLISHED,
+    ],
 )
 def test_true_releases_are_not_refuted(release_audit: ModuleType, family: str) -> None:
     assert not found(release_audit, family, "as it is", 200).profile.refuted
@@ -49,7 +64,7 @@ def test_a_step_of_the_discriminator_is_not_refuted(release_audit: ModuleType, f
     assert not found(release_audit, family, "as it is", 200).profile.refuted
 
 
-@pytest.mark.parametrize("family", [MOMENTS, GAUSSIANS])
+@pytest.mark.parametrize("family", [MOMENTS, GAUSSIANS, ADAPTIVE])
 def test_the_refuted_epsilon_comes_near_the_claim_along_the_direction_of_the_record(
     release_audit: ModuleType, family: str
 ) -> None:
@@ -82,6 +97,11 @@ def test_a_pure_claim_is_refuted_up_to_nearly_its_epsilon(release_audit: ModuleT
         (LNMAX, "no noise", 100),
         (GNMAX, "half the noise", 1200),
         (CONFIDENT, "tests without noise", 100),
+        (ADAPTIVE, "half the noise", 400),
+        (ADAPTIVE, "count without noise", 100),
+        (ADAPTIVE, "count of all within, not less a half each", 1500),
+        (PUBLISHED, "sensitivity of a single label", 100),
+        (PUBLISHED, "noise by the votes' own sensitivity", 100),
     ],
 )
 def test_loud_faults_are_refuted_at_once(release_audit: ModuleType, family: str, fault: str, num_runs: int) -> None:
@@ -122,6 +142,8 @@ def test_the_docs_count_the_planted_faults(release_audit: ModuleType) -> None:
         (LNMAX, "half the noise"),
         (SINGLE, "noise as for one count"),
         (CONFIDENT, "half the noise"),
+        (ADAPTIVE, "updates noised as if there were no count"),
+        (PUBLISHED, "a quarter of the noise"),
     ],
 )
 def test_quiet_faults_are_refuted_in_more_runs(release_audit: ModuleType, family: str, fault: str) -> None:
