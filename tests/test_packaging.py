@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -86,7 +87,9 @@ def run(command: list[str], folder: Path, environment: dict[str, str] | None = N
 @pytest.mark.cluster
 def test_two_builds_give_the_same_bytes_and_hold_the_compiled_trainer(built: Path) -> None:
     one, two = ([*(built / name).iterdir()] for name in ("one", "two"))
-    assert [path.name for path in one] == [f"fl_sim-{PYPROJECT['project']['version']}-py3-none-linux_x86_64.whl"]
+    assert [path.name for path in one] == [
+        f"fl_sim-{PYPROJECT['project']['version']}-py3-none-linux_{platform.machine()}.whl"
+    ]
     assert [digest(path) for path in one] == [digest(path) for path in two]
     names = zipfile.ZipFile(one[0]).namelist()
     assert f"fl_sim/native/{LIBRARY.name}" in names
@@ -100,7 +103,9 @@ def test_auditwheel_finds_the_wheel_fit_for_other_linuxes(built: Path) -> None:
     pytest.importorskip("auditwheel")
     [wheel] = (built / "one").iterdir()
     said = " ".join(run([sys.executable, "-m", "auditwheel", "show", str(wheel)], built).split())
-    [version] = re.findall(r'consistent with the following platform tag: "manylinux_2_(\d+)_x86_64"', said)
+    [version] = re.findall(
+        r'consistent with the following platform tag: "manylinux_2_(\d+)_' + platform.machine() + '"', said
+    )
     assert int(version) <= NEWEST_GLIBC, said
 
 

@@ -10,13 +10,23 @@ enum Part { FORWARD, TO_INPUTS, TO_WEIGHTS, LAYOUT, STEP, NUM_PARTS };  // LAYOU
 enum Place { OUTSIDE = 0, RECORDS = 1, LOSS = 2, FIRST_LAYER = 3, MOST_PLACES = 64 };  // OUTSIDE: of steps
 
 #ifdef FL_SIM_CLOCK
+unsigned long long ticks_now() {
+#ifdef __aarch64__
+    unsigned long long now;
+    asm volatile("mrs %0, cntvct_el0" : "=r"(now));
+    return now;
+#else
+    return __builtin_ia32_rdtsc();
+#endif
+}
+
 struct Clock {
     double ticks[MOST_PLACES][NUM_PARTS] = {};
     int place = 0, part = 0;
     unsigned long long since = 0;
 
     void enter(int new_place, int new_part) {
-        const unsigned long long now = __builtin_ia32_rdtsc();
+        const unsigned long long now = ticks_now();
         ticks[place][part] += double(now - since);
         since = now, place = new_place, part = new_part;
     }

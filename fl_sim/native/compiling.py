@@ -1,4 +1,4 @@
-"""Compile the kernel for x86-64, as one library for AVX2 and AVX-512.
+"""Compile the kernel: for x86-64 as one library for AVX2 and AVX-512, for 64-bit ARM as one for NEON.
 
 Needs nothing but Python, so that an installation can use it.
 """
@@ -17,16 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-LIBRARY = FOLDER / "libkernel-x86_64.so"
+LIBRARY = FOLDER / f"libkernel-{platform.machine()}.so"
 SOURCES = FOLDER / "kernel.cpp", FOLDER / "gan.cpp"
 
-SOURCES_DIGEST = "4453a17c1a167db8d3bfea11e4c3c2a9"
+SOURCES_DIGEST = "dfa025b92e957176ddfc580af7383510"
 """What ``sources_digest`` says of this version: a copy of the program that has no sources knows its kernel by it."""
 
 COMPILE_SECONDS = 300.0
 """How long a compiler may take (10 s measured, with a core for each of the two widths)."""
 
-WIDTHS = {8: ("avx2", "fma"), 16: ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl")}
+WIDTHS = {4: ("asimd",), 8: ("avx2", "fma"), 16: ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl")}
 """The kernel is compiled once for each width, in numbers a vector: with these features of the processor and no others.
 
 A library so compiled is the same whichever machine compiles it, and ``lanes_of`` chooses the width where it runs. Wider
@@ -35,24 +35,31 @@ narrow one is linked first: of the standard library's templates that both hold, 
 every processor that is fit for either can run.
 """
 
+ARCHITECTURES = {"x86_64": (8, 16), "aarch64": (4,)}
+"""Which of ``WIDTHS`` the library for an architecture holds, the narrowest first."""
+
 
 class NoCompiler(Exception):  # noqa: N818 (the reason why there is no kernel, not a fault)
     """There is no compiler, or it failed; the message says which."""
 
 
-def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = ()) -> None:
-    """Compile the kernel for all ``WIDTHS`` into ``library``, at once or not at all. Raises NoCompiler.
+def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), architecture: str | None = None) -> None:
+    """Compile the kernel for all widths of an architecture into ``library``, at once or not at all. Raises NoCompiler.
 
-    ``$CXX`` names the compiler, with options if need be; else g++, c++ or clang++. ``options``: more of them. The
-    same compiler makes the same bytes of the same sources, wherever they lie.
+    ``$CXX`` names the compiler, with options if need be; else g++, c++ or clang++. ``options``: more of them.
+    ``architecture``: of ``ARCHITECTURES``, what the compiler makes code for; None: this machine's. The same compiler
+    makes the same bytes of the same sources, wherever they lie.
     """
-    if platform.machine() not in {"x86_64", "AMD64"}:
-        raise NoCompiler(f"it is for x86-64 processors, and this one is {platform.machine() or 'unknown'}")
+    architecture = architecture or platform.machine()
+    if architecture not in ARCHITECTURES:
+        raise NoCompiler(f"it is for {' and '.join(ARCHITECTURES)}, and this machine is {architecture or 'unknown'}")
     compiler = [*_compiler(), *options]
     partial = library.with_name(f".{library.name}.{os.getpid()}.part")
     with tempfile.TemporaryDirectory(prefix="fl-sim-kernel-") as folder, ThreadPoolExecutor() as threads:
         objects = [
-            (source, lanes, Path(folder) / f"{source.stem}{lanes}.o") for lanes in sorted(WIDTHS) for source in SOURCES
+            (source, lanes, Path(folder) / f"{source.stem}{lanes}.o")
+            for lanes in ARCHITECTURES[architecture]
+            for source in SOURCES
         ]
         try:
             for made in [threads.submit(_compile, compiler, *one) for one in objects]:
@@ -70,15 +77,18 @@ def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = ()) -> None
 
 def compile_plain(source: Path, library: Path, lanes: int) -> None:
     """Compile one file by itself into ``library``, for vectors of ``lanes`` numbers. Raises NoCompiler."""
-    features = [f"-m{feature}" for feature in WIDTHS[lanes]]
-    _call([*_compiler(), "-O3", *features, "-std=c++17", "-fPIC", "-shared", str(source), "-o", str(library)])
+    _call([*_compiler(), "-O3", *_options(lanes), "-std=c++17", "-fPIC", "-shared", str(source), "-o", str(library)])
 
 
 def _compile(compiler: Sequence[str], source: Path, lanes: int, to: Path) -> None:
     _call([
-        *compiler, "-O3", "-fno-math-errno", *(f"-m{feature}" for feature in WIDTHS[lanes]), "-std=c++17", "-fPIC",
+        *compiler, "-O3", "-fno-math-errno", *_options(lanes), "-std=c++17", "-fPIC",
         f'-DFL_SIM_SOURCES="{sources_digest()}"', "-c", str(source), "-o", str(to),
     ])  # fmt: skip
+
+
+def _options(lanes: int) -> list[str]:
+    return [f"-m{feature}" for feature in WIDTHS[lanes] if feature != "asimd"]  # which every 64-bit ARM has
 
 
 def _call(command: list[str]) -> None:
@@ -131,8 +141,9 @@ def lanes_of(features: frozenset[str]) -> int:
 
 
 def missing_in(features: frozenset[str]) -> str:
-    """Return which features even the narrowest of ``WIDTHS`` misses, in words."""
-    return ", ".join(sorted(set(WIDTHS[min(WIDTHS)]) - features))
+    """Return which features even the narrowest vectors of its architecture miss, in words."""
+    narrowest = min((ARCHITECTURES[name][0] for name in features.intersection(ARCHITECTURES)), default=8)
+    return ", ".join(sorted(set(WIDTHS[narrowest]) - features))
 
 
 def _compiler() -> list[str]:

@@ -64,7 +64,7 @@ class Dropout {
     }
 
   private:
-    static constexpr int BYTES = LANES / DRAWS;  // a bit a lane
+    static constexpr int BYTES = std::max(1, LANES / DRAWS);  // a bit a lane
 
     struct Mask {
         uint32_t least = 0;         // draw that stays
@@ -78,12 +78,13 @@ class Dropout {
         for (int group = 0; group < groups; group++)
             for (long feature = 0; feature < mask.features; feature++)
                 for (int byte = 0; byte < BYTES; byte++) {
-                    const uint64_t counter[] = {uint64_t(feature + 1), uint64_t(group * BYTES + byte), number, passes_};
+                    const int record = group * LANES + byte * DRAWS;  // the first of this byte
+                    const uint64_t counter[] = {uint64_t(feature + 1), uint64_t(record / DRAWS), number, passes_};
                     uint32_t draws[DRAWS];
                     philox(counter, key_, draws);
                     int bits = 0;
                     for (int i = 0; i < DRAWS; i++) bits |= int(draws[i] >= mask.least) << i;
-                    *to++ = uint8_t(bits);
+                    *to++ = uint8_t(bits >> record % DRAWS);
                 }
     }
 

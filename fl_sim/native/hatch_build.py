@@ -1,6 +1,7 @@
 """Hatchling's hook: compile the native trainer while fl-sim is installed, or go on without where that fails."""
 
 import importlib.util
+import platform
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class NativeTrainer(BuildHookInterface[Any]):
-    """Puts the compiled trainer into wheels, which then fit x86-64 Linux; editable installations get it in place."""
+    """Puts the compiled trainer into wheels, which then fit one architecture; editable installations get it here."""
 
     PLUGIN_NAME = "custom"
 
@@ -22,7 +23,8 @@ class NativeTrainer(BuildHookInterface[Any]):
         if compiling.main() == 0:
             build_data["artifacts"].append(f"/fl_sim/native/{compiling.LIBRARY.name}")
             build_data["pure_python"] = False
-            build_data["tag"] = "py3-none-linux_x86_64"  # auditwheel says which versions of Linux, and writes it there
+            # auditwheel says which versions of Linux, and writes it there.
+            build_data["tag"] = f"py3-none-linux_{platform.machine()}"
 
 
 def _compiling() -> ModuleType:

@@ -223,7 +223,7 @@ void OF_WIDTH(fl_sim_clock)(double* ticks) {
     the_clock.enter(OUTSIDE, FORWARD);
     std::copy(&the_clock.ticks[0][0], &the_clock.ticks[0][0] + MOST_PLACES * NUM_PARTS, ticks);
     the_clock = Clock();
-    the_clock.since = __builtin_ia32_rdtsc();
+    the_clock.since = ticks_now();
 }
 #endif
 

@@ -23,12 +23,16 @@ INLINE double sum(const eight& value) {
 
 constexpr long wide_stride(long width) { return filled(width + 1, 8); }
 
-#ifdef __AVX512F__
+#if FL_SIM_LANES == 16
 INLINE void widen(const float* from, eight& to) { to = eight(_mm512_cvtps_pd(_mm256_loadu_ps(from))); }
-#else
+#elif FL_SIM_LANES == 8
 INLINE void widen(const float* from, eight& to) {
     to = __builtin_shufflevector(dvec(_mm256_cvtps_pd(_mm_loadu_ps(from))), dvec(_mm256_cvtps_pd(_mm_loadu_ps(from + 4))),
                                  0, 1, 2, 3, 4, 5, 6, 7);
+}
+#else
+INLINE void widen(const float* from, eight& to) {
+    UNROLL for (int i = 0; i < 8; i++) to[i] = from[i];
 }
 #endif
 

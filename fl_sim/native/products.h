@@ -1,8 +1,6 @@
 // Products of matrices of float32 or float64, row by row: what a row becomes does not depend on the rows beside it.
 #pragma once
 
-#include <immintrin.h>
-
 #include "vectors.h"
 
 namespace {
@@ -40,12 +38,15 @@ INLINE void store_some(T* to, typename Vector<T>::Type value) {
 }
 
 // a * b + c, rounded once, whatever the compiler makes of sums and products elsewhere.
-#ifdef __AVX512F__
+#if FL_SIM_LANES == 16
 INLINE vec fused(vec a, vec b, vec c) { return vec(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c))); }
 INLINE dvec fused(dvec a, dvec b, dvec c) { return dvec(_mm512_fmadd_pd(__m512d(a), __m512d(b), __m512d(c))); }
-#else
+#elif FL_SIM_LANES == 8
 INLINE vec fused(vec a, vec b, vec c) { return vec(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c))); }
 INLINE dvec fused(dvec a, dvec b, dvec c) { return dvec(_mm256_fmadd_pd(__m256d(a), __m256d(b), __m256d(c))); }
+#else
+INLINE vec fused(vec a, vec b, vec c) { return vec(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b))); }
+INLINE dvec fused(dvec a, dvec b, dvec c) { return dvec(vfmaq_f64(float64x2_t(c), float64x2_t(a), float64x2_t(b))); }
 #endif
 
 // Numbers that start where a vector of 64 bytes may.

@@ -18,8 +18,11 @@ constexpr int REGISTERS = 32;
 #elif defined(__AVX2__) && defined(__FMA__)
 #define FL_SIM_LANES 8
 constexpr int REGISTERS = 16;
+#elif defined(__aarch64__)
+#define FL_SIM_LANES 4
+constexpr int REGISTERS = 32;
 #else
-#error "fl-sim's native trainer needs AVX-512, or AVX2 with FMA"
+#error "fl-sim's native trainer needs AVX-512, AVX2 with FMA, or NEON"
 #endif
 constexpr int LANES = FL_SIM_LANES;
 
@@ -65,8 +68,10 @@ typedef float four __attribute__((vector_size(16)));
 
 }  // namespace
 
-#ifdef __AVX512F__
+#if FL_SIM_LANES == 16
 #include "shuffles16.h"
-#else
+#elif FL_SIM_LANES == 8
 #include "shuffles8.h"
+#else
+#include "shuffles4.h"
 #endif

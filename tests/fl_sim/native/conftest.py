@@ -1,16 +1,29 @@
 """The compiled trainer as these tests' checkout has it."""
 
+import platform
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from fl_sim.native.compiling import FOLDER, LIBRARY, NoCompiler, compile_kernel, lanes_of, missing_in, processor
+from fl_sim.native.compiling import (
+    ARCHITECTURES,
+    FOLDER,
+    LIBRARY,
+    NoCompiler,
+    compile_kernel,
+    lanes_of,
+    missing_in,
+    processor,
+)
 from fl_sim.native.kernel import Kernel, load_kernel
 
 
-@pytest.fixture(scope="session", params=["native", pytest.param("avx2", marks=pytest.mark.slow)])
+@pytest.fixture(scope="session", params=["native", pytest.param("avx2", marks=pytest.mark.slow), "neon"])
 def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    """The kernel of this checkout's source, compiled here unless it lies there already; and its half for AVX2."""
+    """The kernel of this checkout's source, compiled unless it lies there already; its half for AVX2; that for ARM."""
+    if request.param == "neon":
+        return on_arm(tmp_path_factory.mktemp("neon"))
     lanes = lanes_of(processor())
     if not lanes:
         pytest.skip(f"this processor has no {missing_in(processor())}")
@@ -28,3 +41,29 @@ def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert loaded is not None, why_not
     assert loaded.lanes == lanes
     return replace(loaded, lanes=8) if request.param == "avx2" else loaded
+
+
+@pytest.fixture
+def kernels(kernel: Kernel) -> list[Kernel]:
+    """The kernel in every width that runs here; of one in an emulator, it and this processor's."""
+    if kernel.lanes not in ARCHITECTURES[platform.machine()]:
+        here, why_not = load_kernel.__wrapped__()
+        assert here is not None, why_not
+        return [here, kernel]
+    return [replace(kernel, lanes=lanes) for lanes in ARCHITECTURES[platform.machine()] if lanes <= kernel.lanes]
+
+
+def on_arm(folder: Path) -> Kernel:
+    """The kernel for 64-bit ARM, in an emulator."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parent)
+        import emulated  # noqa: PLC0415 (it lies beside this file)
+    compiler = emulated.cross_compiler()
+    if compiler is None or emulated.emulator() is None:
+        pytest.skip("no aarch64-linux-gnu-g++ or no qemu-aarch64: g++-aarch64-linux-gnu and qemu-user have them")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", compiler)
+        compile_kernel(folder / "kernel.so", architecture="aarch64")
+    kernel = Kernel(emulated.EmulatedLibrary(folder / "kernel.so", folder), 4)
+    assert kernel.is_this_versions()
+    return kernel

@@ -81,12 +81,13 @@ def test_a_library_of_another_version_is_not_used(tmp_path: Path, version: str, 
 
 
 AVX2, AVX512 = {"x86_64", "avx", "avx2", "fma"}, {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+NEON = {"aarch64", "fp", "asimd"}
 
 
 @pytest.mark.parametrize(
     ("features", "lanes"),
-    [(AVX2 | AVX512, 16), (AVX2, 8), (AVX2 | AVX512 - {"avx512bw"}, 8), (AVX2 - {"fma"}, 0), (set(), 0)],
-    ids=["avx-512", "avx2", "half of avx-512", "no fma", "unknown"],
+    [(AVX2 | AVX512, 16), (AVX2, 8), (AVX2 | AVX512 - {"avx512bw"}, 8), (AVX2 - {"fma"}, 0), (NEON, 4), (set(), 0)],
+    ids=["avx-512", "avx2", "half of avx-512", "no fma", "neon", "unknown"],
 )
 def test_the_widest_vectors_that_a_processor_has_are_chosen_where_it_runs(features: set[str], lanes: int) -> None:
     assert compiling.lanes_of(frozenset(features)) == lanes
@@ -103,10 +104,17 @@ def test_without_wide_vectors_nothing_is_used_and_what_is_missing_is_said(
     assert "this processor has no avx2, fma: on it PyTorch will train instead" in capsys.readouterr().err
 
 
-def test_another_architecture_than_x86_64_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling.platform, "machine", lambda: "aarch64")
-    with pytest.raises(compiling.NoCompiler, match="for x86-64 processors, and this one is aarch64"):
+def test_an_architecture_that_there_is_nothing_for_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling.platform, "machine", lambda: "riscv64")
+    with pytest.raises(compiling.NoCompiler, match="for x86_64 and aarch64, and this machine is riscv64"):
         compiling.compile_kernel(tmp_path / "k.so")
+
+
+@pytest.mark.parametrize(
+    ("features", "missing"), [(set(), "avx2, fma"), ({"aarch64"}, "asimd"), ({"x86_64", "fma"}, "avx2")]
+)
+def test_what_is_missing_is_told_by_the_architecture(features: set[str], missing: str) -> None:
+    assert compiling.missing_in(frozenset(features)) == missing
 
 
 def test_a_processor_is_known_by_what_the_system_says_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +127,8 @@ def test_a_processor_is_known_by_what_the_system_says_of_it(tmp_path: Path, monk
 
 @needs_vectors
 def test_one_library_holds_every_width_and_shares_nothing_with_other_libraries(kernel: Kernel) -> None:
-    for lanes in compiling.WIDTHS:
+    [widths] = [widths for widths in compiling.ARCHITECTURES.values() if kernel.lanes in widths]
+    for lanes in widths:
         assert Kernel(kernel.library, lanes).is_this_versions()
     if not (nm := shutil.which("nm")):
         pytest.skip("no nm")
@@ -129,7 +138,7 @@ def test_one_library_holds_every_width_and_shares_nothing_with_other_libraries(k
     names = {line.split()[-1] for line in listed.stdout.splitlines()}
     called = ["sources", "layout", "train", "infer", "clipped_sum", "generate", "generator_step", "discriminator_step"]
     called += ["normals", "rounded_normals"]
-    assert names == {f"fl_sim_{name}_{lanes}" for name in called for lanes in compiling.WIDTHS}
+    assert names == {f"fl_sim_{name}_{lanes}" for name in called for lanes in widths}
 
 
 def test_a_copy_without_sources_knows_its_kernel_by_their_digest() -> None:
