@@ -99,6 +99,8 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
 
 def has_leftovers(experiment: Experiment, out: Path) -> bool:
     """Say whether ``out`` holds what only an unfinished run needs."""
+    if (out / run_directory.STUDENT).exists():
+        return True
     there = (out / run_directory.STATE).exists() or (out / CHECKPOINT).exists()
     return there and not _can_go_on(experiment, out)
 
@@ -112,7 +114,8 @@ def clean_up(experiment: Experiment, out: Path) -> None:
         if (out / run_directory.STATE).exists():
             shutil.rmtree(out / run_directory.STATE)
         (out / CHECKPOINT).unlink(missing_ok=True)
-    (out / run_directory.PRIVATE_ERRORS).unlink(missing_ok=True)
+    for needless in (run_directory.PRIVATE_ERRORS, run_directory.STUDENT):
+        (out / needless).unlink(missing_ok=True)
 
 
 def _can_go_on(experiment: Experiment, out: Path) -> bool:

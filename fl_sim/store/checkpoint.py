@@ -54,7 +54,7 @@ def write_state(path: Path, progress: Progress, server: ServerState) -> str:
     named = {f"{number:06}/{name}": value for number, (name, value) in enumerate(_named(server))}
     unused = None if progress.versions else {"versions"}  # which came later
     facts = _PROGRESS.dump_json(progress, exclude=unused).decode()
-    digest = _digest(facts, named)
+    digest = digest_of(facts, named)
     write_whole(path, save(named, {"progress": facts, "sha256": digest}))
     return digest
 
@@ -76,9 +76,9 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
     """
     content = read_whole(path)
     try:
-        found, said = load(content), _metadata(content)
+        found, said = load(content), metadata_in(content)
         progress = _PROGRESS.validate_json(said["progress"])
-        now = _digest(said["progress"], dict(sorted(found.items())))
+        now = digest_of(said["progress"], dict(sorted(found.items())))
         if not said["sha256"] == now == (digest or now):
             raise ValueError("its checksum is another")  # noqa: TRY301 (one message for all that is wrong with a file)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -134,14 +134,15 @@ def _kind(value: torch.Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
-def _metadata(content: bytes) -> dict[str, str]:
+def metadata_in(content: bytes) -> dict[str, str]:
     """Return what a safetensors file says beside its tensors."""
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     said: dict[str, str] = header["__metadata__"]
     return said
 
 
-def _digest(facts: str, named: Params) -> str:
+def digest_of(facts: str, named: Params) -> str:
+    """Return the SHA-256 of facts and of tensors in their order: names, kinds and bytes."""
     digest = hashlib.sha256(facts.encode())
     for name, value in named.items():
         digest.update(f"\n{name} {_kind(value)}\n".encode())

@@ -25,6 +25,7 @@ CONFIG, ROUNDS, MODEL, RESULT, STATE, LEDGER, START = (
     "config.toml", "rounds.jsonl", "model.safetensors", "result.json", "clients", "ledger.jsonl", "start.json",
 )  # fmt: skip
 PRIVATE_ERRORS = "private-errors.log"
+STUDENT = "student.safetensors"
 
 _LONGEST = 2**28
 """No file of text here has more bytes: they are those of a million rounds."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from pydantic import Field
 
@@ -25,13 +25,49 @@ from strategies.pate.neighbours import spread
 
 _EVALUATION_BATCH = 500
 _Move: TypeAlias = "Callable[[torch.Tensor, torch.Generator], torch.Tensor]"
-Watch: TypeAlias = "Callable[[int, float, torch.nn.Module], None]"
-"""Called after every step with the steps so far, its learning rate and the model as it would be returned now."""
 
 
-def nobody(step: int, learning_rate: float, model: torch.nn.Module) -> None:
-    """Watch nothing."""
-    del step, learning_rate, model
+class Part(Protocol):
+    """Something that training changes: a network, an optimiser, what batches or coins come next."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it by name: tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Become what ``state_dict`` said."""
+        ...
+
+
+class Watch(Protocol):
+    """Whoever follows a student's training, and may keep where it stands."""
+
+    def begin(self, parts: Mapping[str, Part]) -> int:
+        """Return how many steps were taken before this process; ``parts`` are then as they were after these.
+
+        ``parts``: all that training changes, by name, as it is before the first step. Who has never heard of them is
+        no worse off: a student that does not call this begins anew after a stop.
+        """
+        ...
+
+    def __call__(self, step: int, learning_rate: float, model: torch.nn.Module) -> None:
+        """Hear of a step: how many there were, its learning rate, the model as it would be returned now."""
+        ...
+
+
+class Nobody:
+    """Watches nothing."""
+
+    def begin(self, parts: Mapping[str, Part]) -> int:
+        """Return 0."""
+        del parts
+        return 0
+
+    def __call__(self, step: int, learning_rate: float, model: torch.nn.Module) -> None:
+        """Ignore a step."""
+
+
+nobody = Nobody()
 
 
 @dataclass(frozen=True)
@@ -107,8 +143,14 @@ class Supervised(Settings):
             generator = generator_for(seed, "supervised student")
             model = copy.deepcopy(model)
             optimizer = torch.optim.AdamW(model.parameters(), self.learning_rate, weight_decay=self.weight_decay)
-            labelled = batches(len(data.labels), self.batch_size, generator)
-            for step in range(self.steps):
+            labelled = Batches(len(data.labels), self.batch_size, generator)
+            parts: dict[str, Part] = {
+                "model": model,
+                "optimizer": optimizer,
+                "labelled": labelled,
+                "coins": Coins(generator),
+            }
+            for step in range(watch.begin(parts), self.steps):
                 rate = set_rate(optimizer, self.learning_rate * _rise_and_cosine(step, self.steps))
                 batch = next(labelled)
                 views = view(self.augmentation.strong, data.labelled[batch], generator)
@@ -190,10 +232,14 @@ class _FixMatchRun:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        labelled = batches(len(data.labels), settings.batch_size, self.generator)
-        unlabelled = batches(len(data.unlabelled), settings.batch_size * settings.unlabelled_ratio, self.generator)
+        labelled = Batches(len(data.labels), settings.batch_size, self.generator)
+        unlabelled = Batches(len(data.unlabelled), settings.batch_size * settings.unlabelled_ratio, self.generator)
         doubt = round(settings.doubt_after * settings.steps)
-        for step in range(settings.steps):
+        parts: dict[str, Part] = {
+            "model": self.model, "average": self.average, "optimizer": optimizer, "labelled": labelled,
+            "unlabelled": unlabelled, "coins": Coins(self.generator), "beliefs": self,
+        }  # fmt: skip
+        for step in range(watch.begin(parts), settings.steps):
             if step == doubt:
                 self.trusted = self._agreement()
             rate = set_rate(optimizer, settings.learning_rate * _rise_and_cosine(step, settings.steps))
@@ -201,6 +247,14 @@ class _FixMatchRun:
             move_average(self.average, self.model, min(settings.averaging, (step + 1) / (step + 10)))
             watch(step + 1, rate, self.average)
         return self.average
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it believes of its labels and of the classes."""
+        return {"trusted": self.trusted, "predicted": self.predicted}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Believe what it did."""
+        self.trusted, self.predicted = state_dict["trusted"], state_dict["predicted"]
 
     def _loss(self, labelled: torch.Tensor, unlabelled: torch.Tensor) -> torch.Tensor:
         settings, data, moves = self.settings, self.data, self.settings.augmentation
@@ -242,14 +296,47 @@ def view(move: _Move, records: torch.Tensor, generator: torch.Generator) -> torc
     return move(records, generator) if records.ndim == 4 else records
 
 
-def batches(num_records: int, batch_size: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Yield batches for ever, of ``batch_size`` or all there are; every record once before any comes again."""
-    size, order = min(batch_size, num_records), torch.empty(0, dtype=torch.int64)
-    while True:
-        if len(order) < size:
-            order = torch.cat([order, torch.randperm(num_records, generator=generator)])
-        yield order[:size]
-        order = order[size:]
+class Batches:
+    """Batches for ever, of ``batch_size`` or all there are; every record once before any comes again."""
+
+    def __init__(self, num_records: int, batch_size: int, generator: torch.Generator) -> None:
+        self._num_records, self._size, self._generator = num_records, min(batch_size, num_records), generator
+        self._order = torch.empty(0, dtype=torch.int64)
+
+    def __next__(self) -> torch.Tensor:
+        """Return the next batch's places, int64, (size,)."""
+        if len(self._order) < self._size:
+            order = torch.randperm(self._num_records, generator=self._generator)
+            self._order = torch.cat([self._order, order])
+        batch, self._order = self._order[: self._size], self._order[self._size :]
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the order of those that come next."""
+        return {"order": self._order}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Go on in that order."""
+        self._order = state_dict["order"]
+
+
+@dataclass(frozen=True)
+class Coins:
+    """All that chance decides: ``generator``, and torch's own generators, of the processor and of the GPU in use."""
+
+    generator: torch.Generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what comes next."""
+        own = {"own": self.generator.get_state(), "global": torch.get_rng_state()}
+        return {**own, "gpu": torch.cuda.get_rng_state()} if torch.cuda.is_available() else own
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Draw that next."""
+        self.generator.set_state(state_dict["own"])
+        torch.set_rng_state(state_dict["global"])
+        if "gpu" in state_dict:
+            torch.cuda.set_rng_state(state_dict["gpu"])
 
 
 def _rise_and_cosine(step: int, steps: int) -> float:

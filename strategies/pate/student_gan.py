@@ -16,7 +16,18 @@ from fl_sim.errors import UserError
 from fl_sim.late_torch import torch
 from fl_sim.seeding import seed_torch, torch_kept
 from fl_sim.settings import Settings
-from strategies.pate.student import StudentData, Watch, batches, descend, generator_for, move_average, nobody, set_rate
+from strategies.pate.student import (
+    Batches,
+    Coins,
+    Part,
+    StudentData,
+    Watch,
+    descend,
+    generator_for,
+    move_average,
+    nobody,
+    set_rate,
+)
 
 _LATENT: Final = 100  # how many random numbers a forger starts from
 _START: Final = 500
@@ -57,9 +68,13 @@ class FeatureMatchingGan(Settings):
             trained = [weight for weight in model.parameters() if weight.requires_grad]
             learner = torch.optim.Adam(trained, self.learning_rate, betas=(0.5, 0.999), fused=True)
             forger = torch.optim.Adam(game.forger.parameters(), self.learning_rate, betas=(0.5, 0.999), fused=True)
-            labelled = batches(len(data.labels), self.batch_size, random)
-            public = batches(len(data.unlabelled), self.batch_size, random)
-            for step in range(self.steps):
+            labelled = Batches(len(data.labels), self.batch_size, random)
+            public = Batches(len(data.unlabelled), self.batch_size, random)
+            parts: dict[str, Part] = {
+                "model": model, "average": average, "forger": game.forger, "optimizer": learner,
+                "forger optimizer": forger, "labelled": labelled, "public": public, "coins": Coins(random),
+            }  # fmt: skip
+            for step in range(watch.begin(parts), self.steps):
                 rate = self.learning_rate * min(1.0, 2 * (1 - step / self.steps))
                 for optimizer in (learner, forger):
                     set_rate(optimizer, rate)

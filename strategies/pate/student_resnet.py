@@ -16,7 +16,18 @@ from fl_sim.late_torch import torch
 from fl_sim.seeding import seed_torch, torch_kept
 from fl_sim.settings import Settings
 from strategies.pate.augmentation import Augmentation
-from strategies.pate.student import StudentData, Watch, batches, descend, generator_for, nobody, set_rate, view
+from strategies.pate.student import (
+    Batches,
+    Coins,
+    Part,
+    StudentData,
+    Watch,
+    descend,
+    generator_for,
+    nobody,
+    set_rate,
+    view,
+)
 
 _BOTTLENECK_FROM = 6
 
@@ -60,8 +71,14 @@ class ResidualStudent(Settings):
             optimizer = torch.optim.SGD(
                 model.parameters(), self.learning_rate, self.momentum, weight_decay=self.weight_decay, nesterov=True
             )
-            labelled = batches(len(data.labels), self.batch_size, generator)
-            for step in range(self.steps):
+            labelled = Batches(len(data.labels), self.batch_size, generator)
+            parts: dict[str, Part] = {
+                "model": model,
+                "optimizer": optimizer,
+                "labelled": labelled,
+                "coins": Coins(generator),
+            }
+            for step in range(watch.begin(parts), self.steps):
                 rate = set_rate(optimizer, self.rate(step))
                 batch = next(labelled)
                 views = view(self.augmentation.strong, data.labelled[batch], generator)

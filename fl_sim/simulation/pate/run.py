@@ -1,9 +1,10 @@
 """A run of PATE: teachers vote, the aggregator releases noisy labels, a student learns from them, epoch by epoch."""
 
+import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fl_sim.seeding import seed_torch, torch_kept
 from fl_sim.simulation.measuring import Measured, Tested
 from fl_sim.simulation.pate.ensemble import Votes, as_npy, prepare_votes, write_private_votes
 from fl_sim.simulation.pate.noisy_labels import LEDGER, Released, release_labels
+from fl_sim.simulation.pate.standing import Standing, put_back, read_standing, write_standing
 from fl_sim.simulation.pate.statements import data_dependent, statements_of
 from fl_sim.simulation.preparation import order_of
 from fl_sim.simulation.run_log import RunLog
@@ -35,7 +37,7 @@ from fl_sim.types import Dataset, Examples, ServerState, Traffic
 from strategies.pate.labelling import UNANSWERED, Labelled
 from strategies.pate.neighbours import representatives
 from strategies.pate.settings import Pate
-from strategies.pate.student import StudentData
+from strategies.pate.student import Part, StudentData
 
 LABELS, QUERIES, PRIVATE = "labels.npy", "queries.npy", "private.json"
 
@@ -79,7 +81,7 @@ def run_pate(
             f"none of {released.labelled.num_asked} queries was answered: give a larger algorithm.labelling.epsilon, "
             "or a lower threshold"
         )
-    student = _Training(job, settings, split.evaluation, epsilon, log, out, finished)
+    student = _Training(job, settings, split.evaluation, epsilon, log, out, finished, say)
     model = student.train(pool, released)
     log.server = ServerState({name: value.detach().cpu() for name, value in model.state_dict().items()})
 
@@ -103,10 +105,13 @@ class _Training:
         log: RunLog,
         out: Path,
         finished: Callable[[RoundRecord], None],
+        say: Callable[[str], None],
     ) -> None:
         experiment = job.experiment
         self.experiment, self.dataset, self.device, self.epsilon = experiment, job.dataset, job.device, epsilon
-        self.log, self.out, self.finished = log, out, finished
+        self.log, self.out, self.finished, self.say = log, out, finished, say
+        self.parts: Mapping[str, Part] = {}
+        self.start = ""
         self.settings, own = settings.student, settings.student_seed
         self.seed = experiment.seed if own is None else own
         self.inputs, self.labels = (tensor.to(self.device) for tensor in to_tensors(evaluation, job.dataset))
@@ -116,23 +121,62 @@ class _Training:
         with torch_kept():
             seed_torch(self.seed, "student")
             model = self.settings.network(self.dataset.input_shape, self.dataset.num_classes).to(self.device)
-        return self.settings.train(data.to(self.device), model, self.seed, self._after_step)
+        self.start = _digest(self.log.chain, data)
+        model = self.settings.train(data.to(self.device), model, self.seed, self)
+        if self.log.measured is None and self.log.rounds:  # all steps were taken before this process
+            self.log.measured = self._measured(model, len(self.log.rounds))
+        return model
 
-    def _after_step(self, step: int, learning_rate: float, model: nn.Module) -> None:
+    def begin(self, parts: Mapping[str, Part]) -> int:
+        """Return how many steps an earlier process has taken, and make ``parts`` what they were after these."""
+        self.parts, path = parts, self.out / run_directory.STUDENT
+        if not path.exists():
+            return 0
+        standing, tensors = read_standing(path)
+        if standing.start != self.start:
+            self.say("the student begins anew: labels or settings are not those of the one that an earlier run left")
+            return 0
+        put_back(path, tensors, parts)
+        for record in standing.rounds:
+            self._write(record)
+            self.finished(record)
+        self.say(f"the student goes on after epoch {len(standing.rounds)} of {self.experiment.rounds}")
+        return standing.steps
+
+    def __call__(self, step: int, learning_rate: float, model: nn.Module) -> None:
+        """Measure the student after an epoch, and keep where it stands."""
         rounds, epoch = self.experiment.rounds, len(self.log.rounds) + 1
         if step * rounds < epoch * self.settings.steps:
             return
         record = RoundRecord(epoch, None, None, None, self.epsilon, None, learning_rate, None, bytes_down=0, bytes_up=0)
         chosen = self.experiment.evaluate.tests(is_last=False) and epoch % self.experiment.evaluate_every == 0
         if chosen or epoch == rounds:
-            scores = evaluate(model, self.inputs, self.labels)
-            if not math.isfinite(loss := scores.loss):
-                raise RunError(f"the student's loss is {loss} after epoch {epoch}: choose a smaller learning rate")
-            self.log.measured = Measured(Tested(scores, self.dataset.num_classes))
+            self.log.measured = self._measured(model, epoch)
             record = self.log.measured.noted_in(record)
+        self._write(record)
+        if self.parts:
+            write_standing(
+                self.out / run_directory.STUDENT, Standing(self.start, step, tuple(self.log.rounds)), self.parts
+            )
+        self.finished(record)
+
+    def _measured(self, model: nn.Module, epoch: int) -> Measured:
+        scores = evaluate(model, self.inputs, self.labels)
+        if not math.isfinite(loss := scores.loss):
+            raise RunError(f"the student's loss is {loss} after epoch {epoch}: choose a smaller learning rate")
+        return Measured(Tested(scores, self.dataset.num_classes))
+
+    def _write(self, record: RoundRecord) -> None:
         self.log.rounds.append(record)
         self.log.chain = run_directory.append_round(self.out, record, self.log.chain)
-        self.finished(record)
+
+
+def _digest(chain: str, data: StudentData) -> str:
+    """Return a digest of what the student learns from, and of the run's settings, which its ``chain`` begins with."""
+    digest = hashlib.sha256(chain.encode())
+    for part in (data.labelled, data.labels, data.unlabelled):
+        digest.update(part.numpy(force=True).tobytes())
+    return digest.hexdigest()
 
 
 def student_data(pool: torch.Tensor, labelled: Labelled, num_classes: int) -> StudentData:

@@ -10,7 +10,7 @@ from fl_sim.errors import UserError
 from fl_sim.training.loop import to_tensors
 from strategies.pate.augmentation import Augmentation
 from strategies.pate.networks import GaussianNoise, gan_classifier, student_cnn
-from strategies.pate.student import FixMatch, Student, StudentData, Supervised, batches, predict
+from strategies.pate.student import Batches, FixMatch, Student, StudentData, Supervised, predict
 from strategies.pate.student_gan import FeatureMatchingGan
 
 SHAPE = (1, 8, 8)
@@ -113,10 +113,10 @@ def test_what_nobody_can_learn_from_is_refused() -> None:
 
 
 def test_batches_show_every_record_before_any_comes_again() -> None:
-    stream = batches(10, 4, torch.Generator().manual_seed(0))
+    stream = Batches(10, 4, torch.Generator().manual_seed(0))
     seen = torch.cat([next(stream) for _ in range(5)])
     assert torch.equal(torch.bincount(seen, minlength=10), torch.full((10,), 2))
-    assert len(next(batches(3, 50, torch.Generator().manual_seed(0)))) == 3
+    assert len(next(Batches(3, 50, torch.Generator().manual_seed(0)))) == 3
 
 
 def test_networks_fit_their_images_and_noise_is_for_training_only() -> None:

@@ -10,7 +10,7 @@ from fl_sim.errors import UserError
 from fl_sim.seeding import rng
 from fl_sim.training.loop import to_tensors
 from strategies.pate.networks import Forest, ResidualBlock, conv_classifier, forest_of, gan_classifier, start_from
-from strategies.pate.student import StudentData, predict
+from strategies.pate.student import Nobody, StudentData, predict
 from strategies.pate.student_forest import ForestStudent
 from strategies.pate.student_gan import FeatureMatchingGan
 from strategies.pate.student_resnet import ResidualStudent
@@ -36,15 +36,25 @@ def test_a_forest_of_tensors_says_what_scikit_learns_says(classes: tuple[int, ..
     assert torch.equal(again(inputs), forest(inputs))
 
 
+class Heard(Nobody):
+    def __init__(self) -> None:
+        self.steps, self.rates = list[int](), list[float]()
+
+    def __call__(self, step: int, learning_rate: float, model: torch.nn.Module) -> None:
+        del model
+        self.steps.append(step)
+        self.rates.append(learning_rate)
+
+
 def test_a_forest_student_learns_and_repeats() -> None:
     data, inputs, labels = _digits(300)
     student = ForestStudent(trees=50)
-    seen = []
-    forest = student.train(data, student.network((1, 8, 8), 10), 0, lambda *step: seen.append(step))
+    watch = Heard()
+    forest = student.train(data, student.network((1, 8, 8), 10), 0, watch)
     assert float((predict(forest, inputs) == labels).float().mean()) > 0.85
     assert torch.equal(forest(inputs), student.train(data, forest, 0)(inputs))
     assert not torch.equal(forest(inputs), student.train(data, forest, 1)(inputs))
-    assert [step[0] for step in seen] == [1]
+    assert watch.steps == [1]
 
 
 def test_shallow_residual_students_have_basic_blocks_and_deep_ones_bottlenecks() -> None:
@@ -74,12 +84,12 @@ def test_a_residual_student_maps_images_to_classes_and_learns(norm: str, block: 
 
 def test_the_rate_of_a_residual_student_falls_in_steps() -> None:
     student = ResidualStudent(steps=100, learning_rate=0.1, decay_at=(0.5, 0.75))
-    rates: list[float] = []
+    watch = Heard()
     data, _, _ = _digits(20)
     small = student.model_copy(update={"steps": 8, "blocks": 1, "width": 8})
-    small.train(data, small.network((1, 8, 8), 10), 0, lambda step, rate, model: rates.append(rate))
+    small.train(data, small.network((1, 8, 8), 10), 0, watch)
     assert [student.rate(step) for step in (0, 49, 50, 74, 75, 99)] == pytest.approx([0.1, 0.1, 0.01, 0.01, 1e-3, 1e-3])
-    assert rates == pytest.approx([0.1] * 4 + [0.01] * 2 + [1e-3] * 2)
+    assert watch.rates == pytest.approx([0.1] * 4 + [0.01] * 2 + [1e-3] * 2)
 
 
 def test_a_residual_student_needs_images() -> None:
