@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
@@ -331,13 +331,21 @@ def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, 
 
     A group in short form (``algorithm=fedprox``) grows into a table when a key inside it is set, whatever the order.
     """
-    merged = copy.deepcopy(dict(table))
-    for override in sorted(overrides, key=lambda text: text.partition("=")[0].count(".")):
+    pairs = []
+    for override in overrides:
         path, equals, value = override.partition("=")
         if not equals or not path:
             raise UserError(
                 f"settings are given as key=value, got {shortened(override)!r}; for example rounds=50 or local.epochs=5"
             )
+        pairs.append((path, value))
+    return with_values(table, pairs)
+
+
+def with_values(table: Mapping[str, Any], pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return ``table`` with values laid over it, of any type: (dotted name, value), as ``with_overrides`` does."""
+    merged = copy.deepcopy(dict(table))
+    for path, value in sorted(pairs, key=lambda pair: pair[0].count(".")):
         *groups, key = path.split(".")
         if len(groups) > MOST_LEVELS:
             raise UserError(f"{shortened(path)!r} lies {len(groups)} groups deep: no setting does")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fl_sim.data.places import look_for
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.experiment.experiment import Experiment, experiment_from, with_values
 from fl_sim.importing import importing
 from fl_sim.kinds import short_form
 from fl_sim.tables.words import text
@@ -67,7 +67,7 @@ def experiment_at(base: Mapping[str, Any], point: Point) -> Experiment:
     """Return the experiment of a point. Raises UserError that names the point."""
     with _naming(point):
         table = _laid_over(base, {key: value for key, value in point.items() if "." not in key})
-        return experiment_from(with_overrides(table, [f"{key}={value}" for key, value in point.items() if "." in key]))
+        return experiment_from(with_values(table, [(key, value) for key, value in point.items() if "." in key]))
 
 
 def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Job":

@@ -12,6 +12,10 @@ from fl_sim.errors import UserError
 from fl_sim.tables.files import PRESETS, preset_names
 from fl_sim.tables.plan import TableSettings, plan_table, read_settings
 from strategies.fedavg import FedAvg
+from strategies.pate.mechanisms import GNMax, LNMax
+from strategies.pate.settings import Pate
+from strategies.pate.student import Supervised
+from strategies.pate.student_resnet import ResidualStudent
 
 BASE = {"model": "logistic", "rounds": 1, "engine": "inprocess"}
 
@@ -85,6 +89,20 @@ def test_any_setting_may_span_the_grid(tmp_path: Path) -> None:
     plan = plan_table(read_settings(file, []))
     assert plan.rows[:2] == ("FedAvg, local.epochs=1", "FedAvg, local.epochs=5")
     assert [experiment.local.epochs for experiment in plan.runs.values()] == [1, 5, 1, 5]
+
+
+def test_a_setting_within_a_group_may_span_the_grid_with_tables_and_lists(tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text(
+        'centralized = false\n[base]\nclients = 3\nalgorithm = { kind = "pate", public_records = 100, queries = 20 }\n'
+        '[grid]\n"algorithm.student" = ["supervised", { kind = "resnet", steps = 8, decay_at = [0.5] }]\n'
+        '"algorithm.labelling.mechanism" = ["lnmax:2", { kind = "gnmax", sigma = 5 }]\n'
+    )
+    pates = [experiment.algorithm for experiment in plan_table(read_settings(file, [])).runs.values()]
+    assert all(isinstance(pate, Pate) for pate in pates)
+    assert [pate.student for pate in pates[:2]] == [Supervised()] * 2
+    assert [pate.student for pate in pates[2:]] == [ResidualStudent(steps=8, decay_at=(0.5,))] * 2
+    assert [pate.labelling.mechanism for pate in pates] == [LNMax(gamma=2), GNMax(sigma=5)] * 2
 
 
 def test_overrides_lie_over_base_and_lists_over_the_grid(tmp_path: Path) -> None:

@@ -346,9 +346,9 @@ def test_how_long_a_search_takes_is_told_before_it_begins_and_not_where_it_is_do
     ("changes", "said"),
     [
         ({"space": {"local.lerning_rate": [0.1]}}, r"unknown key 'local.lerning_rate' \(did you mean 'learning_rate'"),
-        ({"space": {"local.learning_rate": [0.1, -0.1]}}, r"local.learning_rate = '-0.1'.*greater than 0"),
-        ({"space": {"local.momentum": {"low": 0.5, "high": 1.0}}}, r"local.momentum = '1.0'.*less than 1"),
-        ({"spaces": {"fedprox": {"algorithm.mu": [-1]}}}, r"cell algorithm=fedprox.*algorithm.mu = '-1'"),
+        ({"space": {"local.learning_rate": [0.1, -0.1]}}, r"local.learning_rate = -0.1.*greater than 0"),
+        ({"space": {"local.momentum": {"low": 0.5, "high": 1.0}}}, r"local.momentum = 1.0.*less than 1"),
+        ({"spaces": {"fedprox": {"algorithm.mu": [-1]}}}, r"cell algorithm=fedprox.*algorithm.mu = -1"),
         ({"space": {"algorithm.mu": [1]}}, r"cell algorithm=fedavg.*unknown key 'algorithm.mu'"),
         ({"grid": {"local.epochs": [1, 2]}, "space": {"local.epochs": [1]}}, "sets local.epochs in the grid"),
         ({"grid": {"algorithm": [{"kind": "fedprox", "mu": 1.0}]}, "space": {"algorithm.mu": [1]}}, "sets algorithm"),
