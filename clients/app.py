@@ -17,6 +17,7 @@ from torch import nn
 from clients.owner import Owner, client_of, discreet, owner_of
 from fl_sim.batch_norm import layers_after, placed
 from fl_sim.engines import releases, wire
+from fl_sim.engines.arrays import reuse_freed_memory
 from fl_sim.engines.grid import partition_of, raised
 from fl_sim.engines.pieces import Play, Release
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan
@@ -102,7 +103,7 @@ For a node with records of its own there are three more arguments: their name, t
 
 def build_client_app(site_of: SiteFactory) -> ClientApp:
     """Return the ClientApp that every engine runs, in this process, in Ray actors or on Flower's own runtime."""
-    _reuse_freed_memory()
+    reuse_freed_memory()
     app = ClientApp(mods=[discreet])
     turns = _Turns(site_of)
     _answer_single_questions(app, turns)
@@ -366,15 +367,6 @@ class _Turns:
 def _set_threads(threads: int) -> None:
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-
-
-def _reuse_freed_memory() -> None:
-    """Let glibc keep the memory of tensors up to 32 MB for the next one instead of asking the kernel each time.
-
-    Its threshold grows to the largest block ever given back (mallopt(3), M_MMAP_THRESHOLD), so one block is enough.
-    Without it every activation over 128 kB costs a system call and its page faults, 15 to 30 % of a round.
-    """
-    torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
 
 
 def _at_home(order: wire.Order, owner: Owner | None) -> wire.Order:

@@ -12,6 +12,7 @@ from flwr.clientapp import ClientApp
 
 from fl_sim.engines import wire
 from fl_sim.engines.apart import Apart, Desk, Parcel
+from fl_sim.engines.arrays import reuse_freed_memory
 from fl_sim.engines.envelope import Envelopes
 from fl_sim.engines.grid import LocalGrid, Progress
 from fl_sim.engines.pieces import Together
@@ -56,6 +57,7 @@ class RayGrid(LocalGrid):
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__(num_clients, on_reply)
+        reuse_freed_memory()
         self._apart = apart
         self._together = together
         self._is_ours = not ray.is_initialized()
