@@ -75,10 +75,11 @@ def _ctrl_c() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _no_users_ledgers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what Ray starts once for many tests from writing to the user's own ledgers."""
+def _no_users_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what Ray starts once for many tests from the user's own ledgers, and all tests from the user's features."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("FL_SIM_LEDGERS", str(tmp_path_factory.mktemp("ledgers")))
+        patched.setenv("FL_SIM_FEATURES", str(tmp_path_factory.mktemp("features")))
         yield
 
 

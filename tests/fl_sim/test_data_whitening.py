@@ -13,7 +13,9 @@ SHAPE = (1, 8, 8)
 
 
 @pytest.fixture
-def few(monkeypatch):
+def few(tmp_path, monkeypatch):
+    """Fewer made-up images: another whitening than the one of its name, so its features are kept from other tests."""
+    monkeypatch.setenv("FL_SIM_FEATURES", str(tmp_path))
     monkeypatch.setattr(whitening, "_NUMBER", 700)
     whitening_of.cache_clear()
     yield whitening_of(SHAPE)
