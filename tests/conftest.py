@@ -60,12 +60,11 @@ def load_benchmark() -> Callable[[str], ModuleType]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
-    import torch
+    """Compute in one thread, as a run does: pytest's workers keep the cores busy, and threads would spin in waiting."""
+    from fl_sim.simulation.capacity import fixed_threads
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with fixed_threads(1):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

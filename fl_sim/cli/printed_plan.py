@@ -44,6 +44,7 @@ def as_json(found: Sequence[Forecast], searches: Sequence[SearchForecast], jobs:
                 "name": one.name, "status": _status(one), "rounds": one.rounds, "rounds_done": one.done,
                 "seconds": one.estimate.seconds, "seconds_left": one.seconds_left,
                 "bytes": asdict(one.estimate.traffic) if one.estimate.traffic else None,
+                "bytes_once": {what: asdict(traffic) for what, traffic in one.estimate.once.items()},
                 "left_out": list(one.estimate.left_out),
             }
             for one in found
@@ -64,7 +65,7 @@ def _drawn(found: Sequence[Forecast]) -> Table:
     for head in ("time left", "MB down", "MB up"):
         drawn.add_column(head, justify="right")
     for one in found:
-        traffic, seconds = one.estimate.traffic, one.seconds_left
+        traffic, seconds = one.estimate.total, one.seconds_left
         sizes = [f"{size / 1e6:,.1f}" for size in (traffic.down, traffic.up)] if traffic else ["-", "-"]
         drawn.add_row(one.name, _status(one), in_time(seconds) if seconds else "-", *sizes)
     return drawn

@@ -15,7 +15,7 @@ from fl_sim.experiment.job import Job
 from fl_sim.seeding import rng
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run_log import Calibration, RunLog
-from fl_sim.types import Traffic
+from fl_sim.types import Params, Traffic
 from strategies.ccvr import CCVR, with_trained_head
 from strategies.class_gaussians import class_gaussians, draw_features
 from strategies.flower import FederatedStrategy, summarise_after_training
@@ -45,9 +45,7 @@ def calibrate(
             noisy=settings.is_private,
             quoted=not job.experiment.is_private,
         )
-    down = tensor_records.num_bytes(wire.task_content(strategy.order, log.server.model, {}))
-    up = tensor_records.num_bytes(releases.moments_content(np.zeros(shape)))
-    log.after["moments"] = Traffic(down, up) * job.experiment.num_clients
+    log.after["moments"] = traffic_of_moments(job, strategy.order, log.server.model)
     moments, protection = np.sum(answers, axis=0), settings.protection
     if protection is None:
         classes = class_gaussians(moments, num_features)
@@ -66,6 +64,14 @@ def calibrate(
     log.calibration = Calibration(before, after, tuple(skipped))
     log.measured = after
     log.server = calibrated
+
+
+def traffic_of_moments(job: Job, order: wire.Order, model: Params) -> Traffic:
+    """Return what it takes that ``model`` goes to all clients, and the moments of their features come back."""
+    shape = (job.dataset.num_classes, num_moments(job.num_features))
+    down = tensor_records.num_bytes(wire.task_content(order, model, {}))
+    up = tensor_records.num_bytes(releases.moments_content(np.zeros(shape)))
+    return Traffic(down, up) * job.experiment.num_clients
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from threadpoolctl import threadpool_limits
 
 from fl_sim.errors import UserError
 from fl_sim.experiment.engine import Auto, Engine, InProcess, Ray
@@ -24,11 +25,16 @@ def cores() -> int:
 
 @contextmanager
 def fixed_threads(threads: int) -> Iterator[None]:
-    """Fix torch's threads for a while, and put them back: their number changes the last bits of every sum."""
+    """Fix torch's threads and those of numpy's linear algebra for a while, and put them back.
+
+    Their number changes the last bits of every sum. And where other processes keep the cores busy, OpenBLAS' threads
+    wait for each other by spinning: decompositions of 60 x 60 numbers took up to 25 times as long with two as with one.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        yield
+        with threadpool_limits(threads, user_api="blas"):
+            yield
     finally:
         torch.set_num_threads(before)
 

@@ -30,7 +30,7 @@ from fl_sim.native.checks import RECEIVED, unknown_settings
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import num_parameters
 from fl_sim.seeding import rng
-from fl_sim.simulation.capacity import cores, generator_threads, stack_of, workers_of
+from fl_sim.simulation.capacity import cores, fixed_threads, generator_threads, stack_of, workers_of
 from fl_sim.simulation.pace import PROBE_STEPS, SHARE_PER_CORE, num_steps, step_seconds
 from fl_sim.simulation.procedure import procedure_of, site_of
 from fl_sim.simulation.site import local_settings, steps_by_client, to_generator
@@ -232,6 +232,7 @@ def synthesis_seconds(job: Job) -> float:
     if isinstance(generator, Shortening):
         generator, share = generator.shortened(PROBE_STEPS)
     bill = generator.bill(len(inputs), 1, math.inf, settings.delta)
-    start = time.perf_counter()
-    generator.generate(records, counts, bill, Noise.seeded(0), rng(experiment.seed, "probe"))
-    return experiment.num_clients * (time.perf_counter() - start) / share
+    with fixed_threads(experiment.engine.threads):
+        start = time.perf_counter()
+        generator.generate(records, counts, bill, Noise.seeded(0), rng(experiment.seed, "probe"))
+        return experiment.num_clients * (time.perf_counter() - start) / share

@@ -1,7 +1,7 @@
 """What a run will take, before it runs: seconds on this machine, and bytes on the wire."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from fl_sim.experiment.job import Job
 from fl_sim.simulation.engine_choice import synthesis_seconds
@@ -15,13 +15,20 @@ class Estimate:
     """What a whole run is expected to take.
 
     ``seconds``: on this machine, by itself; None where that was not timed. ``traffic``: bytes of arrays to and from all
-    clients in all rounds; None for PATE, which has none, and where it was not counted. ``left_out``: what is in
-    neither, in words.
+    clients in all rounds; None where there are none (PATE and TSTR), and where it was not counted. ``once``: those of
+    what travels before or after the rounds, about, by what it is. ``left_out``: what is not in the time, in words.
     """
 
     seconds: float | None
     traffic: Traffic | None
+    once: Mapping[str, Traffic] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> Traffic | None:
+        """Return all bytes together; None where none were counted."""
+        counted = [*([self.traffic] if self.traffic else []), *self.once.values()]
+        return sum(counted, Traffic(0, 0)) if counted else None
 
 
 def estimate_of(
@@ -41,5 +48,7 @@ def estimate_of(
     if pace is not None:
         work = num_steps(job) * pace.step + procedure.num_measured * pace.record
         made = 0.0 if has_pool else making(job)
-        seconds = (work + made) / clients_at_once(job)
-    return Estimate(seconds, procedure.traffic() if counted else None, procedure.untimed)
+        seconds = (work + made) / clients_at_once(job) + procedure.num_server_steps * pace.step
+    if not counted:
+        return Estimate(seconds, None, {}, procedure.untimed)
+    return Estimate(seconds, procedure.traffic(), procedure.traffic_once(), procedure.untimed)

@@ -48,12 +48,21 @@ class Procedure(Protocol):
         ...
 
     @property
+    def num_server_steps(self) -> int:
+        """Return how many steps of training the server takes by itself before the first round."""
+        ...
+
+    @property
     def untimed(self) -> tuple[str, ...]:
         """Return what takes time beside training and measuring, in words."""
         ...
 
     def traffic(self) -> Traffic | None:
         """Return the bytes of arrays to and from all clients, all rounds together; None where there are none."""
+        ...
+
+    def traffic_once(self) -> dict[str, Traffic]:
+        """Return the bytes of what travels once, before or after the rounds, by what it is; foretold, so about."""
         ...
 
     def payments(self) -> "tuple[Payment, ...] | None":

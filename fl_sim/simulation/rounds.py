@@ -1,5 +1,6 @@
 """Federated rounds: the main loop, and what a run with a federated algorithm needs beside it."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from fl_sim.params import detached
 from fl_sim.simulation.calibration import calibrate
 from fl_sim.simulation.clocks import start_clock
 from fl_sim.simulation.measuring import Measuring
+from fl_sim.simulation.planned_traffic import synthetic_by_client, travels_once
 from fl_sim.simulation.preparation import federated_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import site_for
@@ -161,15 +163,30 @@ class Rounds:
         return tested * len(self.job.dataset.test) + times * self.job.num_validated
 
     @property
+    def num_server_steps(self) -> int:
+        """Return the steps on synthetic records, or on a private start's images, that make the first model."""
+        preprocess, local = self.job.experiment.preprocess, self.job.experiment.local
+        if isinstance(preprocess, PrivateStart):
+            return preprocess.server_epochs * math.ceil(preprocess.images / local.batch_size)
+        if isinstance(preprocess, DaFl):
+            return preprocess.server_epochs * math.ceil(int(synthetic_by_client(self.job).sum()) / local.batch_size)
+        return 0
+
+    @property
     def untimed(self) -> tuple[str, ...]:
-        """Return a private start: all else that rounds do is training and measuring."""
-        return ("the private start",) if isinstance(self.job.experiment.preprocess, PrivateStart) else ()
+        """Return what of a private start is no training: all else that rounds do is training and measuring."""
+        is_start = isinstance(self.job.experiment.preprocess, PrivateStart)
+        return ("the sums and the drawing of a private start's images",) if is_start else ()
 
     def traffic(self) -> Traffic | None:
         """Return the bytes of arrays to and from all clients in all rounds."""
         experiment = self.job.experiment
         cohort = experiment.sampler.expected_size(experiment.num_clients)
         return self._traffic_of_a_turn() * round(experiment.rounds * cohort)
+
+    def traffic_once(self) -> dict[str, Traffic]:
+        """Return what is shared before the first round, and what is asked for after the last."""
+        return travels_once(self.job, self.algorithm, self.beginning().model)
 
     def _traffic_of_a_turn(self) -> Traffic:
         experiment = self.job.experiment

@@ -99,11 +99,19 @@ def local_settings(job: Job, learning_rate: float) -> LocalSettings:
     return LocalSettings(**{**same, "learning_rate": learning_rate, "augment": _augment(job)})
 
 
-def steps_by_client(job: Job) -> NDArray[np.int64]:
-    """Return how many minibatch steps every client takes in a round."""
+def steps_by_client(job: Job, num_synthetic: int = 0) -> NDArray[np.int64]:
+    """Return how many minibatch steps every client takes in a round; ``num_synthetic``: records of a pool for all."""
     settings = local_settings(job, job.experiment.local.learning_rate)
-    sizes, which = np.unique(job.shards.sizes, return_inverse=True)
+    sizes, which = np.unique(sizes_trained_on(job, num_synthetic), return_inverse=True)
     return np.array([settings.num_steps(size) for size in sizes.tolist()], dtype=np.int64)[which]
+
+
+def sizes_trained_on(job: Job, num_synthetic: int) -> NDArray[np.int64]:
+    """Return how many records every client trains on where ``num_synthetic`` are shared: its own, these, or both."""
+    own: NDArray[np.int64] = job.shards.sizes
+    if not num_synthetic:
+        return own
+    return own * _trains_on_own(job.experiment, "a pool") + num_synthetic
 
 
 def _augment(job: Job) -> Augment:

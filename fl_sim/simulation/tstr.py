@@ -22,6 +22,7 @@ from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, is_finite
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.simulation.measuring import Measured, Tested
+from fl_sim.simulation.planned_traffic import travels_once
 from fl_sim.simulation.preparation import federated_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import evaluation_records, local_settings, read_pool, site_for
@@ -71,6 +72,8 @@ class OnSynthetic:
         observer.preparing("clients make synthetic records (once for all runs that need the same)")
         federated_strategy(self.job, FedAvg(), grid, out, log)
         assert log.pool is not None
+        if (traffic := log.before["synthetic_records"]) is not None:
+            log.before["synthetic_records"] = Traffic(0, traffic.up)  # no client trains, and so gets any
         self.settings.check_size(log.pool.num_synthetic)
         found = []
         for classifier in self._trained(read_pool(log.pool.path)):
@@ -152,6 +155,11 @@ class OnSynthetic:
         return len(self.settings.names(self.job.experiment.model)) * len(self.job.dataset.test)
 
     @property
+    def num_server_steps(self) -> int:
+        """Return 0: how many a classifier takes depends on which one it is."""
+        return 0
+
+    @property
     def untimed(self) -> tuple[str, ...]:
         """Return what takes time at the server."""
         return ("the classifiers' training",)
@@ -159,6 +167,11 @@ class OnSynthetic:
     def traffic(self) -> Traffic | None:
         """Return None: there are no rounds."""
         return None
+
+    def traffic_once(self) -> dict[str, Traffic]:
+        """Return what the release of the records takes."""
+        once = travels_once(self.job, FedAvg(), self.beginning().model)
+        return {what: Traffic(0, traffic.up) for what, traffic in once.items()}
 
     def payments(self) -> "tuple[Payment, ...]":
         """Return nothing: the release of the records is DA-FL's."""

@@ -17,6 +17,7 @@ from clients.teacher import forest_votes, network_votes
 from fl_sim import models
 from fl_sim.experiment.job import Job
 from fl_sim.local_plan import LocalPlan
+from fl_sim.simulation.planned_traffic import traffic_of_votes
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import local_settings, site_for
 from fl_sim.training.loop import to_tensors
@@ -55,6 +56,11 @@ class Voting:
         return self.job.experiment.clients * len(self._split().pool)
 
     @property
+    def num_server_steps(self) -> int:
+        """Return 0: students train after the votes, in ways of their own."""
+        return 0
+
+    @property
     def untimed(self) -> tuple[str, ...]:
         """Return what is timed by nobody: the student."""
         return ("the student's training",)
@@ -62,6 +68,10 @@ class Voting:
     def traffic(self) -> Traffic | None:
         """Return None: there are no rounds."""
         return None
+
+    def traffic_once(self) -> dict[str, Traffic]:
+        """Return what the teachers' votes take."""
+        return {"votes": traffic_of_votes(len(self._split().pool), self.job.experiment.clients)}
 
     def payments(self) -> "tuple[Payment, ...] | None":
         """Return the cost of the labels, which runs that differ in the student alone share."""

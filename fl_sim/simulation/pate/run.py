@@ -14,7 +14,6 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import nn
 
-from fl_sim.engines import releases, tensor_records
 from fl_sim.errors import RunError
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
@@ -25,6 +24,7 @@ from fl_sim.simulation.pate.ensemble import Votes, as_npy, prepare_votes, write_
 from fl_sim.simulation.pate.noisy_labels import LEDGER, Released, release_labels
 from fl_sim.simulation.pate.standing import Standing, put_back, read_standing, write_standing
 from fl_sim.simulation.pate.statements import data_dependent, statements_of
+from fl_sim.simulation.planned_traffic import traffic_of_votes
 from fl_sim.simulation.preparation import order_of
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
@@ -33,7 +33,7 @@ from fl_sim.store.run_directory import RoundRecord, coarse
 from fl_sim.store.tensors import write_private
 from fl_sim.training.evaluation import Scores, score
 from fl_sim.training.loop import to_tensors
-from fl_sim.types import Dataset, Examples, ServerState, Traffic
+from fl_sim.types import Dataset, Examples, ServerState
 from strategies.pate.labelling import UNANSWERED, Labelled
 from strategies.pate.neighbours import representatives
 from strategies.pate.settings import Pate
@@ -62,8 +62,7 @@ def run_pate(
     say(f"{experiment.clients} teachers train, and vote on {len(split.pool)} public records")
     votes = prepare_votes(job, settings, grid, order_of(job, grid, out))
     voted = time.perf_counter()
-    sent = releases.votes_content(np.zeros(len(split.pool), dtype=np.int64))
-    log.before["votes"] = Traffic(0, tensor_records.num_bytes(sent)) * experiment.clients
+    log.before["votes"] = traffic_of_votes(len(split.pool), experiment.clients)
     rows = _asked(settings, split.pool, job.dataset)
     votes, pool = votes.about(rows), split.pool.take(rows)
     released = release_labels(settings, votes, experiment.seed, out)

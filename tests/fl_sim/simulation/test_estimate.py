@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fl_sim.engines import releases, tensor_records, wire
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.privacy.bill import bills
@@ -16,7 +17,7 @@ from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.training.evaluation import Scores
 from fl_sim.training.trainer import Trainer
-from fl_sim.types import Trained
+from fl_sim.types import Params, Trained
 
 QUICK = {"model": "logistic", "rounds": 3, "engine": {"kind": "inprocess", "workers": 1}, "local": {"batch_size": 32}}
 
@@ -27,6 +28,22 @@ def quick(**changes: object) -> Experiment:
 
 def estimated(known: Pace | None = None, **changes: object) -> Any:
     return estimate_of(job_of(quick(**changes)), known, has_pool=False)
+
+
+def steps_taken(monkeypatch: pytest.MonkeyPatch, experiment: Experiment, tmp_path: Path) -> int:
+    """Run, and count the steps that clients took."""
+    taken = []
+    train_all = Trainer.train_all
+
+    def counted(self: Trainer, jobs: Any) -> Any:
+        trained = train_all(self, jobs)
+        taken.extend(one.num_steps for one in trained)
+        return trained
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "train_all", counted)
+        run(experiment, tmp_path / "run")
+    return sum(taken)
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "fedadam"])
@@ -53,20 +70,105 @@ def test_the_bytes_of_updates_as_they_come_are_those_of_the_run_but_for_turns_th
     assert num_steps(job_of(quick(**settings))) == pytest.approx(3 * buffer * 5)  # 144 records each, batches of 32
 
 
+NOISELESS: dict[str, Any] = {
+    "kind": "da-fl", "epsilon": "inf", "gamma": 0.25, "noise": "seeded",
+    "generator": {"kind": "mean-embedding", "frequencies": 5},
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("quick_accounting")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm": "fedmix", "partition": "iid", "clients": 3},
+        {"algorithm": {"kind": "naivemix", "records_per_average": 7}, "partition": "iid", "clients": 3},
+        {"preprocess": NOISELESS},
+        {"preprocess": {**NOISELESS, "client_gammas": [0, 0.5, *[0.125] * 8]}},
+        {"preprocess": {**NOISELESS, "train_on": "synthetic"}, "algorithm": "tstr"},
+        {"calibrate": {"kind": "ccvr", "samples_per_class": 2, "epochs": 1}},
+        {"algorithm": {"kind": "pate", "queries": 5, "student": {"kind": "supervised", "steps": 1}}, "clients": 5},
+        {},
+    ],
+    ids=["fedmix", "naivemix", "da-fl", "gammas", "tstr", "ccvr", "pate", "nothing"],
+)
+def test_what_travels_once_is_what_the_run_says(tmp_path: Path, settings: dict[str, Any]) -> None:
+    found = estimated(**settings)
+    said = run(quick(**settings), tmp_path / "run")["bytes"]
+    stated = {**said["before"], **said["after"]}
+    assert {what: (traffic.down, traffic.up) for what, traffic in found.once.items()} == {
+        what: pytest.approx((traffic["down"], traffic["up"]), rel=0.01) for what, traffic in stated.items()
+    }
+    if said["total"] is not None and found.total is not None:
+        assert (found.total.down, found.total.up) == pytest.approx(
+            (said["total"]["down"], said["total"]["up"]), rel=0.01
+        )
+
+
+@pytest.mark.usefixtures("quick_accounting")
+def test_what_a_private_start_sends_is_what_is_asked_and_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {
+        "aggregator": {"kind": "global-dp", "noise": "seeded"},
+        "preprocess": {"kind": "private-start", "frequencies": 5, "images": 50, "server_epochs": 1},
+        "sampler": "full",
+        "rounds": 1,
+    }
+    asked, answered = [], []
+    ask, read = wire.task_content, releases.read_sums
+
+    def noted_question(order: wire.Order, params: Params, *rest: Any) -> Any:
+        content = ask(order, params, *rest)
+        asked.extend([tensor_records.num_bytes(content)] if "centre" in params else [])
+        return content
+
+    def noted_answer(content: Any, template: Params) -> Params:
+        answered.append(tensor_records.num_bytes(content))
+        return read(content, template)
+
+    found = estimated(**settings).once["private_start"]
+    monkeypatch.setattr(wire, "task_content", noted_question)
+    monkeypatch.setattr(releases, "read_sums", noted_answer)
+    run(quick(**settings), tmp_path / "run")
+    assert (len(asked), len(answered)) == (3, 30)
+    assert (found.down, found.up) == (10 * sum(asked), sum(answered))
+
+
+@pytest.mark.parametrize("train_on", ["own-and-synthetic", "synthetic"])
+def test_steps_on_synthetic_records_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_on: str) -> None:
+    experiment = quick(preprocess={**NOISELESS, "train_on": train_on})
+    taken = steps_taken(monkeypatch, experiment, tmp_path)
+    assert num_steps(job_of(experiment)) == pytest.approx(taken, rel=0.05)
+    assert taken > 1.2 * num_steps(job_of(quick()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "server_steps"),
+    [
+        ({"preprocess": {**NOISELESS, "server_epochs": 7}}, 7 * 12),  # 359 records, batches of 32
+        (
+            {
+                "preprocess": {"kind": "private-start", "images": 50, "server_epochs": 3},
+                "aggregator": "global-dp",
+                "sampler": "full",
+            },
+            3 * 2,
+        ),
+    ],
+    ids=["da-fl", "private-start"],
+)
+def test_epochs_of_the_server_come_on_top_and_are_those_of_one_core(
+    settings: dict[str, Any], server_steps: int
+) -> None:
+    at, two = Pace(step=2.0, record=0.0), {"kind": "inprocess", "workers": 2}
+    job = job_of(quick(engine=two, partition="iid", **settings))
+    found = estimate_of(job, at, has_pool=True)
+    assert found.seconds == pytest.approx(2.0 * num_steps(job) / 1.9 + 2.0 * server_steps)
+
+
 def test_the_steps_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    train_all = Trainer.train_all
-
-    def counted(self: Trainer, jobs: Any) -> Any:
-        trained = train_all(self, jobs)
-        taken.extend(one.num_steps for one in trained)
-        return trained
-
     experiment = quick(partition="quantity:0.5", local={"epochs": 2, "batch_size": 32})
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "train_all", counted)
-        run(experiment, tmp_path / "run")
-    assert num_steps(job_of(experiment)) == sum(taken)
+    assert num_steps(job_of(experiment)) == steps_taken(monkeypatch, experiment, tmp_path)
 
 
 def test_seconds_are_those_of_steps_and_of_records_that_are_measured() -> None:
