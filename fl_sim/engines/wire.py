@@ -77,6 +77,10 @@ class Order:
         )
 
 
+BLANK: Final = Order("", 0, 0.0, "", "")
+"""The order of messages that are not sent, of which the size alone matters."""
+
+
 @dataclass(frozen=True)
 class Ticket:
     """What a client that is played elsewhere has paid for at home.

@@ -45,7 +45,7 @@ def calibrate(
             noisy=settings.is_private,
             quoted=not job.experiment.is_private,
         )
-    log.after["moments"] = traffic_of_moments(job, strategy.order, log.server.model)
+    log.after["moments"] = traffic_of_moments(job, log.server.model)
     moments, protection = np.sum(answers, axis=0), settings.protection
     if protection is None:
         classes = class_gaussians(moments, num_features)
@@ -66,10 +66,10 @@ def calibrate(
     log.server = calibrated
 
 
-def traffic_of_moments(job: Job, order: wire.Order, model: Params) -> Traffic:
+def traffic_of_moments(job: Job, model: Params) -> Traffic:
     """Return what it takes that ``model`` goes to all clients, and the moments of their features come back."""
     shape = (job.dataset.num_classes, num_moments(job.num_features))
-    down = tensor_records.num_bytes(wire.task_content(order, model, {}))
+    down = tensor_records.num_bytes(wire.task_content(wire.BLANK, model, {}))
     up = tensor_records.num_bytes(releases.moments_content(np.zeros(shape)))
     return Traffic(down, up) * job.experiment.num_clients
 

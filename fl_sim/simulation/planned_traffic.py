@@ -1,4 +1,4 @@
-"""What travels once, before or after the rounds, foretold from how many records clients hold.
+"""What travels once, before the first round, foretold from how many records clients hold.
 
 Exact where that decides it. About right where noise decides how many records clients release, where a sampler draws who
 is asked, and where clients that share something hold unequally many records.
@@ -17,22 +17,15 @@ from fl_sim.engines import releases, tensor_records, wire
 from fl_sim.engines.arrays import TensorArray, num_bytes
 from fl_sim.experiment.job import Job
 from fl_sim.seeding import rng
-from fl_sim.simulation.calibration import traffic_of_moments
 from fl_sim.simulation.site import as_kept, sizes_trained_on
 from fl_sim.training.loop import to_tensors
-from fl_sim.types import Params, Traffic
+from fl_sim.types import Traffic
 from strategies.algorithm import Algorithm, Sharing
-from strategies.ccvr import CCVR
 from strategies.private_start import PrivateStart
 
-_ORDER = wire.Order("", 0, 0.0, "", "")
 
-
-def travels_once(job: Job, algorithm: Algorithm, model: Params) -> dict[str, Traffic]:
-    """Return the bytes of arrays to and from all clients beside the rounds, named as in ``result.json``.
-
-    ``model``: what the server starts from.
-    """
+def travels_beforehand(job: Job, algorithm: Algorithm) -> dict[str, Traffic]:
+    """Return the bytes of arrays to and from all clients before the first round, named as in ``result.json``."""
     preprocess, once = job.experiment.preprocess, {}
     if isinstance(preprocess, DaFl):
         once["synthetic_records"] = _of_synthetic_records(job)
@@ -40,8 +33,6 @@ def travels_once(job: Job, algorithm: Algorithm, model: Params) -> dict[str, Tra
         once["private_start"] = _of_private_start(job, preprocess)
     if isinstance(algorithm, Sharing):
         once["shared_records"] = _of_shared_records(job, algorithm)
-    if isinstance(job.experiment.calibrate, CCVR):
-        once["moments"] = traffic_of_moments(job, _ORDER, model)
     return once
 
 
@@ -76,7 +67,7 @@ def _of_private_start(job: Job, settings: PrivateStart) -> Traffic:
     frame, each = black_frame(shape, lowest_frequencies(shape, number)[0]), Traffic(0, 0)
     for step in STEPS:
         means = np.zeros((num_classes, number)) if step == max(STEPS) else None
-        question = wire.task_content(_ORDER, question_tensors(Question(step, 1.0, frame, means)), {})
+        question = wire.task_content(wire.BLANK, question_tensors(Question(step, 1.0, frame, means)), {})
         answer = {name: torch.zeros(like) for name, like in shapes_of(step, num_classes, number).items()}
         sizes = (tensor_records.num_bytes(content) for content in (question, releases.sums_content(answer)))
         each += Traffic(*sizes)
@@ -94,5 +85,5 @@ def _of_shared_records(job: Job, algorithm: Sharing) -> Traffic:
 
 
 def _array_bytes(numbers: int) -> int:
-    """Return how many bytes an array of so many float32 numbers has on its way; no memory is touched."""
-    return num_bytes(TensorArray(torch.empty(numbers)))
+    """Return how many bytes an array of so many float32 numbers has on its way, without making one."""
+    return num_bytes(TensorArray(torch.empty(numbers, device="meta")))

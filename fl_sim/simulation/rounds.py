@@ -22,10 +22,10 @@ from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
-from fl_sim.simulation.calibration import calibrate
+from fl_sim.simulation.calibration import calibrate, traffic_of_moments
 from fl_sim.simulation.clocks import start_clock
 from fl_sim.simulation.measuring import Measuring
-from fl_sim.simulation.planned_traffic import synthetic_by_client, travels_once
+from fl_sim.simulation.planned_traffic import synthetic_by_client, travels_beforehand
 from fl_sim.simulation.preparation import federated_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import site_for
@@ -186,13 +186,16 @@ class Rounds:
 
     def traffic_once(self) -> dict[str, Traffic]:
         """Return what is shared before the first round, and what is asked for after the last."""
-        return travels_once(self.job, self.algorithm, self.beginning().model)
+        once = travels_beforehand(self.job, self.algorithm)
+        if isinstance(self.job.experiment.calibrate, CCVR):
+            once["moments"] = traffic_of_moments(self.job, self.beginning().model)
+        return once
 
     def _traffic_of_a_turn(self) -> Traffic:
         experiment = self.job.experiment
         strategy = FederatedStrategy(
             self.algorithm, experiment.aggregator, experiment.sampler, self.beginning(),
-            wire.Order("", 0, 0.0, "", ""), experiment.num_clients, experiment.seed,
+            wire.BLANK, experiment.num_clients, experiment.seed,
             packing=packing_of(experiment.compress, experiment.seed),
         )  # fmt: skip
         return strategy.traffic

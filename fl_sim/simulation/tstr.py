@@ -22,7 +22,7 @@ from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, is_finite
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.simulation.measuring import Measured, Tested
-from fl_sim.simulation.planned_traffic import travels_once
+from fl_sim.simulation.planned_traffic import travels_beforehand
 from fl_sim.simulation.preparation import federated_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import evaluation_records, local_settings, read_pool, site_for
@@ -73,7 +73,7 @@ class OnSynthetic:
         federated_strategy(self.job, FedAvg(), grid, out, log)
         assert log.pool is not None
         if (traffic := log.before["synthetic_records"]) is not None:
-            log.before["synthetic_records"] = Traffic(0, traffic.up)  # no client trains, and so gets any
+            log.before["synthetic_records"] = Traffic(0, traffic.up)  # no client trains, so none is sent the pool
         self.settings.check_size(log.pool.num_synthetic)
         found = []
         for classifier in self._trained(read_pool(log.pool.path)):
@@ -170,8 +170,8 @@ class OnSynthetic:
 
     def traffic_once(self) -> dict[str, Traffic]:
         """Return what the release of the records takes."""
-        once = travels_once(self.job, FedAvg(), self.beginning().model)
-        return {what: Traffic(0, traffic.up) for what, traffic in once.items()}
+        beforehand = travels_beforehand(self.job, FedAvg())
+        return {what: Traffic(0, traffic.up) for what, traffic in beforehand.items()}
 
     def payments(self) -> "tuple[Payment, ...]":
         """Return nothing: the release of the records is DA-FL's."""

@@ -106,6 +106,23 @@ def test_one_run_is_planned_by_its_settings_or_its_file(
         assert one["bytes"] == {"down": 2 * 10 * (128 + 4 * 650), "up": 2 * 10 * (128 + 4 * 650)}
 
 
+def test_what_travels_once_is_in_the_megabytes_of_the_line_and_told_apart_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A third of 1,437 records in averages of two: 239, of 64 + 10 numbers each; with 650 parameters a round."""
+    settings = ["model=logistic", "rounds=2", "clients=3", "partition=iid", "algorithm=fedmix",
+                "algorithm.records_per_average=2"]  # fmt: skip
+    each, of_round = 4 * 239 * 74, 3 * (128 + 4 * 650)
+    assert typed(monkeypatch, *settings, "--json") == 0
+    [one] = json.loads(capsys.readouterr().out)["runs"]
+    assert one["bytes"] == {"down": 2 * of_round, "up": 2 * of_round}
+    once = {"down": 3 * (128 + 3 * each), "up": 3 * (128 + each)}
+    assert one["bytes_once"] == {"shared_records": once}
+    assert typed(monkeypatch, *settings, "--quick") == 0
+    down, up = ((2 * of_round + once[way]) / 1e6 for way in ("down", "up"))
+    assert f"{down:.1f}     {up:.1f}" in capsys.readouterr().out
+
+
 def test_a_search_is_planned_as_far_as_it_is_not_done_and_then_the_runs_that_it_chose(
     grid: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.training.evaluation import Scores
 from fl_sim.training.trainer import Trainer
-from fl_sim.types import Params, Trained
+from fl_sim.types import Params, Traffic, Trained
 
 QUICK = {"model": "logistic", "rounds": 3, "engine": {"kind": "inprocess", "workers": 1}, "local": {"batch_size": 32}}
 
@@ -94,14 +94,10 @@ NOISELESS: dict[str, Any] = {
 def test_what_travels_once_is_what_the_run_says(tmp_path: Path, settings: dict[str, Any]) -> None:
     found = estimated(**settings)
     said = run(quick(**settings), tmp_path / "run")["bytes"]
-    stated = {**said["before"], **said["after"]}
-    assert {what: (traffic.down, traffic.up) for what, traffic in found.once.items()} == {
-        what: pytest.approx((traffic["down"], traffic["up"]), rel=0.01) for what, traffic in stated.items()
-    }
-    if said["total"] is not None and found.total is not None:
-        assert (found.total.down, found.total.up) == pytest.approx(
-            (said["total"]["down"], said["total"]["up"]), rel=0.01
-        )
+    stated = {what: Traffic(**traffic) for what, traffic in {**said["before"], **said["after"]}.items()}
+    assert found.once == stated
+    in_rounds = Traffic(**said["rounds"]) if said["rounds"] else Traffic(0, 0)
+    assert found.total == sum(stated.values(), in_rounds)
 
 
 @pytest.mark.usefixtures("quick_accounting")
