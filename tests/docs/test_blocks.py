@@ -125,7 +125,7 @@ def small(words: list[str]) -> list[str]:
     """Return a command that takes a second or two in place of ``words``."""
     verb = words[0]
     if verb in {"partition", "data"}:
-        return ["digits" if word in {"mnist", "cifar10"} else word for word in words]
+        return [{"mnist": "digits", "cifar10": "digits", "data=mnist": "data=digits"}.get(word, word) for word in words]
     if verb not in {"run", "sweep", "table", "plan"}:
         return words
     kept = [quick for word in words[1:] if (quick := small_word(word))]
