@@ -35,6 +35,7 @@ Round = Callable[[int], None]
 ENGINES: dict[str, str | dict[str, object]] = {
     "inprocess": "inprocess",
     "inprocess-1": {"kind": "inprocess", "workers": 1},
+    "bfloat16": "inprocess",
     "ray": "ray:2",
     "nodes": {"kind": "ray", "address": os.environ.get("FL_SIM_NODES", "")},
     "gpu": "inprocess",
@@ -59,7 +60,7 @@ def experiment_of(work: Work, what: str) -> Experiment:
         "engine": ENGINES.get(what, "auto"),
         "device": "cuda" if work == GPU_WORK else "cpu",
     }
-    precision = what.removeprefix("gpu-") if what in ("gpu-tf32", "gpu-bfloat16") else "float32"
+    precision = what.removeprefix("gpu-") if what in ("bfloat16", "gpu-tf32", "gpu-bfloat16") else "float32"
     return experiment_from({**settings, "local": {"weight_decay": 0.0, "precision": precision}})
 
 

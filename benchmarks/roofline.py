@@ -1,14 +1,15 @@
 """Where the compiled trainer's time goes, layer by layer, beside what one core of this machine could do at best.
 
     python benchmarks/roofline.py [--plot roofline.png] [--json] [--repeats 60] [--batch 64]
-        [--only "resnet on CIFAR-10"]
+        [--only "resnet on CIFAR-10"] [--precision bfloat16]
 
 The trainer is compiled once more, with a clock in it, and trains on one minibatch in one thread, again and again. For
 every layer: milliseconds a minibatch forward, back to its inputs, back to its weights, for laying weights out and for
 the step; and its least time. That is the larger of two: its operations, counted as if every product were computed, over
 the rate of a loop of fused multiplications and additions; and the bytes of what it reads and writes, each number once,
 over the rate of a loop that copies 1 MB (the L2 cache). A layer can be faster than that where it leaves arithmetic
-out, as Winograd's convolutions and the way back through pooling do.
+out, as Winograd's convolutions and the way back through pooling do, and where ``--precision bfloat16`` takes two at a
+time (the least times are float32's).
 Real images are read from $FL_SIM_DATA; without it they are random.
 """
 
@@ -37,7 +38,7 @@ from fl_sim.native.work import products_in_output, products_of, shapes_of
 from fl_sim.native.work import rows_of as layers_of
 from fl_sim.params import detached, flattened
 from fl_sim.seeding import rng
-from fl_sim.types import LocalSettings, LocalTask
+from fl_sim.types import LocalSettings, LocalTask, Precision
 
 WORKS = {
     "niid-cnn on MNIST": ("niid-cnn", "mnist"),
@@ -98,14 +99,16 @@ def roofs(folder: Path) -> Roofs:
     return Roofs(*(max(rate) for rate in zip(*rates, strict=True)))
 
 
-def ticks(kernel: Kernel) -> NDArray[np.float64]:
+def ticks(kernel: Kernel, precision: Precision) -> NDArray[np.float64]:
     """Return the clock's ticks since the last call, (places, parts)."""
-    found = np.zeros((MOST_PLACES, len(PARTS)))
-    getattr(kernel.library, f"fl_sim_clock_{kernel.lanes}")(ctypes.c_void_p(found.ctypes.data))
+    found, kind = np.zeros((MOST_PLACES, len(PARTS))), "_bfloat16" if precision == "bfloat16" else ""
+    getattr(kernel.library, f"fl_sim_clock_{kernel.lanes}{kind}")(ctypes.c_void_p(found.ctypes.data))
     return found
 
 
-def measure(kernel: Kernel, model: str, data: str, batch: int, repeats: int) -> tuple[Stack, NDArray[np.float64]]:
+def measure(
+    kernel: Kernel, model: str, data: str, batch: int, repeats: int, precision: Precision = "float32"
+) -> tuple[Stack, NDArray[np.float64]]:
     """Return the model and the milliseconds of every place and part in one minibatch, lower quartiles of ``repeats``.
 
     What takes a few milliseconds is often left alone by other programs, and then it is at its fastest.
@@ -122,11 +125,11 @@ def measure(kernel: Kernel, model: str, data: str, batch: int, repeats: int) -> 
     lesson = Lesson(task, LocalPlan(), records, torch.from_numpy(classes.astype(np.int64)), draws)
     taken = []
     for _ in range(repeats + 1):
-        ticks(kernel)
+        ticks(kernel, precision)
         start = time.perf_counter()
-        kernel.train(stack, [lesson])
+        kernel.train(stack, [lesson], precision)
         seconds = time.perf_counter() - start
-        counted = ticks(kernel)
+        counted = ticks(kernel, precision)
         taken.append(1e3 * counted * (seconds / counted.sum()))
     return stack, np.quantile(np.stack(taken[1:]), 0.25, axis=0)
 
@@ -196,6 +199,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--repeats", type=int, default=60, help="minibatches of which lower quartiles are taken")
     parser.add_argument("--batch", type=int, default=64, help="records a minibatch")
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16"), default="float32", help="what products are computed in"
+    )
     parser.add_argument("--only", choices=WORKS, action="append", help="only these networks")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -210,10 +216,14 @@ def main() -> int:
         if kernel is None:
             print(f"there is nothing to measure: {why_not}", file=sys.stderr)
             return 2
-        found = {
-            work: rows_of(*measure(kernel, *WORKS[work], options.batch, options.repeats), options.batch, roof)
+        if options.precision == "bfloat16" and not kernel.has_bfloat16:
+            print("there is nothing to measure: this processor has no avx512_bf16", file=sys.stderr)
+            return 2
+        measured = {
+            work: measure(kernel, *WORKS[work], options.batch, options.repeats, options.precision)
             for work in options.only or WORKS
         }
+        found = {work: rows_of(*times, options.batch, roof) for work, times in measured.items()}
     if options.plot:
         plot(found, roof, options.plot)
     if options.json:
@@ -222,7 +232,8 @@ def main() -> int:
         }))  # fmt: skip
         return 0
     for work, rows in found.items():
-        print(f"\n{work}, a minibatch of {options.batch}, one thread, {kernel.lanes} numbers a vector:\n")
+        width = f"{kernel.lanes} numbers a vector, {options.precision}"
+        print(f"\n{work}, a minibatch of {options.batch}, one thread, {width}:\n")
         print(table(rows))
     operations, halves, cached, memory = (rate / 1e9 for rate in asdict(roof).values())
     print(f"\nRoofs of one core: {operations:.0f} GFLOP/s, {halves:.0f} of bfloat16 (0: it has no such products);")

@@ -44,6 +44,7 @@ WHAT = {
     "plain-2": "plain loop, 2 threads",
     "inprocess-1": "fl-sim, engine inprocess, 1 worker",
     "inprocess": "fl-sim, engine inprocess, a worker a core",
+    "bfloat16": "the same with local.precision=bfloat16",
     "ray": "fl-sim, engine ray, 2 actors",
     "flower": "minimal Flower app, flwr simulation",
 }
@@ -186,12 +187,14 @@ def floors(rate: float) -> dict[str, dict[str, float]]:
     }
 
 
-def contestants_of(index: int, options: argparse.Namespace, peers: dict[str, Entrant]) -> list[str]:
-    """Return who is measured on the work at ``index``."""
+def contestants_of(
+    index: int, options: argparse.Namespace, peers: dict[str, Entrant], missing: frozenset[str] = frozenset()
+) -> list[str]:
+    """Return who is measured on the work at ``index``; ``missing``: who this machine does not have."""
     everyone = [name for name in [*WHAT, *peers] if name != BASE]
     if index >= EVERYONE_ON or (options.quick and index):
-        everyone = ["inprocess-1", "inprocess"]
-    return [name for name in everyone if not options.only or name in options.only]
+        everyone = ["inprocess-1", "inprocess", "bfloat16"]
+    return [name for name in everyone if (not options.only or name in options.only) and name not in missing]
 
 
 def works_of(options: argparse.Namespace) -> list[Work]:
@@ -205,6 +208,14 @@ def gpu_contestants(options: argparse.Namespace) -> list[str]:
     if options.work and GPU_WORK.title not in options.work:
         return []
     return [name for name in ON_GPU if name != GPU_BASE and (not options.only or name in options.only)]
+
+
+def has_bfloat16() -> bool:
+    """Say whether the compiled trainer has products of bfloat16 here."""
+    from fl_sim.native.kernel import load_kernel
+
+    kernel, _ = load_kernel()
+    return kernel is not None and kernel.has_bfloat16
 
 
 def has_gpu() -> bool:
@@ -228,13 +239,15 @@ def main() -> None:
     peers = entrants(options.peers, [name for name in PEERS if name in (options.only or [])])
     rounds = options.rounds or (3 if options.quick else 15)
     rows: list[Row] = []
+    missing = frozenset() if has_bfloat16() else frozenset({"bfloat16"})
     for index, work in enumerate(works_of(options)):
-        for what in contestants_of(index, options, peers if fits(work) else {}):
+        for what in contestants_of(index, options, peers if fits(work) else {}, missing):
             rows += measure(work, what, rounds, peers)[1 if rows and rows[-1].work == work.title else 0 :]
             print(f"measured {work.title}: {what}", file=sys.stderr)
-    asked, skipped = gpu_contestants(options), []
+    asked, skipped = gpu_contestants(options), [f"{WHAT[name]}: no avx512_bf16" for name in missing]
     if asked and not has_gpu():
-        asked, skipped = [], [f"{GPU_WORK.title}: {ON_GPU[name]}: no CUDA device" for name in asked]
+        skipped += [f"{GPU_WORK.title}: {ON_GPU[name]}: no CUDA device" for name in asked]
+        asked = []
     for what in asked:
         rows += measure(GPU_WORK, what, rounds, {})[1 if rows and rows[-1].work == GPU_WORK.title else 0 :]
         print(f"measured {GPU_WORK.title}: {what}", file=sys.stderr)

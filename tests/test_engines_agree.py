@@ -1,6 +1,7 @@
 """The same seed ends in the same bits on every engine, with any number of workers, and over a change of engines."""
 
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
+from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store.run_directory import RoundRecord, read_rounds
@@ -264,8 +266,35 @@ def test_precision_is_said_and_changes_the_numbers_a_little(tmp_path: Path) -> N
     assert second.endswith("as one computation, bfloat16")
     assert distance(weights(tmp_path / "float32"), weights(tmp_path / "bfloat16")) > 0
     assert results["bfloat16"]["final_accuracy"] == pytest.approx(results["float32"]["final_accuracy"], abs=0.1)
-    with pytest.raises(UserError, match="precision=bfloat16 changes nothing on a CPU"):
-        run(experiment_from(base | {"engine": {"kind": "inprocess"}}), tmp_path / "alone")
+    alone = experiment_from(base | {"engine": "inprocess", "local": base["local"] | {"precision": "tf32"}})
+    with pytest.raises(UserError, match="precision=tf32 changes nothing on a CPU"):
+        run(alone, tmp_path / "alone")
+
+
+def test_the_native_trainer_takes_bfloat16_where_the_processor_does(tmp_path: Path) -> None:
+    engines = Engines()
+    base = settings("scaffold", "inprocess", "dafl-cnn").model_dump() | {"device": "cpu", "rounds": 2}
+    exact = run(experiment_from(base), tmp_path / "exact")
+    asked = experiment_from(base | {"local": base["local"] | {"precision": "bfloat16"}})
+    kernel, _ = load_kernel()
+    if kernel is None or not kernel.has_bfloat16:
+        with pytest.raises(UserError, match=r"local\.precision=bfloat16 needs the native trainer"):
+            run(asked, tmp_path / "refused")
+        return
+    result = run(asked, tmp_path / "rounded", None, engines)
+    assert re.search(r"native trainer, \d threads?, bfloat16$", engines.said[0], re.MULTILINE)
+    assert weights(tmp_path / "rounded").keys() == weights(tmp_path / "exact").keys()
+    moved = distance(weights(tmp_path / "exact"), detached(job_of(asked).model().named_parameters()))
+    assert 1e-4 * moved < distance(weights(tmp_path / "rounded"), weights(tmp_path / "exact")) < 0.2 * moved
+    assert result["final_accuracy"] == pytest.approx(exact["final_accuracy"], abs=0.1)
+    # More threads, or a run that goes on, end in the same bits.
+    threads = base["engine"] | {"workers": 1}
+    run(experiment_from(asked.model_dump() | {"engine": threads, "rounds": 1}), tmp_path / "extended")
+    run(experiment_from(asked.model_dump() | {"engine": threads}), tmp_path / "extended")
+    assert distance(weights(tmp_path / "extended"), weights(tmp_path / "rounded")) == 0
+    by_pytorch = experiment_from(asked.model_dump() | {"algorithm": "fedmix", "model": "resnet"})
+    with pytest.raises(UserError, match=r"local\.precision=bfloat16 is for the native trainer.*PyTorch trains"):
+        run(by_pytorch, tmp_path / "pytorch")
 
 
 @pytest.mark.gpu

@@ -124,11 +124,20 @@ def device_of(experiment: Experiment) -> torch.device:
 
 
 def precision_of(experiment: Experiment, device: torch.device) -> Precision:
-    """Return how exactly clients train on ``device``. Raises UserError for a precision that changes nothing there."""
+    """Return how exactly clients train on ``device``. Raises UserError for a precision that does not exist there."""
     precision, engine = experiment.local.precision, experiment.engine
     stacked = not isinstance(engine, Auto) and engine.stack > 1
     if precision == "float32" or (precision == "bfloat16" and stacked):
         return precision
+    if device.type == "cpu" and precision == "bfloat16":
+        kernel, why_not = load_kernel()
+        if kernel is not None and kernel.has_bfloat16:
+            return precision
+        why = "this processor has no avx512_bf16" if kernel is not None else f"there is none here: {why_not}"
+        raise UserError(
+            "local.precision=bfloat16 needs the native trainer and a processor that multiplies bfloat16 numbers, "
+            f"and {why}; leave it out"
+        )
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         return precision
     where = "a CPU" if device.type == "cpu" else "a GPU older than NVIDIA's Ampere"

@@ -92,8 +92,9 @@ class Local(Settings):
     running statistics as the parameters are, beside whatever the method makes of the parameters, and by "personal" the
     layers stay with every client, parameters and all (FedBN, Li et al. 2021).
 
-    ``precision`` is for GPUs: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8 (weights, their steps
-    and evaluation stay float32); on a CPU only ``engine.stack`` above 1 takes "bfloat16", and it does not pay.
+    ``precision``: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8; sums, weights, their steps and
+    evaluation stay float32. "tf32" is for GPUs. "bfloat16" is for GPUs, and for the native trainer on processors that
+    have products of such numbers (AVX512-BF16). With ``engine.stack`` above 1 any CPU takes it, and it does not pay.
     """
 
     epochs: Annotated[float, AfterValidator(_whole_as_int), PlainSerializer(_whole_as_int, return_type=int | float)] = (

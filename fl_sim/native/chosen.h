@@ -5,33 +5,28 @@
 // columns, then of the rows. That is a choice of two for every number instead of four products, three of them with zero.
 #pragma once
 
-#include "layer.h"
+#include "routes.h"
 
 namespace {
 
-// Says whether this way is open, as nobody asks for the gradient of the records. With 16 registers it is the longer one.
-inline bool is_first_pooled(const Layer& layer) {
-    if (REGISTERS < 32 || layer.kind != CONV || layer.source || !layer.pooled) return false;
-    if (layer.stride_y != 1 || layer.stride_x != 1) return false;
-    return layer.kernel_y == layer.kernel_x && (layer.kernel_y == 3 || layer.kernel_y == 5);
-}
-
 // gradient[y][x] += sum over places and lanes of slope * input, for one output, one channel and ROWS rows of its kernel.
 template <int ROWS, int COLUMNS>
-INLINE void chosen_rows(const Image& shape, const vec* slopes, const bvec* chosen, const vec* in, long row, float* gradient) {
+INLINE void chosen_rows(const Image& shape, const Factors::Values* slopes, const bvec* chosen, const Factors::Values* in, long row,
+                        float* gradient) {
     vec sums[ROWS][COLUMNS] = {};
-    for (int y = 0; y < shape.height; y++)
-        for (int x = 0; x < shape.width; x++, slopes++, chosen++) {
-            const vec slope = *slopes;
-            const ivec way = widened(*chosen), right = (way & 1) != 0, below = (way & 2) != 0;
-            const vec* from = in + 2 * (y * row + x);
-            vec above[COLUMNS];
-            UNROLL for (int c = 0; c < COLUMNS; c++) above[c] = right ? from[c + 1] : from[c];
+    for (int y = 0; y < shape.height; y++, chosen += shape.width)
+        for (int x = 0; x < shape.width; x += Factors::EACH, slopes++) {
+            const Factors::Values slope = *slopes;
+            const ivec ways = Factors::ways(chosen + x, x + 1 < shape.width);
+            const auto right = Factors::is_set(ways, 0), below = Factors::is_set(ways, 1);
+            const Factors::Values* from = in + 2 * (y * row + x);
+            Factors::Values above[COLUMNS];
+            UNROLL for (int c = 0; c < COLUMNS; c++) above[c] = Factors::choose(right, from[c + 1], from[c]);
             UNROLL for (int r = 0; r < ROWS; r++)
                 UNROLL for (int c = 0; c < COLUMNS; c++) {
-                    const vec* under = from + (r + 1) * row + c;
-                    const vec value = right ? under[1] : under[0];
-                    sums[r][c] += slope * (below ? value : above[c]);
+                    const Factors::Values* under = from + (r + 1) * row + c;
+                    const Factors::Values value = Factors::choose(right, under[1], under[0]);
+                    Factors::add(sums[r][c], slope, Factors::choose(below, value, above[c]));
                     above[c] = value;
                 }
         }
@@ -40,8 +35,9 @@ INLINE void chosen_rows(const Image& shape, const vec* slopes, const bvec* chose
 }
 
 template <int SIDE>
-NOINLINE void chosen_gradient(const Layer& layer, const vec* slopes, const bvec* chosen, const vec* in, float* gradient) {
+NOINLINE void chosen_gradient(const Layer& layer, const bvec* chosen, const Factors::Values* in, float* gradient) {
     constexpr int PART = 3, REST = SIDE % PART;  // rows whose sums stay in registers
+    const Factors::Values* slopes = layer.chosen_slopes.data();
     const long row = layer.in.row();
     int y = 0;
     for (; y + PART <= SIDE; y += PART)
@@ -54,18 +50,23 @@ void first_backward(Layer& layer, const Flow& flow, const vec* gradient, float* 
     const Timed timed(TO_WEIGHTS);
     const Image& shape = layer.out;
     const bvec* chosen = layer.chosen.data() + flow.origin * shape.features();
+    const Factors::Values* in = Factors::planes_by_place(flow.in, layer.in.vectors(), layer.plane_room) + layer.corner();
     float* to = gradients + layer.weight;
+    layer.chosen_slopes.resize(shape.height * ((shape.width + Factors::EACH - 1) / Factors::EACH));
     for (int output = 0; output < shape.channels; output++, chosen += shape.area()) {
         vec total{};
-        vec* slope = layer.slopes.data();
+        Factors::Values* slope = layer.chosen_slopes.data();
         for (int y = 0; y < shape.height; y++)
-            for (int x = 0; x < shape.width; x++)
-                total += *slope++ = flow.let_back(layer, shape.line(output, y) + x, *gradient++);
+            for (int x = 0; x < shape.width; x += Factors::EACH) {
+                vec here[Factors::EACH] = {};
+                UNROLL for (int i = 0; i < Factors::EACH; i++)
+                    if (x + i < shape.width) total += here[i] = flow.let_back(layer, shape.line(output, y) + x + i, *gradient++);
+                *slope++ = Factors::slopes(here);
+            }
         if (layer.has_bias && !flow.is_derivative) gradients[layer.bias + output] += sum(total);
         for (int channel = 0; channel < layer.in.channels; channel++, to += layer.taps()) {
-            const vec* in = flow.in + layer.corner() + channel * layer.in.plane();
-            if (layer.kernel_y == 3) chosen_gradient<3>(layer, layer.slopes.data(), chosen, in, to);
-            else chosen_gradient<5>(layer, layer.slopes.data(), chosen, in, to);
+            if (layer.kernel_y == 3) chosen_gradient<3>(layer, chosen, in + channel * layer.in.plane(), to);
+            else chosen_gradient<5>(layer, chosen, in + channel * layer.in.plane(), to);
         }
     }
 }

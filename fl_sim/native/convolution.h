@@ -7,17 +7,20 @@ namespace {
 
 struct Pass {  // a convolution over one group: forward, or back to the input with the flipped weights
     int kernel_y, kernel_x, stride_y, stride_x;
-    const vec* in;
+    const Factors::Values* in;
     Image in_shape;
     vec* out;
     Image out_shape;
     int rows, columns, step_y, step_x;  // how many places of ``out`` to write, and how far they are from each other
     bvec* chosen;  // null: no pooling
-    const float *weights, *bias;  // bias: null where there is none
+    const Factors::Weight* weights;
+    const float* bias;  // null where there is none
     bool relu;
     int first_row, end_row;  // rows of ``in`` outside of which all is zero
     const vec* passed;       // null; or a derivative's origin: take what it took (``chosen`` too), let through what it let
-    long per_output() const { return long(in_shape.channels) * kernel_y * kernel_x; }
+    int planes() const { return in_shape.channels / Factors::EACH; }            // of as many channels as a value has numbers
+    bool is_odd() const { return in_shape.channels % Factors::EACH != 0; }      // a channel of pairs of rows is left
+    long per_output() const { return long(planes() * kernel_y + is_odd() * ((kernel_y + 1) / 2)) * kernel_x; }
 };
 
 // sums[o][y][x] += weights of OUTPUTS channels * the window at ROWS x COLUMNS places. K: a K x K kernel; S: of stride S; 0: any.
@@ -28,23 +31,26 @@ INLINE void add_window(const Pass& pass, int row_at, int column_at, int output, 
     const long row = pass.in_shape.row(), plane = pass.in_shape.plane(), per_output = pass.per_output();
     const int begin = std::max(0, pass.first_row - row_at - (ROWS - 1) * stride_y);
     const int end = std::min(kernel_y, pass.end_row - row_at);
-    const vec* in = pass.in + row_at * row + column_at;
-    for (int channel = 0; channel < pass.in_shape.channels; channel++, in += plane) {
-        const float* weights = pass.weights + output * per_output + (channel * kernel_y + begin) * kernel_x;
-        for (int y = begin; y < end; y++) {
-            const vec* from = in + y * row;
-            _Pragma("GCC unroll 7") for (int x = 0; x < kernel_x; x++, weights++) {
-                vec values[ROWS][COLUMNS];
+    const Factors::Values* in = pass.in + row_at * row + column_at;
+    const auto add_row = [&](const Factors::Values* from, const Factors::Weight* weights) INLINED {
+        _Pragma("GCC unroll 7") for (int x = 0; x < kernel_x; x++, weights++) {
+            Factors::Values values[ROWS][COLUMNS];
+            UNROLL for (int r = 0; r < ROWS; r++)
+                UNROLL for (int c = 0; c < COLUMNS; c++) values[r][c] = from[r * stride_y * row + c * stride_x + x];
+            UNROLL for (int o = 0; o < OUTPUTS; o++) {
+                const Factors::Values weight = Factors::spread(weights[o * per_output]);
                 UNROLL for (int r = 0; r < ROWS; r++)
-                    UNROLL for (int c = 0; c < COLUMNS; c++) values[r][c] = from[r * stride_y * row + c * stride_x + x];
-                UNROLL for (int o = 0; o < OUTPUTS; o++) {
-                    const vec weight = spread(weights[o * per_output]);
-                    UNROLL for (int r = 0; r < ROWS; r++)
-                        UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][r][c] += weight * values[r][c];
-                }
+                    UNROLL for (int c = 0; c < COLUMNS; c++) Factors::add(sums[o][r][c], weight, values[r][c]);
             }
         }
+    };
+    for (int channel = 0; channel < pass.planes(); channel++, in += plane) {
+        const Factors::Weight* weights = pass.weights + output * per_output + (channel * kernel_y + begin) * kernel_x;
+        for (int y = begin; y < end; y++, weights += kernel_x) add_row(in + y * row, weights);
     }
+    if (!pass.is_odd()) return;
+    const Factors::Weight* weights = pass.weights + output * per_output + (pass.planes() * kernel_y + begin / 2) * kernel_x;
+    for (int y = begin / 2 * 2; y < end; y += 2, weights += kernel_x) add_row(in + y * row, weights);
 }
 
 INLINE vec let_through(const Pass& pass, long at, vec value) {
@@ -140,12 +146,25 @@ void convolve(const Pass& pass) {
     convolve<0, 0>(pass);
 }
 
-Pass forward_pass(Layer& layer, const Flow& flow, const float* params) {
+// ``in``, ``weights``: what the group's planes and the kernels are to products; null where none are made here.
+Pass forward_pass(Layer& layer, const Flow& flow, const float* params, const Factors::Values* in, const Factors::Weight* weights) {
     bvec* chosen = layer.pooled ? layer.chosen.data() + flow.origin * layer.out.features() : nullptr;
     const bool is_biased = layer.has_bias && !flow.is_derivative;
-    return {layer.kernel_y, layer.kernel_x, layer.stride_y, layer.stride_x, flow.in + layer.corner(), layer.in, flow.out,
-            layer.out, layer.out.height, layer.out.width, 1, 1, chosen, params + layer.weight, is_biased ? params + layer.bias : nullptr, layer.relu,
+    return {layer.kernel_y, layer.kernel_x, layer.stride_y, layer.stride_x, in, layer.in, flow.out,
+            layer.out, layer.out.height, layer.out.width, 1, 1, chosen, weights, is_biased ? params + layer.bias : nullptr, layer.relu,
             layer.padding_y, layer.padding_y + layer.in.height, flow.is_derivative ? flow.passed : nullptr};
+}
+
+// Before a minibatch: lays the kernels out for the way forward.
+inline void start_forward(Layer& layer, const float* params) {
+    layer.kernels = Factors::kernels(params + layer.weight, layer.out.channels, layer.in.channels, layer.kernel_y,
+                                     layer.kernel_x, layer.kernel_room);
+}
+
+void conv_forward(Layer& layer, const Flow& flow, const float* params) {
+    const Factors::Values* planes =
+        Factors::planes(flow.in, layer.in.channels, layer.in.plane(), layer.in.row(), layer.plane_room);
+    convolve(forward_pass(layer, flow, params, planes + layer.corner(), layer.kernels));
 }
 
 }  // namespace

@@ -159,18 +159,21 @@ void flip(Layer& layer, const float* weights) {
     });
 }
 
-void slopes_to_input(const Layer& layer, vec* back) {
+void slopes_to_input(Layer& layer, vec* back) {
     Image bare = layer.in;
     bare.border_y = bare.border_x = 0;
     const Image& slope = layer.slope;
+    const Factors::Values* slopes =
+        Factors::planes(layer.slopes.data(), slope.channels, slope.plane(), slope.row(), layer.plane_room) + slope.start();
     const float* weights = layer.flipped.data();
     if (layer.stride_y > layer.kernel_y || layer.stride_x > layer.kernel_x)  // some pixels are not met at all
         std::fill(back, back + bare.features(), vec{});
     each_phase(layer, [&](int, int, const Phase& y, const Phase& x) {
-        const vec* in = layer.slopes.data() + slope.start() + y.start * slope.row() + x.start;
-        convolve({y.taps, x.taps, 1, 1, in, slope, back + y.first * bare.row() + x.first, bare, y.count, x.count,
-                  layer.stride_y, layer.stride_x, nullptr, weights, nullptr, false, -y.start,
-                  layer.before_height - y.start, nullptr});
+        const Factors::Weight* kernels =
+            Factors::kernels(weights, layer.in.channels, slope.channels, y.taps, x.taps, layer.flipped_room);
+        convolve({y.taps, x.taps, 1, 1, slopes + y.start * slope.row() + x.start, slope,
+                  back + y.first * bare.row() + x.first, bare, y.count, x.count, layer.stride_y, layer.stride_x, nullptr,
+                  kernels, nullptr, false, -y.start, layer.before_height - y.start, nullptr});
         weights += long(layer.in.channels) * layer.out.channels * y.taps * x.taps;
     });
 }

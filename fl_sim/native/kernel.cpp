@@ -205,7 +205,12 @@ int guarded(const Work& work) try {
 
 // A library holds this file once for every width of vectors, so what Python calls has the width in its name:
 // fl_sim_train_16. None but those of a width that the processor has may be called.
+// What is compiled for products of bfloat16 says so behind it.
+#ifdef FL_SIM_BFLOAT16
+#define JOINED(name, lanes) name##_##lanes##_bfloat16
+#else
 #define JOINED(name, lanes) name##_##lanes
+#endif
 #define EXPANDED(name, lanes) JOINED(name, lanes)
 #define OF_WIDTH(name) EXPANDED(name, FL_SIM_LANES)
 

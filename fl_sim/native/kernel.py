@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.checks import check_records, vector_of
-from fl_sim.native.compiling import SOURCES_DIGEST, find_library, lanes_of, missing_in, processor
+from fl_sim.native.compiling import BFLOAT16, SOURCES_DIGEST, find_library, lanes_of, missing_in, processor
 from fl_sim.native.layers import FIELDS, Stack
 from fl_sim.native.request import Held, Request, has_momentum, padded
 from fl_sim.params import FlatParams, num_in
-from fl_sim.types import LocalTask, Trained
+from fl_sim.types import LocalTask, Precision, Trained
 
 Rows: TypeAlias = Literal["logits", "features"]
 
@@ -74,14 +74,22 @@ class Lesson(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """The loaded library, and how many numbers its vectors hold on this processor: a key of ``compiling.WIDTHS``."""
+    """The loaded library, and how many numbers its vectors hold on this processor: a key of ``compiling.WIDTHS``.
+
+    ``has_bfloat16``: whether the processor has products of bfloat16 numbers.
+    """
 
     library: ctypes.CDLL
     lanes: int
+    has_bfloat16: bool = False
 
-    def train(self, stack: Stack, lessons: Sequence[Lesson]) -> list[Trained]:
+    def train(self, stack: Stack, lessons: Sequence[Lesson], precision: Precision = "float32") -> list[Trained]:
         """Train clients, one after another, each as ``fl_sim.training.loop.train`` does but for float32 rounding.
 
+        With ``precision`` "bfloat16", which needs ``has_bfloat16``, the factors of products are rounded to 8 bits, and
+        their sums are float32: in linear layers, and in convolutions on the way forward and back to their input.
+        Exact are the way back through pooling, the gradient of a convolution's weights unless it reads the records and
+        pools, and convolutions of 3 x 3 pixels of 8 channels or more, most of which go by Winograd's algorithm.
         Other threads run meanwhile. Raises IndexError for a label outside the model's classes, and ValueError for
         tensors of other lengths or types than the model and the task ask for.
         """
@@ -91,7 +99,8 @@ class Kernel:
         held = Held(stack)
         requests = (Request * len(lessons))(*(held.request(*result) for result in results))
         losses = (ctypes.c_double * len(lessons))()
-        failed = self._named("fl_sim_train")(requests, ctypes.c_int64(len(lessons)), losses)
+        train = self._named("fl_sim_train", "_bfloat16" if precision == "bfloat16" else "")
+        failed = train(requests, ctypes.c_int64(len(lessons)), losses)
         if failed:
             raise _failure(failed, stack, "local training")
         return [
@@ -139,8 +148,8 @@ class Kernel:
         sources.restype = ctypes.c_char_p
         return bool(sources() == SOURCES_DIGEST.encode() and layout() == _LAYOUT)
 
-    def _named(self, name: str) -> Any:  # a function of C
-        return getattr(self.library, f"{name}_{self.lanes}")
+    def _named(self, name: str, kind: str = "") -> Any:  # a function of C
+        return getattr(self.library, f"{name}_{self.lanes}{kind}")
 
 
 @lru_cache(maxsize=1)
@@ -156,7 +165,7 @@ def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
     if not path.exists():
         return None, "it was not compiled (python -m fl_sim.native does that)"
     try:
-        kernel = Kernel(ctypes.CDLL(str(path)), lanes)
+        kernel = Kernel(ctypes.CDLL(str(path)), lanes, lanes == 16 and BFLOAT16 in features)
     except OSError as error:
         return None, f"{path} cannot be loaded: {error}"
     if not kernel.is_this_versions():

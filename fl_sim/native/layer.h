@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "clock.h"
-#include "vectors.h"
+#include "factors.h"
 
 namespace {
 
@@ -46,6 +46,9 @@ struct Layer {
     Image slope;                      // gradient before pooling, bordered for the way back
     std::vector<vec> slopes;          // one group's
     std::vector<float> flipped;       // a convolution's weights, [in channel][out channel] and each kernel turned round
+    const Factors::Weight* kernels;   // a convolution's weights as the way forward takes them, in ``kernel_room``
+    Factors::Room kernel_room, flipped_room, plane_room;
+    std::vector<Factors::Values> chosen_slopes;  // of one output of a pooled first convolution, see chosen.h
 
     long taps() const { return long(kernel_y) * kernel_x; }
     // Of what comes in: where the first window starts.
@@ -129,7 +132,7 @@ inline void reserve(Layer& layer, int groups) {
     layer.slope = {layer.out.channels, std::max(layer.before_height, height), std::max(layer.before_width, width), border_y,
                    border_x};
     layer.slopes.resize(layer.slope.vectors());
-    layer.flipped.resize(layer.num_weights());
+    layer.flipped.resize(layer.num_weights() + LANES);
 }
 
 // One group on its way through a layer. A derivative is carried along the way its ``origin`` went: the same maxima, the

@@ -7,30 +7,30 @@ namespace {
 
 // out[group][o] = bias[o] + sum_i weights[o * along + i * across] * in[group][i], for OUTPUTS outputs and GROUPS groups.
 struct Product {
-    const vec* in;
-    long inputs;
+    const Factors::Values* in;
+    long inputs;  // numbers, or pairs of them
     vec* out;
     long outputs;
-    const float* weights;
+    const Factors::Weight* weights;
     long along, across;
     const float* bias;  // null: none
     bool relu;
 };
 
 template <int OUTPUTS, int GROUPS>
-NOINLINE void multiply_part(const Product& product, int group, long output, const float* weights) {
+NOINLINE void multiply_part(const Product& product, int group, long output, const Factors::Weight* weights) {
     const long inputs = product.inputs, along = product.along;
-    const vec* in = product.in + group * inputs;
+    const Factors::Values* in = product.in + group * inputs;
     vec* out = product.out + group * product.outputs + output;
     vec sums[OUTPUTS][GROUPS];
     UNROLL for (int o = 0; o < OUTPUTS; o++)
         UNROLL for (int g = 0; g < GROUPS; g++) sums[o][g] = spread(product.bias ? product.bias[output + o] : 0.0f);
     for (long i = 0; i < inputs; i++, weights += product.across) {
-        vec values[GROUPS];
+        Factors::Values values[GROUPS];
         UNROLL for (int g = 0; g < GROUPS; g++) values[g] = in[g * inputs + i];
         UNROLL for (int o = 0; o < OUTPUTS; o++) {
-            const vec weight = spread(weights[o * along]);
-            UNROLL for (int g = 0; g < GROUPS; g++) sums[o][g] += weight * values[g];
+            const Factors::Values weight = Factors::spread(weights[o * along]);
+            UNROLL for (int g = 0; g < GROUPS; g++) Factors::add(sums[o][g], weight, values[g]);
         }
     }
     UNROLL for (int o = 0; o < OUTPUTS; o++)
@@ -40,7 +40,7 @@ NOINLINE void multiply_part(const Product& product, int group, long output, cons
 constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 6 : 3;  // of weights: their sums for four groups stay in registers
 
 template <int OUTPUTS>
-void multiply_rows(const Product& product, int group, int end, long output, const float* weights) {
+void multiply_rows(const Product& product, int group, int end, long output, const Factors::Weight* weights) {
     for (; group + 4 <= end; group += 4) multiply_part<OUTPUTS, 4>(product, group, output, weights);
     if (end - group == 3) multiply_part<OUTPUTS, 3>(product, group, output, weights);
     if (end - group == 2) multiply_part<OUTPUTS, 2>(product, group, output, weights);
@@ -67,44 +67,47 @@ void multiply(const Product& product, int groups) {
 }
 
 // Lays activations [group][feature][lane] out as [feature / LANES][record][LANES features]. ``apart``: of groups.
-NOINLINE void to_rows(const vec* in, long features, long apart, int groups, vec* rows) {
+template <class Of>
+NOINLINE void to_rows(const vec* in, long features, long apart, int groups, typename Of::Values* rows) {
     for (long first = 0; first < features; first += LANES)
-        for (int group = 0; group < groups; group++, rows += LANES) {
+        for (int group = 0; group < groups; group++) {
             vec block[LANES];
             for (int i = 0; i < LANES; i++) block[i] = first + i < features ? in[group * apart + first + i] : vec{};
             transpose(block);
-            for (int lane = 0; lane < LANES; lane++) rows[lane] = block[lane];
+            rows = Of::write_records(block, rows);
         }
 }
 
+template <class Of>
 struct Slopes {  // what the gradient of a linear layer's weights needs to know
     long at, inputs, outputs;
-    const float* slopes;  // [group][output][lane]
-    long apart;           // from one group's slopes to the next, in vectors
-    const vec* rows;      // see to_rows
-    long block;           // from one block of LANES features to the next
+    const typename Of::Weight* slopes;  // [group][output][lane]
+    long apart;                         // from one group's slopes to the next, in vectors
+    const typename Of::Values* rows;    // see to_rows
+    long block;                         // from one block of LANES features to the next
     int records;
 };
 
 // Sums slope * input over records, for OUTPUTS rows and COLUMNS * LANES columns of the weights, and hands them to ``sink``.
 // WHOLE: all columns are there.
-template <int OUTPUTS, int COLUMNS, bool WHOLE, class Sink>
-NOINLINE void product_part(const Slopes& given, long output, long first, const Sink& shared) {
+template <int OUTPUTS, int COLUMNS, bool WHOLE, class Of, class Sink>
+NOINLINE void product_part(const Slopes<Of>& given, long output, long first, const Sink& shared) {
     const Sink sink = shared;  // no store can change it, as far as the compiler knows
     const long inputs = given.inputs, at = given.at + output * inputs + first;
     vec sums[OUTPUTS][COLUMNS];
     UNROLL for (int o = 0; o < OUTPUTS; o++)
         UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][c] = vec{};
-    const vec* row = given.rows + first / LANES * given.block;
-    const float* slopes = given.slopes + output * LANES;
-    for (int record = 0; record < given.records; record += LANES, slopes += given.apart * LANES) {
-        const int here = std::min(LANES, given.records - record);
+    constexpr int LANES_WIDE = LANES / Of::EACH;
+    const typename Of::Values* row = given.rows + first / LANES * given.block;
+    const typename Of::Weight* slopes = given.slopes + output * LANES_WIDE;
+    for (int record = 0; record < given.records; record += LANES, slopes += given.apart * LANES_WIDE) {
+        const int here = (std::min(LANES, given.records - record) + Of::EACH - 1) / Of::EACH;
         _Pragma("GCC unroll 2") for (int lane = 0; lane < here; lane++, row++) {
-            vec values[COLUMNS];
+            typename Of::Values values[COLUMNS];
             UNROLL for (int c = 0; c < COLUMNS; c++) values[c] = row[c * given.block];
             UNROLL for (int o = 0; o < OUTPUTS; o++) {
-                const vec weight = spread(slopes[o * LANES + lane]);
-                UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][c] += weight * values[c];
+                const typename Of::Values weight = Of::spread(slopes[o * LANES_WIDE + lane]);
+                UNROLL for (int c = 0; c < COLUMNS; c++) Of::add(sums[o][c], weight, values[c]);
             }
         }
     }
@@ -120,16 +123,16 @@ NOINLINE void product_part(const Slopes& given, long output, long first, const S
 }
 
 // MOST rows at a time, COLUMNS * LANES columns wide.
-template <int COLUMNS, int MOST, class Sink>
-void product_columns(const Slopes& given, long first, const Sink& sink) {
+template <int COLUMNS, int MOST, class Of, class Sink>
+void product_columns(const Slopes<Of>& given, long first, const Sink& sink) {
     long output = 0;
     for (; output + MOST <= given.outputs; output += MOST) product_part<MOST, COLUMNS, false>(given, output, first, sink);
     for (; output < given.outputs; output++) product_part<1, COLUMNS, false>(given, output, first, sink);
 }
 
 // Hands over the gradient of a linear layer's weights.
-template <class Sink>
-void linear_steps(const Sink& sink, const Slopes& given) {
+template <class Of, class Sink>
+void linear_steps(const Sink& sink, const Slopes<Of>& given) {
     constexpr int MOST = ROWS_AT_ONCE, STEP = 4 * LANES;
     const long whole = given.inputs / STEP * STEP;
     long first = whole;

@@ -171,17 +171,19 @@ class Network {
         const long inputs = layer.in.features(), outputs = layer.out.channels;
         const vec* in = graph_.nodes[index].at(0);
         vec* out = index + 1 < num_layers() ? graph_.nodes[index + 1].at(0) : logits_.data();
-        Product product{in, inputs, out, outputs, params + layer.weight, inputs, 1,
+        const long factors = (inputs + Factors::EACH - 1) / Factors::EACH;
+        Product product{Factors::features(in, inputs, groups_, feature_room_), factors, out, outputs, nullptr, factors, 1,
                         layer.has_bias ? params + layer.bias : nullptr, layer.relu};
-        const auto rows = [&](long output, long count) -> const float* {
-            if (!climb || index > 0) return product.weights + output * inputs;
+        const auto rows = [&](long output, long count) -> const Factors::Weight* {
+            if (!climb || index > 0)
+                return Factors::rows(params + layer.weight + output * inputs, count, inputs, weight_room_);
             climbed_.resize(count * inputs + LANES);
             climb->write(output * inputs, count * inputs, climbed_.data());
-            return climbed_.data();
+            return Factors::rows(climbed_.data(), count, inputs, weight_room_);
         };
         multiply(product, origins_, rows);
         if (groups_ == origins_) return;
-        product.in += origins_ * inputs, product.out += origins_ * outputs;
+        product.in += origins_ * factors, product.out += origins_ * outputs;
         product.bias = nullptr, product.relu = false;
         multiply(product, origins_, rows);
         for (long at = 0; layer.relu && at < origins_ * outputs; at++) product.out[at] = out[at] > 0.0f ? product.out[at] : vec{};
@@ -201,18 +203,21 @@ class Network {
                 for (long at = 0; at < groups_ * outputs; at++) slopes[at] = out[at % half] > 0.0f ? slopes[at] : vec{};
             }
             if (index > graph_.first_trained) {  // first, as a sink may step: with the weights of the way forward
-                multiply({slopes, outputs, next, inputs, params + layer.weight, 1, inputs, nullptr, false}, groups_);
+                multiply({Factors::features(slopes, outputs, groups_, feature_room_), (outputs + Factors::EACH - 1) / Factors::EACH,
+                          next, inputs, Factors::columns(params + layer.weight, outputs, inputs, weight_room_), 1, inputs,
+                          nullptr, false}, groups_);
                 for (long at = 0; added && at < origins_ * inputs; at++) next[at] += added[at];
                 added = nullptr;
             }
             for (int group = 0; index > graph_.first_linear && group < groups_; group++)
                 dropout_.apply(index - 1, group % origins_, layer.in, next + group * inputs);
             const Timed weighing(TO_WEIGHTS);
-            vec* rows = index ? rows_.data() : record_rows_.data();
-            if (index || !climb) to_rows(graph_.nodes[index].at(0), inputs, inputs, groups_, rows);
+            Factors::Values* rows = index ? rows_.data() : record_rows_.data();
+            if (index || !climb) to_rows<Factors>(graph_.nodes[index].at(0), inputs, inputs, groups_, rows);
             const int records = groups_ == origins_ ? batch.count : groups_ * LANES;  // those that are missing have slope 0
-            linear_steps(sink, {layer.weight, inputs, outputs, reinterpret_cast<const float*>(slopes), outputs,
-                               rows, long(groups_) * LANES, records});
+            linear_steps<Factors>(sink, {layer.weight, inputs, outputs,
+                                         Factors::records(slopes, groups_ * outputs, weight_room_), outputs, rows,
+                                         long(groups_) * LANES / Factors::EACH, records});
             if (layer.has_bias) {
                 for (long o = 0; o < outputs; o++) {
                     vec total{};
@@ -232,8 +237,9 @@ class Network {
     Objective objective_;
     std::vector<vec> logits_, other_;  // gradients between linear layers, [group][feature]
     std::vector<vec> flat_;            // a group's inputs before they get a border
-    std::vector<vec> rows_;            // a linear layer's inputs with the feature innermost
-    std::vector<vec> record_rows_;     // likewise of the first layer, if it is linear
+    std::vector<Factors::Values> rows_;         // a linear layer's inputs with the feature innermost
+    std::vector<Factors::Values> record_rows_;  // likewise of the first layer, if it is linear
+    Factors::Room feature_room_, weight_room_;  // of what a linear layer multiplies
     std::vector<float> moved_;         // a group's records, where they are moved
     std::vector<float> gradients_;     // of the layers before the first linear one
     std::vector<float> by_bias_;       // of a linear layer

@@ -10,12 +10,20 @@ constexpr int MOST_RUN = REGISTERS == 32 ? 8 : 14;  // vectors in a row of a ker
 
 INLINE long run_vectors(const Layer& layer) { return (long(layer.kernel_x) * layer.in.channels + LANES - 1) / LANES; }
 
+// Says whether chosen.h's way is open, as nobody asks for the gradient of the records. With 16 registers it is the longer one.
+inline bool is_first_pooled(const Layer& layer) {
+    if (REGISTERS < 32 || layer.kind != CONV || layer.source || !layer.pooled) return false;
+    if (layer.stride_y != 1 || layer.stride_x != 1) return false;
+    return layer.kernel_y == layer.kernel_x && (layer.kernel_y == 3 || layer.kernel_y == 5);
+}
+
 // Says whether this way is open and cheaper: per slope, the kernel's vectors and some overhead against four times the
 // kernel's numbers, a LANES-th each.
 inline bool is_routed(const Layer& layer) {
     if (layer.kind != CONV || !layer.pooled || layer.stride_y != 1 || layer.stride_x != 1) return false;
     if (layer.kernel_y != 3 && layer.kernel_y != 5) return false;
     if (layer.corner() != 0) return false;
+    if (Factors::EACH == 2 && is_first_pooled(layer)) return false;  // which takes pairs
     const long vectors = run_vectors(layer) * layer.kernel_y;
     if (run_vectors(layer) > MOST_RUN) return false;
     return vectors * 4 / 3 + 7 < 4 * layer.in.channels * layer.taps() / LANES;

@@ -78,6 +78,7 @@ class Spatial {
         Layer& layer = graph_.layers[index];
         const float* weights = params + layer.weight;
         if (is_winograd(layer)) start_winograd(winograds_[index], layer, weights);
+        else if (layer.kind == CONV) start_forward(layer, params);
         if (is_routed(layer)) start_routes(routes_[index], layer, weights);
         else if (layer.kind == CONV && layer.source && !is_winograd(layer)) flip(layer, weights);
     }
@@ -88,7 +89,7 @@ class Spatial {
         switch (layer.kind) {
             case CONV:
                 if (is_winograd(layer)) winograd_forward(winograds_[index], tiles_, layer, flow, params);
-                else convolve(forward_pass(layer, flow, params));
+                else conv_forward(layer, flow, params);
                 return;
             case POOL: return pool_forward(layer, flow);
             case NORM: return norm_forward(layer, flow, params);

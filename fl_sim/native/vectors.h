@@ -7,6 +7,7 @@
 #include <vector>
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINED __attribute__((always_inline))  // of a lambda
 #define NOINLINE __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 32")
 

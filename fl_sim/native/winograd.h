@@ -174,10 +174,10 @@ INLINE void multiply_positions(const Winograd& winograd, const vec* from, long i
 }
 
 void winograd_forward(const Winograd& winograd, Tiles& tiles, Layer& layer, const Flow& flow, const float* params) {
-    const Pass pass = forward_pass(layer, flow, params);
+    const Pass pass = forward_pass(layer, flow, params, nullptr, nullptr);
     const long inputs = layer.in.channels, outputs = layer.out.channels;
     each_tiles(layer, [&](int first, int count) {
-        transform_windows(layer, pass.in, first, count, tiles.in.data());
+        transform_windows(layer, flow.in + layer.corner(), first, count, tiles.in.data());
         multiply_positions(winograd, tiles.in.data(), inputs, tiles.out.data(), outputs, inputs, 1, count);
         write_outputs(layer, pass, first, count, tiles.out.data());
     });
@@ -229,8 +229,8 @@ INLINE void add_gradient(Winograd& winograd, Tiles& tiles, long inputs, long out
             add_tile_products<ROWS>(in, inputs, tile_apart(inputs), slopes, outputs, tile_apart(outputs), count, gradient);
             continue;
         }
-        to_rows(in, inputs, tile_apart(inputs), count, tiles.rows.data());
-        linear_steps(Added{gradient}, {0, inputs, outputs, reinterpret_cast<const float*>(slopes), tile_apart(outputs),
+        to_rows<Singles>(in, inputs, tile_apart(inputs), count, tiles.rows.data());
+        linear_steps<Singles>(Added{gradient}, {0, inputs, outputs, reinterpret_cast<const float*>(slopes), tile_apart(outputs),
                                        tiles.rows.data(), long(count) * LANES, count * LANES});
     }
 }

@@ -69,7 +69,7 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
     engine, why = choose(job)
     num_clients, workers, stack = job.experiment.num_clients, workers_of(engine, job), stack_of(engine, job)
     if not (isinstance(engine, Ray) and engine.gpus):  # whose actors see GPUs that this process may not
-        job.precision  # noqa: B018 (which raises)
+        _check_precision(job, workers, stack)
     grid: LocalGrid
     if isinstance(engine, Ray):
         if importlib.util.find_spec("ray") is None:
@@ -189,7 +189,7 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
         return f"stacked trainer on {job.device.type}, {stack} clients as one computation{precision}"
     threads = f"{workers} {'thread' if workers == 1 else 'threads'}"
     if trains_natively(job):
-        return f"native trainer, {threads}"
+        return f"native trainer, {threads}{precision}"
     kernel, why_not = load_kernel()
     if kernel is None and job.device.type == "cpu":
         return f"PyTorch trains, {threads}: there is no native trainer here, {why_not}"
@@ -201,6 +201,16 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
         unknown.append(slower)
     why = f": the native trainer does not take {', '.join(unknown)}" if unknown else ""
     return f"PyTorch trains, {threads}{precision}{why if kernel is not None else ''}"
+
+
+def _check_precision(job: Job, workers: int, stack: int) -> None:
+    """Raise UserError where nobody trains in the precision that is asked for."""
+    on_cpu = job.device.type == "cpu" and stack == 1
+    if job.precision == "bfloat16" and on_cpu and not trains_natively(job):
+        raise UserError(
+            "local.precision=bfloat16 is for the native trainer and for GPUs, and here "
+            f"{trainer_line(job, workers).replace(', bfloat16', '')}; leave it out"
+        )
 
 
 def _typical_settings(job: Job) -> LocalSettings:

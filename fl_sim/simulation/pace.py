@@ -73,7 +73,8 @@ def step_seconds(job: Job) -> float:
     procedure = procedure_of(job)
     plan = procedure.typical_plan()
     jobs = [LocalJob(task, plan, records.whole(), rng(job.experiment.seed, "probe", one)) for one in range(stack)]
-    train_all = procedure.site().stacked.train if stack > 1 else job.trainer.train_all
+    site = procedure.site()
+    train_all = site.stacked.train if stack > 1 else site.trainer.train_all
     num_steps = sum(one.num_steps for one in train_all(jobs))  # whose first call loads what others find
     return _seconds(job.device, lambda: train_all(jobs)) / num_steps
 

@@ -64,7 +64,8 @@ class Trainer:
 
     May be called from several threads. The compiled trainer runs in all of them at once, and so does PyTorch on models
     that draw no random numbers, a copy of the model in each thread; with dropout, whose generator is the process's,
-    PyTorch takes one client after another. ``kernel`` None: always PyTorch. ``precision`` is PyTorch's on a GPU.
+    PyTorch takes one client after another. ``kernel`` None: always PyTorch. ``precision``: how exactly products are
+    computed where models are trained; a compiled trainer takes "bfloat16" where ``kernel.has_bfloat16``.
     """
 
     def __init__(self, model: nn.Module, kernel: Kernel | None, precision: Precision = "float32") -> None:
@@ -112,7 +113,7 @@ class Trainer:
         lessons = [
             Lesson(job.task, job.plan, *job.records.tensors(), own) for job, own in zip(jobs, draws, strict=True)
         ]
-        found = self._kernel.train(stack, lessons)
+        found = self._kernel.train(stack, lessons, self._precision)
         return [
             replace(trained, feature_sums=_feature_sums(self._kernel, stack, lesson, trained))
             if lesson.plan.class_features

@@ -1,5 +1,6 @@
 """A job: what an experiment needs to run, found once, and what data, split and device must be for that."""
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,10 @@ from numpy.typing import NDArray
 
 from fl_sim.data import load
 from fl_sim.errors import UserError
+from fl_sim.experiment import job as job_module
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import device_of, job_of, precision_of, resolved
+from fl_sim.native.kernel import Kernel
 from fl_sim.training.loop import to_tensors
 from fl_sim.types import Dataset
 from strategies.algorithm import Split
@@ -72,7 +75,7 @@ def test_a_precision_is_refused_where_it_would_change_nothing(monkeypatch):
     stacked = ("engine=inprocess", "engine.stack=4")
     assert precision_of(_made(), cpu) == "float32"
     assert precision_of(_made("local.precision=bfloat16", *stacked), cpu) == "bfloat16"
-    for overrides in (["local.precision=bfloat16"], ["local.precision=tf32"], ["local.precision=tf32", *stacked]):
+    for overrides in (["local.precision=tf32"], ["local.precision=tf32", *stacked]):
         with pytest.raises(UserError, match="changes nothing on a CPU"):
             precision_of(_made(*overrides), cpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -82,6 +85,20 @@ def test_a_precision_is_refused_where_it_would_change_nothing(monkeypatch):
         precision_of(_made("local.precision=tf32"), gpu)
     with pytest.raises(UserError, match="bfloat16"):
         _made("local.precision=float16")
+
+
+def test_bfloat16_on_a_cpu_needs_a_compiled_trainer_and_a_processor_that_have_it(monkeypatch):
+    cpu, asked = torch.device("cpu"), _made("local.precision=bfloat16")
+    for kernel, why_not in (
+        (Kernel(ctypes.CDLL(None), 16, has_bfloat16=False), "this processor has no avx512_bf16; leave it out"),
+        (None, "there is none here: it was not compiled"),
+    ):
+        monkeypatch.setattr(job_module, "load_kernel", lambda found=kernel: (found, "it was not compiled"))
+        with pytest.raises(UserError, match=f"local.precision=bfloat16 needs the native trainer.*, and {why_not}"):
+            precision_of(asked, cpu)
+    kernel = Kernel(ctypes.CDLL(None), 16, has_bfloat16=True)
+    monkeypatch.setattr(job_module, "load_kernel", lambda: (kernel, ""))
+    assert precision_of(asked, cpu) == "bfloat16"
 
 
 @dataclass(frozen=True)
