@@ -6,7 +6,8 @@ Every minibatch is 64 random 3x32x32 records for a model with new weights. Its e
 model's tensors, relative to the tensor's norm. Where a ReLU or a maximum hangs on the last bit, it may fall the other
 way than in float64: then the error is some 1e-4 to 1e-2, whoever computes it. Such minibatches (error above 2e-5) are
 counted apart, beside those in which PyTorch itself decides otherwise in float32 than in float64; the median is that of
-the others.
+the others. Where the processor has products of bfloat16 numbers, errors of both with these come last, medians of all
+minibatches: in most of them something falls the other way.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
 from fl_sim.native.layers import describe
 from fl_sim.params import detached
 from fl_sim.seeding import rng
-from fl_sim.types import LocalSettings, LocalTask, Params
+from fl_sim.types import LocalSettings, LocalTask, Params, Precision
 
 SHAPE, CLASSES, RECORDS = (3, 32, 32), 10, 64
 RATE = 1e4
@@ -34,13 +35,15 @@ RATE = 1e4
 FLIPPED = 2e-5
 
 
-def by_kernel(kernel: Kernel, model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> Params:
+def by_kernel(
+    kernel: Kernel, model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, precision: Precision = "float32"
+) -> Params:
     """Return the gradient that the compiled trainer's first step takes."""
     params, stack = detached(model.named_parameters()), describe(model, SHAPE)
     assert stack is not None
     task = LocalTask(1, 0, 1, RECORDS, LocalSettings(RATE, 0.0, 0.0, RECORDS, 1), params)
     draws = Draws.of(task, LocalPlan(), RECORDS, rng(0, "rounding"))
-    [trained] = kernel.train(stack, [Lesson(task, LocalPlan(), inputs, labels, draws)])
+    [trained] = kernel.train(stack, [Lesson(task, LocalPlan(), inputs, labels, draws)], precision)
     return {name: (value.double() - trained.params[name].double()) / RATE for name, value in params.items()}
 
 
@@ -70,6 +73,7 @@ def error(found: Params, truth: Params) -> float:
 def measure(kernel: Kernel, name: str, batches: int) -> dict[str, float]:
     """Return medians of errors, and in how many minibatches something fell the other way."""
     errors: dict[str, list[float]] = {"compiled": [], "PyTorch": []}
+    halves: dict[str, list[float]] = {"compiled": [], "PyTorch": []}
     decided_otherwise = 0
     for number in range(batches):
         torch.manual_seed(number)
@@ -79,11 +83,16 @@ def measure(kernel: Kernel, name: str, batches: int) -> dict[str, float]:
         found, rounded = by_pytorch(model, inputs, labels)
         errors["compiled"].append(error(by_kernel(kernel, model, inputs, labels), truth))
         errors["PyTorch"].append(error(found, truth))
+        if kernel.has_bfloat16:
+            halves["compiled"].append(error(by_kernel(kernel, model, inputs, labels, "bfloat16"), truth))
+            with torch.autocast("cpu", torch.bfloat16):
+                halves["PyTorch"].append(error(by_pytorch(model, inputs, labels)[0], truth))
         decided_otherwise += not all(torch.equal(*pair) for pair in zip(exact, rounded, strict=True))
     return {
         **{f"{who}, median": statistics.median([e for e in own if e <= FLIPPED]) for who, own in errors.items()},
         **{f"{who}, flipped": sum(e > FLIPPED for e in own) for who, own in errors.items()},
         "PyTorch decides otherwise": decided_otherwise,
+        **{f"{who}, bfloat16": statistics.median(own) for who, own in halves.items() if own},
     }
 
 

@@ -16,3 +16,5 @@ def test_gradients_are_as_exact_as_pytorchs(
     monkeypatch.setattr(rounding, "RECORDS", 16)
     found = rounding.measure(kernel, name, 3)
     assert found["compiled, median"] <= 2 * found["PyTorch, median"]
+    if kernel.has_bfloat16:
+        assert 1e-3 < found["compiled, bfloat16"] <= 2 * found["PyTorch, bfloat16"]
