@@ -149,7 +149,9 @@ def best_rows(table: Table, column: str, measure: Measure) -> set[str]:
     """
     ahead = lead(table, column, measure)
     rivals = [
-        found for row, found in ahead.others.items() if not any(one.status == "failed" for one in table.at(row, column))
+        found
+        for row, found in ahead.others.items()
+        if table.at(row, column) and not any(one.status == "failed" for one in table.at(row, column))
     ]
     is_best = bool(rivals) and all(found is not None and found.is_significant for found in rivals)
     return {ahead.row} if ahead.row is not None and is_best else set()

@@ -11,9 +11,13 @@ VERSION = 2
 
 
 def as_json(table: Table) -> dict[str, Any]:
-    """Return the table for programs: means, deviations and values in percent; lists in the order of ``seeds``."""
+    """Return the table for programs: means, deviations and values in percent; lists in the order of ``seeds``.
+
+    Where a row and a column have no run together, there is no cell.
+    """
     leads = {column: lead(table, column, "last") for column in table.columns}
-    cells = [_cell_json(table, row, column, leads[column]) for row in table.rows for column in table.columns]
+    places = [(row, column) for row in table.rows for column in table.columns if table.at(row, column)]
+    cells = [_cell_json(table, row, column, leads[column]) for row, column in places]
     return {
         "version": VERSION,
         "unit": "percent",

@@ -4,10 +4,10 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, with_overrides
@@ -36,17 +36,32 @@ MOST_CELLS = 10_000
 _IN_THE_NAME = ("algorithm", "preprocess", "server")
 
 
+def _are_grids(given: Any) -> Any:
+    several = given if isinstance(given, list | tuple) else [given]
+    if several and all(isinstance(one, Mapping) for one in several):
+        return given
+    raise ValueError("give a table, [grid], or several of them, [[grid]]")
+
+
 class TableSettings(Settings):
     """``base``: settings of every cell; ``grid``: lists of values by key; ``centralized`` adds the upper-bound row.
 
+    ``grid`` may be several such grids, ``[[grid]]`` in a file: the table has the cells of all of them.
     ``tune``: how settings are searched for before the cells run; None: they are as given.
     An entry of ``grid.algorithm`` may set more than the algorithm: ``{algorithm = "fedavg", preprocess = "da-fl"}``.
     """
 
     base: dict[str, Any] = Field(default_factory=dict)
-    grid: dict[str, Any] = Field(default_factory=dict)
+    grid: Annotated[dict[str, Any] | tuple[dict[str, Any], ...], BeforeValidator(_are_grids)] = Field(
+        default_factory=dict
+    )
     centralized: bool = True
     tune: Tune | None = None
+
+    @property
+    def grids(self) -> list[dict[str, Any]]:
+        """Return every grid with the keys of its values, dots and all."""
+        return [dict(flat(grid)) for grid in (self.grid if isinstance(self.grid, tuple) else (self.grid,))]
 
 
 @dataclass(frozen=True)
@@ -90,7 +105,8 @@ def read_settings(path: Path, overrides: list[str]) -> TableSettings:
 def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -> TableSettings:
     """Return the settings of a ``table`` from ``where`` with ``key=value`` settings over it.
 
-    Keys that the grid spans take lists (``seed=0,1,2``), all others go to [base]. Raises UserError for invalid ones.
+    Keys that the grid spans take lists (``seed=0,1,2``), in every grid that they span; all others go to [base]. Raises
+    UserError for invalid ones.
     """
     centralized = [text.partition("=")[2] for text in overrides if text.startswith("centralized=")]
     table = {**table, **({"centralized": centralized[-1]} if centralized else {})}
@@ -99,17 +115,20 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
         settings = TableSettings.model_validate(table)
     except ValidationError as error:
         raise UserError(f"{where}: {explain(error, TableSettings, '')}") from error
-    grid = dict(flat(settings.grid))
+    grids = settings.grids
     # Cells side by side already fill the cores.
     start = {"engine": "inprocess", **settings.base}
     base = []
     for override in overrides:
         key, _, value = override.partition("=")
-        if key in grid or key in AXES or (key in SEEDS and "," in value):
-            grid[key] = value.split(",")
+        is_everywhere = key in AXES or (key in SEEDS and "," in value)
+        if spanned := [grid for grid in grids if is_everywhere or key in grid]:
+            for grid in spanned:
+                grid[key] = value.split(",")
         elif key != "centralized":
             base.append(override)
-    return settings.model_copy(update={"base": with_overrides(start, base), "grid": grid})
+    given = tuple(grids) if isinstance(settings.grid, tuple) else grids[0]
+    return settings.model_copy(update={"base": with_overrides(start, base), "grid": given})
 
 
 def _with_tune(table: Mapping[str, Any], overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -129,14 +148,14 @@ def plan_table(settings: TableSettings, data_root: Path | None = None) -> Plan:
 
     Raises UserError that names the first cell that could not run.
     """
-    grid = dict(flat(settings.grid))
-    for key, values in grid.items():
+    grids = settings.grids
+    for key, values in (item for grid in grids for item in grid.items()):
         if not isinstance(values, list) or not values:
             raise UserError(f"grid.{key} = {values!r}: give a list of one or more values, such as {key} = [{values!r}]")
-    if (num_cells := math.prod(map(len, grid.values()))) > MOST_CELLS:
+    if (num_cells := sum(math.prod(map(len, grid.values())) for grid in grids)) > MOST_CELLS:
         raise UserError(f"the grid has {num_cells:,} cells, a table at most {MOST_CELLS:,}: make several tables of it")
     placed = [(point, _placed(settings, point, data_root)) for point in _points(settings)]
-    varied, over = differences([cell.experiment for _, cell in placed]), seed_of_means(grid)
+    varied, over = differences([cell.experiment for _, cell in placed]), seed_of_means(_together(grids))
     cells: dict[tuple[str, str, int], Cell] = {}
     bounds: dict[str, None] = {}
     for point, one in placed:
@@ -187,7 +206,16 @@ def experiments(settings: TableSettings) -> list[Experiment]:
 
 
 def _points(settings: TableSettings) -> Iterable[Point]:
-    return points(settings.base, dict(flat(settings.grid)), centralized=settings.centralized)
+    for grid in settings.grids:
+        yield from points(settings.base, grid, centralized=settings.centralized)
+
+
+def _together(grids: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values that any of ``grids`` has, each once."""
+    values: dict[str, list[Any]] = {}
+    for key, own in (item for grid in grids for item in grid.items()):
+        values.setdefault(key, []).extend(value for value in own if value not in values[key])
+    return values
 
 
 class _Placed(NamedTuple):

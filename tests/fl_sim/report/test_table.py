@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fl_sim.report.release import Release, in_short, promise
-from fl_sim.report.table import SeedResult, Status, Table, notes
+from fl_sim.report.table import SeedResult, Status, Table, best_rows, notes, texts
 from fl_sim.report.table_files import write_table
 from fl_sim.report.table_json import as_json
 from fl_sim.report.table_markdown import markdown
@@ -29,6 +29,16 @@ def seeds(row: str, column: str, *accuracies: float) -> list[SeedResult]:
 
 def test_seeds_are_averaged_with_the_sample_deviation() -> None:
     assert "| FedAvg | 92.0 ± 2.0 | 93.0 ± 2.0 |" in markdown(table(*seeds("FedAvg", "IID", 0.90, 0.92, 0.94)))
+
+
+def test_a_row_without_runs_in_a_column_has_no_cell_there_and_is_no_rival() -> None:
+    results = [result(row, "x", seed, {"A": 0.9, "B": 0.5}[row]) for row in "AB" for seed in (0, 1, 2)]
+    results += [result("C", "y", seed, 0.7) for seed in (0, 1, 2)]
+    found = table(*results)
+    assert best_rows(found, "x", "last") == {"A"}
+    assert best_rows(found, "y", "last") == set()
+    assert [text for text, _ in dict(texts(found))["C"]] == ["-", "-", "70.0 ± 0.0", "71.0 ± 0.0"]
+    assert [(cell["row"], cell["column"]) for cell in as_json(found)["cells"]] == [("A", "x"), ("B", "x"), ("C", "y")]
 
 
 def test_one_seed_shows_the_plain_value() -> None:

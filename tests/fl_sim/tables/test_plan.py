@@ -105,6 +105,51 @@ def test_a_setting_within_a_group_may_span_the_grid_with_tables_and_lists(tmp_pa
     assert [pate.labelling.mechanism for pate in pates] == [LNMax(gamma=2), GNMax(sigma=5)] * 2
 
 
+def test_several_grids_make_one_table_of_all_their_cells(tmp_path: Path) -> None:
+    (tmp_path / "grids.toml").write_text(
+        """centralized = false
+        [base]
+        model = "logistic"
+        rounds = 1
+        [[grid]]
+        algorithm = ["fedavg", "scaffold"]
+        partition = ["iid", "label-1"]
+        seed = [0, 1]
+        [[grid]]
+        algorithm = ["fedavg"]
+        clients = [5]
+        partition = ["iid"]
+        local.epochs = [1, 2]
+        """
+    )
+    plan = plan_table(read_settings(tmp_path / "grids.toml", []))
+    assert plan.rows == ("FedAvg", "SCAFFOLD", "FedAvg, clients=5, local.epochs=1", "FedAvg, clients=5, local.epochs=2")
+    assert plan.columns == ("digits iid", "digits 1-Label")
+    where = [(cell.row, cell.column, cell.seed) for cell in plan.cells]
+    assert where == [
+        *((row, column, seed) for row in plan.rows[:2] for column in plan.columns for seed in (0, 1)),
+        *((row, "digits iid", 0) for row in plan.rows[2:]),
+    ]
+    assert [cell.experiment.num_clients for cell in plan.cells] == [10] * 8 + [5] * 2
+    # A key=value takes the place of what spans any of the grids; a key that spans none of them is for all runs.
+    changed = plan_table(read_settings(tmp_path / "grids.toml", ["seed=3", "clients=4,6", "rounds=2"]))
+    assert [cell.experiment.num_clients for cell in changed.cells] == [10] * 4 + [4, 4, 6, 6]
+    assert {(cell.seed, cell.experiment.rounds) for cell in changed.cells} == {(3, 2)}
+
+
+def test_grids_may_share_runs() -> None:
+    one = {"algorithm": ["fedavg"], "partition": ["iid"]}
+    both = TableSettings(base=BASE, grid=(one, {**one, "algorithm": ["fedavg", "fednova"]}), centralized=False)
+    assert [cell.row for cell in plan_table(both).cells] == ["FedAvg", "FedNova"]
+
+
+@pytest.mark.parametrize("grid", ['grid = ["fedavg"]', "grid = 3", "grid = []"])
+def test_a_grid_is_a_table_or_several(tmp_path: Path, grid: str) -> None:
+    (tmp_path / "grid.toml").write_text(f"{grid}\n[base]\nrounds = 1\n")
+    with pytest.raises(UserError, match=r"grid.*: give a table, \[grid\], or several of them, \[\[grid\]\]"):
+        read_settings(tmp_path / "grid.toml", [])
+
+
 def test_overrides_lie_over_base_and_lists_over_the_grid(tmp_path: Path) -> None:
     file = tmp_path / "grid.toml"
     file.write_text('[base]\nmodel = "logistic"\nrounds = 9\n[grid]\nalgorithm = ["fedavg"]\n')
