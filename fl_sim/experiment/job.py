@@ -19,7 +19,7 @@ from fl_sim.data import Features, load
 from fl_sim.data.naming import own_name
 from fl_sim.devices.settings import Profile
 from fl_sim.errors import UserError
-from fl_sim.experiment.engine import Auto
+from fl_sim.experiment.engine import Auto, Ray
 from fl_sim.experiment.evaluate import held_out
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.kinds import kind_of
@@ -121,6 +121,13 @@ def device_of(experiment: Experiment) -> torch.device:
     if experiment.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but there is no CUDA device here; take device=cpu, or engine=ray engine.gpus=1")
     return torch.device("cuda" if experiment.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def check_precision(job: Job) -> None:
+    """Raise UserError as ``precision_of`` does, unless clients train on GPUs that this process may not see."""
+    engine = job.experiment.engine
+    if not (isinstance(engine, Ray) and engine.gpus):
+        precision_of(job.experiment, job.device)
 
 
 def precision_of(experiment: Experiment, device: torch.device) -> Precision:

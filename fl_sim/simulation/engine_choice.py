@@ -23,7 +23,7 @@ from fl_sim.engines.ray_token import choose_token
 from fl_sim.errors import UserError
 from fl_sim.experiment.engine import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.experiment import defined_in_script, own_modules
-from fl_sim.experiment.job import Job
+from fl_sim.experiment.job import Job, check_precision
 from fl_sim.importing import settled
 from fl_sim.local_plan import fields_in_use
 from fl_sim.native.checks import RECEIVED, unknown_settings
@@ -68,8 +68,8 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
     """Start the job's engine and give it back afterwards."""
     engine, why = choose(job)
     num_clients, workers, stack = job.experiment.num_clients, workers_of(engine, job), stack_of(engine, job)
-    if not (isinstance(engine, Ray) and engine.gpus):  # whose actors see GPUs that this process may not
-        _check_precision(job, workers, stack)
+    check_precision(job)
+    _check_trainer(job, workers, stack)
     grid: LocalGrid
     if isinstance(engine, Ray):
         if importlib.util.find_spec("ray") is None:
@@ -203,10 +203,11 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
     return f"PyTorch trains, {threads}{precision}{why if kernel is not None else ''}"
 
 
-def _check_precision(job: Job, workers: int, stack: int) -> None:
-    """Raise UserError where nobody trains in the precision that is asked for."""
-    on_cpu = job.device.type == "cpu" and stack == 1
-    if job.precision == "bfloat16" and on_cpu and not trains_natively(job):
+def _check_trainer(job: Job, workers: int, stack: int) -> None:
+    """Raise UserError where PyTorch trains on a CPU in a precision that the native trainer alone has there."""
+    engine = job.experiment.engine
+    on_cpu = job.device.type == "cpu" and stack == 1 and not (isinstance(engine, Ray) and engine.gpus)
+    if job.experiment.local.precision == "bfloat16" and on_cpu and not trains_natively(job):
         raise UserError(
             "local.precision=bfloat16 is for the native trainer and for GPUs, and here "
             f"{trainer_line(job, workers).replace(', bfloat16', '')}; leave it out"
