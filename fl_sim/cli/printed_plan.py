@@ -25,6 +25,11 @@ def print_plan(found: Sequence[Forecast], searches: Sequence[SearchForecast], jo
     console = console if console.is_terminal else Console(width=_WIDTH)
     console.print(_drawn(found))
     typer.echo(_together(found, jobs))
+    if making := [one.estimate for one in found if one.estimate.seconds and one.estimate.synthetic_seconds]:
+        share = sum(one.synthetic_seconds for one in making) / sum(one.seconds or 0.0 for one in making)
+        typer.echo(
+            f"Synthetic records are {share:.1%} of the time of the runs that make them ({len(making)} of {len(found)})."
+        )
     if searches:
         typer.echo(f"before them {search_in_words(searches, jobs)}")
     bills = bills_of(found)
@@ -43,6 +48,7 @@ def as_json(found: Sequence[Forecast], searches: Sequence[SearchForecast], jobs:
             {
                 "name": one.name, "status": _status(one), "rounds": one.rounds, "rounds_done": one.done,
                 "seconds": one.estimate.seconds, "seconds_left": one.seconds_left,
+                "synthetic_seconds": one.estimate.synthetic_seconds,
                 "bytes": asdict(one.estimate.traffic) if one.estimate.traffic else None,
                 "bytes_once": {what: asdict(traffic) for what, traffic in one.estimate.once.items()},
                 "left_out": list(one.estimate.left_out),

@@ -223,6 +223,10 @@ def estimated_seconds(job: Job) -> float:
     return num_steps(job) * step_seconds(job)
 
 
+_FURTHER_SECONDS = 0.2
+"""About how long further steps of a generator are timed."""
+
+
 def synthesis_seconds(job: Job) -> float:
     """Return about how long generators take one client after another, from a short run on public test records.
 
@@ -238,12 +242,23 @@ def synthesis_seconds(job: Job) -> float:
     inputs, _ = to_tensors(dataset.test.take(np.arange(min(len(dataset.test), num_records))), dataset)
     records = PrivateRecords(to_generator(inputs, job), torch.zeros(len(inputs), dtype=torch.int64), 1)
     counts = np.array([max(1, round(settings.gamma * len(inputs)))])
-    generator: Generator = settings.generator
-    share = 1.0
-    if isinstance(generator, Shortening):
-        generator, share = generator.shortened(PROBE_STEPS)
-    bill = generator.bill(len(inputs), 1, math.inf, settings.delta)
-    with fixed_threads(experiment.engine.threads):
-        start = time.perf_counter()
+
+    def seconds_of(generator: Generator) -> float:
+        bill = generator.bill(len(inputs), 1, math.inf, settings.delta)
+        start = time.thread_time()
         generator.generate(records, counts, bill, Noise.seeded(0), rng(experiment.seed, "probe"))
-        return experiment.num_clients * (time.perf_counter() - start) / share
+        return time.thread_time() - start
+
+    generator: Generator = settings.generator
+    with fixed_threads(experiment.engine.threads):
+        if not isinstance(generator, Shortening):  # what the first one loads, the others find
+            return seconds_of(generator) + (experiment.num_clients - 1) * seconds_of(generator)
+        short, share = generator.shortened(PROBE_STEPS)
+        seconds_of(short)
+        start = min(seconds_of(short), seconds_of(short))  # most of which may be no step at all
+        further = min(max(int(PROBE_STEPS * _FURTHER_SECONDS / max(start, 1e-6)), PROBE_STEPS), 100 * PROBE_STEPS)
+        longer, larger_share = generator.shortened(PROBE_STEPS + further)
+        if larger_share <= share:
+            return experiment.num_clients * start
+        rate = max(0.0, seconds_of(longer) - start) / (larger_share - share)
+        return experiment.num_clients * (start + rate * (1 - share))

@@ -14,15 +14,17 @@ from fl_sim.types import Traffic
 class Estimate:
     """What a whole run is expected to take.
 
-    ``seconds``: on this machine, by itself; None where that was not timed. ``traffic``: bytes of arrays to and from all
-    clients in all rounds; None where there are none (PATE and TSTR), and where it was not counted. ``once``: those of
-    what travels before or after the rounds, about, by what it is. ``left_out``: what is not in the time, in words.
+    ``seconds``: on this machine, by itself; None where that was not timed. ``synthetic_seconds``: those of them that go
+    into making synthetic records. ``traffic``: bytes of arrays to and from all clients in all rounds; None where there
+    are none (PATE and TSTR), and where it was not counted. ``once``: those of what travels before or after the rounds,
+    about, by what it is. ``left_out``: what is not in the time, in words.
     """
 
     seconds: float | None
     traffic: Traffic | None
     once: Mapping[str, Traffic] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    synthetic_seconds: float = 0.0
 
     @property
     def total(self) -> Traffic | None:
@@ -44,11 +46,11 @@ def estimate_of(
     ``has_pool``: whether its synthetic records are there already. ``making`` says how long one core makes them.
     ``counted``: whether bytes are, for which the model is built.
     """
-    seconds, procedure = None, procedure_of(job)
+    seconds, made, procedure = None, 0.0, procedure_of(job)
     if pace is not None:
         work = num_steps(job) * pace.step + procedure.num_measured * pace.record
-        made = 0.0 if has_pool else making(job)
-        seconds = (work + made) / clients_at_once(job) + procedure.num_server_steps * pace.step
+        made = 0.0 if has_pool else making(job) / clients_at_once(job)
+        seconds = work / clients_at_once(job) + made + procedure.num_server_steps * pace.step
     if not counted:
-        return Estimate(seconds, None, {}, procedure.untimed)
-    return Estimate(seconds, procedure.traffic(), procedure.traffic_once(), procedure.untimed)
+        return Estimate(seconds, None, {}, procedure.untimed, made)
+    return Estimate(seconds, procedure.traffic(), procedure.traffic_once(), procedure.untimed, made)

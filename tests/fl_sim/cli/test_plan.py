@@ -1,6 +1,7 @@
 """``fl-sim plan`` as typed: every run with what it takes, what is there already, and the bill of the whole."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -44,6 +45,26 @@ def grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def names_of(grid: Path, *overrides: str) -> list[str]:
     return list(plan_table(read_settings(grid, list(overrides))).runs)
+
+
+@pytest.mark.usefixtures("quick_accounting")
+def test_a_plan_tells_what_share_of_the_time_goes_into_synthetic_records(
+    grid: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid.write_text(GRID.replace('{algorithm = "fedavg", aggregator = "global-dp"}', '{preprocess = "da-fl"}'))
+    assert typed(monkeypatch, "grid.toml", "partition=label-1,label-2", "--json") == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    plain, private = runs[:4], runs[4:]
+    assert [one["synthetic_seconds"] for one in plain] == [0] * 4
+    assert all(0 < one["synthetic_seconds"] < one["seconds"] for one in private)  # both are timed: nothing more holds
+    # Of one data set they take as long whatever the split, and so they are timed once.
+    assert private[0]["synthetic_seconds"] == private[1]["synthetic_seconds"]
+    assert typed(monkeypatch, "grid.toml", "partition=label-1,label-2") == 0
+    told = re.search(
+        r"Synthetic records are ([\d.]+)% of the time of the runs that make them \(2 of 6\)\.", capsys.readouterr().out
+    )
+    assert told is not None
+    assert 0 < float(told[1]) <= 100
 
 
 @pytest.mark.usefixtures("quick_accounting")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from clients.dafl.dpcgan.settings import DpCgan
 from fl_sim.experiment.engine import Auto, InProcess, Ray
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
@@ -17,6 +18,21 @@ def test_the_generators_time_is_that_of_all_steps_of_all_clients() -> None:
     few, many = seconds(discriminator_steps=100), seconds(discriminator_steps=100_000)
     assert 0 < few < many / 50
     assert synthesis_seconds(job_of(experiment_from({}))) == 0
+
+
+def test_what_a_generator_does_before_its_first_step_counts_once_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second passes: the thread's clock is the generator's own."""
+    clock = [0.0]
+    monkeypatch.setattr(engine_choice.time, "thread_time", lambda: clock[0])
+
+    def generate(self: DpCgan, *_: object) -> None:
+        clock[0] += 3.0 + 0.01 * self.discriminator_steps
+
+    monkeypatch.setattr(DpCgan, "generate", generate)
+    for steps in (5, 20, 1000):
+        made = {"kind": "dp-cgan", "discriminator_steps": steps}
+        job = job_of(experiment_from({"clients": 7, "preprocess": {"kind": "da-fl", "generator": made}}))
+        assert synthesis_seconds(job) == pytest.approx(7 * (3.0 + 0.01 * steps))
 
 
 def test_a_generator_of_one_release_is_timed_as_a_whole() -> None:
