@@ -91,8 +91,10 @@ class Kernel:
         Exact are the way back through pooling, the gradient of a convolution's weights unless it reads the records and
         pools, and convolutions of 3 x 3 pixels of 8 channels or more, most of which go by Winograd's algorithm.
         Other threads run meanwhile. Raises IndexError for a label outside the model's classes, and ValueError for
-        tensors of other lengths or types than the model and the task ask for.
+        tensors of other lengths or types than the model and the task ask for, and a precision that is not here.
         """
+        if precision == "bfloat16" and not self.has_bfloat16:
+            raise ValueError("this processor has no products of bfloat16 numbers")
         size = num_in(stack.layout)
         params, buffers = (torch.empty(len(lessons), padded(size)) for _ in range(2))
         results = list(zip(lessons, params.unbind(), buffers.unbind(), strict=True))
