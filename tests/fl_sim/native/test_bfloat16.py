@@ -29,8 +29,8 @@ RATE = 1e4
 CLOSE, APART = 2e-4, 1e-3
 """How near a gradient must be to that of the same roundings, and how far from that of none, relative to its norm.
 
-Where a number lies at the boundary of two bfloat16 ones, float32 and float64 can round it differently: it does in one of
-three sets of records at most.
+Where a number lies at the boundary of two bfloat16 ones, float32 and float64 can round it differently: in one of three
+sets of records at most.
 """
 
 
