@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fl_sim.data import features, fingerprint, load, scattering
-from fl_sim.data.features import as_features, features_root
+from fl_sim.data.features import as_features, features_root, version_of
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
@@ -42,6 +42,21 @@ def test_a_data_set_becomes_vectors_and_says_so() -> None:
     assert np.array_equal(made.test.labels, images().test.labels)
     assert made.note == "a note; scattering features of the images, 324 numbers a record, which look at no other record"
     assert (made.mean, made.std) == ((0.0,), (324**-0.5,))
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("scattering-1", [[0.060306, 0.096634, 0.05652], [0.093008, 0.091501, 0.017207]]),
+        ("whitened-scattering-1", [[-0.018754, 0.050402, -0.041734], [0.045091, 0.00513, -0.118793]]),
+    ],
+)
+def test_a_version_stands_for_the_same_numbers_always(name: str, numbers: list[list[float]]) -> None:
+    """Kept features are found by it: where other numbers are made, a cache holds the old ones under its name."""
+    kind = name.removesuffix("-1")
+    assert version_of(kind) == name
+    found = as_features(load("digits"), kind, "digits").train.inputs[:2, :3]
+    assert found == pytest.approx(np.array(numbers), abs=1e-5), "count the version in fl_sim/data/features.py up"
 
 
 def test_features_are_made_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
