@@ -1,7 +1,7 @@
 """Which runs are one line (the same but for the seed), which lines share axes, and what each line is called."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -64,8 +64,13 @@ class Panel:
     @property
     def title(self) -> str:
         """Return what the panel shows: as the table calls it that all its lines come from, if there is one."""
-        columns = {run.column for _, one in self.lines if not one.is_bound for run in one.runs}
-        return (columns.pop() if len(columns) == 1 else "") or f"{self.data}, {self.partition}"
+        return where([one for _, one in self.lines], self.data, self.partition)
+
+
+def where(groups: Iterable[Group], data: str, partition: str) -> str:
+    """Return on what ``groups`` were run: as the table calls it that all come from, else ``data, partition``."""
+    columns = {run.column for one in groups if not one.is_bound for run in one.runs}
+    return (columns.pop() if len(columns) == 1 else "") or f"{data}, {partition}"
 
 
 def group(runs: Sequence[Run]) -> tuple[list[Group], list[Problem]]:

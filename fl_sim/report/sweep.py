@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from fl_sim.report.groups import Group, labels
+from fl_sim.report.groups import Group, labels, where
 from fl_sim.report.page_words import percent
 from fl_sim.report.release import limits
 
@@ -41,7 +41,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Lines that share axes: one data set, one split, one protocol.
+    """Lines that share axes: one data set, one split, one protocol. ``where``: both in words.
 
     ``baseline``: (label, point) of the best method without preprocessing under the same protocol, by final accuracy;
     its value means nothing. ``others``: how many it was picked from.
@@ -51,6 +51,7 @@ class Sweep:
     data: str
     note: str
     partition: str
+    where: str
     deltas: tuple[float, ...]
     epsilons: tuple[float, ...]
     lines: tuple[Line, ...]
@@ -88,7 +89,7 @@ def _sweep(setting: Setting, varied: Sequence[Sequence[Group]], plain_ones: Sequ
         lines.append(Line(name, tuple(sorted(points, key=lambda point: point.value))))
     baselines = [(name, Point(0.0, _accuracies(one))) for name, one in zip(labels(plain_ones), plain_ones, strict=True)]
     return Sweep(
-        setting, first.data, first.note, first.partition,
+        setting, first.data, first.note, first.partition, where(every, first.data, first.partition),
         deltas=tuple(dict.fromkeys(_before(one)["delta"] for one in every)),
         epsilons=tuple(dict.fromkeys(_before(one)["epsilon"] for one in every)),
         lines=tuple(lines),

@@ -60,7 +60,7 @@ def draw(sweep: Sweep, layout: Layout = PAGE) -> "Figure":
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     note = f" - data: {sweep.note}" if sweep.note else ""
-    title = textwrap.fill(f"{sweep.data}, {sweep.partition}{note}", layout.characters(layout.title))
+    title = textwrap.fill(f"{sweep.where}{note}", layout.characters(layout.title))
     axes.set_title(plain(title), fontsize=layout.title, loc="left")
     handles, texts = axes.get_legend_handles_labels()
     order = sorted(range(len(texts)), key=lambda number: texts[number].startswith(_BASELINE))
@@ -110,7 +110,7 @@ def _meaning(sweep: Sweep) -> str:
 
 def _caption(sweep: Sweep) -> tuple[str, ...]:
     meaning = _meaning(sweep)
-    where = f"{_HEADINGS[sweep.setting]}: {sweep.data}, {sweep.partition}"
+    where = f"{_HEADINGS[sweep.setting]}: {sweep.where}"
     lines = [
         f"{where}. Points: mean over seeds; bars: ± sample standard deviation.",
         f"{meaning[0].upper()}{meaning[1:]}.",

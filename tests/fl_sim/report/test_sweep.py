@@ -1,6 +1,7 @@
 """Sweeps: which runs make a line, what they are compared with, and that an epsilon is never left unexplained."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -34,6 +35,17 @@ def test_runs_that_differ_in_epsilon_alone_are_a_line_ascending_to_infinity(writ
     assert (sweep.setting, sweep.partition, line.label) == ("epsilon", "label-1", "DA-FL + FedAvg")
     assert points(line) == [(1.0, {0: 25.0}), (10.0, {0: 50.0, 1: 75.0}), (math.inf, {0: 90.0})]
     assert line.points[1].mean == 62.5
+
+
+def test_a_figure_has_the_name_of_the_tables_column_that_all_its_runs_come_from(write_experiment, tmp_path):
+    for name, epsilon in (("a", 1.0), ("b", 10.0)):
+        write_experiment(name, preprocess={"epsilon": epsilon})
+    runs = find([tmp_path]).runs
+    titles = []
+    for columns in (("", ""), ("digits 1-Label", "digits 1-Label"), ("digits 1-Label", "")):
+        (sweep,) = sweeps(group([replace(run, column=name) for run, name in zip(runs, columns, strict=True)])[0])
+        titles.append(draw(sweep).axes[0].get_title(loc="left"))
+    assert titles == ["digits, label-1", "digits 1-Label", "digits, label-1"]
 
 
 def test_a_second_difference_makes_a_second_line_and_one_value_is_no_line(write_experiment, found):
