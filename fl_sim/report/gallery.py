@@ -73,12 +73,12 @@ class About(_Facts):
 
 @dataclass(frozen=True)
 class Entry:
-    """A table of the gallery; ``table`` None: it is still to be run. ``hours``: None where nobody noted them."""
+    """A table of the gallery; ``table`` None: it is still to be run. ``hours``: in words, empty where nobody knows."""
 
     name: str
     about: About
     table: Table | None
-    hours: float | None
+    hours: str
 
 
 def read_gallery(directory: Path) -> list[Entry]:
@@ -107,7 +107,8 @@ def _entry(place: Path) -> Entry:
     try:
         about = About.model_validate(tomllib.loads((place / ABOUT).read_text(encoding="utf-8")))
         table = read_json_table(place) if (place / TABLE).exists() else None
-        hours = _hours(place / RUNS) if about.hours is None and (place / RUNS).exists() else about.hours
+        told = "" if about.hours is None else f"{about.hours:.1f}"
+        hours = _hours(place / RUNS) if about.hours is None and (place / RUNS).exists() else told
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{place / ABOUT}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -118,16 +119,20 @@ def _entry(place: Path) -> Entry:
     return Entry(place.name, about, table, hours)
 
 
-def _hours(runs: Path) -> float | None:
-    """Return how many hours all runs took one after another; None where one does not say.
+def _hours(runs: Path) -> str:
+    """Return how many hours all runs took one after another, in words; nothing where one does not say.
 
     A run that was stopped and went on once had the time of its last part alone as ``total``; ``train`` has all rounds'.
+    Of private runs it is known only at most.
     """
     with runs.open(encoding="utf-8", newline="") as file:
         lines = [line for line in csv.DictReader(file) if line.get("status") == "finished"]
     seconds = [max((float(line[name]) for name in _SECONDS if line.get(name)), default=None) for line in lines]
     known = [one for one in seconds if one is not None]
-    return sum(known) / 3600 if seconds and len(known) == len(seconds) else None
+    if not seconds or len(known) < len(seconds):
+        return ""
+    is_private = any(value for line in lines for name, value in line.items() if name.startswith("epsilon."))
+    return f"{'at most ' if is_private else ''}{sum(known) / 3600:.1f}"
 
 
 def _check_names(place: Path, about: About, table: Table) -> None:
@@ -164,7 +169,7 @@ def _section(entry: Entry, root: str) -> Iterator[str]:
     if table is None:
         yield "Still to be run.\n"
     else:
-        hours = "not recorded" if entry.hours is None else f"{entry.hours:.1f}, all runs one after another"
+        hours = f"{entry.hours}, all runs one after another" if entry.hours else "not recorded"
         yield f"Machine: {about.hardware or 'not recorded'}. Hours: {hours}.\n"
         yield from _rows(about, table)
         yield ""

@@ -69,6 +69,15 @@ def test_ours_stand_above_what_was_published_and_who_misses_by_more_than_three_d
     assert "| MNIST | `benchmarks/a.toml` | `mnist` | 12 of 12 |" in text
 
 
+def test_hours_of_private_runs_are_told_as_what_they_are_at_most(gallery: Path) -> None:
+    csv = gallery / "mnist" / "table.csv"
+    head, *lines = csv.read_text().splitlines()
+    csv.write_text("\n".join([f"{head},epsilon.record", *(f"{line}," for line in lines)]) + "\n")
+    assert "Hours: 3.0, all runs" in gallery_text(read_gallery(gallery), "..")
+    csv.write_text("\n".join([f"{head},epsilon.record", f"{lines[0]},9.9", *(f"{line}," for line in lines[1:])]) + "\n")
+    assert "Hours: at most 3.0, all runs" in gallery_text(read_gallery(gallery), "..")
+
+
 def test_a_published_best_round_stands_below_our_best_round(gallery: Path) -> None:
     about = gallery / "mnist" / "about.toml"
     about.write_text(ABOUT.replace('note = "', 'measure = "best"\nnote = "'))
