@@ -101,8 +101,8 @@ def roofs(folder: Path) -> Roofs:
 
 def ticks(kernel: Kernel, precision: Precision) -> NDArray[np.float64]:
     """Return the clock's ticks since the last call, (places, parts)."""
-    found, kind = np.zeros((MOST_PLACES, len(PARTS))), "_bfloat16" if precision == "bfloat16" else ""
-    getattr(kernel.library, f"fl_sim_clock_{kernel.lanes}{kind}")(ctypes.c_void_p(found.ctypes.data))
+    found = np.zeros((MOST_PLACES, len(PARTS)))
+    kernel.function("clock", precision)(ctypes.c_void_p(found.ctypes.data))
     return found
 
 

@@ -125,9 +125,13 @@ def device_of(experiment: Experiment) -> torch.device:
 
 def check_precision(job: Job) -> None:
     """Raise UserError as ``precision_of`` does, unless clients train on GPUs that this process may not see."""
-    engine = job.experiment.engine
-    if not (isinstance(engine, Ray) and engine.gpus):
+    if not has_gpus_elsewhere(job.experiment):
         precision_of(job.experiment, job.device)
+
+
+def has_gpus_elsewhere(experiment: Experiment) -> bool:
+    """Say whether clients train in actors with GPUs, of which this process knows nothing."""
+    return isinstance(experiment.engine, Ray) and bool(experiment.engine.gpus)
 
 
 def precision_of(experiment: Experiment, device: torch.device) -> Precision:

@@ -52,7 +52,7 @@ void first_backward(Layer& layer, const Flow& flow, const vec* gradient, float* 
     const bvec* chosen = layer.chosen.data() + flow.origin * shape.features();
     const Factors::Values* in = Factors::planes_by_place(flow.in, layer.in.vectors(), layer.plane_room) + layer.corner();
     float* to = gradients + layer.weight;
-    layer.chosen_slopes.resize(shape.height * ((shape.width + Factors::EACH - 1) / Factors::EACH));
+    layer.chosen_slopes.resize(shape.height * num_factors(shape.width));
     for (int output = 0; output < shape.channels; output++, chosen += shape.area()) {
         vec total{};
         Factors::Values* slope = layer.chosen_slopes.data();

@@ -169,7 +169,7 @@ struct Pairs {
 
     // [group][feature][LANES / 2 pairs of records]
     NOINLINE static const Weight* records(const vec* in, long count, Room& room) {
-        Weight* const all = weights_in(room, count * (LANES / 2) + LANES);
+        Weight* const all = weights_in(room, count * (LANES / 2));
         for (long at = 0; at < count; at += 2)
             store(reinterpret_cast<float*>(all + at * (LANES / 2)), (vec)pair_row(in[at], at + 1 < count ? in[at + 1] : vec{}));
         return all;
@@ -231,5 +231,8 @@ typedef Pairs Factors;
 typedef Singles Factors;
 
 #endif
+
+// How many factors so many numbers make.
+constexpr long num_factors(long numbers) { return (numbers + Factors::EACH - 1) / Factors::EACH; }
 
 }  // namespace

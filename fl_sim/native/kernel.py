@@ -101,7 +101,7 @@ class Kernel:
         held = Held(stack)
         requests = (Request * len(lessons))(*(held.request(*result) for result in results))
         losses = (ctypes.c_double * len(lessons))()
-        train = self._named("fl_sim_train", "_bfloat16" if precision == "bfloat16" else "")
+        train = self.function("train", precision)
         failed = train(requests, ctypes.c_int64(len(lessons)), losses)
         if failed:
             raise _failure(failed, stack, "local training")
@@ -134,7 +134,7 @@ class Kernel:
             num_params=len(weights), params=weights.data_ptr(), inputs=records.data_ptr(), num_examples=len(records),
             batch_size=_TOGETHER,
         )  # fmt: skip
-        failed = self._named("fl_sim_infer")(
+        failed = self.function("infer")(
             ctypes.byref(request), ctypes.c_int64(what == "features"), ctypes.c_void_p(rows.data_ptr())
         )
         if failed:
@@ -144,14 +144,15 @@ class Kernel:
     def is_this_versions(self) -> bool:
         """Say whether the library is of this version's sources, and agrees about what a request looks like."""
         try:
-            sources, layout = self._named("fl_sim_sources"), self._named("fl_sim_layout")
+            sources, layout = self.function("sources"), self.function("layout")
         except AttributeError:
             return False
         sources.restype = ctypes.c_char_p
         return bool(sources() == SOURCES_DIGEST.encode() and layout() == _LAYOUT)
 
-    def _named(self, name: str, kind: str = "") -> Any:  # a function of C
-        return getattr(self.library, f"{name}_{self.lanes}{kind}")
+    def function(self, name: str, precision: Precision = "float32") -> Any:
+        """Return the function ``fl_sim_NAME`` of C, compiled for this processor's vectors and for ``precision``."""
+        return getattr(self.library, f"fl_sim_{name}_{self.lanes}{'_bfloat16' if precision == 'bfloat16' else ''}")
 
 
 @lru_cache(maxsize=1)

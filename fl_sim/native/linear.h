@@ -97,16 +97,16 @@ NOINLINE void product_part(const Slopes<Of>& given, long output, long first, con
     vec sums[OUTPUTS][COLUMNS];
     UNROLL for (int o = 0; o < OUTPUTS; o++)
         UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][c] = vec{};
-    constexpr int LANES_WIDE = LANES / Of::EACH;
+    constexpr int IN_GROUP = LANES / Of::EACH;  // of an output
     const typename Of::Values* row = given.rows + first / LANES * given.block;
-    const typename Of::Weight* slopes = given.slopes + output * LANES_WIDE;
-    for (int record = 0; record < given.records; record += LANES, slopes += given.apart * LANES_WIDE) {
+    const typename Of::Weight* slopes = given.slopes + output * IN_GROUP;
+    for (int record = 0; record < given.records; record += LANES, slopes += given.apart * IN_GROUP) {
         const int here = (std::min(LANES, given.records - record) + Of::EACH - 1) / Of::EACH;
         _Pragma("GCC unroll 2") for (int lane = 0; lane < here; lane++, row++) {
             typename Of::Values values[COLUMNS];
             UNROLL for (int c = 0; c < COLUMNS; c++) values[c] = row[c * given.block];
             UNROLL for (int o = 0; o < OUTPUTS; o++) {
-                const typename Of::Values weight = Of::spread(slopes[o * LANES_WIDE + lane]);
+                const typename Of::Values weight = Of::spread(slopes[o * IN_GROUP + lane]);
                 UNROLL for (int c = 0; c < COLUMNS; c++) Of::add(sums[o][c], weight, values[c]);
             }
         }

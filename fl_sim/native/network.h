@@ -171,7 +171,7 @@ class Network {
         const long inputs = layer.in.features(), outputs = layer.out.channels;
         const vec* in = graph_.nodes[index].at(0);
         vec* out = index + 1 < num_layers() ? graph_.nodes[index + 1].at(0) : logits_.data();
-        const long factors = (inputs + Factors::EACH - 1) / Factors::EACH;
+        const long factors = num_factors(inputs);
         Product product{Factors::features(in, inputs, groups_, feature_room_), factors, out, outputs, nullptr, factors, 1,
                         layer.has_bias ? params + layer.bias : nullptr, layer.relu};
         const auto rows = [&](long output, long count) -> const Factors::Weight* {
@@ -203,7 +203,7 @@ class Network {
                 for (long at = 0; at < groups_ * outputs; at++) slopes[at] = out[at % half] > 0.0f ? slopes[at] : vec{};
             }
             if (index > graph_.first_trained) {  // first, as a sink may step: with the weights of the way forward
-                multiply({Factors::features(slopes, outputs, groups_, feature_room_), (outputs + Factors::EACH - 1) / Factors::EACH,
+                multiply({Factors::features(slopes, outputs, groups_, feature_room_), num_factors(outputs),
                           next, inputs, Factors::columns(params + layer.weight, outputs, inputs, weight_room_), 1, inputs,
                           nullptr, false}, groups_);
                 for (long at = 0; added && at < origins_ * inputs; at++) next[at] += added[at];

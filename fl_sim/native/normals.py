@@ -22,7 +22,7 @@ class CompiledNormals:
         """Return one N(0, 1) number for each pair of words. Raises ValueError where they are none."""
         count, made = len(first), np.empty(len(first))
         words = _row(first, np.uint64, count), _row(second, np.uint64, count)
-        self._named("normals")(*words, _LONG(count), _row(made, np.float64, count))
+        self.kernel.function("normals")(*words, _LONG(count), _row(made, np.float64, count))
         return made
 
     def rounded(self, first: NDArray[np.uint64], ratio: float, out: NDArray[np.float64]) -> NDArray[np.intp]:
@@ -34,11 +34,8 @@ class CompiledNormals:
         count, undecided, number = len(first), np.empty(len(first), np.int64), _LONG()
         places = _row(undecided, np.int64, count), ctypes.byref(number)
         words, made = _row(first, np.uint64, count), _row(out, np.float64, count)
-        self._named("rounded_normals")(words, _LONG(count), _DOUBLE(ratio), made, *places)
+        self.kernel.function("rounded_normals")(words, _LONG(count), _DOUBLE(ratio), made, *places)
         return undecided[: number.value]
-
-    def _named(self, name: str) -> Any:  # a function of C
-        return getattr(self.kernel.library, f"fl_sim_{name}_{self.kernel.lanes}")
 
 
 def _row(numbers: NDArray[Any], kind: type[np.generic], count: int) -> ctypes.c_void_p:

@@ -152,7 +152,7 @@ class TwoWays:
 
 def call(kernel: Kernel, name: str, *arguments: Any) -> None:
     """Call a function of the library; other threads run meanwhile. Raises MemoryError and IndexError."""
-    outcome = getattr(kernel.library, f"fl_sim_{name}_{kernel.lanes}")(*arguments)
+    outcome = kernel.function(name)(*arguments)
     if outcome == _STRANGE:
         raise IndexError("a step of the generator names records or classes that are not there")
     if outcome:

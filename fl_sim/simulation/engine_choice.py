@@ -23,7 +23,7 @@ from fl_sim.engines.ray_token import choose_token
 from fl_sim.errors import UserError
 from fl_sim.experiment.engine import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.experiment import defined_in_script, own_modules
-from fl_sim.experiment.job import Job, check_precision
+from fl_sim.experiment.job import Job, check_precision, has_gpus_elsewhere
 from fl_sim.importing import settled
 from fl_sim.local_plan import fields_in_use
 from fl_sim.native.checks import RECEIVED, unknown_settings
@@ -69,7 +69,7 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
     engine, why = choose(job)
     num_clients, workers, stack = job.experiment.num_clients, workers_of(engine, job), stack_of(engine, job)
     check_precision(job)
-    _check_trainer(job, workers, stack)
+    _check_trainer(job, stack)
     grid: LocalGrid
     if isinstance(engine, Ray):
         if importlib.util.find_spec("ray") is None:
@@ -193,24 +193,27 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
     kernel, why_not = load_kernel()
     if kernel is None and job.device.type == "cpu":
         return f"PyTorch trains, {threads}: there is no native trainer here, {why_not}"
+    return f"PyTorch trains, {threads}{precision}{_left_to_pytorch(job) if kernel is not None else ''}"
+
+
+def _left_to_pytorch(job: Job) -> str:
+    """Return what of ``job`` the native trainer does not take, in words, where that can be told; else nothing."""
     local, settings = job.experiment.local, _typical_settings(job)
     unknown = [f"local.{name}={getattr(local, name)}" for name in unknown_settings(settings)]
     if settings.augment.moves and (terms := sorted(fields_in_use(procedure_of(job).typical_plan()) & RECEIVED)):
         unknown.append(f"local.augment={local.augment} beside {' and '.join(terms)}")
     if slower := job.trainer.slower_by_kernel(job.dataset.input_shape):
         unknown.append(slower)
-    why = f": the native trainer does not take {', '.join(unknown)}" if unknown else ""
-    return f"PyTorch trains, {threads}{precision}{why if kernel is not None else ''}"
+    return f": the native trainer does not take {', '.join(unknown)}" if unknown else ""
 
 
-def _check_trainer(job: Job, workers: int, stack: int) -> None:
+def _check_trainer(job: Job, stack: int) -> None:
     """Raise UserError where PyTorch trains on a CPU in a precision that the native trainer alone has there."""
-    engine = job.experiment.engine
-    on_cpu = job.device.type == "cpu" and stack == 1 and not (isinstance(engine, Ray) and engine.gpus)
+    on_cpu = job.device.type == "cpu" and stack == 1 and not has_gpus_elsewhere(job.experiment)
     if job.experiment.local.precision == "bfloat16" and on_cpu and not trains_natively(job):
         raise UserError(
-            "local.precision=bfloat16 is for the native trainer and for GPUs, and here "
-            f"{trainer_line(job, workers).replace(', bfloat16', '')}; leave it out"
+            "local.precision=bfloat16 is for the native trainer and for GPUs, and here PyTorch trains"
+            f"{_left_to_pytorch(job)}; leave it out"
         )
 
 

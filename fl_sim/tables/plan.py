@@ -155,7 +155,7 @@ def plan_table(settings: TableSettings, data_root: Path | None = None) -> Plan:
     if (num_cells := sum(math.prod(map(len, grid.values())) for grid in grids)) > MOST_CELLS:
         raise UserError(f"the grid has {num_cells:,} cells, a table at most {MOST_CELLS:,}: make several tables of it")
     placed = [(point, _placed(settings, point, data_root)) for point in _points(settings)]
-    varied, over = differences([cell.experiment for _, cell in placed]), seed_of_means(_together(grids))
+    varied, over = differences([cell.experiment for _, cell in placed]), seed_of_means(_values_of_all(grids))
     cells: dict[tuple[str, str, int], Cell] = {}
     bounds: dict[str, None] = {}
     for point, one in placed:
@@ -210,7 +210,7 @@ def _points(settings: TableSettings) -> Iterable[Point]:
         yield from points(settings.base, grid, centralized=settings.centralized)
 
 
-def _together(grids: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def _values_of_all(grids: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the values that any of ``grids`` has, each once."""
     values: dict[str, list[Any]] = {}
     for key, own in (item for grid in grids for item in grid.items()):
