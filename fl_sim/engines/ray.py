@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 from flwr.app import Message, RecordDict
@@ -13,7 +14,7 @@ from flwr.clientapp import ClientApp
 from fl_sim.engines import wire
 from fl_sim.engines.apart import Apart, Desk, Parcel
 from fl_sim.engines.arrays import reuse_freed_memory
-from fl_sim.engines.envelope import Envelopes
+from fl_sim.engines.envelope import Envelopes, num_bytes
 from fl_sim.engines.grid import LocalGrid, Progress
 from fl_sim.engines.pieces import Together
 from fl_sim.engines.ray_crew import LOOK_SECONDS, Crew, Worker, pickled, sources_of
@@ -32,12 +33,16 @@ from fl_sim.store.files import read_whole
 import ray  # after ray_start, which sets what Ray reads when it is imported
 from ray.exceptions import RayActorError, RayError
 
+MOST_WITH_A_CALL = 2**20
+"""Bytes up to which what messages share goes with a worker's first call of a round, not through the nodes' stores: that
+takes 9 ms. Each worker of a node gets it."""
+
 ASK_SECONDS = 1.0
 """How long an actor that is past the deadline has to say how far it came."""
 
 
 class RayGrid(LocalGrid):
-    """Actors that take a batch of messages per call; a free actor takes the next batch.
+    """Actors that take a batch of messages per call; a free actor takes the next batch, and small ones are sent ahead.
 
     Nothing of a client lives in an actor: any of them plays any client, twice if need be. An actor that dies is
     replaced and its messages are sent again, one by one; one that is busy past the deadline is killed. ``app_factory``
@@ -63,6 +68,7 @@ class RayGrid(LocalGrid):
         self._is_ours = not ray.is_initialized()
         self._envelopes = Envelopes.closed() if apart else Envelopes()
         self._files: dict[str, Any] = {}
+        self._numbers = count()
         modules = apart.modules if apart else ()
         try:
             most = min(start_or_join(resources, num_clients), num_clients)
@@ -89,7 +95,7 @@ class RayGrid(LocalGrid):
     def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         work, crew = self._work(messages), self._crew
-        post = _Post(self._sent, self._files, self._apart.desk if self._apart else None)
+        post = _Post(self._sent, self._shared, self._files, self._apart.desk if self._apart else None)
         check_head(self._head)
         try:
             while work.waiting or work.running:
@@ -99,9 +105,9 @@ class RayGrid(LocalGrid):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     crew.check_somebody()
-                    work.too_late(self._progress(work), timeout or 0.0)
+                    self._give_up_late(work, timeout or 0.0)
                     break
-                if calls := [*crew.busy, *crew.starting]:
+                if calls := [*crew.calls, *crew.starting]:
                     self._wait(work, calls, min(left, LOOK_SECONDS))
                 elif work.waiting:
                     crew.wait_for_nodes()
@@ -110,24 +116,24 @@ class RayGrid(LocalGrid):
         return [work.replies[message.metadata.message_id] for message in messages]
 
     def _hand_out(self, work: Work[Any], post: "_Post") -> None:
-        """Give every idle worker what it should have now, the fastest first."""
-        crew = self._crew
-        for worker in sorted(crew.idle, key=lambda one: one.step_seconds):
-            others = [one.step_seconds for one in (*crew.idle, *crew.busy.values()) if one is not worker]
-            while batch := work.take(worker.step_seconds, others) if work.waiting else []:
-                letters = [letter for message in batch if (letter := post.letter(message))]
-                work.keep(post.answered)
-                if letters:
-                    call = worker.actor.answer.remote(self._envelopes.close(letters), post.contents, self._files)
-                    crew.idle.remove(worker)
-                    work.running[call], crew.busy[call] = batch, worker
-                    break
+        """Give every idle worker what it should have now, the fastest first, and then everybody its next."""
+        for take, calls in ((work.take, 0), (work.take_ahead, 1)):
+            for worker in sorted(self._crew.entered, key=lambda one: one.step_seconds):
+                others = [one.step_seconds for one in self._crew.entered if one is not worker]
+                while len(worker.calls) == calls and (batch := take(worker.step_seconds, others)):
+                    letters = [letter for message in batch if (letter := post.letter(message))]
+                    work.keep(post.answered)
+                    if letters:
+                        contents = worker.lacks(post.contents)
+                        call = worker.actor.answer.remote(self._envelopes.close(letters), contents, self._files)
+                        worker.calls.append(call)
+                        work.begin(call, batch)
 
     def _wait(self, work: Work[Any], calls: list[Any], seconds: float) -> None:
         done, _ = ray.wait(calls, timeout=seconds)
         for call in done:
-            if call in self._crew.busy:
-                self._collect(work, call, self._crew.busy.pop(call))
+            if call in work.running:
+                self._collect(work, call)
             elif (why := self._crew.arrived(call)) and self._apart is None:
                 work.give_up(why)
         if not done:
@@ -141,30 +147,56 @@ class RayGrid(LocalGrid):
             deque(together.ordered(messages)), lambda message: max(1, together.steps_of(message)), together.stack
         )
 
-    def _collect(self, work: Work[Any], call: Any, worker: Worker) -> None:
-        steps = sum(map(work.steps, work.running[call]))
-        try:
-            replies, seconds = self._envelopes.open(ray.get(call))
-        except RayError as error:
-            others = self._crew.lost_with(worker)
-            if others is not None:
-                for lost in (call, *others):
-                    work.node_lost(lost)
+    def _collect(self, work: Work[Any], call: Any) -> None:
+        """Take the answer of a call that is done, and before it what its worker had to answer first."""
+        worker = self._crew.calls[call]
+        while call in worker.calls:
+            first = worker.calls[0]
+            steps = sum(map(work.steps, work.running[first]))
+            try:
+                replies, seconds = self._envelopes.open(ray.get(first))
+            except RayError as error:
+                self._lost(work, worker, error)
                 return
-            died = "the worker died (out of memory?)"
-            work.worker_died(call, died if isinstance(error, RayActorError) else last_line(error))
-        else:
-            work.answered(call, self._kept(work.running[call], replies))
+            worker.calls.remove(first)
+            work.answered(first, self._kept(work.running[first], replies))
             worker.took(seconds, steps)
-            self._crew.idle.append(worker)
             self._on_reply(len(work.replies))
+
+    def _lost(self, work: Work[Any], worker: Worker, error: RayError) -> None:
+        """Decide what becomes of what a worker had that died: only what it was doing can be to blame."""
+        others = self._crew.lost_with(worker)
+        first, *later = worker.calls
+        for call in (first, *later, *others) if others is not None else later:
+            work.node_lost(call)
+        if others is None:
+            died = "the worker died (out of memory?)"
+            work.worker_died(first, died if isinstance(error, RayActorError) else last_line(error))
 
     def _sent(self, value: Any) -> Any:
         return ray.put(self._envelopes.close(value))
 
+    def _give_up_late(self, work: Work[Any], timeout: float) -> None:
+        """Give up what is unfinished after ``timeout`` seconds."""
+        calls = list(self._crew.calls)
+        for call in ray.wait(calls, num_returns=len(calls), timeout=0)[0] if calls else []:
+            if call in work.running:
+                self._collect(work, call)
+        progress = self._progress(work)
+        for call in [call for worker in self._crew.entered for call in worker.calls[1:]]:
+            work.node_lost(call)
+        work.too_late(progress, timeout)
+
+    def _shared(self, content: RecordDict) -> tuple[int, Any]:
+        """Return the number of a content that messages share, and how calls have it: closed itself, or a reference."""
+        closed = self._envelopes.close(content)
+        is_small = self._apart is not None and num_bytes(closed) <= MOST_WITH_A_CALL
+        return next(self._numbers), closed if is_small else ray.put(closed)
+
     def _progress(self, work: Work[Any]) -> dict[Any, list[Message]]:
         """Ask busy workers how far they came; those that do not say are left out."""
-        asked = {worker.actor.replies_so_far.remote(): call for call, worker in self._crew.busy.items()}
+        busy = [worker for worker in self._crew.entered if worker.calls]
+        asked = {worker.actor.replies_so_far.remote(): worker.calls[0] for worker in busy}
         heard, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS) if asked else ([], [])
         progress = {}
         for question in heard:
@@ -182,19 +214,26 @@ class RayGrid(LocalGrid):
 
 
 class _Post:
-    """Sends the model that all messages of a round share to Ray once, not once per batch; and files once a run.
+    """Closes the model that all messages of a round share once, not once per batch; and sends files once a run.
 
-    ``send`` returns a reference. ``files``: references by name, of which more are added.
+    ``send`` returns a reference, ``share`` the number of a content and how calls have it. ``files``: references by
+    name, of which more are added.
     """
 
-    def __init__(self, send: Callable[[Any], Any], files: dict[str, Any], desk: Desk | None) -> None:
-        self._send, self._files, self._desk = send, files, desk
-        self._places: dict[int, tuple[int, RecordDict]] = {}
-        self.contents: list[Any] = []
+    def __init__(
+        self,
+        send: Callable[[Any], Any],
+        share: Callable[[RecordDict], tuple[int, Any]],
+        files: dict[str, Any],
+        desk: Desk | None,
+    ) -> None:
+        self._send, self._share, self._files, self._desk = send, share, files, desk
+        self._numbers: dict[int, tuple[int, RecordDict]] = {}
+        self.contents: dict[int, Any] = {}
         self.answered: list[Message] = []
 
     def letter(self, message: Message) -> tuple[Any, int, Any] | None:
-        """Return (the message's metadata, its content's place among ``contents``, what is its client's own).
+        """Return (the message's metadata, its content's number in ``contents``, what is its client's own).
 
         None where there is nothing to do for a worker: then the answer is among ``answered``.
         """
@@ -203,10 +242,11 @@ class _Post:
             self.answered.append(parcel)
             return None
         content = parcel.content
-        if id(content) not in self._places:
-            self._places[id(content)] = len(self.contents), content  # held: another object could have its id
-            self.contents.append(self._send(content))
+        if id(content) not in self._numbers:
+            number, sent = self._share(content)
+            self._numbers[id(content)] = number, content  # held: another object could have its id
+            self.contents[number] = sent
         for name, path in parcel.files.items():
             if name not in self._files:
                 self._files[name] = self._send(read_whole(path))
-        return message.metadata, self._places[id(content)][0], parcel.own
+        return message.metadata, self._numbers[id(content)][0], parcel.own

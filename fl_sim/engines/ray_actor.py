@@ -41,13 +41,14 @@ class Player:
             together = replace(together, player=partial(together.player, *sent))
         self._clients = Clients(app_factory(*sent), num_clients, together)
         self._replies: list[Message] = []
-        self._content: tuple[Any, RecordDict] | None = None
+        self._contents: dict[int, Any] = {}
+        self._opened: dict[int, RecordDict] = {}
 
-    def answer(self, letters: Any, contents: list[Any], files: Mapping[str, Any]) -> Any:
+    def answer(self, letters: Any, contents: Mapping[int, Any], files: Mapping[str, Any]) -> Any:
         """Return one reply per letter, and the seconds taken, closed.
 
-        A letter: (the message's metadata, which of the ``contents`` it has, what is its client's own). Contents and
-        ``files``, which they name: references.
+        A letter: (the message's metadata, which of the ``contents`` it has, what is its client's own). Contents: closed
+        themselves, or references, or None where the call before had the same. ``files``, which they name: references.
         """
         start = time.perf_counter()
         for name, content in files.items():
@@ -55,9 +56,12 @@ class Player:
                 self._goods.files[name] = self._envelopes.open(ray.get(content))
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)  # holds for the thread that calls it
+        had, opened = self._contents, self._opened
+        self._contents = {number: had[number] if content is None else content for number, content in contents.items()}
+        self._opened = {number: content for number, content in opened.items() if number in contents}
         self._replies = []
         messages = [
-            Message(RecordDict({**self._fetched(contents[which]), **own}), metadata=about)  # type: ignore[call-overload]
+            Message(self._content(which, own), metadata=about)  # type: ignore[call-overload]
             for about, which, own in self._envelopes.open(letters)
         ]
         for piece in self._clients.pieces(messages, workers=1):
@@ -68,7 +72,11 @@ class Player:
         """Return the replies of the running call that are there, closed."""
         return self._envelopes.close(list(self._replies))
 
-    def _fetched(self, content: Any) -> RecordDict:
-        if self._content is None or self._content[0] != content:
-            self._content = (content, self._envelopes.open(ray.get(content)))
-        return self._content[1]
+    def _content(self, number: int, own: Mapping[str, Any]) -> RecordDict:
+        """Return a message's content: the one of this ``number``, and what is its client's ``own``."""
+        if number not in self._opened:
+            content = self._contents[number]
+            closed = ray.get(content) if isinstance(content, ray.ObjectRef) else content
+            self._opened[number] = self._envelopes.open(closed)
+        shared = self._opened[number]
+        return RecordDict({**shared, **own}) if own else shared

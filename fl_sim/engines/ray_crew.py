@@ -4,12 +4,12 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from fl_sim.engines.ray_start import ENVIRONMENT, RayResources, import_path, is_installed, last_line
+from fl_sim.engines.ray_start import DIRECT, ENVIRONMENT, RayResources, import_path, is_installed, last_line
 from fl_sim.errors import RunError
 
 # isort: split
@@ -28,9 +28,6 @@ WAIT_SECONDS = 600.0
 
 KNOCK_SECONDS = 2.0
 """How long a node may take to accept a connection before it counts as lost."""
-
-MOST_DIRECT = 16 * 2**20
-"""Bytes up to which an answer comes from its worker directly; through the nodes' stores it costs two copies more."""
 
 MAX_STARTS = 3
 """Actors that may die on one node while they start, before no more are started there."""
@@ -66,11 +63,23 @@ class Node:
 
 @dataclass(eq=False)
 class Worker:
-    """An actor, where it is, and how long a step takes it: infinite where that is not known yet."""
+    """An actor, where it is, and how long a step takes it: infinite where that is not known yet.
+
+    ``calls``: what it has to answer, in the order in which it does. ``has``: numbers of the contents that came with the
+    last one.
+    """
 
     actor: Any
     node: Node
     step_seconds: float = math.inf
+    calls: list[Any] = field(default_factory=list)
+    has: frozenset[int] = frozenset()
+
+    def lacks(self, contents: Mapping[int, Any]) -> dict[int, Any]:
+        """Return ``contents`` for its next call, None where it has them."""
+        sent = {number: None if number in self.has else content for number, content in contents.items()}
+        self.has = frozenset(sent)
+        return sent
 
     def took(self, seconds: float, steps: int) -> None:
         """Note how long a call took."""
@@ -85,7 +94,7 @@ class Worker:
 
 @dataclass
 class Crew:
-    """All workers of a grid: ``idle``, ``busy`` ({call: worker}), or ``starting`` ({question: worker}).
+    """All workers of a grid: those that have ``entered``, and those ``starting`` ({question: worker}).
 
     ``arguments``: closed references, for ``Gate.enter``. ``most``: workers at most. ``modules``: the user's own, whose
     version a node must not differ in. ``is_own``: whether the Ray is this run's own. ``is_apart``: whether its nodes
@@ -100,8 +109,7 @@ class Crew:
     is_own: bool
     is_apart: bool
     say: Callable[[str], None]
-    idle: list[Worker] = field(default_factory=list)
-    busy: dict[Any, Worker] = field(default_factory=dict)
+    entered: list[Worker] = field(default_factory=list)
     starting: dict[Any, Worker] = field(default_factory=dict)
     _nodes: dict[str, Node] = field(default_factory=dict)
     _gone: set[str] = field(default_factory=set)
@@ -111,7 +119,12 @@ class Crew:
     @property
     def workers(self) -> list[Worker]:
         """Return all there are."""
-        return [*self.idle, *self.busy.values(), *self.starting.values()]
+        return [*self.entered, *self.starting.values()]
+
+    @property
+    def calls(self) -> dict[Any, Worker]:
+        """Return what is under way, and at whom."""
+        return {call: worker for worker in self.entered for call in worker.calls}
 
     def look(self, wanted: int) -> list[Any]:
         """See which nodes there are, and start workers up to ``wanted``; return the calls that went with lost nodes."""
@@ -167,7 +180,7 @@ class Crew:
         except RayError as error:
             return self._did_not_start(worker, error)
         if said is None:  # it has entered
-            self.idle.append(worker)
+            self.entered.append(worker)
             self._alone_since = None
             return ""
         if why := self._difference(said):
@@ -178,23 +191,24 @@ class Crew:
         return ""
 
     def lost_with(self, worker: Worker) -> list[Any] | None:
-        """Return the calls of others that went with a dead worker's node; None where its node is still there."""
+        """Drop a dead worker; return the calls of others that went with its node, None where that is still there."""
         worker.kill()
+        self.entered = [one for one in self.entered if one is not worker]
         if not self.is_apart or not worker.node.is_gone:
             return None
         return self._forget(worker.node)
 
     def end_busy(self) -> None:
         """Kill those that are still busy."""
-        for worker in self.busy.values():
+        for worker in self.calls.values():
             worker.kill()
-        self.busy = {}
+        self.entered = [worker for worker in self.entered if not worker.calls]
 
     def close(self) -> None:
         """Kill all workers."""
         for worker in self.workers:
             worker.kill()
-        self.idle, self.busy, self.starting = [], {}, {}
+        self.entered, self.starting = [], {}
 
     @property
     def _room(self) -> int:
@@ -215,8 +229,8 @@ class Crew:
             "num_cpus": self.resources.cpus, "num_gpus": self.resources.gpus, "scheduling_strategy": where
         }  # fmt: skip
         if not self.is_own:
-            answers = {"RAY_max_direct_call_object_size": str(MOST_DIRECT)} if self.is_apart else {}
-            options["runtime_env"] = {"env_vars": {**ENVIRONMENT, **answers, "PYTHONPATH": import_path()}}
+            direct = DIRECT if self.is_apart else {}
+            options["runtime_env"] = {"env_vars": {**ENVIRONMENT, **direct, "PYTHONPATH": import_path()}}
         # The second thread lets an actor say how far it came while a client hangs.
         remote: Any = ray.remote
         actor_class = remote(concurrency_groups={"progress": 1}, max_restarts=0)(Gate)
@@ -259,14 +273,13 @@ class Crew:
         """Drop a node and its workers; return the calls that they were busy with."""
         self._nodes.pop(node.name, None)
         self._gone.add(node.name)
-        calls = [call for call, worker in self.busy.items() if worker.node is node]
+        calls = [call for call, worker in self.calls.items() if worker.node is node]
         gone = [worker for worker in self.workers if worker.node is node]
         if not node.refused:
             self.say(f"{node} of the Ray cluster is lost: what it was given is done elsewhere")
         for worker in gone:
             worker.kill()
-        self.idle = [worker for worker in self.idle if worker.node is not node]
-        self.busy = {call: worker for call, worker in self.busy.items() if worker.node is not node}
+        self.entered = [worker for worker in self.entered if worker.node is not node]
         self.starting = {call: worker for call, worker in self.starting.items() if worker.node is not node}
         return calls
 

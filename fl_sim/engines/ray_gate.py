@@ -34,7 +34,7 @@ class Gate:
 
         self._player = Player(Envelopes(key), *arguments)
 
-    def answer(self, letters: Any, contents: list[Any], files: dict[str, Any]) -> Any:
+    def answer(self, letters: Any, contents: dict[int, Any], files: dict[str, Any]) -> Any:
         """Answer messages: see ``Player.answer``."""
         return self._player.answer(letters, contents, files)
 

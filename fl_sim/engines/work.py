@@ -11,7 +11,7 @@ from flwr.app import Message
 
 from fl_sim.engines.grid import TOO_LATE, WORKER_DIED, failure, partition_of
 
-LEAST_SECONDS, MOST_SECONDS = 0.02, 1.0
+LEAST_SECONDS, MOST_SECONDS = 0.03, 1.0
 """About how much work a worker is given at a time: more than a call costs (4 ms), less than anyone would wait."""
 
 MAX_DEATHS = 10
@@ -42,6 +42,12 @@ class Work(Generic[Call]):
     _suspects: deque[Message] = field(default_factory=deque)
     _tried: set[str] = field(default_factory=set)
     _deaths: int = 0
+    _left: int = field(init=False)
+    _under_way: int = 0
+
+    def __post_init__(self) -> None:
+        """Add up the steps of ``fresh``, once: with many clients that takes too long to be done at every call."""
+        self._left = sum(map(self.steps, self.fresh))
 
     @property
     def waiting(self) -> int:
@@ -51,6 +57,7 @@ class Work(Generic[Call]):
     def take(self, step_seconds: float, others: Sequence[float] = ()) -> list[Message]:
         """Take the next batch: ever smaller ones towards the end, so that no worker is left with a long last one.
 
+        At the end that is a worker's fair part of all that is not answered yet, which others may have begun.
         ``step_seconds``: about how long a step takes this worker, ``others``: all other workers, infinite where nothing
         is known yet. Faster ones take more, and a slow one nothing where the others would have done all sooner.
         """
@@ -58,39 +65,63 @@ class Work(Generic[Call]):
             return self._again.popleft()
         if self._suspects:
             return [self._suspects.popleft()]
-        first = self.steps(self.fresh[0]) if self.stack == 1 else sum(map(self.steps, self._stacked()))
-        left = sum(map(self.steps, self.fresh))
-        if self._is_too_slow(first * step_seconds, first, left, others):
+        if not self.fresh:
+            return []
+        first = self._least()
+        if self._is_too_slow(first * step_seconds, first, others):
             return []
         if self.stack > 1:
-            return [self.fresh.popleft() for _ in self._stacked()]
+            return [self._next() for _ in self._stacked()]
         share = _share(step_seconds, others)
-        guided, fair = (math.ceil(left * share / part) for part in (2, 1))
+        guided, fair = math.ceil(self._left * share / 2), math.ceil((self._left + self._under_way) * share)
         least, most = (max(1, int(bound / max(step_seconds, 1e-6))) for bound in (LEAST_SECONDS, MOST_SECONDS))
-        batch = [self.fresh.popleft()]
+        batch = [self._next()]
         room = min(max(least, guided), fair, most) - self.steps(batch[0])
         while self.fresh and self.steps(self.fresh[0]) <= room:
-            batch.append(self.fresh.popleft())
+            batch.append(self._next())
             room -= self.steps(batch[-1])
         return batch
+
+    def take_ahead(self, step_seconds: float, others: Sequence[float]) -> list[Message]:
+        """Take the batch after the one that a worker has: it begins while the answer to that is on its way.
+
+        Nothing where a client takes longer than that is worth: then whoever is free first is to have it.
+        """
+        if self._again or self._suspects or not self.fresh or self._least() * step_seconds > LEAST_SECONDS:
+            return []
+        return self.take(step_seconds, others)
+
+    def _least(self) -> int:
+        """Return the steps of the smallest batch that can be taken now."""
+        return self.steps(self.fresh[0]) if self.stack == 1 else sum(map(self.steps, self._stacked()))
+
+    def _next(self) -> Message:
+        message = self.fresh.popleft()
+        self._left -= self.steps(message)
+        return message
 
     def _stacked(self) -> list[Message]:
         return list(islice(self.fresh, self.stack))
 
-    def _is_too_slow(self, mine: float, first: int, left: int, others: Sequence[float]) -> bool:
+    def _is_too_slow(self, mine: float, first: int, others: Sequence[float]) -> bool:
         """Say whether the others are done with all there is before a worker is that takes ``mine`` seconds for a part.
 
-        ``first``: the steps of that part, of ``left`` in all. What runs now counts as if it had just begun.
+        ``first``: the steps of that part. What runs now counts as if it had just begun.
         """
         known = [seconds for seconds in others if seconds < math.inf]
         if not known or mine == math.inf:
             return False
-        running = sum(self.steps(message) for batch in self.running.values() for message in batch)
-        return mine > (left + running) / sum(1 / seconds for seconds in known) + first * min(known)
+        together = sum(1 / seconds for seconds in known)
+        return mine > (self._left + self._under_way) / together + first * min(known)
+
+    def begin(self, call: Call, batch: list[Message]) -> None:
+        """Note that a worker was given a batch."""
+        self.running[call] = batch
+        self._under_way += sum(map(self.steps, batch))
 
     def answered(self, call: Call, replies: Sequence[Message]) -> None:
         """Keep the replies of a call that came back."""
-        del self.running[call]
+        self._end(call)
         self.keep(replies)
 
     def keep(self, replies: Sequence[Message]) -> None:
@@ -100,7 +131,7 @@ class Work(Generic[Call]):
     def worker_died(self, call: Call, reason: str) -> None:
         """Decide what becomes of a dead worker's batch; ``reason`` is for those whose second worker it was."""
         self._deaths += 1
-        for message in self.running.pop(call):
+        for message in self._end(call):
             if message.metadata.message_id in self._tried:
                 self._fail([message], WORKER_DIED, f"{reason} while client {partition_of(message)} trained")
             else:
@@ -111,7 +142,7 @@ class Work(Generic[Call]):
 
     def node_lost(self, call: Call) -> None:
         """Take back what a worker had that went with its node, as it was: it is no client's fault."""
-        self._again.append(self.running.pop(call))
+        self._again.append(self._end(call))
 
     def give_up(self, reason: str) -> None:
         """Give up all messages that no worker has: it is no client's fault where none can start."""
@@ -134,6 +165,11 @@ class Work(Generic[Call]):
                 self._fail(unfinished[1:], TOO_LATE, f"{late}: it waited behind {hanging[-1]}")
         self._fail(self._drain(), TOO_LATE, f"{late}: it waited behind {' and '.join(hanging) or 'others'}")
 
+    def _end(self, call: Call) -> list[Message]:
+        batch = self.running.pop(call)
+        self._under_way -= sum(map(self.steps, batch))
+        return batch
+
     def _fail(self, messages: Sequence[Message], code: int, reason: str) -> None:
         self.keep([failure(message, code, reason) for message in messages])
 
@@ -142,6 +178,7 @@ class Work(Generic[Call]):
         self._again.clear()
         self._suspects.clear()
         self.fresh.clear()
+        self._left = 0
         return messages
 
 

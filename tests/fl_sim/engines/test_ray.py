@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from fl_sim.data import load
 from fl_sim.engines.grid import CLIENT_RAISED, TOO_LATE, WORKER_DIED
 from fl_sim.engines.pieces import Together
 from fl_sim.engines.ray_token import MODE, TOKEN
+from fl_sim.engines.work import Work
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
@@ -120,6 +122,29 @@ def test_an_actor_that_dies_once_is_replaced_within_the_exchange(
     replies = send(grid, misbehaving.order("kill", 5, once=str(tmp_path / "done")))
     assert (tmp_path / "done").exists()
     assert reports(replies, "client") == list(range(8))
+
+
+def test_what_waits_at_an_actor_is_not_to_blame_for_what_runs_there(
+    misbehaving: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs, waited = Together(misbehaving.player, [1] * 8, stack=2), []
+    alone, take_ahead = RayGrid(misbehaving.client_app, 8, RayResources(actors=1), together=pairs), Work.take_ahead
+
+    def noted(*asked: Any) -> list[Message]:
+        batch = take_ahead(*asked)
+        waited.extend(batch)
+        return batch
+
+    monkeypatch.setattr(Work, "take_ahead", noted)
+    send(alone, misbehaving.order("", 0), timeout=2 * PATIENCE)  # now it is known that clients take no time
+    killed = failures(send(alone, misbehaving.order("kill", 2), timeout=2 * PATIENCE))
+    assert waited
+    assert killed == {2: (WORKER_DIED, "the worker died (out of memory?) while client 2 trained")}
+    send(alone, misbehaving.order("", 0), timeout=2 * PATIENCE)
+    late = failures(send(alone, misbehaving.order("hang", 2), timeout=3.0))
+    alone.close()
+    assert late.pop(2) == (TOO_LATE, "no answer within 3 s: it was still training")
+    assert late == dict.fromkeys(range(3, 8), (TOO_LATE, "no answer within 3 s: it waited behind client 2"))
 
 
 def test_the_exchange_ends_at_its_deadline_and_the_next_one_works(grid: RayGrid, misbehaving: ModuleType) -> None:

@@ -127,6 +127,7 @@ def test_what_clients_share_and_release_is_paid_for_and_kept_where_the_driver_is
     cluster: Cluster, hidden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.wait_for(2)
+    monkeypatch.setattr("fl_sim.engines.ray.MOST_WITH_A_CALL", 0)  # through the nodes' stores, as large models go
     release = {"kind": "da-fl", "generator": "mean-embedding", "noise": "seeded", "gamma": 0.2}
     method = {
         "algorithm": "fedmix", "preprocess": release, "rounds": 2,

@@ -63,7 +63,7 @@ def test_batches_hold_about_the_same_steps_not_the_same_clients() -> None:
     batches = []
     while work.waiting:
         batches.append([steps[int(str(client))] for client in clients(work.take(0.01, [0.01]))])
-    assert batches == [[40], [20], [10], [1, 1, 1], [1, 1], [1, 1], [1, 1], [1]]
+    assert batches == [[40], [20], [10], [1, 1, 1], [1, 1, 1], [1, 1], [1], [1]]
 
 
 def test_stacks_are_the_same_whoever_takes_them_when() -> None:
@@ -75,11 +75,11 @@ def test_stacks_are_the_same_whoever_takes_them_when() -> None:
 def test_the_message_that_kills_its_second_worker_is_named_and_the_others_are_sent_again() -> None:
     sent = messages(4)
     work: Work[str] = Work(deque(sent))
-    work.running["first"] = [work.fresh.popleft() for _ in range(3)]
+    work.begin("first", [work.fresh.popleft() for _ in range(3)])
     work.worker_died("first", "the worker died")
     assert work.replies == {}
     for call in ("a", "b", "c"):
-        work.running[call] = work.take(0.0)
+        work.begin(call, work.take(0.0))
         assert len(work.running[call]) == 1
     work.worker_died("b", "the worker died")
     work.answered("a", [reply(sent[0])])
@@ -92,7 +92,7 @@ def test_the_message_that_kills_its_second_worker_is_named_and_the_others_are_se
 def test_an_exchange_in_which_all_workers_die_is_given_up() -> None:
     work: Work[str] = Work(deque(messages(100)))
     for death in range(MAX_DEATHS):
-        work.running["call"] = work.take(math.inf)
+        work.begin("call", work.take(math.inf))
         assert work.waiting + len(work.running) + len(work.replies) == 100, death
         work.worker_died("call", "the worker died")
     assert not work.waiting
@@ -111,35 +111,61 @@ def test_what_went_with_a_node_is_sent_again_as_it_was_and_is_no_clients_fault()
     sent = messages(6)
     work: Work[str] = Work(deque(sent), stack=2)
     for _ in range(2 * MAX_DEATHS):
-        work.running["call"] = work.take(math.inf)
+        work.begin("call", work.take(math.inf))
         assert work.running["call"] == sent[:2]  # what is trained together decides the last bits
         work.node_lost("call")
         assert work.waiting == 6
     assert work.replies == {}
 
 
+def test_the_last_batch_is_a_fair_part_of_all_that_is_not_answered_yet() -> None:
+    work: Work[str] = Work(deque(messages(6)))
+    seconds = LEAST_SECONDS / 6
+    work.begin("first", work.take(seconds, [seconds]))
+    assert len(work.running["first"]) == 3
+    assert len(work.take(seconds, [seconds])) == 3  # not half of what is left, and half of that
+
+
+def test_a_worker_has_its_next_batch_waiting_where_clients_take_no_longer_than_a_call() -> None:
+    short, long = LEAST_SECONDS / 2, 2 * LEAST_SECONDS
+    work: Work[str] = Work(deque(messages(20)))
+    assert work.take_ahead(long, [long]) == []  # whoever is free first is to have it
+    assert work.take_ahead(math.inf, []) == []  # nobody knows how long they take
+    ahead = work.take_ahead(short, [short])
+    assert clients(ahead) == [0, 1, 2, 3, 4]
+    work.begin("dies", ahead)
+    work.worker_died("dies", "the worker died")
+    assert work.take_ahead(short, [short]) == []  # those who may kill their worker are to be alone there
+    while work.waiting:
+        work.take(short)
+    assert work.take_ahead(short, [short]) == []
+    stacks: Work[str] = Work(deque(messages(4)), stack=2)
+    assert stacks.take_ahead(0.6 * LEAST_SECONDS, []) == []
+    assert clients(stacks.take_ahead(0.5 * LEAST_SECONDS, [])) == [0, 1]
+
+
 def test_a_worker_that_is_faster_takes_more() -> None:
-    work: Work[str] = Work(deque(messages(64)))
-    assert len(work.take(1e-3, [3e-3])) == 24  # half of its part, which is three fourths
-    assert len(work.take(3e-3, [1e-3])) == 6  # at least for LEAST_SECONDS
+    work: Work[str] = Work(deque(messages(96)))
+    assert len(work.take(1e-3, [3e-3])) == 36  # half of its part, which is three fourths
+    assert len(work.take(3e-3, [1e-3])) == int(LEAST_SECONDS / 3e-3) == 10
 
 
 def test_a_slow_worker_leaves_the_last_ones_to_those_who_finish_sooner() -> None:
     work: Work[str] = Work(deque(messages(3)))
     assert work.take(1.0, [0.1, math.inf]) == []
     assert work.take(1.0, [math.inf]) != []  # nobody knows how fast the other is
-    work.running["fast"] = messages(20)
+    work.begin("fast", messages(20))
     assert work.take(1.0, [0.1]) != []  # it has enough to do
-    del work.running["fast"]
+    work.answered("fast", [])
     assert work.take(0.1, [1.0, 1.0]) != []
 
 
 def test_after_the_deadline_the_client_that_hangs_and_those_behind_it_are_told_apart() -> None:
     sent = messages(6)
     work: Work[str] = Work(deque(sent))
-    work.running["hangs"] = [work.fresh.popleft() for _ in range(3)]
-    work.running["mute"] = [work.fresh.popleft()]
-    work.running["just done"] = [work.fresh.popleft()]
+    work.begin("hangs", [work.fresh.popleft() for _ in range(3)])
+    work.begin("mute", [work.fresh.popleft()])
+    work.begin("just done", [work.fresh.popleft()])
     stale = reply(messages(7)[6])
     work.too_late({"hangs": [reply(sent[0]), stale], "just done": [reply(sent[4])]}, timeout=5)
     assert [work.replies[str(1000 + client)].has_error() for client in range(6)] == [
