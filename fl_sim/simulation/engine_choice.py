@@ -66,10 +66,9 @@ FLOWER = Choice(
 @contextmanager
 def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choice]]:
     """Start the job's engine and give it back afterwards."""
+    check_trainer(job)  # before steps are timed, which could take a minute
     engine, why = choose(job)
     num_clients, workers, stack = job.experiment.num_clients, workers_of(engine, job), stack_of(engine, job)
-    check_precision(job)
-    _check_trainer(job, stack)
     grid: LocalGrid
     if isinstance(engine, Ray):
         if importlib.util.find_spec("ray") is None:
@@ -207,10 +206,12 @@ def _left_to_pytorch(job: Job) -> str:
     return f": the native trainer does not take {', '.join(unknown)}" if unknown else ""
 
 
-def _check_trainer(job: Job, stack: int) -> None:
-    """Raise UserError where PyTorch trains on a CPU in a precision that the native trainer alone has there."""
-    on_cpu = job.device.type == "cpu" and stack == 1 and not has_gpus_elsewhere(job.experiment)
-    if job.experiment.local.precision == "bfloat16" and on_cpu and not trains_natively(job):
+def check_trainer(job: Job) -> None:
+    """Raise UserError where who trains clients here has no ``local.precision`` of the kind that is asked for."""
+    check_precision(job)
+    if job.experiment.local.precision != "bfloat16" or job.device.type != "cpu" or has_gpus_elsewhere(job.experiment):
+        return
+    if stack_of(job.experiment.engine, job) == 1 and not trains_natively(job):
         raise UserError(
             "local.precision=bfloat16 is for the native trainer and for GPUs, and here PyTorch trains"
             f"{_left_to_pytorch(job)}; leave it out"

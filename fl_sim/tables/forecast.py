@@ -14,7 +14,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.privacy.bill import Bill, Paid, bills
 from fl_sim.simulation.dafl.synthesis import is_made, pool_key
-from fl_sim.simulation.engine_choice import synthesis_seconds
+from fl_sim.simulation.engine_choice import check_trainer, synthesis_seconds
 from fl_sim.simulation.estimate import Estimate, estimate_of
 from fl_sim.simulation.pace import Pace, kind_of_work, pace_of
 from fl_sim.simulation.planned_bill import planned
@@ -64,6 +64,7 @@ def forecast(
     None: nothing is timed. ``billed``: whether it is worked out what private runs cost, and which bytes
     travel, which takes time. ``timed_own_models``: whether models of the user's own are tried, which may end this
     process. Nothing is trained but the timed steps, on public test records, and nothing is written.
+    Raises UserError where a run cannot train here at the precision that it asks for.
     """
     pools: set[str] = set()
     making = partial(_seconds_of_making, {})
@@ -71,6 +72,8 @@ def forecast(
     for name, experiment in runs.items():
         job = job_of(experiment, data_root)
         is_finished = finished_result(cells / name, job.experiment.rounds) is not None
+        if not is_finished:
+            check_trainer(job)
         has_pool = _has_pool(job, pools)
         is_timed = paces is not None and not is_finished and (timed_own_models or ":" not in job.experiment.model)
         pace = _pace(job, paces) if paces is not None and is_timed else None

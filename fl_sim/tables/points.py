@@ -76,10 +76,11 @@ def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Jo
     with _naming(point):
         look_for(experiment.data, data_root)
         with importing():  # now: a mistake in the settings is told without waiting for torch
-            from fl_sim.experiment.job import check_precision, job_of  # noqa: PLC0415
+            from fl_sim.experiment.job import job_of  # noqa: PLC0415
+            from fl_sim.simulation.engine_choice import check_trainer  # noqa: PLC0415
         job = job_of(experiment, data_root)
         job.model()
-        check_precision(job)
+        check_trainer(job)
     return job
 
 

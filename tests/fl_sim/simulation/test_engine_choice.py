@@ -1,17 +1,30 @@
 """Which trainer is said to take an experiment, and what is timed for it: all that its clients' plans ask for."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from ctypes import CDLL
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import fl_sim.experiment.job
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.experiment.local import Local
 from fl_sim.local_plan import LocalPlan
-from fl_sim.native.kernel import load_kernel
-from fl_sim.simulation.engine_choice import estimated_seconds, together_of, trainer_line, trains_natively
+from fl_sim.native.kernel import Kernel, load_kernel
+from fl_sim.simulation.engine_choice import (
+    check_trainer,
+    estimated_seconds,
+    together_of,
+    trainer_line,
+    trains_natively,
+)
 from fl_sim.simulation.procedure import procedure_of
+from fl_sim.tables.forecast import forecast
+from fl_sim.tables.points import job_at
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Trained
 
@@ -42,6 +55,29 @@ def test_the_native_trainer_is_named_where_it_takes_the_plans(algorithm: str, mo
 def test_moved_images_are_trained_natively_but_beside_what_compares_them(algorithm: str, told: str) -> None:
     job = job_of(experiment_from({"device": "cpu", "algorithm": algorithm, "local": {"augment": "flip"}}))
     assert trainer_line(job, 2) == told
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [({}, False), ({"model": "resnet"}, False), ({"algorithm": "fedmix", "model": "resnet"}, True),
+     ({"engine": {"kind": "inprocess", "stack": 2}, "algorithm": "fedmix", "model": "resnet"}, False)],
+)  # fmt: skip
+def test_bfloat16_on_a_cpu_is_refused_before_a_run_where_pytorch_would_train(
+    asked: dict[str, object], *, refused: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if load_kernel()[0] is None:
+        pytest.skip(f"no native trainer: {load_kernel()[1]}")
+    # As on a processor that has it: nothing is trained here.
+    monkeypatch.setattr(fl_sim.experiment.job, "load_kernel", lambda: (Kernel(CDLL(None), 16, has_bfloat16=True), ""))
+    settings = {"data": "digits", "device": "cpu", "local": {"precision": "bfloat16"}, **asked}
+    told = r"local\.precision=bfloat16 is for the native trainer and for GPUs, and here PyTorch trains; leave it out"
+    for check in (
+        lambda: check_trainer(job_of(experiment_from(settings))),
+        lambda: forecast({"one": experiment_from(settings)}, tmp_path, None, None),
+        lambda: job_at(settings, {}, None),
+    ):
+        with pytest.raises(UserError, match=told) if refused else nullcontext():
+            check()
 
 
 @pytest.mark.parametrize("algorithm", ["fedmix", "scaffold", "fedavg"])
