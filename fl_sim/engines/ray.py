@@ -124,7 +124,7 @@ class RayGrid(LocalGrid):
                     letters = [letter for message in batch if (letter := post.letter(message))]
                     work.keep(post.answered)
                     if letters:
-                        contents = worker.lacks(post.contents)
+                        contents = worker.lacks({number: post.contents[number] for _, number, _ in letters})
                         call = worker.actor.answer.remote(self._envelopes.close(letters), contents, self._files)
                         worker.calls.append(call)
                         work.begin(call, batch)
@@ -201,8 +201,11 @@ class RayGrid(LocalGrid):
         progress = {}
         for question in heard:
             with suppress(RayError):
-                call = asked[question]
-                progress[call] = self._kept(work.running[call], self._envelopes.open(ray.get(question)))
+                call, replies = asked[question], self._envelopes.open(ray.get(question))
+                batch = work.running[call]  # its worker may have begun the next one
+                ids = {message.metadata.message_id for message in batch}
+                own = [reply for reply in replies if reply.metadata.reply_to_message_id in ids]
+                progress[call] = self._kept(batch, own)
         return progress
 
     def _kept(self, messages: Sequence[Message], replies: Sequence[Message]) -> list[Message]:

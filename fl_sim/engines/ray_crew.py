@@ -76,7 +76,7 @@ class Worker:
     has: frozenset[int] = frozenset()
 
     def lacks(self, contents: Mapping[int, Any]) -> dict[int, Any]:
-        """Return ``contents`` for its next call, None where it has them."""
+        """Return the ``contents`` of its next call, None where it has them; it keeps them until the one after."""
         sent = {number: None if number in self.has else content for number, content in contents.items()}
         self.has = frozenset(sent)
         return sent

@@ -35,6 +35,7 @@ start = pytest.importorskip("fl_sim.engines.ray_start")  # before Ray itself: it
 import ray  # noqa: E402
 
 from fl_sim.engines.ray import RayGrid  # noqa: E402
+from fl_sim.engines.ray_crew import Node, Worker  # noqa: E402
 from fl_sim.engines.ray_start import RayResources, check_head, start_or_join, stop_or_leave  # noqa: E402
 
 pytestmark = pytest.mark.cluster
@@ -145,6 +146,13 @@ def test_what_waits_at_an_actor_is_not_to_blame_for_what_runs_there(
     alone.close()
     assert late.pop(2) == (TOO_LATE, "no answer within 3 s: it was still training")
     assert late == dict.fromkeys(range(3, 8), (TOO_LATE, "no answer within 3 s: it waited behind client 2"))
+
+
+def test_what_messages_share_is_sent_to_an_actor_once_as_long_as_it_needs_it() -> None:
+    worker = Worker(None, Node("node", "localhost", 1, room=1))
+    assert worker.lacks({1: b"first", 2: b"second"}) == {1: b"first", 2: b"second"}
+    assert worker.lacks({2: b"second", 3: b"third"}) == {2: None, 3: b"third"}
+    assert worker.lacks({1: b"first"}) == {1: b"first"}
 
 
 def test_the_exchange_ends_at_its_deadline_and_the_next_one_works(grid: RayGrid, misbehaving: ModuleType) -> None:
