@@ -176,6 +176,12 @@ class RayGrid(LocalGrid):
     def _sent(self, value: Any) -> Any:
         return ray.put(self._envelopes.close(value))
 
+    def _shared(self, content: RecordDict) -> tuple[int, Any]:
+        """Return the number of a content that messages share, and how calls have it: closed itself, or a reference."""
+        closed = self._envelopes.close(content)
+        is_small = self._apart is not None and num_bytes(closed) <= MOST_WITH_A_CALL
+        return next(self._numbers), closed if is_small else ray.put(closed)
+
     def _give_up_late(self, work: Work[Any], timeout: float) -> None:
         """Give up what is unfinished after ``timeout`` seconds."""
         calls = list(self._crew.calls)
@@ -186,12 +192,6 @@ class RayGrid(LocalGrid):
         for call in [call for worker in self._crew.entered for call in worker.calls[1:]]:
             work.node_lost(call)
         work.too_late(progress, timeout)
-
-    def _shared(self, content: RecordDict) -> tuple[int, Any]:
-        """Return the number of a content that messages share, and how calls have it: closed itself, or a reference."""
-        closed = self._envelopes.close(content)
-        is_small = self._apart is not None and num_bytes(closed) <= MOST_WITH_A_CALL
-        return next(self._numbers), closed if is_small else ray.put(closed)
 
     def _progress(self, work: Work[Any]) -> dict[Any, list[Message]]:
         """Ask busy workers how far they came; those that do not say are left out."""
@@ -231,7 +231,7 @@ class _Post:
         desk: Desk | None,
     ) -> None:
         self._send, self._share, self._files, self._desk = send, share, files, desk
-        self._numbers: dict[int, tuple[int, RecordDict]] = {}
+        self._known: dict[int, tuple[int, RecordDict]] = {}
         self.contents: dict[int, Any] = {}
         self.answered: list[Message] = []
 
@@ -245,11 +245,11 @@ class _Post:
             self.answered.append(parcel)
             return None
         content = parcel.content
-        if id(content) not in self._numbers:
+        if id(content) not in self._known:
             number, sent = self._share(content)
-            self._numbers[id(content)] = number, content  # held: another object could have its id
+            self._known[id(content)] = number, content  # held: another object could have its id
             self.contents[number] = sent
         for name, path in parcel.files.items():
             if name not in self._files:
                 self._files[name] = self._send(read_whole(path))
-        return message.metadata, self._numbers[id(content)][0], parcel.own
+        return message.metadata, self._known[id(content)][0], parcel.own

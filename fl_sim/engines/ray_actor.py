@@ -61,8 +61,9 @@ class Player:
         self._opened = {number: content for number, content in opened.items() if number in contents}
         self._replies = []
         messages = [
-            Message(self._content(which, own), metadata=about)  # type: ignore[call-overload]
-            for about, which, own in self._envelopes.open(letters)
+            # Flower's overloads do not name metadata, by which its own code makes messages.
+            Message(self._content(number, own), metadata=about)  # type: ignore[call-overload]
+            for about, number, own in self._envelopes.open(letters)
         ]
         for piece in self._clients.pieces(messages, workers=1):
             self._replies += self._clients.play(piece)

@@ -129,6 +129,7 @@ def _start(num_cpus: int) -> None:
     keeper = [sys.executable, "-I", ray_keeper.__file__, folder]
     # In a session of its own, where no Ctrl-C meant for the run ends it.
     _keepers.append(subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True))  # noqa: S603 (our own file)
+    # Processes import whatever this one can, an uninstalled checkout included.
     with _environment({"PYTHONPATH": import_path()}), _loose_ends():
         ray.init(
             address="local",
@@ -206,7 +207,7 @@ def _loose_ends() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Let what starts now see ``values`` in its environment: with PYTHONPATH, whatever this process can import."""
+    """Let what starts in this block see ``values`` in its environment."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

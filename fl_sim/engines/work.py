@@ -24,8 +24,9 @@ Call = TypeVar("Call")
 
 @dataclass
 class Work(Generic[Call]):
-    """The messages of one exchange. ``running`` holds the batch of every call under way, ``replies`` what is answered.
+    """The messages of one exchange. ``replies``: what is answered.
 
+    ``running``: the batch of every call under way. ``begin`` puts it there, and counts its steps.
     ``steps``: how much work a message is, at least 1. ``stack`` above 1: batches are so many messages, in their order,
     whoever takes them when: what is trained together decides the last bits.
 
@@ -92,7 +93,7 @@ class Work(Generic[Call]):
         return self.take(step_seconds, others)
 
     def _least(self) -> int:
-        """Return the steps of the smallest batch that can be taken now."""
+        """Return the steps of the smallest batch that can be taken now: a message, or a stack of them."""
         return self.steps(self.fresh[0]) if self.stack == 1 else sum(map(self.steps, self._stacked()))
 
     def _next(self) -> Message:

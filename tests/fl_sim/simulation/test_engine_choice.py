@@ -57,6 +57,7 @@ def test_moved_images_are_trained_natively_but_beside_what_compares_them(algorit
     assert trainer_line(job, 2) == told
 
 
+@pytest.mark.skipif(load_kernel()[0] is None, reason=f"no native trainer: {load_kernel()[1]}")
 @pytest.mark.parametrize(
     ("asked", "refused"),
     [({}, False), ({"model": "resnet"}, False), ({"algorithm": "fedmix", "model": "resnet"}, True),
@@ -65,8 +66,6 @@ def test_moved_images_are_trained_natively_but_beside_what_compares_them(algorit
 def test_bfloat16_on_a_cpu_is_refused_before_a_run_where_pytorch_would_train(
     asked: dict[str, object], *, refused: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if load_kernel()[0] is None:
-        pytest.skip(f"no native trainer: {load_kernel()[1]}")
     # As on a processor that has it: nothing is trained here.
     monkeypatch.setattr(fl_sim.experiment.job, "load_kernel", lambda: (Kernel(CDLL(None), 16, has_bfloat16=True), ""))
     settings = {"data": "digits", "device": "cpu", "local": {"precision": "bfloat16"}, **asked}
