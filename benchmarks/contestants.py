@@ -23,6 +23,7 @@ from fl_sim.data import load
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
+from fl_sim.simulation.capacity import fixed_threads
 from fl_sim.simulation.engine_choice import open_engine
 from fl_sim.simulation.preparation import federated_strategy
 from fl_sim.simulation.run_log import RunLog
@@ -77,10 +78,11 @@ def images(data: str, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ours(experiment: Experiment) -> Iterator[Round]:
-    """Yield a round of one of our engines."""
+    """Yield a round of one of our engines, with as many torch threads at the server as a run has."""
     job = job_of(experiment)
     log = RunLog(experiment.algorithm.init(detached(job.model().named_parameters())))
-    with tempfile.TemporaryDirectory() as out, open_engine(job, lambda _: None) as (grid, _):
+    threads = fixed_threads(experiment.engine.threads)
+    with threads, tempfile.TemporaryDirectory() as out, open_engine(job, lambda _: None) as (grid, _):
         strategy = federated_strategy(job, experiment.algorithm, grid, Path(out), log)
         yield lambda server_round: void(run_round(strategy, grid, server_round, 0.01, 600))
 

@@ -94,7 +94,8 @@ class Local(Settings):
 
     ``precision``: "tf32" rounds the factors of products to 11 bits, "bfloat16" to 8; sums, weights, their steps and
     evaluation stay float32. "tf32" is for GPUs. "bfloat16" is for GPUs, and for the native trainer on processors that
-    have products of such numbers (AVX512-BF16). With ``engine.stack`` above 1 any CPU takes it, and it does not pay.
+    have products of such numbers (AVX512-BF16; by AMX where there is that, too). With ``engine.stack`` above 1 any CPU
+    takes it, and it does not pay.
     """
 
     epochs: Annotated[float, AfterValidator(_whole_as_int), PlainSerializer(_whole_as_int, return_type=int | float)] = (

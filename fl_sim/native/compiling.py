@@ -20,7 +20,7 @@ FOLDER = Path(__file__).resolve().parent
 LIBRARY = FOLDER / f"libkernel-{platform.machine()}.so"
 SOURCES = FOLDER / "kernel.cpp", FOLDER / "gan.cpp"
 
-SOURCES_DIGEST = "64373a747ed69f5bec501c3be4a11fb3"
+SOURCES_DIGEST = "2ef205975ff6c9bf239c876ce36637e2"
 """What ``sources_digest`` says of this version: a copy of the program that has no sources knows its kernel by it."""
 
 COMPILE_SECONDS = 300.0
@@ -40,6 +40,9 @@ ARCHITECTURES = {"x86_64": (8, 16), "aarch64": (4,)}
 
 BFLOAT16, BFLOAT16_OPTIONS = "avx512_bf16", ("-mavx512bf16", "-DFL_SIM_BFLOAT16")
 """The trainer is compiled once more, for vectors of 16 on processors with this feature: with products of bfloat16."""
+
+AMX, AMX_OPTIONS = "amx_bf16", ("-mamx-tile", "-mamx-bf16", "-DFL_SIM_AMX")
+"""And once more for processors with this one too, by compilers that know it: with such products by AMX."""
 
 
 class NoCompiler(Exception):  # noqa: N818 (the reason why there is no kernel, not a fault)
@@ -65,7 +68,10 @@ def compile_kernel(library: Path = LIBRARY, options: Sequence[str] = (), archite
             for source in SOURCES
         ]
         if architecture == "x86_64":
-            objects.append((SOURCES[0], [*_options(16), *BFLOAT16_OPTIONS], Path(folder) / "bfloat16.o"))
+            halves = [*_options(16), *BFLOAT16_OPTIONS]
+            objects.append((SOURCES[0], halves, Path(folder) / "bfloat16.o"))
+            if _knows(compiler, AMX_OPTIONS):
+                objects.append((SOURCES[0], [*halves, *AMX_OPTIONS], Path(folder) / "amx.o"))
         try:
             for made in [threads.submit(_compile, compiler, *one) for one in objects]:
                 made.result()
@@ -91,6 +97,15 @@ def _compile(compiler: Sequence[str], source: Path, options: Sequence[str], to: 
         *compiler, "-O3", "-fno-math-errno", *options, "-std=c++17", "-fPIC",
         f'-DFL_SIM_SOURCES="{sources_digest()}"', "-c", str(source), "-o", str(to),
     ])  # fmt: skip
+
+
+def _knows(compiler: Sequence[str], options: Sequence[str]) -> bool:
+    """Say whether a compiler takes these options, as older ones do not."""
+    try:
+        _call([*compiler, *options, "-fsyntax-only", "-x", "c++", os.devnull])
+    except NoCompiler:
+        return False
+    return True
 
 
 def _options(lanes: int) -> list[str]:

@@ -2,100 +2,13 @@
 #pragma once
 
 #include "convolution.h"
+#ifdef FL_SIM_AMX
+#include "amx_gradient.h"
+#else
+#include "gradient.h"
+#endif
 
 namespace {
-
-// gradient[o][channel][y][x] += sum over places and lanes of slope * input, for OUTPUTS channels and a part of the kernel.
-template <int OUTPUTS, int ROWS, int COLUMNS>
-NOINLINE void weight_gradient(const Layer& layer, const vec* in, int output, int channel, int ky,
-                                               int kx, float* gradient) {
-    const long in_row = layer.in.row(), plane = layer.slope.plane();
-    vec sums[OUTPUTS][ROWS][COLUMNS];
-    UNROLL for (int o = 0; o < OUTPUTS; o++)
-        UNROLL for (int r = 0; r < ROWS; r++)
-            UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][r][c] = vec{};
-    for (int y = 0; y < layer.before_height; y++) {
-        const vec* left = layer.slopes.data() + layer.slope.line(output, y);
-        const vec* right = in + channel * layer.in.plane() + (y * layer.stride_y + ky) * in_row + kx;
-        for (int x = 0; x < layer.before_width; x++, left++, right += layer.stride_x) {
-            vec values[OUTPUTS];
-            UNROLL for (int o = 0; o < OUTPUTS; o++) values[o] = left[o * plane];
-            UNROLL for (int r = 0; r < ROWS; r++)
-                UNROLL for (int c = 0; c < COLUMNS; c++) {
-                    const vec value = right[r * in_row + c];
-                    UNROLL for (int o = 0; o < OUTPUTS; o++) sums[o][r][c] += value * values[o];
-                }
-        }
-    }
-    constexpr int LAST = OUTPUTS - 1;
-    const long per_output = layer.in.channels * layer.taps();
-    float* to = gradient + output * per_output + channel * layer.taps() + ky * layer.kernel_x + kx;
-    UNROLL for (int r = 0; r < ROWS; r++)
-        UNROLL for (int c = 0; c < COLUMNS; c++) {
-            const four total = ::sums(sums[0][r][c], sums[std::min(1, LAST)][r][c], sums[std::min(2, LAST)][r][c],
-                                      sums[std::min(3, LAST)][r][c]);
-            UNROLL for (int o = 0; o < OUTPUTS; o++) to[o * per_output + r * layer.kernel_x + c] += total[o];
-        }
-}
-
-template <int MOST, int ROWS, int COLUMNS>
-void weight_gradients(const Layer& layer, const vec* in, float* gradient) {
-    const int outputs = layer.out.channels;
-    for (int channel = 0; channel < layer.in.channels; channel++)
-        for (int y = 0; y < layer.kernel_y; y += ROWS)
-            for (int x = 0; x < layer.kernel_x; x += COLUMNS) {
-                int output = 0;
-                if (MOST > 3 && outputs % MOST && outputs % 3 == 0)
-                    for (; output < outputs; output += 3)
-                        weight_gradient<3, ROWS, COLUMNS>(layer, in, output, channel, y, x, gradient);
-                for (; output + MOST <= outputs; output += MOST)
-                    weight_gradient<MOST, ROWS, COLUMNS>(layer, in, output, channel, y, x, gradient);
-                for (; output < outputs; output++)
-                    weight_gradient<1, ROWS, COLUMNS>(layer, in, output, channel, y, x, gradient);
-            }
-}
-
-// The same for kernels of one pixel, of OUTPUTS x CHANNELS channels.
-template <int OUTPUTS, int CHANNELS>
-NOINLINE void pixel_gradient(const Layer& layer, const vec* in, int output, int channel, float* gradient) {
-    const long plane = layer.slope.plane(), in_plane = layer.in.plane();
-    vec sums[OUTPUTS][CHANNELS];
-    UNROLL for (int o = 0; o < OUTPUTS; o++)
-        UNROLL for (int c = 0; c < CHANNELS; c++) sums[o][c] = vec{};
-    for (int y = 0; y < layer.before_height; y++) {
-        const vec* left = layer.slopes.data() + layer.slope.line(output, y);
-        const vec* right = in + channel * in_plane + y * layer.stride_y * layer.in.row();
-        for (int x = 0; x < layer.before_width; x++, left++, right += layer.stride_x) {
-            vec values[CHANNELS];
-            UNROLL for (int c = 0; c < CHANNELS; c++) values[c] = right[c * in_plane];
-            UNROLL for (int o = 0; o < OUTPUTS; o++) {
-                const vec slope = left[o * plane];
-                UNROLL for (int c = 0; c < CHANNELS; c++) sums[o][c] += slope * values[c];
-            }
-        }
-    }
-    UNROLL for (int o = 0; o < OUTPUTS; o++) {
-        float* to = gradient + long(output + o) * layer.in.channels + channel;
-        constexpr int LAST = CHANNELS - 1;
-        const four total = ::sums(sums[o][0], sums[o][std::min(1, LAST)], sums[o][std::min(2, LAST)], sums[o][LAST]);
-        UNROLL for (int c = 0; c < CHANNELS; c++) to[c] += total[c];
-    }
-}
-
-template <int CHANNELS>
-void pixel_gradients(const Layer& layer, const vec* in, int channel, float* gradient) {
-    constexpr int MOST = REGISTERS / 8;
-    int output = 0;
-    for (; output + MOST <= layer.out.channels; output += MOST)
-        pixel_gradient<MOST, CHANNELS>(layer, in, output, channel, gradient);
-    for (; output < layer.out.channels; output++) pixel_gradient<1, CHANNELS>(layer, in, output, channel, gradient);
-}
-
-void pixel_gradients(const Layer& layer, const vec* in, float* gradient) {
-    int channel = 0;
-    for (; channel + 4 <= layer.in.channels; channel += 4) pixel_gradients<4>(layer, in, channel, gradient);
-    for (; channel < layer.in.channels; channel++) pixel_gradients<1>(layer, in, channel, gradient);
-}
 
 // Writes the gradient before pooling and ReLU into ``layer.slopes`` and adds the bias gradient, where that is asked for.
 void before_pooling(Layer& layer, const Flow& flow, const vec* gradient, float* bias_gradient) {
@@ -159,23 +72,55 @@ void flip(Layer& layer, const float* weights) {
     });
 }
 
+#ifdef FL_SIM_AMX
+INLINE Runs runs_back(const Layer& layer, const Phase& y, const Phase& x) {
+    return Runs(layer.out.channels, layer.in.channels, y.taps, x.taps, 1, false);
+}
+
+// Before a minibatch: lays the kernels of the way back out, [phase].
+inline void start_backward(Layer& layer, const float* weights) {
+    flip(layer, weights);
+    const long inputs = layer.in.channels, outputs = layer.out.channels;
+    long count = LANES;
+    each_phase(layer, [&](int, int, const Phase& y, const Phase& x) { count += runs_back(layer, y, x).num_weights(); });
+    layer.amx.back_kernels.resize(count);
+    Pairs::Weight* to = layer.amx.back_kernels.data();
+    const float* flipped = layer.flipped.data();
+    each_phase(layer, [&](int, int, const Phase& y, const Phase& x) {
+        const Pairs::Weight* kernels = Pairs::kernels(flipped, inputs, outputs, y.taps, x.taps, layer.flipped_room);
+        to = lay_out_kernels(runs_back(layer, y, x), kernels, inputs, outputs, y.taps, x.taps, 1, layer.amx.room, to);
+        flipped += inputs * outputs * y.taps * x.taps;
+    });
+}
+#else
+inline void start_backward(Layer& layer, const float* weights) { flip(layer, weights); }
+#endif
+
 void slopes_to_input(Layer& layer, vec* back) {
     Image bare = layer.in;
     bare.border_y = bare.border_x = 0;
     const Image& slope = layer.slope;
-    const Factors::Values* slopes =
-        Factors::planes(layer.slopes.data(), slope.channels, slope.plane(), slope.row(), layer.plane_room) + slope.start();
-    const float* weights = layer.flipped.data();
+    const Read* slopes = read_of(layer.slopes.data(), slope, layer);
     if (layer.stride_y > layer.kernel_y || layer.stride_x > layer.kernel_x)  // some pixels are not met at all
         std::fill(back, back + bare.features(), vec{});
-    each_phase(layer, [&](int, int, const Phase& y, const Phase& x) {
-        const Factors::Weight* kernels =
-            Factors::kernels(weights, layer.in.channels, slope.channels, y.taps, x.taps, layer.flipped_room);
-        convolve({y.taps, x.taps, 1, 1, slopes + y.start * slope.row() + x.start, slope,
+    const auto convolve_phase = [&](const Phase& y, const Phase& x, const Factors::Weight* kernels) {
+        convolve({y.taps, x.taps, 1, 1, slopes, slope.start() + y.start * slope.row() + x.start, slope,
                   back + y.first * bare.row() + x.first, bare, y.count, x.count, layer.stride_y, layer.stride_x, nullptr,
-                  kernels, nullptr, false, -y.start, layer.before_height - y.start, nullptr});
+                  kernels, nullptr, false, -y.start, layer.before_height - y.start, nullptr}, layer);
+    };
+#ifdef FL_SIM_AMX
+    const Pairs::Weight* kernels = layer.amx.back_kernels.data();
+    each_phase(layer, [&](int, int, const Phase& y, const Phase& x) {
+        convolve_phase(y, x, kernels);
+        kernels += runs_back(layer, y, x).num_weights();
+    });
+#else
+    const float* weights = layer.flipped.data();
+    each_phase(layer, [&](int, int, const Phase& y, const Phase& x) {
+        convolve_phase(y, x, Factors::kernels(weights, layer.in.channels, slope.channels, y.taps, x.taps, layer.flipped_room));
         weights += long(layer.in.channels) * layer.out.channels * y.taps * x.taps;
     });
+#endif
 }
 
 // ``gradient``: of the output, without border; ``back``: of the input, likewise, or null where nobody asks.
@@ -183,15 +128,7 @@ void conv_backward(Layer& layer, const Flow& flow, const vec* gradient, vec* bac
     before_pooling(layer, flow, gradient, layer.has_bias && !flow.is_derivative ? gradients + layer.bias : nullptr);
     if (back) slopes_to_input(layer, back);
     const Timed timed(TO_WEIGHTS);
-    const vec* in = flow.in + layer.corner();
-    const bool is_square = layer.kernel_y == layer.kernel_x;
-    float* to = gradients + layer.weight;
-    constexpr bool HAS_MANY = REGISTERS == 32;
-    if (is_square && layer.kernel_y == 3) weight_gradients<HAS_MANY ? 2 : 3, HAS_MANY ? 3 : 1, 3>(layer, in, to);
-    else if (is_square && layer.kernel_y == 5) weight_gradients<HAS_MANY ? 4 : 2, 1, 5>(layer, in, to);
-    else if (is_square && layer.kernel_y == 7) weight_gradients<HAS_MANY ? 3 : 1, 1, 7>(layer, in, to);
-    else if (is_square && layer.kernel_y == 1) pixel_gradients(layer, in, to);
-    else weight_gradients<4, 1, 1>(layer, in, to);
+    add_gradient(layer, flow.in, gradients);
 }
 
 }  // namespace

@@ -61,6 +61,7 @@ struct Pairs {
     static constexpr int EACH = 2;
 
     INLINE Values spread(Weight weight) { return ivec{} + weight; }
+    INLINE vec high_of(ivec pairs) { return (vec)(pairs & int32_t(0xffff0000)); }
 
 #if defined(__AVX512BF16__)
     INLINE void add(vec& sum, Values weight, Values value) {
@@ -80,7 +81,6 @@ struct Pairs {
     }
 #else
     // What the instructions do, for processors without them: tests alone take this.
-    INLINE vec high_of(ivec pairs) { return (vec)(pairs & int32_t(0xffff0000)); }
     INLINE void add(vec& sum, Values weight, Values value) {
         sum += high_of(weight) * high_of(value);
         sum += high_of(weight << 16) * high_of(value << 16);
@@ -230,6 +230,12 @@ typedef Pairs Factors;
 
 typedef Singles Factors;
 
+#endif
+
+#ifdef FL_SIM_AMX
+constexpr bool HAS_AMX = true;
+#else
+constexpr bool HAS_AMX = false;
 #endif
 
 // How many factors so many numbers make.

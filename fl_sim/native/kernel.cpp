@@ -192,6 +192,9 @@ int infer(const Request& request, bool wants_features, float* rows) {
 template <class Work>
 int guarded(const Work& work) try {
     const NoSubnormals none;
+#ifdef FL_SIM_AMX
+    const AmxInUse amx;
+#endif
     return work();
 } catch (const std::bad_alloc&) {
     return 2;
@@ -205,8 +208,10 @@ int guarded(const Work& work) try {
 
 // A library holds this file once for every width of vectors, so what Python calls has the width in its name:
 // fl_sim_train_16. None but those of a width that the processor has may be called.
-// What is compiled for products of bfloat16 says so behind it.
-#ifdef FL_SIM_BFLOAT16
+// What is compiled for products of bfloat16 says so behind it, and what takes AMX for them.
+#if defined(FL_SIM_AMX)
+#define JOINED(name, lanes) name##_##lanes##_amx
+#elif defined(FL_SIM_BFLOAT16)
 #define JOINED(name, lanes) name##_##lanes##_bfloat16
 #else
 #define JOINED(name, lanes) name##_##lanes
@@ -221,6 +226,11 @@ const char* OF_WIDTH(fl_sim_sources)() { return FL_SIM_SOURCES; }
 
 // What a request looks like here: kernel.py works out the same of its own.
 int OF_WIDTH(fl_sim_layout)() { return int(1000 * sizeof(Request) + FIELDS); }
+
+#ifdef FL_SIM_AMX
+// Asks the system for AMX's registers; returns whether this process may use them.
+int OF_WIDTH(fl_sim_may_use)() { return may_use_amx(); }
+#endif
 
 #ifdef FL_SIM_CLOCK
 // Hands over the ticks of all places, [place][part], and begins anew.

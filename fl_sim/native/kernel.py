@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.checks import check_records, vector_of
-from fl_sim.native.compiling import BFLOAT16, SOURCES_DIGEST, find_library, lanes_of, missing_in, processor
+from fl_sim.native.compiling import AMX, BFLOAT16, SOURCES_DIGEST, find_library, lanes_of, missing_in, processor
 from fl_sim.native.layers import FIELDS, Stack
 from fl_sim.native.request import Held, Request, has_momentum, padded
 from fl_sim.params import FlatParams, num_in
@@ -76,12 +76,14 @@ class Lesson(NamedTuple):
 class Kernel:
     """The loaded library, and how many numbers its vectors hold on this processor: a key of ``compiling.WIDTHS``.
 
-    ``has_bfloat16``: whether the processor has products of bfloat16 numbers.
+    ``has_bfloat16``: whether the processor has products of bfloat16 numbers; ``has_amx``: whether it has AMX for them,
+    and the system and the library let this process use it.
     """
 
     library: ctypes.CDLL
     lanes: int
     has_bfloat16: bool = False
+    has_amx: bool = False
 
     def train(self, stack: Stack, lessons: Sequence[Lesson], precision: Precision = "float32") -> list[Trained]:
         """Train clients, one after another, each as ``fl_sim.training.loop.train`` does but for float32 rounding.
@@ -89,7 +91,8 @@ class Kernel:
         With ``precision`` "bfloat16", which needs ``has_bfloat16``, the factors of products are rounded to 8 bits, and
         their sums are float32: in linear layers, and in convolutions on the way forward and back to their input.
         Exact are the way back through pooling, the gradient of a convolution's weights unless it reads the records and
-        pools, and convolutions of 3 x 3 pixels of 8 channels or more, most of which go by Winograd's algorithm.
+        pools, and convolutions of 3 x 3 pixels of 8 channels or more, most of which go by Winograd's algorithm. With
+        ``has_amx`` all these products are rounded, too.
         Other threads run meanwhile. Raises IndexError for a label outside the model's classes, and ValueError for
         tensors of other lengths or types than the model and the task ask for, and a precision that is not here.
         """
@@ -152,7 +155,8 @@ class Kernel:
 
     def function(self, name: str, precision: Precision = "float32") -> Any:
         """Return the function ``fl_sim_NAME`` of C, compiled for this processor's vectors and for ``precision``."""
-        return getattr(self.library, f"fl_sim_{name}_{self.lanes}{'_bfloat16' if precision == 'bfloat16' else ''}")
+        halves = "_amx" if self.has_amx else "_bfloat16"
+        return getattr(self.library, f"fl_sim_{name}_{self.lanes}{halves if precision == 'bfloat16' else ''}")
 
 
 @lru_cache(maxsize=1)
@@ -168,12 +172,19 @@ def load_kernel(path: Path | None = None) -> tuple[Kernel | None, str]:
     if not path.exists():
         return None, "it was not compiled (python -m fl_sim.native does that)"
     try:
-        kernel = Kernel(ctypes.CDLL(str(path)), lanes, lanes == 16 and BFLOAT16 in features)
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         return None, f"{path} cannot be loaded: {error}"
+    has_bfloat16 = lanes == 16 and BFLOAT16 in features
+    kernel = Kernel(library, lanes, has_bfloat16, has_bfloat16 and AMX in features and _may_use_amx(library))
     if not kernel.is_this_versions():
         return None, f"{path} is of another version of fl-sim (python -m fl_sim.native compiles this one's)"
     return kernel, ""
+
+
+def _may_use_amx(library: ctypes.CDLL) -> bool:
+    """Ask the system for AMX's registers, which are large, so that processes must ask for them."""
+    return bool(library.fl_sim_may_use_16_amx()) if hasattr(library, "fl_sim_may_use_16_amx") else False
 
 
 def _failure(code: int, stack: Stack, what: str) -> Exception:

@@ -29,6 +29,17 @@ struct Image {  // planes of vectors, each with a border of zeros
     }
 };
 
+#ifdef FL_SIM_AMX
+// What a convolution multiplies by AMX, as it lies for that: see amx_convolution.h and amx_gradient.h.
+struct AmxRoom {
+    std::vector<Pairs::Weight> kernels, back_kernels;  // of the way forward, and back
+    std::vector<Pairs::Weight> room;                   // of some kernels in another order
+    std::vector<Pairs::Values> columns, slopes;        // what a row of outputs reads; a group's slopes
+    Pairs::Room records;                               // a group's records
+    std::vector<vec> gradient;                         // of the weights, summed over the minibatch
+};
+#endif
+
 struct Layer {
     Kind kind;
     int source, other;  // nodes that it reads; only ADD reads two
@@ -49,6 +60,9 @@ struct Layer {
     const Factors::Weight* kernels;   // a convolution's weights as the way forward takes them, in ``kernel_room``
     Factors::Room kernel_room, flipped_room, plane_room;
     std::vector<Factors::Values> chosen_slopes;  // of one output of a pooled first convolution, see chosen.h
+#ifdef FL_SIM_AMX
+    AmxRoom amx;
+#endif
 
     long taps() const { return long(kernel_y) * kernel_x; }
     // Of what comes in: where the first window starts.

@@ -1,6 +1,7 @@
 // Linear layers: over all groups of a minibatch at once; a gradient goes to its sink as soon as it is known.
 #pragma once
 
+#include "factors.h"
 #include "optimizer.h"
 
 namespace {
@@ -60,10 +61,6 @@ void multiply(const Product& product, int groups, const Rows& rows) {
             multiply_rows<4>(product, group, end, output, rows(output, 4));
         for (; output < product.outputs; output++) multiply_rows<1>(product, group, end, output, rows(output, 1));
     }
-}
-
-void multiply(const Product& product, int groups) {
-    multiply(product, groups, [&](long output, int) { return product.weights + output * product.along; });
 }
 
 // Lays activations [group][feature][lane] out as [feature / LANES][record][LANES features]. ``apart``: of groups.
@@ -169,5 +166,19 @@ struct Added {
         store(gradient + at, LANE < int32_t(std::min<long>(count, LANES)) ? before + part : before);
     }
 };
+
+#ifndef FL_SIM_AMX
+struct LinearRoom {};  // memory for all layers: none is needed
+
+template <class Rows>
+void multiply(const Product& product, int groups, const Rows& rows, LinearRoom&) {
+    multiply(product, groups, rows);
+}
+
+template <class Sink>
+void linear_steps(const Sink& sink, const Slopes<Factors>& given, LinearRoom&) {
+    linear_steps<Factors>(sink, given);
+}
+#endif
 
 }  // namespace

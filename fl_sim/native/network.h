@@ -4,8 +4,12 @@
 #include <numeric>
 
 #include "ascent.h"
-#include "graph.h"
+#ifdef FL_SIM_AMX
+#include "amx_linear.h"
+#else
 #include "linear.h"
+#endif
+#include "graph.h"
 #include "objective.h"
 #include "rows.h"
 #include "spatial.h"
@@ -181,11 +185,11 @@ class Network {
             climb->write(output * inputs, count * inputs, climbed_.data());
             return Factors::rows(climbed_.data(), count, inputs, weight_room_);
         };
-        multiply(product, origins_, rows);
+        multiply(product, origins_, rows, linear_room_);
         if (groups_ == origins_) return;
         product.in += origins_ * factors, product.out += origins_ * outputs;
         product.bias = nullptr, product.relu = false;
-        multiply(product, origins_, rows);
+        multiply(product, origins_, rows, linear_room_);
         for (long at = 0; layer.relu && at < origins_ * outputs; at++) product.out[at] = out[at] > 0.0f ? product.out[at] : vec{};
     }
 
@@ -203,9 +207,9 @@ class Network {
                 for (long at = 0; at < groups_ * outputs; at++) slopes[at] = out[at % half] > 0.0f ? slopes[at] : vec{};
             }
             if (index > graph_.first_trained) {  // first, as a sink may step: with the weights of the way forward
-                multiply({Factors::features(slopes, outputs, groups_, feature_room_), num_factors(outputs),
-                          next, inputs, Factors::columns(params + layer.weight, outputs, inputs, weight_room_), 1, inputs,
-                          nullptr, false}, groups_);
+                const Factors::Weight* columns = Factors::columns(params + layer.weight, outputs, inputs, weight_room_);
+                multiply({Factors::features(slopes, outputs, groups_, feature_room_), num_factors(outputs), next, inputs, columns,
+                          1, inputs, nullptr, false}, groups_, [&](long input, long) { return columns + input; }, linear_room_);
                 for (long at = 0; added && at < origins_ * inputs; at++) next[at] += added[at];
                 added = nullptr;
             }
@@ -215,9 +219,9 @@ class Network {
             Factors::Values* rows = index ? rows_.data() : record_rows_.data();
             if (index || !climb) to_rows<Factors>(graph_.nodes[index].at(0), inputs, inputs, groups_, rows);
             const int records = groups_ == origins_ ? batch.count : groups_ * LANES;  // those that are missing have slope 0
-            linear_steps<Factors>(sink, {layer.weight, inputs, outputs,
-                                         Factors::records(slopes, groups_ * outputs, weight_room_), outputs, rows,
-                                         long(groups_) * LANES / Factors::EACH, records});
+            const Slopes<Factors> given{layer.weight, inputs, outputs, Factors::records(slopes, groups_ * outputs, weight_room_),
+                                        outputs, rows, long(groups_) * LANES / Factors::EACH, records};
+            linear_steps(sink, given, linear_room_);
             if (layer.has_bias) {
                 for (long o = 0; o < outputs; o++) {
                     vec total{};
@@ -240,6 +244,7 @@ class Network {
     std::vector<Factors::Values> rows_;         // a linear layer's inputs with the feature innermost
     std::vector<Factors::Values> record_rows_;  // likewise of the first layer, if it is linear
     Factors::Room feature_room_, weight_room_;  // of what a linear layer multiplies
+    LinearRoom linear_room_;
     std::vector<float> moved_;         // a group's records, where they are moved
     std::vector<float> gradients_;     // of the layers before the first linear one
     std::vector<float> by_bias_;       // of a linear layer

@@ -20,6 +20,7 @@ inline bool is_first_pooled(const Layer& layer) {
 // Says whether this way is open and cheaper: per slope, the kernel's vectors and some overhead against four times the
 // kernel's numbers, a LANES-th each.
 inline bool is_routed(const Layer& layer) {
+    if (HAS_AMX) return false;  // there it is cheaper to multiply the zeros
     if (layer.kind != CONV || !layer.pooled || layer.stride_y != 1 || layer.stride_x != 1) return false;
     if (layer.kernel_y != 3 && layer.kernel_y != 5) return false;
     if (layer.corner() != 0) return false;

@@ -60,6 +60,7 @@ class Spatial {
             Layer& layer = graph_.layers[index];
             if (is_routed(layer)) finish_routes(routes_[index], layer, gradients + layer.weight);
             else if (is_winograd(layer)) finish_winograd(winograds_[index], layer, gradients + layer.weight);
+            if (layer.kind == CONV && !is_first_pooled(layer)) finish_gradient(layer, gradients + layer.weight);
             const Timed stepping(STEP);
             step_range(sink, layer.weight, layer.num_weights() + layer.num_biases(), gradients + layer.weight);
         }
@@ -80,7 +81,8 @@ class Spatial {
         if (is_winograd(layer)) start_winograd(winograds_[index], layer, weights);
         else if (layer.kind == CONV) start_forward(layer, params);
         if (is_routed(layer)) start_routes(routes_[index], layer, weights);
-        else if (layer.kind == CONV && layer.source && !is_winograd(layer)) flip(layer, weights);
+        else if (layer.kind == CONV && layer.source && !is_winograd(layer)) start_backward(layer, weights);
+        if (layer.kind == CONV && !is_first_pooled(layer)) start_gradient(layer);
     }
 
     void forward(int index, const Flow& flow, const float* params) {

@@ -37,6 +37,7 @@ INLINE int tiles_at_once(const Layer& layer) {
 
 // With few channels the transforms cost more than they save, and so do the parts of tiles that lie over the edge.
 inline bool is_winograd(const Layer& layer) {
+    if (HAS_AMX) return false;  // there it is not products that take the time
     if (layer.kind != CONV || layer.kernel_y != 3 || layer.kernel_x != 3) return false;
     if (layer.stride_y != 1 || layer.stride_x != 1 || std::min(layer.in.channels, layer.out.channels) < 8) return false;
     return 6L * tiles_down(layer) * tiles_across(layer) <= long(rows_asked(layer)) * columns_asked(layer);

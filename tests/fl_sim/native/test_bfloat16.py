@@ -16,7 +16,15 @@ from torch.nn import functional, grad
 
 from fl_sim.local_plan import Ascent, LocalPlan
 from fl_sim.models import MODELS
-from fl_sim.native.compiling import BFLOAT16_OPTIONS, FOLDER, NoCompiler, compile_plain, lanes_of, processor
+from fl_sim.native.compiling import (
+    AMX_OPTIONS,
+    BFLOAT16_OPTIONS,
+    FOLDER,
+    NoCompiler,
+    compile_plain,
+    lanes_of,
+    processor,
+)
 from fl_sim.native.kernel import Draws, Kernel, Lesson, load_kernel
 from fl_sim.native.layers import describe
 from fl_sim.params import detached
@@ -39,6 +47,7 @@ class Rounded(torch.autograd.Function):
 
     A convolution's gradient of its weights is exact unless its ``kind`` is "first": it reads records, and has pooling
     behind it. That of its input is rounded unless it is "routed": it reads another layer, and has pooling behind it.
+    With "all" both are rounded, as by AMX.
     """
 
     @staticmethod
@@ -56,7 +65,7 @@ class Rounded(torch.autograd.Function):
             return rounded(slope) @ rounded(weight), rounded(slope).T @ rounded(inputs), None
         to_inputs = (slope, weight) if how["kind"] == "routed" else (rounded(slope), rounded(weight))
         to_weights = (inputs, weight.shape, slope)
-        if "first" in how["kind"]:
+        if how["kind"] in ("first", "all"):
             to_weights = (rounded(inputs), weight.shape, rounded(slope))
         rest = how["stride"], how["padding"]
         return (
@@ -87,33 +96,35 @@ class Products(nn.Module):
         return found + (self.bias if found.dim() == 2 else self.bias[:, None, None])
 
 
-def with_products(model: nn.Module, kinds: dict[str, str] | None = None) -> nn.Module:
-    """Return ``model`` in float64 with rounded products; ``kinds``: of convolutions with pooling behind them."""
+def with_products(model: nn.Module, kernel: Kernel, kinds: dict[str, str] | None = None) -> nn.Module:
+    """Return ``model`` in float64 with ``kernel``'s products; ``kinds``: of convolutions with pooling behind them."""
+    kinds, kind = ({}, "all") if kernel.has_amx else (kinds or {}, "")
     model = copy.deepcopy(model).double()
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear | nn.Conv2d):
             parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, Products(layer, (kinds or {}).get(name, "")))
+            setattr(model.get_submodule(parent), own, Products(layer, kinds.get(name, kind)))
     return model
 
 
-@pytest.fixture(scope="module", params=["native", "emulated"])
+@pytest.fixture(scope="module", params=["native", "native, AMX", "emulated", "emulated, AMX"])
 def halves(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     """A trainer with products of bfloat16: this processor's, and one that does without such instructions."""
-    if request.param == "native":
+    has_amx = "AMX" in request.param
+    if "native" in request.param:
         kernel, why_not = load_kernel()
-        if kernel is None or not kernel.has_bfloat16:
-            pytest.skip(f"no avx512_bf16 here, or no native trainer: {why_not}")
-        return kernel
+        if kernel is None or not (kernel.has_amx if has_amx else kernel.has_bfloat16):
+            pytest.skip(f"no {'amx_bf16' if has_amx else 'avx512_bf16'} here, or no native trainer: {why_not}")
+        return replace(kernel, has_amx=has_amx)  # with AMX, no run takes the other
     library, lanes = tmp_path_factory.mktemp("emulated") / "kernel.so", lanes_of(processor())
     if not lanes:
         pytest.skip("no native trainer for this processor")
-    define = [BFLOAT16_OPTIONS[1], "-fno-math-errno", '-DFL_SIM_SOURCES="emulated"']
+    define = [BFLOAT16_OPTIONS[-1], *AMX_OPTIONS[-1:] * has_amx, "-fno-math-errno", '-DFL_SIM_SOURCES="emulated"']
     try:
         compile_plain(FOLDER / "kernel.cpp", library, lanes, define)
     except NoCompiler as reason:
         pytest.skip(str(reason))
-    return Kernel(ctypes.CDLL(os.fspath(library)), lanes, has_bfloat16=True)
+    return Kernel(ctypes.CDLL(os.fspath(library)), lanes, has_bfloat16=True, has_amx=has_amx)
 
 
 def gradient(
@@ -153,7 +164,7 @@ def holds(kernel: Kernel, model: nn.Module, shape: tuple[int, ...], count: int) 
     for seed in range(3):
         inputs, labels = records(shape, count, seed)
         found = gradient(kernel, model, inputs, labels)
-        rounded_apart.append(apart(found, true_gradient(with_products(model), inputs, labels)))
+        rounded_apart.append(apart(found, true_gradient(with_products(model, kernel), inputs, labels)))
         exact_apart.append(apart(found, true_gradient(copy.deepcopy(model).double(), inputs, labels)))
     assert sorted(rounded_apart)[1] < CLOSE
     assert sorted(exact_apart)[1] > APART
@@ -204,12 +215,53 @@ def test_convolutions_of_any_shape_do(
     for seed in range(3):
         inputs, labels = records((channels[0], side, side), count, seed)
         found = gradient(halves, model, inputs, labels)
-        errors.append(apart(found, true_gradient(with_products(model), inputs, labels)))
+        errors.append(apart(found, true_gradient(with_products(model, halves), inputs, labels)))
     assert sorted(errors)[1] < CLOSE
 
 
+def pooled(inputs: int, outputs: int, kernel_size: int, padding: int) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, outputs, kernel_size, padding=padding), nn.MaxPool2d(2)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "shape"),
+    [
+        ([nn.Conv2d(17, 33, 3, padding=1), *last(33)], (17, 6, 7)),
+        ([nn.Conv2d(2, 40, 1), nn.Conv2d(40, 18, 5, 2, 2), *last(18)], (2, 9, 10)),
+        ([nn.Conv2d(35, 16, 1), nn.Conv2d(16, 9, (2, 5)), *last(9)], (35, 6, 6)),
+        ([nn.Conv2d(1, 8, 9, 3, 4), nn.Conv2d(8, 7, 3, 1, 1), *last(7)], (1, 19, 15)),
+        ([nn.Conv2d(3, 6, 1), *pooled(6, 20, 3, 1), *pooled(20, 3, 3, 1), *last(3)], (3, 10, 13)),
+        ([nn.Conv2d(3, 19, 1), *pooled(19, 17, 4, 2), *last(17)], (3, 9, 8)),
+        ([*pooled(1, 21, 6, 3), *pooled(21, 4, 2, 0), *last(4)], (1, 13, 12)),
+    ],
+)
+def test_amx_takes_any_number_of_channels_and_whatever_pools(
+    halves: Kernel, layers: list[nn.Module], shape: tuple[int, ...]
+) -> None:
+    if not halves.has_amx:
+        pytest.skip("without AMX some of these go other ways")
+    model, errors = nn.Sequential(*layers), []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
+        inputs, labels = records(shape, 37, seed)
+        found = gradient(halves, model, inputs, labels)
+        errors.append(apart(found, true_gradient(with_products(model, halves), inputs, labels)))
+    assert sorted(errors)[1] < CLOSE  # a maximum can fall the other way
+
+
+def test_a_client_of_nan_leaves_none_to_the_next(halves: Kernel) -> None:
+    torch.manual_seed(7)
+    layers = [*pooled(1, 6, 5, 0), nn.ReLU(), nn.Conv2d(6, 5, 3, padding=1), *pooled(5, 7, 3, 1), nn.Flatten()]
+    model, (inputs, labels) = nn.Sequential(*layers, nn.Linear(7 * 9, 3)), records((1, 17, 17), 37)
+    first = gradient(halves, model, inputs, labels)
+    assert gradient(halves, model, torch.full_like(inputs, torch.nan), labels)["0.weight"].isnan().all()
+    again = gradient(halves, model, inputs, labels)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (1, 26, 30), (2, 18, 22)])
-def test_the_way_back_through_pooling_is_exact_but_for_a_first_layers_weights(
+def test_the_way_back_through_pooling_is_exact_but_for_a_first_layers_weights_and_by_amx(
     halves: Kernel, shape: tuple[int, ...]
 ) -> None:
     """The network has ReLUs and maxima, which can fall either way: they do so in few of the seeds, if any."""
@@ -217,28 +269,29 @@ def test_the_way_back_through_pooling_is_exact_but_for_a_first_layers_weights(
     model = MODELS["niid-cnn"](shape, 3)
     first, second = [name for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d)]
     kinds = {second: "routed"} | ({first: "first"} if halves.lanes == 16 else {})
-    errors, unrounded = [], []
+    errors, otherwise = [], []
     for seed in range(7):
         inputs, labels = records(shape, 16, seed)
         found = gradient(halves, model, inputs, labels)
-        errors.append(apart(found, true_gradient(with_products(model, kinds), inputs, labels)))
-        unrounded.append(apart(found, true_gradient(with_products(model), inputs, labels)))
+        errors.append(apart(found, true_gradient(with_products(model, halves, kinds), inputs, labels)))
+        other = replace(halves, has_amx=not halves.has_amx)
+        otherwise.append(apart(found, true_gradient(with_products(model, other, {}), inputs, labels)))
     assert sorted(errors)[2] < CLOSE
-    assert min(unrounded) > CLOSE
-    assert sorted(errors)[2] < min(unrounded) / 3
+    assert min(otherwise) > CLOSE
+    assert sorted(errors)[2] < min(otherwise) / 3
 
 
 def test_a_step_uphill_multiplies_by_rounded_weights_that_are_climbed(halves: Kernel) -> None:
     torch.manual_seed(5)
     model, (inputs, labels) = nn.Sequential(nn.Linear(37, 9), nn.Linear(9, 3)), records((37,), 30)
     found = gradient(halves, model, inputs, labels, LocalPlan(ascent=Ascent(0.3)))
-    slope = true_gradient(with_products(model), inputs, labels)
+    slope = true_gradient(with_products(model, halves), inputs, labels)
     length = float(torch.cat([value.reshape(-1) for value in slope.values()]).norm())
     climbed = copy.deepcopy(model).double()
     with torch.no_grad():
         for name, value in climbed.named_parameters():
             value.add_(slope[name], alpha=0.3 / length)
-    assert apart(found, true_gradient(with_products(climbed), inputs, labels)) < CLOSE
+    assert apart(found, true_gradient(with_products(climbed, halves), inputs, labels)) < CLOSE
 
 
 def test_numbers_that_are_none_stay_so(halves: Kernel) -> None:

@@ -139,7 +139,16 @@ def test_one_library_holds_every_width_and_shares_nothing_with_other_libraries(k
     called = ["sources", "layout", "train", "infer", "clipped_sum", "generate", "generator_step", "discriminator_step"]
     called += ["normals", "rounded_normals"]
     rounded = {f"fl_sim_{name}_16_bfloat16" for name in called[:4]} if 16 in widths else set()
-    assert names == {f"fl_sim_{name}_{lanes}" for name in called for lanes in widths} | rounded
+    by_amx = {f"fl_sim_{name}_16_amx" for name in [*called[:4], "may_use"]} if 16 in widths else set()
+    by_width = {f"fl_sim_{name}_{lanes}" for name in called for lanes in widths}
+    assert names - by_amx == by_width | rounded
+    assert names & by_amx in (by_amx, set())  # older compilers do not know it
+
+
+def test_a_compiler_is_asked_whether_it_knows_amx() -> None:
+    compiler = compiling._compiler()
+    assert compiling._knows(compiler, [])
+    assert not compiling._knows(compiler, ["-mno-such-instructions"])
 
 
 def test_a_copy_without_sources_knows_its_kernel_by_their_digest() -> None:

@@ -1,0 +1,246 @@
+// Products of pairs of bfloat16 numbers by AMX, compiled in with FL_SIM_AMX.
+//
+// A register of AMX holds up to 16 rows of 64 bytes. One instruction multiplies a register of weights, a row of up to 16
+// pairs for each of up to 16 outputs, by a register of values, a vector for each of these pairs, and adds the products to
+// a register of sums, a vector for each output. So it does what 256 instructions on vectors do.
+#pragma once
+
+#include <cstring>
+
+#include "factors.h"
+
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+constexpr int MOST_AMX = 16;  // outputs, and pairs, in a register
+
+// How ``count`` outputs or pairs are cut into parts that fit a register, all of one size. So the last part may begin within
+// the one before.
+struct Cut {
+    long count, parts, size;
+    explicit Cut(long count) : count(count), parts((count + MOST_AMX - 1) / MOST_AMX), size((count + parts - 1) / parts) {}
+    long start(long part) const { return std::min(part * size, count - size); }
+    long known(long part) const { return part * size - start(part); }  // how many the part before holds, too
+    long whole() const { return parts * size; }
+};
+
+#if defined(__AMX_BF16__)
+
+// Asks the system for AMX's registers, for all threads of this process. Returns whether they may be used.
+inline bool may_use_amx() {
+    constexpr int REQUEST_PERMISSION = 0x1023, REGISTERS_OF_AMX = 18;  // <asm/prctl.h>, where that is new enough
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, REGISTERS_OF_AMX) == 0;
+}
+
+// Of a thread, from before its first product to after its last: without registers in use, changing threads is cheaper.
+struct AmxInUse {
+    ~AmxInUse() { _tile_release(); }
+};
+
+// Registers 0 to 4 are for sums, 5 for weights, and 6 and 7 for values; or (``one_value``) 5 for values, and 6 and 7 for weights.
+INLINE void shape_amx(long outputs, long pairs, bool one_value = false) {
+    struct {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t bytes[16] = {};
+        uint8_t rows[16] = {};
+    } shapes;
+    for (int at = 0; at < 8; at++) {
+        const bool is_sum = at < 5, is_weight = (at == 5) != one_value;
+        shapes.bytes[at] = uint16_t(!is_sum && is_weight ? 4 * pairs : 64);
+        shapes.rows[at] = uint8_t(is_sum || is_weight ? outputs : pairs);
+    }
+    asm volatile("" : : "r"(&shapes) : "memory");  // see below: all of it is written
+    _tile_loadconfig(&shapes);
+}
+
+// The compiler's own instructions do not say that they read memory: before the first of some, what was written is written.
+INLINE void written_for_amx() { asm volatile("" ::: "memory"); }
+
+#define EACH_SUM(INSTRUCTION)                              \
+    if constexpr (SUM == 0) { INSTRUCTION(0, 6); }         \
+    else if constexpr (SUM == 1) { INSTRUCTION(1, 7); }    \
+    else if constexpr (SUM == 2) { INSTRUCTION(2, 6); }    \
+    else if constexpr (SUM == 3) { INSTRUCTION(3, 7); }    \
+    else { INSTRUCTION(4, 6); }
+
+template <int SUM>
+INLINE void clear_sum() {
+#define CLEAR(sum, other) _tile_zero(sum)
+    EACH_SUM(CLEAR)
+#undef CLEAR
+}
+
+template <int SUM>
+INLINE void load_sum(const vec* from) {
+#define LOAD(sum, other) _tile_loadd(sum, from, 64)
+    EACH_SUM(LOAD)
+#undef LOAD
+}
+
+template <int SUM>
+INLINE void store_sum(vec* to) {
+#define STORE(sum, other) _tile_stored(sum, to, 64)
+    EACH_SUM(STORE)
+#undef STORE
+}
+
+// ``apart``: from one output's weights to the next.
+INLINE void take_weights(const Pairs::Weight* weights, long apart) { _tile_loadd(5, weights, apart * 4); }
+INLINE void take_values(const Pairs::Values* values) { _tile_loadd(5, values, 64); }
+
+// Adds to a sum the products of the weights that were taken.
+template <int SUM>
+INLINE void add_values(const Pairs::Values* values) {
+#define ADD(sum, other)              \
+    _tile_loadd(other, values, 64);  \
+    _tile_dpbf16ps(sum, 5, other)
+    EACH_SUM(ADD)
+#undef ADD
+}
+
+// Adds to a sum the products of the values that were taken.
+template <int SUM>
+INLINE void add_weights(const Pairs::Weight* weights, long apart) {
+#define ADD(sum, other)                      \
+    _tile_loadd(other, weights, apart * 4);  \
+    _tile_dpbf16ps(sum, other, 5)
+    EACH_SUM(ADD)
+#undef ADD
+}
+#undef EACH_SUM
+
+#else
+
+// What the instructions do, for processors without them: tests alone take this.
+inline bool may_use_amx() { return true; }
+struct AmxInUse {
+    ~AmxInUse() {}
+};
+
+struct Amx {
+    vec sums[5][MOST_AMX];
+    const Pairs::Weight* weights;
+    const Pairs::Values* values;
+    long apart, outputs, pairs;
+
+    void add(vec (&sum)[MOST_AMX]) {
+        for (long output = 0; output < outputs; output++) {
+            vec low{}, high{};
+            for (long pair = 0; pair < pairs; pair++) {
+                const Pairs::Values weight = Pairs::spread(weights[output * apart + pair]);
+                low += Pairs::high_of(weight << 16) * Pairs::high_of(values[pair] << 16);
+                high += Pairs::high_of(weight) * Pairs::high_of(values[pair]);
+            }
+            sum[output] += low + high;
+        }
+    }
+};
+thread_local Amx the_amx;
+
+INLINE void shape_amx(long outputs, long pairs, bool = false) { the_amx.outputs = outputs, the_amx.pairs = pairs; }
+INLINE void written_for_amx() {}
+template <int SUM>
+INLINE void clear_sum() {
+    std::fill(the_amx.sums[SUM], the_amx.sums[SUM] + MOST_AMX, vec{});
+}
+template <int SUM>
+INLINE void load_sum(const vec* from) {
+    std::copy(from, from + the_amx.outputs, the_amx.sums[SUM]);
+}
+template <int SUM>
+INLINE void store_sum(vec* to) {
+    std::copy(the_amx.sums[SUM], the_amx.sums[SUM] + the_amx.outputs, to);
+}
+INLINE void take_weights(const Pairs::Weight* weights, long apart) { the_amx.weights = weights, the_amx.apart = apart; }
+INLINE void take_values(const Pairs::Values* values) { the_amx.values = values; }
+template <int SUM>
+INLINE void add_values(const Pairs::Values* values) {
+    take_values(values);
+    the_amx.add(the_amx.sums[SUM]);
+}
+template <int SUM>
+INLINE void add_weights(const Pairs::Weight* weights, long apart) {
+    take_weights(weights, apart);
+    the_amx.add(the_amx.sums[SUM]);
+}
+
+#endif
+
+typedef vec Sums[MOST_AMX];  // of some outputs
+
+// How weights lie for products: [part of outputs][part of pairs][output][pair]. What a part of pairs shares with the one
+// before is zero in it. ``matrix`` is where a matrix's rows of pairs lie, ``apart``, that of the first output first.
+inline long num_laid_out(const Cut& outputs, const Cut& pairs) { return outputs.whole() * pairs.whole(); }
+
+// Lays one part of outputs out. Reads and writes up to LANES numbers behind the last.
+NOINLINE void lay_out_rows(const Pairs::Weight* rows, long apart, const Cut& outputs, const Cut& pairs, Pairs::Weight* to) {
+    for (long part = 0; part < pairs.parts; part++)
+        for (long output = 0; output < outputs.size; output++, to += pairs.size) {
+            const float* from = reinterpret_cast<const float*>(rows + output * apart + pairs.start(part));
+            for (long at = 0; at < pairs.size; at += LANES)
+                store(reinterpret_cast<float*>(to + at), LANE + int32_t(at) < int32_t(pairs.known(part)) ? vec{} : load(from + at));
+        }
+}
+
+// The same of a matrix that lies in columns, [pair][output], ``apart``.
+NOINLINE void lay_out_columns(const Pairs::Weight* columns, long apart, const Cut& outputs, const Cut& pairs, Pairs::Weight* to) {
+    for (long part = 0; part < pairs.parts; part++, to += outputs.size * pairs.size)
+        for (long output = 0; output < outputs.size; output += LANES)
+            for (long at = 0; at < pairs.size; at += LANES) {
+                vec block[LANES];
+                for (long i = 0; i < LANES; i++) {
+                    const long pair = at + i;
+                    const bool is_here = pair >= pairs.known(part) && pair < pairs.size;
+                    block[i] = is_here ? load(reinterpret_cast<const float*>(columns + (pairs.start(part) + pair) * apart + output))
+                                       : vec{};
+                }
+                transpose(block);
+                const long rows = std::min<long>(LANES, outputs.size - output), here = std::min<long>(LANES, pairs.size - at);
+                for (long i = 0; i < rows; i++) {
+                    float* row = reinterpret_cast<float*>(to + (output + i) * pairs.size + at);
+                    if (LANES == MOST_AMX) store(row, block[i]);  // what is too much is written over by the next
+                    else std::memcpy(row, &block[i], here * sizeof(float));
+                }
+            }
+}
+
+// out[i][o] = sum over pairs of weights * in[i], for a part of outputs and COUNT times values, in ``runs`` of pairs: ``apart``,
+// where the next run's values are. ``weights``: of that part; shape_amx was called for these parts.
+template <int COUNT>
+INLINE void multiply_amx(const Pairs::Weight* weights, const Cut& outputs, const Cut& pairs, const Pairs::Values* const (&in)[4],
+                         long runs, long apart, Sums* out) {
+    written_for_amx();
+    clear_sum<0>();
+    if constexpr (COUNT > 1) clear_sum<1>();
+    if constexpr (COUNT > 2) clear_sum<2>();
+    if constexpr (COUNT > 3) clear_sum<3>();
+    for (long run = 0, at = 0; run < runs; run++, at += apart)
+        for (long part = 0; part < pairs.parts; part++, weights += outputs.size * pairs.size) {
+            const long start = at + pairs.start(part);
+            take_weights(weights, pairs.size);
+            add_values<0>(in[0] + start);
+            if constexpr (COUNT > 1) add_values<1>(in[1] + start);
+            if constexpr (COUNT > 2) add_values<2>(in[2] + start);
+            if constexpr (COUNT > 3) add_values<3>(in[3] + start);
+        }
+    store_sum<0>(out[0]);
+    if constexpr (COUNT > 1) store_sum<1>(out[1]);
+    if constexpr (COUNT > 2) store_sum<2>(out[2]);
+    if constexpr (COUNT > 3) store_sum<3>(out[3]);
+}
+
+NOINLINE void multiply_amx(int count, const Pairs::Weight* weights, const Cut& outputs, const Cut& pairs,
+                           const Pairs::Values* const (&in)[4], long runs, long apart, Sums* out) {
+    switch (count) {
+        case 1: return multiply_amx<1>(weights, outputs, pairs, in, runs, apart, out);
+        case 2: return multiply_amx<2>(weights, outputs, pairs, in, runs, apart, out);
+        case 3: return multiply_amx<3>(weights, outputs, pairs, in, runs, apart, out);
+        default: return multiply_amx<4>(weights, outputs, pairs, in, runs, apart, out);
+    }
+}
+
+}  // namespace

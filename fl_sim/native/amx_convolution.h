@@ -1,0 +1,195 @@
+// Convolutions by AMX. What they read is laid out so that the part of a window that lies in one row of the kernel, or all of
+// it, is one run of values; the next output's begins a column further.
+//
+// Where a row of the kernel fills AMX's registers, a plane is laid out as [row][column][pair of channels] and a window is
+// as many runs as the kernel has rows. With few channels, every row of outputs has a layout of its own, [column][pair of
+// channels][row of the kernel], in which a window is one run. If there are few outputs, two columns of them go together:
+// as outputs that read a window which is a column wider, with weights of zero where they read nothing.
+#pragma once
+
+#include "amx.h"
+#include "pass.h"
+
+namespace {
+
+struct Runs {
+    bool by_row;   // whether a run is a row of the kernel
+    long at_once;  // columns that are multiplied together
+    long width;    // columns that a run reads
+    long in_column, count;
+    Cut outputs, pairs;
+
+    // ``is_pooled``: then no columns go together, as pooling takes them apart.
+    Runs(long channels, long num_outputs, long kernel_y, long kernel_x, long stride_x, bool is_pooled)
+        : by_row(is_by_row(channels, kernel_y, kernel_x)), at_once(1), width(kernel_x),
+          in_column(by_row ? (channels + 1) / 2 : Pairs::num_pairs(channels, kernel_y, 1)), count(by_row ? kernel_y : 1),
+          outputs(num_outputs), pairs(kernel_x * in_column) {
+        const Cut wider((kernel_x + stride_x) * in_column);
+        if (is_pooled || 2 * num_outputs > MOST_AMX || wider.parts >= 2 * pairs.parts) return;
+        at_once = 2, width += stride_x, outputs = Cut(2 * num_outputs), pairs = wider;
+    }
+
+    long in_run() const { return outputs.size * pairs.whole(); }
+    long num_weights() const { return outputs.whole() * pairs.whole() * count; }
+
+  private:
+    static bool is_by_row(long channels, long kernel_y, long kernel_x) {
+        const long by_row = kernel_y * Cut(kernel_x * ((channels + 1) / 2)).parts;
+        return 4 * by_row <= 5 * Cut(Pairs::num_pairs(channels, kernel_y, kernel_x)).parts;
+    }
+};
+
+// Lays kernels, as Pairs::kernels writes them, out for ``convolve``: [part of outputs][run][...]. Returns where they end;
+// writes up to LANES numbers behind that.
+NOINLINE Pairs::Weight* lay_out_kernels(const Runs& runs, const Pairs::Weight* kernels, long num_outputs, long channels,
+                                        long kernel_y, long kernel_x, long stride_x, std::vector<Pairs::Weight>& room,
+                                        Pairs::Weight* to) {
+    const long in_kernel = Pairs::num_pairs(channels, kernel_y, kernel_x), paired = channels / 2, window = runs.width * runs.in_column;
+    for (long part = 0; part < runs.outputs.parts; part++)
+        for (long run = 0; run < runs.count; run++, to += runs.in_run()) {
+            room.assign(runs.outputs.size * window + LANES, 0);
+            for (long row = 0; row < runs.outputs.size; row++) {
+                const long output = (runs.outputs.start(part) + row) % num_outputs;
+                const long column = (runs.outputs.start(part) + row) / num_outputs * stride_x;
+                const Pairs::Weight* from = kernels + output * in_kernel;
+                for (long x = 0; x < kernel_x; x++) {
+                    Pairs::Weight* at = &room[row * window + (column + x) * runs.in_column];
+                    if (!runs.by_row)
+                        for (long pair = 0; pair < runs.in_column; pair++) *at++ = from[pair * kernel_x + x];
+                    for (long pair = 0; runs.by_row && pair < paired; pair++) *at++ = from[(pair * kernel_y + run) * kernel_x + x];
+                    if (runs.by_row && channels % 2 && run % 2 == 0) *at = from[(paired * kernel_y + run / 2) * kernel_x + x];
+                }
+            }
+            lay_out_rows(room.data(), window, runs.outputs, runs.pairs, to);
+        }
+    return to;
+}
+
+// Lays the columns out that a row of outputs reads, whose windows begin in row ``top``; columns that are none are zeros.
+NOINLINE void lay_out_columns(const Pass& pass, const Pairs::Values* planes, const Runs& runs, int top, long columns,
+                              Pairs::Values* to) {
+    const long row = pass.in_shape.row(), plane = pass.in_shape.plane(), here = std::min(columns, row - pass.corner % row);
+    const Pairs::Values* from = planes + pass.corner + top * row;
+    std::fill(to + here * runs.in_column, to + columns * runs.in_column, Pairs::Values{});
+    for (long x = 0; x < here; x++, from++) {
+        const Pairs::Values* channel = from;
+        for (int pair = 0; pair < pass.planes(); pair++, channel += plane)
+            for (int y = 0; y < pass.kernel_y; y++) *to++ = channel[y * row];
+        for (int y = 0; pass.is_odd() && y < pass.kernel_y; y += 2) *to++ = channel[y * row];
+    }
+}
+
+// Lays rows of planes out, likewise.
+NOINLINE void lay_out_rows(const Pass& pass, const Runs& runs, int first, int end, long columns, Pairs::Values* to) {
+    const long row = pass.in_shape.row(), plane = pass.in_shape.plane(), here = std::min(columns, row - pass.corner % row);
+    to += first * columns * runs.in_column;
+    for (int y = first; y < end; y++) {
+        const vec* from = pass.in + pass.corner + y * row;
+        const long next = pass.corner + (y + 1) * row;  // of which a channel without a partner takes the numbers
+        for (long x = 0; x < here; x++, from++) {
+            const vec* channel = from;
+            for (int pair = 0; pair < pass.planes(); pair++, channel += 2 * plane) *to++ = Pairs::pair(channel[0], channel[plane]);
+            if (pass.is_odd()) *to++ = Pairs::pair(channel[0], next + x < plane ? channel[row] : vec{});
+        }
+        std::fill(to, to + (columns - here) * runs.in_column, Pairs::Values{});
+        to += (columns - here) * runs.in_column;
+    }
+}
+
+// Writes a part of the outputs at a place behind pooling.
+NOINLINE void write_pooled(const Pass& shared, const Runs& runs, long part, int y, int x, const Sums* sums) {
+    const Pass pass = shared;  // no store can change it, as far as the compiler knows
+    const int start = int(runs.outputs.start(part)), known = int(runs.outputs.known(part)), end = int(runs.outputs.size);
+    const long plane = pass.out_shape.plane(), area = pass.out_shape.area();
+    long to = pass.out_shape.line(start + known, y) + x;
+    bvec* chosen = pass.chosen_at(start + known, y, x);
+    const float* bias = pass.bias ? pass.bias + start : nullptr;
+    for (int at = known; at < end; at++, to += plane, chosen += area)
+        write_largest<true>(pass, to, chosen, {{sums[0][at], sums[1][at]}, {sums[2][at], sums[3][at]}}, spread(bias ? bias[at] : 0.0f));
+}
+
+// Writes a part of the outputs from a column on, ``count`` times as many as go together.
+NOINLINE void write_columns(const Pass& shared, const Runs& runs, long part, int y, int x, int count, const Sums* sums) {
+    const Pass pass = shared;
+    const int num_outputs = pass.out_shape.channels, start = int(runs.outputs.start(part)), end = int(runs.outputs.size);
+    for (int at = int(runs.outputs.known(part)); at < end; at++) {
+        const int together = start + at >= num_outputs, output = start + at - together * num_outputs;
+        const vec bias = spread(pass.bias ? pass.bias[output] : 0.0f);
+        const long first = pass.out_shape.line(output, y * pass.step_y);
+        int column = x + together;
+        for (int i = 0; i < count && column < pass.columns; i++, column += int(runs.at_once)) {
+            const long to = first + long(column) * pass.step_x;
+            pass.out[to] = let_through(pass, to, sums[i][at] + bias);
+        }
+    }
+}
+
+// ``pass.weights``: what lay_out_kernels wrote. ``layer``: whose memory is taken.
+void convolve(const Pass& pass, Layer& layer) {
+    std::vector<Pairs::Values>& room = layer.amx.columns;
+    const int pooled = pass.chosen ? 2 : 1;  // rows and columns that pooling takes together
+    const Runs runs(pass.in_shape.channels, pass.out_shape.channels, pass.kernel_y, pass.kernel_x, pass.stride_x, pass.chosen);
+    const int at_once = pass.chosen ? 1 : int(4 * runs.at_once);
+    const long columns = long((pass.columns + at_once - 1) / at_once * at_once * pooled - 1) * pass.stride_x + pass.kernel_x;
+    const long step = pass.stride_x * runs.in_column, row = columns * runs.in_column;
+    const int height = (pass.rows * pooled - 1) * pass.stride_y + pass.kernel_y;
+    if (long(room.size()) < (runs.by_row ? height : pooled) * row) room.resize((runs.by_row ? height : pooled) * row);
+    if (runs.by_row) {  // rows that are not zero, and those beside them that a row of pairs or the other one of a pooling reads
+        const int beside = (pooled - 1) * pass.stride_y;
+        const int first = std::max(0, pass.first_row - 1 - beside), end = std::min(height, pass.end_row + beside);
+        lay_out_rows(pass, runs, first, end, columns, room.data());
+    }
+    const Image& shape = pass.in_shape;
+    const Pairs::Values* planes =
+        runs.by_row ? nullptr : Pairs::planes(pass.in, shape.channels, shape.plane(), shape.row(), layer.plane_room);
+    Sums sums[2][4];
+    int turn = 0, waiting_y = 0, waiting_x = 0, waiting = 0;  // whose sums are to be written when the next are under way
+    long waiting_part = 0;
+    const auto write = [&] {
+        if (waiting && pass.chosen) write_pooled(pass, runs, waiting_part, waiting_y, waiting_x, sums[turn]);
+        else if (waiting) write_columns(pass, runs, waiting_part, waiting_y, waiting_x, waiting, sums[turn]);
+    };
+    shape_amx(runs.outputs.size, runs.pairs.size);
+    for (int y = 0; y < pass.rows; y++) {
+        const Pairs::Values* in_row[2];
+        int begin[2], end[2];
+        for (int i = 0; i < pooled; i++) {
+            const int top = (y * pooled + i) * pass.stride_y;
+            in_row[i] = room.data() + (runs.by_row ? top : i) * row;
+            begin[i] = runs.by_row ? std::max(0, pass.first_row - top) / 2 * 2 : 0;
+            end[i] = runs.by_row ? std::min(pass.kernel_y, pass.end_row - top) : 1;
+            if (!runs.by_row) lay_out_columns(pass, planes, runs, top, columns, room.data() + i * row);
+        }
+        const int from = std::min(begin[0], begin[pooled - 1]), to = std::max(end[0], end[pooled - 1]);
+        for (int x = 0; x < pass.columns; x += at_once) {
+            const int count = pass.chosen ? 4 : int(std::min(4L, (pass.columns - x + runs.at_once - 1) / runs.at_once));
+            const Pairs::Values* in[4];
+            for (int i = 0; i < count; i++)
+                in[i] = (pass.chosen ? in_row[i / 2] + (2 * x + i % 2) * step : in_row[0] + (x + i * runs.at_once) * step) + from * row;
+            const Pairs::Weight* weights = pass.weights + from * runs.in_run();
+            for (long part = 0; part < runs.outputs.parts; part++, weights += runs.count * runs.in_run()) {
+                multiply_amx(count, weights, runs.outputs, runs.pairs, in, to - from, row, sums[1 - turn]);
+                write();
+                turn = 1 - turn, waiting = count, waiting_part = part, waiting_y = y, waiting_x = x;
+            }
+        }
+    }
+    write();
+}
+
+// Before a minibatch: lays the kernels out for the way forward.
+inline void start_forward(Layer& layer, const float* params) {
+    const long inputs = layer.in.channels, outputs = layer.out.channels;
+    const Runs runs(inputs, outputs, layer.kernel_y, layer.kernel_x, layer.stride_x, layer.pooled);
+    const Pairs::Weight* kernels =
+        Pairs::kernels(params + layer.weight, outputs, inputs, layer.kernel_y, layer.kernel_x, layer.kernel_room);
+    layer.amx.kernels.resize(runs.num_weights() + LANES);
+    lay_out_kernels(runs, kernels, outputs, inputs, layer.kernel_y, layer.kernel_x, layer.stride_x, layer.amx.room,
+                    layer.amx.kernels.data());
+    layer.kernels = layer.amx.kernels.data();
+}
+
+// What a pass reads of planes: pairs are made as they are laid out.
+inline const Read* read_of(const vec* planes, const Image&, const Layer&) { return planes; }
+
+}  // namespace
