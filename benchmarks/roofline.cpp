@@ -1,7 +1,9 @@
 // The two roofs of this machine, for one core: multiplications with additions, and bytes read and written.
 // benchmarks/roofline.py compiles it.
 #include <immintrin.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16, SUMS = 24;
@@ -44,6 +46,34 @@ extern "C" __attribute__((target("avx512bf16"))) double bfloat16_operations(long
     for (int i = 0; i < 24; i++) *out += _mm512_cvtss_f32(sums[i]);
     return 4.0 * 16 * 24 * double(turns) / taken;
 }
+
+// The same by AMX; 0 where the compiler does not know it, or the system does not let this process use it.
+#if __has_include(<amxbf16intrin.h>)
+extern "C" __attribute__((target("amx-tile,amx-bf16"))) double amx_operations(long turns) {
+    constexpr int REQUEST_PERMISSION = 0x1023, REGISTERS_OF_AMX = 18;
+    if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, REGISTERS_OF_AMX) != 0) return 0;
+    struct {
+        unsigned char palette = 1, start = 0, reserved[14] = {};
+        unsigned short bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        unsigned char rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } shapes;
+    asm volatile("" : : "r"(&shapes) : "memory");
+    _tile_loadconfig(&shapes);
+    _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3), _tile_zero(4), _tile_zero(5);
+    const double start = seconds();
+    for (long turn = 0; turn < turns; turn++) {
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_dpbf16ps(1, 4, 5);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_dpbf16ps(3, 4, 5);
+    }
+    const double taken = seconds() - start;
+    _tile_release();
+    return 4.0 * 16 * 16 * 16 * 4 * double(turns) / taken;
+}
+#else
+extern "C" double amx_operations(long) { return 0; }
+#endif
 
 // Returns bytes a second that go from one half of ``numbers`` floats to the other, counted on both ways.
 extern "C" double bytes(long turns, long numbers, float* from) {

@@ -61,6 +61,7 @@ class Roofs:
 
     operations: float
     half_operations: float
+    amx_operations: float
     cached_bytes: float
     memory_bytes: float
 
@@ -86,7 +87,7 @@ def roofs(folder: Path) -> Roofs:
     library = folder / "roofline.so"
     compile_plain(Path(__file__).with_suffix(".cpp"), library, lanes_of(processor()))
     measured = ctypes.CDLL(str(library))
-    for name in ("operations", "bfloat16_operations", "bytes"):
+    for name in ("operations", "bfloat16_operations", "amx_operations", "bytes"):
         getattr(measured, name).restype = ctypes.c_double
     memory = torch.ones(2**24)
     at = ctypes.c_void_p(memory.data_ptr())
@@ -94,8 +95,9 @@ def roofs(folder: Path) -> Roofs:
     for _ in range(5):
         operations = measured.operations(turns, ctypes.c_float(0.5), at)
         halves = measured.bfloat16_operations(turns, at) if "avx512_bf16" in processor() else 0.0
+        by_amx = measured.amx_operations(turns) if "amx_bf16" in processor() else 0.0
         cached = measured.bytes(ctypes.c_long(800), ctypes.c_long(2**18), at)
-        rates.append((operations, halves, cached, measured.bytes(ctypes.c_long(4), ctypes.c_long(2**24), at)))
+        rates.append((operations, halves, by_amx, cached, measured.bytes(ctypes.c_long(4), ctypes.c_long(2**24), at)))
     return Roofs(*(max(rate) for rate in zip(*rates, strict=True)))
 
 
@@ -235,9 +237,9 @@ def main() -> int:
         width = f"{kernel.lanes} numbers a vector, {options.precision}"
         print(f"\n{work}, a minibatch of {options.batch}, one thread, {width}:\n")
         print(table(rows))
-    operations, halves, cached, memory = (rate / 1e9 for rate in asdict(roof).values())
-    print(f"\nRoofs of one core: {operations:.0f} GFLOP/s, {halves:.0f} of bfloat16 (0: it has no such products);")
-    print(f"{cached:.0f} GB/s in the L2 cache, {memory:.0f} in memory. Load average {os.getloadavg()[0]:.1f}")
+    operations, halves, by_amx, cached, memory = (rate / 1e9 for rate in asdict(roof).values())
+    print(f"\nRoofs of one core: {operations:.0f} GFLOP/s, of bfloat16 {halves:.0f}, by AMX {by_amx:.0f} (0: it has no such")
+    print(f"products); {cached:.0f} GB/s in the L2 cache, {memory:.0f} in memory. Load average {os.getloadavg()[0]:.1f}")
     return 0
 
 

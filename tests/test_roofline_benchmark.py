@@ -22,7 +22,7 @@ def test_a_row_for_every_layer_with_its_operations_bytes_and_least_time(
     roofline = load_benchmark("roofline")
     stack = describe(MODELS["niid-cnn"]((1, 28, 28), 10), (1, 28, 28))
     assert stack is not None
-    roof = roofline.Roofs(operations=1e9, half_operations=0.0, cached_bytes=1e9, memory_bytes=1e8)
+    roof = roofline.Roofs(operations=1e9, half_operations=0.0, amx_operations=0.0, cached_bytes=1e9, memory_bytes=1e8)
     milliseconds = np.ones((roofline.MOST_PLACES, len(roofline.PARTS)))
     rows = roofline.rows_of(stack, milliseconds, 2, roof)
     assert [row.name.split()[1] for row in rows[:5]] == ["conv", "conv", "linear", "linear", "linear"]
