@@ -24,7 +24,7 @@ struct Runs {
         : by_row(is_by_row(channels, kernel_y, kernel_x)), at_once(1), width(kernel_x),
           in_column(by_row ? (channels + 1) / 2 : Pairs::num_pairs(channels, kernel_y, 1)), count(by_row ? kernel_y : 1),
           outputs(num_outputs), pairs(kernel_x * in_column) {
-        const Cut wider((kernel_x + stride_x) * in_column);
+        const Cut wider((kernel_x + stride_x) * in_column);  // products for two columns, of which there must be fewer
         if (is_pooled || 2 * num_outputs > MOST_AMX || wider.parts >= 2 * pairs.parts) return;
         at_once = 2, width += stride_x, outputs = Cut(2 * num_outputs), pairs = wider;
     }
@@ -33,6 +33,7 @@ struct Runs {
     long num_weights() const { return outputs.whole() * pairs.whole() * count; }
 
   private:
+    // A quarter more products cost less than a layout for every row of outputs.
     static bool is_by_row(long channels, long kernel_y, long kernel_x) {
         const long by_row = kernel_y * Cut(kernel_x * ((channels + 1) / 2)).parts;
         return 4 * by_row <= 5 * Cut(Pairs::num_pairs(channels, kernel_y, kernel_x)).parts;
