@@ -187,9 +187,10 @@ def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
     if stack > 1:
         return f"stacked trainer on {job.device.type}, {stack} clients as one computation{precision}"
     threads = f"{workers} {'thread' if workers == 1 else 'threads'}"
-    if trains_natively(job):
-        return f"native trainer, {threads}{precision}"
     kernel, why_not = load_kernel()
+    if trains_natively(job):
+        by_amx = " by AMX" if "bfloat16" in precision and kernel is not None and kernel.has_amx else ""
+        return f"native trainer, {threads}{precision}{by_amx}"
     if kernel is None and job.device.type == "cpu":
         return f"PyTorch trains, {threads}: there is no native trainer here, {why_not}"
     return f"PyTorch trains, {threads}{precision}{_left_to_pytorch(job) if kernel is not None else ''}"
