@@ -238,8 +238,8 @@ def main() -> int:
         print(f"\n{work}, a minibatch of {options.batch}, one thread, {width}:\n")
         print(table(rows))
     operations, halves, by_amx, cached, memory = (rate / 1e9 for rate in asdict(roof).values())
-    print(f"\nRoofs of one core: {operations:.0f} GFLOP/s, of bfloat16 {halves:.0f}, by AMX {by_amx:.0f} (0: it has no such")
-    print(f"products); {cached:.0f} GB/s in the L2 cache, {memory:.0f} in memory. Load average {os.getloadavg()[0]:.1f}")
+    print(f"\nRoofs of one core: {operations:.0f} GFLOP/s; of bfloat16 {halves:.0f}, by AMX {by_amx:.0f} (0: none);")
+    print(f"{cached:.0f} GB/s in the L2 cache, {memory:.0f} in memory. Load average {os.getloadavg()[0]:.1f}")
     return 0
 
 
