@@ -59,7 +59,12 @@ extern "C" __attribute__((target("amx-tile,amx-bf16"))) double amx_operations(lo
     } shapes;
     asm volatile("" : : "r"(&shapes) : "memory");
     _tile_loadconfig(&shapes);
-    _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3), _tile_zero(4), _tile_zero(5);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
     const double start = seconds();
     for (long turn = 0; turn < turns; turn++) {
         _tile_dpbf16ps(0, 4, 5);
