@@ -9,7 +9,7 @@ the step; and its least time. That is the larger of two: its operations, counted
 the rate of a loop of fused multiplications and additions; and the bytes of what it reads and writes, each number once,
 over the rate of a loop that copies 1 MB (the L2 cache). A layer can be faster than that where it leaves arithmetic
 out, as Winograd's convolutions and the way back through pooling do, and where ``--precision bfloat16`` takes two at a
-time (the least times are float32's).
+time, or by AMX many (the least times are float32's).
 Real images are read from $FL_SIM_DATA; without it they are random.
 """
 
@@ -56,7 +56,7 @@ MOST_PLACES, FIRST_LAYER = 64, 3
 class Roofs:
     """What one core does at best: operations a second, and bytes a second in the L2 cache and in 64 MB of memory.
 
-    ``half_operations``: those of AVX512-BF16's products of pairs; 0 where the processor has none.
+    ``half_operations``: those of AVX512-BF16's products of pairs; ``amx_operations``: of AMX's. 0 where there are none.
     """
 
     operations: float

@@ -22,6 +22,7 @@ from hypothesis import settings as hypothesis_settings
 
 from fl_sim.engines.ray_token import choose_token
 from fl_sim.importing import leave_out
+from fl_sim.native import compiling
 
 hypothesis_settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis_settings.load_profile("repeatable")
@@ -56,6 +57,15 @@ def load_benchmark() -> Callable[[str], ModuleType]:
     """Load a script of benchmarks/ from where it lies: other distributions have a package of that name."""
     folder = Path(__file__).resolve().parents[1] / "benchmarks"
     return lambda name: _loaded(folder / f"{name}.py")
+
+
+@pytest.fixture(scope="session")
+def compiler() -> list[str]:
+    """The C++ compiler. Tests that need one are skipped where there is none, and fail where it refuses our sources."""
+    try:
+        return compiling._compiler()
+    except compiling.NoCompiler as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fl_sim.models import MODELS
-from fl_sim.native.compiling import NoCompiler, compile_plain, lanes_of, processor
+from fl_sim.native.compiling import compile_plain, lanes_of, processor
 from fl_sim.native.kernel import load_kernel
 from fl_sim.native.layers import describe
 
@@ -36,16 +36,13 @@ def test_a_row_for_every_layer_with_its_operations_bytes_and_least_time(
     assert (tmp_path / "roof.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("compiler")
 def test_the_loops_that_measure_the_roofs_can_be_compiled(tmp_path: Path) -> None:
     lanes = lanes_of(processor())
     if lanes < 8:
         pytest.skip("they are for x86-64 with AVX2")
-    try:
-        compile_plain(Path("benchmarks/roofline.cpp").resolve(), tmp_path / "roofs.so", lanes)
-    except NoCompiler as reason:
-        if "no C++ compiler" not in str(reason):
-            raise
-        pytest.skip(str(reason))
+    source = Path(__file__).resolve().parents[1] / "benchmarks" / "roofline.cpp"
+    compile_plain(source, tmp_path / "roofs.so", lanes)
     measured = ctypes.CDLL(str(tmp_path / "roofs.so"))
     assert all(hasattr(measured, name) for name in ("operations", "bfloat16_operations", "amx_operations", "bytes"))
 

@@ -16,7 +16,8 @@
 
 namespace {
 
-constexpr int MOST_AMX = 16;  // outputs, and pairs, in a register
+constexpr int MOST_AMX = 16;                // outputs, and pairs, in a register
+constexpr long PAIRS_IN_GROUP = LANES / 2;  // of records
 
 // How ``count`` outputs or pairs are cut into parts that fit a register, all of one size. So the last part may begin within
 // the one before.
@@ -172,11 +173,9 @@ INLINE void add_weights(const Pairs::Weight* weights, long apart) {
 
 typedef vec Sums[MOST_AMX];  // of some outputs
 
-// How weights lie for products: [part of outputs][part of pairs][output][pair]. What a part of pairs shares with the one
-// before is zero in it. ``matrix`` is where a matrix's rows of pairs lie, ``apart``, that of the first output first.
-inline long num_laid_out(const Cut& outputs, const Cut& pairs) { return outputs.whole() * pairs.whole(); }
-
-// Lays one part of outputs out. Reads and writes up to LANES numbers behind the last.
+// Lays the weights of one part of outputs out for products, [part of pairs][output][pair], from the rows of pairs that begin at
+// ``rows``, ``apart``. What a part of pairs shares with the one before is zero in it. Reads and writes up to LANES numbers
+// behind the last.
 NOINLINE void lay_out_rows(const Pairs::Weight* rows, long apart, const Cut& outputs, const Cut& pairs, Pairs::Weight* to) {
     for (long part = 0; part < pairs.parts; part++)
         for (long output = 0; output < outputs.size; output++, to += pairs.size) {

@@ -153,15 +153,15 @@ void convolve(const Pass& pass, Layer& layer) {
     shape_amx(runs.outputs.size, runs.pairs.size);
     for (int y = 0; y < pass.rows; y++) {
         const Pairs::Values* in_row[2];
-        int begin[2], end[2];
+        const int first_top = y * pooled * pass.stride_y, last_top = first_top + (pooled - 1) * pass.stride_y;
         for (int i = 0; i < pooled; i++) {
-            const int top = (y * pooled + i) * pass.stride_y;
+            const int top = first_top + i * pass.stride_y;
             in_row[i] = room.data() + (runs.by_row ? top : i) * row;
-            begin[i] = runs.by_row ? std::max(0, pass.first_row - top) / 2 * 2 : 0;
-            end[i] = runs.by_row ? std::min(pass.kernel_y, pass.end_row - top) : 1;
             if (!runs.by_row) lay_out_columns(pass, planes, runs, top, columns, room.data() + i * row);
         }
-        const int from = std::min(begin[0], begin[pooled - 1]), to = std::max(end[0], end[pooled - 1]);
+        // Rows of the kernel that meet numbers in either row of outputs, from the first row of a pair on.
+        const int from = runs.by_row ? std::max(0, pass.first_row - last_top) / 2 * 2 : 0;
+        const int to = runs.by_row ? std::min(pass.kernel_y, pass.end_row - first_top) : 1;
         for (int x = 0; x < pass.columns; x += at_once) {
             const int count = pass.chosen ? 4 : int(std::min(4L, (pass.columns - x + runs.at_once - 1) / runs.at_once));
             const Pairs::Values* in[4];

@@ -8,8 +8,6 @@
 
 namespace {
 
-constexpr long PAIRS_IN_GROUP = LANES / 2;  // of records
-
 struct GradientShape {
     long places;           // that go together
     long across, blocks;   // times that, in a row; parts of LANES outputs

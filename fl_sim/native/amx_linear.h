@@ -14,7 +14,7 @@ struct LinearRoom {  // memory for all layers
 template <class Rows>
 void multiply(const Product& product, int groups, const Rows& rows, LinearRoom& room) {
     const Cut outputs(product.outputs), pairs(product.inputs);
-    const int most = int(std::max(4L, (1L << 14) / product.inputs / 4 * 4));  // as there
+    const int most = groups_at_once(product.inputs);
     if (long(room.weights.size()) < outputs.size * pairs.whole() + LANES) room.weights.resize(outputs.size * pairs.whole() + LANES);
     Pairs::Weight* const weights = room.weights.data();
     Sums sums[4];
@@ -44,22 +44,22 @@ void multiply(const Product& product, int groups, const Rows& rows, LinearRoom& 
 // As ``linear_steps``.
 template <class Sink>
 void linear_steps(const Sink& sink, const Slopes<Pairs>& given, LinearRoom& room) {
-    constexpr long IN_GROUP = LANES / 2, STEP = 4 * LANES;
+    constexpr long STEP = 4 * LANES;
     const long groups = (given.records + LANES - 1) / LANES, inputs = given.inputs;
-    const Cut outputs(given.outputs), pairs(groups * IN_GROUP);
+    const Cut outputs(given.outputs), pairs(groups * PAIRS_IN_GROUP);
     const long in_part = outputs.size * pairs.whole();
     room.slopes.resize(outputs.size * pairs.count + LANES), room.weights.resize(outputs.parts * in_part + LANES);
     for (long part = 0; part < outputs.parts; part++) {
-        const Pairs::Weight* from = given.slopes + outputs.start(part) * IN_GROUP;
-        for (long output = 0; output < outputs.size; output++, from += IN_GROUP)
+        const Pairs::Weight* from = given.slopes + outputs.start(part) * PAIRS_IN_GROUP;
+        for (long output = 0; output < outputs.size; output++, from += PAIRS_IN_GROUP)
             for (long group = 0; group < groups; group++)
-                std::memcpy(&room.slopes[output * pairs.count + group * IN_GROUP], from + group * given.apart * IN_GROUP,
-                            IN_GROUP * sizeof(Pairs::Weight));
+                std::memcpy(&room.slopes[output * pairs.count + group * PAIRS_IN_GROUP],
+                            from + group * given.apart * PAIRS_IN_GROUP, PAIRS_IN_GROUP * sizeof(Pairs::Weight));
         lay_out_rows(room.slopes.data(), pairs.count, outputs, pairs, room.weights.data() + part * in_part);
     }
     Sums sums[4];
     shape_amx(outputs.size, pairs.size);
-    const long panel = std::max(1L, (1L << 12) / given.records) * STEP;  // as there
+    const long panel = blocks_at_once(given.records) * STEP;
     for (long first = 0; first < inputs; first += panel) {
         const long end = std::min(inputs, first + panel);
         for (long part = 0; part < outputs.parts; part++) {

@@ -48,10 +48,16 @@ void multiply_rows(const Product& product, int group, int end, long output, cons
     if (end - group == 1) multiply_part<OUTPUTS, 1>(product, group, output, weights);
 }
 
+// Groups whose numbers, 1 MB, stay in the L2 cache.
+inline int groups_at_once(long inputs) { return int(std::max(4L, (1L << 14) / inputs / 4 * 4)); }
+
+// Blocks of four vectors of columns, for all records, of which that is so.
+inline long blocks_at_once(int records) { return std::max(1L, (1L << 12) / records); }
+
 // ``rows(output, count)``: where ``count`` outputs' weights from ``output`` on are.
 template <class Rows>
 void multiply(const Product& product, int groups, const Rows& rows) {
-    const int most = int(std::max(4L, (1L << 14) / product.inputs / 4 * 4));  // groups whose numbers, 1 MB, stay in the L2 cache
+    const int most = groups_at_once(product.inputs);
     for (int group = 0; group < groups; group += most) {
         const int end = std::min(groups, group + most);
         long output = 0;
@@ -135,10 +141,10 @@ void linear_steps(const Sink& sink, const Slopes<Of>& given) {
     long first = whole;
     for (; first + 2 * LANES <= given.inputs; first += 2 * LANES) product_columns<2, REGISTERS / 4>(given, first, sink);
     for (; first < given.inputs; first += LANES) product_columns<1, 8>(given, first, sink);
-    // Columns go together as far as their numbers, 1 MB, stay in the L2 cache, so that weights are met in their order in memory.
+    // Columns go together as far as they stay in the L2 cache, so that weights are met in their order in memory.
     // Where the weights stay there, it is the columns that are kept near.
     const bool is_small = given.inputs * given.outputs <= 1L << 16;
-    const long panel = is_small ? STEP : std::max(1L, (1L << 12) / given.records) * STEP;
+    const long panel = is_small ? STEP : blocks_at_once(given.records) * STEP;
     for (first = 0; first < whole; first += panel) {
         const long end = std::min(whole, first + panel);
         for (long output = 0; output < given.outputs;) {

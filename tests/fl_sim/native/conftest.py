@@ -10,7 +10,6 @@ from fl_sim.native.compiling import (
     ARCHITECTURES,
     FOLDER,
     LIBRARY,
-    NoCompiler,
     compile_kernel,
     lanes_of,
     missing_in,
@@ -32,11 +31,9 @@ def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     library = LIBRARY
     newest = max(path.stat().st_mtime for path in FOLDER.iterdir() if path.suffix in {".cpp", ".h"})
     if not library.exists() or library.stat().st_mtime < newest:
+        request.getfixturevalue("compiler")
         library = tmp_path_factory.mktemp("kernel") / "kernel.so"
-        try:
-            compile_kernel(library)
-        except NoCompiler as reason:
-            pytest.skip(str(reason))
+        compile_kernel(library)
     loaded, why_not = load_kernel.__wrapped__(library)
     assert loaded is not None, why_not
     assert loaded.lanes == lanes

@@ -5,6 +5,7 @@ import ctypes
 import itertools
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,11 @@ from torch.nn import functional, grad
 
 from fl_sim.local_plan import Ascent, LocalPlan
 from fl_sim.models import MODELS
+from fl_sim.native import kernel as native_kernel
 from fl_sim.native.compiling import (
     AMX_OPTIONS,
     BFLOAT16_OPTIONS,
     FOLDER,
-    NoCompiler,
     compile_plain,
     lanes_of,
     processor,
@@ -115,15 +116,13 @@ def halves(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         kernel, why_not = load_kernel()
         if kernel is None or not (kernel.has_amx if has_amx else kernel.has_bfloat16):
             pytest.skip(f"no {'amx_bf16' if has_amx else 'avx512_bf16'} here, or no native trainer: {why_not}")
-        return replace(kernel, has_amx=has_amx)  # with AMX, no run takes the other
+        return replace(kernel, has_amx=has_amx)  # without AMX, too, which no run here does that could have it
+    request.getfixturevalue("compiler")
     library, lanes = tmp_path_factory.mktemp("emulated") / "kernel.so", lanes_of(processor())
     if not lanes:
         pytest.skip("no native trainer for this processor")
     define = [BFLOAT16_OPTIONS[-1], *AMX_OPTIONS[-1:] * has_amx, "-fno-math-errno", '-DFL_SIM_SOURCES="emulated"']
-    try:
-        compile_plain(FOLDER / "kernel.cpp", library, lanes, define)
-    except NoCompiler as reason:
-        pytest.skip(str(reason))
+    compile_plain(FOLDER / "kernel.cpp", library, lanes, define)
     return Kernel(ctypes.CDLL(os.fspath(library)), lanes, has_bfloat16=True, has_amx=has_amx)
 
 
@@ -292,6 +291,21 @@ def test_a_step_uphill_multiplies_by_rounded_weights_that_are_climbed(halves: Ke
         for name, value in climbed.named_parameters():
             value.add_(slope[name], alpha=0.3 / length)
     assert apart(found, true_gradient(with_products(climbed, halves), inputs, labels)) < CLOSE
+
+
+def test_amx_is_taken_where_processor_and_library_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, why_not = load_kernel()
+    if kernel is None:
+        pytest.skip(why_not)
+    features = processor()
+    monkeypatch.setattr(native_kernel, "processor", lambda: features - {"amx_bf16"})
+    without, _ = load_kernel.__wrapped__()
+    assert without == replace(kernel, library=without.library, has_amx=False)
+    assert not native_kernel._may_use_amx(ctypes.CDLL(None))  # made by a compiler that does not know it
+    called = SimpleNamespace(fl_sim_train_16=1, fl_sim_train_16_bfloat16=2, fl_sim_train_16_amx=3)
+    for has_amx, expected in ((False, 2), (True, 3)):
+        chosen = Kernel(called, 16, has_bfloat16=True, has_amx=has_amx)
+        assert (chosen.function("train"), chosen.function("train", "bfloat16")) == (1, expected)
 
 
 def test_numbers_that_are_none_stay_so(halves: Kernel) -> None:

@@ -145,8 +145,7 @@ def test_one_library_holds_every_width_and_shares_nothing_with_other_libraries(k
     assert names & by_amx in (by_amx, set())  # older compilers do not know it
 
 
-def test_a_compiler_is_asked_whether_it_knows_amx() -> None:
-    compiler = compiling._compiler()
+def test_a_compiler_is_asked_whether_it_knows_amx(compiler: list[str]) -> None:
     assert compiling._knows(compiler, [])
     assert not compiling._knows(compiler, ["-mno-such-instructions"])
 
