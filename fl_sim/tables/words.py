@@ -156,7 +156,8 @@ def _largest_class(shares: Mapping[str, float]) -> list[str]:
 
 def _advice(experiment: Experiment) -> str:
     algorithm: object = experiment.algorithm
-    return f"{algorithm.advice(experiment.local.momentum)}." if isinstance(algorithm, Advising) else ""
+    told = algorithm.advice(experiment.local.momentum) if isinstance(algorithm, Advising) else ""
+    return f"{told}." if told else ""
 
 
 def _federation(experiments: Sequence[Experiment]) -> str:

@@ -106,20 +106,13 @@ class Trainer:
 
     def train_all(self, jobs: Sequence[LocalJob]) -> list[Trained]:
         """Train clients, one after another, in as few calls of the compiled trainer as may be."""
-        stack, *others = map(self._native, jobs)
-        if stack is None or self._kernel is None or any(other is not stack for other in others):
+        stacks = [self._native(job) for job in jobs]
+        stack = next((one for one in stacks if one is not None), None)
+        together = [job for job, own in zip(jobs, stacks, strict=True) if own is stack]
+        if stack is None or self._kernel is None:
             return [self.train(job) for job in jobs]
-        draws = [Draws.of(job.task, job.plan, len(job.records), job.generator) for job in jobs]
-        lessons = [
-            Lesson(job.task, job.plan, *job.records.tensors(), own) for job, own in zip(jobs, draws, strict=True)
-        ]
-        found = self._kernel.train(stack, lessons, self._precision)
-        return [
-            replace(trained, feature_sums=_feature_sums(self._kernel, stack, lesson, trained))
-            if lesson.plan.class_features
-            else trained
-            for lesson, trained in zip(lessons, found, strict=True)
-        ]
+        found = iter(self._train_natively(self._kernel, stack, together))
+        return [next(found) if own is stack else self.train(job) for job, own in zip(jobs, stacks, strict=True)]
 
     def train(self, job: LocalJob) -> Trained:
         """Train one client."""
@@ -170,6 +163,19 @@ class Trainer:
             return None
         weights = vector_in(params, stack.layout)
         return (lambda records: kernel.infer(stack, weights, records)) if _is_plain(weights) else None
+
+    def _train_natively(self, kernel: Kernel, stack: Stack, jobs: Sequence[LocalJob]) -> list[Trained]:
+        """Train clients whose model is ``stack`` in one call of the compiled trainer."""
+        draws = [Draws.of(job.task, job.plan, len(job.records), job.generator) for job in jobs]
+        lessons = [
+            Lesson(job.task, job.plan, *job.records.tensors(), own) for job, own in zip(jobs, draws, strict=True)
+        ]
+        return [
+            replace(trained, feature_sums=_feature_sums(kernel, stack, lesson, trained))
+            if lesson.plan.class_features
+            else trained
+            for lesson, trained in zip(lessons, kernel.train(stack, lessons, self._precision), strict=True)
+        ]
 
     def _native(self, job: LocalJob) -> Stack | None:
         """Return the form in which the compiled trainer takes the model, where it takes ``job``."""

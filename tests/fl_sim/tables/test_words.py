@@ -1,7 +1,8 @@
 """How settings are written in a table's rows."""
 
 from clients.dafl.settings import DaFl
-from fl_sim.tables.words import label
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.tables.words import caption, label
 from strategies.global_dp import AdaptiveClipping, GlobalDP
 from strategies.pate.labelling import Labelling
 from strategies.pate.mechanisms import ConfidentGNMax, GNMax
@@ -26,3 +27,11 @@ def test_kinds_within_settings_are_named_with_what_is_not_their_default() -> Non
     written = label(Pate(student=Supervised(steps=7), labelling=Labelling(mechanism=ConfidentGNMax(sigma=3.0))))
     assert written == "PATE (labelling.mechanism=confident (sigma=3), student=supervised:7)"
     assert label(DaFl(gamma=0.5)).startswith("DA-FL")
+
+
+def test_an_algorithm_that_has_nothing_to_say_of_momentum_leaves_no_line_behind() -> None:
+    kinds = ("scaffold", "fedmix", "fedavg")
+    experiments = [experiment_from({"algorithm": kind, "local": {"momentum": 0.0}}) for kind in kinds]
+    lines = caption(experiments, {}, {}, has_bound=False)
+    assert "SCAFFOLD trains without local momentum, as in its paper." in lines
+    assert not [line for line in lines if len(line) < 10]

@@ -13,14 +13,15 @@ from torch import nn
 
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan
 from fl_sim.models import MODELS
-from fl_sim.native.kernel import load_kernel
+from fl_sim.native.kernel import Kernel, Lesson, load_kernel
+from fl_sim.native.layers import Stack
 from fl_sim.params import detached, zeros_like
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.training.evaluation import EVALUATION_BATCH, evaluate
 from fl_sim.training.loop import train
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
-from fl_sim.types import LocalSettings, LocalTask, Params, Trained
+from fl_sim.types import LocalSettings, LocalTask, Params, Precision, Trained
 from strategies.fedavg import FedAvg
 from strategies.fedmix import FedMix, NaiveMix
 from strategies.fednova import FedNova
@@ -100,6 +101,21 @@ def test_clients_trained_in_one_call_end_in_the_bits_of_a_call_each(algorithm: L
             assert torch.equal(flat(one.params), flat(other.params))
             assert one.momentum_buffers.keys() == other.momentum_buffers.keys()
             assert not one.momentum_buffers or torch.equal(flat(one.momentum_buffers), flat(other.momentum_buffers))
+
+
+@needs_kernel
+def test_a_client_without_records_leaves_the_others_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    whole = Kernel.train
+
+    def counted(self: Kernel, stack: Stack, lessons: Sequence[Lesson], precision: Precision) -> list[Trained]:
+        calls.append(len(lessons))
+        return whole(self, stack, lessons, precision)
+
+    monkeypatch.setattr(Kernel, "train", counted)
+    found = Trainer(model("niid-cnn"), load_kernel()[0]).train_all(jobs(FedAvg()))
+    assert calls == [len(SIZES) - 1]
+    assert [one.loss is None for one in found] == [size == 0 for size in SIZES]
 
 
 def flat(params: Params) -> torch.Tensor:
