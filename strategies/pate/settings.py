@@ -153,7 +153,7 @@ class Pate(Settings):
             "so it is not measured on the same records as that of other methods."
         )
 
-    def advice(self, num_teachers: int) -> str:
+    def warning_of_noise(self, num_teachers: int) -> str:
         """Return a warning where the noise is about as large as all votes together, else nothing."""
         mechanism = self.labelling.mechanism
         if isinstance(mechanism, NoNoise):

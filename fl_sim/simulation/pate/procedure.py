@@ -107,7 +107,7 @@ class Voting:
     def warnings(self, log: RunLog) -> list[str]:
         """Return what a user must know before the vote."""
         del log
-        return list(filter(None, [self.settings.advice(self.job.experiment.clients)]))
+        return list(filter(None, [self.settings.warning_of_noise(self.job.experiment.clients)]))
 
 
 def _vote(

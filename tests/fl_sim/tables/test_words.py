@@ -1,7 +1,12 @@
 """How settings are written in a table's rows."""
 
+import inspect
+
+import pytest
+
 from clients.dafl.settings import DaFl
-from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.experiment import AnyAlgorithm, experiment_from
+from fl_sim.kinds import kinds
 from fl_sim.tables.words import caption, label
 from strategies.global_dp import AdaptiveClipping, GlobalDP
 from strategies.pate.labelling import Labelling
@@ -35,3 +40,14 @@ def test_an_algorithm_that_has_nothing_to_say_of_momentum_leaves_no_line_behind(
     lines = caption(experiments, {}, {}, has_bound=False)
     assert "SCAFFOLD trains without local momentum, as in its paper." in lines
     assert not [line for line in lines if len(line) < 10]
+
+
+@pytest.mark.parametrize("kind", kinds(AnyAlgorithm))
+def test_who_advises_on_momentum_is_asked_for_nothing_else(kind: str) -> None:
+    advice = getattr(kinds(AnyAlgorithm)[kind], "advice", None)
+    assert advice is None or list(inspect.signature(advice).parameters) == ["self", "momentum"]
+
+
+def test_a_table_of_pate_takes_no_momentum_for_a_number_of_teachers() -> None:
+    lines = caption([experiment_from({"algorithm": "pate", "clients": 250})], {}, {}, has_bound=False)
+    assert not [line for line in lines if "votes of" in line]
