@@ -42,6 +42,8 @@ class Adjacency(StrEnum):
     REPLACE_ONE = "replace-one"
 
 
+_PLACES: Final = 2**20  # of which a sampled unit has its share, where that is accounted as drawing a fixed number
+
 _RELATION: Final = {
     Adjacency.ADD_OR_REMOVE_ONE: NeighboringRelation.ADD_OR_REMOVE_ONE,
     Adjacency.REPLACE_ONE: NeighboringRelation.REPLACE_ONE,
@@ -76,6 +78,25 @@ def amplify_fixed_size(event: dp_event.DpEvent, cohort: int, population: int) ->
         return dp_event.TruncatedSubsampledGaussianDpEvent(population, 1.0, cohort, event.noise_multiplier)
     _only_gaussian(event, "fixed-size")
     return event
+
+
+def under_replacement(event: dp_event.DpEvent) -> dp_event.DpEvent:
+    """Return what ``event`` is where one unit is replaced by another instead of added or removed, or its data change.
+
+    Such a unit's part of the sum moves by up to 2S, and it takes part in a step with the same probability as before;
+    that is rounded up to a multiple of 2^-20.
+    """
+    step, times = unrolled(event)
+    match step:
+        case dp_event.GaussianDpEvent():
+            step = amplify_fixed_size(step, 1, 1)
+        case dp_event.PoissonSampledDpEvent(sampling_probability=rate, event=dp_event.GaussianDpEvent() as every):
+            step = amplify_fixed_size(every, math.ceil(rate * _PLACES), _PLACES)
+        case dp_event.TruncatedSubsampledGaussianDpEvent() | dp_event.NonPrivateDpEvent() | dp_event.NoOpDpEvent():
+            pass
+        case _:
+            raise UserError(f"what {type(step).__name__} costs where a unit is replaced is not known")
+    return step if times == 1 else dp_event.SelfComposedDpEvent(step, times)
 
 
 def adjacency(event: dp_event.DpEvent) -> Adjacency | None:

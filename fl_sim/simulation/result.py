@@ -174,7 +174,8 @@ def _privacy(job: Job, log: RunLog) -> list[dict[str, object]]:
             one | {"does_not_cover": f"{one['does_not_cover']}{NOT_PER_CLIENT}"} if one["unit"] == "client" else one
             for one in statements
         ]
-        statements.append(statement(log.pool, experiment))
+        rounds = next((one for one in statements if one["unit"] == "client"), None)
+        statements.append(statement(log.pool, experiment, rounds))
     if read_off := job.dataset.read_off:
         return [one | {"does_not_cover": f"{one['does_not_cover']}{read_off}"} for one in statements]
     return statements

@@ -27,6 +27,7 @@ from fl_sim.privacy.accounting import (
     rdp_curve,
     searching_epsilon,
     supports_pld,
+    under_replacement,
 )
 
 Gaussian = dp_event.GaussianDpEvent
@@ -278,3 +279,42 @@ def test_pld_says_what_it_does_not_know() -> None:
 def test_a_search_goes_by_the_very_epsilon_at_ordinary_budgets(rate: float, noise: float, steps: int) -> None:
     event = amplify_poisson(dp_event.GaussianDpEvent(noise), rate)
     assert searching_epsilon(event, steps, 1e-5) == epsilon_of_counts({event: steps}, 1e-5)
+
+
+def _delta_where_replaced(rate: float, noise: float, claimed: float, apart: float) -> float:
+    """Return delta at ``claimed`` of one step in which a unit sends 1 or ``apart``, and is sampled with ``rate``."""
+
+    def excess(x: float, one: float, other: float) -> float:
+        first, second = (
+            (1 - rate) * stats.norm.pdf(x, 0, noise) + rate * stats.norm.pdf(x, at, noise) for at in (one, other)
+        )
+        return max(first - math.exp(claimed) * second, 0.0)
+
+    ends = -1 - 12 * noise, 1 + 12 * noise
+    found = [
+        integrate.quad(excess, *ends, args=pair, limit=400, points=(-1, 0, 1))[0] for pair in ((1, apart), (apart, 1))
+    ]
+    return float(max(found))
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("noise", [0.7, 1.5, 4.0])
+def test_a_unit_that_changes_is_not_told_by_more_than_its_replacement_costs(rate: float, noise: float) -> None:
+    event = under_replacement(poisson(rate, noise))
+    assert adjacency(event) is Adjacency.REPLACE_ONE
+    claimed = epsilon_of_counts({event: 1}, DELTA, accountant="pld")
+    for apart in (-1.0, -0.5, 0.5):
+        assert _delta_where_replaced(rate, noise, claimed, apart) <= DELTA * (1 + 1e-3)
+    if rate == 1:  # then it is the Gaussian mechanism of twice the sensitivity, and nothing less will do
+        assert _delta_where_replaced(rate, noise, claimed * 0.999, -1.0) > DELTA
+        assert claimed == pytest.approx(epsilon_of_counts({Gaussian(noise / 2): 1}, DELTA, accountant="pld"), rel=1e-3)
+
+
+def test_replacement_keeps_how_often_and_what_is_stated_so_already() -> None:
+    fixed = amplify_fixed_size(Gaussian(2.0), 3, 10)
+    assert under_replacement(fixed) == fixed
+    assert under_replacement(dp_event.NonPrivateDpEvent()) == dp_event.NonPrivateDpEvent()
+    often = under_replacement(dp_event.SelfComposedDpEvent(Gaussian(2.0), 7))
+    assert often == dp_event.SelfComposedDpEvent(amplify_fixed_size(Gaussian(2.0), 1, 1), 7)
+    with pytest.raises(UserError, match="LaplaceDpEvent costs where a unit is replaced is not known"):
+        under_replacement(dp_event.LaplaceDpEvent(1.0))

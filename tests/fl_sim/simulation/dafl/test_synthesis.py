@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dp_accounting.dp_event import GaussianDpEvent
 from safetensors.torch import load_file
 
 from clients.dafl.dpcgan import nets
@@ -19,6 +20,7 @@ from fl_sim.experiment.job import Job, job_of
 from fl_sim.native import kernel
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.events import from_json
+from fl_sim.privacy.rounding import rounded_up
 from fl_sim.simulation.client_ledgers import fingerprint
 from fl_sim.simulation.dafl import synthesis
 from fl_sim.simulation.dafl.pool import da_fl
@@ -160,6 +162,30 @@ def test_global_dp_on_top_says_that_its_clients_are_not_hidden_in_the_pool(tmp_p
     assert [statement["unit"] for statement in result["privacy"]] == ["client", "record"]
     assert "protected per record, not per client" in _statement(result, "client")["does_not_cover"]
     assert "protected per client, by the other statement" in _statement(result, "record")["does_not_cover"]
+
+
+def test_pool_and_private_rounds_together_cost_a_record_the_sum(tmp_path: Path) -> None:
+    private = (
+        "aggregator=global-dp",
+        "aggregator.noise=seeded",
+        "aggregator.noise_multiplier=6",
+        "sampler=full",
+        "rounds=4",
+    )
+    result = run(_made(*private), tmp_path / "run")
+    client, record = (_statement(result, unit) for unit in ("client", "record"))
+    replaced = epsilon_of_counts({GaussianDpEvent(3.0): 4}, 1e-5, accountant="pld")  # it moves the sum by two norms
+    assert client["epsilon"] == pytest.approx(epsilon_of_counts({GaussianDpEvent(6.0): 4}, 1e-5, accountant="pld"))
+    assert record["epsilon_whole_run"] == pytest.approx(record["epsilon"] + replaced, rel=1e-3)
+    assert record["delta_whole_run"] == 2e-5
+    assert f"({rounded_up(record['epsilon_whole_run'])}, 2e-05)" in record["guarantee"]
+
+
+def test_rounds_on_the_pool_alone_cost_a_record_nothing_more(tmp_path: Path) -> None:
+    private = ("aggregator=global-dp", "aggregator.noise=seeded", "sampler=poisson:0.5")
+    said = _statement(run(_made(*private, "preprocess.train_on=synthetic"), tmp_path / "run"), "record")
+    assert said["epsilon_whole_run"] is None
+    assert said["covers"].startswith("everything this run releases")
 
 
 def test_epsilon_inf_is_no_guarantee(tmp_path: Path) -> None:
