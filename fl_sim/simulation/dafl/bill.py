@@ -105,8 +105,8 @@ class _WholeRun:
             return ""
         return (
             f". The rounds are private per client, and so per record: the whole run is ({rounded_up(self.epsilon)}, "
-            f"{self.delta:g})-differentially private for a record. That is the pool's epsilon plus what the rounds cost "
-            "where a client's data are replaced by others, since a record that changes leaves its client taking part"
+            f"{self.delta:g})-differentially private for a record. That is the pool's epsilon plus what the rounds "
+            "cost where a client's data are replaced by others, since a record that changes leaves its client taking part"
         )
 
 
