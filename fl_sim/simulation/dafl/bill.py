@@ -106,7 +106,7 @@ class _WholeRun:
         return (
             f". The rounds are private per client, and so per record: the whole run is ({rounded_up(self.epsilon)}, "
             f"{self.delta:g})-differentially private for a record. That is the pool's epsilon plus what the rounds "
-            "cost where a client's data are replaced by others, since a record that changes leaves its client taking part"
+            "cost where a client's data are replaced by others: a record that changes leaves its client taking part"
         )
 
 
