@@ -3,12 +3,13 @@
 Every client holds all training records of one class and shares ``gamma`` times as many (the right number: to pick it
 privately is a release of its own, the same for all). The classifier sees the pool alone: the default CNN of the data
 set, Adam 1e-3, batches of 64, 20 epochs, the last weights, whatever the generator. With ``--features scattering`` it is
-the linear discriminant of the pool (``fl_sim.training.discriminant``). "real" shares real records: not
-private, the ceiling. CPU seconds are those of one client, on one thread.
+the linear discriminant of the pool (``fl_sim.training.discriminant``), with ``--quadratic`` the quadratic one. "real"
+shares real records: not private, the ceiling. CPU seconds are those of one client, on one thread.
 
     PYTHONPATH=. python benchmarks/generators.py [--data mnist] [--kinds mean-embedding,dp-cgan,real]
     PYTHONPATH=. python benchmarks/generators.py --features scattering --kinds gaussian,real --gamma 1 --epsilons 1,10
-        [--epsilons 1,5,10,20,50,inf] [--seeds 0] [--validate] [--set frequencies=60] [--images FOLDER] [--json FILE]
+        [--quadratic] [--epsilons 1,5,10,20,50,inf] [--seeds 0] [--validate] [--set frequencies=60] [--images FOLDER]
+        [--json FILE]
 
 ``--validate`` trains the generators on the first five sixths of the training set and tests on the last sixth: for
 choosing settings (``--set``), which the test set must not.
@@ -36,7 +37,7 @@ from fl_sim.data import Features, load
 from fl_sim.models import build, default_model
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.seeding import rng
-from fl_sim.training.discriminant import linear_discriminant
+from fl_sim.training.discriminant import QuadraticDiscriminant, linear_discriminant, quadratic_discriminant
 from fl_sim.types import Dataset, Examples
 
 KINDS = {"mean-embedding": MeanEmbedding, "dp-cgan": DpCgan, "gaussian": Gaussian}
@@ -100,9 +101,19 @@ def pool_of(
 
 
 def accuracy(
-    pool: tuple[torch.Tensor, torch.Tensor], test: tuple[torch.Tensor, torch.Tensor], dataset: Dataset, seed: int
+    pool: tuple[torch.Tensor, torch.Tensor],
+    test: tuple[torch.Tensor, torch.Tensor],
+    dataset: Dataset,
+    seed: int,
+    *,
+    quadratic: bool = False,
 ) -> float:
     """Return the accuracy on ``test`` of a classifier trained on ``pool``."""
+    if pool[0].ndim == 2 and quadratic:
+        discriminant = QuadraticDiscriminant(pool[0].shape[1], dataset.num_classes)
+        discriminant.load_state_dict(quadratic_discriminant(*pool, dataset.num_classes))
+        with torch.no_grad():
+            return float((discriminant(test[0]).argmax(dim=1) == test[1]).double().mean())
     if pool[0].ndim == 2:
         weights, bias = linear_discriminant(*pool, dataset.num_classes).values()
         return float(((test[0] @ weights.T + bias).argmax(dim=1) == test[1]).double().mean())
@@ -143,6 +154,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--gamma", type=float, default=0.05)
     parser.add_argument("--validate", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--quadratic", action="store_true", help="of vectors: by the quadratic discriminant")
     parser.add_argument("--images", type=Path)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -176,7 +188,8 @@ def main() -> None:
             group = []
             for seed in [int(text) for text in asked.seeds.split(",")]:
                 *pool, seconds, refused = pool_of(kind, settings, *train, epsilon, asked.gamma, seed)
-                right = accuracy((pool[0], pool[1]), test, dataset, seed) if len(pool[1]) else math.nan
+                chosen = pool[0], pool[1]
+                right = accuracy(chosen, test, dataset, seed, quadratic=asked.quadratic) if len(pool[1]) else math.nan
                 group.append(Score(asked.data, kind, epsilon, seed, right, seconds, refused))
                 if asked.images and seed == group[0].seed and len(pool[1]):
                     save_grid(asked.images / f"{asked.data}_{kind}_{epsilon:g}.png", pool[0], pool[1])

@@ -16,20 +16,21 @@ from fl_sim.model_names import known_model
 from fl_sim.settings import Settings
 from fl_sim.types import Dataset
 
-DISCRIMINANT, OWN = "discriminant", "model"
-"""Linear discriminant analysis, in closed form, and the experiment's own model; all others are names of models."""
+DISCRIMINANT, QUADRATIC, OWN = "discriminant", "quadratic-discriminant", "model"
+"""Linear and quadratic discriminant analysis, in closed form, and the experiment's own model; others name models."""
 
 
 def _known_classifier(name: str) -> str:
-    return name if name in {DISCRIMINANT, OWN} else known_model(name)
+    return name if name in {DISCRIMINANT, QUADRATIC, OWN} else known_model(name)
 
 
 class Tstr(Settings):
     """The server trains classifiers on the clients' synthetic records alone, and the best of them is tested.
 
-    ``classifiers``: names of models, "model" for the experiment's own, and "discriminant" for a closed form. Each
-    trains by the experiment's ``local`` settings on all synthetic records but a share ``holdout``, on which the best is
-    chosen. No test record has a part in that, and no client trains: the one release is that of the records.
+    ``classifiers``: names of models, "model" for the experiment's own, and "discriminant" (linear) and
+    "quadratic-discriminant" for closed forms. Each trains by the experiment's ``local`` settings on all synthetic
+    records but a share ``holdout``, on which the best is chosen. No test record has a part in that, and no client
+    trains: the one release is that of the records.
     """
 
     kind: Literal["tstr"] = "tstr"

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
+from torch import nn
 
 from clients.app import Site
 from fl_sim import models
@@ -28,7 +29,7 @@ from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import evaluation_records, local_settings, read_pool, site_for
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.training.discriminant import linear_discriminant
+from fl_sim.training.discriminant import QuadraticDiscriminant, linear_discriminant, quadratic_discriminant
 from fl_sim.training.evaluation import Scores
 from fl_sim.training.frechet import frechet_distance
 from fl_sim.training.loop import resident, to_tensors
@@ -36,7 +37,7 @@ from fl_sim.training.records import Source
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Examples, LocalTask, Params, Payloads, ServerState, Traffic
 from strategies.fedavg import FedAvg
-from strategies.tstr import DISCRIMINANT, Tstr
+from strategies.tstr import DISCRIMINANT, QUADRATIC, Tstr
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
@@ -107,13 +108,14 @@ class OnSynthetic:
 
     def _learned(self, name: str, own: Examples) -> tuple[Params, Trainer]:
         """Return what a classifier learns from its ``own`` part of the synthetic records, and what evaluates it."""
-        experiment, dataset = self.job.experiment, self.job.dataset
-        architecture = "logistic" if name == DISCRIMINANT else name
-        model = models.build(architecture, dataset.input_shape, dataset.num_classes, experiment.seed_of_model)
-        trainer = Trainer(model.to(self.job.device), load_kernel()[0], self.job.precision)
-        if name == DISCRIMINANT:
-            found = linear_discriminant(*to_tensors(own, dataset), dataset.num_classes)
-            return {key: value.to(self.job.device) for key, value in found.items()}, trainer
+        experiment, dataset, device = self.job.experiment, self.job.dataset, self.job.device
+        if name in {DISCRIMINANT, QUADRATIC}:
+            analyse = linear_discriminant if name == DISCRIMINANT else quadratic_discriminant
+            found = analyse(*to_tensors(own, dataset), dataset.num_classes)
+            trainer = self._trainer(self._model(name))
+            return {key: value.to(device) for key, value in found.items()}, trainer
+        model = self._model(name)
+        trainer = self._trainer(model)
         settings = local_settings(self.job, experiment.local.learning_rate)
         task = LocalTask(1, 0, 1, len(own), settings, detached(model.named_parameters()))
         seeded = partial(seed_torch, experiment.seed, f"classifier {name}")
@@ -124,6 +126,16 @@ class OnSynthetic:
         if not is_finite({"params": trained.params}):
             raise Diverged(f"classifier {name} diverged on the synthetic records; try a smaller local.learning_rate")
         return trained.params, trainer
+
+    def _model(self, name: str) -> nn.Module:
+        dataset, seed = self.job.dataset, self.job.experiment.seed_of_model
+        if name == QUADRATIC:
+            return QuadraticDiscriminant(math.prod(dataset.input_shape), dataset.num_classes)
+        architecture = "logistic" if name == DISCRIMINANT else name
+        return models.build(architecture, dataset.input_shape, dataset.num_classes, seed)
+
+    def _trainer(self, model: nn.Module) -> Trainer:
+        return Trainer(model.to(self.job.device), load_kernel()[0], self.job.precision)
 
     def _frechet(self, pool: Path) -> dict[str, Any] | None:
         """Return how far synthetic records are from real ones, as distributions; None where that is not measured."""

@@ -1,14 +1,46 @@
-"""Linear discriminant analysis: normal classes of one covariance, which is a linear classifier in closed form."""
+"""Discriminant analysis, in closed form: normal classes of one covariance, or each of a covariance of its own."""
+
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from fl_sim.errors import UserError
 from fl_sim.types import Params
 
 RIDGE = 0.03
 """What is added to the covariance's diagonal, in units of its mean variance."""
 
+OWN_SHARE, OWN_RIDGE = 0.1, 0.3
+"""How much of a class's covariance is its own, the rest being that of all; and its ridge, in the same units."""
+
+_MOST_NUMBERS = 500_000_000  # of a model: 2 GB
+
 NEVER = -1e4
 """The logit of a class without records."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Classes:
+    """``counts``: (C,), records of each class; ``means``: (C, d); ``within``: (n, d), records without their means."""
+
+    counts: torch.Tensor
+    means: torch.Tensor
+    within: torch.Tensor
+
+    def log_shares(self) -> torch.Tensor:
+        return (self.counts / self.counts.sum()).log()
+
+    def pooled(self) -> torch.Tensor:
+        return self.within.T @ self.within / len(self.within)
+
+
+def _classes_of(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int) -> _Classes:
+    records = inputs.flatten(start_dim=1).double()
+    counts = torch.bincount(labels, minlength=num_classes).double()
+    sums = torch.zeros(num_classes, records.shape[1], dtype=torch.float64).index_add_(0, labels, records)
+    means = sums / counts.clamp(min=1)[:, None]
+    return _Classes(counts, means, records - means[labels])
 
 
 def linear_discriminant(inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, ridge: float = RIDGE) -> Params:
@@ -18,15 +50,71 @@ def linear_discriminant(inputs: torch.Tensor, labels: torch.Tensor, num_classes:
     x' S^-1 mu_c - mu_c' S^-1 mu_c / 2 + log p_c (Hastie, Tibshirani and Friedman 2009, eq. 4.10). ``ridge`` keeps S
     invertible where there are fewer records than numbers in one. Sums are float64.
     """
-    records = inputs.flatten(start_dim=1).double()
-    counts = torch.bincount(labels, minlength=num_classes).double()
-    sums = torch.zeros(num_classes, records.shape[1], dtype=torch.float64).index_add_(0, labels, records)
-    means = sums / counts.clamp(min=1)[:, None]
-    within = records - means[labels]
-    covariance = within.T @ within / len(within)
-    scale = float(covariance.diagonal().mean()) or 1.0
-    covariance.diagonal().add_(ridge * scale)
-    weights = torch.linalg.solve(covariance, means.T).T
-    bias = (counts / counts.sum()).log() - (means * weights).sum(dim=1) / 2
-    weights[counts == 0], bias[counts == 0] = 0.0, NEVER
+    classes = _classes_of(inputs, labels, num_classes)
+    covariance = classes.pooled()
+    covariance.diagonal().add_(ridge * _scale_of(covariance))
+    weights = torch.linalg.solve(covariance, classes.means.T).T
+    bias = classes.log_shares() - (classes.means * weights).sum(dim=1) / 2
+    weights[classes.counts == 0], bias[classes.counts == 0] = 0.0, NEVER
     return {"1.weight": weights.float().contiguous(), "1.bias": bias.float()}
+
+
+class QuadraticDiscriminant(nn.Module):
+    """The model whose weights ``quadratic_discriminant`` returns, for records of ``size`` numbers."""
+
+    def __init__(self, size: int, num_classes: int) -> None:
+        super().__init__()
+        self.means = nn.Parameter(torch.zeros(num_classes, size))
+        self.whitening = nn.Parameter(torch.zeros(num_classes, size, size))
+        self.bias = nn.Parameter(torch.zeros(num_classes))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map (batch, *shape) to logits, (batch, classes)."""
+        records = inputs.flatten(start_dim=1)
+        squares = [
+            ((records - mean) @ whitening.T).square().sum(dim=1)
+            for mean, whitening in zip(self.means, self.whitening, strict=True)
+        ]
+        return self.bias - torch.stack(squares, dim=1) / 2
+
+
+def quadratic_discriminant(
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    num_classes: int,
+    own_share: float = OWN_SHARE,
+    ridge: float = OWN_RIDGE,
+) -> Params:
+    """Return the weights of a ``QuadraticDiscriminant`` that tells (n, *shape) inputs with (n,) labels apart.
+
+    The logit of class c is -(x - mu_c)' S_c^-1 (x - mu_c) / 2 - log |S_c| / 2 + log p_c (Hastie, Tibshirani and
+    Friedman 2009, eq. 4.12), and S_c is regularised: ``own_share`` of the class's own covariance and the rest of the
+    covariance within all classes (eq. 4.13; Friedman 1989), with ``ridge`` on the diagonal. Sums are float64. Raises
+    UserError where these are more numbers than a model should have.
+    """
+    size = inputs[:1].numel()
+    if num_classes * size**2 > _MOST_NUMBERS:
+        raise UserError(
+            f"the classifier quadratic-discriminant has {num_classes} matrices of {size:,} x {size:,} numbers here, "
+            f"which is more than {_MOST_NUMBERS:,}: leave it out, or set features=scattering"
+        )
+    classes = _classes_of(inputs, labels, num_classes)
+    pooled = classes.pooled()
+    whitening = torch.zeros(num_classes, size, size)
+    bias = classes.log_shares()
+    for label in range(num_classes):
+        own = classes.within[labels == label]
+        if not len(own):
+            bias[label] = NEVER
+            continue
+        covariance = own_share * (own.T @ own) / len(own) + (1 - own_share) * pooled
+        covariance.diagonal().add_(ridge * _scale_of(pooled))
+        factor = torch.linalg.cholesky(covariance)
+        whitening[label] = torch.linalg.solve_triangular(factor, torch.eye(size, dtype=torch.float64), upper=False)
+        bias[label] -= factor.diagonal().log().sum()
+    return {"means": classes.means.float(), "whitening": whitening, "bias": bias.float()}
+
+
+def _scale_of(covariance: torch.Tensor) -> float:
+    """Return the mean variance, 1 where nothing varies."""
+    return float(covariance.diagonal().mean()) or 1.0

@@ -1,6 +1,7 @@
 """TSTR as a run: classifiers learn from the pool alone, and the test records choose nothing."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fl_sim.seeding import rng
 from fl_sim.simulation.estimate import estimate_of
 from fl_sim.simulation.planned_bill import planned
 from fl_sim.simulation.run import run
-from fl_sim.training.discriminant import linear_discriminant
+from fl_sim.training.discriminant import QuadraticDiscriminant, linear_discriminant
 from fl_sim.training.loop import to_tensors
 from fl_sim.types import Dataset, Examples
 
@@ -62,6 +63,19 @@ def test_the_discriminant_is_that_of_nine_tenths_of_the_pool(finished: Any) -> N
     found = load_file(out / "model.safetensors")
     assert result["tstr"]["chosen"] == "discriminant"
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_the_quadratic_discriminant_is_a_model_as_others_are(tmp_path: Path) -> None:
+    tried = quick(algorithm={"kind": "tstr", "classifiers": ["quadratic-discriminant"]}, features="scattering",
+                  preprocess={"generator": "gaussian", "gamma": 1, "noise": "seeded", "epsilon": math.inf})  # fmt: skip
+    result = run(tried, tmp_path / "run")
+    assert result["tstr"]["chosen"] == "quadratic-discriminant"
+    assert result["final_accuracy"] > 0.9
+    found, dataset = load_file(tmp_path / "run" / "model.safetensors"), data.load("digits", None, "scattering")
+    model = QuadraticDiscriminant(dataset.input_shape[0], dataset.num_classes)
+    model.load_state_dict(found)
+    inputs, labels = to_tensors(dataset.test, dataset)
+    assert float((model(inputs).argmax(dim=1) == labels).double().mean()) == result["final_accuracy"]
 
 
 def test_test_records_choose_nothing(finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
