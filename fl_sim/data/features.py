@@ -72,6 +72,7 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
         mean=(0.0,),
         std=(1 / math.sqrt(size),),
         note="; ".join(filter(None, [dataset.note, note])),
+        image_shape=dataset.input_shape,
     )
 
 
