@@ -134,7 +134,8 @@ class Dataset:
     ``shown``: what a file was found to hold, (what, how it is read) line by line. ``read_off``: what of all this was
     read off the records, a sentence for what no epsilon covers. ``vocabulary``: above 0, records are sequences of whole
     numbers below it (fl_sim.sequences). ``validation``: records that no client holds and that are not for testing, for
-    ``evaluate.validation=given``.
+    ``evaluate.validation=given``. ``image_shape``: of the images that records were before features took their place;
+    empty for all others.
     """
 
     name: str
@@ -151,6 +152,7 @@ class Dataset:
     read_off: str = ""
     vocabulary: int = 0
     validation: Examples | None = None
+    image_shape: tuple[int, ...] = ()
 
     @property
     def input_shape(self) -> tuple[int, ...]:

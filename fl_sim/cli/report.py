@@ -7,9 +7,11 @@ from typing import Any
 
 import typer
 
+from fl_sim.cli.pictures import find_images
 from fl_sim.report.bills import bills_of
-from fl_sim.report.figures.by_epsilon import sample_pictures
+from fl_sim.report.figures.by_epsilon import sample_pictures, with_pools
 from fl_sim.report.figures.curves import draw_all
+from fl_sim.report.figures.found import is_in_features
 from fl_sim.report.figures.pate import pate_pictures
 from fl_sim.report.figures.sweep import draw_sweeps
 from fl_sim.report.groups import Panel, group, panels
@@ -26,30 +28,39 @@ PAGE = "report.html"
 
 
 def write_report(
-    directories: list[Path], out: Path | None, *, paper: bool, target: float | None, json_output: bool
+    directories: list[Path],
+    out: Path | None,
+    *,
+    paper: bool,
+    pictures: bool,
+    target: float | None,
+    json_output: bool,
 ) -> None:
     """Write the page and its figures, and print where they are and what could not be shown.
 
-    ``paper``: diagrams are also written as PDF and SVG, as wide as a paper's column and as its text. ``target``: a test
-    accuracy in [0, 1]; what runs took to it is told, too.
+    ``paper``: diagrams are also written as PDF and SVG, as wide as a paper's column and as its text. ``pictures``:
+    images are found for synthetic records that are feature vectors. ``target``: a test accuracy in [0, 1]; what runs
+    took to it is told, too.
     """
     found = find(directories)
     groups, doubles = group(found.runs)
     found.problems += doubles
     shown = panels(groups)
-    samples, damaged = sample_pictures(groups)
+    if pictures and not any(is_in_features(run) for _, run in with_pools(groups)):
+        typer.echo("--pictures: no run here has synthetic records that are feature vectors: nothing to find", err=True)
+    samples, damaged = sample_pictures(groups, find_images if pictures else None)
     votes, unreadable = pate_pictures(groups)
     bills = bills_of(found)
     found.problems += [*damaged, *unreadable, *bills.problems]
-    pictures = [*draw_all(shown), *draw_sweeps(sweeps(groups)), *samples, *votes]
+    figures = [*draw_all(shown), *draw_sweeps(sweeps(groups)), *samples, *votes]
     out = out or (directories[0] / "report" if len(directories) == 1 else Path("results/report"))
     out.mkdir(parents=True, exist_ok=True)
-    files = {picture.name: picture.png for picture in pictures}
-    for picture in pictures if paper else ():
+    files = {picture.name: picture.png for picture in figures}
+    for picture in figures if paper else ():
         files |= for_papers(picture)
     for name, content in files.items():
         (out / name).write_bytes(content)
-    write_text(out / PAGE, page(found, shown, pictures, bills.in_words, target))
+    write_text(out / PAGE, page(found, shown, figures, bills.in_words, target))
     problems, got_there = _problems(found), [] if target is None else taken(groups_of(shown), target)
     for problem in problems:
         typer.echo(f"warning: {problem['dir']}: {problem['error']}", err=True)

@@ -72,6 +72,7 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
         mean=(0.0,),
         std=(1 / math.sqrt(size),),
         note="; ".join(filter(None, [dataset.note, note])),
+        image_shape=dataset.input_shape,
     )
 
 
@@ -93,13 +94,14 @@ def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tupl
                 damaged = f"{path} is damaged or of another kind ({error}) and is made again; "
             count = len(dataset.train) + len(dataset.test)
             sys.stderr.write(f"fl-sim: {damaged}making the {features} features of {count:,} images, once\n")
-            made = _made(dataset.train.inputs, features), _made(dataset.test.inputs, features)
+            made = vectors_of(dataset.train.inputs, features), vectors_of(dataset.test.inputs, features)
             said = {"identity": identity, "sha256": _digest(made)}
             write_whole(path, save(dict(zip(_PARTS, made, strict=True)), said))
             return made
 
 
-def _made(images: NDArray[np.uint8] | Vectors, features: Features) -> Vectors:
+def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vectors:
+    """Make the features of ``images`` (n, channels, height, width), (n, numbers); no file is looked at."""
     from fl_sim.data.scattering import features_of  # noqa: PLC0415 (as above)
 
     vectors = features_of(images)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -57,8 +57,8 @@ def dimension_of(shape: tuple[int, ...]) -> int:
 def features_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the features of ``images`` (n, channels, height, width), (n, dimension_of(shape)), of norm 1 at most.
 
-    Each record's depend on that record alone: bytes / 255, scattered, normalised in groups, projected, divided by the
-    root of their number, and shortened to length 1 where they are longer. Raises UserError as ``dimension_of`` does.
+    Each record's depend on that record alone: bytes / 255, ``described``, and shortened to length 1 where they are
+    longer. Raises UserError as ``dimension_of`` does.
     """
     shape = images.shape[1:]
     size = dimension_of(shape)
@@ -66,15 +66,24 @@ def features_of(images: NDArray[np.uint8] | NDArray[np.float32]) -> NDArray[np.f
 
     def fill(rows: slice) -> None:
         torch.set_num_threads(1)  # holds for the thread that calls it: the bits do not depend on how many there are
-        maps = scattered(torch.from_numpy(images[rows].astype(np.float32)) / 255)
-        normal = torch.nn.functional.group_norm(maps, _groups(shape[0]), eps=_EPSILON)
-        projected = _projected(normal.flatten(1).numpy(), size) / np.float32(math.sqrt(size))
-        features[rows] = projected / np.maximum(np.linalg.norm(projected, axis=1, keepdims=True), 1)
+        found = described(torch.from_numpy(images[rows].astype(np.float32)) / 255).numpy()
+        features[rows] = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for _ in pool.map(fill, _batches(len(images), shape[0])):
             pass
     return features
+
+
+def described(images: torch.Tensor) -> torch.Tensor:
+    """Return the features of ``images`` (n, channels, height, width) in [0, 1] before any is shortened.
+
+    Scattered, normalised in groups, projected, and divided by the root of their number. It can be differentiated.
+    """
+    normal = torch.nn.functional.group_norm(scattered(images), _groups(images.shape[1]), eps=_EPSILON)
+    size = dimension_of(tuple(images.shape[1:]))
+    projected: torch.Tensor = _Projected.apply(normal.flatten(1), size)
+    return projected / math.sqrt(size)
 
 
 def scattered(images: torch.Tensor) -> torch.Tensor:
@@ -154,8 +163,25 @@ def _aliases(values: torch.Tensor) -> torch.Tensor:
 
 
 def _modulus(values: torch.Tensor) -> torch.Tensor:
-    pairs = torch.view_as_real(values)  # torch's own abs of complex numbers takes three times as long
-    return pairs[..., 0].square().addcmul_(pairs[..., 1], pairs[..., 1]).sqrt_()
+    modulus: torch.Tensor = _Modulus.apply(values)
+    return modulus
+
+
+class _Modulus(torch.autograd.Function):
+    """The modulus of complex numbers. Its gradient is 0 at 0, where that of a square root would be infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_real(values)  # torch's own abs of complex numbers takes three times as long
+        modulus = pairs[..., 0].square().addcmul_(pairs[..., 1], pairs[..., 1]).sqrt_()
+        ctx.save_for_backward(values, modulus)
+        return modulus
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        values, modulus = ctx.saved_tensors
+        weights = torch.where(modulus > 0, gradient / modulus, 0)
+        return torch.view_as_complex(torch.view_as_real(values) * weights[..., None])
 
 
 def _smoothed(maps: torch.Tensor, height: int, width: int, spacing: int) -> torch.Tensor:
@@ -223,6 +249,33 @@ def _projected(vectors: NDArray[np.float32], size: int) -> NDArray[np.float32]:
     signs, directions = _directions(coefficients, size)
     projected: NDArray[np.float32] = dct(vectors * signs, axis=1, norm="ortho", overwrite_x=True)[:, directions]
     return projected
+
+
+class _Projected(torch.autograd.Function):
+    """``_projected`` of a tensor. It is linear, so its gradient is its transpose, which is the inverse transform."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.coefficients = vectors.shape[1]
+        return torch.from_numpy(_projected(vectors.detach().numpy(), size))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.from_numpy(_projected_back(gradient.numpy(), ctx.coefficients)), None
+
+
+def _projected_back(vectors: NDArray[np.float32], coefficients: int) -> NDArray[np.float32]:
+    """Return the transpose of ``_projected``, to so many ``coefficients``."""
+    count, size = vectors.shape
+    if coefficients == size:
+        return vectors
+    from scipy.fft import idct  # noqa: PLC0415 (as above)
+
+    signs, directions = _directions(coefficients, size)
+    chosen = np.zeros((count, coefficients), dtype=np.float32)
+    chosen[:, directions] = vectors
+    back: NDArray[np.float32] = idct(chosen, axis=1, norm="ortho", overwrite_x=True) * signs
+    return back
 
 
 @lru_cache(maxsize=4)

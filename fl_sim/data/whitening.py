@@ -38,13 +38,18 @@ class Whitening:
         def fill(start: int) -> None:
             torch.set_num_threads(1)  # holds for the thread that calls it: the bits do not depend on how many there are
             rows = slice(start, start + _ROWS)
-            made = (torch.from_numpy(features[rows]).double() - self.centre) @ self.matrix
-            whitened[rows] = (made / made.norm(dim=1, keepdim=True).clamp(min=1)).float().numpy()
+            whitened[rows] = self.applied(torch.from_numpy(features[rows])).float().numpy()
 
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for _ in pool.map(fill, range(0, len(features), _ROWS)):
                 pass
         return _shortened(whitened)
+
+    def applied(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the whitened ``features`` in float64, of norm 1 at most. It can be differentiated."""
+        made = (features.double() - self.centre) @ self.matrix
+        shortened: torch.Tensor = made / made.norm(dim=1, keepdim=True).clamp(min=1)
+        return shortened
 
 
 @lru_cache(maxsize=2)

@@ -70,6 +70,7 @@ class RunConfig(Facts):
     partition: Kind
     preprocess: Annotated[NoPreprocess | Synthesis | PrivatelyStarted, Field(discriminator="kind")] = NoPreprocess()
     server: Kind = Kind(kind="synchronous")
+    features: str = "none"
 
 
 class Shared(Facts):
@@ -156,7 +157,10 @@ class MeasureFacts(Facts):
 
 
 class Outcome(Facts):
-    """What a report needs of ``result.json``; accuracies in [0, 1]. What does not say so may be private."""
+    """What a report needs of ``result.json``; accuracies in [0, 1]. What does not say so may be private.
+
+    ``image_shape``: channels, height and width of the images that records were before features took their place.
+    """
 
     algorithm: str = ""
     titles: dict[Literal["algorithm", "preprocess", "server"], Annotated[str, Field(max_length=100)]] = {}
@@ -177,6 +181,7 @@ class Outcome(Facts):
     versions: dict[str, str]
     error: str = ""
     preprocess: Made = Made(kind="none")
+    image_shape: Annotated[list[Annotated[int, Field(ge=1, le=10**6)]], Field(max_length=3)] | None = None
     pate: PateFacts | None = None
 
 

@@ -37,6 +37,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "data": experiment.data,
         "data_note": job.dataset.note,
         "features": experiment.features,
+        **({"image_shape": list(job.dataset.image_shape)} if job.dataset.image_shape else {}),
         "partition": _split(experiment),
         "clients": experiment.num_clients,
         "is_private": experiment.is_private,

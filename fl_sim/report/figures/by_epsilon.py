@@ -1,19 +1,31 @@
 """Synthetic samples by class (columns) and epsilon (rows), as figure 5 of DA-FL (Tang, Wang, Liu 2023) shows them."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError
 
-from fl_sim.report.figures.samples import Samples, read_samples
+from fl_sim.report.figures.found import (
+    Finder,
+    Images,
+    in_words,
+    is_in_features,
+    keep_images,
+    kept_images,
+    some_vectors,
+)
+from fl_sim.report.figures.samples import Samples, read_records, read_samples
 from fl_sim.report.figures.sheet import Tile, figure_of, mosaic
 from fl_sim.report.groups import Group
 from fl_sim.report.picture import Picture, file_names, png
 from fl_sim.report.release import Release, limits, promise
 from fl_sim.report.runs import Problem, Run
+from fl_sim.store.files import explain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,12 +40,17 @@ _LEFT, _ABOVE, _RIGHT, _WITHIN, _BETWEEN = 150, 30, 20, 2, 12  # pixels
 
 @dataclass(frozen=True)
 class Row:
-    """One run's samples. ``releases``: its statements on the privacy of a record."""
+    """One run's samples. ``releases``: its statements on the privacy of a record.
+
+    ``distance``: how far the features of images that were found are from their vectors, in the mean, in units of the
+    vectors' lengths; None for images that were released as such.
+    """
 
     run: Run
     settings: Mapping[str, Any]
     samples: Samples
     releases: tuple[Release, ...]
+    distance: float | None = None
 
     @property
     def epsilon(self) -> float:
@@ -41,31 +58,44 @@ class Row:
         return float(self.settings["epsilon"])
 
 
-def sample_pictures(groups: Sequence[Group]) -> tuple[list[Picture], list[Problem]]:
+def sample_pictures(groups: Sequence[Group], finder: Finder | None = None) -> tuple[list[Picture], list[Problem]]:
     """Draw a figure for each data set, split and generator among the runs with a pool; name the pools that are damaged.
 
-    Each epsilon is shown by one run: that with the most samples, of these that with the lowest seed.
+    Each epsilon is shown by one run: that with the most samples, of these that with the lowest seed. For records that
+    are feature vectors it shows images that were found for them: those that are kept beside the pool or, with
+    ``finder``, new ones. What has none is told in one line.
     """
     kinds: dict[tuple[str, str, str], dict[float, Row]] = {}
-    problems = []
-    for one in groups:
-        for run in one.runs:
-            if run.preprocess is None or run.outcome is None or not run.outcome.preprocess.pool:
-                continue
-            try:
-                row = _row(run, run.preprocess)
-            except (OSError, SafetensorError, KeyError, ValueError) as error:
-                problems.append(Problem(run.path, f"its synthetic records cannot be shown: {error}"))
-                continue
-            delta = f"delta {row.settings['delta']:g}"
-            title = f"{one.data}, {one.partition}: generator {row.settings['generator']['kind']}"
-            rows = kinds.setdefault((title, one.note, delta), {})
-            rows[row.epsilon] = _better(rows.get(row.epsilon), row)
-    shown = [(key, [rows[epsilon] for epsilon in sorted(rows)]) for key, rows in kinds.items()]
+    problems: list[Problem] = []
+    for one, run in with_pools(groups):
+        assert run.preprocess is not None
+        try:
+            row = _row(run, run.preprocess)
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            problems.append(_problem(run, error))
+            continue
+        delta = f"delta {row.settings['delta']:g}"
+        features = f", features {run.config.features}" if is_in_features(run) else ""
+        title = f"{one.data}, {one.partition}{features}: generator {row.settings['generator']['kind']}"
+        rows = kinds.setdefault((title, one.note, delta), {})
+        rows[row.epsilon] = _better(rows.get(row.epsilon), row)
+    chosen = [(key, [rows[epsilon] for epsilon in sorted(rows)]) for key, rows in kinds.items()]
+    with_images, more = _with_images([row for _, rows in chosen for row in rows], finder)
+    problems += more
+    found = [(key, [with_images[row.run.path] for row in rows if row.run.path in with_images]) for key, rows in chosen]
+    shown = [(key, rows) for key, rows in found if rows]
     names = file_names([key[0] for key, _ in shown])
     return [
         _picture(f"samples-{name}.png", *key, rows) for name, (key, rows) in zip(names, shown, strict=True)
     ], problems
+
+
+def with_pools(groups: Sequence[Group]) -> Iterator[tuple[Group, Run]]:
+    """Yield the runs that say that they have a pool of synthetic records, and the groups that they are in."""
+    for one in groups:
+        for run in one.runs:
+            if run.preprocess is not None and run.outcome is not None and run.outcome.preprocess.pool:
+                yield one, run
 
 
 def draw(rows: Sequence[Row], title: Sequence[str]) -> "Figure":
@@ -93,8 +123,58 @@ def draw(rows: Sequence[Row], title: Sequence[str]) -> "Figure":
 def _row(run: Run, settings: Mapping[str, Any]) -> Row:
     assert run.outcome is not None
     made = run.outcome.preprocess
-    samples = read_samples(run.path / made.pool, [client.counts for client in made.clients])
+    pool, counts = run.path / made.pool, [client.counts for client in made.clients]
+    if is_in_features(run):
+        samples = some_vectors(read_records(pool, counts), _MOST_CLASSES, _ACROSS**2)
+    else:
+        samples = read_samples(pool, counts)
     return Row(run, settings, samples, tuple(one for one in run.outcome.privacy if one.unit == "record"))
+
+
+def _with_images(rows: Sequence[Row], finder: Finder | None) -> tuple[dict[Path, Row], list[Problem]]:
+    """Return the rows that have images, by their runs' directories, with images in place of vectors."""
+    shown: dict[Path, Row] = {}
+    problems: list[Problem] = []
+    without: list[Path] = []
+    for row in rows:
+        path = row.run.path
+        if not is_in_features(row.run):
+            shown[path] = row
+        elif images := kept_images(row.run, row.samples):
+            shown[path] = _with(row, images)
+        elif finder is None:
+            without.append(path)
+        else:
+            try:
+                images = finder(row.run, row.samples.inputs)
+                shown[path] = _with(row, images)
+                keep_images(row.run, row.samples, images)
+            except ValueError as error:
+                problems.append(_problem(row.run, error))
+            except OSError as error:
+                problems.append(Problem(path, f"the images that were found could not be kept: {explain(error)}"))
+    return shown, problems + ([_hint(without)] if without else [])
+
+
+def _with(row: Row, images: Images) -> Row:
+    found, distances = images
+    distance = float(distances.mean()) if len(distances) else None
+    return replace(row, samples=replace(row.samples, inputs=found), distance=distance)
+
+
+def _hint(paths: Sequence[Path]) -> Problem:
+    """Say in one line of all runs together how one comes to see images in place of vectors."""
+    place = Path(os.path.commonpath(paths))
+    of = "are" if len(paths) == 1 else f"of {len(paths)} runs are"
+    return Problem(
+        place,
+        f"synthetic records {of} feature vectors, which are not shown: 'fl-sim report {place} --pictures' finds "
+        "images for them",
+    )
+
+
+def _problem(run: Run, error: Exception) -> Problem:
+    return Problem(run.path, f"its synthetic records cannot be shown: {error}")
 
 
 def _better(one: Row | None, other: Row) -> Row:
@@ -125,6 +205,8 @@ def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) 
         "Four samples a place: the first of each class, from each client in turn. Every epsilon is shown by one run, "
         "that with the most samples."
     )
+    distances = [row.distance for row in rows if row.distance is not None]
+    images = in_words(distances) if distances else []
     details = [
         f"epsilon {row.epsilon:g} (gamma {row.settings['gamma']:g}, seed {row.run.config.seed}, "
         f"{len(row.samples.labels)} records, {row.run.path}): {' '.join(map(promise, row.releases))}"
@@ -132,5 +214,6 @@ def _picture(name: str, title: str, note: str, delta: str, rows: Sequence[Row]) 
     ]
     details += dict.fromkeys(limits(one) for row in rows for one in row.releases if one.protects)
     data = [f"Data: {note}"] if note else []
-    picture = png(draw(rows, [what, meaning, *data]))
-    return Picture(name, HEADING, (what, meaning[0].upper() + meaning[1:], chosen, *data), picture, tuple(details))
+    picture = png(draw(rows, [what, meaning, *images, *data]))
+    lines = (what, meaning[0].upper() + meaning[1:], *images, chosen, *data)
+    return Picture(name, HEADING, lines, picture, tuple(details))

@@ -25,31 +25,49 @@ _LEFT, _RIGHT = 95, 150  # pixels
 
 @dataclass(frozen=True)
 class Samples:
-    """A pool and whose records they are: ``labels`` and ``clients`` are (records,), in the order of ``inputs``.
+    """A pool and whose records they are: ``labels`` and ``clients`` are (records,).
 
-    ``nothing``: what stands in the place of an image that is not there.
+    ``inputs``: images of the records at ``places``, which ascend: of all of them, unless images had to be found.
     """
 
-    inputs: NDArray[np.uint8]
+    inputs: NDArray[Any]
     labels: NDArray[np.int64]
     clients: NDArray[np.int64]
     num_classes: int
-    nothing: Tile
+    places: NDArray[np.int64]
+
+    @property
+    def nothing(self) -> Tile:
+        """Return what stands in the place of an image that is not there."""
+        (black,) = images(np.zeros((1, *self.inputs.shape[1:]), dtype=np.uint8))
+        return np.full_like(black, EMPTY)
 
     def some(self, label: int, most: int) -> list[Tile]:
-        """Return up to ``most`` images of a class, always the same: every client's first, every client's second..."""
+        """Return up to ``most`` images of a class, those of ``first``."""
+        return images(self.inputs[np.searchsorted(self.places, self.first(label, most))])
+
+    def first(self, label: int, most: int) -> NDArray[np.int64]:
+        """Return up to ``most`` records of a class, always the same: every client's first, every client's second..."""
         places = np.flatnonzero(self.labels == label)
         clients = self.clients[places]
         turns = np.array([np.count_nonzero(clients[:number] == one) for number, one in enumerate(clients)])
         order = np.lexsort((clients, turns)) if len(places) else places
-        return images(self.inputs[places[order[:most]]])
+        return places[order[:most]]
 
 
 def read_samples(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
-    """Read a run's pool. ``counts``: for each client how many records of each class it released.
+    """Read a run's pool of images as ``read_records`` does. Raises ValueError where it holds none, too."""
+    samples = read_records(pool, counts)
+    if samples.inputs.ndim != 4:
+        raise ValueError(f"records of shape {samples.inputs.shape[1:]} are no images")
+    return samples
+
+
+def read_records(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
+    """Read a run's pool, of images or of vectors. ``counts``: for each client how many records of each class it made.
 
     Raises OSError or an error of safetensors where the file cannot be read, ValueError where it does not fit
-    ``counts`` or holds no images.
+    ``counts``.
     """
     tensors = load_file(pool)
     inputs, labels = tensors["inputs"], np.asarray(tensors["labels"], dtype=np.int64)
@@ -59,8 +77,7 @@ def read_samples(pool: Path, counts: Sequence[Sequence[int]]) -> Samples:
     if not expected or not np.array_equal(labels, np.concatenate(expected)) or len(inputs) != len(labels):
         raise ValueError(f"{pool.name} does not hold the records that the run's result states")
     clients = np.repeat(np.arange(len(owned)), owned.sum(axis=1))
-    (black,) = images(np.zeros((1, *inputs.shape[1:]), dtype=np.uint8))
-    return Samples(inputs, labels, clients, owned.shape[1], np.full_like(black, EMPTY))
+    return Samples(inputs, labels, clients, owned.shape[1], np.arange(len(labels)))
 
 
 def write_samples(

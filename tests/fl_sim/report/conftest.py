@@ -82,7 +82,7 @@ def write_experiment(tmp_path):
                 "guarantee": f"spent {epsilon}", "covers": "the pool.",
                 "does_not_cover": "The main task is NOT private.",
             }]  # fmt: skip
-            write_pool(path / POOL, counts)
+            write_pool(path / POOL, counts, in_features=changes.get("features", "none") != "none")
         line = {
             "round": 1, "test_accuracy": accuracy, "test_loss": 1.0, "train_loss": None, "epsilon": None, "cohort": 2,
             "learning_rate": 0.1, "seconds": 1.0,
@@ -95,9 +95,11 @@ def write_experiment(tmp_path):
     return write
 
 
-def write_pool(path, counts):
-    """Write images of one grey each: 10 * client + number within its client and class."""
+def write_pool(path, counts, *, in_features=False):
+    """Write images of one grey each: 10 * client + number within its client and class; or vectors of such numbers."""
     grey = [10 * client + number for client, own in enumerate(counts) for n in own for number in range(n)]
     labels = [label for own in counts for label, n in enumerate(own) for _ in range(n)]
     inputs = np.array(grey, dtype=np.uint8).reshape(-1, 1, 1, 1) * np.ones((1, 8, 8), dtype=np.uint8)
+    if in_features:
+        inputs = inputs.reshape(-1, 64)[:, :7].astype(np.float32)
     save_file({"inputs": inputs, "labels": np.array(labels, dtype=np.int64)}, path)

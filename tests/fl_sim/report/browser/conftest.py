@@ -66,7 +66,7 @@ def report(tmp_path_factory):
             for seed in (0, 1) if kind != "centralized" or split == 1 else ():
                 write_run(folder / "runs", kind, split, seed)
     write_run(folder / "runs", "fedavg", 1, 0, private=True)
-    write_report([folder / "runs"], folder / "report", paper=False, target=None, json_output=True)
+    write_report([folder / "runs"], folder / "report", paper=False, pictures=False, target=None, json_output=True)
     return folder / "report" / "report.html"
 
 

@@ -157,7 +157,7 @@ def test_a_matrix_of_many_classes_is_a_picture_with_a_text(opened, tmp_path, wri
     path = tmp_path / "runs" / "fedavg-1-0" / "result.json"
     confusion = [[5 if row == column else 1 for column in range(40)] for row in range(40)]
     path.write_text(json.dumps(json.loads(path.read_text()) | {"measures": {"confusion": confusion}}))
-    write_report([tmp_path / "runs"], tmp_path / "report", paper=False, target=None, json_output=True)
+    write_report([tmp_path / "runs"], tmp_path / "report", paper=False, pictures=False, target=None, json_output=True)
     page = opened(tmp_path / "report" / "report.html")
     page.get_by_role("heading", name="Confusion matrices").scroll_into_view_if_needed()
     picture = page.get_by_role("img", name="Confusion matrix of FedAvg")
@@ -184,7 +184,7 @@ def test_hostile_texts_stay_texts(report, opened, tmp_path, plot):
     for path in folder.glob("*/result.json"):
         result = json.loads(path.read_text())
         path.write_text(json.dumps(result | {"data_note": hostile, "titles": {"algorithm": hostile}}))
-    write_report([folder], tmp_path / "report", paper=False, target=None, json_output=True)
+    write_report([folder], tmp_path / "report", paper=False, pictures=False, target=None, json_output=True)
     page = opened(tmp_path / "report" / "report.html")
     plot(page)
     assert hostile in page.locator(".legend").inner_text()
@@ -196,7 +196,7 @@ def test_a_page_of_200_runs_is_small_and_opens_within_a_second(opened, tmp_path,
         for number in range(20):
             for seed in (0, 1):
                 write_run(tmp_path / "runs", f"method-{number}", split, seed, rounds=300)
-    write_report([tmp_path / "runs"], tmp_path / "report", paper=False, target=None, json_output=True)
+    write_report([tmp_path / "runs"], tmp_path / "report", paper=False, pictures=False, target=None, json_output=True)
     path = tmp_path / "report" / "report.html"
     loads = []
     for _ in range(3):

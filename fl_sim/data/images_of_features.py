@@ -1,0 +1,185 @@
+"""Images for feature vectors: pixels are changed until their public features come close to the vectors.
+
+A synthetic record in a feature space (``features=scattering``) is a vector, which nobody can look at. As Mahendran and
+Vedaldi (2015) do it for networks, gradient descent on pixels looks for an image that has such features. Many images
+have nearly the same features, so what images look like in general is added in three ways, all of them public. The
+search starts at the image that ridge regression reads off the vector, fitted on made-up images
+(``fl_sim.data.made_images``). Its steps are those of pixels under pink noise's spectrum, so coarse shapes are found
+before fine ones. And images with a small total variation are preferred.
+
+Nothing but the vectors, the shape of the images and the public transform is looked at. If the vectors were released
+under differential privacy, the images are post-processing of that release and cost nothing more.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_sim.data.features import Features, Vectors, vectors_of
+from fl_sim.data.made_images import made_images
+from fl_sim.data.scattering import described, dimension_of
+from fl_sim.data.whitening import Whitening, whitening_of
+
+Shape = tuple[int, int, int]
+
+STEPS: Final = 150
+"""Steps of gradient descent that every image takes."""
+
+_AT_A_TIME: Final = 20  # images
+_RATE: Final = 0.1  # of Adam at the start; it falls to zero as a cosine does
+_BETAS: Final = (0.9, 0.99)
+_VARIATION: Final = 0.1  # weight of the mean difference of neighbouring pixels beside the squared distance
+
+_OWN: Final = 0.35  # what a channel has for itself beside the brightness that all share, as made-up images have it
+
+_MADE: Final = 300  # made-up images of each of three sorts
+_SEED: Final = 1  # another one than the whitening's: its images are not to be those that the regression is fitted on
+_RIDGE: Final = 0.1  # in units of the mean squared length of the made-up images' features
+_BRIGHTNESS, _CONTRAST = 0.5, 0.15  # mean and deviation of the image at the start
+_DARKEST: Final = 0.02  # and no brighter than one less this: the logarithms of the odds stay finite
+
+
+def images_of(
+    vectors: Vectors, shape: Shape, features: Features, tell: Callable[[float], None] = lambda _: None
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Return for each of ``vectors`` (n, numbers) an image whose ``features`` are near it, (n, *shape), and how near.
+
+    How near: the distance between the vector and the features of the image, (n,), in units of the vector's length.
+    ``shape``: channels, height and width of the images. ``tell`` hears now and then which part of the work is done. The
+    same vectors have the same images each time. Raises UserError where images of ``shape`` have no features, and
+    ValueError where ``vectors`` cannot be theirs.
+    """
+    _check(vectors, dimension_of(shape))
+    images = np.empty((len(vectors), *shape), dtype=np.uint8)
+    if not len(vectors):
+        return images, np.empty(0, dtype=np.float32)
+    regression = _regression(shape, features)
+    whitening = None if features == "scattering" else whitening_of(shape)
+    for start in range(0, len(vectors), _AT_A_TIME):
+        rows = slice(start, min(start + _AT_A_TIME, len(vectors)))
+
+        def tell_of(share: float, rows: slice = rows) -> None:
+            tell((rows.start + share * (rows.stop - rows.start)) / len(vectors))
+
+        with _one_thread():
+            targets = torch.from_numpy(np.ascontiguousarray(vectors[rows], dtype=np.float32))
+            found = _descended(targets, regression(targets), whitening, tell_of)
+        images[rows] = (255 * found).round().to(torch.uint8).numpy()
+    lengths = np.maximum(np.linalg.norm(vectors, axis=1), np.finfo(np.float32).tiny)
+    return images, (np.linalg.norm(vectors_of(images, features) - vectors, axis=1) / lengths).astype(np.float32)
+
+
+def _check(vectors: Vectors, size: int) -> None:
+    if vectors.ndim != 2 or vectors.shape[1] != size:
+        raise ValueError(
+            f"vectors of shape {vectors.shape[1:]} are no features of such images, which are {size} numbers"
+        )
+    if not np.isfinite(vectors).all():
+        raise ValueError("some of the vectors hold numbers that are not finite")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch take one thread: sums then have the same bits wherever they are made."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@lru_cache(maxsize=2)
+def _regression(shape: Shape, features: Features) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function from features to images (n, *shape) of mean 0 and deviation 1, fitted on made-up images.
+
+    Features hardly depend on brightness and contrast, so the images that it is fitted on have mean 0 and deviation 1.
+    """
+    made = made_images(shape, _MADE, _SEED)
+    inputs, images = (torch.from_numpy(one).double() for one in (vectors_of(made, features), made.astype(np.float64)))
+    outputs = _standardised(images).flatten(1)
+    with _one_thread():
+        centre, middle = inputs.mean(dim=0), outputs.mean(dim=0)
+        inputs = inputs - centre
+        products = inputs @ inputs.T
+        ridge = _RIDGE * products.trace() / len(products) * torch.eye(len(products), dtype=products.dtype)
+        matrix = inputs.T @ torch.linalg.solve(products + ridge, outputs - middle)
+
+    def images_for(vectors: torch.Tensor) -> torch.Tensor:
+        return _standardised((middle + (vectors.double() - centre) @ matrix).reshape(-1, *shape)).float()
+
+    return images_for
+
+
+def _standardised(images: torch.Tensor) -> torch.Tensor:
+    centred = images - images.mean(dim=(1, 2, 3), keepdim=True)
+    deviations = centred.square().mean(dim=(1, 2, 3), keepdim=True).sqrt()
+    return centred / deviations.clamp(min=torch.finfo(images.dtype).eps)
+
+
+def _descended(
+    targets: torch.Tensor, start: torch.Tensor, whitening: Whitening | None, tell: Callable[[float], None]
+) -> torch.Tensor:
+    """Return images in [0, 1] whose features are near ``targets``, by Adam from ``start``, of mean 0 and deviation 1.
+
+    What is changed is white noise that becomes an image as ``image`` says.
+    """
+    channels, height, width = start.shape[1:]
+    spectrum, mixture = _pink(height, width), _mixture(channels)
+
+    def filtered(noise: torch.Tensor, amplitudes: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        waves = torch.einsum("nchw,cd->ndhw", torch.fft.rfft2(noise), mixed.to(torch.complex64)) * amplitudes
+        pixels: torch.Tensor = torch.fft.irfft2(waves, s=(height, width))
+        return pixels
+
+    def image(noise: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(filtered(noise, spectrum, mixture))
+
+    grey = (_BRIGHTNESS + _CONTRAST * start).clamp(_DARKEST, 1 - _DARKEST)
+    noise = filtered(torch.logit(grey), 1 / spectrum, torch.linalg.inv(mixture)).requires_grad_()
+    adam = torch.optim.Adam([noise], lr=_RATE, betas=_BETAS)
+    for step in range(STEPS):
+        adam.param_groups[0]["lr"] = _RATE * (1 + math.cos(math.pi * step / STEPS)) / 2
+        adam.zero_grad()
+        images = image(noise)
+        distances = (_features(images, whitening) - targets).square().sum()
+        (distances + _VARIATION * _variations(images).sum()).backward()  # type: ignore[no-untyped-call]
+        adam.step()
+        tell((step + 1) / STEPS)
+    with torch.no_grad():
+        return image(noise)
+
+
+def _pink(height: int, width: int) -> torch.Tensor:
+    """Return one amplitude for each frequency of ``rfft2``: falling as 1/f, with a mean square of 1."""
+    frequencies = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
+    frequencies[0, 0] = 1 / max(height, width)
+    amplitudes = 1 / frequencies
+    return torch.from_numpy((amplitudes / np.sqrt(np.mean(amplitudes**2))).astype(np.float32))
+
+
+def _mixture(channels: int) -> torch.Tensor:
+    """Return how channels are mixed, (channels, channels): most of what changes is the brightness that all share.
+
+    It is symmetric, and its square is the covariance of channels that are one brightness and a little of their own.
+    """
+    common = math.sqrt(channels + _OWN**2)
+    shared = torch.full((channels, channels), 1 / channels)
+    return (common * shared + _OWN * (torch.eye(channels) - shared)) / math.sqrt(1 + _OWN**2)
+
+
+def _features(images: torch.Tensor, whitening: Whitening | None) -> torch.Tensor:
+    found = described(images)
+    found = found / found.norm(dim=1, keepdim=True).clamp(min=1)
+    return found if whitening is None else whitening.applied(found)
+
+
+def _variations(images: torch.Tensor) -> torch.Tensor:
+    """Return for each image the mean difference of pixels that are neighbours, down and across."""
+    return sum((images.diff(dim=dim).abs().mean(dim=(1, 2, 3)) for dim in (2, 3)), torch.zeros(len(images)))
