@@ -214,6 +214,18 @@ class Settings(BaseModel):
                 filled[name] = {"kind": field.default.kind, **given}
         return filled
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_lists_apart(cls, table: Any) -> Any:
+        """Let a list be typed as ``classifiers=discriminant,mlp``."""
+        if not isinstance(table, dict):
+            return table
+        lists = {name for name, field in cls.model_fields.items() if get_origin(field.annotation) is tuple}
+        return {
+            name: value.split(",") if name in lists and isinstance(value, str) else value
+            for name, value in table.items()
+        }
+
     @model_validator(mode="after")
     def _whole_numbers_have_64_bits(self) -> Self:
         for name in type(self).model_fields:

@@ -21,7 +21,12 @@ DISCRIMINANT, QUADRATIC, OWN = "discriminant", "quadratic-discriminant", "model"
 
 
 def _known_classifier(name: str) -> str:
-    return name if name in {DISCRIMINANT, QUADRATIC, OWN} else known_model(name)
+    if name in {DISCRIMINANT, QUADRATIC, OWN}:
+        return name
+    try:
+        return known_model(name)
+    except UserError as error:
+        raise UserError(f"{error}; or take {DISCRIMINANT}, {QUADRATIC} or {OWN}, for the experiment's own") from None
 
 
 class Tstr(Settings):

@@ -217,3 +217,20 @@ def test_whole_numbers_beyond_64_bits_are_refused():
 def test_a_setting_deeper_than_any_is_refused_at_once():
     with pytest.raises(UserError, match="lies 20000 groups deep"):
         with_overrides({}, ["a" + ".b" * 20_000 + "=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("algorithm.classifiers=discriminant,mlp", lambda one: one.algorithm.classifiers == ("discriminant", "mlp")),
+        ("algorithm.classifiers=quadratic-discriminant", lambda one: len(one.algorithm.classifiers) == 1),
+        ("preprocess.client_gammas=0.1,0.2", lambda one: one.preprocess.client_gammas == (0.1, 0.2)),
+    ],
+)
+def test_a_list_may_be_typed_with_commas(override, found):
+    assert found(experiment_from(with_overrides({"algorithm": "tstr", "clients": 2}, [override])))
+
+
+def test_what_is_wrong_in_a_list_that_was_typed_is_named():
+    with pytest.raises(UserError, match=r"algorithm.classifiers.1 = 'nonsense': unknown model"):
+        experiment_from(with_overrides({"algorithm": "tstr"}, ["algorithm.classifiers=mlp,nonsense"]))
