@@ -27,7 +27,10 @@ def test_it_takes_the_pool_alone_unless_told_otherwise(preprocess):
         ({"attack": "label-flip:2"}, "leave attack out"),
         ({"calibrate": "ccvr"}, "leave calibrate out|nothing leaves them but synthetic"),
         ({"local": {"batch_norm": "average"}}, "no model is averaged"),
-        ({"algorithm": {"kind": "tstr", "classifiers": ["lda"]}}, "unknown model 'lda'.*or take discriminant, quadratic-discriminant or model"),
+        (
+            {"algorithm": {"kind": "tstr", "classifiers": ["lda"]}},
+            "unknown model 'lda'.*or take discriminant, quadratic",
+        ),
         ({"algorithm": {"kind": "tstr", "classifiers": []}}, "classifiers"),
         ({"algorithm": {"kind": "tstr", "holdout": 1}}, "holdout"),
         ({"evaluate": {"validation": 0.1}}, "has no place in a run that promises privacy"),
