@@ -128,7 +128,7 @@ def file_names(titles: Sequence[str]) -> list[str]:
     """Return a file name's part for each title, no two the same."""
     names: list[str] = []
     for title in titles:
-        name = re.sub(r"[^a-z0-9.]+", "-", title.lower()).strip("-.")[-60:] or "panel"
+        name = re.sub(r"[^a-z0-9.]+", "-", title.lower()).strip("-.")[-120:] or "panel"
         names.append(name if name not in names else f"{name}-{len(names) + 1}")
     return names
 
