@@ -71,8 +71,8 @@ class Pate(Settings):
     @model_validator(mode="after")
     def _sensible(self) -> "Pate":
         mechanism = self.labelling.mechanism.kind
-        if self.publish_cost and mechanism not in {"lnmax", "gnmax"}:
-            raise ValueError(f"publish_cost is offered for lnmax and gnmax, not yet for {mechanism}: leave it out")
+        if self.publish_cost and mechanism not in {"lnmax", "gnmax", "confident"}:
+            raise ValueError(f"publish_cost is for lnmax, gnmax and confident, not for {mechanism}: leave it out")
         if self.labelling.budget == "data-dependent" and not self.keep_private:
             raise ValueError(
                 "a data-dependent budget makes where labelling stops as private as the votes: say keep_private=true "

@@ -126,7 +126,10 @@ def release(question: Question, counts: labelling_cost.Counts) -> dict[str, Any]
     """Return a noisy upper bound on the data-dependent epsilon, for everybody; every call is a release of its own."""
     cost = question.cost()
     if isinstance(cost, labelling_cost.ConfidentCost):
-        raise UserError("--release is offered for lnmax and gnmax, not yet for confident: leave it out")
+        raise UserError(
+            "--release of confident must know which queries were answered, and votes do not tell: run algorithm=pate "
+            "with algorithm.publish_cost=true, or leave --release out"
+        )
     shape = {"queries": len(counts), "teachers": int(counts[0].sum()), "classes": counts.shape[1]}
     terms = smooth_sensitivity.planned(cost, question.delta, **shape)
     published = smooth_sensitivity.release(counts, cost, question.delta, terms, noise=Noise.secret())

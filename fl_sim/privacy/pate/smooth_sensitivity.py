@@ -7,6 +7,9 @@ that gives the same bound q, each query's divergence is a falling function beta(
 at distance d the local sensitivity is at most the largest beta(t' - 2) - beta(t') over t' in [t - 2d, t + 2d + 2]. The
 maximum is taken over small cells of t, in each from above, which assumes nothing about beta but that it falls.
 
+Confident-GNMax also pays for its test of the largest count, which a vote that moves shifts by at most 1: what is within
+d votes is looked through count by count. Which queries were answered is taken as given, as it is known from the labels.
+
 Publishing costs as well: with few queries or teachers the published epsilon can be above the data-independent one.
 """
 
@@ -14,15 +17,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtri
 
 from fl_sim.errors import UserError
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import gnmax, lnmax
-from fl_sim.privacy.pate.labelling_cost import Counts, Floats, GNMaxCost, LNMaxCost
+from fl_sim.privacy.pate.labelling_cost import ConfidentCost, Counts, Floats, GNMaxCost, LNMaxCost
+
+Cost: TypeAlias = LNMaxCost | GNMaxCost | ConfidentCost
+Answered: TypeAlias = NDArray[np.bool_]
 
 _CELLS_PER_VOTE: Final = 8
 _SHIFT: Final = 2 * _CELLS_PER_VOTE + 1  # how many cells one vote moves a gap by, at most; one is for rounding
@@ -92,8 +99,11 @@ class Published:
     failure: float
 
 
-def planned(cost: LNMaxCost | GNMaxCost, delta: float, *, queries: int, teachers: int, classes: int) -> Terms:
-    """Return the terms that would publish the least epsilon if all teachers always agreed: no vote is looked at."""
+def planned(cost: Cost, delta: float, *, queries: int, teachers: int, classes: int) -> Terms:
+    """Return the terms that would publish the least epsilon if all teachers always agreed: no vote is looked at.
+
+    Every query is taken to be answered then.
+    """
     unanimous = np.array([[teachers, *[0] * (classes - 1)]])
 
     def expected(terms: Terms) -> float:
@@ -111,34 +121,92 @@ def planned(cost: LNMaxCost | GNMaxCost, delta: float, *, queries: int, teachers
 
 
 def release(
-    counts: Counts, cost: LNMaxCost | GNMaxCost, delta: float, terms: Terms, *, noise: Noise, server_round: int = 0
+    counts: Counts,
+    cost: Cost,
+    delta: float,
+    terms: Terms,
+    *,
+    noise: Noise,
+    server_round: int = 0,
+    answered: Answered | None = None,
 ) -> Published:
     """Publish an upper bound on the data-dependent cost of labelling ``counts``.
 
-    A second call with other noise is a second release: it costs ``terms.divergence()`` once more.
+    ``answered``: which queries were, (queries,); None: all. A second call with other noise is a second release: it
+    costs ``terms.divergence()`` once more.
     """
-    total = float(cost.curves(counts, np.ones(len(counts)), np.array([terms.order]))[0].sum())
+    answers = np.ones(len(counts), dtype=bool) if answered is None else answered
+    total = float(cost.curves(counts, answers.astype(np.float64), np.array([terms.order]))[0].sum())
     normal = noise.standard_normal(2, purpose="pate cost", server_round=server_round)
-    sensitivity = smooth_sensitivity(counts, cost, terms)
+    sensitivity = smooth_sensitivity(counts, cost, terms, answers)
     return _published(total, sensitivity, delta, terms, (float(normal[0]), float(normal[1])))
 
 
-def smooth_sensitivity(counts: Counts, cost: LNMaxCost | GNMaxCost, terms: Terms) -> float:
-    """Return S = max over d of e^(-kappa d) times a bound on how far B moves within d votes of ``counts``. PRIVATE."""
+def smooth_sensitivity(counts: Counts, cost: Cost, terms: Terms, answered: Answered | None = None) -> float:
+    """Return S = max over d of e^(-kappa d) times a bound on how far B moves within d votes of ``counts``. PRIVATE.
+
+    ``answered``: as ``release`` takes it.
+    """
+    num_teachers = int(counts[0].sum())
+    if isinstance(cost, ConfidentCost):
+        given = counts if answered is None else counts[answered]
+        parts = [_of_tests(counts, cost, terms.order)]
+        parts += [_of_labels(given, GNMaxCost(cost.sigma), terms.order)] if len(given) else []
+    else:
+        parts = [_of_labels(counts, cost, terms.order)]
+    most = 0.0
+    for distance in range(num_teachers + 1):
+        local = [next(part.local) for part in parts]
+        discount = float(np.exp(-terms.smoothness * distance))
+        moved = sum(float(one[part.states] @ part.queries) for one, part in zip(local, parts, strict=True))
+        most = max(most, discount * moved)
+        farthest = sum(float(one.max()) * part.queries.sum() for one, part in zip(local, parts, strict=True))
+        if discount * farthest <= most:
+            break
+    return most
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is paid for alike on several queries.
+
+    ``local`` yields for distance 0, 1, 2, ... bounds on one query's local sensitivity by its state; ``queries``: how
+    many are in each of ``states``.
+    """
+
+    local: Iterator[Floats]
+    states: NDArray[np.int64]
+    queries: NDArray[np.int64]
+
+
+def _of_labels(counts: Counts, cost: LNMaxCost | GNMaxCost, order: float) -> _Part:
+    """Return what moves the cost of labels; a query's state is the cell of its equivalent gap."""
     num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
     gaps = np.arange(0, num_teachers * _CELLS_PER_VOTE + 1) / _CELLS_PER_VOTE
     log_q = _log_q_at(cost, gaps, num_classes)
     # log q falls with the gap: the cell in which a query's equivalent gap lies, the last one where q is at its cap.
     found = len(gaps) - 1 - np.searchsorted(log_q[::-1], _log_q(cost, counts), side="left")
     cells, queries = np.unique(np.clip(found, 0, len(gaps) - 2), return_counts=True)
-    before = _divergence_at(cost, _log_q_at(cost, gaps - 2, num_classes), terms.order)
-    most = 0.0
-    for distance, local in enumerate(_local_sensitivities(before, _divergence_at(cost, log_q, terms.order))):
-        discount = float(np.exp(-terms.smoothness * distance))
-        most = max(most, discount * float(local[cells] @ queries))
-        if distance == num_teachers or discount * float(local.max()) * len(counts) <= most:
-            break
-    return most
+    before = _divergence_at(cost, _log_q_at(cost, gaps - 2, num_classes), order)
+    return _Part(_local_sensitivities(before, _divergence_at(cost, log_q, order)), cells, queries)
+
+
+def _of_tests(counts: Counts, cost: ConfidentCost, order: float) -> _Part:
+    """Return what moves the cost of Confident-GNMax's test; a query's state is its largest count, from the least on."""
+    num_teachers, num_classes = int(counts[0].sum()), counts.shape[1]
+    least = -(-num_teachers // num_classes)
+    largest = np.arange(least, num_teachers + 1)[:, None]
+    beta = gnmax.threshold_dependent(largest, cost.threshold, cost.sigma_threshold, np.array([order]))[:, 0]
+    rise = np.abs(np.diff(beta))  # from each count to the next one
+
+    def local() -> Iterator[Floats]:
+        here = np.maximum(np.append(rise, 0.0), np.append(0.0, rise))
+        while True:
+            yield here
+            here = np.max([_from(here, step) for step in (-1, 0, 1)], axis=0)
+
+    states, queries = np.unique(counts.max(axis=1) - least, return_counts=True)
+    return _Part(local(), states, queries)
 
 
 def _local_sensitivities(before: Floats, beta: Floats) -> Iterator[Floats]:

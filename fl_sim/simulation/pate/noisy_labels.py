@@ -21,7 +21,7 @@ from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import smooth_sensitivity
-from fl_sim.privacy.pate.labelling_cost import GNMaxCost, LNMaxCost
+from fl_sim.privacy.pate.labelling_cost import ConfidentCost, GNMaxCost, LNMaxCost
 from fl_sim.simulation.pate.ensemble import Votes, alone_in_cache
 from fl_sim.store.files import read_whole
 from fl_sim.store.tensors import write_private
@@ -78,14 +78,15 @@ def publish_cost(settings: Pate, votes: Votes, released: Released) -> tuple[dict
     """
     path = released.folder / _PUBLISHED
     counts, cost = votes.counts[: released.labelled.num_asked], settings.labelling.mechanism.cost()
-    assert isinstance(cost, LNMaxCost | GNMaxCost)
+    assert isinstance(cost, LNMaxCost | GNMaxCost | ConfidentCost)
+    answered = released.labelled.labels[: len(counts)] != UNANSWERED
     delta = settings.labelling.delta
     shape = {"queries": len(counts), "teachers": len(votes.predictions), "classes": counts.shape[1]}
     terms = smooth_sensitivity.planned(cost, delta, **shape)
     with alone_in_cache(path.parent):
         if not path.exists():
             noise = Noise(_key(path.with_name(_COST_KEY), counts), simulation_only=False)
-            published = smooth_sensitivity.release(counts, cost, delta, terms, noise=noise)
+            published = smooth_sensitivity.release(counts, cost, delta, terms, noise=noise, answered=answered)
             made = {**asdict(published), "own_cost": terms.divergence(), "terms": asdict(terms)}
             write_private(path, json.dumps(made).encode())
         try:

@@ -95,7 +95,7 @@ def test_a_release_is_fresh_each_time_and_above_the_private_value(votes: Path) -
     assert all(each["release"]["epsilon"] > each["epsilon_data_dependent"] for each in found)
     assert call(votes, *GNMAX)["release"] is None
     assert "may be published" in output(votes, *GNMAX, "--release")
-    assert "not yet for confident" in refusal(votes, *CONFIDENT, "--release")
+    assert "which queries were answered" in refusal(votes, *CONFIDENT, "--release")
 
 
 def test_a_plot_is_drawn(votes: Path, tmp_path: Path) -> None:

@@ -9,13 +9,15 @@ from scipy import integrate, stats
 from fl_sim.errors import UserError
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import labelling_cost
-from fl_sim.privacy.pate.smooth_sensitivity import Terms, planned, release, smooth_sensitivity
+from fl_sim.privacy.pate.smooth_sensitivity import Cost, Terms, planned, release, smooth_sensitivity
 
 COSTS = [
     labelling_cost.GNMaxCost(1.0),
     labelling_cost.GNMaxCost(2.5),
     labelling_cost.LNMaxCost(0.7),
     labelling_cost.LNMaxCost(0.2),
+    labelling_cost.ConfidentCost(6.0, 2.0, 1.5),
+    labelling_cost.ConfidentCost(4.0, 0.8, 2.5),
 ]
 CLASSES, TEACHERS = 3, 9
 EVERY = [
@@ -30,22 +32,27 @@ def moves(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) // 2
 
 
-def divergence(
-    cost: labelling_cost.LNMaxCost | labelling_cost.GNMaxCost, votes: tuple[int, ...], order: float
-) -> float:
-    return float(cost.curves(np.array([votes]), np.ones(1), np.array([order]))[0][0, 0])
+def divergence(cost: Cost, votes: tuple[int, ...], order: float, answered: float = 1.0) -> float:
+    return float(cost.curves(np.array([votes]), np.array([answered]), np.array([order]))[0][0, 0])
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=str)
 @pytest.mark.parametrize("terms", [Terms(4.0, 0.02), Terms(12.0, 0.01)], ids=str)
-def test_it_bounds_the_exact_smooth_sensitivity_and_is_smooth(
-    cost: labelling_cost.LNMaxCost | labelling_cost.GNMaxCost, terms: Terms
-) -> None:
-    values = {votes: divergence(cost, votes, terms.order) for votes in EVERY}
+def test_it_bounds_the_exact_smooth_sensitivity_and_is_smooth(cost: Cost, terms: Terms) -> None:
+    check(cost, terms, answered=True)
+
+
+@pytest.mark.parametrize("threshold", [2.0, 6.0, 9.0])
+def test_a_query_that_is_not_answered_moves_by_its_test_alone(threshold: float) -> None:
+    check(labelling_cost.ConfidentCost(threshold, 1.2, 1.5), Terms(4.0, 0.02), answered=False)
+
+
+def check(cost: Cost, terms: Terms, *, answered: bool) -> None:
+    values = {votes: divergence(cost, votes, terms.order, float(answered)) for votes in EVERY}
     local = {
         votes: max(abs(values[votes] - values[other]) for other in EVERY if moves(votes, other) == 1) for votes in EVERY
     }
-    bounds = {votes: smooth_sensitivity(np.array([votes]), cost, terms) for votes in EVERY}
+    bounds = {votes: smooth_sensitivity(np.array([votes]), cost, terms, np.array([answered])) for votes in EVERY}
     for votes in EVERY:
         exact = max(local[other] * np.exp(-terms.smoothness * moves(votes, other)) for other in EVERY)
         assert exact <= bounds[votes] * (1 + 1e-9)
@@ -59,6 +66,17 @@ def test_queries_add_up_because_one_teacher_votes_on_all_of_them() -> None:
     cost, terms = labelling_cost.GNMaxCost(2.0), Terms(8.0, 0.02)
     one = smooth_sensitivity(np.array([[9, 0, 0]]), cost, terms)
     assert smooth_sensitivity(np.array([[9, 0, 0], [0, 0, 9]]), cost, terms) == pytest.approx(2 * one)
+
+
+def test_tests_and_answers_add_up_over_the_queries_that_have_them() -> None:
+    cost, terms = labelling_cost.ConfidentCost(6.0, 2.0, 1.0), Terms(4.0, 0.02)
+    votes = np.array([[9, 0, 0], [5, 4, 0]])
+
+    def found(*answered: bool) -> float:
+        return smooth_sensitivity(votes, cost, terms, np.array(answered))
+
+    assert found(False, False) < min(found(True, False), found(False, True))
+    assert max(found(True, False), found(False, True)) < found(True, True) == smooth_sensitivity(votes, cost, terms)
 
 
 @pytest.mark.parametrize("terms", [Terms(4.0, 0.05, 3.0), Terms(20.0, 0.01, 12.0)], ids=str)

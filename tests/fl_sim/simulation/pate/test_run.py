@@ -283,8 +283,20 @@ def test_a_published_cost_is_a_statement_of_its_own(tmp_path: Path) -> None:
     (published,) = (tmp_path / ".pools").glob("*/labels-*/published.json")
     published.unlink()
     assert run(clear, tmp_path / "lost")["privacy"][1] == both  # the same noise, the same figure
-    with pytest.raises(UserError, match="publish_cost is offered for lnmax and gnmax"):
-        pate("algorithm.publish_cost=true", "algorithm.labelling.mechanism=confident")
+    with pytest.raises(UserError, match="publish_cost is for lnmax, gnmax and confident, not for none"):
+        pate("algorithm.publish_cost=true", "algorithm.labelling.mechanism=none")
+
+
+def test_the_published_cost_of_confident_labels_counts_the_answers_that_were_given(tmp_path: Path) -> None:
+    confident = ("algorithm.labelling.mechanism=confident", "algorithm.labelling.mechanism.threshold=12")
+    noise = ("algorithm.labelling.mechanism.sigma=3", "algorithm.labelling.mechanism.sigma_threshold=4")
+    result = run(pate("algorithm.publish_cost=true", "clients=20", *confident, *noise), tmp_path / "run")
+    labels, both = result["privacy"]
+    assert 0 < result["pate"]["queries_answered"] < result["pate"]["queries_asked"]
+    assert both["epsilon"] > labels["epsilon_realised"]
+    (folder,) = (tmp_path / ".pools").glob("*/labels-*")
+    said = json.loads((folder / "published.json").read_text())
+    assert both["epsilon_data_dependent"] == said["epsilon"]
 
 
 @pytest.mark.parametrize("student", ["fixmatch", "pate-g", "supervised", "resnet", "random-forest"])
