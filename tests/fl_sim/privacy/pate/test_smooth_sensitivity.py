@@ -72,11 +72,12 @@ def test_tests_and_answers_add_up_over_the_queries_that_have_them() -> None:
     cost, terms = labelling_cost.ConfidentCost(6.0, 2.0, 1.0), Terms(4.0, 0.02)
     votes = np.array([[9, 0, 0], [5, 4, 0]])
 
-    def found(*answered: bool) -> float:
-        return smooth_sensitivity(votes, cost, terms, np.array(answered))
-
-    assert found(False, False) < min(found(True, False), found(False, True))
-    assert max(found(True, False), found(False, True)) < found(True, True) == smooth_sensitivity(votes, cost, terms)
+    none, first, second, both = (
+        smooth_sensitivity(votes, cost, terms, np.array(answered))
+        for answered in itertools.product([False, True], repeat=2)
+    )
+    assert none < min(first, second)
+    assert max(first, second) < both == smooth_sensitivity(votes, cost, terms)
 
 
 @pytest.mark.parametrize("terms", [Terms(4.0, 0.05, 3.0), Terms(20.0, 0.01, 12.0)], ids=str)
