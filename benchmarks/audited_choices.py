@@ -125,10 +125,12 @@ class PublishedCost:
         terms = replace(self._TERMS, noise=self.noise_multiplier * self.times)
         true = smooth_sensitivity.smooth_sensitivity
 
-        def taken(counts: Counts, cost: GNMaxCost, terms: smooth_sensitivity.Terms) -> float:
+        def taken(
+            counts: Counts, cost: GNMaxCost, terms: smooth_sensitivity.Terms, answered: smooth_sensitivity.Answered
+        ) -> float:
             if self.local:
                 return self._local(counts)
-            return true(counts[: self.queries], cost, terms)
+            return true(counts[: self.queries], cost, terms, answered[: self.queries])
 
         with mock.patch.object(smooth_sensitivity, "smooth_sensitivity", taken):
             released = smooth_sensitivity.release(counts, self._COST, 1e-5, terms, noise=Noise.seeded(run))
