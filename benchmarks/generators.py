@@ -157,7 +157,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quadratic", action="store_true", help="of vectors: by the quadratic discriminant")
     parser.add_argument("--images", type=Path)
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    asked = parser.parse_args()
+    if asked.quadratic and asked.features == "none":
+        parser.error("--quadratic is for vectors: give --features scattering, or leave it out")
+    return asked
 
 
 def summary(scores: Sequence[Score]) -> str:

@@ -146,10 +146,9 @@ def _descended(
     adam = torch.optim.Adam([noise], lr=_RATE, betas=_BETAS)
     for step in range(STEPS):
         adam.param_groups[0]["lr"] = _RATE * (1 + math.cos(math.pi * step / STEPS)) / 2
-        adam.zero_grad()
         images = image(noise)
         distances = (_features(images, whitening) - targets).square().sum()
-        (distances + _VARIATION * _variations(images).sum()).backward()  # type: ignore[no-untyped-call]
+        (noise.grad,) = torch.autograd.grad(distances + _VARIATION * _variations(images).sum(), noise)
         adam.step()
         tell((step + 1) / STEPS)
     with torch.no_grad():

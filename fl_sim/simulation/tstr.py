@@ -108,14 +108,12 @@ class OnSynthetic:
 
     def _learned(self, name: str, own: Examples) -> tuple[Params, Trainer]:
         """Return what a classifier learns from its ``own`` part of the synthetic records, and what evaluates it."""
-        experiment, dataset, device = self.job.experiment, self.job.dataset, self.job.device
-        if name in {DISCRIMINANT, QUADRATIC}:
-            analyse = linear_discriminant if name == DISCRIMINANT else quadratic_discriminant
-            found = analyse(*to_tensors(own, dataset), dataset.num_classes)
-            trainer = self._trainer(self._model(name))
-            return {key: value.to(device) for key, value in found.items()}, trainer
-        model = self._model(name)
-        trainer = self._trainer(model)
+        experiment, dataset = self.job.experiment, self.job.dataset
+        found = self._analysed(name, own)  # first, as it refuses what would be too large a model
+        model = self._model(name).to(self.job.device)
+        trainer = Trainer(model, load_kernel()[0], self.job.precision)
+        if found is not None:
+            return {key: value.to(self.job.device) for key, value in found.items()}, trainer
         settings = local_settings(self.job, experiment.local.learning_rate)
         task = LocalTask(1, 0, 1, len(own), settings, detached(model.named_parameters()))
         seeded = partial(seed_torch, experiment.seed, f"classifier {name}")
@@ -134,8 +132,12 @@ class OnSynthetic:
         architecture = "logistic" if name == DISCRIMINANT else name
         return models.build(architecture, dataset.input_shape, dataset.num_classes, seed)
 
-    def _trainer(self, model: nn.Module) -> Trainer:
-        return Trainer(model.to(self.job.device), load_kernel()[0], self.job.precision)
+    def _analysed(self, name: str, own: Examples) -> Params | None:
+        """Return the weights of a classifier in closed form; None for one that trains."""
+        if name not in {DISCRIMINANT, QUADRATIC}:
+            return None
+        analyse = linear_discriminant if name == DISCRIMINANT else quadratic_discriminant
+        return analyse(*to_tensors(own, self.job.dataset), self.job.dataset.num_classes)
 
     def _frechet(self, pool: Path) -> dict[str, Any] | None:
         """Return how far synthetic records are from real ones, as distributions; None where that is not measured."""

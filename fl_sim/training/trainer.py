@@ -108,9 +108,9 @@ class Trainer:
         """Train clients, one after another, in as few calls of the compiled trainer as may be."""
         stacks = [self._native(job) for job in jobs]
         stack = next((one for one in stacks if one is not None), None)
-        together = [job for job, own in zip(jobs, stacks, strict=True) if own is stack]
         if stack is None or self._kernel is None:
             return [self.train(job) for job in jobs]
+        together = [job for job, own in zip(jobs, stacks, strict=True) if own is stack]
         found = iter(self._train_natively(self._kernel, stack, together))
         return [next(found) if own is stack else self.train(job) for job, own in zip(jobs, stacks, strict=True)]
 

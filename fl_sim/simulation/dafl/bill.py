@@ -111,8 +111,9 @@ class _WholeRun:
 
 
 def _whole_run(pool: _Bill, delta: float, rounds: Mapping[str, Any]) -> _WholeRun:
-    listed = rounds["planned_events"] or rounds["events"]
-    counts = Counter({under_replacement(events.from_json(one["event"])): one["times"] for one in listed})
+    counts: Counter[dp_event.DpEvent] = Counter()
+    for one in rounds["planned_events"] or rounds["events"]:
+        counts[under_replacement(events.from_json(one["event"]))] += one["times"]  # two events may become one
     return _WholeRun(pool.epsilon + bounds(counts, rounds["delta"]).least, delta + rounds["delta"])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dp_accounting.dp_event import GaussianDpEvent
+from dp_accounting.dp_event import GaussianDpEvent, PoissonSampledDpEvent
 from safetensors.torch import load_file
 
 from clients.dafl.dpcgan import nets
@@ -19,10 +19,10 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.native import kernel
 from fl_sim.privacy.accounting import epsilon_of_counts
-from fl_sim.privacy.events import from_json
+from fl_sim.privacy.events import from_json, to_json
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.simulation.client_ledgers import fingerprint
-from fl_sim.simulation.dafl import synthesis
+from fl_sim.simulation.dafl import bill, synthesis
 from fl_sim.simulation.dafl.pool import da_fl
 from fl_sim.simulation.dafl.synthesis import pool_key
 from fl_sim.simulation.run import Silent, run
@@ -179,6 +179,18 @@ def test_pool_and_private_rounds_together_cost_a_record_the_sum(tmp_path: Path) 
     assert record["epsilon_whole_run"] == pytest.approx(record["epsilon"] + replaced, rel=1e-3)
     assert record["delta_whole_run"] == 2e-5
     assert f"({rounded_up(record['epsilon_whole_run'])}, 2e-05)" in record["guarantee"]
+
+
+def test_no_event_of_the_rounds_is_lost_where_two_become_one() -> None:
+    """Two rates that are rounded up to one: the second must not take the place of the first."""
+    rates = (0.5, 0.5 - 2.0**-30)
+    listed = [{"event": to_json(PoissonSampledDpEvent(rate, GaussianDpEvent(4.0))), "times": 5} for rate in rates]
+    nothing = bill._Bill({}, 0.0, 0.0, 0.0)
+
+    def cost(*some: dict[str, Any]) -> float:
+        return bill._whole_run(nothing, 1e-5, {"planned_events": some, "events": (), "delta": 1e-5}).epsilon
+
+    assert cost(*listed) == cost(listed[0] | {"times": 10}) > 1.2 * cost(listed[0])
 
 
 def test_rounds_on_the_pool_alone_cost_a_record_nothing_more(tmp_path: Path) -> None:
