@@ -120,7 +120,7 @@ NOINLINE void write_columns(const Pass& shared, const Runs& runs, long part, int
         int column = x + together;
         for (int i = 0; i < count && column < pass.columns; i++, column += int(runs.at_once)) {
             const long to = first + long(column) * pass.step_x;
-            pass.out[to] = let_through(pass, to, sums[i][at] + bias);
+            write_plain(pass, to, sums[i][at] + bias);
         }
     }
 }

@@ -25,14 +25,14 @@ inline void start_gradient(Layer& layer) {
 }
 
 // Lays a group's slopes out, [part of outputs][row][column][pair of records], columns that are missing as zeros.
-NOINLINE void lay_out_slopes(Layer& layer, const GradientShape& shape) {
-    const long columns = shape.across * shape.places, plane = layer.slope.plane();
+NOINLINE void lay_out_slopes(Layer& layer, const GradientShape& shape, const Slope& slope) {
+    const long columns = shape.across * shape.places, plane = slope.image.plane();
     layer.amx.slopes.resize(shape.blocks * layer.before_height * columns * PAIRS_IN_GROUP);
     Pairs::Values* to = layer.amx.slopes.data();
     for (long output = 0; output < layer.out.channels; output += LANES) {
         const long here = std::min<long>(LANES, layer.out.channels - output);
         for (int y = 0; y < layer.before_height; y++) {
-            const vec* from = layer.slopes.data() + layer.slope.line(int(output), y);
+            const vec* from = slope.line(int(output), y);
             for (long x = 0; x < columns; x++, from++) {
                 vec block[LANES];
                 for (long i = 0; i < LANES; i++) block[i] = i < here && x < layer.before_width ? from[i * plane] : vec{};
@@ -73,10 +73,10 @@ void add_taps(const Layer& layer, const GradientShape& shape, const Pairs::Weigh
     if constexpr (COUNT > 4) store_sum<4>(to + 4 * apart);
 }
 
-// Adds a group's gradient to ``layer.amx.gradient``, [part of outputs][tap][channel], by the slopes in ``layer.slopes``.
-NOINLINE void add_gradient(Layer& layer, const vec* in, float*) {
+// Adds a group's gradient to ``layer.amx.gradient``, [part of outputs][tap][channel].
+NOINLINE void add_gradient(Layer& layer, const vec* in, const Slope& slope, float*) {
     const GradientShape shape(layer);
-    lay_out_slopes(layer, shape);
+    lay_out_slopes(layer, shape, slope);
     const Pairs::Weight* records = Pairs::records(in, layer.in.vectors(), layer.amx.records) + layer.corner() * PAIRS_IN_GROUP;
     std::fill(layer.amx.records.weights.end() - LANES, layer.amx.records.weights.end(), 0);  // read beside slopes of zero
     const long in_block = layer.before_height * shape.across * shape.pairs(), apart = shape.channels.whole();

@@ -35,6 +35,14 @@ void before_pooling(Layer& layer, const Flow& flow, const vec* gradient, float* 
     }
 }
 
+// The gradient before pooling and ReLU: ``gradient`` itself, of the output without border, where that is the same. ``bordered``:
+// with a border, in any case.
+Slope slope_of(Layer& layer, const Flow& flow, const vec* gradient, bool bordered, float* gradients) {
+    if (!bordered && !layer.pooled && !layer.relu && !layer.has_bias) return {gradient, layer.out.bare()};
+    before_pooling(layer, flow, gradient, layer.has_bias && !flow.is_derivative ? gradients + layer.bias : nullptr);
+    return {layer.slopes.data(), layer.slope};
+}
+
 // The way back to the input goes by phases. An input pixel at (pixel + padding) % stride == phase meets every stride-th tap
 // of the kernel alone, from ``phase`` on, and for each next such pixel the slopes it meets are the next ones: a phase is a
 // convolution of stride 1 over the slopes with these taps turned round.
@@ -96,17 +104,18 @@ inline void start_backward(Layer& layer, const float* weights) {
 inline void start_backward(Layer& layer, const float* weights) { flip(layer, weights); }
 #endif
 
-void slopes_to_input(Layer& layer, vec* back) {
+// ``adds``: to what is in ``back``.
+void slopes_to_input(Layer& layer, const Slope& given, vec* back, bool adds) {
     Image bare = layer.in;
     bare.border_y = bare.border_x = 0;
-    const Image& slope = layer.slope;
-    const Read* slopes = read_of(layer.slopes.data(), slope, layer);
-    if (layer.stride_y > layer.kernel_y || layer.stride_x > layer.kernel_x)  // some pixels are not met at all
+    const Image& slope = given.image;
+    const Read* slopes = read_of(given.values, slope, layer);
+    if (!adds && (layer.stride_y > layer.kernel_y || layer.stride_x > layer.kernel_x))  // some pixels are not met at all
         std::fill(back, back + bare.features(), vec{});
     const auto convolve_phase = [&](const Phase& y, const Phase& x, const Factors::Weight* kernels) {
         convolve({y.taps, x.taps, 1, 1, slopes, slope.start() + y.start * slope.row() + x.start, slope,
                   back + y.first * bare.row() + x.first, bare, y.count, x.count, layer.stride_y, layer.stride_x, nullptr,
-                  kernels, nullptr, false, -y.start, layer.before_height - y.start, nullptr}, layer);
+                  kernels, nullptr, false, -y.start, layer.before_height - y.start, nullptr, adds}, layer);
     };
 #ifdef FL_SIM_AMX
     const Pairs::Weight* kernels = layer.amx.back_kernels.data();
@@ -123,12 +132,14 @@ void slopes_to_input(Layer& layer, vec* back) {
 #endif
 }
 
-// ``gradient``: of the output, without border; ``back``: of the input, likewise, or null where nobody asks.
-void conv_backward(Layer& layer, const Flow& flow, const vec* gradient, vec* back, float* gradients) {
-    before_pooling(layer, flow, gradient, layer.has_bias && !flow.is_derivative ? gradients + layer.bias : nullptr);
-    if (back) slopes_to_input(layer, back);
+// ``gradient``: of the output, without border; ``back``: of the input, likewise, or null where nobody asks; ``adds``: to what is
+// in ``back``.
+void conv_backward(Layer& layer, const Flow& flow, const vec* gradient, vec* back, bool adds, float* gradients) {
+    const bool has_border = layer.slope.vectors() > layer.slope.channels * layer.out.area();
+    const Slope slope = slope_of(layer, flow, gradient, back && has_border, gradients);
+    if (back) slopes_to_input(layer, slope, back, adds);
     const Timed timed(TO_WEIGHTS);
-    add_gradient(layer, flow.in, gradients);
+    add_gradient(layer, flow.in, slope, gradients);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The gradient of a convolution's weights, vector by vector.
+// The gradient of a convolution's weights. Where outputs fill vectors, a group's slopes are laid out anew with the output
+// innermost, and what they meet goes through number by number: so no lanes are left to be summed up.
 #pragma once
 
 #include "layer.h"
@@ -7,15 +8,15 @@ namespace {
 
 // gradient[o][channel][y][x] += sum over places and lanes of slope * input, for OUTPUTS channels and a part of the kernel.
 template <int OUTPUTS, int ROWS, int COLUMNS>
-NOINLINE void weight_gradient(const Layer& layer, const vec* in, int output, int channel, int ky,
-                                               int kx, float* gradient) {
-    const long in_row = layer.in.row(), plane = layer.slope.plane();
+NOINLINE void weight_gradient(const Layer& layer, const vec* in, const Slope& slope, int output, int channel, int ky,
+                              int kx, float* gradient) {
+    const long in_row = layer.in.row(), plane = slope.image.plane();
     vec sums[OUTPUTS][ROWS][COLUMNS];
     UNROLL for (int o = 0; o < OUTPUTS; o++)
         UNROLL for (int r = 0; r < ROWS; r++)
             UNROLL for (int c = 0; c < COLUMNS; c++) sums[o][r][c] = vec{};
     for (int y = 0; y < layer.before_height; y++) {
-        const vec* left = layer.slopes.data() + layer.slope.line(output, y);
+        const vec* left = slope.line(output, y);
         const vec* right = in + channel * layer.in.plane() + (y * layer.stride_y + ky) * in_row + kx;
         for (int x = 0; x < layer.before_width; x++, left++, right += layer.stride_x) {
             vec values[OUTPUTS];
@@ -39,7 +40,7 @@ NOINLINE void weight_gradient(const Layer& layer, const vec* in, int output, int
 }
 
 template <int MOST, int ROWS, int COLUMNS>
-void weight_gradients(const Layer& layer, const vec* in, float* gradient) {
+void weight_gradients(const Layer& layer, const vec* in, const Slope& slope, float* gradient) {
     const int outputs = layer.out.channels;
     for (int channel = 0; channel < layer.in.channels; channel++)
         for (int y = 0; y < layer.kernel_y; y += ROWS)
@@ -47,23 +48,23 @@ void weight_gradients(const Layer& layer, const vec* in, float* gradient) {
                 int output = 0;
                 if (MOST > 3 && outputs % MOST && outputs % 3 == 0)
                     for (; output < outputs; output += 3)
-                        weight_gradient<3, ROWS, COLUMNS>(layer, in, output, channel, y, x, gradient);
+                        weight_gradient<3, ROWS, COLUMNS>(layer, in, slope, output, channel, y, x, gradient);
                 for (; output + MOST <= outputs; output += MOST)
-                    weight_gradient<MOST, ROWS, COLUMNS>(layer, in, output, channel, y, x, gradient);
+                    weight_gradient<MOST, ROWS, COLUMNS>(layer, in, slope, output, channel, y, x, gradient);
                 for (; output < outputs; output++)
-                    weight_gradient<1, ROWS, COLUMNS>(layer, in, output, channel, y, x, gradient);
+                    weight_gradient<1, ROWS, COLUMNS>(layer, in, slope, output, channel, y, x, gradient);
             }
 }
 
 // The same for kernels of one pixel, of OUTPUTS x CHANNELS channels.
 template <int OUTPUTS, int CHANNELS>
-NOINLINE void pixel_gradient(const Layer& layer, const vec* in, int output, int channel, float* gradient) {
-    const long plane = layer.slope.plane(), in_plane = layer.in.plane();
+NOINLINE void pixel_gradient(const Layer& layer, const vec* in, const Slope& given, int output, int channel, float* gradient) {
+    const long plane = given.image.plane(), in_plane = layer.in.plane();
     vec sums[OUTPUTS][CHANNELS];
     UNROLL for (int o = 0; o < OUTPUTS; o++)
         UNROLL for (int c = 0; c < CHANNELS; c++) sums[o][c] = vec{};
     for (int y = 0; y < layer.before_height; y++) {
-        const vec* left = layer.slopes.data() + layer.slope.line(output, y);
+        const vec* left = given.line(output, y);
         const vec* right = in + channel * in_plane + y * layer.stride_y * layer.in.row();
         for (int x = 0; x < layer.before_width; x++, left++, right += layer.stride_x) {
             vec values[CHANNELS];
@@ -83,35 +84,98 @@ NOINLINE void pixel_gradient(const Layer& layer, const vec* in, int output, int 
 }
 
 template <int CHANNELS>
-void pixel_gradients(const Layer& layer, const vec* in, int channel, float* gradient) {
+void pixel_gradients(const Layer& layer, const vec* in, const Slope& slope, int channel, float* gradient) {
     constexpr int MOST = REGISTERS / 8;
     int output = 0;
     for (; output + MOST <= layer.out.channels; output += MOST)
-        pixel_gradient<MOST, CHANNELS>(layer, in, output, channel, gradient);
-    for (; output < layer.out.channels; output++) pixel_gradient<1, CHANNELS>(layer, in, output, channel, gradient);
+        pixel_gradient<MOST, CHANNELS>(layer, in, slope, output, channel, gradient);
+    for (; output < layer.out.channels; output++) pixel_gradient<1, CHANNELS>(layer, in, slope, output, channel, gradient);
 }
 
-void pixel_gradients(const Layer& layer, const vec* in, float* gradient) {
+void pixel_gradients(const Layer& layer, const vec* in, const Slope& slope, float* gradient) {
     int channel = 0;
-    for (; channel + 4 <= layer.in.channels; channel += 4) pixel_gradients<4>(layer, in, channel, gradient);
-    for (; channel < layer.in.channels; channel++) pixel_gradients<1>(layer, in, channel, gradient);
+    for (; channel + 4 <= layer.in.channels; channel += 4) pixel_gradients<4>(layer, in, slope, channel, gradient);
+    for (; channel < layer.in.channels; channel++) pixel_gradients<1>(layer, in, slope, channel, gradient);
 }
 
-// Adds a group's gradient to ``gradients``, by the slopes in ``layer.slopes``.
-void add_gradient(const Layer& layer, const vec* in, float* gradients) {
+constexpr int BLOCKS = REGISTERS / 16;  // vectors of outputs whose sums stay in registers, for a kernel of 3 x 3
+
+inline bool is_by_outputs(const Layer& layer) {
+    return layer.kernel_y == 3 && layer.kernel_x == 3 && layer.out.channels % (BLOCKS * LANES) == 0;
+}
+
+// Lays the slopes of a row and some outputs out, [place][record][output].
+NOINLINE void turn_slopes(const Layer& layer, const Slope& slope, int output, int y, vec* to) {
+    const long plane = slope.image.plane();
+    const vec* from = slope.line(output, y);
+    for (int x = 0; x < layer.before_width; x++, from++, to += LANES * BLOCKS)
+        for (int b = 0; b < BLOCKS; b++) {
+            vec block[LANES];
+            UNROLL for (int i = 0; i < LANES; i++) block[i] = from[(b * LANES + i) * plane];
+            transpose(block);
+            UNROLL for (int i = 0; i < LANES; i++) to[i * BLOCKS + b] = block[i];
+        }
+}
+
+// Adds the gradient by a row of one channel to ``to``, [tap][output].
+NOINLINE void row_gradient(const Layer& layer, const vec* in, const vec* slopes, vec* to) {
+    const long row = layer.in.row() * LANES;
+    const float *from = reinterpret_cast<const float*>(in), *next = from + layer.in.plane() * LANES;  // channel's
+    vec sums[9][BLOCKS];
+    UNROLL for (int i = 0; i < 9 * BLOCKS; i++) sums[i / BLOCKS][i % BLOCKS] = vec{};
+    for (int x = 0; x < layer.before_width; x++, from += (layer.stride_x - 1) * LANES) {
+        UNROLL for (int r = 0; r < 3; r++) __builtin_prefetch(next + r * row), __builtin_prefetch(next + r * row + LANES);
+        next += layer.stride_x * LANES;
+        for (int record = 0; record < LANES; record++, from++, slopes += BLOCKS)
+            UNROLL for (int tap = 0; tap < 9; tap++) {
+                const vec value = spread(from[tap / 3 * row + tap % 3 * LANES]);
+                UNROLL for (int b = 0; b < BLOCKS; b++) sums[tap][b] += value * slopes[b];
+            }
+    }
+    UNROLL for (int i = 0; i < 9 * BLOCKS; i++) to[i] += sums[i / BLOCKS][i % BLOCKS];
+}
+
+// Adds a group's gradient to ``layer.by_outputs``.
+void gradient_by_outputs(Layer& layer, const vec* in, const Slope& slope) {
+    layer.turned.resize(layer.before_width * LANES * BLOCKS);
+    vec* to = layer.by_outputs.data();
+    for (int output = 0; output < layer.out.channels; output += BLOCKS * LANES, to += layer.in.channels * 9 * BLOCKS)
+        for (int y = 0; y < layer.before_height; y++) {
+            turn_slopes(layer, slope, output, y, layer.turned.data());
+            for (int channel = 0; channel < layer.in.channels; channel++)
+                row_gradient(layer, in + channel * layer.in.plane() + y * layer.stride_y * layer.in.row(), layer.turned.data(),
+                             to + channel * 9 * BLOCKS);
+        }
+}
+
+// Adds a group's gradient to ``gradients``; or keeps it until ``finish_gradient``.
+void add_gradient(Layer& layer, const vec* in, const Slope& slope, float* gradients) {
     in += layer.corner();
+    if (is_by_outputs(layer)) return gradient_by_outputs(layer, in, slope);
     const bool is_square = layer.kernel_y == layer.kernel_x;
     float* to = gradients + layer.weight;
     constexpr bool HAS_MANY = REGISTERS == 32;
-    if (is_square && layer.kernel_y == 3) weight_gradients<HAS_MANY ? 2 : 3, HAS_MANY ? 3 : 1, 3>(layer, in, to);
-    else if (is_square && layer.kernel_y == 5) weight_gradients<HAS_MANY ? 4 : 2, 1, 5>(layer, in, to);
-    else if (is_square && layer.kernel_y == 7) weight_gradients<HAS_MANY ? 3 : 1, 1, 7>(layer, in, to);
-    else if (is_square && layer.kernel_y == 1) pixel_gradients(layer, in, to);
-    else weight_gradients<4, 1, 1>(layer, in, to);
+    if (is_square && layer.kernel_y == 3) weight_gradients<HAS_MANY ? 2 : 3, HAS_MANY ? 3 : 1, 3>(layer, in, slope, to);
+    else if (is_square && layer.kernel_y == 5) weight_gradients<HAS_MANY ? 4 : 2, 1, 5>(layer, in, slope, to);
+    else if (is_square && layer.kernel_y == 7) weight_gradients<HAS_MANY ? 3 : 1, 1, 7>(layer, in, slope, to);
+    else if (is_square && layer.kernel_y == 1) pixel_gradients(layer, in, slope, to);
+    else weight_gradients<4, 1, 1>(layer, in, slope, to);
 }
 
-// Before and after a minibatch there is nothing to do.
-inline void start_gradient(const Layer&) {}
-inline void finish_gradient(const Layer&, const float*) {}
+// Before a minibatch.
+inline void start_gradient(Layer& layer) {
+    if (is_by_outputs(layer)) layer.by_outputs.assign(layer.num_weights() / LANES, vec{});
+}
+
+// After a minibatch: adds what was kept to the gradient of the weights in their own order.
+inline void finish_gradient(const Layer& layer, float* gradient) {
+    if (!is_by_outputs(layer)) return;
+    constexpr int OUTPUTS = BLOCKS * LANES;
+    const vec* from = layer.by_outputs.data();
+    const long in_kernel = layer.in.channels * layer.taps();
+    for (int output = 0; output < layer.out.channels; output += OUTPUTS, gradient += OUTPUTS * in_kernel)
+        for (long at = 0; at < in_kernel; at++, from += BLOCKS)
+            for (int i = 0; i < OUTPUTS; i++) gradient[i * in_kernel + at] += from[i / LANES][i % LANES];
+}
 
 }  // namespace

@@ -13,7 +13,8 @@ struct Node {
     std::vector<vec> values;  // [group][image]
     int slot = -1;            // which buffer holds a group's gradient of it, while that is needed
     bool is_known = false;    // whether one of its readers has written that gradient
-    vec* at(int group) { return values.data() + group * image.vectors(); }
+    bool is_kept = true;      // for the way back; if not, all groups have the same place
+    vec* at(int group) { return values.data() + is_kept * group * image.vectors(); }
 };
 
 struct Graph {
@@ -64,7 +65,8 @@ struct Graph {
             layers[index].in = nodes[layers[index].source].image, layers[index].out = nodes[index + 1].image;
             ::reserve(layers[index], origins);
         }
-        for (Node& node : nodes) node.values.resize(groups * node.image.vectors());
+        if (groups == origins) drop_unread();  // a derivative goes the way that its origin went
+        for (Node& node : nodes) node.values.resize((node.is_kept ? groups : 1) * node.image.vectors());
         long largest = 0;
         for (int index = 0; index < first_linear; index++) largest = std::max(largest, layers[index].in.features());
         share_slots();
@@ -80,19 +82,43 @@ struct Graph {
         return out.height > 0 && out.width > 0 && double(out.area()) * out.channels <= double(MOST_NUMBERS) && weights < 1e15;
     }
 
+    // On the way back a layer reads what came in if it has weights, and what went out if it has a ReLU, a norm excepted.
+    void drop_unread() {
+        for (size_t index = 0; index < layers.size(); index++) nodes[index + 1].is_kept = layers[index].relu && layers[index].kind != NORM;
+        for (const Layer& layer : layers)
+            if (layer.num_weights() > 0) nodes[layer.source].is_kept = true;
+    }
+
     // A node's gradient is needed from its last reader back to its writer; then another takes its buffer.
     void share_slots() {
-        std::vector<int> unused;
+        std::vector<int> unused, holders;  // holders: how many nodes have a slot
         for (int index = first_linear - 1; index >= 0; index--) {
             const Layer& layer = layers[index];
+            const int own = nodes[index + 1].slot;
+            const bool is_free = own >= 0 && holders[own] == 1;
             for (int node : {layer.source, layer.kind == ADD ? layer.other : 0}) {
-                if (node == 0 || nodes[node].slot >= 0) continue;
-                if (unused.empty()) unused.push_back(int(slots.size())), slots.emplace_back();
-                nodes[node].slot = unused.back();
-                unused.pop_back();
+                int& slot = nodes[node].slot;
+                if (node == 0 || slot >= 0) continue;
+                if (is_free && may_share(index, node)) slot = own;
+                else if (!unused.empty()) slot = unused.back(), unused.pop_back();
+                else slot = int(slots.size()), slots.emplace_back(), holders.push_back(0);
+                holders[slot]++;
             }
-            if (nodes[index + 1].slot >= 0) unused.push_back(nodes[index + 1].slot);
+            if (own >= 0 && --holders[own] == 0) unused.push_back(own);
         }
+    }
+
+    // Whether the gradient of a part of a sum may be where the sum's own is, and the other part's, which has the same: until
+    // the later part is through, nobody may add to it.
+    bool may_share(int sum, int part) const {
+        if (layers[sum].kind != ADD || layers[sum].source == layers[sum].other) return false;
+        const int later = std::max(layers[sum].source, layers[sum].other);
+        if (layers[later - 1].dropout > 0) return false;  // its mask is taken to the gradient in place
+        for (int index = part; index < sum; index++) {
+            const bool reads = layers[index].source == part || (layers[index].kind == ADD && layers[index].other == part);
+            if (reads && index >= later - 1) return false;
+        }
+        return true;
     }
 };
 

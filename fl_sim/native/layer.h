@@ -56,6 +56,8 @@ struct Layer {
     std::vector<vec> moments;         // NORM: means and reciprocal deviations, [group][2 * parts]
     Image slope;                      // gradient before pooling, bordered for the way back
     std::vector<vec> slopes;          // one group's
+    std::vector<vec> turned;          // some of them with the output innermost, see gradient.h
+    std::vector<vec> by_outputs;      // the gradient of a convolution's weights, [some outputs][channel][tap]
     std::vector<float> flipped;       // a convolution's weights, [in channel][out channel] and each kernel turned round
     const Factors::Weight* kernels;   // a convolution's weights as the way forward takes them, in ``kernel_room``
     Factors::Room kernel_room, flipped_room, plane_room;
@@ -148,6 +150,13 @@ inline void reserve(Layer& layer, int groups) {
     layer.slopes.resize(layer.slope.vectors());
     layer.flipped.resize(layer.num_weights() + LANES);
 }
+
+// A group's gradient of what a convolution wrote, before its ReLU and pooling, and how it lies.
+struct Slope {
+    const vec* values;
+    Image image;
+    const vec* line(int channel, int y) const { return values + image.line(channel, y); }
+};
 
 // One group on its way through a layer. A derivative is carried along the way its ``origin`` went: the same maxima, the
 // same ReLUs, no biases. An ordinary group is its own origin.

@@ -26,6 +26,7 @@ struct Pass {  // a convolution over one group: forward, or back to the input wi
     bool relu;
     int first_row, end_row;  // rows of ``in`` outside of which all is zero
     const vec* passed;       // null; or a derivative's origin: take what it took (``chosen`` too), let through what it let
+    bool adds = false;       // to what is in ``out``; without pooling and ReLU
     int planes() const { return in_shape.channels / Factors::EACH; }            // of as many channels as a value has numbers
     bool is_odd() const { return in_shape.channels % Factors::EACH != 0; }      // a channel of pairs of rows is left
     long per_output() const { return long(planes() * kernel_y + is_odd() * ((kernel_y + 1) / 2)) * kernel_x; }
@@ -34,6 +35,11 @@ struct Pass {  // a convolution over one group: forward, or back to the input wi
 INLINE vec let_through(const Pass& pass, long at, vec value) {
     if (!pass.relu) return value;
     return !pass.passed ? rectified(value) : pass.passed[at] > 0.0f ? value : vec{};
+}
+
+// Writes a number that no pooling is behind.
+INLINE void write_plain(const Pass& pass, long at, vec value) {
+    pass.out[at] = pass.adds ? pass.out[at] + value : let_through(pass, at, value);
 }
 
 // Writes the largest of four numbers at ``at`` and which it was; of a derivative, the one that its origin took. BIASED: plus

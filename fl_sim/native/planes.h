@@ -58,12 +58,15 @@ void add_forward(const Layer& layer, const Image& other, const Flow& flow) {
         }
 }
 
-// The gradient of either part.
-void add_backward(const Layer& layer, const Flow& flow, const vec* gradient, vec* back) {
+// The gradient of either part; in place where ``back`` is ``gradient``. ``adds``: to what is in ``back``.
+void add_backward(const Layer& layer, const Flow& flow, const vec* gradient, vec* back, bool adds = false) {
     for (int channel = 0; channel < layer.out.channels; channel++)
         for (int y = 0; y < layer.out.height; y++) {
             const long at = layer.out.line(channel, y);
-            for (int x = 0; x < layer.out.width; x++) *back++ = flow.let_back(layer, at + x, *gradient++);
+            for (int x = 0; x < layer.out.width; x++, back++) {
+                const vec slope = flow.let_back(layer, at + x, *gradient++);
+                *back = adds ? *back + slope : slope;
+            }
         }
 }
 

@@ -60,13 +60,17 @@ class Spatial {
             Layer& layer = graph_.layers[index];
             if (is_routed(layer)) finish_routes(routes_[index], layer, gradients + layer.weight);
             else if (is_winograd(layer)) finish_winograd(winograds_[index], layer, gradients + layer.weight);
-            if (layer.kind == CONV && !is_first_pooled(layer)) finish_gradient(layer, gradients + layer.weight);
+            if (has_own_gradient(layer)) finish_gradient(layer, gradients + layer.weight);
             const Timed stepping(STEP);
             step_range(sink, layer.weight, layer.num_weights() + layer.num_biases(), gradients + layer.weight);
         }
     }
 
   private:
+    static bool has_own_gradient(const Layer& layer) {
+        return layer.kind == CONV && !is_first_pooled(layer) && !is_routed(layer) && !is_winograd(layer);
+    }
+
     Flow flow_of(int index, int group, int origins) {
         const Layer& layer = graph_.layers[index];
         Node& out = graph_.nodes[index + 1];
@@ -82,7 +86,7 @@ class Spatial {
         else if (layer.kind == CONV) start_forward(layer, params);
         if (is_routed(layer)) start_routes(routes_[index], layer, weights);
         else if (layer.kind == CONV && layer.source && !is_winograd(layer)) start_backward(layer, weights);
-        if (layer.kind == CONV && !is_first_pooled(layer)) start_gradient(layer);
+        if (has_own_gradient(layer)) start_gradient(layer);
     }
 
     void forward(int index, const Flow& flow, const float* params) {
@@ -102,40 +106,50 @@ class Spatial {
         throw std::logic_error("no layer of planes");
     }
 
-    void backward(int index, const Flow& flow, int count, const vec* gradient, const float* params, float* gradients) {
+    void backward(int index, const Flow& flow, int count, vec* gradient, const float* params, float* gradients) {
         const Timed timed(FIRST_LAYER + index, TO_INPUTS);
         Layer& layer = graph_.layers[index];
-        if (layer.kind == ADD)
-            pass_back(layer, layer.other, [&](vec* back) { add_backward(layer, flow, gradient, back); });
-        pass_back(layer, layer.source, [&](vec* back) {
+        if (layer.kind == ADD) return sum_backward(layer, graph_.nodes[index + 1].slot, flow, gradient);
+        pass_back(layer, layer.source, [&](vec* back, bool adds) {
             vec* asked = index > graph_.first_trained && layer.source ? back : nullptr;
             switch (layer.kind) {
                 case CONV:
                     if (is_routed(layer))
                         routed_backward(routes_[index], layer, flow, count, gradient, asked, gradients);
                     else if (is_winograd(layer))
-                        winograd_backward(winograds_[index], tiles_, layer, flow, gradient, asked, gradients);
+                        winograd_backward(winograds_[index], tiles_, layer, flow, gradient, asked, adds, gradients);
                     else if (is_first_pooled(layer)) first_backward(layer, flow, gradient, gradients);
-                    else conv_backward(layer, flow, gradient, asked, gradients);
+                    else conv_backward(layer, flow, gradient, asked, adds, gradients);
                     return;
                 case POOL: return pool_backward(layer, flow, gradient, back);
                 case NORM: return norm_backward(layer, flow, gradient, back, params, gradients);
                 case AVERAGE: return average_backward(layer, gradient, back);
-                case RELU: case ADD: case DROP: return add_backward(layer, flow, gradient, back);
-                case LINEAR: break;
+                case RELU: case DROP: return add_backward(layer, flow, gradient, back);
+                case ADD: case LINEAR: break;
             }
             throw std::logic_error("no layer of planes");
         });
     }
 
-    // Lets ``write`` write the gradient of ``node``, or adds it to what another reader of the node has written.
+    // ``slot``: which buffer ``gradient`` is; -1: none.
+    void sum_backward(const Layer& layer, int slot, const Flow& flow, vec* gradient) {
+        bool stays = false;  // where it is, for one part or both
+        for (int part : {layer.other, layer.source}) {
+            if (part && graph_.nodes[part].slot == slot) graph_.nodes[part].is_known = stays = true;
+            else pass_back(layer, part, [&](vec* back, bool adds) { add_backward(layer, flow, gradient, back, adds); });
+        }
+        if (stays && layer.relu) add_backward(layer, flow, gradient, gradient);
+    }
+
+    // Lets ``write`` write the gradient of a node, or adds it to what another reader of the node has written. It is told whether
+    // to add by itself.
     template <class Write>
     void pass_back(const Layer& layer, int node_index, const Write& write) {
         Node& node = graph_.nodes[node_index];
         vec* slot = node_index ? graph_.slots[node.slot].data() : nullptr;
-        write(slot && !node.is_known ? slot : graph_.spare.data());
-        if (slot && node.is_known)
-            for (long at = 0; at < layer.in.features(); at++) slot[at] += graph_.spare[at];
+        const bool adds = slot && node.is_known, adds_itself = adds && (layer.kind == ADD || (layer.kind == CONV && !is_routed(layer)));
+        write(slot && (!adds || adds_itself) ? slot : graph_.spare.data(), adds_itself);
+        for (long at = 0; adds && !adds_itself && at < layer.in.features(); at++) slot[at] += graph_.spare[at];
         node.is_known = true;
     }
 

@@ -114,6 +114,12 @@ INLINE void read_square(const vec* from, long row, int rows, int columns, vec (&
         for (int x = 0; x < SIZE; x++) to[y][x] = y < rows && x < columns ? from[y * row + x] : vec{};
 }
 
+// Asks for a tile of numbers that will be read or written soon: rows this short are not foreseen by the processor.
+INLINE void prefetch_square(const vec* from, long row) {
+    UNROLL for (int y = 0; y < TILE; y++)
+        UNROLL for (int x = 0; x < TILE; x++) __builtin_prefetch(from + y * row + x);
+}
+
 template <int SIZE>
 INLINE void write_positions(const vec (&from)[SIZE][SIZE], vec* to, long apart) {
     UNROLL for (int at = 0; at < POSITIONS; at++) to[at * apart] = from[at / WINDOW][at % WINDOW];
@@ -130,6 +136,7 @@ NOINLINE void transform_windows(const Layer& layer, const vec* in, int first, in
         for (int tile = 0; tile < count; tile++) {
             const int y = TILE * ((first + tile) / across), x = TILE * ((first + tile) % across);
             vec window[WINDOW][WINDOW], positions[WINDOW][WINDOW];
+            prefetch_square(in + layer.in.plane() + (y + 2) * layer.in.row() + x + 2, layer.in.row());
             read_square(in + y * layer.in.row() + x, layer.in.row(), layer.before_height + 2 - y, layer.before_width + 2 - x,
                         window);
             transform<ToInput>(window, positions);
@@ -147,6 +154,7 @@ NOINLINE void write_outputs(const Layer& layer, const Pass& pass, int first, int
             read_positions(from + output, position_apart(outputs), positions);
             transform<ToOutput>(positions, values);
             const float bias = pass.bias ? pass.bias[output] : 0.0f;
+            if (!pass.chosen) prefetch_square(pass.out + pass.out_shape.line(output, y) + x + TILE, pass.out_shape.row());
             UNROLL for (int at = 0; at < TILE * TILE; at++) values[at / TILE][at % TILE] += bias;
             if (pass.chosen) {
                 for (int down = 0; down < rows; down += 2)
@@ -184,14 +192,14 @@ void winograd_forward(const Winograd& winograd, Tiles& tiles, Layer& layer, cons
     });
 }
 
-NOINLINE void transform_slopes(const Layer& layer, int first, int count, vec* to) {
+NOINLINE void transform_slopes(const Layer& layer, const Slope& slope, int first, int count, vec* to) {
     const long outputs = layer.out.channels;
     for (int tile = 0; tile < count; tile++, to += tile_apart(outputs)) {
         const int y = TILE * ((first + tile) / tiles_across(layer)), x = TILE * ((first + tile) % tiles_across(layer));
         for (long output = 0; output < outputs; output++) {
             vec values[TILE][TILE], positions[WINDOW][WINDOW];
-            read_square(layer.slopes.data() + layer.slope.line(output, y) + x, layer.slope.row(), layer.before_height - y,
-                        layer.before_width - x, values);
+            prefetch_square(slope.line(int(output), y) + x + TILE, slope.image.row());
+            read_square(slope.line(int(output), y) + x, slope.image.row(), layer.before_height - y, layer.before_width - x, values);
             transform<FromOutput>(values, positions);
             write_positions(positions, to + output, position_apart(outputs));
         }
@@ -210,6 +218,7 @@ NOINLINE void add_windows(const Layer& layer, int first, int count, const vec* f
             read_positions(from + channel, position_apart(channels), positions);
             transform<FromInput>(positions, window);
             vec* to = back + (channel * height + y) * width + x;
+            prefetch_square(to + 2 * width + TILE + 2, width);
             UNROLL for (int r = 0; r < WINDOW; r++)
                 UNROLL for (int c = 0; c < WINDOW; c++)
                     if (is_inside || (y + r >= 0 && y + r < height && x + c >= 0 && x + c < width))
@@ -236,14 +245,14 @@ INLINE void add_gradient(Winograd& winograd, Tiles& tiles, long inputs, long out
     }
 }
 
-// As conv_backward; the weights' gradient stays in ``winograd`` until the minibatch is through.
-void winograd_backward(Winograd& winograd, Tiles& tiles, Layer& layer, const Flow& flow, const vec* gradient, vec* back,
+// As conv_backward; the weights' gradient stays in ``winograd`` until the minibatch is through. 
+void winograd_backward(Winograd& winograd, Tiles& tiles, Layer& layer, const Flow& flow, const vec* gradient, vec* back, bool adds,
                        float* gradients) {
-    before_pooling(layer, flow, gradient, layer.has_bias && !flow.is_derivative ? gradients + layer.bias : nullptr);
-    if (back) std::fill(back, back + layer.in.features(), vec{});
+    const Slope slope = slope_of(layer, flow, gradient, false, gradients);
+    if (back && !adds) std::fill(back, back + layer.in.features(), vec{});
     const long inputs = layer.in.channels, outputs = layer.out.channels;
     each_tiles(layer, [&](int first, int count) {
-        transform_slopes(layer, first, count, tiles.out.data());
+        transform_slopes(layer, slope, first, count, tiles.out.data());
         {
             const Timed timed(TO_WEIGHTS);
             transform_windows(layer, flow.in + layer.corner(), first, count, tiles.in.data());
