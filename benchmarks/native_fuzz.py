@@ -202,16 +202,29 @@ class _Drawn:
         return nn.GroupNorm(parts, channels, eps=float(self.draw.choice([1e-5, 0.1])))
 
     def block(self) -> nn.Module:
-        channels, outputs, stride = self.shape[0], self.one(4, 8, 12), self.one(1, 2)
+        channels, outputs, stride, bias = self.shape[0], self.one(4, 8, 32), self.one(1, 2), self.draw.random() < 0.5
         block = ResidualBlock(8, 8, 1)
         block.body = nn.Sequential(
-            nn.Conv2d(channels, outputs, 3, stride, 1), nn.GroupNorm(2, outputs), nn.ReLU(),
-            nn.Conv2d(outputs, outputs, 3, padding=1),
+            nn.Conv2d(channels, outputs, 3, stride, 1, bias=bias), nn.GroupNorm(2, outputs), nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=bias),
         )  # fmt: skip
         block.shortcut = nn.Conv2d(channels, outputs, 1, stride)
         if stride == 1 and self.draw.random() < 0.4:
-            block.body, block.shortcut = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1)), nn.Identity()
+            block.body = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1, bias=bias))
+            block.shortcut = nn.Identity()
+        if self.draw.random() < 0.5:
+            block.body.append(nn.GroupNorm(1, block.body[-1].out_channels))
+        if self.draw.random() < 0.3:  # a sum of sums
+            block.body.append(_block_within(block.body[-1]))
         return block
+
+
+def _block_within(last: nn.Module) -> nn.Module:
+    """Return a block that takes and gives what ``last``, a convolution or a norm, gives."""
+    channels = last.out_channels if isinstance(last, nn.Conv2d) else last.num_channels
+    block = ResidualBlock(8, 8, 1)
+    block.body, block.shortcut = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.Identity()
+    return block
 
 
 def case_of(number: int) -> Case:

@@ -49,8 +49,10 @@ def residual() -> list[nn.Module]:
     block = ResidualBlock(4, 8, 2)
     block.body.insert(0, nn.Dropout(0.2))  # of what the shortcut reads as it is
     block.body.insert(4, nn.Dropout(0.3))
+    same = ResidualBlock(8, 8, 1)
+    same.body.append(nn.Dropout(0.3))  # of one part of the sum: the slope of the other keeps all its numbers
     return [nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), block, nn.Dropout(0.2),
-            ResidualBlock(8, 8, 1), nn.AdaptiveAvgPool2d(1), nn.Dropout(0.2), nn.ReLU(), nn.Flatten(),
+            same, nn.AdaptiveAvgPool2d(1), nn.Dropout(0.2), nn.ReLU(), nn.Flatten(),
             nn.Linear(8, CLASSES)]  # fmt: skip
 
 
