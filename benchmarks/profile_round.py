@@ -80,6 +80,7 @@ class Clock:
 def watched(clock: Clock) -> Iterator[None]:
     """Time the functions that make up a round."""
     import clients.app
+    import fl_sim.native.kernel
     import fl_sim.simulation.rounds
     import fl_sim.simulation.site
     import fl_sim.training.trainer
@@ -93,7 +94,8 @@ def watched(clock: Clock) -> Iterator[None]:
     kernel, _ = load_kernel()
     places: list[tuple[str, Any, str]] = [
         ("training kernel", fl_sim.training.trainer, "train"),  # PyTorch, where there is no kernel
-        ("around the kernel", fl_sim.training.trainer.Trainer, "train_all"),
+        ("around the kernel", fl_sim.training.trainer.Trainer, "prepare"),
+        ("around the kernel", fl_sim.native.kernel.Prepared, "train"),
         ("records", fl_sim.simulation.site, "_records"),
         ("client states", clients.app, "load_state"),
         ("client states", clients.app, "save_state"),

@@ -177,15 +177,20 @@ def train_together(site_of: SiteFactory, *, stacked: bool = False) -> Play:
     """Return what trains the clients of several messages in one call of the compiled trainer, or as one computation.
 
     Where something fails, the clients are played again, each by itself, so that the one to blame is known and the
-    others are answered.
+    others are answered. May be called from several threads. Compiled code runs in all of them at once, and Python in
+    one at a time, by a lock of their own: Python's own would pass from thread to thread at every operation of PyTorch,
+    each time with a wait, a seventh of a round of 100 small clients in all.
     """
-    turns = _Turns(site_of)
+    turns, in_python = _Turns(site_of), Lock()
 
     def trained(messages: Sequence[Message]) -> list[Message]:
-        group = [turns.turn(message, partition_of(message)) for message in messages]
-        site, jobs = group[0].site, [turn.job for turn in group]
-        results = site.stacked.train(jobs) if stacked else site.trainer.train_all(jobs)
-        return [turn.reply(result) for turn, result in zip(group, results, strict=True)]
+        with in_python:
+            group = [turns.turn(message, partition_of(message)) for message in messages]
+            site, jobs = group[0].site, [turn.job for turn in group]
+            train = partial(site.stacked.train, jobs) if stacked else site.trainer.prepare(jobs)
+        results = train()
+        with in_python:
+            return [turn.reply(result) for turn, result in zip(group, results, strict=True)]
 
     def play(messages: Sequence[Message]) -> list[Message]:
         try:

@@ -216,7 +216,10 @@ def _settings_in_use(settings: LocalSettings) -> frozenset[str]:
 
 def _differing(values: LocalPlan | LocalSettings) -> frozenset[str]:
     kind: Any = type(values)
-    return frozenset(name for name, default in _defaults(kind) if not _is(getattr(values, name), default))
+    held = vars(values)  # most are the default itself, and every client's plan is looked at
+    return frozenset(
+        name for name, default in _defaults(kind) if held[name] is not default and not _equals(held[name], default)
+    )
 
 
 @cache
@@ -227,8 +230,8 @@ def _defaults(kind: type[LocalPlan] | type[LocalSettings]) -> tuple[tuple[str, A
     )
 
 
-def _is(value: Any, default: Any) -> bool:
-    return value is default or (value == default) is True  # a tensor compared with a number is a tensor
+def _equals(value: Any, default: Any) -> bool:
+    return (value == default) is True  # a tensor compared with a number is a tensor
 
 
 def check_optimizer(plan: LocalPlan, settings: LocalSettings) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import ItemsView, Iterable, Iterator, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, ValuesView
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -123,24 +123,6 @@ def zeros_like(params: Params) -> Params:
     return {name: torch.zeros_like(value) for name, value in params.items()}
 
 
-def weighted_mean(items: Sequence[Params], weights: Sequence[float]) -> Params:
-    """Return sum_i weights_i * items_i / sum_i weights_i.
-
-    Exactly: a float64 sum in the given order, one fused multiply-add for each item, with the float64 factor
-    weights_i / sum(weights); rounded to the items' own type at the end. Raises ValueError where the weights add up to
-    nothing.
-    """
-    total = math.fsum(weights)
-    if total <= 0:
-        raise ValueError(f"a mean needs a positive total weight, got {total}")
-    factors = [weight / total for weight in weights]
-    layout = layout_of(items[0])
-    if all(isinstance(item, FlatParams) and item.layout == layout for item in items):
-        vectors = [item.flat for item in items if isinstance(item, FlatParams)]
-        return FlatParams(_weighted_sum(vectors, factors), layout)
-    return {name: _weighted_sum([item[name] for item in items], factors) for name in items[0]}
-
-
 def is_finite(payloads: Payloads) -> bool:
     """Say whether every number of every tensor is finite.
 
@@ -188,13 +170,6 @@ def copy_into(weights: Params, params: Params) -> None:
     check_layout("the weights", params, layout_of(weights))
     for name, weight in weights.items():
         weight.copy_(params[name])
-
-
-def _weighted_sum(values: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
-    total = torch.zeros_like(values[0], dtype=torch.float64)
-    for value, factor in zip(values, factors, strict=True):
-        total.add_(value, alpha=factor)
-    return total.to(values[0].dtype)
 
 
 def _vectors(left: Params, right: Params) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -9,7 +9,8 @@ from typing import Literal, Protocol, TypeAlias
 from fl_sim.errors import Diverged
 from fl_sim.kinds import Choices, kind_of
 from fl_sim.late_torch import torch
-from fl_sim.params import FlatParams, flattened, is_finite, weighted_mean
+from fl_sim.native.mean import weighted_mean
+from fl_sim.params import FlatParams, flattened, is_finite
 from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort, Payloads, Reply
 from strategies.algorithm import MeanOnly, Weigh, Weighting

@@ -22,6 +22,9 @@ raises nothing but what that raises."""
 STEPS_AT_A_TIME = 16
 """Minibatch steps in a piece of work: far more than handing it over costs, far less than a round."""
 
+_FIRST_STEPS = 4
+"""Those in the first piece; the next ones have as many more each, until they are ``STEPS_AT_A_TIME``."""
+
 
 @dataclass(frozen=True)
 class Together:
@@ -50,7 +53,8 @@ class Together:
     def pieces(self, messages: Sequence[Message], workers: int) -> list[list[Message]]:
         """Cut a round into pieces of work; how depends on the arguments alone.
 
-        Towards the end pieces shrink, so that no worker is left with a long last one.
+        Towards the end pieces shrink, so that no worker is left with a long last one. The first ones are small, too: in
+        one process a worker gets ready while the others wait to do so.
         """
         ordered = self.ordered(messages)
         if self.stack > 1:
@@ -61,7 +65,8 @@ class Together:
             steps = self.steps_of(message)
             if steps > room or not pieces or len(pieces[-1]) >= self.most_clients:
                 pieces.append([])
-                share = min(STEPS_AT_A_TIME, left / (2 * workers)) if workers > 1 else STEPS_AT_A_TIME
+                grown = min(STEPS_AT_A_TIME, _FIRST_STEPS * len(pieces))
+                share = min(grown, left / (2 * workers)) if workers > 1 else STEPS_AT_A_TIME
                 room = max(share, self.least_steps)
             pieces[-1].append(message)
             room, left = room - steps, left - steps

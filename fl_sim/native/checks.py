@@ -41,8 +41,13 @@ def vector_of(what: str, params: Params, layout: Layout) -> torch.Tensor:
     """
     check_layout(what, params, layout)
     vector = vector_in(params, layout)
-    _expect(what, vector, _REAL, (num_in(layout),))
+    check_vector(what, vector, num_in(layout))
     return vector.contiguous()
+
+
+def check_vector(what: str, vector: torch.Tensor, size: int) -> None:
+    """Raise ValueError, which names ``what`` it is, where ``vector`` is not one of ``size`` float32 numbers."""
+    _expect(what, vector, _REAL, (size,))
 
 
 def check_lesson(stack: Stack, lesson: "Lesson") -> None:

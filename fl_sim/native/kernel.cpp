@@ -204,6 +204,25 @@ int guarded(const Work& work) try {
     return 1;
 }
 
+#ifndef FL_SIM_BFLOAT16
+// Writes sum_i factors[i] * vectors[i], each of ``size`` numbers: in float64, in order, one fused multiplication and addition
+// for each number, rounded at the end. In blocks, whose sums stay in the first cache.
+void add_up(const float* const* vectors, const double* factors, int64_t count, int64_t size, float* sums) {
+    constexpr int64_t BLOCK = 1024;
+    double totals[BLOCK];
+    for (int64_t first = 0; first < size; first += BLOCK) {
+        const int64_t numbers = std::min(BLOCK, size - first);
+        std::fill(totals, totals + numbers, 0.0);
+        for (int64_t i = 0; i < count; i++) {
+            const float *vector = vectors[i] + first, *next = vectors[std::min(i + 1, count - 1)] + first;
+            for (int64_t at = 0; at < numbers; at += 16) __builtin_prefetch(next + at);
+            for (int64_t at = 0; at < numbers; at++) totals[at] = __builtin_fma(double(vector[at]), factors[i], totals[at]);
+        }
+        std::copy(totals, totals + numbers, sums + first);
+    }
+}
+#endif
+
 }  // namespace
 
 // A library holds this file once for every width of vectors, so what Python calls has the width in its name:
@@ -259,5 +278,11 @@ int OF_WIDTH(fl_sim_train)(const Request* requests, int64_t count, double* mean_
 int OF_WIDTH(fl_sim_infer)(const Request* request, int64_t wants_features, float* rows) {
     return guarded([&] { return infer(*request, wants_features, rows); });
 }
+
+#ifndef FL_SIM_BFLOAT16
+void OF_WIDTH(fl_sim_weighted_sum)(const float* const* vectors, const double* factors, int64_t count, int64_t size, float* sums) {
+    add_up(vectors, factors, count, size, sums);
+}
+#endif
 
 }  // extern "C"

@@ -1,7 +1,7 @@
 """Call the compiled trainer, where there is one for this processor."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from fl_sim.local_plan import LocalPlan
-from fl_sim.native.checks import check_records, vector_of
+from fl_sim.native.checks import check_records, check_vector, vector_of
 from fl_sim.native.compiling import AMX, BFLOAT16, SOURCES_DIGEST, find_library, lanes_of, missing_in, processor
 from fl_sim.native.layers import FIELDS, Stack
 from fl_sim.native.request import Held, Request, has_momentum, padded
@@ -73,6 +73,37 @@ class Lesson(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """Clients whose training is laid out for one call of the library. ``params``, ``buffers``: where results go.
+
+    ``held``: what the ``requests`` point to.
+    """
+
+    stack: Stack
+    lessons: Sequence[Lesson]
+    params: Sequence[torch.Tensor]
+    buffers: Sequence[torch.Tensor]
+    held: Held
+    requests: ctypes.Array[Request]
+    function: Callable[..., int]
+
+    def train(self) -> list[Trained]:
+        """Train them, as ``Kernel.train`` does. Other threads run meanwhile."""
+        losses = (ctypes.c_double * len(self.lessons))()
+        if failed := self.function(self.requests, ctypes.c_int64(len(self.lessons)), losses):
+            raise _failure(failed, self.stack, "local training")
+        return [
+            Trained(
+                params=FlatParams(params, self.stack.layout),
+                momentum_buffers=FlatParams(buffers, self.stack.layout) if has_momentum(lesson) else {},
+                num_steps=lesson.task.settings.num_steps(len(lesson.labels)),
+                loss=loss,
+            )
+            for lesson, params, buffers, loss in zip(self.lessons, self.params, self.buffers, losses, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
 class Kernel:
     """The loaded library, and how many numbers its vectors hold on this processor: a key of ``compiling.WIDTHS``.
 
@@ -96,27 +127,20 @@ class Kernel:
         Other threads run meanwhile. Raises IndexError for a label outside the model's classes, and ValueError for
         tensors of other lengths or types than the model and the task ask for, and a precision that is not here.
         """
+        return self.prepare(stack, lessons, precision).train()
+
+    def prepare(self, stack: Stack, lessons: Sequence[Lesson], precision: Precision = "float32") -> "Prepared":
+        """Return what is left to do of ``train`` once the lessons are checked and laid out: little in Python.
+
+        Raises ValueError as ``train`` does.
+        """
         if precision == "bfloat16" and not self.has_bfloat16:
             raise ValueError("this processor has no products of bfloat16 numbers")
         size = num_in(stack.layout)
-        params, buffers = (torch.empty(len(lessons), padded(size)) for _ in range(2))
-        results = list(zip(lessons, params.unbind(), buffers.unbind(), strict=True))
+        params, buffers = (torch.empty(len(lessons), padded(size))[:, :size].unbind() for _ in range(2))
         held = Held(stack)
-        requests = (Request * len(lessons))(*(held.request(*result) for result in results))
-        losses = (ctypes.c_double * len(lessons))()
-        train = self.function("train", precision)
-        failed = train(requests, ctypes.c_int64(len(lessons)), losses)
-        if failed:
-            raise _failure(failed, stack, "local training")
-        return [
-            Trained(
-                params=FlatParams(own_params[:size], stack.layout),
-                momentum_buffers=FlatParams(own_buffers[:size], stack.layout) if has_momentum(lesson) else {},
-                num_steps=lesson.task.settings.num_steps(len(lesson.labels)),
-                loss=loss,
-            )
-            for (lesson, own_params, own_buffers), loss in zip(results, losses, strict=True)
-        ]
+        requests = (Request * len(lessons))(*map(held.request, lessons, params, buffers))
+        return Prepared(stack, lessons, params, buffers, held, requests, self.function("train", precision))
 
     def infer(self, stack: Stack, params: torch.Tensor, inputs: torch.Tensor, what: Rows = "logits") -> torch.Tensor:
         """Return the logits, (n, classes), as the model does but for float32 rounding; other threads run meanwhile.
@@ -143,6 +167,22 @@ class Kernel:
         if failed:
             raise _failure(failed, stack, "evaluation")
         return rows
+
+    def weighted_sum(self, vectors: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
+        """Return sum_i factors_i * vectors_i, (n,), in float64 as ``fl_sim.native.mean.weighted_mean`` defines it.
+
+        ``vectors``: at least one, float32, (n,) each. Raises ValueError for others.
+        """
+        size = vectors[0].numel()
+        for vector in vectors:
+            check_vector("a vector of the sum", vector, size)
+        held = [vector.contiguous() for vector in vectors]
+        pointers = (ctypes.c_void_p * len(held))(*(vector.data_ptr() for vector in held))
+        numbers, total = (ctypes.c_double * len(held))(*factors), torch.empty(size)
+        self.function("weighted_sum")(
+            pointers, numbers, ctypes.c_int64(len(held)), ctypes.c_int64(size), ctypes.c_void_p(total.data_ptr())
+        )
+        return total
 
     def is_this_versions(self) -> bool:
         """Say whether the library is of this version's sources, and agrees about what a request looks like."""

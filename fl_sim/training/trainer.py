@@ -106,13 +106,22 @@ class Trainer:
 
     def train_all(self, jobs: Sequence[LocalJob]) -> list[Trained]:
         """Train clients, one after another, in as few calls of the compiled trainer as may be."""
+        return self.prepare(jobs)()
+
+    def prepare(self, jobs: Sequence[LocalJob]) -> Callable[[], list[Trained]]:
+        """Return what does ``train_all``, with what Python does for the compiled trainer already done."""
         stacks = [self._native(job) for job in jobs]
         stack = next((one for one in stacks if one is not None), None)
         if stack is None or self._kernel is None:
-            return [self.train(job) for job in jobs]
+            return lambda: [self.train(job) for job in jobs]
         together = [job for job, own in zip(jobs, stacks, strict=True) if own is stack]
-        found = iter(self._train_natively(self._kernel, stack, together))
-        return [next(found) if own is stack else self.train(job) for job, own in zip(jobs, stacks, strict=True)]
+        train_together = self._prepare_natively(self._kernel, stack, together)
+
+        def train() -> list[Trained]:
+            found = iter(train_together())
+            return [next(found) if own is stack else self.train(job) for job, own in zip(jobs, stacks, strict=True)]
+
+        return train
 
     def train(self, job: LocalJob) -> Trained:
         """Train one client."""
@@ -164,18 +173,25 @@ class Trainer:
         weights = vector_in(params, stack.layout)
         return (lambda records: kernel.infer(stack, weights, records)) if _is_plain(weights) else None
 
-    def _train_natively(self, kernel: Kernel, stack: Stack, jobs: Sequence[LocalJob]) -> list[Trained]:
-        """Train clients whose model is ``stack`` in one call of the compiled trainer."""
-        draws = [Draws.of(job.task, job.plan, len(job.records), job.generator) for job in jobs]
+    def _prepare_natively(self, kernel: Kernel, stack: Stack, jobs: Sequence[LocalJob]) -> Callable[[], list[Trained]]:
+        """Return what trains clients whose model is ``stack`` in one call of the compiled trainer."""
+        trained_on = [job for job in jobs if len(job.records)]
+        draws = [Draws.of(job.task, job.plan, len(job.records), job.generator) for job in trained_on]
         lessons = [
-            Lesson(job.task, job.plan, *job.records.tensors(), own) for job, own in zip(jobs, draws, strict=True)
+            Lesson(job.task, job.plan, *job.records.tensors(), own) for job, own in zip(trained_on, draws, strict=True)
         ]
-        return [
-            replace(trained, feature_sums=_feature_sums(kernel, stack, lesson, trained))
-            if lesson.plan.class_features
-            else trained
-            for lesson, trained in zip(lessons, kernel.train(stack, lessons, self._precision), strict=True)
-        ]
+        prepared = kernel.prepare(stack, lessons, self._precision)
+
+        def train() -> list[Trained]:
+            found = (
+                replace(trained, feature_sums=_feature_sums(kernel, stack, lesson, trained))
+                if lesson.plan.class_features
+                else trained
+                for lesson, trained in zip(lessons, prepared.train(), strict=True)
+            )
+            return [next(found) if len(job.records) else _untrained(job, stack) for job in jobs]
+
+        return train
 
     def _native(self, job: LocalJob) -> Stack | None:
         """Return the form in which the compiled trainer takes the model, where it takes ``job``."""
@@ -220,11 +236,15 @@ def _draws_nothing(module: nn.Module) -> bool:
 def _fits(job: LocalJob) -> bool:
     """Say whether the compiled trainer takes the records of this job, and its start."""
     warm = job.plan.momentum_buffers
-    return (
-        len(job.records) > 0
-        and all(_is_plain(source.inputs) for source, _ in job.records.parts)
-        and (not warm or warm.keys() == job.task.params.keys())
+    return all(_is_plain(source.inputs) for source, _ in job.records.parts) and (
+        not warm or warm.keys() == job.task.params.keys()
     )
+
+
+def _untrained(job: LocalJob, stack: Stack) -> Trained:
+    """Return what training on no records leaves behind."""
+    sums = torch.zeros(stack.num_classes, stack.num_features) if job.plan.class_features else None
+    return Trained(job.task.params, job.plan.momentum_buffers or {}, num_steps=0, loss=None, feature_sums=sums)
 
 
 def _feature_sums(kernel: Kernel, stack: Stack, lesson: Lesson, trained: Trained) -> torch.Tensor:

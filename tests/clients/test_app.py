@@ -4,6 +4,7 @@ import json
 import time
 from functools import partial
 from pathlib import Path
+from threading import Barrier, Lock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fl_sim.engines import releases, wire
 from fl_sim.engines.inprocess import Generators, InProcessGrid
 from fl_sim.engines.pieces import Together
 from fl_sim.local_plan import LocalPlan
+from fl_sim.native.kernel import Prepared, load_kernel
 from fl_sim.params import detached
 from fl_sim.seeding import rng, seed_torch
 from fl_sim.store.tensors import load_state
@@ -215,6 +217,37 @@ def test_clients_trained_together_answer_as_they_do_alone(tmp_path: Path, stacke
             torch.testing.assert_close(
                 update.payloads["delta"][name], value - play.params[name], rtol=0, atol=1e-6 if stacked else 0
             )
+
+
+@pytest.mark.skipif(load_kernel()[0] is None, reason="PyTorch lets go of Python's lock at every operation")
+def test_threads_are_in_compiled_code_at_once_and_in_python_one_at_a_time(tmp_path: Path, monkeypatch):
+    meeting, train, here = Barrier(2, timeout=20), Prepared.train, Lock()
+
+    def one_at_a_time(function, *arguments):
+        assert here.acquire(blocking=False), "another thread is here"
+        time.sleep(0.01)
+        try:
+            return function(*arguments)
+        finally:
+            here.release()
+
+    class Watched(FedAvg):
+        def finish(self, task, trained):
+            return one_at_a_time(super().finish, task, trained)
+
+    def train_with_another(self):
+        meeting.wait()
+        return train(self)
+
+    monkeypatch.setattr(Prepared, "train", train_with_another)
+    records = partial(one_at_a_time, _records)
+    site = Site(Watched(), _without_dropout(), records, _synthesize, lambda *_: {}, _local, 4, 0)
+    together = Together(partial(train_together, lambda *_: site), [20, 20, 20, 20])
+    grid = InProcessGrid(build_client_app(lambda *_: site), 4, workers=2, together=together)
+    content = wire.task_content(Play(FedAvg(), tmp_path).order(1), detached(site.model.named_parameters()), {})
+    replies = grid.send_and_receive([Message(content, 1000 + client, wire.TRAIN) for client in (0, 1, 2, 0)])
+    grid.close()
+    assert [wire.error_of(reply) for reply in replies] == [None] * 4
 
 
 def test_what_is_trained_together_looks_at_its_deadline(tmp_path: Path):

@@ -1,12 +1,7 @@
 """Arithmetic on named tensors."""
 
-import math
-from fractions import Fraction
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fl_sim import params
 
@@ -26,34 +21,6 @@ def test_sums_differences_and_multiples_go_by_name():
     assert _lists(params.zeros_like(LEFT)) == {"a": [0.0, 0.0], "b": 0.0}
     assert params.num_parameters(LEFT) == 3
     assert _lists(LEFT) == {"a": [1.0, 2.0], "b": 3.0}
-
-
-def test_weighted_mean_matches_numbers_by_hand():
-    mean = params.weighted_mean([LEFT, RIGHT], [3, 1])
-    assert _lists(mean) == {"a": [3.25, 6.5], "b": 2.0}
-    assert all(value.dtype == torch.float32 for value in mean.values())
-
-
-def test_weighted_mean_adds_in_float64():
-    # In float32 1e8 + 1 is 1e8: the 1 would be lost, and the sum 0.
-    items = [{"w": torch.tensor([value])} for value in (1e8, 1.0, -1e8)]
-    assert params.weighted_mean(items, [1.0, 1.0, 1.0])["w"].item() == pytest.approx(1 / 3, rel=1e-6)
-
-
-@given(st.lists(st.tuples(st.floats(-10, 10, width=32), st.floats(0.125, 100)), min_size=1, max_size=6))
-def test_weighted_mean_lies_between_its_items_and_ignores_the_scale_of_weights(pairs):
-    items = [{"w": torch.tensor([value])} for value, _ in pairs]
-    weights = [weight for _, weight in pairs]
-    mean = params.weighted_mean(items, weights)["w"].item()
-    values = [value for value, _ in pairs]
-    assert min(values) - 1e-5 <= mean <= max(values) + 1e-5
-    assert mean == pytest.approx(params.weighted_mean(items, [4 * weight for weight in weights])["w"].item(), abs=1e-6)
-
-
-@pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -1.0]])
-def test_a_mean_of_no_weight_is_refused(weights):
-    with pytest.raises(ValueError, match="positive total weight, got 0"):
-        params.weighted_mean([LEFT, RIGHT], weights)
 
 
 def test_one_bad_number_anywhere_is_not_finite_and_large_ones_are():
@@ -121,7 +88,6 @@ def test_other_orders_of_names_go_by_name():
         _lists(params.subtract(left, right)) == _lists(params.subtract(left, RIGHT)) == {"a": [-9.0, -18.0], "b": 4.0}
     )
     assert params.vector_in(right, params.layout_of(LEFT)).tolist() == [10.0, 20.0, -1.0]
-    assert _lists(params.weighted_mean([left, right], [3, 1])) == {"a": [3.25, 6.5], "b": 2.0}
 
 
 def test_multiples_and_zeros_of_vectors_are_vectors():
@@ -130,19 +96,3 @@ def test_multiples_and_zeros_of_vectors_are_vectors():
     assert _lists(params.zeros_like(flat)) == {"a": [0.0, 0.0], "b": 0.0}
     assert not params.is_finite({"delta": params.flattened({"w": torch.tensor([1.0, float("nan")])})})
     assert params.is_finite({"delta": flat})
-
-
-@pytest.mark.parametrize("make", [dict, params.flattened])
-def test_weighted_mean_is_one_fused_multiply_add_a_client_in_float64(make):
-    generator = torch.Generator().manual_seed(1)
-    items = [{"w": torch.randn(50, 3, generator=generator)} for _ in range(40)]
-    weights = [float(torch.randint(1, 600, (), generator=generator)) for _ in items]
-    sums = [Fraction(0)] * 150
-    for item, weight in zip(items, weights, strict=True):
-        factor = Fraction(weight / math.fsum(weights))
-        sums = [
-            Fraction(float(Fraction(total) + factor * Fraction(value)))  # exact, then rounded once
-            for total, value in zip(sums, item["w"].flatten().tolist(), strict=True)
-        ]
-    expected = torch.tensor([float(total) for total in sums], dtype=torch.float64).float().reshape(50, 3)
-    assert torch.equal(params.weighted_mean([make(item) for item in items], weights)["w"], expected)

@@ -138,7 +138,7 @@ def test_what_is_little_work_altogether_is_one_piece_and_larger_work_is_cut_into
         least: [len(piece) for piece in replace(together(unanswered, [2] * 40), least_steps=least).pieces(sent, 2)]
         for least in (100, 30, 6)
     }
-    assert sizes == {100: [40], 30: [15, 15, 10], 6: [8, 8, 6, 4, 3, 3, 3, 3, 2]}
+    assert sizes == {100: [40], 30: [15, 15, 10], 6: [3, 4, 6, 6, 5, 4, 3, 3, 3, 3]}
 
 
 def test_a_piece_has_no_more_clients_than_memory_is_for() -> None:
@@ -147,10 +147,10 @@ def test_a_piece_has_no_more_clients_than_memory_is_for() -> None:
     assert [len(piece) for piece in kept.pieces(sent, 1)] == [2, 2, 1]
 
 
-def test_pieces_shrink_so_that_no_worker_waits_long_for_the_last_one() -> None:
+def test_pieces_grow_so_that_nobody_waits_long_for_the_first_one_and_shrink_towards_the_last_one() -> None:
     sent = messages(InProcessGrid(app(), 40))
     sizes = [[len(piece) for piece in together(unanswered, [2] * 40).pieces(sent, workers)] for workers in (1, 2)]
-    assert sizes == [[8] * 5, [8, 8, 6, 4, 3, 2, 2, 1, 1, 1, 1, 1, 1, 1]]
+    assert sizes == [[8] * 5, [2, 4, 6, 7, 5, 4, 3, 2, 1, 1, 1, 1, 1, 1, 1]]
 
 
 @pytest.mark.parametrize(("workers", "stack"), [(1, 1), (2, 1), (1, 2), (2, 2)])

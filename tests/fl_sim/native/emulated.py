@@ -115,6 +115,10 @@ class _Memory:
                 self._enter_structure(one)
         address = ctypes.addressof(target)
         self._wanted.append((address, address + ctypes.sizeof(target)))
+        if isinstance(target, ctypes.Array) and target._type_ is ctypes.c_void_p:
+            for index, pointer in enumerate(target):
+                self._enter_address(pointer)
+                self._pointers.append(address + index * ctypes.sizeof(ctypes.c_void_p))
         return address
 
     def _enter_structure(self, structure: ctypes.Structure) -> None:

@@ -13,7 +13,8 @@ from fl_sim.batch_norm import statistics_of
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import Job, job_of
-from fl_sim.params import detached, subtract, weighted_mean
+from fl_sim.native.mean import weighted_mean
+from fl_sim.params import detached, subtract
 from fl_sim.seeding import rng
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import Silent

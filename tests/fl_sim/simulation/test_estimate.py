@@ -33,15 +33,20 @@ def estimated(known: Pace | None = None, **changes: object) -> Any:
 def steps_taken(monkeypatch: pytest.MonkeyPatch, experiment: Experiment, tmp_path: Path) -> int:
     """Run, and count the steps that clients took."""
     taken = []
-    train_all = Trainer.train_all
+    prepare = Trainer.prepare
 
     def counted(self: Trainer, jobs: Any) -> Any:
-        trained = train_all(self, jobs)
-        taken.extend(one.num_steps for one in trained)
+        train = prepare(self, jobs)
+
+        def trained() -> Any:
+            results = train()
+            taken.extend(one.num_steps for one in results)
+            return results
+
         return trained
 
     with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "train_all", counted)
+        patched.setattr(Trainer, "prepare", counted)
         run(experiment, tmp_path / "run")
     return sum(taken)
 

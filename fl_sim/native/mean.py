@@ -1,0 +1,47 @@
+"""The mean of clients' updates: exact, and the same bits with the compiled code as without it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fl_sim.late_torch import torch
+from fl_sim.params import FlatParams
+from fl_sim.types import Params
+
+
+def weighted_mean(items: Sequence[Params], weights: Sequence[float]) -> Params:
+    """Return sum_i weights_i * items_i / sum_i weights_i.
+
+    Exactly: a float64 sum in the given order, one fused multiply-add for each item, with the float64 factor
+    weights_i / sum(weights); rounded to the items' own type at the end. Raises ValueError where the weights add up to
+    nothing.
+    """
+    total = math.fsum(weights)
+    if total <= 0:
+        raise ValueError(f"a mean needs a positive total weight, got {total}")
+    factors = [weight / total for weight in weights]
+    first = items[0]
+    if isinstance(first, FlatParams) and all(
+        isinstance(item, FlatParams) and item.layout == first.layout for item in items
+    ):
+        vectors = [item.flat for item in items if isinstance(item, FlatParams)]
+        return FlatParams(_weighted_sum(vectors, factors), first.layout)
+    return {name: by_torch([item[name] for item in items], factors) for name in first}
+
+
+def by_torch(values: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
+    """Return sum_i factors_i * values_i by PyTorch, which reads and writes the float64 sum once for every item."""
+    total = torch.zeros_like(values[0], dtype=torch.float64)
+    for value, factor in zip(values, factors, strict=True):
+        total.add_(value, alpha=factor)
+    return total.to(values[0].dtype)
+
+
+def _weighted_sum(vectors: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
+    from fl_sim.native.kernel import load_kernel  # noqa: PLC0415 (imports torch, and settings come this way)
+
+    kernel, _ = load_kernel()
+    if kernel is None or any(vector.device.type != "cpu" or vector.dtype is not torch.float32 for vector in vectors):
+        return by_torch(vectors, factors)
+    return kernel.weighted_sum(vectors, factors)
