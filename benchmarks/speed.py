@@ -7,6 +7,7 @@ round; CPU is what all processes of a contestant used for it. A busy machine blu
     python benchmarks/speed.py            all rows (about 15 minutes on 2 cores)
     python benchmarks/speed.py --quick    fewer rounds and works (under 2 minutes on two idle cores)
     python benchmarks/speed.py --json     one JSON object
+    python benchmarks/speed.py --in-a-row 5    five rounds of one, five of the other: few rounds begin after a pause
     python benchmarks/speed.py --peers DIR    peer frameworks too, installed by benchmarks/peers/install.py
 
 Where there is a GPU, one more work is done on it, beside the plain loop on the same GPU; where there is none, the table
@@ -89,14 +90,14 @@ class Contestant:
         self._await("ready")
         self.start_seconds = time.perf_counter() - start
 
-    def round(self) -> tuple[float, float]:
-        """Do a round; return its (wall, CPU) seconds."""
+    def round(self, in_a_row: int = 1) -> tuple[float, float]:
+        """Do rounds without a pause between them; return the (wall, CPU) seconds of one, the mean of them."""
         before = self._cpu()
         assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
+        self._process.stdin.write(in_a_row * "go\n")
         self._process.stdin.flush()
-        wall = float(self._await(""))
-        return wall, self._cpu() - before
+        wall = sum(float(self._await("")) for _ in range(in_a_row))
+        return wall / in_a_row, (self._cpu() - before) / in_a_row
 
     def __enter__(self) -> Self:
         """Take part."""
@@ -150,11 +151,14 @@ def contestant(what: str, work: Work, peers: dict[str, Entrant]) -> Contestant:
     return Contestant([sys.executable, str(HERE / "contestants.py"), what, work.title], environment)
 
 
-def measure(work: Work, what: str, rounds: int, peers: dict[str, Entrant]) -> list[Row]:
-    """Pair ``what`` with the plain one-thread loop, or with the GPU's, and return both rows."""
+def measure(work: Work, what: str, rounds: int, peers: dict[str, Entrant], in_a_row: int = 1) -> list[Row]:
+    """Pair ``what`` with the plain one-thread loop, or with the GPU's, and return both rows.
+
+    ``rounds``: how many turns each has that count; ``in_a_row``: how many rounds it does in one.
+    """
     base_name = GPU_BASE if work == GPU_WORK else BASE
     with contestant(base_name, work, peers) as base, contestant(what, work, peers) as other:
-        pairs = [(base.round(), other.round()) for _ in range(rounds + 1)][1:]
+        pairs = [(base.round(in_a_row), other.round(in_a_row)) for _ in range(rounds + 1)][1:]
         starts = base.start_seconds, other.start_seconds
     rows = []
     for index, name in enumerate((base_name, what)):
@@ -230,7 +234,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="3 rounds a pair instead of 15, the first two works alone")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--rounds", type=int, help="rounds a pair")
+    parser.add_argument("--rounds", type=int, help="turns of each in a pair, of which medians are taken")
+    parser.add_argument("--in-a-row", type=int, default=1, metavar="N", help="rounds in a turn; seconds are of one")
     parser.add_argument("--work", choices=[*WORKS, GPU_WORK.title], action="append", help="only these works")
     names = [name for name in [*WHAT, *ON_GPU, *PEERS] if name not in (BASE, GPU_BASE)]
     parser.add_argument("--only", choices=names, action="append", help="only these rows")
@@ -242,14 +247,18 @@ def main() -> None:
     missing = frozenset() if has_bfloat16() else frozenset({"bfloat16"})
     for index, work in enumerate(works_of(options)):
         for what in contestants_of(index, options, peers if fits(work) else {}, missing):
-            rows += measure(work, what, rounds, peers)[1 if rows and rows[-1].work == work.title else 0 :]
+            rows += measure(work, what, rounds, peers, options.in_a_row)[
+                1 if rows and rows[-1].work == work.title else 0 :
+            ]
             print(f"measured {work.title}: {what}", file=sys.stderr)
     asked, skipped = gpu_contestants(options), [f"{WHAT[name]}: no avx512_bf16" for name in missing]
     if asked and not has_gpu():
         skipped += [f"{GPU_WORK.title}: {ON_GPU[name]}: no CUDA device" for name in asked]
         asked = []
     for what in asked:
-        rows += measure(GPU_WORK, what, rounds, {})[1 if rows and rows[-1].work == GPU_WORK.title else 0 :]
+        rows += measure(GPU_WORK, what, rounds, {}, options.in_a_row)[
+            1 if rows and rows[-1].work == GPU_WORK.title else 0 :
+        ]
         print(f"measured {GPU_WORK.title}: {what}", file=sys.stderr)
     images = "real images" if os.environ.get("FL_SIM_DATA") else "synthetic stand-in data: random bytes"
     rate = product_rate()
