@@ -204,7 +204,7 @@ int guarded(const Work& work) try {
     return 1;
 }
 
-#ifndef FL_SIM_BFLOAT16
+#ifndef FL_SIM_BFLOAT16  // once for every width, whatever products are made of
 // Writes sum_i factors[i] * vectors[i], each of ``size`` numbers: in float64, in order, one fused multiplication and addition
 // for each number, rounded at the end. In blocks, whose sums stay in the first cache.
 void add_up(const float* const* vectors, const double* factors, int64_t count, int64_t size, float* sums) {
