@@ -66,7 +66,7 @@ class Worker:
     """An actor, where it is, and how long a step takes it: infinite where that is not known yet.
 
     ``calls``: what it has to answer, in the order in which it does. ``has``: numbers of the contents that came with the
-    last one.
+    last one. ``is_warm``: whether it has answered a call, in which it loaded what later ones find.
     """
 
     actor: Any
@@ -74,6 +74,7 @@ class Worker:
     step_seconds: float = math.inf
     calls: list[Any] = field(default_factory=list)
     has: frozenset[int] = frozenset()
+    is_warm: bool = False
 
     def lacks(self, contents: Mapping[int, Any]) -> dict[int, Any]:
         """Return the ``contents`` of its next call, None where it has them; it keeps them until the one after."""
@@ -82,7 +83,10 @@ class Worker:
         return sent
 
     def took(self, seconds: float, steps: int) -> None:
-        """Note how long a call took."""
+        """Note how long a call took, but for the first one: by that the worker would be too slow to get another."""
+        if not self.is_warm:
+            self.is_warm = True
+            return
         now = seconds / steps
         self.step_seconds = now if math.isinf(self.step_seconds) else (self.step_seconds + now) / 2
 

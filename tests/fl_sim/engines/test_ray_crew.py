@@ -1,0 +1,25 @@
+"""What is noted of an actor. Starts no Ray."""
+
+import math
+from collections import deque
+
+import pytest
+
+from fl_sim.engines.ray_crew import Node, Worker
+from fl_sim.engines.work import Work
+from tests.fl_sim.engines.test_work import messages
+
+
+def worker() -> Worker:
+    return Worker(actor=None, node=Node("a", "127.0.0.1", 1, room=1))
+
+
+def test_a_workers_first_call_says_nothing_of_its_speed() -> None:
+    late = worker()
+    late.took(1.0, steps=1)  # it loaded the data, for one small client that was left
+    assert math.isinf(late.step_seconds)
+    work: Work[str] = Work(deque(messages(100)))
+    assert work.take(late.step_seconds, others=[0.0005])
+    late.took(0.001, steps=2)
+    late.took(0.003, steps=2)
+    assert late.step_seconds == pytest.approx(0.001)
