@@ -29,6 +29,9 @@ WAIT_SECONDS = 600.0
 KNOCK_SECONDS = 2.0
 """How long a node may take to accept a connection before it counts as lost."""
 
+START_SECONDS = 60.0
+"""After how long the user is told of a node whose worker has not started yet: importing torch takes some seconds."""
+
 MAX_STARTS = 3
 """Actors that may die on one node while they start, before no more are started there."""
 
@@ -66,7 +69,8 @@ class Worker:
     """An actor, where it is, and how long a step takes it: infinite where that is not known yet.
 
     ``calls``: what it has to answer, in the order in which it does. ``has``: numbers of the contents that came with the
-    last one. ``is_warm``: whether it has answered a call, in which it loaded what later ones find.
+    last one. ``is_warm``: whether it has answered a call, in which it loaded what later ones find. ``since``: when it
+    was started, infinite once the user was told that this takes long.
     """
 
     actor: Any
@@ -75,6 +79,7 @@ class Worker:
     calls: list[Any] = field(default_factory=list)
     has: frozenset[int] = frozenset()
     is_warm: bool = False
+    since: float = field(default_factory=time.monotonic)
 
     def lacks(self, contents: Mapping[int, Any]) -> dict[int, Any]:
         """Return the ``contents`` of its next call, None where it has them; it keeps them until the one after."""
@@ -135,6 +140,7 @@ class Crew:
         if time.monotonic() - self._looked < LOOK_SECONDS and len(self.workers) >= min(wanted, self._room):
             return []
         self._looked = time.monotonic()
+        self._tell_of_slow_starts()
         there = {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
         lost = [name for name in self._nodes if name not in there]
         calls = [call for name in lost for call in self._forget(self._nodes[name])]
@@ -226,6 +232,16 @@ class Crew:
             (node for node in self._nodes.values() if not node.refused), key=lambda node: free[node.name], default=None
         )
         return best if best and free[best.name] > 0 else None
+
+    def _tell_of_slow_starts(self) -> None:
+        """Tell the user once of every node whose worker does not start, as nothing else would: others do its work."""
+        for worker in self.starting.values():
+            if time.monotonic() - worker.since > START_SECONDS:
+                worker.since = math.inf
+                self.say(
+                    f"{worker.node} of the Ray cluster does nothing: its worker has not started in {START_SECONDS:g} s "
+                    "(Ray's log files there may say why); others do its work until then"
+                )
 
     def _start(self, node: Node) -> None:
         where = NodeAffinitySchedulingStrategy(node.name, soft=False)
