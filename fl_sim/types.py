@@ -132,10 +132,11 @@ class Dataset:
     shown wherever results are. ``columns``: of a table, in order, if they are known; public as the constants are.
     ``classes``: what classes are called, and ``names``: what each number of a record is called, if that is known.
     ``shown``: what a file was found to hold, (what, how it is read) line by line. ``read_off``: what of all this was
-    read off the records, a sentence for what no epsilon covers. ``vocabulary``: above 0, records are sequences of whole
-    numbers below it (fl_sim.sequences). ``validation``: records that no client holds and that are not for testing, for
-    ``evaluate.validation=given``. ``image_shape``: of the images that records were before features took their place;
-    empty for all others.
+    read off the records, a sentence for what no epsilon covers. ``inferred``: what a reader took a file to be without
+    being told, such as the decimal sign of its numbers, a line each. ``vocabulary``: above 0, records are sequences of
+    whole numbers below it (fl_sim.sequences). ``validation``: records that no client holds and that are not for
+    testing, for ``evaluate.validation=given``. ``image_shape``: of the images that records were before features took
+    their place; empty for all others.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Dataset:
     names: tuple[str, ...] = ()
     shown: tuple[tuple[str, str], ...] = ()
     read_off: str = ""
+    inferred: tuple[str, ...] = ()
     vocabulary: int = 0
     validation: Examples | None = None
     image_shape: tuple[int, ...] = ()

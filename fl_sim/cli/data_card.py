@@ -73,6 +73,7 @@ def _print(card: Mapping[str, Any]) -> None:
     _print_classes(card["classes"])
     _print_clients(card["clients"])
     _print_columns(card)
+    _print_inferred(card["inferred"])
     _print_first(card.get("first_records", []))
     if "sheet" in card:
         typer.echo(f"drawn to {card['sheet']}")
@@ -113,6 +114,13 @@ def _print_columns(card: Mapping[str, Any]) -> None:
     for column in card["columns"]:
         held = ranges.get(column["name"], "") if column["is"].startswith("number, as it is") else ""
         typer.echo(f"  {column['name']:{width}}  {column['is']}{held}")
+
+
+def _print_inferred(lines: list[str]) -> None:
+    if lines:
+        typer.echo("taken for granted")
+    for line in lines:
+        typer.echo(f"  {line}")
 
 
 def _print_first(rows: list[dict[str, Any]]) -> None:

@@ -38,6 +38,7 @@ def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
         "classes": _classes(dataset),
         "clients": _clients(dataset),
         "columns": [{"name": name, "is": what} for name, what in dataset.shown],
+        "inferred": list(dataset.inferred),
     }
     if with_records and not is_image:
         card["first_records"] = _first(dataset)

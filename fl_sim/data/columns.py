@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
+
+from fl_sim.data.spelling import LIKE_A_NUMBER, Spelling, cure_of, unified
 from fl_sim.data.table_file import Declared, TableFile, pyarrow
 from fl_sim.errors import UserError
 from fl_sim.mistakes import shortened
@@ -15,6 +18,9 @@ MOST_CATEGORIES: Final = 200
 
 MOST_CLASSES: Final = 1000
 MOST_CLIENTS: Final = 10_000_000
+
+_SAMPLES: Final = 200  # of texts that look like numbers, by which their spelling is told
+_LEAST_COUNTED: Final = 10  # rows of a table whose numbers 0, 1, 2 ... are those of its rows
 
 _DATE: Final = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T]\d{1,2}:\d{2}.*)?")
 
@@ -37,17 +43,24 @@ class Seen:
     """What has been seen of a column so far.
 
     ``most``: how many different texts are kept; None in ``texts``: there are more. ``as_text``: its numbers are names.
+    ``spelled``: texts that look like numbers in another ``spelling``; ``word``: the first text that does not.
+    ``fraction``: the first text that is a number, and no whole one. ``counts``: its numbers are those of the rows.
     """
 
     name: str
     declared: Declared
     most: int
     as_text: bool
+    spelling: Spelling = field(default_factory=Spelling)
     missing: Cell | None = None
     number: Cell | None = None
     text: Cell | None = None
     infinite: Cell | None = None
     texts: set[str] | None = field(default_factory=set)
+    spelled: dict[str, None] = field(default_factory=dict)
+    word: Cell | None = None
+    fraction: Cell | None = None
+    counts: bool = True
 
     def look_at(self, cells: Any, file: str, rows_before: int) -> None:
         """Take the next cells, of rows after ``rows_before`` of ``file``, into account."""
@@ -59,15 +72,31 @@ class Seen:
         if self.as_text:
             self._keep(cells)
             return
-        numbers = as_numbers(cells)
+        numbers = as_numbers(cells, self.spelling)
         is_number = numbers.is_valid()
         self.number = self.number or _first(is_number, file, rows_before, cells)
         infinite = compute.fill_null(compute.is_inf(numbers), fill_value=False)
         self.infinite = self.infinite or _first(infinite, file, rows_before, cells)
         is_text = compute.and_(present, compute.invert(is_number))
         self.text = self.text or _first(is_text, file, rows_before, cells)
-        if self.declared != "number" and self.text:
+        self.counts = self.counts and _continues(numbers, rows_before)
+        if _are_texts(cells):
+            self._look_at_texts(cells, numbers, is_text, file, rows_before)
+        if self.declared != "number" and (self.declared == "text" or self.text):
             self._keep(cells)
+
+    def _look_at_texts(self, cells: Any, numbers: Any, is_text: Any, file: str, rows_before: int) -> None:
+        compute = pyarrow().compute
+        if self.declared == "text" and not self.fraction:
+            is_part = compute.not_equal(numbers, compute.floor(numbers))
+            self.fraction = _first(compute.fill_null(is_part, fill_value=False), file, rows_before, cells)
+        if self.word or not self.text:
+            return
+        like = compute.fill_null(compute.match_substring_regex(cells, LIKE_A_NUMBER), fill_value=False)
+        self.word = _first(compute.and_(is_text, compute.invert(like)), file, rows_before, cells)
+        if len(self.spelled) < _SAMPLES:
+            some = compute.unique(cells.filter(compute.and_(is_text, like))).slice(0, _SAMPLES)
+            self.spelled.update(dict.fromkeys(some.to_pylist()))
 
     def _keep(self, cells: Any) -> None:
         if self.texts is None:
@@ -109,7 +138,11 @@ def is_category(seen: Seen) -> bool:
     if seen.declared in {"time", "other"}:
         what = "dates or times" if seen.declared == "time" else "lists or other cells that are neither number nor text"
         raise UserError(f"column {name!r} holds {what}: leave it out by data.drop={name}, or write it as numbers")
-    if seen.as_text or seen.declared == "text":
+    if seen.as_text:
+        _check_texts(seen)
+        return True
+    _check_spelling(seen)
+    if seen.declared == "text":
         _check_texts(seen)
         return True
     if seen.number and seen.text:
@@ -126,15 +159,16 @@ def is_category(seen: Seen) -> bool:
     return seen.text is not None
 
 
-def as_numbers(cells: Any) -> Any:
-    """Return ``cells`` as float64, None where a text is no number."""
-    arrow = pyarrow()
-    try:
-        return cells.cast(arrow.float64())
-    except arrow.ArrowInvalid:
-        pattern = r"^-?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
-        is_number = arrow.compute.match_substring_regex(cells, pattern)
-        return arrow.compute.if_else(is_number, cells, None).cast(arrow.float64())
+def counts_rows(seen: Seen, num_rows: int) -> bool:
+    """Say whether a column's numbers are those of the rows, as the index that a program has written is."""
+    return seen.counts and seen.number is not None and num_rows >= _LEAST_COUNTED
+
+
+def as_numbers(cells: Any, spelling: Spelling | None = None) -> Any:
+    """Return ``cells`` as float64, None where a text is no number; whole numbers beyond 2^53 lose their last digits."""
+    if _are_texts(cells):
+        return (spelling or Spelling()).numbers(cells)
+    return cells.cast(pyarrow().float64(), safe=False)
 
 
 def as_number(text: str) -> float | None:
@@ -152,15 +186,45 @@ def in_order(text: str) -> tuple[float, str]:
 
 
 def texts_of(cells: Any) -> Any:
-    """Return ``cells`` as texts; a whole number is written as such, whatever its type."""
-    arrow = pyarrow()
-    return cells.cast(arrow.string())
+    """Return ``cells`` as texts; a whole number is written as such, whatever its type, and 1.0 in a text as 1."""
+    return unified(cells) if _are_texts(cells) else cells.cast(pyarrow().string())
+
+
+def _are_texts(cells: Any) -> bool:
+    return bool(pyarrow().types.is_string(cells.type))
+
+
+def _continues(numbers: Any, rows_before: int) -> bool:
+    """Say whether ``numbers`` are those of a file's rows after ``rows_before``, counted from 0 or from 1."""
+    if numbers.null_count or not len(numbers) or numbers[0].as_py() not in {rows_before, rows_before + 1}:
+        return False
+    found = numbers.to_numpy(zero_copy_only=False)
+    return bool(np.array_equal(found, found[0] + np.arange(len(found))))
 
 
 def _first(mask: Any, file: str, rows_before: int, cells: Any) -> Cell | None:
     arrow = pyarrow()
     place = arrow.compute.index(mask, value=True).as_py()
     return None if place < 0 else Cell(file, rows_before + place + 1, str(cells[place].as_py()))
+
+
+def _check_spelling(seen: Seen) -> None:
+    """Raise UserError for texts that all look like numbers, and are not read as such."""
+    name = seen.name
+    kept = f"or take all of the column as names by data.text={name}"
+    if seen.text and not seen.word:
+        plain = [seen.number.value] if seen.number else []
+        is_set = seen.declared == "text"
+        cure = "write the column as numbers" if is_set else cure_of([*seen.spelled, *plain])
+        raise UserError(
+            f"{seen.text.told(name)}: {shortened(seen.text.value)!r} looks like a number in another spelling: {cure}, "
+            f"leave it out by data.drop={name}, {kept}"
+        )
+    if seen.declared == "text" and seen.fraction and not seen.text:
+        raise UserError(
+            f"{seen.fraction.told(name)}: the file says that the column holds texts, and {seen.fraction.value!r} is a "
+            f"number, as all others are: write the column as numbers, {kept}"
+        )
 
 
 def _check_texts(seen: Seen) -> None:

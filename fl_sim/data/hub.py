@@ -4,12 +4,12 @@ A column of images makes a data set of images; without one the columns are a tab
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,15 @@ from fl_sim.data.checked import own_dataset
 from fl_sim.data.naming import OwnName
 from fl_sim.data.pictures import Wanted, pixels, stacked, wanted_by
 from fl_sim.data.table import Plan, dataset_of, planned, rows_of
-from fl_sim.data.table_file import ROWS, TableFile, table_of
+from fl_sim.data.table_file import ROWS, TableFile, pyarrow, table_of
 from fl_sim.data.table_roles import roles_of
 from fl_sim.data.testing_part import Held, held_by_setting
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
-from fl_sim.mistakes import guess
+from fl_sim.mistakes import guess, shortened
 from fl_sim.types import Dataset, Examples
+
+_MOST_NAMES: Final = 20  # of parts, columns or classes in a message
 
 
 def read(name: str, own: OwnName, path: Path) -> Dataset:
@@ -48,7 +50,7 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
         raise UserError(
             f"data.image: {path} has no column {image!r}{guess(image, columns)}; its columns: {_list(columns)}"
         )
-    tables = [_table(f"{path}, part {part}", parts[part]) for part in used]
+    tables = [_table(f"{path}, part {part}", parts[part], parts[train]) for part in used]
     if image:
         dataset = _with_images(name, own, [parts[part] for part in used], tables, held, image)
     else:
@@ -56,7 +58,8 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     left_out = [f"{part} ({len(parts[part]):,} records)" for part in parts if part not in used]
     rest = f"its parts {', '.join(left_out)} are left out" if left_out else ""
     classes = _class_names(columns.get(own.option("label")), dataset.classes, str(path))
-    return replace(dataset, note="; ".join(filter(None, [dataset.note, rest])), classes=classes)
+    inferred = (*dataset.inferred, *_told_codes(parts[train]))
+    return replace(dataset, note="; ".join(filter(None, [dataset.note, rest])), classes=classes, inferred=inferred)
 
 
 def _library() -> Any:
@@ -114,13 +117,78 @@ def _chosen(own: OwnName, parts: Mapping[str, Any]) -> tuple[str, str]:
     return train, test
 
 
-def _table(where: str, part: Any) -> TableFile:
-    return table_of(where, part.features.arrow_schema, partial(_batches, part))
+def _table(where: str, part: Any, first: Any) -> TableFile:
+    """Return ``part`` with the codes of classes that ``first`` has, the part to train on: classes are told by name."""
+    arrow = pyarrow()
+    schema = part.features.arrow_schema.remove_metadata()
+    for place, name in enumerate(schema.names):
+        if _names_in(part, name) or _names_in(first, name):
+            kind = arrow.int64() if _names_in(first, name) else arrow.string()
+            schema = schema.set(place, arrow.field(name, kind))
+    return table_of(where, schema, partial(_batches, where, part, first))
 
 
-def _batches(part: Any, columns: Sequence[str]) -> Iterator[Any]:
-    for table in part.select_columns([*columns]).with_format("arrow").iter(batch_size=ROWS):
+def _batches(where: str, part: Any, first: Any, columns: Sequence[str]) -> Iterator[Any]:
+    coded = [name for name in columns if _names_in(part, name) or _names_in(first, name)]
+    for given in part.select_columns([*columns]).with_format("arrow").iter(batch_size=ROWS):
+        table = given.combine_chunks()
+        for name in coded:
+            cells = _by_name(f"{where}: column {name!r}", part, first, name, table.column(name).combine_chunks())
+            place = table.column_names.index(name)
+            table = table.set_column(place, name, _codes_of(cells, first, name))
         yield from table.combine_chunks().to_batches()
+
+
+def _told_codes(first: Any) -> list[str]:
+    """Say for each column of classes what its codes stand for."""
+    return [
+        f"codes of column {name!r} stand for {_list(_names_in(first, name))}; other parts are matched by these names"
+        for name in first.column_names
+        if _names_in(first, name)
+    ]
+
+
+def _by_name(where: str, part: Any, first: Any, name: str, cells: Any) -> Any:
+    """Return the names of the classes that are in ``cells``, None where there is none."""
+    arrow = pyarrow()
+    own, others = _names_in(part, name), _names_in(first, name)
+    if not own and not (arrow.types.is_string(cells.type) or arrow.types.is_large_string(cells.type)):
+        raise UserError(f"{where} holds codes without names, and the part to train on names its classes; name both")
+    if own and not others and not _is_text(first, name):
+        raise UserError(f"{where} names its classes, and the part to train on has codes without names; name both")
+    texts = arrow.array(own).take(_codes_or_none(cells, len(own))) if own else cells.cast(arrow.string())
+    strangers = [] if not others else sorted({*texts.unique().drop_null().to_pylist()} - {*others})
+    if strangers:
+        raise UserError(
+            f"{where} has the class {shortened(strangers[0])!r}, which the part to train on does not have: its classes "
+            f"are {_list(others)}, and here {_list(own or strangers)}; rename them alike"
+        )
+    return texts
+
+
+def _codes_of(texts: Any, first: Any, name: str) -> Any:
+    """Return the codes of ``texts`` in the part to train on, -1 for no class; texts where it has no codes."""
+    names = _names_in(first, name)
+    if not names:
+        return texts
+    arrow = pyarrow()
+    return arrow.compute.index_in(texts, value_set=arrow.array(names)).fill_null(-1).cast(arrow.int64())
+
+
+def _codes_or_none(cells: Any, count: int) -> Any:
+    compute = pyarrow().compute
+    is_code = compute.and_(compute.greater_equal(cells, 0), compute.less(cells, count))
+    return compute.if_else(is_code, cells, None)
+
+
+def _names_in(part: Any, name: str) -> Sequence[str]:
+    """Return what a part calls the classes of a column, nothing where it has no classes."""
+    names: Sequence[str] = getattr(part.features.get(name), "names", None) or ()
+    return names
+
+
+def _is_text(part: Any, name: str) -> bool:
+    return getattr(part.features.get(name), "dtype", "") in {"string", "large_string"}
 
 
 def _only(columns: Mapping[str, Any], kind: type, usual: str) -> str:
@@ -186,5 +254,7 @@ def _class_names(label: Any, classes: tuple[str, ...], where: str) -> tuple[str,
     return tuple(names[int(code)] for code in classes) if names else classes
 
 
-def _list(names: Mapping[str, Any]) -> str:
-    return ", ".join(names)
+def _list(names: Iterable[str]) -> str:
+    found = [*names]
+    more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+    return f"{', '.join(map(shortened, found[:_MOST_NAMES]))}{more}"

@@ -24,7 +24,7 @@ _TABLE: Final = (
 )  # fmt: skip
 
 OPTIONS: Final[Mapping[OwnKind, tuple[str, ...]]] = {
-    "csv": (*_TABLE, "delimiter"),
+    "csv": (*_TABLE, "delimiter", "decimal", "thousands"),
     "parquet": _TABLE,
     "npz": (),
     "folder": ("size", "values"),

@@ -28,6 +28,8 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "scale": ("records", "Numbers without a range are scaled by mean and deviation of the training records."),
     "missing": ("drop", "Records with an empty cell are left out; without this they are refused."),
     "delimiter": ("comma, semicolon, tab or bar", "What stands between the cells of a csv file."),
+    "decimal": ("point or comma", "The decimal sign of a csv file's numbers; point where it is left out."),
+    "thousands": ("comma, point, space or apostrophe", "The sign between a csv file's thousands, if any."),
     "size": ("WIDTHxHEIGHT", "The size that images are scaled to; without it all must be of one size."),
     "values": ("LEAST..MOST", "Which values of images of 16 bits become 0 and 255."),
     "val": ("train", "The validation images are trained on, too; without this they are left out."),

@@ -15,15 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.data.checked import check_classes, most_bytes, own_dataset
-from fl_sim.data.columns import Survey, in_order, survey, texts_of
+from fl_sim.data.columns import Survey, counts_rows, in_order, survey, texts_of
 from fl_sim.data.naming import OwnName
 from fl_sim.data.table_features import Feature, features_of
 from fl_sim.data.table_file import TableFile, open_table, pyarrow
 from fl_sim.data.table_roles import Roles, check_missing, check_split, check_types, classes_of, roles_of, to_see
-from fl_sim.data.table_words import Told, note, read_off, shown
+from fl_sim.data.table_words import Told, inferred, note, read_off, shown
 from fl_sim.data.testing_part import Held, held_by_setting
 from fl_sim.errors import UserError
-from fl_sim.mistakes import guess
+from fl_sim.mistakes import guess, shortened
 from fl_sim.types import Dataset, Examples
 
 
@@ -39,6 +39,13 @@ class Plan:
     clients: tuple[str, ...]
     held: Held
     drops: bool
+
+    @property
+    def counting(self) -> tuple[str, ...]:
+        """Return the features that number the rows."""
+        seen, rows = self.found.columns, min(self.found.rows)
+        is_number = [one.name for one in self.features if not one.categories]
+        return tuple(name for name in is_number if counts_rows(seen[name], rows))
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableFile], held: Held)
     train, test = (rows.part(test=part, has_clients=bool(plan.roles.client)) for part in (False, True))
     mean, std = _constants(rows, plan.features, from_records=scales)
     dropped = sum(plan.found.rows) - len(rows.labels)
-    told = Told(plan.roles, plan.features, plan.classes, plan.clients, held, scales, dropped)
+    told = Told(plan.roles, plan.features, plan.classes, plan.clients, held, scales, dropped, plan.counting)
     public = all(feature.is_public for feature in plan.features)
     return replace(
         own_dataset(name, train, test, mean, std, tables[0].where),
@@ -82,6 +89,7 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableFile], held: Held)
         classes=plan.classes,
         names=tuple(name for feature in plan.features for name in feature.names),
         shown=shown(told),
+        inferred=inferred(told, own),
         read_off=read_off(told),
     )
 
@@ -95,6 +103,7 @@ def planned(own: OwnName, tables: Sequence[TableFile], roles: Roles, held: Held)
             raise UserError(
                 f"{table.where} lacks the column {missing[0]!r} that {where} has; both need the same columns"
             )
+        _check_alike(tables[0], table, roles)
     seen = to_see(own, roles, tables[0])
     check_types(roles, seen, where)
     found = survey(tables, seen)
@@ -110,6 +119,28 @@ def planned(own: OwnName, tables: Sequence[TableFile], roles: Roles, held: Held)
             raise UserError(f"{where}: column {roles.client!r} holds over {seen[roles.client].most:,} clients")
         clients = tuple(sorted(of, key=in_order))
     return Plan(tuple(tables), found, roles, features, classes, clients, held, drops)
+
+
+def _check_alike(first: TableFile, other: TableFile, roles: Roles) -> None:
+    """Raise UserError for a column whose cells mean another thing in ``other`` than in ``first``."""
+    kinds, others = (dict(zip(table.names, table.declared, strict=True)) for table in (first, other))
+    for name in roles.columns:
+        if others[name] in {"time", "other"} and others[name] != kinds[name]:
+            raise UserError(
+                f"{other.where}: column {name!r} holds {'dates or times' if others[name] == 'time' else 'lists'}, and "
+                f"{first.where} has other cells there; write both alike"
+            )
+        codes = [table.codes.get(name, ()) for table in (first, other)]
+        if all(codes) and codes[0] != codes[1]:
+            raise UserError(
+                f"{other.where}: the codes of column {name!r} stand for {_names(codes[1])}, and in {first.where} for "
+                f"{_names(codes[0])}: write both with the same names, or names in place of codes"
+            )
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"{', '.join(map(shortened, names[:10]))}{more}"
 
 
 def rows_of(plan: Plan) -> Rows:

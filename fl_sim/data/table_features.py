@@ -1,7 +1,7 @@
 """How the columns of a table become the numbers of a record: by public settings, or as they are."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from fl_sim.data.columns import Survey, as_number, as_numbers, in_order, is_category, texts_of
 from fl_sim.data.naming import OwnName
+from fl_sim.data.spelling import Spelling, one_spelling
 from fl_sim.data.table_file import pyarrow
 from fl_sim.errors import UserError
 from fl_sim.types import Column
@@ -29,6 +30,7 @@ class Feature:
     bounds: tuple[float, float] | None = None
     categories: tuple[str, ...] = ()
     is_given: bool = False
+    spelling: Spelling = field(default_factory=Spelling)
 
     @property
     def width(self) -> int:
@@ -72,7 +74,7 @@ class Feature:
             (found,) = np.nonzero(codes >= 0)
             rows[found, self.first + codes[found]] = 1.0
             return
-        numbers = as_numbers(cells).to_numpy(zero_copy_only=False)
+        numbers = as_numbers(cells, self.spelling).to_numpy(zero_copy_only=False)
         if self.bounds is not None:
             low, high = self.bounds
             numbers = (np.clip(numbers, low, high) - low) / (high - low)
@@ -84,9 +86,10 @@ def features_of(own: OwnName, names: Sequence[str], found: Survey) -> tuple[Feat
     """Return how the columns ``names`` are read. Raises UserError for settings that do not fit what they hold."""
     ranges, categories = own.of_columns("range"), own.of_columns("category")
     features: list[Feature] = []
+    first = 0
     for name in names:
-        first = sum(feature.width for feature in features)
         features.append(_feature(name, first, ranges, categories, found))
+        first += features[-1].width
     return tuple(features)
 
 
@@ -106,10 +109,12 @@ def _feature(
         if name in ranges:
             raise UserError(f"data.range.{name} is for numbers, and the column {name!r} holds texts; leave it out")
         return Feature(name, first, categories=tuple(sorted(seen.texts or (), key=in_order)))
-    return Feature(name, first, _bounds(name, ranges[name]) if name in ranges else None)
+    bounds = _bounds(name, ranges[name]) if name in ranges else None
+    return Feature(name, first, bounds, spelling=seen.spelling)
 
 
 def _categories(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
+    given = tuple(map(one_spelling, given))
     if "" in given or len(set(given)) < len(given):
         raise UserError(f"data.category.{name} lists its categories, each once: data.category.{name}=A+B+C")
     return given

@@ -1,10 +1,13 @@
 """A table in a csv or parquet file, read in batches with pyarrow, as often as wanted: it need not fit into memory."""
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
+from unicodedata import normalize
 
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
@@ -15,8 +18,11 @@ Declared: TypeAlias = Literal["", "number", "text", "time", "other"]
 
 DELIMITERS: Final[Mapping[str, str]] = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|"}
 
-MISSING: Final = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "?")
-"""What a cell without a value is written as; spaces around a text do not count."""
+MISSING: Final = ("", "NA", "N/A", "n/a", "#N/A", "#NA", "<NA>", "null", "NULL", "?")
+"""What a cell without a value is written as, beside ``nan``; spaces around a text do not count."""
+
+_NAN: Final = r"^(?i:[+-]?nan(\(.*\))?|[+-]?1\.#(qnan|snan|ind))$"
+"""What programs write for a number that is none."""
 
 ROWS: Final = 2**16
 """How many are read at a time."""
@@ -27,18 +33,20 @@ class TableFile:
     """A table that can be read again and again.
 
     ``where``: what it is called in messages; ``written``: its columns as they are written; ``declared``: what is said
-    of their types; ``rows``: a function from columns, as written, to batches of their cells.
+    of their types; ``rows``: a function from columns, as written, to batches of their cells; ``codes``: what the file
+    says that the codes 0, 1 ... of a column stand for.
     """
 
     where: str
     written: tuple[str, ...]
     declared: tuple[Declared, ...]
     rows: Callable[[Sequence[str]], Iterator[Any]]
+    codes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Return its columns in order, without spaces around their names."""
-        return tuple(name.strip() for name in self.written)
+        return tuple(normalize("NFC", name).strip() for name in self.written)
 
     def batches(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield {column: its next cells} as pyarrow's arrays: texts without spaces around them, None where missing.
@@ -81,7 +89,7 @@ def table_of(where: str, schema: Any, rows: Callable[..., Iterator[Any]], *, is_
     Raises UserError for two columns of one name.
     """
     declared = tuple(_declared(part) if is_typed else "" for part in schema.types)
-    table = TableFile(where, tuple(schema.names), declared, rows)
+    table = TableFile(where, tuple(schema.names), declared, rows, _codes(schema))
     _check_names(where, table.names)
     return table
 
@@ -131,13 +139,27 @@ def _unreadable(where: str, error: Exception) -> UserError:
 
 
 def _check_names(where: str, names: tuple[str, ...]) -> None:
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise UserError(f"{where} has {names.count(twice[0])} columns called {twice[0]!r}; rename all but one of them")
+    if len(set(names)) < len(names):
+        name, count = Counter(names).most_common(1)[0]
+        raise UserError(f"{where} has {count} columns called {shortened(name)!r}; rename all but one of them")
     if len(names) == 1 and (found := [word for word, sign in DELIMITERS.items() if sign in names[0]]):
         raise UserError(
             f"{where} has one column alone, {shortened(names[0])!r}: its cells stand between other signs; set "
             f"data.delimiter={found[0]}"
         )
+
+
+def _codes(schema: Any) -> dict[str, tuple[str, ...]]:
+    """Return what Hugging Face's ``datasets`` writes into a file of the names of classes: {column: names}."""
+    try:
+        written = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return {
+            normalize("NFC", name).strip(): tuple(map(str, feature["names"]))
+            for name, feature in written.items()
+            if feature.get("_type") == "ClassLabel" and feature.get("names")
+        }
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return {}
 
 
 def _declared(part: Any) -> Declared:
@@ -157,8 +179,12 @@ def _cleaned(cells: Any) -> Any:
     if kinds.is_dictionary(cells.type):
         cells = cells.dictionary_decode()
     if kinds.is_string(cells.type) or kinds.is_large_string(cells.type):
-        cells = compute.utf8_trim_whitespace(cells.cast(arrow.string()))
+        cells = cells.cast(arrow.string())
+        if not compute.all(compute.string_is_ascii(cells)).as_py():
+            cells = compute.utf8_normalize(cells, form="NFC")
+        cells = compute.utf8_trim_whitespace(cells)
         missing = compute.is_in(cells, value_set=arrow.array(MISSING))
+        missing = compute.or_(missing, compute.fill_null(compute.match_substring_regex(cells, _NAN), fill_value=True))
         return compute.if_else(missing, None, cells)
     if kinds.is_floating(cells.type):
         return compute.if_else(compute.is_nan(cells), None, cells)

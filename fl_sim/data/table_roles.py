@@ -1,15 +1,19 @@
 """What each column of a table is for, as the name of the data set says: label, client, test part, or a feature."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from fl_sim.data.columns import MOST_CATEGORIES, MOST_CLASSES, MOST_CLIENTS, Seen, Survey, as_number
 from fl_sim.data.naming import OwnName
+from fl_sim.data.spelling import spelling_by
 from fl_sim.data.table_file import TableFile
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
 
 _PARTS = 10  # different entries of a column that says train or test
+_COMMA: Final = re.compile(r"[+-]?\d*,\d+|\d+")  # a number with a decimal comma
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,13 @@ def roles_of(own: OwnName, table: TableFile, *, with_features: bool = True) -> R
 
 def to_see(own: OwnName, roles: Roles, table: TableFile) -> dict[str, Seen]:
     """Return what is to be found out about each column."""
-    most = {roles.label: MOST_CLASSES, roles.client: MOST_CLIENTS, roles.split: _PARTS}
+    uses = ((roles.label, MOST_CLASSES), (roles.client, MOST_CLIENTS), (roles.split, _PARTS))
+    most = {name: count for name, count in uses if name}
     texts = {*own.options.get("text", ()), *own.of_columns("category"), *most}
     declared = dict(zip(table.names, table.declared, strict=True))
+    spelling = spelling_by(own.option("decimal"), own.option("thousands"))
     return {
-        name: Seen(name, declared[name], most.get(name, MOST_CATEGORIES), as_text=name in texts)
+        name: Seen(name, declared[name], most.get(name, MOST_CATEGORIES), as_text=name in texts, spelling=spelling)
         for name in roles.columns
     }
 
@@ -83,8 +89,12 @@ def classes_of(seen: Seen, where: str) -> tuple[str, ...]:
             "(regression) are not supported, name a column with classes"
         )
     numbers = [as_number(text) for text in seen.texts]
+    if seen.texts and all(_COMMA.fullmatch(text) for text in seen.texts):
+        numbers = [as_number(text.replace(",", ".")) for text in seen.texts]
     if any(number != round(number) for number in numbers if number is not None):
-        fraction = next(text for text in sorted(seen.texts) if (as_number(text) or 0) % 1)
+        fraction = next(
+            text for text, number in sorted(zip(seen.texts, numbers, strict=True), key=str) if (number or 0) % 1
+        )
         raise UserError(
             f"{where}: column {seen.name!r} holds numbers such as {fraction}: regression is not supported; name a "
             "column with classes, or write the number as ranges"
@@ -120,11 +130,11 @@ def check_split(seen: Seen, where: str) -> None:
 
 def _features(own: OwnName, uses: Mapping[str, str], table: TableFile) -> tuple[str, ...]:
     """Return the columns without another use, as far as they are not left out."""
-    dropped = own.options.get("drop", ())
+    dropped = {*own.options.get("drop", ())}
     for key in ("drop", "text"):
         for name in own.options.get(key, ()):
             _check_column(name, key, table)
-    if clash := [name for name in dropped if name in uses]:
+    if clash := sorted(dropped & {*uses}):
         raise UserError(f"data.drop leaves out {clash[0]!r}, which is data.{uses[clash[0]]}: take one of them away")
     features = tuple(name for name in table.names if name not in uses and name not in dropped)
     if not features:
@@ -132,7 +142,7 @@ def _features(own: OwnName, uses: Mapping[str, str], table: TableFile) -> tuple[
     for key in ("range", "category"):
         for name in own.of_columns(key):
             _check_column(name, key, table)
-            if name not in features:
+            if name in uses or name in dropped:
                 raise UserError(f"data.{key}.{name}: the column {name!r} is no feature; leave this setting out")
     return features
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from fl_sim.data.naming import OwnName
+from fl_sim.data.spelling import spelling_by, told_doubles
 from fl_sim.data.table_features import Feature
 from fl_sim.data.table_roles import Roles
 from fl_sim.data.testing_part import Held
@@ -22,6 +24,7 @@ class Told:
     held: Held
     scales: bool
     dropped: int
+    counting: tuple[str, ...] = ()
 
     @property
     def as_they_are(self) -> list[str]:
@@ -49,6 +52,7 @@ def note(told: Told) -> str:
         f"categories: {_some(categories)}" if categories else "",
         told.test_part,
         f"{told.dropped:,} records with an empty cell are left out" if told.dropped else "",
+        *_oddities(told),
     ]
     return "; ".join(filter(None, parts))
 
@@ -67,6 +71,42 @@ def shown(told: Told) -> tuple[tuple[str, str], ...]:
     return tuple(lines)
 
 
+def inferred(told: Told, own: OwnName) -> tuple[str, ...]:
+    """Return what was taken for granted of the file, a line each."""
+    spelling = spelling_by(own.option("decimal"), own.option("thousands"))
+    roles = {"label": told.roles.label, "client": told.roles.client, "split": told.roles.split}
+    by_name = [role for role, name in roles.items() if name and not own.option(role)]
+    cells = {
+        "csv": f"cells stand between signs called {own.option('delimiter') or 'comma'}; {spelling.told()}",
+    }.get(own.kind, "types of columns are those that the file declares")
+    numbers = [feature for feature in told.features if not feature.categories]
+    kinds = f"{len(numbers):,} columns of numbers, {len(told.features) - len(numbers):,} of categories"
+    return (
+        cells,
+        kinds,
+        *([f"columns by their names: {', '.join(by_name)}"] if by_name else []),
+        f"{len(told.classes):,} classes, in {_order(told.classes)}",
+    )
+
+
+def _order(classes: tuple[str, ...]) -> str:
+    return "the order of their numbers" if all(name.lstrip("-").isdigit() for name in classes) else "alphabetical order"
+
+
+def _oddities(told: Told) -> list[str]:
+    """Say what looks like a mistake in the file, and is read as it stands."""
+    found = [told_doubles("classes", told.classes), told_doubles("clients", told.clients, with_names=False)]
+    found += [told_doubles(f"categories of {one.name}", one.categories) for one in told.features if not one.is_given]
+    found += [f"column {name!r} numbers the rows: leave it out by data.drop={name}" for name in told.counting if name]
+    if any(not one.name for one in told.features):
+        rows = " and numbers the rows" if "" in told.counting else ""
+        found.append(
+            f"a column has no name{rows}, as the index that spreadsheets and DataFrame.to_csv write: leave it out by "
+            "data.drop= with nothing behind, or give it a name"
+        )
+    return [one for one in found if one]
+
+
 def read_off(told: Told) -> str:
     """Return what of all this was read off the records: a sentence for what no epsilon covers, with a space before."""
     inferred = [feature.name for feature in told.features if feature.categories and not feature.is_given]
@@ -79,6 +119,6 @@ def read_off(told: Told) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    found = [*names]
+    found = [name or "''" for name in names]
     more = f" and {len(found) - _FEW} more" if len(found) > _FEW + 1 else ""
     return ", ".join(found if not more else found[:_FEW]) + more

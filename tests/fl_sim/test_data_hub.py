@@ -113,3 +113,79 @@ def test_a_missing_library_is_told(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"datasets, which is not installed .*: pip install 'fl-sim\[hf\]'"):
         load(f"hf:{tmp_path}")
     assert places.find(f"hf:{tmp_path}") is not None
+
+
+def classified(names, present, count=60, **columns):
+    """Make a table whose number ``a`` says the class: 0, 1, 2 for ant, bee, cow, whatever their codes are."""
+    true = [present[i % len(present)] for i in range(count)]
+    features = {"a": datasets.Value("float32"), "label": datasets.ClassLabel(names=names)}
+    made = {"a": [float(["ant", "bee", "cow"].index(one)) for one in true], "label": [names.index(one) for one in true]}
+    for name, (cells, feature) in columns.items():
+        made[name], features[name] = [cells[i % len(cells)] for i in range(count)], feature
+    return datasets.Dataset.from_dict(made, features=datasets.Features(features))
+
+
+ALL = ["ant", "bee", "cow"]
+
+
+@pytest.mark.parametrize("names", [["bee", "cow"], ["cow", "bee", "ant"], ["bee", "ant", "cow"]])
+def test_classes_of_a_test_part_are_told_by_name_not_by_code(tmp_path, names):
+    test = classified(names, [name for name in ALL if name in names])
+    found = load(saved(tmp_path, train=classified(ALL, ALL), test=test))
+    assert found.classes == ("ant", "bee", "cow")
+    np.testing.assert_array_equal(found.test.inputs[:, 0], found.test.labels)
+    assert any("codes of column 'label' stand for ant, bee, cow" in line for line in found.inferred)
+
+
+def test_other_columns_of_classes_and_images_are_told_by_name_too(tmp_path):
+    colours = [["red", "green"], ["green", "blue", "red"]]
+    with pytest.raises(
+        UserError, match=r"has the class 'blue'.* its classes are red, green, and here green, blue, red"
+    ):
+        load(
+            saved(
+                tmp_path,
+                train=classified(ALL, ALL, colour=([0, 1], datasets.ClassLabel(names=colours[0]))),
+                test=classified(ALL, ALL, colour=([0, 1, 2], datasets.ClassLabel(names=colours[1]))),
+            )
+        )
+    train = classified(ALL, ALL, colour=([0, 1], datasets.ClassLabel(names=colours[0])))
+    test = classified(ALL, ALL, colour=([2, 0], datasets.ClassLabel(names=colours[1])))
+    found = load(saved(tmp_path / "b", train=train, test=test))
+    assert found.test.inputs[:, 1].tolist() == [0, 1] * 30  # red is 0 and green 1, as in the part to train on
+    swapped = images(4).cast_column("label", datasets.ClassLabel(names=["dog", "cat"]))
+    swapped = swapped.map(lambda row: {"label": 1 - row["label"]}).cast_column(
+        "label", datasets.ClassLabel(names=["dog", "cat"])
+    )
+    pictures = load(saved(tmp_path / "c", train=images(4), test=swapped))
+    assert pictures.test.labels.tolist() == pictures.train.labels.tolist() == [0, 1, 0, 1]
+
+
+def test_classes_by_name_in_one_part_and_by_text_or_code_in_the_other(tmp_path):
+    coded = classified(ALL, ALL)
+    texts = coded.map(lambda row: {"label": ALL[row["label"]]}, features=datasets.Features(
+        {"a": datasets.Value("float32"), "label": datasets.Value("string")}
+    ))  # fmt: skip
+    bare = coded.cast_column("label", datasets.Value("int64"))
+    for place, (train, test) in enumerate(((coded, texts), (texts, coded))):
+        found = load(saved(tmp_path / str(place), train=train, test=test) + ":label=label")
+        assert found.classes == ("ant", "bee", "cow")
+        np.testing.assert_array_equal(found.test.inputs[:, 0], found.test.labels)
+    for place, (train, test) in enumerate(((coded, bare), (bare, coded))):
+        with pytest.raises(UserError, match="codes without names"):
+            load(saved(tmp_path / f"bare{place}", train=train, test=test) + ":label=label")
+
+
+def test_class_names_belong_to_codes_where_some_codes_do_not_occur(tmp_path):
+    names = ["ant", "bee", "cow"]
+    part = classified(names, ["ant", "cow"])
+    found = load(saved(tmp_path, train=part, test=part))
+    assert found.classes == ("ant", "cow")
+    assert found.test.labels.tolist()[:2] == [0, 1]
+
+
+def test_whole_numbers_beyond_2_to_the_53_are_numbers(tmp_path):
+    ids = ([2**53 + 1 + 2 * i for i in range(20)], datasets.Value("int64"))
+    found = load(saved(tmp_path, train=classified(ALL, ALL, id=ids), test=classified(ALL, ALL, id=ids)))
+    assert found.names == ("a", "id")
+    assert found.train.inputs[0, 1] == np.float32(2**53 + 1)
