@@ -277,12 +277,18 @@ class Cohort:
     """A round's replies, sorted by client, with the public numbers of the round.
 
     ``expected_size`` is what the sampler plans for (fixed size, or sampling rate times population), not who replied.
+    ``num_holders``: how many of the ``num_clients`` hold records to train on; None: all.
     """
 
     server_round: int
     replies: tuple[Reply, ...]
     num_clients: int
     expected_size: float
+    num_holders: int | None = None
+
+    def participation(self, num_trained: int) -> float:
+        """Return |S|/K for ``num_trained`` clients: their share of those that can ever take part."""
+        return num_trained / (self.num_clients if self.num_holders is None else self.num_holders)
 
 
 @dataclass(frozen=True)
@@ -306,7 +312,8 @@ class Aggregate:
     """All that the server half of an algorithm sees of a round: means over clients.
 
     ``payloads``: the mean of what clients sent, group by group, under the names that they gave.
-    ``participation`` is the share of the population behind the mean (|S|/K, or its public expectation under privacy).
+    ``participation`` is the share of the population behind the mean: |S|/K, where K are the clients that hold records.
+    Under privacy who holds any is secret: it is the public expectation, and K are all clients.
     """
 
     payloads: Payloads

@@ -53,7 +53,7 @@ class WeightedMean(Settings):
         apart = [reply for reply in cohort.replies if reply.num_examples == 0 or not _has_finite_loss(reply)]
         for reply in apart if is_finite(payloads) else cohort.replies:
             _check_finite(reply, cohort.server_round)
-        return Aggregate(payloads, participation=len(trained) / cohort.num_clients) if trained else None
+        return Aggregate(payloads, participation=cohort.participation(len(trained))) if trained else None
 
 
 def weights_of(replies: Sequence[Reply], weighting: Weighting) -> list[float]:
@@ -92,7 +92,7 @@ def combined(cohort: Cohort, combine: Combine) -> Aggregate | None:
         return None
     rows = as_rows(replies)
     row = combine(rows, replies).to(rows.dtype)
-    return Aggregate(from_row(row, replies[0].payloads), len(replies) / cohort.num_clients)
+    return Aggregate(from_row(row, replies[0].payloads), cohort.participation(len(replies)))
 
 
 def _trained(cohort: Cohort) -> list[Reply]:

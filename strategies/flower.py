@@ -56,7 +56,7 @@ class FederatedStrategy(Strategy):
     many records a client can have at most, where that is known. ``sampling_seed``: what cohorts are drawn by, None for
     ``seed``, by which hostile clients are chosen. ``packing``: how updates are compressed, if they are.
     ``turnout_of``: of the virtual clock, where there is one; ``turnout`` is then the last round's, and ``cohort`` those
-    whose updates count.
+    whose updates count. ``holders``: which clients hold records to train on, (clients,), as far as is known; None: all.
     """
 
     algorithm: Algorithm
@@ -75,6 +75,7 @@ class FederatedStrategy(Strategy):
     cohort: NDArray[np.int64] = field(default_factory=lambda: np.arange(0))
     turnout_of: TurnoutOf | None = None
     turnout: Turnout | None = None
+    holders: NDArray[np.bool_] | None = None
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -105,7 +106,8 @@ class FederatedStrategy(Strategy):
         """
         answers = self._checked(server_round, list(replies))
         answers = self._after_attack(answers)
-        cohort = Cohort(server_round, answers, self.num_clients, self.sampler.expected_size(self.num_clients))
+        expected = self.sampler.expected_size(self.num_clients)
+        cohort = Cohort(server_round, answers, self.num_clients, expected, self.num_holders(answers))
         aggregate = self._aggregate(cohort)
         if aggregate is not None:
             payloads = dict(aggregate.payloads)
@@ -162,6 +164,14 @@ class FederatedStrategy(Strategy):
         """Return the update that is in a client's replies, of which there must be one. Raises Malformed otherwise."""
         unpackings = self._unpackings(client, server_round)
         return wire.read_update(client, content_of(replies), self._template, self.most_examples, unpackings)
+
+    def num_holders(self, answers: Sequence[Reply]) -> int | None:
+        """Return how many clients can ever take part, those of ``answers`` among them; None: all."""
+        if self.holders is None:
+            return None
+        for reply in answers:  # a node of Flower's runtime may hold records of its own
+            self.holders[reply.client] |= reply.num_examples > 0
+        return int(self.holders.sum())
 
     def _after_attack(self, answers: tuple[Reply, ...]) -> tuple[Reply, ...]:
         """Return the round's updates with those of hostile clients as the attack forges them."""

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
 from fl_sim.errors import UserError
-from fl_sim.kinds import Choices
+from fl_sim.kinds import Choices, kind_of
 from fl_sim.late_torch import torch
 from fl_sim.params import FlatParams, layout_of, num_in, num_parameters, vector_in
 from fl_sim.privacy.mechanisms import (
@@ -160,17 +160,9 @@ class GlobalDP(Settings):
         assert correlated.bands == self.noise_bands
         assert cohort.expected_size > 0
         size = sum(num_parameters(params) for params in template.values())
-        count_noise = self._count_noise(cohort.expected_size)
-        noise_multiplier = self.noise_multiplier
-        if self.adaptive_clipping is not None:
-            noise_multiplier = update_noise_multiplier(self.noise_multiplier, count_noise)
-        std = noise_multiplier * clipping_norm
-        # SENSITIVE until noised: total and num_within never leave this method as they are.
-        # A client's update is in the sums of as many rounds as there are bands, and each of them is rounded.
-        bands = self.noise_bands
-        limit = clipping_norm_on_grid(clipping_norm, std, size * bands, summands=cohort.num_clients * bands)
-        counting = _counting(cohort.replies, template)
-        total, num_within, num_finite = _clipped_sum(counting, template, size, clipping_norm, limit)
+        count_noise, std = self._count_noise(cohort.expected_size), self._std(cohort, clipping_norm)
+        # SENSITIVE until noised: total and centred never leave this method as they are.
+        total, centred = self.sums(cohort, template, clipping_norm)
         if std:
             steps = noise.gaussian(size, std, purpose="global-dp update", server_round=cohort.server_round)
             total = correlated.release(total, std, steps)
@@ -178,15 +170,46 @@ class GlobalDP(Settings):
         aggregate = Aggregate(_unflatten(flat, template), participation=cohort.expected_size / cohort.num_clients)
         if self.adaptive_clipping is None:
             return aggregate, clipping_norm
-        centred = np.array([num_within - num_finite / 2])
         steps = noise.gaussian(1, count_noise, purpose="global-dp count", server_round=cohort.server_round)
-        noisy_share = float(add_noise(centred, count_noise, steps)[0]) / cohort.expected_size + 0.5
+        noisy_share = float(add_noise(np.array([centred]), count_noise, steps)[0]) / cohort.expected_size + 0.5
         return aggregate, next_clipping_norm(
             clipping_norm,
             noisy_share,
             target_quantile=self.adaptive_clipping.target_quantile,
             learning_rate=self.adaptive_clipping.learning_rate,
         )
+
+    def sums(
+        self, cohort: Cohort, template: Payloads, clipping_norm: float
+    ) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float]:
+        """Return what noise is added to: the sum of the clipped updates, and the centred count of those within.
+
+        SENSITIVE. Between two worlds of which one lacks a client's records, they differ by at most ``clipping_norm``
+        and 1/2; where a client is exchanged for another, by twice that.
+        """
+        size, bands = sum(num_parameters(params) for params in template.values()), self.noise_bands
+        # A client's update is in the sums of as many rounds as there are bands, and each of them is rounded.
+        std, summands = self._std(cohort, clipping_norm), cohort.num_clients * bands
+        limit = clipping_norm_on_grid(clipping_norm, std, size * bands, summands=summands)
+        return _clipped_sum(_counting(cohort.replies, template), template, size, clipping_norm, limit)
+
+    def check_silence(self, algorithm: object, sent: Payloads) -> None:
+        """Raise UserError where ``sent``, by a client without records, is not zeros: the guarantee counts on these."""
+        loud = [f"{group}.{name}" for group, params in sent.items() for name, one in params.items() if one.any()]
+        if loud and self.noise_multiplier:
+            raise UserError(
+                f"algorithm {kind_of(algorithm)} cannot run under aggregator global-dp: a client without records sends "
+                f"numbers other than 0 ({loud[0]}), and the guarantee is about records that are replaced by nothing; "
+                "let finish send zeros where num_examples is 0"
+            )
+
+    def _std(self, cohort: Cohort, clipping_norm: float) -> float:
+        """Return the noise on each number of the sum of the updates."""
+        noise_multiplier = self.noise_multiplier
+        if self.adaptive_clipping is not None:
+            count_noise = self._count_noise(cohort.expected_size)
+            noise_multiplier = update_noise_multiplier(self.noise_multiplier, count_noise)
+        return noise_multiplier * clipping_norm
 
     def _count_noise(self, expected_size: float) -> float:
         if self.adaptive_clipping is None:
@@ -202,20 +225,23 @@ def _counting(replies: Sequence[Reply], template: Payloads) -> list[Reply]:
 
 def _clipped_sum(
     replies: Sequence[Reply], template: Payloads, size: int, clipping_norm: float, limit: float
-) -> tuple[np.ndarray[Any, np.dtype[np.float64]], int, int]:
-    """Return the float64 sum of the updates clipped to ``limit``, how many were within the norm, how many finite."""
+) -> tuple[np.ndarray[Any, np.dtype[np.float64]], float]:
+    """Return the float64 sum of the updates clipped to ``limit``, and how many more than half were within the norm.
+
+    An update of zeros, which is what a client without records sends, is in neither: with it or without it both are
+    the same. Any other update moves the sum by at most ``limit``, and the count by exactly 1/2.
+    """
     total = torch.zeros(size, dtype=torch.float64)
-    num_within = num_finite = 0
+    centred = 0.0
     for reply in replies:
         row = _row(reply.payloads, template)
         norm = float(torch.linalg.vector_norm(row, dtype=torch.float64))
         factor = clip_factor(norm, limit)
-        if factor == 0.0:
+        if factor == 0.0 or norm == 0.0:
             continue
-        num_finite += 1
-        num_within += norm <= clipping_norm
+        centred += 0.5 if norm <= clipping_norm else -0.5
         total.add_(row, alpha=factor)
-    return total.numpy(), num_within, num_finite
+    return total.numpy(), centred
 
 
 def _row(payloads: Payloads, template: Payloads) -> torch.Tensor:

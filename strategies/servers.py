@@ -155,7 +155,10 @@ class FedAsync(_Asynchronous):
     def step(
         self, server: ServerState, algorithm: Algorithm, arrivals: Sequence[Arrival], server_round: int, clients: int
     ) -> ServerState:
-        """Return the server's state after an update has come; a client without records changes nothing."""
+        """Return the server's state after an update has come; a client without records changes nothing.
+
+        ``clients``: how many hold records.
+        """
         [arrival] = arrivals
         aggregate = WeightedMean().mean(Cohort(server_round, (arrival.reply,), clients, 1), algorithm.weighting)
         if aggregate is None:
@@ -202,7 +205,10 @@ class FedBuff(_Asynchronous):
     def step(
         self, server: ServerState, algorithm: Algorithm, arrivals: Sequence[Arrival], server_round: int, clients: int
     ) -> ServerState:
-        """Return the server's state after a buffer full of updates; nothing changes where no client has records."""
+        """Return the server's state after a buffer full of updates; nothing changes where no client has records.
+
+        ``clients``: how many hold records.
+        """
         replies = tuple(self._weighed(arrival) for arrival in arrivals)
         aggregate = WeightedMean().mean(Cohort(server_round, replies, clients, self.buffer), self.weighting)
         if aggregate is None:

@@ -36,7 +36,10 @@ Accountant: TypeAlias = Literal["rdp", "pld"]
 
 
 class Adjacency(StrEnum):
-    """Which two populations must be hard to tell apart."""
+    """Which two populations must be hard to tell apart; in words in ``fl_sim.privacy.statement``.
+
+    Every mechanism at client level is held to it with both worlds run: tests/fl_sim/simulation/test_two_worlds.py.
+    """
 
     ADD_OR_REMOVE_ONE = "add-or-remove-one"
     REPLACE_ONE = "replace-one"

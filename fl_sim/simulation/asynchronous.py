@@ -122,7 +122,8 @@ class _Pace:
             for turn in sorted(made.arrived, key=lambda turn: (turn.client, turn.server_round))  # sums go as in rounds
         ]
         experiment, algorithm = self.procedure.job.experiment, self.procedure.algorithm
-        server = self.procedure.server.step(before, algorithm, arrivals, server_round, experiment.num_clients)
+        clients = self.strategy.num_holders([arrival.reply for arrival in arrivals]) or experiment.num_clients
+        server = self.procedure.server.step(before, algorithm, arrivals, server_round, clients)
         check_finite({"params": server.params}, server_round)
         self.strategy.server = server
         self._keep_sent()

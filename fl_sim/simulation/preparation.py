@@ -6,7 +6,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from flwr.serverapp import Grid
+from numpy.typing import NDArray
 
 from clients.dafl.settings import DaFl
 from fl_sim.batch_norm import layers_after, placed
@@ -21,7 +23,7 @@ from fl_sim.params import is_finite
 from fl_sim.report.figures.samples import write_samples
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.simulation.run_log import RunLog
-from fl_sim.simulation.site import local_settings, read_pool
+from fl_sim.simulation.site import local_settings, read_pool, sizes_trained_on
 from fl_sim.store import run_directory
 from fl_sim.store.tensors import save_by_content
 from fl_sim.training.loop import resident
@@ -92,7 +94,9 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
             _start_from(_trained_on_pool(job, path, experiment.preprocess.server_epochs, log.server), strategy, log)
     dataset = job.dataset
     held = len(dataset.train) if isinstance(grid, LocalGrid) else MOST_HELD
-    strategy.most_examples = held + (log.pool.num_synthetic if log.pool else 0)
+    num_synthetic = log.pool.num_synthetic if log.pool else 0
+    strategy.most_examples = held + num_synthetic
+    strategy.holders = _holders(job, num_synthetic, log)
     if isinstance(algorithm, Sharing):
         template = what_clients_share(algorithm, dataset.input_shape, dataset.num_classes)
         shared, up = share_before_training(strategy, grid, template, experiment.round_timeout)
@@ -101,6 +105,22 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
         strategy.order = replace(strategy.order, pool=str(save_by_content(out.absolute(), "pool", shared)))
     log.preprocess_seconds = time.perf_counter() - start
     return strategy
+
+
+def _holders(job: Job, num_synthetic: int, log: RunLog) -> NDArray[np.bool_] | None:
+    """Return which clients hold records to train on, (clients,); None where all do, or all are to count."""
+    holders: NDArray[np.bool_] = sizes_trained_on(job, num_synthetic) > 0
+    without = int((~holders).sum())
+    if not without or isinstance(job.experiment.aggregator, GlobalDP):  # who holds any is secret there, K public
+        return None
+    if not log.counts_holders:
+        log.warnings.append(
+            f"this run began with a version that counted the {without:,} clients without records where an algorithm "
+            "divides by the number of clients (SCAFFOLD, FedDyn, FedSpeed), and goes on like this: run it from the "
+            "beginning by --again for the figures of this version"
+        )
+        return None
+    return holders
 
 
 def _use_synthetic_records(job: Job, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> None:

@@ -87,7 +87,7 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
         progress, log.server = checkpoint
         log.rounds = run_directory.keep_rounds(out, progress.last_round, progress.chain)
         log.chain, log.clipping_norm, log.receipt = progress.chain, progress.clipping_norm, progress.receipt
-        log.versions = progress.versions
+        log.versions, log.counts_holders = progress.versions, progress.counts_holders
     else:
         _clear(out)
         run_directory.write_config(out, experiment.as_written())

@@ -235,6 +235,8 @@ class Rounds:
             )
         server = self.algorithm.init(detached(model.named_parameters()))
         sent, kept = what_clients_send(self.algorithm, server), what_clients_keep(self.algorithm, server)
+        if isinstance(aggregator := self.job.experiment.aggregator, GlobalDP):
+            aggregator.check_silence(self.algorithm, sent)
         if any(name == wire.LAYERS or wire.is_held(name) for name in {*server.broadcast, *sent, *kept}):
             raise UserError(
                 f"algorithm {kind_of(self.algorithm)} sends or keeps something called {wire.LAYERS!r}, the name under "
@@ -322,7 +324,8 @@ def _keep(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundReco
     log.server = strategy.server
     log.chain = run_directory.append_round(out, record, log.chain)
     log.rounds.append(record)
-    progress = Progress(record.round, log.chain, records=log.records, versions=log.versions)
+    holders = strategy.holders is not None
+    progress = Progress(record.round, log.chain, records=log.records, versions=log.versions, counts_holders=holders)
     if strategy.privacy is not None:
         receipt = strategy.privacy.ledger.receipt.to_json()
         progress = Progress(record.round, log.chain, strategy.privacy.clipping_norm, receipt, log.records)

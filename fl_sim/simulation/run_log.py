@@ -44,7 +44,8 @@ class RunLog:
     of each client in a round, None where there was none; ``before`` and ``after`` the rounds: of all clients, by what
     it was, None where that depends on private records. ``facts`` and ``statements`` (of privacy) are a procedure's own:
     they go into ``result.json`` as they are. ``records``: a digest of the user's own records, for the checkpoint.
-    ``versions``: {round: digest} of the models that are kept for clients still at work on them.
+    ``versions``: {round: digest} of the models that are kept for clients still at work on them. ``counts_holders``:
+    whether clients without records are left out where an algorithm counts all clients.
     """
 
     server: ServerState
@@ -69,6 +70,7 @@ class RunLog:
     seal: Seal | None = None
     records: str = ""
     versions: dict[int, str] = field(default_factory=dict)
+    counts_holders: bool = True
 
 
 class Observer(Protocol):

@@ -20,7 +20,7 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.engine import InProcess
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
-from fl_sim.kinds import kind_of
+from fl_sim.kinds import Promising, kind_of
 from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.seeding import rng
 from fl_sim.simulation.summaries import summarise
@@ -111,7 +111,9 @@ def sizes_trained_on(job: Job, num_synthetic: int) -> NDArray[np.int64]:
     own: NDArray[np.int64] = job.shards.sizes
     if not num_synthetic:
         return own
-    return own * _trains_on_own(job.experiment, "a pool") + num_synthetic
+    if not _trains_on_own(job.experiment, "a pool"):
+        return np.full_like(own, num_synthetic)
+    return own + num_synthetic * ((own > 0) | _has_pool_alone(job.experiment))
 
 
 def _augment(job: Job) -> Augment:
@@ -212,7 +214,19 @@ def _records(
 ) -> Records:
     if not synthetic:
         return own(client)
-    return own(client) + pool(synthetic) if _trains_on_own(experiment, synthetic) else pool(synthetic)
+    if not _trains_on_own(experiment, synthetic):
+        return pool(synthetic)
+    mine = own(client)
+    return mine + pool(synthetic) if len(mine) or _has_pool_alone(experiment) else mine
+
+
+def _has_pool_alone(experiment: Experiment) -> bool:
+    """Say whether a client without records of its own trains on a pool beside which others have theirs.
+
+    Not under Global DP, whose guarantee counts on zeros from a client whose records are replaced by nothing.
+    """
+    aggregator = experiment.aggregator
+    return not (isinstance(aggregator, Promising) and aggregator.is_private)
 
 
 def _trains_on_own(experiment: Experiment, synthetic: str) -> bool:

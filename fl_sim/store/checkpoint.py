@@ -28,6 +28,7 @@ class Progress:
     ``clipping_norm``: the next round's, where the run is private. ``receipt``: the privacy ledger's, as plain JSON.
     ``records``: a digest of the user's own records that the run trains on, empty where they are public. ``versions``:
     {round: digest} of the states before some rounds, which lie in files beside it (``write_state``).
+    ``counts_holders``: whether clients without records are left out where an algorithm counts all clients.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -38,6 +39,7 @@ class Progress:
     receipt: dict[str, Any] | None = None
     records: str = ""
     versions: dict[int, str] = field(default_factory=dict)
+    counts_holders: bool = False
 
 
 _PROGRESS = TypeAdapter(Progress)
@@ -52,7 +54,7 @@ def write_state(path: Path, progress: Progress, server: ServerState) -> str:
     """Keep a state of the server in a file, whole or not at all; return the SHA-256 of what is in it."""
     # safetensors sorts by name; numbers first keep our order, on which last bits and the noise of privacy depend.
     named = {f"{number:06}/{name}": value for number, (name, value) in enumerate(_named(server))}
-    unused = None if progress.versions else {"versions"}  # which came later
+    unused = {name for name in ("versions", "counts_holders") if not getattr(progress, name)}  # which came later
     facts = _PROGRESS.dump_json(progress, exclude=unused).decode()
     digest = digest_of(facts, named)
     write_whole(path, save(named, {"progress": facts, "sha256": digest}))
