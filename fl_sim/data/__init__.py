@@ -1,5 +1,6 @@
 """Classification data sets by name, read once per process and kept as bytes."""
 
+from fl_sim.data.content import content_of, sealed_content
 from fl_sim.data.features import Features, version_of
 from fl_sim.data.integrity import Check, verify
 from fl_sim.data.known import NAMES, tuned_on
@@ -13,6 +14,7 @@ __all__ = [
     "Features",
     "Root",
     "Source",
+    "content_of",
     "describe_missing",
     "find",
     "fingerprint",
@@ -20,6 +22,7 @@ __all__ = [
     "load",
     "read",
     "roots",
+    "sealed_content",
     "tuned_on",
     "verify",
     "version_of",
