@@ -111,6 +111,22 @@ def as_labels(labels: NDArray[np.generic], where: str) -> NDArray[np.int64]:
     return labels.reshape(-1).astype(np.int64)
 
 
+def looks_channels_first(shape: tuple[int, ...]) -> bool:
+    """Say whether images of ``shape`` (records, ...) have their channels in front of height and width.
+
+    Read with channels last, such images have up to four rows and more than four columns and channels, or fewer rows
+    than columns and as many channels as columns.
+    """
+    _, first, second, last = shape
+    return (first in {1, 3} and last > 4) or first <= 4 < min(second, last) or first < second == last
+
+
+def looks_channels_last(shape: tuple[int, ...]) -> bool:
+    """Say whether images of ``shape`` (records, ...) have their channels behind height and width."""
+    _, first, second, last = shape
+    return last <= 4 < min(first, second) or last < first == second
+
+
 def most_bytes() -> int:
     """Return how many bytes one array may take."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -1,18 +1,20 @@
 """A folder of images: PATH/train/CLASS/*.png and PATH/test/CLASS/*.png (or .jpg, .tif, .bmp), read with Pillow."""
 
-import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unicodedata import normalize
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fl_sim.data.checked import own_dataset
 from fl_sim.data.naming import OwnName
-from fl_sim.data.pictures import Wanted, pixels, stacked, wanted_by
+from fl_sim.data.pictures import Pixels, Wanted, decoded, stacked, wanted_by
+from fl_sim.data.spelling import told_doubles
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
+from fl_sim.mistakes import shortened
 from fl_sim.types import Dataset, Examples
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"})
@@ -25,34 +27,45 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     training images: those are the clients' private data. Raises UserError naming the file that cannot be read, has
     another size than the first, or belongs to a class without training images.
     """
-    wanted, classes = wanted_by(own), _subfolders(path / "train")
-    strangers = sorted(set(_subfolders(path / "test")) - set(classes))
-    if strangers:
-        raise UserError(f"{path}: test has class {strangers[0]!r}, but train has only {', '.join(classes)}")
-    files = [*(train := _files(path / "train", classes)), *_files(path / "test", classes)]
-    images = stacked(((str(file), partial(_image, file, wanted)) for file, _ in files), len(files))
+    wanted, folders = wanted_by(own), _subfolders(path / "train")
+    classes, tested = [*folders], _subfolders(path / "test")
+    if strangers := [name for name in tested if name not in folders]:
+        raise UserError(
+            f"{path}: test has class {shortened(strangers[0])!r}, but train has only {_some(classes)}, and test "
+            f"{_some([*tested])}; rename the folders alike"
+        )
+    train = _files(path / "train", folders.values())
+    files = [*train, *_files(path / "test", [tested.get(name) for name in classes])]
+    stack = stacked(((str(file), partial(_image, file, wanted)) for file, _ in files), len(files))
+    images = stack.images
     labels = np.array([label for _, label in files], dtype=np.int64)
     first, second = (Examples(images[rows], labels[rows]) for rows in (slice(len(train)), slice(len(train), None)))
     half = (0.5,) * images.shape[1]
     dataset = own_dataset(name, first, second, half, half, str(path))
-    others = _num_others(path, classes)
+    others = sum(map(_num_others, [*folders.values(), *tested.values()]))
     left = f"{others:,} files that are no images by their names are left out" if others else ""
-    note = "; ".join(filter(None, (wanted.told(), left)))
-    return replace(dataset, note=note, classes=tuple(classes))
+    note = "; ".join(filter(None, (wanted.told(), left, told_doubles("classes", classes))))
+    order = f"{len(classes):,} classes, by the folders of train in alphabetical order; test's are matched by name"
+    return replace(dataset, note=note, classes=tuple(classes), inferred=(order, *stack.inferred()))
 
 
-def _subfolders(split: Path) -> list[str]:
+def _subfolders(split: Path) -> dict[str, Path]:
+    """Return {class: its folder} in order; two ways in which Unicode writes a name are one."""
     if not split.is_dir():
         raise UserError(f"there is no folder {split}; wanted are {split.parent}/train/CLASS/*.png and test/CLASS/*.png")
-    names = sorted(entry.name for entry in split.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    if not names:
+    found = [entry for entry in split.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    folders = {normalize("NFC", entry.name): entry for entry in found}
+    if not found:
         raise UserError(f"{split} has no class folders; wanted are {split}/CLASS/*.png")
-    return names
+    if len(folders) < len(found):
+        twice = next(entry for entry in found if entry not in folders.values())
+        raise UserError(f"{split} has two folders called {twice.name!r}, in two spellings of Unicode; merge them")
+    return dict(sorted(folders.items()))
 
 
-def _files(split: Path, classes: list[str]) -> list[tuple[Path, int]]:
-    """Return (file, label) of every image in a part."""
-    files = [(file, label) for label, name in enumerate(classes) for file in _image_files(split / name)]
+def _files(split: Path, folders: Iterable[Path | None]) -> list[tuple[Path, int]]:
+    """Return (file, label) of every image in a part; a class may have no test images, and so no folder."""
+    files = [(file, label) for label, one in enumerate(folders) if one for file in _image_files(one)]
     if not files:
         raise UserError(f"{split} holds no images; wanted are {', '.join(sorted(SUFFIXES))} files in its class folders")
     return files
@@ -63,23 +76,23 @@ def _image_files(folder: Path) -> list[Path]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return all in ``folder`` that is not hidden, in order; a class may have no test images, and so no folder."""
-    return sorted(file for file in folder.iterdir() if not file.name.startswith(".")) if folder.is_dir() else []
+    """Return all in ``folder`` that is not hidden, in order."""
+    return sorted(file for file in folder.iterdir() if not file.name.startswith("."))
 
 
-def _num_others(path: Path, classes: list[str]) -> int:
-    """Return how many files in the folders of classes have no image's name."""
-    entries = (entry for part in ("train", "test") for name in classes for entry in _entries(path / part / name))
-    return sum(entry.suffix.lower() not in SUFFIXES for entry in entries)
+def _num_others(folder: Path) -> int:
+    """Return how many files in the folder of a class have no image's name."""
+    return sum(entry.suffix.lower() not in SUFFIXES for entry in _entries(folder))
 
 
-def _image(file: Path, wanted: Wanted) -> NDArray[np.uint8]:
-    from PIL import Image  # noqa: PLC0415 (only this source needs it)
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return f"{', '.join(map(shortened, names[:20]))}{more}"
 
+
+def _image(file: Path, wanted: Wanted) -> Pixels:
     try:
-        with warnings.catch_warnings(), Image.open(file) as image:
-            warnings.simplefilter("ignore")  # what Pillow only warns of is damage that it can live with
-            return pixels(image, str(file), wanted)
+        return decoded(file.read_bytes(), str(file), wanted)
     except UserError:
         raise
     except Exception as error:

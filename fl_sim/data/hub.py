@@ -7,16 +7,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fl_sim.data.checked import own_dataset
 from fl_sim.data.naming import OwnName
-from fl_sim.data.pictures import Wanted, pixels, stacked, wanted_by
+from fl_sim.data.pictures import Pixels, Wanted, decoded, stacked, wanted_by
 from fl_sim.data.table import Plan, dataset_of, planned, rows_of
 from fl_sim.data.table_file import ROWS, TableFile, pyarrow, table_of
 from fl_sim.data.table_roles import roles_of
@@ -207,7 +205,8 @@ def _with_images(
     plan = planned(own, tables, roles_of(own, tables[0], with_features=False), held)
     rows = rows_of(plan)
     undecoded = [part.select_columns([image]).cast_column(image, _library().Image(decode=False)) for part in parts]
-    images = stacked(_opened(undecoded, tables, image, wanted), len(rows.labels))
+    stack = stacked(_opened(undecoded, tables, image, wanted), len(rows.labels))
+    images = stack.images
     records = Examples(images, rows.labels, rows.clients if plan.roles.client else None)
     train, test = (records.take(np.flatnonzero(mask)) for mask in (~rows.is_test, rows.is_test))
     half = (0.5,) * images.shape[1]
@@ -215,7 +214,9 @@ def _with_images(
     shown = [(image, f"image: {images.shape[3]}x{images.shape[2]}"), (plan.roles.label, "label")]
     if plan.roles.client:
         shown.append((plan.roles.client, f"client: {len(plan.clients):,} of them"))
-    return replace(dataset, note=_note(plan, image, wanted), classes=plan.classes, shown=tuple(shown))
+    return replace(
+        dataset, note=_note(plan, image, wanted), classes=plan.classes, shown=tuple(shown), inferred=stack.inferred()
+    )
 
 
 def _opened(parts: Sequence[Any], tables: Sequence[TableFile], image: str, wanted: Wanted) -> Iterator[Any]:
@@ -225,15 +226,12 @@ def _opened(parts: Sequence[Any], tables: Sequence[TableFile], image: str, wante
             yield where, partial(_picture, part, number, image, where, wanted)
 
 
-def _picture(part: Any, number: int, image: str, where: str, wanted: Wanted) -> NDArray[np.uint8]:
-    from PIL import Image  # noqa: PLC0415 (only images need it)
-
+def _picture(part: Any, number: int, image: str, where: str, wanted: Wanted) -> Pixels:
     given = part[number][image]
     if given is None:
         raise UserError(f"{where}, column {image!r}: there is no image")
     try:
-        with Image.open(BytesIO(given["bytes"]) if given["bytes"] else given["path"]) as opened:
-            return pixels(opened, where, wanted)
+        return decoded(given["bytes"] or Path(given["path"]).read_bytes(), where, wanted)
     except UserError:
         raise
     except Exception as error:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from fl_sim.data.checked import own_dataset, with_validation
 from fl_sim.data.naming import OwnName
-from fl_sim.data.npz import images_of, read_arrays
+from fl_sim.data.npz import images_inferred, images_of, read_arrays
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess
 from fl_sim.types import Dataset, Examples
@@ -42,7 +42,8 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
         )
         train = Examples(inputs, labels)
     half = (0.5,) * train.inputs.shape[1]
-    made = own_dataset(name, train, test, half, half, str(path))
+    taken = images_inferred(arrays["train_images"].shape)
+    made = replace(own_dataset(name, train, test, half, half, str(path)), inferred=taken)
     if use == "validate":
         return with_validation(made, val, str(path))
     note = f"its {len(val):,} validation images are {'trained on, too' if use == 'train' else 'left out'}"
@@ -50,9 +51,9 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
 
 
 def _images(path: Path, name: str, array: NDArray[np.generic]) -> NDArray[np.uint8]:
+    images = images_of(f"{path}: {name}", array)
     if array.ndim == 4 and array.shape[3] not in {1, 3, 4}:
         raise UserError(f"{path}: {name} has shape {array.shape}: volumes (MedMNIST's 3D sets) are not supported")
-    images = images_of(f"{path}: {name}", array)
     if images.dtype != np.uint8:
         raise UserError(f"{path}: {name} is {array.dtype} of shape {array.shape}; wanted are uint8 images")
     return images.astype(np.uint8, copy=False)

@@ -2,15 +2,16 @@
 
 import math
 import zipfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import as_labels, known_dataset, most_bytes, own_dataset, with_validation
+from fl_sim.data.checked import as_labels, known_dataset, looks_channels_first, most_bytes, own_dataset, with_validation
 from fl_sim.data.known import KnownSet
 from fl_sim.data.npz_clients import CLIENTS, with_clients
 from fl_sim.data.tokens import MOST_TOKENS, tokens_in
@@ -32,6 +33,23 @@ _WORDS: Final = {
 """{what others call an array: what is meant here}"""
 _INPUTS: Final = ("x_train", "x_test", "x_val")
 _LOCAL_HEADER_SIZE = 30
+
+_LARGE: Final = 2**26
+"""Bytes: what is larger is held against all that headers say before it is read."""
+_MOST_PACKED: Final = 500  # times the bytes in the file that a compressed array of more than those bytes may take
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What an array says of itself: its shape, and how long its member of the file is."""
+
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    @property
+    def length(self) -> int:
+        """Return how many records it has."""
+        return self.shape[0] if self.shape else 1
 
 
 def read_known(path: Path, known: KnownSet) -> Dataset:
@@ -65,7 +83,8 @@ def read_own(name: str, path: Path) -> Dataset:
     std = _constants(path, arrays, "std", channels, 0.5 if is_image else 1.0)
     if min(std) <= 0:
         raise UserError(f"{path}: std must be above 0, got {min(std)}")
-    made = replace(own_dataset(name, train, test, mean, std, str(path)), vocabulary=vocabulary)
+    inferred = images_inferred(arrays["x_train"].shape) if is_image else ()
+    made = replace(own_dataset(name, train, test, mean, std, str(path)), vocabulary=vocabulary, inferred=inferred)
     return with_validation(made, _validation(path, arrays), str(path))
 
 
@@ -73,12 +92,18 @@ def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (
     """Return the arrays of a file. Raises UserError for one that is damaged, or lacks some, or holds ``others``."""
     try:
         with zipfile.ZipFile(path) as archive:
-            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            found = [info.filename.removesuffix(".npy") for info in archive.infolist()]
+            members = dict(zip(found, archive.infolist(), strict=True))
+            _check_once(path, found)
             _check_names(path, list(members), required)
             if not others:
                 _check_no_others(path, list(members), (*required, *optional))
             wanted = [name for name in (*required, *optional) if name in members]
-            return {name: _member(path, archive, members[name]) for name in wanted}
+            headers = {name: _header(path, archive, members[name]) for name in wanted}
+            if sum(header.num_bytes for header in headers.values()) > _LARGE:
+                _check_lengths(path, headers, required)
+                _check_packing(path, [members[name] for name in wanted])
+            return {name: _member(path, archive, members[name], headers[name]) for name in wanted}
     except UserError:
         raise
     except Exception as error:
@@ -124,37 +149,85 @@ def _vocabulary(path: Path, arrays: Arrays) -> int:
     return int(given.astype(np.int64).sum())
 
 
-def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[np.generic]:
+def _check_once(path: Path, found: Sequence[str]) -> None:
+    name, count = Counter(found).most_common(1)[0] if found else ("", 0)
+    if count > 1:
+        raise UserError(
+            f"{path} holds {count} arrays called {shortened(name)!r}; write the file again with one of them"
+        )
+
+
+def _header(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
+    """Return what an array says of itself. Raises UserError unless it is as long as it says, and fits into memory."""
+    where = f"{path}: {info.filename}"
+    try:
+        with archive.open(info) as file:
+            header = _read_header(file)
+    except Exception as error:
+        raise _unreadable(where, error) from error
+    if header.num_bytes != info.file_size:
+        raise UserError(
+            f"{where} says that it is an array of {header.num_bytes:,} bytes, and has {info.file_size:,}; write the "
+            "file again with numpy.savez"
+        )
+    if info.file_size > most_bytes():
+        raise UserError(
+            f"{where} takes {info.file_size:,} bytes, more than half of this machine's memory; take fewer records"
+        )
+    return header
+
+
+def _check_packing(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
+    """Raise UserError for an array that holds nothing but the same few bytes, a gigabyte in a megabyte."""
+    for info in members:
+        if info.file_size > max(_LARGE, _MOST_PACKED * info.compress_size):
+            raise UserError(
+                f"{path}: {info.filename} takes {info.compress_size:,} bytes in the file and {info.file_size:,} in "
+                "memory: the same few bytes over and over; if these are records all the same, write the file with "
+                "numpy.savez, not compressed"
+            )
+
+
+def _check_lengths(path: Path, headers: Mapping[str, _Header], required: Sequence[str]) -> None:
+    """Raise UserError for arrays that cannot belong together, before any of them is read."""
+    inputs = headers[required[0]]
+    pairs = [*zip(required[::2], required[1::2], strict=True), ("x_val", "y_val")]
+    pairs += [("x_train", name) for name in CLIENTS] + [("x_test", "client_test")]
+    for first, second in pairs:
+        if first in headers and second in headers and headers[first].length != headers[second].length:
+            raise UserError(
+                f"{path}: {headers[first].length:,} records in {first} and {headers[second].length:,} in {second}; "
+                "wanted are equally many"
+            )
+    for name in ("mean", "std", "vocabulary"):
+        if name in headers and math.prod(headers[name].shape) > max(1, math.prod(inputs.shape[1:])):
+            raise UserError(f"{path}: {name} has shape {headers[name].shape}; wanted is one number, or one a channel")
+
+
+def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, header: _Header) -> NDArray[np.generic]:
     where = f"{path}: {info.filename}"
     try:
         if info.compress_type == zipfile.ZIP_STORED and (mapped := _map(path, info)) is not None:
             return mapped
         with archive.open(info) as file:
-            declared = _declared_bytes(file)
-        if declared == info.file_size <= most_bytes():
-            with archive.open(info) as file:
-                array: NDArray[np.generic] = np.lib.format.read_array(file, allow_pickle=False)
-                return array
+            array: NDArray[np.generic] = np.lib.format.read_array(file, allow_pickle=False)
     except Exception as error:
-        raise UserError(
-            f"{where} cannot be read ({in_one_line(error)}); write the file again with numpy.savez"
-        ) from error
-    if declared != info.file_size:
-        raise UserError(
-            f"{where} says that it is an array of {declared:,} bytes, and has {info.file_size:,}; write the file again "
-            "with numpy.savez"
-        )
-    raise UserError(f"{where} takes {declared:,} bytes, more than half of this machine's memory; take fewer records")
+        raise _unreadable(where, error) from error
+    assert array.shape == header.shape
+    return array
 
 
-def _declared_bytes(file: IO[bytes]) -> int:
-    """Return how long a member is by its own header: what is not so long is not read, whatever it says of its shape."""
+def _unreadable(where: str, error: Exception) -> UserError:
+    return UserError(f"{where} cannot be read ({in_one_line(error)}); write the file again with numpy.savez")
+
+
+def _read_header(file: IO[bytes]) -> _Header:
     version = np.lib.format.read_magic(file)
     reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     shape, _, dtype = reads[version](file)
     if dtype.hasobject:
         raise ValueError("it holds pickled objects, which are never loaded")
-    return file.tell() + int(math.prod(shape)) * dtype.itemsize
+    return _Header(tuple(shape), file.tell() + int(math.prod(shape)) * dtype.itemsize)
 
 
 def _map(path: Path, info: zipfile.ZipInfo) -> NDArray[np.generic] | None:
@@ -183,12 +256,21 @@ def _examples(path: Path, arrays: Arrays, split: str) -> Examples:
     return Examples(images_of(f"{path}: {x}", arrays[x]), as_labels(arrays[y], f"{path}: {y}"))
 
 
+def images_inferred(shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Return what is taken for granted of images of ``shape`` in a file, a line each."""
+    _, height, width = shape[:3]
+    if len(shape) == 3:
+        return (f"images are (records, height, width), here {height} high, {width} wide, grey",)
+    channels = f"{shape[3]} channels" + (" (red, green, blue)" if shape[3] == 3 else "")
+    return (f"images are (records, height, width, channels), here {height} high, {width} wide, {channels}",)
+
+
 def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDArray[np.float32]:
     """Return images channels first, or features as float32. Raises UserError for anything else."""
     if array.dtype == np.uint8 and array.ndim == 3:
         return array.astype(np.uint8, copy=False)[:, np.newaxis]
     if array.dtype == np.uint8 and array.ndim == 4:
-        if array.shape[1] in {1, 3} and array.shape[3] > 4:
+        if looks_channels_first(array.shape):
             raise UserError(
                 f"{where}: shape {array.shape} looks like channels first; save images as NHWC, channels last"
             )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fl_sim.data.checked import with_validation
+from fl_sim.data.checked import looks_channels_last, with_validation
 from fl_sim.data.tokens import tokens_in
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line, load_object
@@ -56,6 +56,11 @@ def _check(part: Examples, num_classes: int, where: str) -> None:
         raise UserError(
             f"{where}: inputs are {inputs.dtype} of shape {inputs.shape}; wanted are uint8 images (records, channels, "
             "height, width), or float32 features or tokens (records, numbers)"
+        )
+    if is_image and looks_channels_last(inputs.shape):
+        raise UserError(
+            f"{where}: images of shape {inputs.shape} look like channels last; wanted is (records, channels, height, "
+            "width): inputs.transpose(0, 3, 1, 2)"
         )
     if labels.dtype != np.int64 or labels.shape != (len(inputs),) or not len(labels):
         raise UserError(

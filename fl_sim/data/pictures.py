@@ -1,8 +1,10 @@
 """Images as Pillow has them become bytes of one size: nothing is scaled that the settings do not ask for."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +17,7 @@ from fl_sim.errors import UserError
 MOST_SIDE: Final = 4096
 
 _GREY, _COLOUR = frozenset({"1", "L"}), frozenset({"P", "RGB", "RGBA"})
+_ORIENTATION: Final = 0x0112  # the tag of EXIF
 _DEEP = frozenset({"I", "I;16", "I;16B", "I;16L"})
 
 
@@ -40,13 +43,53 @@ def wanted_by(own: OwnName) -> Wanted:
     return Wanted(_size_set(own.option("size")), _values_set(own.option("values")))
 
 
-def pixels(image: Any, where: str, wanted: Wanted) -> NDArray[np.uint8]:
-    """Return one of Pillow's images as (height, width) or (height, width, 3). Raises UserError for other pixels."""
+@dataclass(frozen=True)
+class Pixels:
+    """One image, (height, width) or (height, width, 3), turned upright where its EXIF orientation says so."""
+
+    values: NDArray[np.uint8]
+    is_turned: bool = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Images of one size, (records, channels, height, width), and how many of them were turned upright."""
+
+    images: NDArray[np.uint8]
+    turned: int
+
+    def inferred(self) -> tuple[str, ...]:
+        """Return what was taken for granted of the images, a line each."""
+        kept = "grey" if self.images.shape[1] == 1 else "RGB (grey images have the same value three times)"
+        turned = f"turned as their EXIF orientation says: {self.turned:,} of {len(self.images):,} images"
+        return (f"images are {kept}", turned)
+
+
+def decoded(content: bytes, where: str, wanted: Wanted) -> Pixels:
+    """Return the pixels of an image file's ``content``. Raises UserError for those that are neither grey nor RGB.
+
+    What Pillow warns of is damage that it can live with. It is given no path: Pillow 12 turns a TIFF file twice that it
+    maps into memory.
+    """
+    from PIL import Image  # noqa: PLC0415 (only images need it)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Image.open(BytesIO(content)) as image:
+            return pixels(image, where, wanted)
+
+
+def pixels(image: Any, where: str, wanted: Wanted) -> Pixels:
+    """Return the pixels of one of Pillow's images. Raises UserError for those that are neither grey nor RGB."""
+    from PIL import ImageOps  # noqa: PLC0415 (only images need it)
+
     mode, is_deep = image.mode, ";16" in str(getattr(image, "tile", ""))
     if (pages := getattr(image, "n_frames", 1)) > 1:
         raise UserError(f"{where} holds {pages} pages or frames; save each as a file of its own")
-    image.load()
-    if mode == "RGBA" and image.getextrema()[3][0] < 255:
+    is_turned = image.getexif().get(_ORIENTATION, 1) in range(2, 9)
+    image.load()  # which turns TIFF files
+    image = ImageOps.exif_transpose(image)
+    if _has_transparency(image):
         raise UserError(f"{where} has transparent pixels, which have no colour; save it on an opaque background")
     if mode in _DEEP:
         image = _with_8_bits(image, where, wanted.values)
@@ -58,19 +101,31 @@ def pixels(image: Any, where: str, wanted: Wanted) -> NDArray[np.uint8]:
         raise UserError(f"{where}: pixels of mode {mode!r} are not supported; save it as 8-bit grey or RGB")
     if wanted.size is not None and image.size != wanted.size:
         image = image.resize(wanted.size, resample=2)  # bilinear, over all pixels that one takes the place of
-    return np.asarray(image)
+    return Pixels(np.asarray(image), is_turned)
 
 
-def stacked(opened: Iterable[tuple[str, Callable[[], NDArray[np.uint8]]]], count: int) -> NDArray[np.uint8]:
+def _has_transparency(image: Any) -> bool:
+    """Say whether a pixel is transparent: by its own alpha, or as a colour that the file declares to be."""
+    if image.mode == "RGBA":
+        alpha = image
+    elif image.mode in _GREY | _COLOUR and "transparency" in image.info:
+        alpha = image.convert("RGBA")
+    else:
+        return False
+    return bool(alpha.getextrema()[3][0] < 255)
+
+
+def stacked(opened: Iterable[tuple[str, Callable[[], Pixels]]], count: int) -> Stack:
     """Return ``count`` images as (records, channels, height, width): one channel unless any image has colour.
 
     ``opened``: (where it is, a function that reads it) of each. Raises UserError where one has another size than the
     first, or all of them would take too much memory.
     """
     images: list[NDArray[np.uint8]] = []
-    first = ""
+    first, turned = "", 0
     for where, read in opened:
-        image = read()
+        found = read()
+        image, turned = found.values, turned + found.is_turned
         if not images:
             first = where
             if 2 * 3 * count * image.shape[0] * image.shape[1] > most_bytes():
@@ -85,8 +140,8 @@ def stacked(opened: Iterable[tuple[str, Callable[[], NDArray[np.uint8]]]], count
             )
         images.append(image)
     if all(image.ndim == 2 for image in images):
-        return np.stack(images)[:, np.newaxis]
-    return np.stack([_coloured(image) for image in images]).transpose(0, 3, 1, 2)
+        return Stack(np.stack(images)[:, np.newaxis], turned)
+    return Stack(np.stack([_coloured(image) for image in images]).transpose(0, 3, 1, 2), turned)
 
 
 def _coloured(image: NDArray[np.uint8]) -> NDArray[np.uint8]:

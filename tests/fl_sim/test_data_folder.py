@@ -166,3 +166,81 @@ def test_images_that_would_fill_the_memory_are_refused_after_the_first(tmp_path,
     monkeypatch.setattr(pictures, "most_bytes", lambda: 100)
     with pytest.raises(UserError, match=r"6 images of 5x4 pixels take more than half of this machine's memory; scale"):
         load(f"folder:{tmp_path}")
+
+
+UPRIGHT = np.arange(0, 240, 12, dtype=np.uint8).reshape(4, 5)
+STORED = {
+    1: UPRIGHT, 2: UPRIGHT[:, ::-1], 3: UPRIGHT[::-1, ::-1], 4: UPRIGHT[::-1], 5: UPRIGHT.T, 6: np.rot90(UPRIGHT),
+    7: np.rot90(UPRIGHT, 2).T, 8: np.rot90(UPRIGHT, -1),
+}  # fmt: skip
+"""{EXIF orientation: how a camera stores what is UPRIGHT}"""
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_images_are_turned_as_their_exif_orientation_says(tmp_path, suffix):
+    write_folder(tmp_path)
+    for orientation, stored in STORED.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / f"test/dog/{orientation}.{suffix}", exif=exif)
+    found = load(f"folder:{tmp_path}")
+    turned = found.test.inputs[2:, 0]
+    assert len(turned) == 8
+    assert all(np.array_equal(image, UPRIGHT) for image in turned)
+    assert "turned as their EXIF orientation says: 7 of 14 images" in found.inferred
+
+
+@pytest.mark.parametrize(
+    "exif",
+    [b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0", b"nonsense", b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12"],
+)
+def test_a_damaged_exif_leaves_an_image_as_it_is(tmp_path, exif):
+    write_folder(tmp_path)
+    Image.new("L", (5, 4), 7).save(tmp_path / "test/dog/0.jpg", exif=exif)
+    found = load(f"folder:{tmp_path}")
+    assert found.test.inputs[1, 0].tolist() == [[7] * 5] * 4
+    assert "turned as their EXIF orientation says: 0 of 7 images" in found.inferred
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "transparent", "opaque"),
+    [
+        ("P", 3, 3, 2), ("P", 3, bytes([255] * 3 + [9]), bytes([9] * 3)), ("L", 9, 9, 8),
+        ("RGB", (1, 2, 3), (1, 2, 3), (4, 2, 3)),
+    ],
+)  # fmt: skip
+def test_transparency_is_refused_however_it_is_said(tmp_path, mode, colour, transparent, opaque):
+    image = Image.new(mode, (5, 4), colour)
+    if mode == "P":
+        image.putpalette([10, 20, 30] * 4)
+    for number, said in enumerate(({}, {"transparency": opaque}, {"transparency": transparent})):
+        write_folder(tmp_path / str(number))
+        image.save(tmp_path / str(number) / "test/dog/0.png", **said)
+    for number in (0, 1):  # a colour that no pixel has may be transparent
+        assert load(f"folder:{tmp_path}/{number}").test.inputs.shape[2:] == (4, 5)
+    with pytest.raises(UserError, match=r"dog/0.png has transparent pixels"):
+        load(f"folder:{tmp_path}/2")
+
+
+def test_classes_are_matched_by_name_whatever_unicode_spells(tmp_path):
+    write_folder(tmp_path)
+    (tmp_path / "train/dog").rename(tmp_path / "train/Z\u00fcrich")
+    (tmp_path / "test/dog").rename(tmp_path / "test/Zu\u0308rich")
+    (tmp_path / "train/cat").rename(tmp_path / "train/z\u00fcrich")
+    (tmp_path / "test/cat").rename(tmp_path / "test/z\u00fcrich")
+    found = load(f"folder:{tmp_path}")
+    assert found.classes == ("Z\u00fcrich", "z\u00fcrich")
+    assert found.test.inputs[:, 0, 0, 0].tolist() == [200, 10]
+    assert "classes that differ in case or spaces alone" in found.note
+    write_folder(tmp_path / "twice")
+    for name in ("Zu\u0308rich", "Z\u00fcrich"):
+        (tmp_path / "twice/train" / name).mkdir()
+    with pytest.raises(UserError, match="has two folders called"):
+        load(f"folder:{tmp_path}/twice")
+
+
+def test_a_class_of_the_test_part_alone_is_refused_with_both_lists(tmp_path):
+    write_folder(tmp_path)
+    (tmp_path / "test/wolf").mkdir()
+    with pytest.raises(UserError, match="'wolf', but train has only cat, dog, and test cat, dog, wolf; rename"):
+        load(f"folder:{tmp_path}")

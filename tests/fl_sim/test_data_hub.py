@@ -1,5 +1,6 @@
 """Data sets of Hugging Face's library: made on disk here, as no hub can be reached."""
 
+import io
 import sys
 
 import numpy as np
@@ -189,3 +190,19 @@ def test_whole_numbers_beyond_2_to_the_53_are_numbers(tmp_path):
     found = load(saved(tmp_path, train=classified(ALL, ALL, id=ids), test=classified(ALL, ALL, id=ids)))
     assert found.names == ("a", "id")
     assert found.train.inputs[0, 1] == np.float32(2**53 + 1)
+
+
+def test_images_are_turned_as_their_exif_orientation_says(tmp_path):
+    upright = np.arange(0, 240, 8, dtype=np.uint8).reshape(5, 6)
+
+    def part(orientation, stored):
+        buffer, exif = io.BytesIO(), Picture.Exif()
+        exif[0x0112] = orientation
+        Picture.fromarray(np.ascontiguousarray(stored)).save(buffer, "PNG", exif=exif)
+        made = {"image": [{"bytes": buffer.getvalue(), "path": None}] * 4, "label": [0, 1] * 2}
+        kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["top", "bottom"])}
+        return datasets.Dataset.from_dict(made, features=datasets.Features(kinds))
+
+    found = load(saved(tmp_path, train=part(1, upright), test=part(6, np.rot90(upright))))
+    np.testing.assert_array_equal(found.test.inputs, found.train.inputs)
+    assert "turned as their EXIF orientation says: 4 of 8 images" in found.inferred

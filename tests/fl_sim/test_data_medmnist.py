@@ -53,3 +53,10 @@ def test_an_unknown_use_and_another_file_are_refused(tmp_path):
     np.savez(tmp_path / "own.npz", x_train=np.zeros(3))
     with pytest.raises(UserError, match=r"lacks train_images, .*; it holds x_train"):
         load(f"medmnist:{tmp_path}/own.npz")
+
+
+def test_channels_first_are_told_as_such_not_as_volumes(tmp_path):
+    for shape, message in (((6, 3, 28, 28), "looks like channels first"), ((6, 28, 28, 28), "volumes")):
+        name, _ = written(tmp_path, train_images=np.zeros(shape, np.uint8))
+        with pytest.raises(UserError, match=message):
+            load(name)

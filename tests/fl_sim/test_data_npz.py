@@ -1,9 +1,14 @@
 """npz files: checked on reading, mapped where possible, never unpickled, normalised without private statistics."""
 
+import tracemalloc
+import warnings
+import zipfile
+
 import numpy as np
 import pytest
 
 from fl_sim.data import load
+from fl_sim.data.checked import looks_channels_first
 from fl_sim.errors import UserError
 
 
@@ -189,3 +194,75 @@ def test_a_known_name_with_other_shapes_or_labels_is_refused(tmp_path):
     np.savez(tmp_path / "svhn.npz", **arrays(x_train=images, x_test=images[:3], y_train=np.array([0, 1, 2, 3, 4, 10])))
     with pytest.raises(UserError, match=r"training labels 0..10, but svhn has 0..9"):
         load("svhn", tmp_path)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 13])
+def test_channels_first_are_refused_however_many_there_are(tmp_path, channels):
+    def images(count):
+        return np.zeros((count, channels, 20, 20), np.uint8)
+
+    labels = {"y_train": np.arange(6) % 2, "y_test": np.arange(2)}
+    np.savez(tmp_path / "nchw.npz", x_train=images(6), x_test=images(2), **labels)
+    with pytest.raises(UserError, match=rf"x_train: shape \(6, {channels}, 20, 20\) looks like channels first"):
+        load(f"npz:{tmp_path}/nchw.npz")
+    last = {name: images(count).transpose(0, 2, 3, 1) for name, count in (("x_train", 6), ("x_test", 2))}
+    np.savez(tmp_path / "nhwc.npz", **last, **labels)
+    found = load(f"npz:{tmp_path}/nhwc.npz")
+    assert found.input_shape == (channels, 20, 20)
+    assert found.inferred[0].startswith("images are (records, height, width, channels), here 20 high, 20 wide, ")
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_first"),
+    [
+        ((4, 20, 30), True), ((3, 2, 8), True), ((13, 64, 64), True), ((4, 4, 8), False), ((8, 8, 13), False),
+        ((5, 4, 3), False), ((20, 20, 20), False), ((28, 28, 1), False), ((5, 20, 6), False),
+    ],
+)  # fmt: skip
+def test_channels_first_is_told_by_the_shape_alone(shape, is_first):
+    assert looks_channels_first((9, *shape)) is is_first
+
+
+def test_an_array_that_is_there_twice_is_refused(tmp_path):
+    np.savez(tmp_path / "own.npz", **arrays())
+    with zipfile.ZipFile(tmp_path / "own.npz", "a") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        archive.writestr("y_train.npy", archive.read("y_test.npy"))
+    with pytest.raises(UserError, match=r"own\.npz holds 2 arrays called 'y_train'"):
+        load(f"npz:{tmp_path}/own.npz")
+
+
+def packed(path, **shapes):
+    """Write arrays of zeros that take far less in the file than in memory, without having them in memory."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, (shape, dtype) in shapes.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                header = {"descr": dtype, "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(member, header)
+                left = int(np.prod(shape)) * np.dtype(dtype).itemsize
+                while left:
+                    left -= member.write(bytes(min(left, 2**20)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x_train": ((2**28, 1), "|u1")}, r"268,435,456 records in x_train and 8 in y_train"),
+        ({"y_train": ((2**25,), "<i8")}, r"8 records in x_train and 33,554,432 in y_train"),
+        ({"mean": ((2**25,), "<f8")}, r"mean has shape \(33554432,\); wanted is one number, or one a channel"),
+        (
+            {"x_train": ((8, 2**25), "|u1"), "x_test": ((8, 2**25), "|u1")},
+            "bytes over and over",
+        ),
+    ],
+)
+def test_what_unpacks_to_far_more_than_it_is_is_refused_before_it_is_read(tmp_path, changes, message):
+    small = {"x_train": ((8, 4), "<f4"), "y_train": ((8,), "<i8"), "x_test": ((8, 4), "<f4"), "y_test": ((8,), "<i8")}
+    packed(tmp_path / "bomb.npz", **{**small, **changes})
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=message):
+            load(f"npz:{tmp_path}/bomb.npz")
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()

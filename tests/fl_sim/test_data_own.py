@@ -72,6 +72,23 @@ flat = changed(std=(0.0,))
 channels = changed(mean=(0.0, 0.0))
 
 
+def channels_last(shape: tuple[int, ...]) -> Dataset:
+    part = Examples(np.zeros((4, *shape), np.uint8), np.arange(4) % 2)
+    return Dataset("", part, part, 2, (0.5,) * shape[0], (0.5,) * shape[0])
+
+
+def last_of_three(_: Path | None) -> Dataset:
+    return channels_last((20, 30, 3))
+
+
+def last_of_thirteen(_: Path | None) -> Dataset:
+    return channels_last((20, 20, 13))
+
+
+def few_pixels(_: Path | None) -> Dataset:
+    return channels_last((8, 4, 4))
+
+
 def test_a_function_in_a_module_is_a_data_set_that_trains(tmp_path: Path) -> None:
     settings = {"data": f"{HERE}:table", "model": "logistic", "partition": "iid", "clients": 3, "rounds": 5,
                 "local": {"learning_rate": 0.5}, "engine": "inprocess"}  # fmt: skip
@@ -88,6 +105,10 @@ def test_the_function_is_given_the_data_root() -> None:
 
 def test_what_a_ledger_is_named_by_are_the_records() -> None:
     assert fingerprint(f"{HERE}:table", None) == fingerprint(f"{HERE}:table", Path("/elsewhere"))
+
+
+def test_small_images_of_many_channels_are_taken() -> None:
+    assert load(f"{HERE}:few_pixels").input_shape == (8, 4, 4)
 
 
 def test_where_records_come_from_may_be_the_split(tmp_path: Path) -> None:
@@ -131,6 +152,8 @@ def test_who_owns_records_is_a_part_of_what_they_are() -> None:
         ("lists", "must be NumPy arrays"),
         ("flat", r"std is \(0.0,\), wanted are 1 finite numbers, std above 0"),
         ("channels", "mean is"),
+        ("last_of_three", r"images of shape \(4, 20, 30, 3\) look like channels last; .*transpose"),
+        ("last_of_thirteen", r"images of shape \(4, 20, 20, 13\) look like channels last"),
         ("few_groups", r"groups are int64 of shape \(59,\); wanted is int64, one for each of 60 records"),
         ("strange_tokens", "validation.*with vocabulary 3"),
     ],
