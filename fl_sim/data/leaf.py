@@ -4,8 +4,10 @@ Files are read one after another. A user's records are a group of their own, in 
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.data.checked import check_classes, most_bytes, own_dataset
-from fl_sim.data.tokens import ALPHABET, VOCABULARY, as_classes, as_tokens, widened
+from fl_sim.data.naming import OwnName
+from fl_sim.data.spelling import told_doubles
+from fl_sim.data.tokens import ALPHABET, alphabet_set, as_classes, as_tokens, widened
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
 from fl_sim.mistakes import shortened
@@ -22,6 +26,7 @@ from fl_sim.types import Dataset, Examples
 FEMNIST_SIDE: Final = 28
 """FEMNIST's images are rows of 28 x 28 numbers from 0 (black) to 1."""
 
+_BY_USER: Final = "each user is a client, the same one in train and test where names are equal"
 _SWELL: Final = 12  # times the bytes of a file that its objects take up in Python
 
 
@@ -42,14 +47,15 @@ class _User:
         return replace(self, inputs=widened(self.inputs.astype(np.float32, copy=False), length))
 
 
-def read(name: str, path: Path) -> Dataset:
+def read(name: str, own: OwnName, path: Path) -> Dataset:
     """Return the records below ``path``. Raises UserError, with file and user, for what is no such JSON.
 
     Rows of 784 numbers from 0 to 1 are FEMNIST's images, and become bytes; other rows of numbers stay as they are, and
     classes are the labels that occur, in order. Texts with one character as their label are Shakespeare's: sequences of
-    tokens, and every character of LEAF's alphabet is a class.
+    tokens, and every character of the alphabet is a class: LEAF's, or ``data.alphabet``.
     """
-    parts = [_users(path / part) for part in ("train", "test")]
+    alphabet = alphabet_set(own.option("alphabet"))
+    parts = [_users(path / part, alphabet) for part in ("train", "test")]
     everyone = [user for users in parts for user in users]
     is_text = everyone[0].is_text
     if is_text:
@@ -58,19 +64,32 @@ def read(name: str, path: Path) -> Dataset:
     _check_alike([user for users in parts for user in users])
     numbers = {user: place for place, user in enumerate(sorted({user.name for user in everyone}))}
     occurring = np.unique(np.concatenate([user.labels for user in everyone]))
-    found = np.arange(len(ALPHABET)) if is_text else occurring
+    found = np.arange(len(alphabet)) if is_text else occurring
     train, test = (_examples(users, numbers, found) for users in parts)
     is_image, width = train.inputs.ndim == 4, train.inputs.shape[1]
     mean, std = ((0.5,), (0.5,)) if is_image else ((0.0,) * width, (1.0,) * width)
     strangers = len(numbers) - len(parts[0])
     more = f", {strangers:,} more with test records alone" if strangers else ""
     note = f"LEAF, {_what(train, is_text=is_text)}; {len(parts[0]):,} clients by user{more}"
+    if own.option("alphabet") and not is_text:
+        raise UserError(f"data.alphabet is for texts, and {path} holds numbers; leave it out")
+    note = "; ".join(filter(None, [note, told_doubles("users", {user.name for user in everyone}, with_names=False)]))
     if is_text:  # every character is a class, whether or not it occurs
-        names = tuple(map(repr, ALPHABET))
-        return Dataset(name, train, test, len(ALPHABET), mean, std, note, classes=names, vocabulary=VOCABULARY)
+        names, vocabulary = tuple(map(repr, alphabet)), len(alphabet) + 1
+        whose = "LEAF's" if alphabet == ALPHABET else "of data.alphabet"
+        inferred: tuple[str, ...] = (
+            f"{len(alphabet):,} characters {whose} are the classes, and the tokens from 1",
+            _BY_USER,
+        )
+        return Dataset(
+            name, train, test, len(alphabet), mean, std, note, classes=names, vocabulary=vocabulary, inferred=inferred
+        )
     classes = tuple(map(str, found.tolist()))
     check_classes(train.labels, test.labels, classes, str(path))
-    return replace(own_dataset(name, train, test, mean, std, str(path)), note=note, classes=classes)
+    kind = "rows of 784 numbers from 0 to 1 are images of 28x28, 1 becomes 255" if is_image else "rows are numbers"
+    inferred = (kind, f"{len(classes):,} classes, in the order of their numbers", _BY_USER)
+    made = own_dataset(name, train, test, mean, std, str(path))
+    return replace(made, note=note, classes=classes, inferred=inferred)
 
 
 def _what(train: Examples, *, is_text: bool) -> str:
@@ -81,7 +100,7 @@ def _what(train: Examples, *, is_text: bool) -> str:
     return f"{train.inputs.shape[1]} numbers a record, as they are"
 
 
-def _users(folder: Path) -> list[_User]:
+def _users(folder: Path, alphabet: str) -> list[_User]:
     """Return the users in all files of ``folder`` that have records, with one file's objects in memory at a time."""
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     if not files:
@@ -94,7 +113,7 @@ def _users(folder: Path) -> list[_User]:
                 f"{file} has {file.stat().st_size:,} bytes, too many to read at once on this machine; have LEAF write "
                 "smaller files, or take fewer users"
             )
-        for user in _of_file(file):
+        for user in _of_file(file, alphabet):
             if user.name in users:
                 raise UserError(
                     f"{file}: user {shortened(user.name)!r} is in {users[user.name].file}, too; keep one of both"
@@ -109,15 +128,17 @@ def _users(folder: Path) -> list[_User]:
     return held
 
 
-def _of_file(file: Path) -> Iterator[_User]:
+def _of_file(file: Path, alphabet: str) -> Iterator[_User]:
     content = _content(file)
     for user, size in zip(content["users"], content["num_samples"], strict=True):
-        yield _user(file, user, size, content["user_data"])
+        yield _user(file, user, size, content["user_data"], alphabet)
 
 
 def _content(file: Path) -> Mapping[str, Any]:
     try:
-        content: Any = json.loads(file.read_bytes())
+        content: Any = json.loads(file.read_bytes(), object_pairs_hook=partial(_once, file))
+    except UserError:
+        raise
     except (ValueError, RecursionError, OSError) as error:
         raise UserError(f"{file} is no readable JSON ({in_one_line(error)}); write it again with LEAF") from error
     wanted = {"users": list, "num_samples": list, "user_data": dict}
@@ -128,7 +149,16 @@ def _content(file: Path) -> Mapping[str, Any]:
     return checked
 
 
-def _user(file: Path, user: object, size: object, data: Mapping[str, Any]) -> _User:
+def _once(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises UserError for one that has a key twice, of which only the last would be read."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise UserError(f"{file} has the key {shortened(key)!r} twice in one object; keep one of both")
+    return found
+
+
+def _user(file: Path, user: object, size: object, data: Mapping[str, Any], alphabet: str) -> _User:
     where = f"{file}: user {shortened(repr(user))}"
     own = data.get(user) if isinstance(user, str) else None
     if not isinstance(user, str) or not isinstance(own, dict) or not {"x", "y"} <= own.keys():
@@ -139,7 +169,7 @@ def _user(file: Path, user: object, size: object, data: Mapping[str, Any]) -> _U
     if not x:
         return _User(user, file, np.zeros((0, 0), np.float32), np.zeros(0, np.int64))
     if isinstance(x[0], str):
-        return _User(user, file, as_tokens(x, where), as_classes(y, where), is_text=True)
+        return _User(user, file, as_tokens(x, where, alphabet), as_classes(y, where, alphabet), is_text=True)
     if isinstance(x[0], list) and any(isinstance(part, str) for part in x[0]):
         raise UserError(
             f"{where} has lists with texts for inputs (Sent140): of texts, next-character prediction (Shakespeare) "

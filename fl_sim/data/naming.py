@@ -28,7 +28,7 @@ OPTIONS: Final[Mapping[OwnKind, tuple[str, ...]]] = {
     "parquet": _TABLE,
     "npz": (),
     "folder": ("size", "values"),
-    "leaf": (),
+    "leaf": ("alphabet",),
     "medmnist": ("val",),
     "hf": (
         *(key for key in _TABLE if key != "test_file"),
@@ -182,4 +182,4 @@ def _text(key: str, value: Any) -> str:
 def _quoted(text: str, between: str = "") -> str:
     """Return ``text`` with what has a meaning in a name in the form %XX."""
     special = "%:=" + between.strip(".")
-    return "".join(f"%{ord(letter):02X}" if letter in special else letter for letter in text)
+    return "".join(f"%{ord(letter):02X}" if letter in special or letter < " " else letter for letter in text)

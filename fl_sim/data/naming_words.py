@@ -8,7 +8,7 @@ ABOUT: Final[Mapping[str, str]] = {
     "parquet": "A table in a parquet file, a row a record.",
     "npz": "Arrays in an npz file: x_train, y_train, x_test, y_test. There is nothing to set.",
     "folder": "Images in folders: train/CLASS/*.png and test/CLASS/*.png.",
-    "leaf": "LEAF's json files, in the folders train and test. There is nothing to set.",
+    "leaf": "LEAF's json files, in the folders train and test.",
     "medmnist": "MedMNIST's npz files.",
     "hf": "What Hugging Face's datasets reads: a folder, or a name on its hub.",
 }
@@ -30,6 +30,7 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "delimiter": ("comma, semicolon, tab or bar", "What stands between the cells of a csv file."),
     "decimal": ("point or comma", "The decimal sign of a csv file's numbers; point where it is left out."),
     "thousands": ("comma, point, space or apostrophe", "The sign between a csv file's thousands, if any."),
+    "alphabet": ("text", "The characters of texts, in order, each once; left out: LEAF's 80."),
     "size": ("WIDTHxHEIGHT", "The size that images are scaled to; without it all must be of one size."),
     "values": ("LEAST..MOST", "Which values of images of 16 bits become 0 and 255."),
     "val": ("train", "The validation images are trained on, too; without this they are left out."),

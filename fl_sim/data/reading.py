@@ -80,7 +80,7 @@ def _read_own_files(name: str, own_files: OwnName, path: Path) -> Dataset:
         case "folder":
             return folder.read(name, own_files, path)
         case "leaf":
-            return leaf.read(name, path)
+            return leaf.read(name, own_files, path)
         case "medmnist":
             return medmnist.read(name, own_files, path)
         case "hf":

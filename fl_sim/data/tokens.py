@@ -1,6 +1,7 @@
 """Sequences of tokens: checked, and made of texts by LEAF's alphabet of Shakespeare's plays."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -12,31 +13,44 @@ from fl_sim.mistakes import shortened
 ALPHABET: Final = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """LEAF's 80 characters, in its order: character i is class i, and token i + 1, as token 0 is padding."""
 
-VOCABULARY: Final = len(ALPHABET) + 1
+MOST_CHARACTERS: Final = 10_000
+"""Of an alphabet of one's own; each is a class."""
+
 MOST_TOKENS: Final = 2**24
 """Whole numbers up to here are exact in float32, in which all numbers of records are kept."""
 
-_PLACE: Final = {character: place for place, character in enumerate(ALPHABET)}
+
+def alphabet_set(given: str) -> str:
+    """Return the characters that a setting names, LEAF's where it is empty. Raises UserError for one named twice."""
+    if not given:
+        return ALPHABET
+    if twice := [character for character in given if given.count(character) > 1][:1]:
+        raise UserError(f"data.alphabet names the character {twice[0]!r} twice; name each once, in order")
+    if not 2 <= len(given) <= MOST_CHARACTERS:
+        raise UserError(f"data.alphabet names {len(given):,} characters; wanted are 2 to {MOST_CHARACTERS:,}")
+    return given
 
 
-def as_tokens(texts: Sequence[object], where: str) -> NDArray[np.float32]:
+def as_tokens(texts: Sequence[object], where: str, alphabet: str) -> NDArray[np.float32]:
     """Return texts, each of at least one character, as rows of tokens, zeros behind the shorter ones."""
     if not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"{where} has inputs that are no texts, or empty ones, among texts")
     rows = np.zeros((len(texts), max(map(len, map(str, texts)))), dtype=np.float32)
+    places = _places(alphabet)
     for row, text in zip(rows, texts, strict=True):
-        row[: len(str(text))] = [1 + _place(character, where) for character in str(text)]
+        row[: len(str(text))] = [1 + _place(character, places, where) for character in str(text)]
     return rows
 
 
-def as_classes(characters: Sequence[object], where: str) -> NDArray[np.int64]:
+def as_classes(characters: Sequence[object], where: str, alphabet: str) -> NDArray[np.int64]:
     """Return the classes of single characters: what follows each text."""
     if not all(isinstance(character, str) and len(character) == 1 for character in characters):
         raise UserError(
             f"{where} has texts for inputs and labels that are no single characters: of texts, next-character "
             "prediction (Shakespeare) alone is supported, not classes of texts (Sent140) or names of files (CelebA)"
         )
-    return np.array([_place(str(character), where) for character in characters], dtype=np.int64)
+    places = _places(alphabet)
+    return np.array([_place(str(character), places, where) for character in characters], dtype=np.int64)
 
 
 def tokens_in(where: str, array: NDArray[np.generic], vocabulary: int) -> NDArray[np.float32]:
@@ -63,7 +77,16 @@ def widened(rows: NDArray[np.float32], length: int) -> NDArray[np.float32]:
     return np.pad(rows, ((0, 0), (0, length - rows.shape[1])))
 
 
-def _place(character: str, where: str) -> int:
-    if character not in _PLACE:
-        raise UserError(f"{where} has the character {shortened(character)!r}, which is none of LEAF's 80; take it out")
-    return _PLACE[character]
+@lru_cache(maxsize=2)
+def _places(alphabet: str) -> Mapping[str, int]:
+    return {character: place for place, character in enumerate(alphabet)}
+
+
+def _place(character: str, places: Mapping[str, int], where: str) -> int:
+    if character not in places:
+        whose = "of LEAF's 80" if places is _places(ALPHABET) else f"of the {len(places)} in data.alphabet"
+        raise UserError(
+            f"{where} has the character {shortened(character)!r}, which is none {whose}; take it out, or name all "
+            "characters by data.alphabet"
+        )
+    return places[character]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fl_sim.data import leaf, load
+from fl_sim.data.naming import from_table
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.simulation.run import run
@@ -24,7 +25,7 @@ def users(rows: dict[str, tuple[list, list]]) -> dict:
 def written(folder: Path, train: dict, test: dict, more: dict | None = None) -> Path:
     for part, content in (("train/a.json", train), ("test/a.json", test), ("train/b.json", more)):
         if content is not None:
-            (folder / part).parent.mkdir(exist_ok=True)
+            (folder / part).parent.mkdir(parents=True, exist_ok=True)
             (folder / part).write_text(json.dumps(content))
     return folder
 
@@ -106,3 +107,35 @@ def test_damaged_missing_and_huge_files_are_refused_by_name(tmp_path, monkeypatc
     monkeypatch.setattr(leaf, "most_bytes", lambda: 100)
     with pytest.raises(UserError, match=r"a\.json has .* bytes, too many to read at once on this machine"):
         load(f"leaf:{tmp_path}")
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path):
+    folder = written(tmp_path, users({"a": ([[1], [2]], [0, 1])}), users({"a": ([[1]], [0])}))
+    text = (folder / "train/a.json").read_text()
+    (folder / "train/a.json").write_text(
+        text.replace('"user_data": {', '"user_data": {"a": {"x": [[7], [8]], "y": [1, 0]}, ')
+    )
+    with pytest.raises(UserError, match=r"train/a.json has the key 'a' twice in one object"):
+        load(f"leaf:{folder}")
+
+
+def test_another_alphabet_is_a_setting(tmp_path):
+    names = "\n :=%+\u00e9ab"
+    train = users({"u": (["a\u00e9b", "b:="], ["%", "\n"]), "U": (["ab"], ["a"])})
+    folder = written(tmp_path, train, users({"u": (["+a"], ["\u00e9"])}))
+    line = from_table({"kind": "leaf", "place": str(folder), "alphabet": names})
+    assert "\n" not in line
+    found = load(line)
+    assert (found.num_classes, found.vocabulary) == (9, 10)
+    assert found.train.inputs.tolist() == [[8, 7, 9], [9, 3, 4], [8, 9, 0]]
+    assert (found.train.labels.tolist(), found.test.labels.tolist()) == ([4, 0, 7], [6])
+    assert found.classes[6] == repr("\u00e9")
+    assert "1 users are spelled in several ways" in found.note
+    assert found.inferred[0] == "9 characters of data.alphabet are the classes, and the tokens from 1"
+    with pytest.raises(UserError, match=r"has the character '\u00e9', which is none of the 2 in data.alphabet"):
+        load(f"leaf:{folder}:alphabet=ab")
+    with pytest.raises(UserError, match="names the character 'a' twice"):
+        load(f"leaf:{folder}:alphabet=aba")
+    numbers = written(tmp_path / "n", users({"a": ([[1], [2]], [0, 1])}), users({"a": ([[1]], [0])}))
+    with pytest.raises(UserError, match=r"data\.alphabet is for texts"):
+        load(f"leaf:{numbers}:alphabet=ab")

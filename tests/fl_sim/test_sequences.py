@@ -9,7 +9,7 @@ import torch
 
 from fl_sim import models
 from fl_sim.data import load
-from fl_sim.data.tokens import ALPHABET, VOCABULARY
+from fl_sim.data.tokens import ALPHABET
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
@@ -33,7 +33,7 @@ def play(folder: Path, length: int = 6, speakers: int = 3) -> str:
 
 def test_texts_become_tokens_of_leafs_alphabet_and_what_follows_is_the_class(tmp_path):
     found = load(play(tmp_path))
-    assert (found.vocabulary, found.num_classes, found.input_shape) == (VOCABULARY, 80, (6,))
+    assert (found.vocabulary, found.num_classes, found.input_shape) == (81, 80, (6,))
     assert "".join(ALPHABET[int(token) - 1] for token in found.train.inputs[0]) == "the ca"
     assert ALPHABET[found.train.labels[0]] == "t"
     assert np.unique(found.train.groups).tolist() == [0, 1, 2]
