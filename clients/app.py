@@ -20,6 +20,7 @@ from fl_sim.engines import releases, wire
 from fl_sim.engines.arrays import reuse_freed_memory
 from fl_sim.engines.grid import partition_of, raised
 from fl_sim.engines.pieces import Play, Release
+from fl_sim.errors import RunError
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan
 from fl_sim.native.kernel import load_kernel
 from fl_sim.packed import Held, Packed, Packing
@@ -101,11 +102,14 @@ For a node with records of its own there are three more arguments: their name, t
 """
 
 
-def build_client_app(site_of: SiteFactory) -> ClientApp:
-    """Return the ClientApp that every engine runs, in this process, in Ray actors or on Flower's own runtime."""
+def build_client_app(site_of: SiteFactory, signer: wire.Signer | None = None) -> ClientApp:
+    """Return the ClientApp that every engine runs, in this process, in Ray actors or on Flower's own runtime.
+
+    ``signer``: of the run whose driver started this worker, where its clients' ledgers are the driver's affair.
+    """
     reuse_freed_memory()
     app = ClientApp(mods=[discreet])
-    turns = _Turns(site_of)
+    turns = _Turns(site_of, signer)
     _answer_single_questions(app, turns)
 
     @app.query()
@@ -123,8 +127,12 @@ def build_client_app(site_of: SiteFactory) -> ClientApp:
     @app.train()
     def train_one_round(message: Message, context: Context) -> Message:
         client, owner = client_of(context), owner_of(context)
-        raw = partial(turns.trains_on_own, message, client, owner)
-        _ask_policy(context, lambda policy: policy.check_training(own_records=raw()))
+        if policy := _policy(context):
+            order = wire.read_order(message.content)
+            own = turns.site(order, client, owner).trains_on_own(order.synthetic)
+            policy.check_training(own_records=own)
+            if not own:
+                policy.check_pool(order.synthetic)
         turn = turns.turn(message, client, owner)
         return turn.reply(turn.site.trainer.train(turn.job))
 
@@ -155,12 +163,12 @@ def _answer_single_questions(app: ClientApp, turns: "_Turns") -> None:
     def summarise(message: Message, context: Context) -> Message:
         client, owner = client_of(context), owner_of(context)
         order = _at_home(wire.read_order(message.content), owner)
+        policy = _policy(context)
+        ticket = turns.ticket(message, client, policy or owner)
         site, (params, _) = turns.site(order, client, owner), wire.read_task(message.content)
         assert site.summarise is not None
         _set_threads(site.threads)
-        moments = site.summarise(
-            client, params, moments_folder(order, client), _policy(context), wire.read_ticket(message.content)
-        )
+        moments = site.summarise(client, params, moments_folder(order, client), policy, ticket)
         return Message(releases.moments_content(moments), reply_to=message)
 
     @app.train("measure")
@@ -230,9 +238,12 @@ def _synthesized(
     owner: Owner | None = None,
 ) -> list[Message | Exception]:
     order = _at_home(wire.read_order(messages[0].content), owner)  # all messages of the exchange say the same
+    tickets = [
+        turns.ticket(message, client, policy or owner) for message, client in zip(messages, clients, strict=True)
+    ]
     site = turns.site(order, clients[0], owner)
     _set_threads(site.threads)
-    if ticket := wire.read_ticket(messages[0].content):
+    if ticket := tickets[0]:
         assert site.generate is not None
         [client], [message] = clients, messages
         return [Message(releases.made_content(site.generate(client, ticket)), reply_to=message)]
@@ -308,14 +319,29 @@ def _with_own_layers(plan: LocalPlan, params: Params, personal: tuple[str, ...])
 class _Turns:
     """Reads the messages of a round; what all of them share is unpacked once."""
 
-    def __init__(self, site_of: SiteFactory) -> None:
+    def __init__(self, site_of: SiteFactory, signer: wire.Signer | None = None) -> None:
         self._site_of = site_of
+        self._signer = signer
         self._last: tuple[RecordDict, tuple[wire.Order, Params, Payloads]] | None = None
         self._one_at_a_time = Lock()  # an engine may call from several threads
 
     def __reduce__(self) -> tuple[type["_Turns"], tuple[SiteFactory]]:
-        """Let Flower's simulation send the app to its actors: there it starts with a lock of its own, and unread."""
+        """Let Flower's simulation send the app to its actors: there it starts with a lock of its own, and unread.
+
+        And without a signer: no driver of ours started these.
+        """
         return _Turns, (self._site_of,)
+
+    def ticket(self, message: Message, client: int, guard: "Policy | Owner | None") -> wire.Ticket | None:
+        """Return the ticket of a message, if it has one. Raises RunError where a ticket is no reason to release.
+
+        That is so everywhere but in a worker that the run's own driver started, where there is no ``guard``.
+        """
+        if not wire.has_ticket(message.content):
+            return None
+        if self._signer is None or guard is not None:
+            raise RunError(wire.NO_TICKET)
+        return self._signer.read(message.metadata.message_type, client, message.content)
 
     def site(self, order: wire.Order, client: int = 0, owner: Owner | None = None) -> Site:
         own = (owner.data, client, order.facts) if owner else ()
@@ -323,10 +349,6 @@ class _Turns:
             site = self._site_of(order.experiment, order.data_root, *own)
             site.trainer  # noqa: B018 (made once)
         return site
-
-    def trains_on_own(self, message: Message, client: int, owner: Owner | None) -> bool:
-        order = wire.read_order(message.content)
-        return self.site(order, client, owner).trains_on_own(order.synthetic)
 
     def turn(self, message: Message, client: int, owner: Owner | None = None) -> _Turn:
         with self._one_at_a_time:

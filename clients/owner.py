@@ -18,6 +18,9 @@ from fl_sim.engines.wire import Order
 from fl_sim.errors import RunError, UserError
 from fl_sim.store.files import folder_of
 
+_RUN: Final = re.compile(r"\w[\w-]{0,99}", re.ASCII)
+"""What a run may be called in an order: a name, never a path out of the owner's folder."""
+
 _PLACE: Final = re.compile(r"""(?:[A-Za-z]:)?[/\\~][^\s'",;()]*""")
 
 
@@ -29,7 +32,15 @@ class Owner:
     state: Path
 
     def order(self, order: Order) -> Order:
-        """Return ``order`` with this node's folder, one for every run, in place of the server's."""
+        """Return ``order`` with this node's folder, one for every run, in place of the server's.
+
+        Raises RunError where the run has no plain name, which would lead out of the folder.
+        """
+        if not _RUN.fullmatch(order.run):
+            raise RunError(
+                "the order calls its run something else than letters, digits, _ and -, which would lead out of this "
+                "node's folder: see that the server runs the same version of fl-sim"
+            )
         return replace(order, data_root="", state_dir=str(self.state / order.run))
 
 

@@ -13,6 +13,7 @@ epsilons. Only secret noise is made. What is refused is refused in words that sa
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from dp_accounting import dp_event
 from pydantic import Field, ValidationError
 
 from fl_sim.errors import RunError, UserError
+from fl_sim.import_path import in_one_line
 from fl_sim.mistakes import explain
 from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts
 from fl_sim.privacy.charge_log import Receipt
@@ -35,6 +37,8 @@ from fl_sim.store.tensors import write_private
 
 RECORD_TERMS: Final = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, 1e-5)
 """The terms of every client's ledger, which takes releases of any budget and delta: these are checked elsewhere."""
+
+_POOL: Final = re.compile(r"synthetic-[0-9a-f]{16}\.safetensors")
 
 _LONGEST: Final = 64 * 1024  # bytes of a policy or a receipt
 
@@ -74,6 +78,25 @@ class Policy:
             raise RunError(
                 f'this client\'s policy allows secret noise only, and the order asks for noise = "{noise}": '
                 f"leave {setting} at its default"
+            )
+
+    def check_code(self, kind: str, setting: str) -> None:
+        """Refuse a mechanism that is not of this project: its cost would be its own word. ``setting``: asks for it."""
+        if ":" in kind:
+            raise RunError(
+                f"this client's policy takes no foreign code's word for what a release costs, and the order asks for "
+                f"{setting} = {in_one_line(repr(kind))}: take one that comes with fl-sim"
+            )
+
+    def check_pool(self, path: str) -> None:
+        """Refuse to train on a file that is not called what this program calls pools, by their content.
+
+        A server names the file, and the node reads it: it could be any, such as one with records of the owner's.
+        """
+        if not _POOL.fullmatch(Path(path).name):
+            raise RunError(
+                "this client's policy allows training on a pool of synthetic records alone, and the order names a file "
+                "that is not called as fl-sim calls them, synthetic-<digest>.safetensors: name such a one"
             )
 
     def check_training(self, *, own_records: bool) -> None:

@@ -27,6 +27,7 @@ from clients.dafl.settings import DaFl
 from clients.policy import Policy, open_ledger
 from clients.release import KEY, kept_noise, pay, seeded_noise
 from fl_sim.errors import RunError, UserError
+from fl_sim.kinds import kind_of
 from fl_sim.privacy import events
 from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.ledger import Ledger
@@ -121,6 +122,7 @@ def begin_share(settings: DaFl, client: Client, seed: int, public_records: int) 
     folder, records = client.folder, client.records
     if client.policy:
         client.policy.check_noise(settings.noise, "preprocess.noise")
+        client.policy.check_code(kind_of(settings.generator), "preprocess.generator")
     if (folder / _SHARE).exists():
         return _read(client)
     bill = settings.generator.bill(

@@ -6,8 +6,11 @@ whoever reads an answer says what it must be, and anything else is Malformed. Th
 client's text.
 """
 
+import hashlib
+import hmac
 import json
 import math
+import secrets
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +21,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fl_sim.engines.tensor_records import exactly, pack, packed_record, read_group, read_packed, unpack, whole
-from fl_sim.errors import Malformed
+from fl_sim.errors import Malformed, RunError
 from fl_sim.packed import Held, Packed, Size
 from fl_sim.params import layout_of
 from fl_sim.types import Params, Payloads, Reply
@@ -85,12 +88,58 @@ BLANK: Final = Order("", 0, 0.0, "", "")
 class Ticket:
     """What a client that is played elsewhere has paid for at home.
 
-    ``key``: of its noise, a secret. ``counts``: of a share, how many records of each class to make.
+    ``key``: of its noise, a secret. ``counts``: of a share, how many records of each class to make. Only a ``Signer``
+    reads one.
     """
 
     key: bytes = field(repr=False)
     simulation_only: bool
     counts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Signer:
+    """Signs the tickets of one run, and reads them where the driver started the worker and gave it ``secret``.
+
+    A signature holds for one message alone: its kind, its client and all of its content, of which the run and the round
+    are a part. So no server, no other run and no message that was sent before can have a worker release what its client
+    has not paid for.
+    """
+
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def fresh(cls) -> "Signer":
+        """Return the signer of a run, with a secret that nobody else has."""
+        return cls(secrets.token_bytes(32))
+
+    def records(self, ticket: Ticket, kind: str, client: int, content: RecordDict) -> Mapping[str, ConfigRecord]:
+        """Pack a ticket, signed, to be added to the ``content`` of one client's message of this ``kind``."""
+        record = ConfigRecord({"key": ticket.key, "simulation-only": ticket.simulation_only})
+        record["counts"] = list(ticket.counts)
+        record["signature"] = self._signature(ticket, kind, client, content)
+        return {_TICKET: record}
+
+    def read(self, kind: str, client: int, content: RecordDict) -> Ticket:
+        """Unpack the ticket of a message. Raises RunError for one that this run's driver did not sign for it."""
+        match dict(content[_TICKET]):
+            case {"key": bytes(key), "simulation-only": bool(secret), "counts": list(counts), "signature": bytes(sign)}:
+                ticket = Ticket(key, secret, tuple(int(count) for count in counts))
+            case _:
+                raise RunError(NO_TICKET)
+        if not hmac.compare_digest(sign, self._signature(ticket, kind, client, content)):
+            raise RunError(NO_TICKET)
+        return ticket
+
+    def _signature(self, ticket: Ticket, kind: str, client: int, content: RecordDict) -> bytes:
+        said = [kind, client, ticket.key.hex(), ticket.simulation_only, ticket.counts, _digests(content)]
+        return hmac.digest(self.secret, json.dumps(said).encode(), "sha256")
+
+
+NO_TICKET: Final = (
+    "the order brings a ticket, which says that its release was paid for elsewhere, and nothing was released: only a "
+    "worker that the run's own driver started takes one, signed by that driver for this message; send the order without"
+)
 
 
 @dataclass(frozen=True)
@@ -141,21 +190,9 @@ def kept_records(kept: Payloads) -> Mapping[str, ArrayRecord]:
     return {_KEPT + name: pack(group) for name, group in kept.items()}
 
 
-def ticket_records(ticket: Ticket) -> Mapping[str, ConfigRecord]:
-    """Pack a ticket, to be added to the content of one client's message."""
-    counts = list(ticket.counts)
-    return {_TICKET: ConfigRecord({"key": ticket.key, "simulation-only": ticket.simulation_only, "counts": counts})}
-
-
-def read_ticket(content: RecordDict) -> Ticket | None:
-    """Unpack the ticket that came with a message, if any."""
-    if _TICKET not in content:
-        return None
-    match dict(content.config_records[_TICKET]):
-        case {"key": bytes(key), "simulation-only": bool(simulation_only), "counts": list(counts)}:
-            return Ticket(key, simulation_only, tuple(int(count) for count in counts))
-        case _:
-            raise AssertionError("a ticket is what ticket_records made")
+def has_ticket(content: RecordDict) -> bool:
+    """Say whether a message brings something that is called a ticket."""
+    return _TICKET in content
 
 
 def take_kept(content: RecordDict) -> Payloads:
@@ -252,6 +289,23 @@ def is_held(name: str) -> bool:
 def error_of(message: Message) -> str | None:
     """Return why a client failed, or None where it did not."""
     return message.error.reason or "no reason given" if message.has_error() else None
+
+
+def _digests(content: RecordDict) -> list[list[str]]:
+    """Return the names of all records but the ticket, and digests of what is in them."""
+    return [[name, _digest(content[name])] for name in sorted(content) if name != _TICKET]
+
+
+def _digest(record: object) -> str:
+    digest = hashlib.sha256()
+    if isinstance(record, ArrayRecord):
+        for name, array in record.items():
+            digest.update(json.dumps([name, list(array.shape)]).encode())
+            digest.update(array.data)
+    else:
+        assert isinstance(record, ConfigRecord), "messages to clients hold settings and tensors"
+        digest.update(json.dumps(sorted(record.items())).encode())
+    return digest.hexdigest()
 
 
 def _config(order: Order) -> ConfigRecord:

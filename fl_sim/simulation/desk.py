@@ -32,9 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class HomeDesk:
-    """The desk of one run. What was paid for and is not made yet waits here, by client."""
+    """The desk of one run. What was paid for and is not made yet waits here, by client.
+
+    ``signer``: signs that it was paid for, for the workers that have the same one.
+    """
 
     job: Job
+    signer: wire.Signer
     _shared: tuple[RecordDict, wire.Order, RecordDict] | None = None
     _shares: "dict[int, tuple[Client, Paid]]" = field(default_factory=dict)
     _moments: "dict[int, tuple[Release, PaidNoise]]" = field(default_factory=dict)
@@ -44,7 +48,7 @@ class HomeDesk:
         order, content = self._for_the_road(message.content)
         files = {Path(path).name: Path(path) for path in (order.pool, order.synthetic) if path}
         try:
-            own = self._own(message, order)
+            own = self._own(message, order, content)
         except Exception as error:  # noqa: BLE001 (as in fl_sim.engines.grid.answer: this client's failure)
             return raised(message, error)
         return Message(own, reply_to=message) if isinstance(own, RecordDict) else Parcel(content, own, files)
@@ -66,8 +70,10 @@ class HomeDesk:
                 finish_release(release, paid, releases.read_moments(answer.content, self._shape))
         return answer
 
-    def _own(self, message: Message, order: wire.Order) -> Mapping[str, ArrayRecord | ConfigRecord] | RecordDict:
-        """Return what one client's message has beside what all have, or its answer."""
+    def _own(
+        self, message: Message, order: wire.Order, content: RecordDict
+    ) -> Mapping[str, ArrayRecord | ConfigRecord] | RecordDict:
+        """Return what one client's message has beside the ``content`` that all have, or its answer."""
         client = partition_of(message)
         ticket: wire.Ticket | RecordDict
         match message.metadata.message_type:
@@ -79,7 +85,9 @@ class HomeDesk:
                 ticket = self._pay_for_moments(client, message.content, moments_folder(order, client))
             case _:
                 return {}
-        return wire.ticket_records(ticket) if isinstance(ticket, wire.Ticket) else ticket
+        if not isinstance(ticket, wire.Ticket):
+            return ticket
+        return self.signer.records(ticket, message.metadata.message_type, client, content)
 
     def _for_the_road(self, content: RecordDict) -> tuple[wire.Order, RecordDict]:
         if self._shared is None or self._shared[0] is not content:

@@ -20,6 +20,7 @@ from fl_sim.engines.grid import LocalGrid, Progress
 from fl_sim.engines.inprocess import Generators, InProcessGrid
 from fl_sim.engines.pieces import Together
 from fl_sim.engines.ray_token import choose_token
+from fl_sim.engines.wire import Signer
 from fl_sim.errors import UserError
 from fl_sim.experiment.engine import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.experiment import defined_in_script, own_modules
@@ -86,10 +87,12 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
             from fl_sim.simulation import travelling  # noqa: PLC0415
             from fl_sim.simulation.desk import HomeDesk  # noqa: PLC0415
 
+            signer = Signer.fresh()
             grid = RayGrid(
                 travelling.travelling_app, num_clients, resources, on_reply,
                 together and replace(together, player=partial(travelling.travelling_player, stacked=stack > 1)),
-                Apart(travelling.TravellingJob.of(job), HomeDesk(job), own_modules(job.experiment)), say=_tell,
+                Apart(travelling.TravellingJob.of(job, signer), HomeDesk(job, signer), own_modules(job.experiment)),
+                say=_tell,
             )  # fmt: skip
         else:
             grid = RayGrid(client_app, num_clients, resources, on_reply, together)

@@ -9,6 +9,7 @@ from flwr.clientapp import ClientApp
 from safetensors.torch import load
 
 from clients.app import Site, build_client_app, train_together
+from fl_sim.engines import wire
 from fl_sim.engines.pieces import Play
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
@@ -22,7 +23,8 @@ from partitions import Parts
 class TravellingJob:
     """What a worker elsewhere needs to play any client of a job, without a file of its own.
 
-    ``shards``, ``validation``: as of the job. ``digest``: of all arrays. ``files``: what came later, by name.
+    ``shards``, ``validation``: as of the job. ``digest``: of all arrays. ``signer``: whose tickets the worker takes.
+    ``files``: what came later, by name.
     """
 
     experiment: str
@@ -30,15 +32,16 @@ class TravellingJob:
     shards: Parts
     validation: Parts
     digest: str
+    signer: wire.Signer
     files: dict[str, bytes] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, job: Job) -> "TravellingJob":
-        """Pack ``job``."""
+    def of(cls, job: Job, signer: wire.Signer) -> "TravellingJob":
+        """Pack ``job``, for workers that take what ``signer`` signs."""
         # Models are measured at home: validation records stay there.
         dataset = replace(job.dataset, train=_plain(job.dataset.train), test=_plain(job.dataset.test), validation=None)
         digest = _digest(dataset, job.shards, job.validation)
-        return cls(job.experiment.model_dump_json(), dataset, job.shards, job.validation, digest)
+        return cls(job.experiment.model_dump_json(), dataset, job.shards, job.validation, digest, signer)
 
     @cached_property
     def site(self) -> Site:
@@ -63,7 +66,7 @@ class TravellingJob:
 def travelling_app(goods: TravellingJob) -> ClientApp:
     """Return the ClientApp of a worker that was sent ``goods``, ready to train."""
     goods.site.trainer  # noqa: B018 (made once, before any client waits for it)
-    return build_client_app(lambda *_: goods.site)
+    return build_client_app(lambda *_: goods.site, goods.signer)
 
 
 def travelling_player(goods: TravellingJob, *, stacked: bool) -> Play:

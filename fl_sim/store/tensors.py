@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 
 from fl_sim.errors import RunError
 from fl_sim.params import FlatParams, Layout, flattened, layout_of, num_in
@@ -42,8 +42,18 @@ def save_by_content(folder: Path, stem: str, tensors: Params) -> Path:
 
 @lru_cache(maxsize=1)
 def read_by_content(path: str) -> Params:
-    """Return the tensors in a file of ``save_by_content``, whose name never means two things."""
-    tensors: Params = load_file(path)
+    """Return the tensors in a file of ``save_by_content``, whose name never means two things.
+
+    Raises RunError where it holds something else than its name says.
+    """
+    with in_words():
+        content = read_whole(Path(path))
+    if not Path(path).stem.endswith(f"-{hashlib.sha256(content).hexdigest()[:16]}"):
+        raise RunError(
+            f"{path} is damaged, or was written by something else: it does not hold what its name says; delete it, and "
+            "start the same command again"
+        )
+    tensors: Params = load(content)
     return tensors
 
 

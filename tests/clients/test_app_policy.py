@@ -1,11 +1,15 @@
 """A SuperNode whose owner has a policy: the ClientApp refuses what the policy does not allow, before anything else."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from flwr.app import Context, Message, RecordDict
 
+from clients.dafl.mean_embedding import MeanEmbedding
+from fl_sim.data import load
 from fl_sim.engines import releases, wire
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError
@@ -13,6 +17,7 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
 from fl_sim.simulation.engine_choice import client_app
+from fl_sim.store.tensors import save_by_content
 
 POOLED = (
     "preprocess=da-fl", "preprocess.generator=mean-embedding", "preprocess.generator.frequencies=8",
@@ -20,6 +25,10 @@ POOLED = (
 )  # fmt: skip
 
 Ask = Callable[..., Message]
+
+
+class Cheap(MeanEmbedding):
+    """A generator of somebody else's, of which nobody knows what it costs."""
 
 
 def _order(folder: Path, *overrides: str) -> tuple[Experiment, wire.Order]:
@@ -88,3 +97,36 @@ def test_a_node_sends_moments_of_its_features_only_as_its_policy_allows(ask: Ask
 def test_a_node_makes_secret_noise_only(ask: Ask) -> None:
     with pytest.raises(RunError, match="policy allows secret noise only"):
         ask(wire.SYNTHESIZE, "epsilon = 10.0", *POOLED, "preprocess.noise=seeded")
+
+
+def test_a_node_takes_no_foreign_codes_word_for_what_a_release_costs(ask: Ask, tmp_path: Path) -> None:
+    foreign = ("preprocess=da-fl", "preprocess.epsilon=8", f"preprocess.generator={__name__}:Cheap")
+    with pytest.raises(RunError, match=r"takes no foreign code's word for what a release costs.*test_app_policy:Cheap"):
+        ask(wire.SYNTHESIZE, "epsilon = 10.0", *foreign)
+    assert not (tmp_path / "policy.toml.private").exists()
+    assert wire.error_of(ask(wire.SYNTHESIZE, "", *foreign)) is None
+
+
+@pytest.mark.parametrize("name", ["private.safetensors", "synthetic-0123456789abcdef.safetensors", ""])
+def test_a_node_with_a_policy_trains_on_no_other_file_than_a_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Whatever the server names: raw records in a file on the node's disk would leave it as an update."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "policy.toml").write_text("epsilon = 10.0")
+    train = load("digits", None).train
+    tensors = {"inputs": torch.from_numpy(train.inputs[:90]), "labels": torch.from_numpy(train.labels[:90])}
+    path = save_by_content(tmp_path, "synthetic", tensors)
+    if name:
+        path = path.rename(tmp_path / name)
+    experiment, order = _order(tmp_path, *POOLED, "preprocess.train_on=synthetic")
+    LocalGrid(10)
+    params = detached(job_of(experiment).model().named_parameters())
+    message = Message(wire.task_content(replace(order, synthetic=str(path)), params, {}), 1003, wire.TRAIN)
+    message.metadata.__dict__["_message_id"] = "one"
+    node = Context(1, 1003, {"partition-id": 3, "num-partitions": 10, "policy": "policy.toml"}, RecordDict(), {})
+    if not name:
+        assert wire.error_of(client_app()(message, node)) is None
+        return
+    with pytest.raises(RunError, match=r"not called as fl-sim calls them|does not hold what its name says"):
+        client_app()(message, node)

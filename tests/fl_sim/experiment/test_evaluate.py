@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_sim.data import load, reading
+from fl_sim.engines.wire import Signer
 from fl_sim.errors import UserError
 from fl_sim.experiment.evaluate import held_out
 from fl_sim.experiment.experiment import experiment_from, with_overrides
@@ -127,7 +128,7 @@ def test_validation_records_that_nothing_uses_or_that_are_not_there_are_refused(
 
 
 def test_given_validation_records_do_not_travel_to_workers_which_measure_nothing(with_validation):
-    goods = TravellingJob.of(job_of(_made(with_validation, "evaluate.validation=given")))
+    goods = TravellingJob.of(job_of(_made(with_validation, "evaluate.validation=given")), Signer.fresh())
     assert goods.dataset.validation is None
     assert goods.site.num_clients == 10
 

@@ -1,9 +1,10 @@
 """At home: a release is paid for before a worker is told of it, and a driver that was killed pays no second time."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from flwr.app import Message
+from flwr.app import ConfigRecord, Message
 
 from fl_sim.engines import releases, wire
 from fl_sim.engines.apart import Parcel
@@ -15,6 +16,7 @@ from fl_sim.simulation.desk import HomeDesk
 from fl_sim.simulation.travelling import TravellingJob, travelling_app
 
 CLIENT = 3
+SIGNER = wire.Signer.fresh()
 
 
 @pytest.fixture
@@ -41,19 +43,18 @@ def charges(job: Job) -> int:
 def sent(desk: HomeDesk, message: Message) -> tuple[Parcel, wire.Ticket]:
     parcel = desk.before(message)
     assert isinstance(parcel, Parcel)
-    ticket = wire.read_ticket(wire.RecordDict({**parcel.content, **parcel.own}))
-    assert ticket is not None
-    return parcel, ticket
+    content = wire.RecordDict({**parcel.content, **parcel.own})
+    return parcel, SIGNER.read(message.metadata.message_type, CLIENT, content)
 
 
 def test_a_share_is_paid_for_before_a_worker_is_told_and_once(job: Job, message: Message, tmp_path: Path) -> None:
     key, share = (tmp_path / f"clients/client-{CLIENT}" / name for name in ("key", "share.safetensors"))
-    desk = HomeDesk(job)
+    desk = HomeDesk(job, SIGNER)
     parcel, ticket = sent(desk, message)
     assert charges(job) == 2
     assert key.read_bytes() == ticket.key
     assert sent(desk, message)[1] == ticket  # a worker died: sent again
-    desk = HomeDesk(job)
+    desk = HomeDesk(job, SIGNER)
     assert sent(desk, message)[1] == ticket  # the driver was killed
     assert charges(job) == 2
     assert not share.exists()
@@ -61,10 +62,10 @@ def test_a_share_is_paid_for_before_a_worker_is_told_and_once(job: Job, message:
     content = wire.RecordDict({**parcel.content, **parcel.own})
     assert str(tmp_path) not in repr(content)
     away = Message(content, metadata=message.metadata)
-    done = desk.after(message, answer(travelling_app(TravellingJob.of(job)), away, 6))
+    done = desk.after(message, answer(travelling_app(TravellingJob.of(job, SIGNER)), away, 6))
     assert share.exists()
     assert not key.exists()
-    again = HomeDesk(job).before(message)  # and is there for good
+    again = HomeDesk(job, SIGNER).before(message)  # and is there for good
     assert isinstance(again, Message)
     shape, classes = job.dataset.input_shape, job.dataset.num_classes
     first, second = (releases.read_synthetic(one.content, shape, classes, 10_000) for one in (done, again))
@@ -74,9 +75,45 @@ def test_a_share_is_paid_for_before_a_worker_is_told_and_once(job: Job, message:
 
 
 def test_a_client_that_fails_keeps_its_key_and_what_it_paid(job: Job, message: Message, tmp_path: Path) -> None:
-    desk = HomeDesk(job)
+    desk = HomeDesk(job, SIGNER)
     _, ticket = sent(desk, message)
     failed = desk.after(message, failure(message, CLIENT_RAISED, "out of memory"))
     assert wire.error_of(failed) == "out of memory"
-    assert sent(HomeDesk(job), message)[1] == ticket
+    assert sent(HomeDesk(job, SIGNER), message)[1] == ticket
     assert charges(job) == 2
+
+
+def _answer_of(job: Job, content: wire.RecordDict, message: Message, signer: wire.Signer) -> Message:
+    return answer(travelling_app(TravellingJob.of(job, signer)), Message(content, metadata=message.metadata), 6)
+
+
+@pytest.mark.parametrize(
+    "changed", ["nothing", "client", "kind", "round", "run", "counts", "key", "driver", "signature"]
+)
+def test_a_worker_takes_a_ticket_for_the_message_that_its_driver_signed_alone(
+    job: Job, message: Message, changed: str
+) -> None:
+    """All else is refused in words, with nothing released."""
+    parcel, ticket = sent(HomeDesk(job, SIGNER), message)
+    client, kind, order = CLIENT, wire.SYNTHESIZE, wire.read_order(parcel.content)
+    content, signer = parcel.content, SIGNER
+    signed = {
+        "nothing": lambda: parcel.own,
+        "client": lambda: SIGNER.records(ticket, kind, client + 1, content),
+        "kind": lambda: SIGNER.records(ticket, wire.SUMMARISE, client, content),
+        "round": lambda: SIGNER.records(ticket, kind, client, wire.reordered(content, replace(order, server_round=1))),
+        "run": lambda: SIGNER.records(ticket, kind, client, wire.reordered(content, replace(order, run="another"))),
+        "counts": lambda: _altered(parcel, counts=[0, 0, 0, 180, 0, 0, 0, 0, 0, 0]),
+        "key": lambda: _altered(parcel, key=bytes(32)),
+        "driver": lambda: wire.Signer.fresh().records(ticket, kind, client, content),
+        "signature": lambda: _altered(parcel, signature=bytes(32)),
+    }[changed]()
+    reply = _answer_of(job, wire.RecordDict({**content, **signed}), message, signer)
+    if changed == "nothing":
+        assert wire.error_of(reply) is None
+    else:
+        assert wire.error_of(reply) == wire.NO_TICKET
+
+
+def _altered(parcel: Parcel, **fields: object) -> dict[str, ConfigRecord]:
+    return {"ticket": ConfigRecord({**parcel.own["ticket"], **fields})}  # type: ignore[dict-item]
