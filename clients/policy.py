@@ -15,8 +15,9 @@ epsilons. Only secret noise is made. What is refused is refused in words that sa
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
@@ -26,8 +27,9 @@ from pydantic import Field, ValidationError
 from fl_sim.errors import RunError, UserError
 from fl_sim.import_path import in_one_line
 from fl_sim.mistakes import explain
-from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts
-from fl_sim.privacy.charge_log import Receipt
+from fl_sim.privacy.accounting import Adjacency
+from fl_sim.privacy.charge_log import Charge, Receipt
+from fl_sim.privacy.filter import epsilon_at, fixed_order
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.terms import Terms
 from fl_sim.settings import Settings
@@ -119,15 +121,17 @@ class Policy:
     def pay(self, releases: Mapping[str, dp_event.DpEvent], noise: str) -> Receipt:
         """Charge all of ``releases`` (name -> event) before any is made, or none. Raises RunError beyond epsilon.
 
-        ``noise`` identifies the noise key: what was charged under it already is the same release, and free.
+        Whoever orders a release has seen the ones before it, so they add up at one Renyi order, which the first ones
+        fixed (``fl_sim.privacy.filter``). ``noise`` identifies the noise key: what was charged under it already is the
+        same release, and free.
         """
         self.home.mkdir(mode=0o700, exist_ok=True)
         with alone_in(self.home):
             ledger = self.open_ledger()
             paid = {(charge.release, charge.noise) for charge in ledger.charges}
             new = {name: event for name, event in releases.items() if (name, noise) not in paid}
-            after = Counter(charge.event for charge in ledger.charges) + Counter(new.values())
-            if epsilon_of_counts(after, self.delta) > self.epsilon:
+            charges = [*ledger.charges, *(Charge(name, noise, event, None) for name, event in new.items())]
+            if self._spent(charges) > self.epsilon:
                 raise RunError(
                     f"this client's policy allows epsilon {self.epsilon:g} at delta {self.delta:g} per record over all "
                     "releases, and the order would exceed it: ask for less, with a smaller preprocess.epsilon or "
@@ -137,6 +141,14 @@ class Policy:
                 ledger.charge(event, release=name, noise=noise)
             write_private(self._receipt, json.dumps(ledger.receipt.to_json()).encode())
         return ledger.receipt
+
+    def _spent(self, charges: Sequence[Charge]) -> float:
+        """Return the epsilon of ``charges`` at the Renyi order that the first of them fixed, which share a key."""
+        if not charges:
+            return 0.0
+        first = takewhile(lambda charge: charge.noise == charges[0].noise, charges)
+        order = fixed_order(Counter(charge.event for charge in first), self.epsilon, self.delta)
+        return epsilon_at(order, Counter(charge.event for charge in charges), self.delta)
 
     def open_ledger(self) -> Ledger:
         """Return the ledger. Raises RunError where it is missing or cut and something was paid with it."""

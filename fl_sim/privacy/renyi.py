@@ -59,7 +59,7 @@ def searching_curve(event: dp_event.DpEvent, steps: int, delta: float) -> Curve:
     one that decides.
     """
     lines = steps * _bounded(event, _SERIES[:0])
-    decides = _ORDERS[np.argmin(lines + _price(delta))]
+    decides = _ORDERS[np.argmin(lines + prices(delta))]
     return _bounded(event, _SERIES[np.abs(_SERIES - decides) <= 1])
 
 
@@ -76,12 +76,13 @@ def epsilons_of_curves(curves: NDArray[np.float64], delta: float) -> NDArray[np.
     The conversion of Canonne, Kamath and Steinke (2020, proposition 12); and 0 where the distance of the two
     distributions is within delta anyway, by their Kullback-Leibler divergence (Bretagnolle and Huber 1978).
     """
-    epsilons = curves + _price(delta)
+    epsilons = curves + prices(delta)
     nothing = (delta**2 + np.expm1(-curves) > 0).any(axis=-1)
     return np.asarray(np.where(nothing, 0.0, np.maximum(epsilons.min(axis=-1), 0.0)))
 
 
-def _price(delta: float) -> NDArray[np.float64]:
+def prices(delta: float) -> NDArray[np.float64]:
+    """Return what is added to a divergence at each of ``ORDERS`` to make it the epsilon that it proves at ``delta``."""
     return np.asarray(np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / _LESS)
 
 

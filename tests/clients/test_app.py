@@ -9,7 +9,6 @@ from threading import Barrier, Lock
 import pytest
 import torch
 from flwr.app import Message
-from safetensors.torch import save_file
 from torch import nn
 
 from clients.app import Site, build_client_app, synthesize_together, train_together
@@ -20,7 +19,7 @@ from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import Prepared, load_kernel
 from fl_sim.params import detached
 from fl_sim.seeding import rng, seed_torch
-from fl_sim.store.tensors import load_state
+from fl_sim.store.tensors import load_state, save_by_content
 from fl_sim.training.loop import train
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob
@@ -293,8 +292,7 @@ def test_the_pool_is_read_from_the_file_the_message_names(tmp_path: Path):
     updates = []
     for number in (1.0, 5.0):
         pool = {"inputs": number * torch.randn(6, 4, generator=generator), "labels": torch.full((6, 3), 1 / 3)}
-        path = tmp_path / f"pool-{number}.safetensors"
-        save_file(pool, path)
+        path = save_by_content(tmp_path, "pool", pool)
         play = Play(FedMix(), tmp_path, pool=str(path))
         updates.append(play.train(1, 0)[0])
         assert torch.equal(_flat(play.train(1, 0)[0].payloads["delta"]), _flat(updates[-1].payloads["delta"]))

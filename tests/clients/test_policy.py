@@ -5,6 +5,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from dp_accounting import dp_event
@@ -13,6 +14,8 @@ from clients.policy import Policy, read_policy
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.privacy.accounting import epsilon_of_counts
+from fl_sim.privacy.filter import epsilon_at, fixed_order
+from fl_sim.privacy.pure import BoundedRangeDpEvent
 from fl_sim.simulation.procedure import site_of
 
 GAUSSIAN = dp_event.GaussianDpEvent(5.0)
@@ -186,3 +189,57 @@ def test_refusals_are_the_same_whatever_the_records_are(tmp_path: Path) -> None:
             _share(policy, _order(), client, tmp_path / "a")
         said.add(str(caught.value))
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(("delta", "fitting"), [(1e-3, 9), (1e-5, 5), (1e-7, 3)])
+def test_the_policys_own_delta_decides_how_much_fits(tmp_path: Path, delta: float, fitting: int) -> None:
+    policy = _policy(tmp_path, f"epsilon = 2.0\ndelta = {delta}")
+    for number in range(fitting):
+        policy.pay({f"release {number}": GAUSSIAN}, f"key {number}")
+    with pytest.raises(RunError, match=f"allows epsilon 2 at delta {delta:g} per record"):
+        policy.pay({"one more": GAUSSIAN}, "another key")
+    assert epsilon_of_counts({GAUSSIAN: fitting}, delta) <= 2 < epsilon_of_counts({GAUSSIAN: fitting + 1}, delta)
+
+
+KINDS = (
+    GAUSSIAN, dp_event.GaussianDpEvent(1.5), dp_event.LaplaceDpEvent(4.0), BoundedRangeDpEvent(0.3),
+    dp_event.SelfComposedDpEvent(dp_event.PoissonSampledDpEvent(0.01, dp_event.GaussianDpEvent(0.8)), 50),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("first", range(len(KINDS)))
+def test_releases_that_are_chosen_in_turn_add_up_at_one_order_that_the_first_one_fixed(
+    tmp_path: Path, first: int
+) -> None:
+    """Whatever an adversary asks for next: the smallest epsilon over all orders, taken at the end, proves nothing."""
+    policy, events = _policy(tmp_path, "epsilon = 3.0"), [KINDS[first]]
+    policy.pay({"first": KINDS[first]}, "key")
+    order = fixed_order({KINDS[first]: 1}, 3.0, 1e-5)
+    generator = np.random.default_rng(first)
+    refused_what_some_order_has_room_for = 0
+    for number in range(60):
+        event = KINDS[generator.integers(len(KINDS))]
+        fits = epsilon_at(order, Counter([*events, event]), 1e-5) <= 3.0
+        refused_what_some_order_has_room_for += not fits and epsilon_of_counts(Counter([*events, event]), 1e-5) <= 3.0
+        if fits:
+            policy.pay({f"release {number}": event}, f"key {number}")
+            events.append(event)
+        else:
+            with pytest.raises(RunError, match="the order would exceed it"):
+                policy.pay({f"release {number}": event}, f"key {number}")
+        policy = read_policy(policy.path)  # the order is the same in every process
+    assert [charge.event for charge in policy.open_ledger().charges] == events
+    if first >= 2:  # of Gaussian releases the order of the first one is the best for all: not so of others
+        assert refused_what_some_order_has_room_for > 0
+
+
+@pytest.mark.parametrize("event", KINDS)
+def test_a_first_release_fits_wherever_some_order_has_room_for_it(tmp_path: Path, event: dp_event.DpEvent) -> None:
+    least = epsilon_of_counts({event: 3}, 1e-5)
+    for share, fits in ((1.0001, True), (0.9999, False)):
+        policy = _policy(tmp_path / str(share), f"epsilon = {least * share}")
+        if fits:
+            policy.pay({"all": dp_event.SelfComposedDpEvent(event, 3)}, "key")
+        else:
+            with pytest.raises(RunError, match="the order would exceed it"):
+                policy.pay({"all": dp_event.SelfComposedDpEvent(event, 3)}, "key")
