@@ -1,9 +1,12 @@
 """Where simulated clients keep the ledgers of what they released: apart from the pools, which anybody may delete.
 
-In $FL_SIM_LEDGERS, else in the user's state. A ledger is named by its records: the content of their data set, how it
-was dealt (split, number of clients, seed), and which client holds them. So other settings, other generators or a
-deleted pool find the same ledger; and all deals of one data set lie side by side, so that another seed, which deals the
-same records in another way, is added up as well.
+In $FL_SIM_LEDGERS, else in the user's state. A ledger belongs to records as they lie in their file: all deals of one
+content (``fl_sim.data.content_of``) lie side by side and are added up, whoever reads the file how. A deal is named by
+what was read and by which client holds which record. So other settings, other generators or a deleted pool find the
+same ledger; another seed, label column, range or test part is a deal beside it.
+
+Earlier versions named the folder by what was read, and the deal by its settings. Ledgers that lie there are still used,
+and are added up with the others as soon as one of their clients is asked for again: ``earlier`` lists such folders.
 """
 
 import hashlib
@@ -13,17 +16,20 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from clients.policy import RECORD_TERMS
-from fl_sim.data import fingerprint
+from fl_sim.data import content_of, fingerprint
 from fl_sim.experiment.job import Job
 from fl_sim.privacy.accounting import compose, epsilon_of_curve
 from fl_sim.privacy.ledger import Charge, Ledger
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.same_records import records_of
 from fl_sim.store.files import folder_of
+
+_EARLIER: Final = "earlier"
 
 
 @dataclass(frozen=True)
@@ -44,13 +50,17 @@ def ledgers_root() -> Path:
 
 def ledger_path(job: Job, client: int) -> Path:
     """Return where the ledger of one client of ``job`` is, or will be."""
-    experiment = job.experiment  # whatever else is drawn by another seed, one split of the records has one ledger
-    dealt = {**experiment.chosen("partition", "clients"), "seed": experiment.seed_of_partition}
-    if records_of(experiment.data) != experiment.data:
-        dealt["data"] = experiment.data  # other labels deal the same records in another way
-    deal = json.dumps(dealt, sort_keys=True)
-    name = hashlib.sha256(deal.encode()).hexdigest()[:16]
-    return _folder(job) / name / f"client-{client}.jsonl"
+    name, earlier = f"client-{client}.jsonl", _earlier_deal(job)
+    if (earlier / name).exists():
+        _join(_folder(job), earlier.parent)
+        return earlier / name
+    return _folder(job) / _deal(job) / name
+
+
+def names_of_deal(job: Job) -> tuple[str, str]:
+    """Return what a folder that belongs to the job's deal is called, and what earlier versions called it."""
+    earlier = _earlier_deal(job)
+    return f"{_folder(job).name}-{_deal(job)}", f"{earlier.parent.name}-{earlier.name}"
 
 
 def all_together(job: Job, delta: float) -> Together:
@@ -60,7 +70,7 @@ def all_together(job: Job, delta: float) -> Together:
     order by order, and the deals' curves add. Raises RunError where a ledger is damaged.
     """
     total, shares = compose({}), 0
-    for deal in sorted(_folder(job).glob("*/")):
+    for deal in sorted(deal for folder in _folders(job) for deal in folder.glob("*/")):
         ledgers = list(_ledgers(deal))
         charged = [Counter(charge.event for charge in ledger.charges) for ledger in ledgers]
         if charged:
@@ -89,7 +99,42 @@ def _begins_share(charge: Charge) -> bool:
 
 
 def _folder(job: Job) -> Path:
-    return ledgers_root() / f"records-{fingerprint(records_of(job.experiment.data), job.root)[:20]}"
+    return ledgers_root() / f"records-{content_of(job.experiment.data, job.root)[:20]}"
+
+
+def _folders(job: Job) -> set[Path]:
+    """Return all folders with ledgers of the job's records."""
+    folder, earlier = _folder(job), _earlier_deal(job).parent
+    joined = (one.name for one in (folder / _EARLIER).glob("records-*"))
+    return {folder, earlier, *(ledgers_root() / name for name in joined)}
+
+
+def _join(folder: Path, earlier: Path) -> None:
+    """Note down that ``earlier`` holds ledgers of the same records as ``folder``."""
+    mark = folder / _EARLIER / earlier.name
+    if earlier != folder and not mark.exists():
+        for place in (folder.parent, folder, mark.parent):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mark.touch(mode=0o600)
+
+
+def _deal(job: Job) -> str:
+    """Return a digest of what was read and of which client holds which record."""
+    data = job.experiment.data
+    told = hashlib.sha256(f"{data if records_of(data) != data else ''} {fingerprint(data, job.root)}".encode())
+    for array in (job.shards.records, job.shards.bounds):
+        told.update(np.ascontiguousarray(array, dtype=np.int64).data)
+    return told.hexdigest()[:16]
+
+
+def _earlier_deal(job: Job) -> Path:
+    """Return the folder in which earlier versions kept the ledgers of the job's clients."""
+    experiment = job.experiment
+    dealt = {**experiment.chosen("partition", "clients"), "seed": experiment.seed_of_partition}
+    if records_of(experiment.data) != experiment.data:
+        dealt["data"] = experiment.data
+    name = hashlib.sha256(json.dumps(dealt, sort_keys=True).encode()).hexdigest()[:16]
+    return ledgers_root() / f"records-{fingerprint(records_of(experiment.data), job.root)[:20]}" / name
 
 
 def _ledgers(deal: Path) -> Iterator[Ledger]:

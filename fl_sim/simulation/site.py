@@ -257,14 +257,15 @@ def releasing_client(
 ) -> "Client":
     """Return a client that is to release synthetic records: what it holds, and where its key and its ledger lie."""
     from clients.dafl.share import Client  # noqa: PLC0415 (the accountants load slowly)
-    from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
+    from fl_sim.simulation.client_ledgers import ledger_path, names_of_deal  # noqa: PLC0415
 
     ledger = ledger_path(job, client)
     if policy:  # what is private stays where the client wants it, not where the server says
         assert isinstance(job.experiment.preprocess, DaFl)
         features = version_of(job.experiment.features)
         release = job.experiment.preprocess.release_of(client, job.experiment.seed, features)
-        folder = policy.home / f"{ledger.parent.parent.name}-{ledger.parent.name}-{release}"
+        now, earlier = (policy.home / f"{name}-{release}" for name in names_of_deal(job))
+        folder = earlier if earlier.exists() else now
     return Client(client, _private_records(job, own, client), folder, ledger, policy)
 
 

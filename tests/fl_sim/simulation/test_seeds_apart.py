@@ -74,7 +74,9 @@ def test_a_seed_apart_that_is_seed_itself_gives_the_same_split_and_its_ledger() 
     one, other = quick(seed=5), quick(seed=0, partition_seed=5)
     assert all(np.array_equal(*pair) for pair in zip(one.shards, other.shards, strict=True))
     assert ledger_path(one, 3) == ledger_path(other, 3)
-    assert ledger_path(one, 3) != ledger_path(quick(seed=5, partition_seed=6), 3)
+    assert ledger_path(one, 3) == ledger_path(quick(seed=5, partition_seed=6), 3), "ten clients of a class each"
+    dealt, anew = quick(seed=5, partition="iid"), quick(seed=5, partition="iid", partition_seed=6)
+    assert ledger_path(dealt, 3) != ledger_path(anew, 3)
 
 
 def test_other_labels_of_the_same_records_have_ledgers_beside_theirs(

@@ -265,8 +265,9 @@ def test_a_run_that_releases_nothing_still_says_what_was_released_before(tmp_pat
 
 
 def test_a_ledger_that_cannot_be_read_makes_the_sum_unknown_and_not_smaller(tmp_path: Path) -> None:
-    _made(tmp_path / "0", _order("seed=1"))
-    ledger_path(job_of(_order("seed=1")), 0).write_text("nonsense\n")
+    other = _order("seed=1", "partition=iid")
+    _made(tmp_path / "0", other)
+    ledger_path(job_of(other), 0).write_text("nonsense\n")
     pool = _made(tmp_path / "1", _order())
     with pytest.raises(RunError):
         all_together(job_of(_order()), 1e-5)

@@ -1,0 +1,122 @@
+"""A ledger belongs to records as they lie in their file: no other reading of them begins a fresh one."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from dp_accounting import dp_event
+
+from clients.policy import Policy, open_ledger
+from fl_sim.data import fingerprint
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.job import Job, job_of
+from fl_sim.privacy.accounting import epsilon_of_counts
+from fl_sim.simulation.client_ledgers import all_together, ledger_path, ledgers_root
+from fl_sim.simulation.site import _own_records, releasing_client
+
+pytestmark = pytest.mark.usefixtures("quick_accounting")
+
+DELTA, EVENT = 1e-5, dp_event.GaussianDpEvent(4.0)
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FL_SIM_LEDGERS", str(tmp_path / "ledgers"))
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{20 + row},{'fm'[row % 2]},h{row % 3},{row // 2 % 2}" for row in range(60)]
+    path = tmp_path / "plain.csv"
+    path.write_text("\n".join(["age,sex,place,ill", *rows]) + "\n")
+    return path
+
+
+def job(*settings: str, place: str = "plain.csv", partition: str = "natural", **more: object) -> Job:
+    roles = {"label": "ill", "client": "place", "test": "0.25", "range.age": "0..100"}
+    given = roles | dict(setting.split("=", 1) for setting in settings)
+    name = ":".join([f"csv:{place}", *(f"{key}={value}" for key, value in given.items() if value)])
+    clients = {"clients": 2 if given["client"] == "sex" else 3}
+    return job_of(experiment_from({"data": name, "model": "logistic", "partition": partition, **clients, **more}))
+
+
+def charge(one: Job, release: str) -> None:
+    for client in range(one.experiment.num_clients):
+        open_ledger(ledger_path(one, client)).charge(EVENT, release=release, noise=release)
+
+
+def cost(times: int) -> float:
+    return epsilon_of_counts({EVENT: times}, DELTA)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["range.age=0..101", "drop=sex", "test=0.3", "test_seed=4", "missing=drop", "label=sex", "client=sex",
+     "scale=records", "category.sex=f+m+x", "delimiter=comma", "range.age=", "text=age"],
+)  # fmt: skip
+def test_another_reading_of_a_file_adds_to_its_ledger(table: Path, setting: str) -> None:
+    first, other = job(), job(*([setting, "range.age="] if setting == "text=age" else [setting]))
+    charge(first, "one")
+    charge(other, "two")
+    for one in (first, other):
+        assert all_together(one, DELTA).epsilon == pytest.approx(cost(2))
+        assert all_together(one, DELTA).shares == 2
+    assert ledger_path(first, 0).parent.parent == ledger_path(other, 0).parent.parent
+
+
+def test_a_copy_another_spelling_and_another_order_of_the_lines_do_so_too(table: Path, tmp_path: Path) -> None:
+    shutil.copy(table, tmp_path / "copy.csv")
+    head, *rows = table.read_text().splitlines()
+    (tmp_path / "reversed.csv").write_text("\n".join([head, *reversed(rows)]))
+    for number, place in enumerate(("plain.csv", "./plain.csv", "copy.csv", "reversed.csv")):
+        charge(job(place=place), f"release {number}")
+    assert all_together(job(), DELTA).epsilon == pytest.approx(cost(4))
+
+
+def test_a_file_with_other_records_has_its_own(table: Path, tmp_path: Path) -> None:
+    charge(job(), "one")
+    (tmp_path / "other.csv").write_text(table.read_text().replace("45,", "46,"))
+    assert all_together(job(place="other.csv"), DELTA).shares == 0
+
+
+def test_other_clients_of_the_same_records_are_another_deal(table: Path) -> None:
+    """A record of client 1 in one deal and of client 0 in the other pays for both: no maximum over the two."""
+    by_place, by_sex = job(), job("client=sex")
+    open_ledger(ledger_path(by_place, 1)).charge(EVENT, release="one", noise="")
+    open_ledger(ledger_path(by_sex, 0)).charge(EVENT, release="two", noise="")
+    assert all_together(by_place, DELTA).epsilon == pytest.approx(cost(2))
+
+
+def earlier_place(one: Job) -> Path:
+    """Where the version before kept a ledger: named by what is read, and by the settings of the deal."""
+    experiment = one.experiment
+    dealt = {**experiment.chosen("partition", "clients"), "seed": experiment.seed_of_partition}
+    name = hashlib.sha256(json.dumps(dealt, sort_keys=True).encode()).hexdigest()[:16]
+    return ledgers_root() / f"records-{fingerprint(experiment.data, one.root)[:20]}" / name
+
+
+def test_ledgers_of_earlier_versions_are_still_used_and_joined(table: Path) -> None:
+    one, other = job(), job("range.age=0..101")
+    for client in range(3):
+        path = earlier_place(one) / f"client-{client}.jsonl"
+        open_ledger(path).charge(EVENT, release="long ago", noise="old")
+        assert ledger_path(one, client) == path
+    charge(other, "now")
+    assert all_together(one, DELTA).epsilon == pytest.approx(cost(2))
+    assert all_together(other, DELTA).epsilon == pytest.approx(cost(2))
+    charge(one, "now")
+    assert all_together(other, DELTA).epsilon == pytest.approx(cost(3))
+
+
+def test_a_share_that_a_client_kept_under_its_earlier_name_is_not_made_again(table: Path, tmp_path: Path) -> None:
+    one = job(preprocess={"kind": "da-fl", "generator": "marginals"})
+    policy = Policy(tmp_path / "policy.toml", 10.0, DELTA, allow_raw_updates=False, allow_votes=False)
+
+    def folder() -> Path:
+        return releasing_client(one, lambda client: _own_records(one, client), 0, tmp_path / "unused", policy).folder
+
+    now, place = folder(), earlier_place(one)
+    assert now.parent == policy.home
+    release = now.name.rpartition("-")[2]
+    kept = policy.home / f"{place.parent.name}-{place.name}-{release}"
+    kept.mkdir(parents=True)
+    assert folder() == kept
