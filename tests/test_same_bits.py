@@ -1,0 +1,61 @@
+"""The comparison of two versions has a case for every kind of every open setting, and names what differs."""
+
+import pytest
+
+from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.kinds import kinds
+from fl_sim.settings import OneOf
+
+
+@pytest.fixture
+def same_bits(load_benchmark):
+    return load_benchmark("same_bits")
+
+
+def test_all_open_settings_but_the_engine_are_compared(same_bits):
+    is_open = {
+        name for name, field in Experiment.model_fields.items() if any(isinstance(one, OneOf) for one in field.metadata)
+    }
+    assert set(same_bits.OPEN) == is_open - {"engine"}  # which --ray is for
+
+
+def test_every_kind_makes_an_experiment_and_is_resumed(same_bits, tmp_path):
+    same_bits.write_inputs(tmp_path)
+    cases = {case.name: case for case in same_bits.cases()}
+    for setting in same_bits.OPEN:
+        for kind in kinds(Experiment.model_fields[setting].annotation):
+            plain, resumed = cases[f"{setting} {kind}"], cases[f"{setting} {kind}, resumed"]
+            given = [one.format(inputs=tmp_path) for one in plain.settings]
+            assert getattr(experiment_from(with_overrides({}, given)), setting).kind == kind
+            assert resumed.settings == plain.settings
+            assert 0 < resumed.stop_after < 3
+    assert len(cases) >= 150
+
+
+def test_names_of_settings_that_need_more_are_names_of_kinds(same_bits):
+    known = {
+        (setting, kind) for setting in same_bits.OPEN for kind in kinds(Experiment.model_fields[setting].annotation)
+    }
+    assert set(same_bits.KINDS) <= known
+
+
+def test_what_differs_is_named(same_bits):
+    left = dict.fromkeys(("model", "rounds", "result", "pool", "ledger"), "a")
+    assert same_bits.verdict(left, left) == "same"
+    assert same_bits.verdict(left, {**left, "rounds": "b", "ledger": "b"}) == "rounds, ledger"
+    assert same_bits.verdict({"error": "no"}, {"error": "no"}) == "refused"
+    assert same_bits.verdict({"error": "no"}, left) == "old: no | new: ran"
+    assert same_bits.verdict({"error": "no"}, {"error": "never"}) == "old: no | new: never"
+
+
+def test_digests_leave_out_seconds_and_see_everything_else(same_bits, tmp_path):
+    def digests(seconds: float, accuracy: float) -> dict[str, str]:
+        out = tmp_path / f"{seconds}-{accuracy}" / "out"
+        out.mkdir(parents=True)
+        (out / "model.safetensors").write_bytes(b"weights")
+        (out / "rounds.jsonl").write_text(f'{{"round": 1, "seconds": {seconds}}}\n')
+        (out / "result.json").write_text(f'{{"final_accuracy": {accuracy}, "seconds": {{"train": {seconds}}}}}')
+        return same_bits.digests(out.parent)
+
+    assert digests(1.0, 0.5) == digests(2.0, 0.5)
+    assert same_bits.verdict(digests(3.0, 0.5), digests(3.0, 0.25)) == "result"
