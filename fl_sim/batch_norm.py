@@ -4,26 +4,55 @@ What goes to clients and back beside the method's own payloads are a model's *la
 they are personal (FedBN, Li et al. 2021), the parameters of the BatchNorm layers, too.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_sim.params import check_layout, detached, layout_of
+from fl_sim.params import check_layout, detached, layout_of, trainable
 from fl_sim.types import BatchNorm, Params, Trained
 
 
-def norms_in(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers of ``model`` by name."""
+def all_norms_in(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers of ``model`` by name, those among them whose statistics it never trains."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
 
 
+def norms_in(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers of ``model`` whose statistics it trains, by name.
+
+    A model that keeps a layer in evaluation mode whatever is asked of it (its own ``train`` does) never trains that
+    layer's: they are part of the architecture, as other buffers are.
+    """
+    if not (norms := all_norms_in(model)):
+        return norms
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.train()
+        return {name: layer for name, layer in norms.items() if layer.training}
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def running_in(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the running statistics of ``model`` themselves, by name: who writes to them writes to the model."""
+    """Return the running statistics that ``model`` trains, by name: who writes to them writes to the model."""
+    return _buffers_of(norms_in(model))
+
+
+def fixed_in(model: nn.Module) -> Params:
+    """Copy what of a fresh ``model`` nobody trains to the CPU: frozen parameters, and statistics as it keeps them."""
+    trained = norms_in(model)
+    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+    kept = _buffers_of({name: layer for name, layer in all_norms_in(model).items() if name not in trained})
+    return detached({**frozen, **{name: value.to(torch.float32) for name, value in kept.items()}}.items())
+
+
+def _buffers_of(norms: Mapping[str, _BatchNorm]) -> dict[str, torch.Tensor]:
     return {
         f"{name}.{key}".removeprefix("."): buffer
-        for name, layer in norms_in(model).items()
+        for name, layer in norms.items()
         for key, buffer in layer.named_buffers(recurse=False)
     }
 
@@ -58,8 +87,8 @@ def layers_in(model: nn.Module, chosen: BatchNorm) -> Params:
         return statistics_of(model)
     weights = {
         f"{name}.{key}".removeprefix("."): weight
-        for name, layer in norms_in(model).items()
-        for key, weight in layer.named_parameters(recurse=False)
+        for name, layer in all_norms_in(model).items()
+        for key, weight in trainable(layer).items()
     }
     return {**detached(weights.items()), **statistics_of(model)}
 

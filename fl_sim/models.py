@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from fl_sim.batch_norm import norms_in
+from fl_sim.batch_norm import all_norms_in, norms_in
 from fl_sim.errors import UserError
 from fl_sim.model_names import GRU, known_model
 from fl_sim.own_model import build_own
@@ -127,7 +127,9 @@ def build(
     """
     own = build_own(name, input_shape, num_classes, seed, batch_norm, vocabulary) if ":" in name else None
     if batch_norm != "none" and (own is None or not norms_in(own)):
-        raise UserError(f"model {name!r} has no BatchNorm layers: leave local.batch_norm={batch_norm} out")
+        kept = own is not None and all_norms_in(own)
+        has = "keeps all its BatchNorm layers in evaluation mode" if kept else "has no BatchNorm layers"
+        raise UserError(f"model {name!r} {has}: leave local.batch_norm={batch_norm} out")
     if own is not None:
         return own
     if (known_model(name) == GRU) != (vocabulary > 0):

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fl_sim.batch_norm import running_in
+from fl_sim.batch_norm import fixed_in, running_in
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line, load_object
 from fl_sim.seeding import seed_torch, torch_alone
 from fl_sim.sequences import tokens_like
-from fl_sim.types import BatchNorm
+from fl_sim.types import BatchNorm, Params
 
 WANTED = "a function of (input_shape, num_classes) that returns a fresh torch.nn.Module"
 
@@ -44,6 +44,8 @@ def build_own(
         if before:
             _check_buffers(path, model, before, batch_norm)
             _check_drawn(path, before, _made(path, factory, input_shape, num_classes, seed + 1))
+        if fixed := fixed_in(model):
+            _check_fixed(path, fixed, fixed_in(_made(path, factory, input_shape, num_classes, seed)))
         with torch.no_grad():
             for name, buffer in running_in(model).items():  # which the trial has changed
                 buffer.copy_(before[name])
@@ -144,6 +146,16 @@ def _check_buffers(path: str, model: nn.Module, before: dict[str, torch.Tensor],
             f"model {path!r} keeps running statistics ({name}), which federated averaging would lose: of layers with "
             "such fl-sim knows those of nn.BatchNorm alone; use a norm without them, such as nn.GroupNorm"
         )
+
+
+def _check_fixed(path: str, fixed: Params, again: Params) -> None:
+    """Raise UserError for frozen parameters that are others in a second model of the same seed."""
+    for name, value in fixed.items():
+        if name not in again or not torch.equal(again[name], value):
+            raise UserError(
+                f"model {path!r} makes another {name} at every call, although nobody trains it, so it is not sent and "
+                "clients would have others: draw it with torch's own generator, which is seeded, or from a seed"
+            )
 
 
 def _check_drawn(path: str, before: dict[str, torch.Tensor], other: nn.Module) -> None:

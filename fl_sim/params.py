@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import ItemsView, Iterable, Iterator, ValuesView
+from collections.abc import Collection, ItemsView, Iterable, Iterator, ValuesView
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -160,6 +160,20 @@ def head_shape(params: Params) -> tuple[int, int]:
 def detached(named: Iterable[tuple[str, torch.Tensor]]) -> Params:
     """Copy named tensors, such as ``model.named_parameters()``, out of any graph and to the CPU."""
     return {name: value.detach().to("cpu", copy=True) for name, value in named}
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of ``model`` that are trained, themselves, by name.
+
+    They alone travel, are aggregated, clipped and noised: a frozen one (``requires_grad=False``) is part of the
+    architecture, which everybody builds, as a buffer is.
+    """
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def placed_in(model: torch.nn.Module, params: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return the parameters of ``model`` that ``params`` are to be written to: all trained ones, and those named."""
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad or name in params}
 
 
 def copy_into(weights: Params, params: Params) -> None:

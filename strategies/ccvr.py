@@ -13,7 +13,7 @@ from clients.dafl.settings import DaFl
 from fl_sim.errors import Diverged, UserError
 from fl_sim.kinds import Choices, kind_of
 from fl_sim.late_torch import torch
-from fl_sim.params import is_finite
+from fl_sim.params import is_finite, trainable
 from fl_sim.settings import Settings
 from fl_sim.types import Params
 from strategies.algorithm import Central
@@ -134,7 +134,7 @@ def with_trained_head(
 
     head = head_of(model).eval()
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is head)
-    own = dict(head.named_parameters())
+    own = trainable(head)
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(params[prefix + name])

@@ -11,7 +11,7 @@ import torch
 from fl_sim.experiment.engine import Auto, InProcess
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
-from fl_sim.params import detached
+from fl_sim.params import detached, trainable
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.simulation.capacity import cores, fixed_threads, stack_of, workers_of
 from fl_sim.simulation.planned_traffic import synthetic_by_client
@@ -68,7 +68,7 @@ def step_seconds(job: Job) -> float:
     stack = stack_of(InProcess(threads=engine.threads) if isinstance(engine, Auto) else engine, job)
     task = LocalTask(
         0, 0, 1, len(records), replace(local_settings(job, chosen.learning_rate), epochs=1, steps=0),
-        detached(job.model().named_parameters()),
+        detached(trainable(job.model()).items()),
     )  # fmt: skip
     procedure = procedure_of(job)
     plan = procedure.typical_plan()

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 from clients.app import Site
 from clients.dafl.settings import DaFl
-from fl_sim.batch_norm import layers_in
+from fl_sim.batch_norm import fixed_in, layers_in
 from fl_sim.devices.settings import NoDevices, fleet_of_clients
 from fl_sim.engines import wire
 from fl_sim.errors import BudgetExhausted, Diverged, UserError
@@ -21,7 +21,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan
-from fl_sim.params import detached
+from fl_sim.params import detached, trainable
 from fl_sim.simulation.calibration import calibrate, traffic_of_moments
 from fl_sim.simulation.clocks import start_clock
 from fl_sim.simulation.measuring import Measuring
@@ -32,6 +32,7 @@ from fl_sim.simulation.site import site_for
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, write_checkpoint
 from fl_sim.store.run_directory import RoundRecord
+from fl_sim.training.features import head_of
 from fl_sim.types import Payloads, ServerState, Traffic
 from strategies.algorithm import (
     Advising,
@@ -102,7 +103,7 @@ class Rounds:
                 f"in {len(empty)} of {len(log.rounds)} rounds no client was there and in time, first in round "
                 f"{empty[0]}: they left the model as it was"
             )
-        log.traffic = strategy.traffic
+        log.traffic, log.fixed = strategy.traffic, fixed_in(self.job.model())
         last = strategy.server
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
         if log.measured is None and log.rounds:  # all of them ran before this process
@@ -215,7 +216,7 @@ class Rounds:
         if isinstance(self.algorithm, Sharing):
             template = what_clients_share(self.algorithm, dataset.input_shape, dataset.num_classes)
             pool = {name: torch.zeros(1, *like.shape[1:], dtype=like.dtype) for name, like in template.items()}
-        params = detached(self.job.model().named_parameters())
+        params = detached(trainable(self.job.model()).items())
         return what_clients_plan(self.algorithm, params, pool, dataset.num_classes)
 
     def site(self) -> Site:
@@ -233,7 +234,12 @@ class Rounds:
                 "clients did, which personal BatchNorm layers are no part of: take local.batch_norm=average, or "
                 "another algorithm"
             )
-        server = self.algorithm.init(detached(model.named_parameters()))
+        if self.typical_plan().class_features and not trainable(head_of(model)):
+            raise UserError(
+                f"algorithm {kind_of(self.algorithm)} looks at the features of a head that learns, and that of "
+                f"{type(model).__name__} is frozen: let it be trained, or take another algorithm, such as fedavg"
+            )
+        server = self.algorithm.init(detached(trainable(model).items()))
         sent, kept = what_clients_send(self.algorithm, server), what_clients_keep(self.algorithm, server)
         if isinstance(aggregator := self.job.experiment.aggregator, GlobalDP):
             aggregator.check_silence(self.algorithm, sent)

@@ -92,7 +92,7 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
                 said = [f"{engine.why}; {engine.trainer}", *_kept(out, log, experiment), *log.warnings]
                 observer.started(experiment, "\n".join(said), first_round)
                 procedure.run(opened, out, log, observer)
-                run_directory.write_model(out, log.server.model)
+                run_directory.write_model(out, {**log.fixed, **log.server.model})
             status = "finished"
         except RunError as failure:
             status, error = "failed", failure
@@ -108,7 +108,7 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
         run_directory.write_result(out, result)
     with suppress(OSError):
         if log.server.params:
-            run_directory.write_model(out, log.server.model)
+            run_directory.write_model(out, {**log.fixed, **log.server.model})
     with suppress(RunError):  # an observer's; the first error is the one to tell
         observer.ended(result)
     raise error

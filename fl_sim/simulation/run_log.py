@@ -8,7 +8,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.simulation.measuring import Measured
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.store.seal import Seal
-from fl_sim.types import ServerState, Traffic
+from fl_sim.types import Params, ServerState, Traffic
 
 if TYPE_CHECKING:
     from fl_sim.simulation.dafl.pool import Pool
@@ -45,7 +45,8 @@ class RunLog:
     it was, None where that depends on private records. ``facts`` and ``statements`` (of privacy) are a procedure's own:
     they go into ``result.json`` as they are. ``records``: a digest of the user's own records, for the checkpoint.
     ``versions``: {round: digest} of the models that are kept for clients still at work on them. ``counts_holders``:
-    whether clients without records are left out where an algorithm counts all clients.
+    whether clients without records are left out where an algorithm counts all clients. ``fixed``: what of the model
+    nobody trains, which is saved beside what the server has.
     """
 
     server: ServerState
@@ -71,6 +72,7 @@ class RunLog:
     records: str = ""
     versions: dict[int, str] = field(default_factory=dict)
     counts_holders: bool = True
+    fixed: Params = field(default_factory=dict)
 
 
 class Observer(Protocol):

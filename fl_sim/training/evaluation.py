@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from fl_sim.batch_norm import load_statistics, running_in
-from fl_sim.params import copy_into
+from fl_sim.params import copy_into, placed_in
 from fl_sim.training.losses import LogitsOf
 from fl_sim.training.precision import arithmetic
 from fl_sim.training.records import Scale, Source
@@ -67,7 +67,7 @@ def ready(model: nn.Module, params: Params) -> nn.Module:
     statistics = {name: value for name, value in params.items() if name in running}
     weights = {name: value for name, value in params.items() if name not in running} if statistics else params
     with torch.inference_mode():
-        copy_into(dict(model.named_parameters()), weights)
+        copy_into(placed_in(model, weights), weights)
         load_statistics(model, statistics)
     return model.eval()
 

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from fl_sim.batch_norm import running_in
 from fl_sim.errors import UserError
 from fl_sim.local_plan import Batch
+from fl_sim.params import trainable
 from fl_sim.types import Params
 
 _BATCH = 500
@@ -127,7 +128,7 @@ def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
     """Return d, how many features a record of ``input_shape`` has. ``model`` is left in evaluation mode.
 
     Raises UserError for a model whose head cannot be trained by itself: which does not make the logits of features
-    (n, d) alone, or has no parameters.
+    (n, d) alone, or has no parameters that are trained.
     """
     model.eval()
     head = head_of(model)
@@ -137,11 +138,11 @@ def num_features(model: nn.Module, input_shape: tuple[int, ...]) -> int:
             alone = head(features)
         except (RuntimeError, ValueError, TypeError, IndexError):
             alone = None
-    if not any(True for _ in head.parameters()) or alone is None or not torch.allclose(alone, logits):
+    if not trainable(head) or alone is None or not torch.allclose(alone, logits):
         raise UserError(
             f"calibrate needs a head that makes the logits of features (n, d) and has weights, and that of "
-            f"{type(model).__name__} is no such: call the model's last linear layer head (self.head = ...), or take "
-            "calibrate=none"
+            f"{type(model).__name__} is no such, or frozen: call the model's last linear layer head (self.head = ...), "
+            "or take calibrate=none"
         )
     return features.shape[1]
 

@@ -10,7 +10,7 @@ from torch import nn
 from fl_sim.batch_norm import load_statistics, norms_in, running_in, statistics_of
 from fl_sim.errors import UserError
 from fl_sim.local_plan import Ascent, LocalPlan, check_optimizer, fields_in_use
-from fl_sim.params import check_layout, copy_into, detached, layout_of
+from fl_sim.params import check_layout, copy_into, detached, layout_of, placed_in, trainable
 from fl_sim.training.adam import Moments
 from fl_sim.training.ascent import ascent_of, blended, uphill
 from fl_sim.training.augmenting import black_of, moved
@@ -65,13 +65,15 @@ def train(
 ) -> Trained:
     """Take ``task.settings.num_steps(n)`` steps from ``task.params``.
 
-    ``inputs``: (n, *input shape), normalised; ``labels``: (n,). ``model`` lends its architecture; its weights are
-    overwritten. ``generator`` shuffles records, moves images and picks mixing partners. With n = 0 nothing is trained.
+    Parameters that are frozen (``requires_grad=False``) stay as they are in ``model``, or in ``task.params`` where they
+    are named there. ``inputs``: (n, *input shape), normalised; ``labels``: (n,). ``model`` lends its architecture; its
+    weights are overwritten. ``generator`` shuffles records, moves images and picks mixing partners. With n = 0 nothing
+    is trained.
     Raises ValueError where tensors are not the model's, UserError where the plan asks for what no trainer knows.
     """
     _check_known(plan, task.settings)
-    weights: Params = dict(model.named_parameters())
-    trainable = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    weights: Params = placed_in(model, task.params)
+    trained = trainable(model)
     _check_plan(plan, weights, inputs)
     check_optimizer(plan, task.settings)
     with torch.no_grad():
@@ -83,7 +85,7 @@ def train(
     momentum_buffers = _on(plan.momentum_buffers or {}, inputs.device, copy=True)
     model.train()
     moments = {
-        name: Moments.like(weight.detach()) for name, weight in trainable.items() if task.settings.optimizer != "sgd"
+        name: Moments.like(weight.detach()) for name, weight in trained.items() if task.settings.optimizer != "sgd"
     }
     losses: list[torch.Tensor] = []
     norms, running = list(norms_in(model).values()), running_in(model)
@@ -93,14 +95,14 @@ def train(
         loss_of = partial(objective.loss, records, labels[batch], objective.partner(generator))
         for norm in norms:
             norm.train(len(batch) > 1)  # one record has no deviation: the running statistics normalise it
-        loss, gradients = _gradients(loss_of, trainable, running, ascent_of(plan))
+        loss, gradients = _gradients(loss_of, trained, running, ascent_of(plan))
         with torch.no_grad():
             corrected = {
-                name: _corrected(name, trainable[name], gradient, anchor, offset, plan)
+                name: _corrected(name, trained[name], gradient, anchor, offset, plan)
                 for name, gradient in gradients.items()
             }
             for name, gradient in clipped(corrected, task.settings.clip_norm).items():
-                _step(name, trainable[name], gradient, momentum_buffers, moments, drift, task.settings)
+                _step(name, trained[name], gradient, momentum_buffers, moments, drift, task.settings)
         losses.append(loss)
     return Trained(
         params=detached(weights.items()),

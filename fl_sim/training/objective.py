@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from fl_sim.local_plan import LocalPlan, LossTerm
+from fl_sim.params import placed_in
 from fl_sim.training.features import Network
 from fl_sim.training.losses import mixed_loss
 from fl_sim.training.terms import added, adjusted, check_smoothing, outputs_for, terms_of
@@ -68,7 +69,7 @@ class Objective:
         if not self.terms:
             return loss
         weights = torch.full((len(labels),), 1 / len(labels), dtype=outputs[0].dtype, device=inputs.device)
-        params = dict(self.network.model.named_parameters())
+        params = placed_in(self.network.model, self.anchor)
         batch = self.network.batch((inputs, labels, weights), outputs, params, self.anchor)
         return added(loss, self.terms, self.data, batch)
 

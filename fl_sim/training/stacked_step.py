@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import grad, grad_and_value, vmap
 
 from fl_sim.local_plan import LocalPlan, check_optimizer
-from fl_sim.params import check_layout
+from fl_sim.params import check_layout, placed_in, trainable
 from fl_sim.training.adam import Moments
 from fl_sim.training.ascent import blended, uphill
 from fl_sim.training.augmenting import black_of, moved
@@ -42,7 +42,7 @@ class StackedStep:
         self.kind, self.capacity, self.padded = kind, capacity, padded
         self._mix, self._terms = plan.mix, terms_of(plan)
         self._network, self._source, device = Network(model), source, source.inputs.device
-        check_layout("the model's weights", dict(model.named_parameters()), kind.layout)
+        check_layout("the model's weights", placed_in(model, dict(kind.layout).keys()), kind.layout)
         self._adjustment = _room_like(adjustment_of(plan), capacity, device)
         self._data = [_room_like(term.data, capacity, device) for term in self._terms]
         self._trainable = self._moved_by_the_loss()
@@ -200,8 +200,8 @@ class StackedStep:
 
     def _moved_by_the_loss(self) -> list[str]:
         """Return the parameters that the loss depends on: local SGD, weight decay included, leaves the others alone."""
-        weights = dict(self._network.model.named_parameters())
-        named = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        weights = placed_in(self._network.model, dict(self.kind.layout).keys())
+        named = trainable(self._network.model)
         inputs, labels = self._source.normalised(self._source.inputs[:1]), self._source.labels[:1]
         outputs = self._outputs(weights, inputs)
         loss = outputs[0].sum()

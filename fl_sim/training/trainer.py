@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fl_sim import models
-from fl_sim.batch_norm import norms_in
+from fl_sim.batch_norm import all_norms_in
 from fl_sim.local_plan import LocalPlan, fields_in_use
 from fl_sim.native.checks import RECEIVED, TAKES, TERMS, tensors_of
 from fl_sim.native.kernel import Draws, Kernel, Lesson
@@ -102,7 +102,7 @@ class Trainer:
 
     def is_stackable(self) -> bool:
         """Say whether fl_sim.training.stacked takes this model: no random numbers, and no record looks at another."""
-        return self._draws_nothing and not norms_in(self._model)
+        return self._draws_nothing and not all_norms_in(self._model)
 
     def train_all(self, jobs: Sequence[LocalJob]) -> list[Trained]:
         """Train clients, one after another, in as few calls of the compiled trainer as may be."""

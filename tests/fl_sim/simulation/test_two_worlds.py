@@ -57,7 +57,8 @@ class Seen:
 def experiment(world: World, **changes: Any) -> Experiment:
     aggregator = {"kind": "global-dp", "noise": "seeded", "clipping_norm": 0.3, **changes.pop("aggregator", {})}
     base = {
-        "data": "digits", "clients": CLIENTS, "model": "logistic", "sampler": "full", "rounds": 2, "engine": "inprocess",
+        "data": "digits", "clients": CLIENTS, "model": "logistic", "sampler": "full", "rounds": 2,
+        "engine": "inprocess",
         "local": {"learning_rate": 0.3, "batch_size": 32, "epochs": 3, "weight_decay": 0.01},
         "partition": {"kind": f"{__name__}:Worlds", "world": world},
     }  # fmt: skip
