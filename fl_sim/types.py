@@ -129,14 +129,17 @@ class Dataset:
     ``num_classes``: labels are 0 to one less. ``mean`` and ``std``: one float per channel, in units of 1 (an input byte
     b becomes ``(b / 255 - mean) / std``). They are published constants of the data set, never computed from what
     clients hold. ``note`` says what a reader must know about the copy at hand (a subset, a generated stand-in), and is
-    shown wherever results are. ``columns``: of a table, in order, if they are known; public as the constants are.
+    shown wherever results are. ``counted``: what was counted or noticed among the user's own records, such as those
+    left out; shown only where nobody is promised privacy. ``columns``: of a table, in order, if they are known; public as the
+    constants are.
     ``classes``: what classes are called, and ``names``: what each number of a record is called, if that is known.
-    ``shown``: what a file was found to hold, (what, how it is read) line by line. ``read_off``: what of all this was
-    read off the records, a sentence for what no epsilon covers. ``inferred``: what a reader took a file to be without
-    being told, such as the decimal sign of its numbers, a line each. ``vocabulary``: above 0, records are sequences of
-    whole numbers below it (fl_sim.sequences). ``validation``: records that no client holds and that are not for
-    testing, for ``evaluate.validation=given``. ``image_shape``: of the images that records were before features took
-    their place; empty for all others.
+    ``shown``: what a file was found to hold, (what, how it is read) line by line. ``read_off``: the facts that were
+    read off the records and show in results or in the model's shape, each with the setting that makes it public, if
+    there is one; every privacy statement lists them. ``inferred``: what a reader took a file to be without being told,
+    such as the decimal sign of its numbers, a line each. ``vocabulary``: above 0, records are sequences of whole
+    numbers below it (fl_sim.sequences). ``validation``: records that no client holds and that are not for testing, for
+    ``evaluate.validation=given``. ``image_shape``: of the images that records were before features took their place;
+    empty for all others.
     """
 
     name: str
@@ -150,11 +153,12 @@ class Dataset:
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     shown: tuple[tuple[str, str], ...] = ()
-    read_off: str = ""
+    read_off: tuple[str, ...] = ()
     inferred: tuple[str, ...] = ()
     vocabulary: int = 0
     validation: Examples | None = None
     image_shape: tuple[int, ...] = ()
+    counted: tuple[str, ...] = ()
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -90,6 +90,16 @@ class Central(Protocol):
 
 
 @runtime_checkable
+class Pooling(Protocol):
+    """An algorithm with a public pool of records."""
+
+    @property
+    def pools_test_records(self) -> bool:
+        """Say whether test records are in the pool."""
+        ...
+
+
+@runtime_checkable
 class Bounded(Protocol):
     """An algorithm with an end of its own, or one that does not take all data."""
 

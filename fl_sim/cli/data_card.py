@@ -58,8 +58,8 @@ def _draw(dataset: Dataset, sheet: Path) -> None:
 
 def _print(card: Mapping[str, Any]) -> None:
     typer.echo(card["name"])
-    if card["note"]:
-        typer.echo(f"  {card['note']}")
+    for line in filter(None, (card["note"], *card["counted"])):
+        typer.echo(f"  {line}")
     records, inputs = card["records"], card["inputs"]
     what = "x".join(map(str, inputs["shape"]))
     kind = {
@@ -74,6 +74,8 @@ def _print(card: Mapping[str, Any]) -> None:
     _print_clients(card["clients"])
     _print_columns(card)
     _print_inferred(card["inferred"])
+    for fact in card["read_off"]:
+        typer.echo(f"read off the records: {fact}")
     _print_first(card.get("first_records", []))
     if "sheet" in card:
         typer.echo(f"drawn to {card['sheet']}")

@@ -19,6 +19,7 @@ _BEST = {
     "test": "picked on the test set, so optimistic",
     "validation": "picked on records held out for validation",
     "last": "the last, which alone was tested",
+    "nothing": "nothing was measured",
 }
 
 

@@ -22,6 +22,8 @@ def card_of(dataset: Dataset, *, with_records: bool) -> dict[str, Any]:
     card: dict[str, Any] = {
         "name": dataset.name,
         "note": dataset.note,
+        "counted": list(dataset.counted),
+        "read_off": list(dataset.read_off),
         "own": is_own(dataset.name),
         "shows_records": with_records and not is_image,
         "records": {

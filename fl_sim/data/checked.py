@@ -1,12 +1,14 @@
 """From arrays as read to a Dataset: the checks that every source of records passes."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.data.known import KnownSet
+from fl_sim.data.listed import unlisted
 from fl_sim.errors import UserError
 from fl_sim.types import Dataset, Examples
 
@@ -39,12 +41,19 @@ def known_dataset(
 
 
 def own_dataset(
-    name: str, train: Examples, test: Examples, mean: tuple[float, ...], std: tuple[float, ...], where: str
+    name: str,
+    train: Examples,
+    test: Examples,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    where: str,
+    *,
+    listed: tuple[str, ...] = (),
 ) -> Dataset:
-    """Return the user's own records as a data set, checked.
+    """Return the user's own records as a data set, checked. ``listed``: the classes, where they are public.
 
-    Raises UserError unless both parts are non-empty, of one shape and type, and labelled 0..L-1 with every class there,
-    of at least two, and in the training part.
+    Raises UserError unless both parts are non-empty, of one shape and type, and labelled 0..L-1: with every class
+    there, of at least two, and in the training part, where they are not ``listed``. A listed class may have no record.
     """
     for split, part in (("train", train), ("test", test)):
         if not len(part):
@@ -53,6 +62,9 @@ def own_dataset(
             raise UserError(f"{where}: {len(part.inputs)} records but {len(part.labels)} labels in the {split} part")
     if train.inputs.shape[1:] != test.inputs.shape[1:] or train.inputs.dtype != test.inputs.dtype:
         raise UserError(f"{where}: training records are {_type(train)} but test records {_type(test)}")
+    if listed:
+        check_listed((train.labels, test.labels), listed, where)
+        return Dataset(name, train, test, len(listed), mean, std, classes=listed)
     classes = np.unique(np.concatenate([train.labels, test.labels]))
     num_classes = len(classes)
     if classes[0] != 0 or classes[-1] != num_classes - 1:
@@ -62,6 +74,12 @@ def own_dataset(
         )
     check_classes(train.labels, test.labels, tuple(map(str, range(num_classes))), where)
     return Dataset(name, train, test, num_classes, mean, std)
+
+
+def check_listed(parts: Sequence[NDArray[np.int64]], listed: tuple[str, ...], where: str) -> None:
+    """Raise UserError for labels beyond the ``listed`` classes; none is quoted."""
+    if any(len(labels) and not 0 <= labels.min() <= labels.max() < len(listed) for labels in parts):
+        raise unlisted(where)
 
 
 def with_validation(dataset: Dataset, validation: Examples | None, where: str) -> Dataset:

@@ -7,6 +7,7 @@ made it, so none is taken for another's; a damaged one is made again.
 import hashlib
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
@@ -64,11 +65,10 @@ def as_features(dataset: Dataset, features: Features, records: str) -> Dataset:
         )
     train, test = _kept(dataset, features, records, size)
     note = f"{features} features of the images, {size} numbers a record, which look at no other record"
-    return Dataset(
-        dataset.name,
-        Examples(train, dataset.train.labels, dataset.train.groups),
-        Examples(test, dataset.test.labels, dataset.test.groups),
-        dataset.num_classes,
+    return replace(
+        dataset,
+        train=Examples(train, dataset.train.labels, dataset.train.groups),
+        test=Examples(test, dataset.test.labels, dataset.test.groups),
         mean=(0.0,),
         std=(1 / math.sqrt(size),),
         note="; ".join(filter(None, [dataset.note, note])),

@@ -1,6 +1,6 @@
 """A folder of images: PATH/train/CLASS/*.png and PATH/test/CLASS/*.png (or .jpg, .tif, .bmp), read with Pillow."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ from unicodedata import normalize
 import numpy as np
 
 from fl_sim.data.checked import own_dataset
+from fl_sim.data.listed import listed_classes, read_off_classes, unlisted
 from fl_sim.data.naming import OwnName
 from fl_sim.data.pictures import Pixels, Wanted, decoded, stacked, wanted_by
 from fl_sim.data.spelling import told_doubles
@@ -23,30 +24,49 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"})
 def read(name: str, own: OwnName, path: Path) -> Dataset:
     """Return the images as a data set; classes are train's subfolders, numbered in the order of their names.
 
-    Grey images stay one channel unless any image has colour. Normalised by 0.5 and 0.5, never by statistics of the
-    training images: those are the clients' private data. Raises UserError naming the file that cannot be read, has
-    another size than the first, or belongs to a class without training images.
+    ``data.classes`` lists public classes, in another order. Grey images stay one channel unless any image has colour.
+    Normalised by 0.5 and 0.5, never by statistics of the training images: those are the clients' private data. Raises
+    UserError naming the file that cannot be read, has another size than the first, or belongs to a class without
+    training images.
     """
-    wanted, folders = wanted_by(own), _subfolders(path / "train")
-    classes, tested = [*folders], _subfolders(path / "test")
-    if strangers := [name for name in tested if name not in folders]:
-        raise UserError(
-            f"{path}: test has class {shortened(strangers[0])!r}, but train has only {_some(classes)}, and test "
-            f"{_some([*tested])}; rename the folders alike"
-        )
-    train = _files(path / "train", folders.values())
+    wanted, listed, folders = wanted_by(own), listed_classes(own), _subfolders(path / "train")
+    tested = _subfolders(path / "test")
+    classes = _classes(path, folders, tested, listed)
+    train = _files(path / "train", [folders.get(name) for name in classes])
     files = [*train, *_files(path / "test", [tested.get(name) for name in classes])]
     stack = stacked(((str(file), partial(_image, file, wanted)) for file, _ in files), len(files))
     images = stack.images
     labels = np.array([label for _, label in files], dtype=np.int64)
     first, second = (Examples(images[rows], labels[rows]) for rows in (slice(len(train)), slice(len(train), None)))
     half = (0.5,) * images.shape[1]
-    dataset = own_dataset(name, first, second, half, half, str(path))
+    dataset = own_dataset(name, first, second, half, half, str(path), listed=listed)
     others = sum(map(_num_others, [*folders.values(), *tested.values()]))
     left = f"{others:,} files that are no images by their names are left out" if others else ""
-    note = "; ".join(filter(None, (wanted.told(), left, told_doubles("classes", classes))))
     order = f"{len(classes):,} classes, by the folders of train in alphabetical order; test's are matched by name"
-    return replace(dataset, note=note, classes=tuple(classes), inferred=(order, *stack.inferred()))
+    return replace(
+        dataset,
+        note=wanted.told(),
+        counted=tuple(filter(None, (left, "" if listed else told_doubles("classes", classes)))),
+        classes=tuple(classes),
+        read_off=(*read_off_classes(listed), *wanted.read_off),
+        inferred=(*([] if listed else [order]), *stack.inferred()),
+    )
+
+
+def _classes(
+    path: Path, train: Mapping[str, Path], test: Mapping[str, Path], listed: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the classes in order. Raises UserError for a folder in test that is none in train, or not ``listed``."""
+    if listed:
+        if {*train, *test} - {normalize("NFC", name) for name in listed}:
+            raise unlisted(str(path))
+        return tuple(normalize("NFC", name) for name in listed)
+    if strangers := [name for name in test if name not in train]:
+        raise UserError(
+            f"{path}: test has class {shortened(strangers[0])!r}, but train has only {_some([*train])}, and test "
+            f"{_some([*test])}; rename the folders alike"
+        )
+    return tuple(train)
 
 
 def _subfolders(split: Path) -> dict[str, Path]:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from fl_sim.data.checked import own_dataset
+from fl_sim.data.listed import read_off_classes
 from fl_sim.data.naming import OwnName
 from fl_sim.data.pictures import Pixels, Wanted, decoded, stacked, wanted_by
 from fl_sim.data.table import Plan, dataset_of, planned, rows_of
@@ -210,12 +211,18 @@ def _with_images(
     records = Examples(images, rows.labels, rows.clients if plan.roles.client else None)
     train, test = (records.take(np.flatnonzero(mask)) for mask in (~rows.is_test, rows.is_test))
     half = (0.5,) * images.shape[1]
-    dataset = own_dataset(name, train, test, half, half, tables[0].where)
+    listed = plan.classes if plan.listed else ()
+    dataset = own_dataset(name, train, test, half, half, tables[0].where, listed=listed)
     shown = [(image, f"image: {images.shape[3]}x{images.shape[2]}"), (plan.roles.label, "label")]
     if plan.roles.client:
         shown.append((plan.roles.client, f"client: {len(plan.clients):,} of them"))
     return replace(
-        dataset, note=_note(plan, image, wanted), classes=plan.classes, shown=tuple(shown), inferred=stack.inferred()
+        dataset,
+        note=_note(plan, image, wanted),
+        classes=plan.classes,
+        shown=tuple(shown),
+        inferred=stack.inferred(),
+        read_off=(*read_off_classes(plan.listed), *wanted.read_off),
     )
 
 

@@ -5,7 +5,7 @@ Files are read one after another. A user's records are a group of their own, in 
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.data.checked import check_classes, most_bytes, own_dataset
+from fl_sim.data.listed import listed_classes, read_off_classes, unlisted
 from fl_sim.data.naming import OwnName
 from fl_sim.data.spelling import told_doubles
 from fl_sim.data.tokens import ALPHABET, alphabet_set, as_classes, as_tokens, widened
@@ -27,6 +28,7 @@ FEMNIST_SIDE: Final = 28
 """FEMNIST's images are rows of 28 x 28 numbers from 0 (black) to 1."""
 
 _BY_USER: Final = "each user is a client, the same one in train and test where names are equal"
+_IMAGES_READ_OFF: Final = ("that all numbers of a record lie from 0 to 1, so that records are images",)
 _SWELL: Final = 12  # times the bytes of a file that its objects take up in Python
 
 
@@ -51,8 +53,9 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
     """Return the records below ``path``. Raises UserError, with file and user, for what is no such JSON.
 
     Rows of 784 numbers from 0 to 1 are FEMNIST's images, and become bytes; other rows of numbers stay as they are, and
-    classes are the labels that occur, in order. Texts with one character as their label are Shakespeare's: sequences of
-    tokens, and every character of the alphabet is a class: LEAF's, or ``data.alphabet``.
+    classes are the labels that occur, or those of ``data.classes``, by size. Texts with one character as their label
+    are Shakespeare's: sequences of tokens, and every character of the alphabet is a class: LEAF's, or
+    ``data.alphabet``.
     """
     alphabet = alphabet_set(own.option("alphabet"))
     parts = [_users(path / part, alphabet) for part in ("train", "test")]
@@ -63,17 +66,19 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
         parts = [[user.widened(length) for user in users] for users in parts]
     _check_alike([user for users in parts for user in users])
     numbers = {user: place for place, user in enumerate(sorted({user.name for user in everyone}))}
-    occurring = np.unique(np.concatenate([user.labels for user in everyone]))
-    found = np.arange(len(alphabet)) if is_text else occurring
+    listed = _listed(own, is_text=is_text)
+    labels = [user.labels for user in everyone]
+    found = np.arange(len(alphabet)) if is_text else _classes(labels, listed, str(path))
     train, test = (_examples(users, numbers, found) for users in parts)
     is_image, width = train.inputs.ndim == 4, train.inputs.shape[1]
     mean, std = ((0.5,), (0.5,)) if is_image else ((0.0,) * width, (1.0,) * width)
     strangers = len(numbers) - len(parts[0])
-    more = f", {strangers:,} more with test records alone" if strangers else ""
-    note = f"LEAF, {_what(train, is_text=is_text)}; {len(parts[0]):,} clients by user{more}"
+    left = f"{strangers:,} clients have test records alone" if strangers else ""
+    doubles = told_doubles("users", {user.name for user in everyone}, with_names=False)
+    counted = tuple(filter(None, (left, doubles)))
+    note = f"LEAF, {_what(train, is_text=is_text)}; {len(parts[0]):,} clients by user"
     if own.option("alphabet") and not is_text:
         raise UserError(f"data.alphabet is for texts, and {path} holds numbers; leave it out")
-    note = "; ".join(filter(None, [note, told_doubles("users", {user.name for user in everyone}, with_names=False)]))
     if is_text:  # every character is a class, whether or not it occurs
         names, vocabulary = tuple(map(repr, alphabet)), len(alphabet) + 1
         whose = "LEAF's" if alphabet == ALPHABET else "of data.alphabet"
@@ -82,19 +87,42 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
             _BY_USER,
         )
         return Dataset(
-            name, train, test, len(alphabet), mean, std, note, classes=names, vocabulary=vocabulary, inferred=inferred
-        )
+            name, train, test, len(alphabet), mean, std, note, counted=counted, classes=names, vocabulary=vocabulary,
+            read_off=("the length of the longest text",), inferred=inferred,
+        )  # fmt: skip
     classes = tuple(map(str, found.tolist()))
-    check_classes(train.labels, test.labels, classes, str(path))
+    if not len(listed):
+        check_classes(train.labels, test.labels, classes, str(path))
     kind = "rows of 784 numbers from 0 to 1 are images of 28x28, 1 becomes 255" if is_image else "rows are numbers"
     inferred = (kind, f"{len(classes):,} classes, in the order of their numbers", _BY_USER)
-    made = own_dataset(name, train, test, mean, std, str(path))
-    return replace(made, note=note, classes=classes, inferred=inferred)
+    made = own_dataset(name, train, test, mean, std, str(path), listed=classes if len(listed) else ())
+    read_off = (*read_off_classes(len(listed)), *(_IMAGES_READ_OFF if is_image else ()))
+    return replace(made, note=note, counted=counted, classes=classes, inferred=inferred, read_off=read_off)
+
+
+def _listed(own: OwnName, *, is_text: bool) -> NDArray[np.int64]:
+    """Return the labels that ``data.classes`` lists, by size. Raises UserError where they are no whole numbers."""
+    listed = listed_classes(own)
+    if listed and is_text:
+        raise UserError("data.classes: of texts every character of LEAF's alphabet is a class; leave data.classes out")
+    if not all(text.isascii() and text.removeprefix("-").isdigit() and len(text) < 19 for text in listed):
+        raise UserError(
+            f"data.classes = {'+'.join(listed)!r}: LEAF's labels are whole numbers; list those, or how many"
+        )
+    return np.unique(np.array([*map(int, listed)], dtype=np.int64))
+
+
+def _classes(labels: Sequence[NDArray[np.int64]], listed: NDArray[np.int64], where: str) -> NDArray[np.int64]:
+    """Return the labels that are classes, by size. Raises UserError for records of one that is not ``listed``."""
+    occurring = np.unique(np.concatenate(labels))
+    if len(listed) and not np.isin(occurring, listed).all():
+        raise unlisted(where)
+    return listed if len(listed) else occurring
 
 
 def _what(train: Examples, *, is_text: bool) -> str:
     if is_text:
-        return f"texts of up to {train.inputs.shape[1]} characters, what comes next is the class"
+        return "texts, what comes next is the class"
     if train.inputs.ndim == 4:
         return "images of 28x28, as bytes"
     return f"{train.inputs.shape[1]} numbers a record, as they are"

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.data.checked import own_dataset, with_validation
+from fl_sim.data.listed import listed_classes, read_off_classes
 from fl_sim.data.naming import OwnName
 from fl_sim.data.npz import images_inferred, images_of, read_arrays
 from fl_sim.errors import UserError
@@ -42,8 +43,9 @@ def read(name: str, own: OwnName, path: Path) -> Dataset:
         )
         train = Examples(inputs, labels)
     half = (0.5,) * train.inputs.shape[1]
-    taken = images_inferred(arrays["train_images"].shape)
-    made = replace(own_dataset(name, train, test, half, half, str(path)), inferred=taken)
+    listed, taken = listed_classes(own), images_inferred(arrays["train_images"].shape)
+    made = own_dataset(name, train, test, half, half, str(path), listed=listed)
+    made = replace(made, inferred=taken, read_off=read_off_classes(listed))
     if use == "validate":
         return with_validation(made, val, str(path))
     note = f"its {len(val):,} validation images are {'trained on, too' if use == 'train' else 'left out'}"

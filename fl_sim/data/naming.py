@@ -20,16 +20,16 @@ OwnKind: TypeAlias = Literal["csv", "parquet", "npz", "folder", "leaf", "medmnis
 
 _TEST: Final = ("test", "test_seed")
 _TABLE: Final = (
-    "label", "client", "split", *_TEST, "test_file", "drop", "text", "range", "category", "scale", "missing",
+    "label", "classes", "client", "split", *_TEST, "test_file", "drop", "text", "range", "category", "scale", "missing",
 )  # fmt: skip
 
 OPTIONS: Final[Mapping[OwnKind, tuple[str, ...]]] = {
     "csv": (*_TABLE, "delimiter", "decimal", "thousands"),
     "parquet": _TABLE,
-    "npz": (),
-    "folder": ("size", "values"),
-    "leaf": ("alphabet",),
-    "medmnist": ("val",),
+    "npz": ("classes",),
+    "folder": ("classes", "size", "values"),
+    "leaf": ("classes", "alphabet"),
+    "medmnist": ("classes", "val"),
     "hf": (
         *(key for key in _TABLE if key != "test_file"),
         "image",
@@ -48,7 +48,7 @@ PLACES: Final[Mapping[OwnKind, str]] = {"folder": "folder", "leaf": "folder", "h
 OWN: Final = ", ".join(f"{kind}:PATH" for kind in OPTIONS)
 """The forms of such names, for messages."""
 
-_LISTS: Final = frozenset({"drop", "text"})
+_LISTS: Final = frozenset({"classes", "drop", "text"})
 _TABLES: Final[Mapping[str, str]] = {"range": "..", "category": "+"}
 """{a setting that each column has one of: what stands between its values}"""
 

@@ -6,7 +6,7 @@ from typing import Final
 ABOUT: Final[Mapping[str, str]] = {
     "csv": "A table in a csv file, a row a record.",
     "parquet": "A table in a parquet file, a row a record.",
-    "npz": "Arrays in an npz file: x_train, y_train, x_test, y_test. There is nothing to set.",
+    "npz": "Arrays in an npz file: x_train, y_train, x_test, y_test.",
     "folder": "Images in folders: train/CLASS/*.png and test/CLASS/*.png.",
     "leaf": "LEAF's json files, in the folders train and test.",
     "medmnist": "MedMNIST's npz files.",
@@ -16,6 +16,7 @@ ABOUT: Final[Mapping[str, str]] = {
 
 SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "label": ("a column", "The column with the class, texts or whole numbers; left out: the one called label."),
+    "classes": ("names, with + between", "The classes, in order, or their number; left out: read off the records."),
     "client": ("a column", "The column with the client, for partition=natural; left out: client, if there is one."),
     "split": ("a column", "A column that says train or test; left out: the one called split, if any."),
     "test": ("number, above 0, below 1", "The share of records for testing, of every client's if known."),

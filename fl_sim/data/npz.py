@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from fl_sim.data.checked import as_labels, known_dataset, looks_channels_first, most_bytes, own_dataset, with_validation
 from fl_sim.data.known import KnownSet
+from fl_sim.data.listed import listed_classes, read_off_classes
+from fl_sim.data.naming import OwnName
 from fl_sim.data.npz_clients import CLIENTS, with_clients
 from fl_sim.data.tokens import MOST_TOKENS, tokens_in
 from fl_sim.errors import UserError
@@ -59,7 +61,7 @@ def read_known(path: Path, known: KnownSet) -> Dataset:
     return known_dataset(known, train, test, str(path), _remarks(arrays, len(train) + len(test)))
 
 
-def read_own(name: str, path: Path) -> Dataset:
+def read_own(name: str, own: OwnName, path: Path) -> Dataset:
     """Return the user's own data set: uint8 images (NHW or NHWC) or float features (records, features).
 
     Images are normalised by the file's arrays ``mean`` and ``std`` (in units of 1, one number or one a channel), or by
@@ -69,7 +71,7 @@ def read_own(name: str, path: Path) -> Dataset:
     ``client_test`` says the same of test records, on which clients' accuracies are then measured. ``x_val`` and
     ``y_val``, if there, are for ``evaluate.validation=given``. Raises UserError for any other array: a misspelt one
     would be left out without a word. With a number ``vocabulary``, inputs are sequences of tokens: whole numbers below
-    it, from 1, and zeros behind shorter ones.
+    it, from 1, and zeros behind shorter ones. ``data.classes`` lists public classes.
     """
     arrays = read_arrays(path, REQUIRED, _OPTIONAL)
     vocabulary = _vocabulary(path, arrays)
@@ -83,8 +85,9 @@ def read_own(name: str, path: Path) -> Dataset:
     std = _constants(path, arrays, "std", channels, 0.5 if is_image else 1.0)
     if min(std) <= 0:
         raise UserError(f"{path}: std must be above 0, got {min(std)}")
-    inferred = images_inferred(arrays["x_train"].shape) if is_image else ()
-    made = replace(own_dataset(name, train, test, mean, std, str(path)), vocabulary=vocabulary, inferred=inferred)
+    listed, inferred = listed_classes(own), images_inferred(arrays["x_train"].shape) if is_image else ()
+    made = own_dataset(name, train, test, mean, std, str(path), listed=listed)
+    made = replace(made, vocabulary=vocabulary, inferred=inferred, read_off=read_off_classes(listed))
     return with_validation(made, _validation(path, arrays), str(path))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_sim.data.checked import most_bytes
+from fl_sim.data.listed import COLOUR_READ_OFF, SIZE_READ_OFF
 from fl_sim.data.naming import OwnName
 from fl_sim.errors import UserError
 
@@ -36,6 +37,11 @@ class Wanted:
         size = f"images scaled to {self.size[0]}x{self.size[1]}" if self.size else ""
         values = f"values {self.values[0]}..{self.values[1]} of 16 bits became 0..255" if self.values else ""
         return "; ".join(filter(None, (size, values)))
+
+    @property
+    def read_off(self) -> tuple[str, ...]:
+        """Return what is read off the images: what ``Dataset.read_off`` says of them."""
+        return (COLOUR_READ_OFF,) if self.size else (SIZE_READ_OFF, COLOUR_READ_OFF)
 
 
 def wanted_by(own: OwnName) -> Wanted:

@@ -76,7 +76,7 @@ def _read_own_files(name: str, own_files: OwnName, path: Path) -> Dataset:
         case "csv" | "parquet":
             return table.read(name, own_files, path)
         case "npz":
-            return npz.read_own(name, path)
+            return npz.read_own(name, own_files, path)
         case "folder":
             return folder.read(name, own_files, path)
         case "leaf":

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from fl_sim.data.checked import check_classes, most_bytes, own_dataset
 from fl_sim.data.columns import Survey, counts_rows, in_order, survey, texts_of
+from fl_sim.data.listed import listed_classes, unlisted
 from fl_sim.data.naming import OwnName
 from fl_sim.data.table_features import Feature, features_of
 from fl_sim.data.table_file import TableFile, open_table, pyarrow
 from fl_sim.data.table_roles import Roles, check_missing, check_split, check_types, classes_of, roles_of, to_see
-from fl_sim.data.table_words import Told, inferred, note, read_off, shown
+from fl_sim.data.table_words import Told, counted, inferred, note, read_off, shown
 from fl_sim.data.testing_part import Held, held_by_setting
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
@@ -29,7 +30,7 @@ from fl_sim.types import Dataset, Examples
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known before records are read; ``clients`` are in order."""
+    """All that is known before records are read; ``clients`` are in order. ``listed``: the user lists the classes."""
 
     tables: tuple[TableFile, ...]
     found: Survey
@@ -39,6 +40,7 @@ class Plan:
     clients: tuple[str, ...]
     held: Held
     drops: bool
+    listed: bool
 
     @property
     def counting(self) -> tuple[str, ...]:
@@ -80,11 +82,15 @@ def dataset_of(name: str, own: OwnName, tables: Sequence[TableFile], held: Held)
     train, test = (rows.part(test=part, has_clients=bool(plan.roles.client)) for part in (False, True))
     mean, std = _constants(rows, plan.features, from_records=scales)
     dropped = sum(plan.found.rows) - len(rows.labels)
-    told = Told(plan.roles, plan.features, plan.classes, plan.clients, held, scales, dropped, plan.counting)
+    told = Told(
+        plan.roles, plan.features, plan.classes, plan.clients, held, scales, dropped, plan.listed, plan.drops,
+        plan.counting,
+    )  # fmt: skip
     public = all(feature.is_public for feature in plan.features)
     return replace(
-        own_dataset(name, train, test, mean, std, tables[0].where),
+        own_dataset(name, train, test, mean, std, tables[0].where, listed=plan.classes if plan.listed else ()),
         note=note(told),
+        counted=counted(told),
         columns=tuple(feature.column() for feature in plan.features) if public else (),
         classes=plan.classes,
         names=tuple(name for feature in plan.features for name in feature.names),
@@ -112,13 +118,17 @@ def planned(own: OwnName, tables: Sequence[TableFile], roles: Roles, held: Held)
         check_missing(found)
     if roles.split:
         check_split(seen[roles.split], where)
-    features, classes = features_of(own, roles.features, found), classes_of(seen[roles.label], where)
+    features, listed = features_of(own, roles.features, found), listed_classes(own)
+    classes = listed or classes_of(seen[roles.label], where)
+    if listed and not drops and set(seen[roles.label].texts or ("", "")) - set(listed):
+        cure = ", or leave such records out, uncounted, by data.missing=drop"
+        raise unlisted(f"{where}, column {roles.label!r}", cure)
     clients: tuple[str, ...] = ()
     if roles.client:
         if (of := seen[roles.client].texts) is None:
             raise UserError(f"{where}: column {roles.client!r} holds over {seen[roles.client].most:,} clients")
         clients = tuple(sorted(of, key=in_order))
-    return Plan(tuple(tables), found, roles, features, classes, clients, held, drops)
+    return Plan(tuple(tables), found, roles, features, classes, clients, held, drops, bool(listed))
 
 
 def _check_alike(first: TableFile, other: TableFile, roles: Roles) -> None:
@@ -171,12 +181,15 @@ def _fill(rows: Rows, plan: Plan) -> NDArray[np.bool_]:
             some = slice(first, first + len(batch[plan.roles.label]))
             for feature in plan.features:
                 feature.put_into(rows.inputs[some], batch[feature.name])
-            rows.labels[some] = _codes(batch[plan.roles.label], plan.classes)
+            labels = batch[plan.roles.label]
+            rows.labels[some] = _codes(labels, plan.classes)
             if plan.roles.client:
                 rows.clients[some] = _codes(batch[plan.roles.client], plan.clients)
             rows.is_test[some] = _is_test(batch[plan.roles.split]) if plan.roles.split else number == 1
             if plan.drops:
+                is_class = pyarrow().compute.is_in(texts_of(labels), value_set=_texts(plan.classes))
                 kept[some] = np.all([np.asarray(cells.is_valid()) for cells in batch.values()], axis=0)
+                kept[some] &= np.asarray(is_class)
             first = some.stop
     return kept
 
@@ -187,7 +200,8 @@ def _check_parts(rows: Rows, plan: Plan) -> None:
     if not len(labels) or is_test.all() or not is_test.any():
         part = "training" if is_test.all() else "test"
         raise UserError(f"{plan.tables[0].where}: no records in the {part} part; take other records")
-    check_classes(labels[~is_test], labels[is_test], plan.classes, where)
+    if not plan.listed:
+        check_classes(labels[~is_test], labels[is_test], plan.classes, where)
 
 
 def _choice(own: OwnName, key: str, valid: Sequence[str]) -> str:

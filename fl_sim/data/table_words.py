@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from fl_sim.data.listed import read_off_classes
 from fl_sim.data.naming import OwnName
 from fl_sim.data.spelling import spelling_by, told_doubles
 from fl_sim.data.table_features import Feature
@@ -15,7 +16,11 @@ _FEW: Final = 6  # names that a note lists
 
 @dataclass(frozen=True)
 class Told:
-    """What is to be told. ``scales``: numbers are scaled by the records; ``dropped``: rows with an empty cell."""
+    """What is to be told.
+
+    ``scales``: numbers are scaled by the records. ``dropped``: how many rows are left out, where the user ``drops``
+    those with an empty cell. ``listed``: the user lists the classes; all others are read off the records.
+    """
 
     roles: Roles
     features: tuple[Feature, ...]
@@ -24,6 +29,8 @@ class Told:
     held: Held
     scales: bool
     dropped: int
+    listed: bool
+    drops: bool
     counting: tuple[str, ...] = ()
 
     @property
@@ -38,12 +45,12 @@ class Told:
 
 
 def note(told: Told) -> str:
-    """Return what stands beside results: one line, however many columns there are."""
+    """Return what stands beside results: one line, however many columns there are, and nothing that records say."""
     ranged = [feature.name for feature in told.features if feature.bounds is not None]
     categories = [f"{feature.name} ({feature.width})" for feature in told.features if feature.categories]
     unscaled = f"scaled by the training records' mean and deviation: {_some(told.as_they_are)}"
     parts = [
-        f"label {told.roles.label}: {_some(told.classes)}",
+        f"label {told.roles.label}: {_some(told.classes) if told.listed else f'{len(told.classes)} classes'}",
         f"{len(told.clients):,} clients by {told.roles.client}" if told.clients else "",
         f"numbers scaled by their range: {_some(ranged)}" if ranged else "",
         (unscaled if told.scales else f"numbers as they are, not scaled: {_some(told.as_they_are)}")
@@ -51,10 +58,15 @@ def note(told: Told) -> str:
         else "",
         f"categories: {_some(categories)}" if categories else "",
         told.test_part,
-        f"{told.dropped:,} records with an empty cell are left out" if told.dropped else "",
-        *_oddities(told),
+        f"records {_lacking(told)} are left out" if told.drops else "",
     ]
     return "; ".join(filter(None, parts))
+
+
+def counted(told: Told) -> tuple[str, ...]:
+    """Return what was counted and noticed among the records, which stands beside no result of a private run."""
+    left_out = [f"{told.dropped:,} records {_lacking(told)} are left out"] if told.dropped else []
+    return (*left_out, *_oddities(told))
 
 
 def shown(told: Told) -> tuple[tuple[str, str], ...]:
@@ -107,15 +119,17 @@ def _oddities(told: Told) -> list[str]:
     return [one for one in found if one]
 
 
-def read_off(told: Told) -> str:
-    """Return what of all this was read off the records: a sentence for what no epsilon covers, with a space before."""
+def read_off(told: Told) -> tuple[str, ...]:
+    """Return what of all this was read off the records, with the settings that make it public."""
     inferred = [feature.name for feature in told.features if feature.categories and not feature.is_given]
     if not inferred:
-        return ""
-    return (
-        f" The categories of {_some(inferred)}, which were read off the records: where they are no public knowledge, "
-        f"list the public ones by data.category.{inferred[0]}=A+B."
-    )
+        return read_off_classes(told.listed)
+    categories = f"the categories of {_some(inferred)} (data.category.{inferred[0]}=A+B lists public ones)"
+    return (*read_off_classes(told.listed), categories)
+
+
+def _lacking(told: Told) -> str:
+    return "with an empty cell or a class that is not listed" if told.listed else "with an empty cell"
 
 
 def _some(names: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ import math
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy as np
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from fl_sim.errors import UserError
 from fl_sim.seeding import rng
@@ -41,7 +41,10 @@ class Evaluate(Settings):
     npz file), which no client holds.
 
     ``test``: when the test records are looked at: after every evaluated round ("rounds"), after the last alone
-    ("last"), or "never", where settings are searched for by validation.
+    ("last"), or "never", where settings are searched for by validation, or the test records are private.
+
+    ``test_is_public``: the user says that the test records of data of their own are public. A run that promises privacy
+    measures models on such records alone: what is measured is published, and no epsilon pays for it.
 
     ``patience``: the run stops once so many rounds have passed without a better validation accuracy than before (0: it
     does not). ``target_accuracy``: it stops once the validation accuracy is at least this (0: it does not).
@@ -49,16 +52,12 @@ class Evaluate(Settings):
 
     validation: Validation = 0.0
     test: Literal["rounds", "last", "never"] = "rounds"
+    test_is_public: bool = False
     patience: int = Field(0, ge=0)
     target_accuracy: float = Field(0.0, ge=0, le=1)
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:
-        if self.test == "never" and not self.validation:
-            raise ValueError(
-                "evaluate.test=never without evaluate.validation measures nothing: hold records out, for example "
-                "evaluate.validation=0.1, or take evaluate.test=last"
-            )
         for name in ("patience", "target_accuracy"):
             if (value := getattr(self, name)) and not self.validation:
                 raise ValueError(
@@ -66,6 +65,17 @@ class Evaluate(Settings):
                     f"that: set evaluate.validation, for example to 0.1, or leave evaluate.{name} out"
                 )
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what came later where it is not used, so that names and files of runs stay as they were."""
+        written: dict[str, Any] = write(self)
+        return {key: value for key, value in written.items() if key != "test_is_public" or value}
+
+    @property
+    def measures_nothing(self) -> bool:
+        """Say whether models are measured on no records at all."""
+        return self.test == "never" and not self.validation
 
     def tests(self, *, is_last: bool) -> bool:
         """Say whether the test records are looked at after an evaluated round."""

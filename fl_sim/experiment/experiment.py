@@ -165,6 +165,11 @@ class Experiment(Settings):
             self._private()
         if self.local.batch_norm != "none":
             self._averages_statistics()
+        if self.evaluate.measures_nothing and not self.is_private:
+            raise ValueError(
+                "evaluate.test=never without evaluate.validation measures nothing: hold records out, for example "
+                "evaluate.validation=0.1, or take evaluate.test=last"
+            )
         if self.evaluate.validation and self.is_private:
             raise ValueError(
                 f"evaluate.validation={self.evaluate.validation} reads records without noise, so it has no place in a "

@@ -16,7 +16,7 @@ from clients.dafl.marginals import Marginals
 from clients.dafl.settings import DaFl
 from fl_sim import models
 from fl_sim.data import Features, load
-from fl_sim.data.naming import own_name
+from fl_sim.data.naming import is_own, own_name, without_settings
 from fl_sim.devices.settings import Profile
 from fl_sim.errors import UserError
 from fl_sim.experiment.engine import Auto, Ray
@@ -30,7 +30,7 @@ from fl_sim.training.features import num_features
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Params, Precision
 from partitions import ByGroup, FeatureSkew, Parts, Scheme
-from strategies.algorithm import Bounded, Dealing
+from strategies.algorithm import Bounded, Dealing, Pooling
 from strategies.ccvr import CCVR
 from strategies.fedmix import FedMix, NaiveMix
 from strategies.private_start import PrivateStart
@@ -176,6 +176,7 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
         )
     if dataset.vocabulary:
         _check_sequences(experiment)
+    _check_tested(experiment)
     own = own_name(experiment.data)
     if experiment.is_private and own is not None and own.option("scale") == "records":
         raise UserError(
@@ -197,6 +198,24 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
         filled |= {"rounds": experiment.algorithm.bound_rounds(experiment.rounds, dataset)}
     given = {name: getattr(experiment, name) for name in Experiment.model_fields}
     return experiment_from({**given, **filled})
+
+
+def _check_tested(experiment: Experiment) -> None:
+    """Raise UserError where a private run would publish measures on test records that nobody says are public."""
+    evaluate, algorithm = experiment.evaluate, experiment.algorithm
+    if not (experiment.is_private and is_own(experiment.data)) or evaluate.test_is_public:
+        return
+    what, public = f"the test records of {without_settings(experiment.data)}", "set evaluate.test_is_public=true where"
+    if isinstance(algorithm, Pooling) and algorithm.pools_test_records:
+        raise UserError(
+            f"algorithm {kind_of(algorithm)} takes {what} for a public pool, and this run promises privacy: {public} "
+            "they are public and no client's, or have the pool taken from elsewhere"
+        )
+    if evaluate.test != "never":
+        raise UserError(
+            f"evaluate.test={evaluate.test} publishes measures on {what}, which no epsilon covers, and this run "
+            f"promises privacy: {public} they are public, or evaluate.test=never, which measures nothing"
+        )
 
 
 def _check_validation(experiment: Experiment, dataset: Dataset) -> None:
@@ -243,8 +262,8 @@ def _check_unit_range(dataset: Dataset, preprocess: str) -> None:
     inputs = dataset.train.inputs
     if inputs.dtype == np.float32 and len(inputs) and not 0 <= inputs.min() <= inputs.max() <= 1:
         raise UserError(
-            f"preprocess {preprocess} takes numbers from 0 to 1, and those of {dataset.name} run from {inputs.min():g} "
-            f"to {inputs.max():g}: scale every column by public bounds, not by what the records hold"
+            f"preprocess {preprocess} takes numbers from 0 to 1, and {dataset.name} has others: scale every column by "
+            "public bounds (data.range.COLUMN=LOW..HIGH of a table), not by what the records hold"
         )
 
 

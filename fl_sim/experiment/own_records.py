@@ -30,8 +30,8 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
     own = load(name, None, experiment.features)
     if list(own.input_shape) != facts["shape"] or int(own.train.labels.max()) >= facts["classes"]:
         raise UserError(
-            f"the node's own records have shape {list(own.input_shape)} and labels up to {own.train.labels.max()}, but "
-            f"the experiment's have shape {facts['shape']} and {facts['classes']} classes: give the node such records"
+            f"the node's own records have another shape, or a class beyond the experiment's, whose records have shape "
+            f"{facts['shape']} and {facts['classes']} classes: give the node such records"
         )
     if own.validation is not None:
         raise UserError(

@@ -7,7 +7,7 @@ the whole plan would have shown (post-processing); so does a budget, which is a 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -39,6 +39,33 @@ class Words:
     covers: str
     does_not_cover: str
     simulation_only: bool
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is told of the data beside what is paid for.
+
+    ``read_off``: facts that a reader read off the private records, in words. ``tested_on``: which public test records
+    models are measured on, in words; empty where they are measured on none.
+    """
+
+    read_off: tuple[str, ...] = ()
+    tested_on: str = ""
+
+    def in_words(self) -> str:
+        """Return sentences for what no epsilon covers, each with a space before it."""
+        read_off = f" Read off the private records and told: {'; '.join(self.read_off)}." if self.read_off else ""
+        tested = (
+            f" {self.tested_on[:1].upper()}{self.tested_on[1:]} are taken to be public: measures on them cost nothing."
+            if self.tested_on
+            else ""
+        )
+        return f"{read_off}{tested}"
+
+
+def beside(statements: Iterable[Mapping[str, Any]], facts: Facts) -> list[dict[str, Any]]:
+    """Return ``statements``, each of which also says what of ``facts`` it does not cover."""
+    return [{**one, "does_not_cover": f"{one['does_not_cover']}{facts.in_words()}"} for one in statements]
 
 
 def statement(

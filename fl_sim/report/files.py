@@ -172,7 +172,7 @@ class Outcome(Facts):
     rounds: Count
     final_accuracy: Share | None
     best_accuracy: Share | None
-    best_chosen_on: Literal["test", "validation", "last"] = "test"
+    best_chosen_on: Literal["test", "validation", "last", "nothing"] = "test"
     privacy: list[Release]
     seconds: Seconds
     virtual_seconds: Duration | None = None

@@ -138,7 +138,7 @@ def labels(groups: Sequence[Group], left_out: str = "") -> list[str]:
 def _compared_of(run: Run) -> dict[str, Any]:
     """Return the settings that tell a run from others; what is not used of ``evaluate`` is as if it was not there."""
     settings = {key: value for key, value in run.settings.items() if key not in _NOT_COMPARED}
-    given = settings.pop("evaluate", {})
+    given = {key: value for key, value in settings.pop("evaluate", {}).items() if key != "test_is_public"}
     used = {key: value for key, value in given.items() if key not in _UNUSED or value != _UNUSED[key]}
     return {**settings, "evaluate": used} if used else settings
 

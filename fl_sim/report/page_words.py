@@ -13,6 +13,7 @@ _PICKED = {
     "test": "picked on the test set and so optimistic",
     "validation": "picked on records held out for validation",
     "last": "the last, which alone was tested",
+    "nothing": "nothing was measured",
 }
 
 _ALWAYS, _NEVER = re.compile("aggregator="), "aggregator=mean"

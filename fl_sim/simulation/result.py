@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from clients.frequency_sums import STEPS
+from fl_sim.data import is_own
+from fl_sim.data.naming import without_settings
 from fl_sim.errors import Diverged, RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
@@ -108,7 +110,9 @@ def _best(experiment: Experiment, scores: list[_Score]) -> _Score | None:
 
 
 def _chosen_on(experiment: Experiment) -> str:
-    """Say by which records the best model is chosen; "last": it is the last one, which alone was tested."""
+    """Say by which records the best model is chosen; "last": the last one alone was tested; "nothing": none was."""
+    if experiment.evaluate.measures_nothing:
+        return "nothing"
     if experiment.evaluate.test == "last":
         return "last"
     return "validation" if experiment.evaluate.validation else "test"
@@ -177,9 +181,19 @@ def _privacy(job: Job, log: RunLog) -> list[dict[str, object]]:
         ]
         rounds = next((one for one in statements if one["unit"] == "client"), None)
         statements.append(statement(log.pool, experiment, rounds))
-    if read_off := job.dataset.read_off:
-        return [one | {"does_not_cover": f"{one['does_not_cover']}{read_off}"} for one in statements]
-    return statements
+    if not statements:
+        return []
+    from fl_sim.privacy.statement import Facts, beside  # noqa: PLC0415 (the accountants load slowly)
+
+    return beside(statements, Facts(job.dataset.read_off, _tested_on(experiment)))
+
+
+def _tested_on(experiment: Experiment) -> str:
+    """Return which test records are taken to be public, in words; nothing where models are measured on none."""
+    if experiment.evaluate.test == "never":
+        return ""
+    said = ", as evaluate.test_is_public=true says," if is_own(experiment.data) else ""
+    return f"the test records of {without_settings(experiment.data)}{said}"
 
 
 @cache

@@ -79,7 +79,7 @@ def _seconds_before(experiment: Experiment, log: RunLog, out: Path) -> float:
 def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None) -> dict[str, Any]:
     job, experiment = procedure.job, procedure.job.experiment
     log, first_round = take_up(procedure, out)
-    log.warnings = procedure.warnings(log)
+    log.warnings = [*([] if experiment.is_private else job.dataset.counted), *procedure.warnings(log)]
     start = time.perf_counter() - _seconds_before(experiment, log, out)
     error: BaseException | None = None
     with torch_kept(), fixed_threads(experiment.engine.threads):

@@ -238,6 +238,8 @@ def _place(cell: Cell, plan: Plan) -> str:
 
 def _reached(result: Mapping[str, Any]) -> str:
     last, best = result["final_accuracy"], result["best_accuracy"]
+    if last is None and "validation" not in result:
+        return "nothing was measured"
     if last is None:
         return f"{100 * result['validation']['final_accuracy']:.1f} % on validation"
     chosen_on = result.get("best_chosen_on", "test")

@@ -175,9 +175,12 @@ def plan_table(settings: TableSettings, data_root: Path | None = None) -> Plan:
 
 def _caption(cells: Sequence[Cell], bounds: Collection[str], placed: Iterable["_Placed"]) -> tuple[str, ...]:
     federated = [cell.experiment for cell in cells if cell.row not in bounds]
-    notes, shares = {}, {}
+    notes: dict[str, str] = {}
+    shares: dict[str, float] = {}
     for one in placed:
-        notes[one.experiment.data], shares[one.experiment.data] = one.data_note, one.largest_class
+        notes[one.experiment.data] = one.data_note
+        if one.experiment.evaluate.test != "never":
+            shares[one.experiment.data] = one.largest_class
     return caption(federated or [cell.experiment for cell in cells], notes, shares, has_bound=bool(bounds))
 
 

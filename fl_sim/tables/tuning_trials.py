@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fl_sim.data.naming import is_own
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import field_defaults, kind_of
@@ -155,12 +156,18 @@ def experiment_of(settings: TableSettings, trial: Trial, rounds: int) -> Experim
 def _point(tune: Tune, trial: Trial, rounds: int) -> dict[str, Any]:
     """Return the settings of a trial: of its cell, but for its values and what it is judged by."""
     judged: dict[str, Any] = (
-        {"data": tune.data, "evaluate.validation": 0, "evaluate.test": "rounds"}
+        {"data": tune.data, "evaluate.validation": 0, "evaluate.test": "rounds", **_public_test(tune.data, trial)}
         if tune.data
         else {"evaluate.validation": tune.validation, "evaluate.test": "never"}
     )
     whole = {"rounds": rounds, "evaluate_every": 1, "evaluate.patience": 0, "evaluate.target_accuracy": 0}
     return dict(as_run({**trial.search.cell.point, **trial.values, **whole, **judged}))
+
+
+def _public_test(data: str, trial: Trial) -> dict[str, Any]:
+    """Return the setting that the test records of ``tune.data`` are public, as all of it is, where a trial needs it."""
+    needs_it = is_own(data) and trial.search.cell.experiment.is_private
+    return {"evaluate.test_is_public": True} if needs_it else {}
 
 
 def _method(cell: Cell) -> Method:

@@ -144,9 +144,19 @@ class Pate(Settings):
             )
         return shards
 
+    @property
+    def pools_test_records(self) -> bool:
+        """Say whether test records are in the pool."""
+        return self.public == "test"
+
+    @property
+    def pool_in_words(self) -> str:
+        """Say which records the public pool is."""
+        return "the first test records" if self.pools_test_records else "a part of the training records"
+
     def note(self) -> str:
         """Return what a reader of a table must know of it."""
-        pool = "the first test records" if self.public == "test" else "a part of the training records"
+        pool = self.pool_in_words
         return (
             "PATE: clients are teachers that train once, for the local epochs given, and vote on a public pool, "
             f"{pool}; rounds are epochs of the student, and accuracy is measured on the test records outside the pool, "

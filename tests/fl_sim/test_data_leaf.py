@@ -49,7 +49,8 @@ def test_femnist_becomes_images_with_users_as_clients_in_both_parts(tmp_path):
     assert found.train.groups.tolist() == [1, 1, 0, 2]
     assert found.test.groups.tolist() == [0, 3]
     assert found.mean == (0.5,)
-    assert found.note == "LEAF, images of 28x28, as bytes; 3 clients by user, 1 more with test records alone"
+    assert found.note == "LEAF, images of 28x28, as bytes; 3 clients by user"
+    assert found.counted == ("1 clients have test records alone",)
 
 
 def test_every_writer_trains_as_a_client_and_is_tested_on_its_own_records(tmp_path):

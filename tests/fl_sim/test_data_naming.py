@@ -66,7 +66,7 @@ def test_labels_in_tables_are_short_and_tell_settings_apart():
         (["data=csv:a.csv", "data.lable=x"], r"unknown setting data\.lable of csv data \(did you mean 'label'\?\)"),
         (["data=csv:a.csv", "data.range=3"], r"data\.range is set for each column, for example data\.range\.age=0\.\."),
         (["data=csv:a.csv", "data.label.x=3"], r"data\.label is a single value|label is a single value"),
-        (["data=npz:a.npz", "data.label=x"], r"data=npz:a\.npz has no settings inside"),
+        (["data=npz:a.npz", "data.label=x"], r"unknown setting data\.label of npz data"),
         (["data=digits", "data.label=x"], r"data=digits has no settings inside"),
     ],
 )

@@ -127,7 +127,7 @@ def test_where_records_come_from_may_be_the_split(tmp_path: Path) -> None:
 def test_teachers_hold_whole_groups_of_what_is_not_public() -> None:
     votes = {"kind": "pate", "public": "train", "public_records": 12, "student": "supervised"}
     settings = {"data": f"{HERE}:of_three_hospitals", "model": "logistic", "partition": "natural", "clients": 3,
-                "algorithm": votes}  # fmt: skip
+                "algorithm": votes, "evaluate": {"test_is_public": True}}  # fmt: skip
     shards = job_of(experiment_from(settings)).shards
     assert sum(map(len, shards)) == 48
     assert [set((shard % 3).tolist()) for shard in shards] == [{0}, {1}, {2}]

@@ -51,14 +51,16 @@ def test_numbers_categories_label_client_and_test_part(tmp_path):
     }  # fmt: skip
     assert found.mean == (0.0,) * 3
     assert "numbers as they are, not scaled: age" in found.note
-    assert "categories of sex, which were read off the records" in found.read_off
+    assert [fact.partition(" (")[0] for fact in found.read_off] == [
+        "which classes there are, and so the model's outputs", "the categories of sex",
+    ]  # fmt: skip
 
 
 def test_public_ranges_and_categories_leave_nothing_to_read_off(tmp_path):
-    name = f"csv:{written(tmp_path)}:{SETTINGS}:range.age=40..80:category.sex=m+x"
+    name = f"csv:{written(tmp_path)}:{SETTINGS}:classes=ill+well:range.age=40..80:category.sex=m+x"
     found = load(name)
     assert found.train.inputs.tolist() == [[0, 0, 0], [0, 1, 0], [0.5, 0, 0], [0.75, 1, 0]]
-    assert found.read_off == ""
+    assert found.read_off == ()
     assert [(column.name, column.width, column.cells) for column in found.columns] == [("age", 1, 20), ("sex", 2, 3)]
 
 
@@ -118,7 +120,7 @@ def test_scaling_by_the_records_is_asked_for_and_said_and_refused_where_privacy_
     assert found.mean == (50.0, 0.0, 0.0)
     np.testing.assert_allclose(found.std, (np.std([30, 40, 60, 70]), 1, 1))
     assert "scaled by the training records' mean and deviation: age" in found.note
-    settings = {"data": name, "partition": "natural", "clients": 2}
+    settings = {"data": name, "partition": "natural", "clients": 2, "evaluate": {"test_is_public": True}}
     assert job_of(experiment_from(settings)).dataset.mean[0] == 50.0
     with pytest.raises(UserError, match=r"data\.scale=records takes mean and deviation.*this run promises privacy"):
         job_of(experiment_from({**settings, "aggregator": "global-dp", "sampler": "poisson:0.5"}))
@@ -128,7 +130,8 @@ def test_records_with_an_empty_cell_are_left_out_when_asked_and_counted(tmp_path
     text = ROWS.replace("40,m", " NA ,m").replace("30,f", "30,?")
     found = load(f"csv:{written(tmp_path, text)}:{SETTINGS}:missing=drop")
     assert found.train.inputs[:, 0].tolist() == [60, 70]
-    assert "2 records with an empty cell are left out" in found.note
+    assert found.counted == ("2 records with an empty cell are left out",)
+    assert "; records with an empty cell are left out" in found.note
 
 
 def test_other_signs_between_cells_can_be_named(tmp_path):
@@ -147,9 +150,12 @@ def test_spaces_around_cells_and_names_do_not_count(tmp_path):
 
 def test_what_was_read_off_the_records_is_said_beside_every_epsilon(tmp_path):
     settings = {"data": f"csv:{written(tmp_path)}:{SETTINGS}", "partition": "natural", "clients": 2, "rounds": 1,
-                "model": "logistic", "aggregator": "global-dp", "sampler": "poisson:0.5"}  # fmt: skip
+                "model": "logistic", "aggregator": "global-dp", "sampler": "poisson:0.5",
+                "evaluate": {"test_is_public": True}}  # fmt: skip
     (promise,) = run(experiment_from(settings), tmp_path / "run")["privacy"]
-    assert "The categories of sex, which were read off the records" in promise["does_not_cover"]
+    said = promise["does_not_cover"].partition("Read off the private records and told: ")[2]
+    assert "which classes there are" in said
+    assert "the categories of sex" in said
 
 
 SAME = "label=outcome:client=ward:split=part"

@@ -110,6 +110,7 @@ class _Training:
         self.experiment, self.dataset, self.device, self.epsilon = experiment, job.dataset, job.device, epsilon
         self.log, self.out, self.finished, self.say = log, out, finished, say
         self.parts: Mapping[str, Part] = {}
+        self.tests = experiment.evaluate.tests(is_last=True)
         self.start = ""
         self.settings, own = settings.student, settings.student_seed
         self.seed = experiment.seed if own is None else own
@@ -122,7 +123,7 @@ class _Training:
             model = self.settings.network(self.dataset.input_shape, self.dataset.num_classes).to(self.device)
         self.start = _digest(self.log.chain, data)
         model = self.settings.train(data.to(self.device), model, self.seed, self)
-        if self.log.measured is None and self.log.rounds:  # all steps were taken before this process
+        if self.log.measured is None and self.log.rounds and self.tests:  # all steps were taken before this process
             self.log.measured = self._measured(model, len(self.log.rounds))
         return model
 
@@ -149,7 +150,7 @@ class _Training:
             return
         record = RoundRecord(epoch, None, None, None, self.epsilon, None, learning_rate, None, bytes_down=0, bytes_up=0)
         chosen = self.experiment.evaluate.tests(is_last=False) and epoch % self.experiment.evaluate_every == 0
-        if chosen or epoch == rounds:
+        if chosen or (epoch == rounds and self.tests):
             self.log.measured = self._measured(model, epoch)
             record = self.log.measured.noted_in(record)
         self._write(record)

@@ -56,7 +56,10 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
     ledger, labelling = released.ledger, settings.labelling
     relation, public = neighbours(experiment.partition)
     terms = replace(ledger.terms, adjacency=relation)
-    limits = DOES_NOT_COVER + public + OTHER_RELEASES + tuned_on(experiment.data)
+    pool = (
+        f" The public pool, {settings.pool_in_words}: its records are taken to be public, and the student shows them."
+    )
+    limits = DOES_NOT_COVER + public + pool + OTHER_RELEASES + tuned_on(experiment.data)
     planned = labelling.planned(len(released.labelled.labels), released.labelled.num_asked)
     if settings.keep_private:
         limits += " This run directory: its votes and private.json are raw (keep_private was asked for)."

@@ -87,4 +87,4 @@ def test_settings_of_the_users_own_records_are_in_it_as_on_their_page() -> None:
     assert {key for keys in OPTIONS.values() for key in keys} == set(SETTINGS)
     page = (Path(__file__).parents[3] / "docs/data.md").read_text()
     assert [key for key in SETTINGS if f"`data.{key}" not in page] == []
-    assert [setting.name for setting in group("data", "medmnist").settings] == ["data.val"]
+    assert [setting.name for setting in group("data", "medmnist").settings] == ["data.classes", "data.val"]

@@ -346,5 +346,5 @@ def test_clients_are_measured_on_their_own_test_records_where_the_data_say_whose
     assert own["client_accuracy"] == pytest.approx(np.mean(accuracies))
     split = run(experiment_from({**settings, "partition": "iid"}), tmp_path / "iid")
     assert "each counted as often as its class" in split["measures"]["client_accuracy_is"]
-    private = {**settings, "aggregator": "global-dp", "sampler": "poisson:0.5"}
+    private = {**settings, "aggregator": "global-dp", "sampler": "poisson:0.5", "evaluate": {"test_is_public": True}}
     assert "client_accuracy" in run(experiment_from(private), tmp_path / "private")["measures"]["left_out"]
