@@ -130,8 +130,8 @@ class Dataset:
     b becomes ``(b / 255 - mean) / std``). They are published constants of the data set, never computed from what
     clients hold. ``note`` says what a reader must know about the copy at hand (a subset, a generated stand-in), and is
     shown wherever results are. ``counted``: what was counted or noticed among the user's own records, such as those
-    left out; shown only where nobody is promised privacy. ``columns``: of a table, in order, if they are known; public as the
-    constants are.
+    left out; shown only where nobody is promised privacy. ``columns``: of a table, in order, if they are known; public
+    as the constants are.
     ``classes``: what classes are called, and ``names``: what each number of a record is called, if that is known.
     ``shown``: what a file was found to hold, (what, how it is read) line by line. ``read_off``: the facts that were
     read off the records and show in results or in the model's shape, each with the setting that makes it public, if
