@@ -183,7 +183,6 @@ class _Shown:
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
         self._told = ""
-        self.preparing = progress.preparing
         self.replied = progress.replied
         self.finished_round = progress.finished_round
 
@@ -192,6 +191,10 @@ class _Shown:
         self._told = engine
         self._progress.say(engine)
         self._progress.started(first_round)
+
+    def preparing(self, what: str) -> None:
+        self._told += f"\n{what}"
+        self._progress.preparing(what)
 
     def ended(self, facts: Mapping[str, Any]) -> None:
         """Show what the run has warned of since it began; whoever asked for it shows what came of it."""

@@ -185,18 +185,19 @@ def texts(table: Table) -> list[tuple[str, list[tuple[str, bool]]]]:
 
 
 def notes(table: Table) -> list[str]:
-    """Return the caption's lines, with who gives which privacy guarantee, what runs warned of and what failed."""
+    """Return the caption's lines: what is shown, what runs warned of, then all else, with privacy and what failed."""
     said: dict[str, list[tuple[Release, ...]]] = {}
     for row in table.rows:
         finished = [one.releases for one in table.results if (one.row, one.status) == (row, "finished")]
         said |= {row: finished} if finished else {}
     failures = [one for one in table.results if one.status == "failed"]
     return [
-        *table.caption,
+        *table.caption[:1],
+        *_remarks(table),
+        *table.caption[1:],
         *_significance(table),
         *privacy_notes(said),
         *_bill_notes(table),
-        *_remarks(table),
         *(f"failed: {one.row}, {one.column}, seed {one.seed}: {one.error}" for one in failures),
     ]
 

@@ -22,7 +22,7 @@ from fl_sim.local_plan import LocalPlan
 from fl_sim.params import is_finite
 from fl_sim.report.figures.samples import write_samples
 from fl_sim.seeding import rng, seed_torch, torch_kept
-from fl_sim.simulation.run_log import RunLog
+from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import local_settings, read_pool, sizes_trained_on
 from fl_sim.store import run_directory
 from fl_sim.store.tensors import save_by_content
@@ -51,6 +51,17 @@ def order_of(job: Job, grid: Grid, out: Path) -> Order:
         run=run_directory.run_name(out) if elsewhere else "",
         facts=json.dumps(public_facts(job.dataset)) if elsewhere else "",
     )
+
+
+def prepared_strategy(
+    job: Job, algorithm: Algorithm, grid: Grid, out: Path, log: RunLog, observer: Observer
+) -> FederatedStrategy:
+    """Return what ``federated_strategy`` does, and tell what there is to warn of before the first round begins."""
+    said = len(log.warnings)
+    strategy = federated_strategy(job, algorithm, grid, out, log)
+    for warning in log.warnings[said:]:
+        observer.preparing(warning)
+    return strategy
 
 
 def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, log: RunLog) -> FederatedStrategy:
@@ -128,7 +139,7 @@ def _use_synthetic_records(job: Job, strategy: FederatedStrategy, grid: Grid, ou
     from fl_sim.simulation.dafl.synthesis import prepare_pool, traffic_of, warnings_of  # noqa: PLC0415 (the accountants load slowly)
 
     log.pool = prepare_pool(job, strategy, grid, out)
-    log.warnings += warnings_of(log.pool)
+    log.warnings += warnings_of(log.pool, job)
     log.before["synthetic_records"] = traffic_of(log.pool, job.dataset.input_shape)
     counts = [part.counts for part in log.pool.parts]
     if len(job.dataset.input_shape) == 3:

@@ -26,7 +26,7 @@ from fl_sim.simulation.calibration import calibrate, traffic_of_moments
 from fl_sim.simulation.clocks import start_clock
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.planned_traffic import synthetic_by_client, travels_beforehand
-from fl_sim.simulation.preparation import federated_strategy
+from fl_sim.simulation.preparation import prepared_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import site_for
 from fl_sim.store import run_directory
@@ -85,7 +85,7 @@ class Rounds:
         experiment = self.job.experiment
         if preparing := _preparation(experiment, log):
             observer.preparing(preparing)
-        strategy = federated_strategy(self.job, self.algorithm, grid, out, log)
+        strategy = prepared_strategy(self.job, self.algorithm, grid, out, log, observer)
         exchange, measuring = self._exchange(strategy, grid, out, log), Measuring.of(self.job)
         for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
             if _stopped(experiment.evaluate, log.rounds):

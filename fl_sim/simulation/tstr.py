@@ -24,7 +24,7 @@ from fl_sim.params import detached, is_finite
 from fl_sim.seeding import rng, seed_torch, torch_kept
 from fl_sim.simulation.measuring import Measured, Tested
 from fl_sim.simulation.planned_traffic import travels_beforehand
-from fl_sim.simulation.preparation import federated_strategy
+from fl_sim.simulation.preparation import prepared_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import evaluation_records, local_settings, read_pool, site_for
 from fl_sim.store import run_directory
@@ -71,7 +71,7 @@ class OnSynthetic:
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
         """Have clients release their records, train every classifier, test the one that is chosen."""
         observer.preparing("clients make synthetic records (once for all runs that need the same)")
-        federated_strategy(self.job, FedAvg(), grid, out, log)
+        prepared_strategy(self.job, FedAvg(), grid, out, log, observer)
         assert log.pool is not None
         if (traffic := log.before["synthetic_records"]) is not None:
             log.before["synthetic_records"] = Traffic(0, traffic.up)  # no client trains, so none is sent the pool

@@ -135,6 +135,8 @@ def caption(
 
 def _best(experiments: Sequence[Experiment]) -> str:
     """Say on which records the best round is picked."""
+    if all(e.evaluate.measures_nothing for e in experiments):
+        return "the same, as nothing is measured"
     if {e.evaluate.test for e in experiments} == {"last"}:
         return "the same, as the test records are looked at once, after the last round"
     parts = {e.evaluate.validation for e in experiments}

@@ -6,10 +6,12 @@ runs that differ in the algorithm or the rounds share one - and one release of e
 
 import hashlib
 import json
+import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from flwr.serverapp import Grid
 
@@ -27,6 +29,7 @@ from fl_sim.types import Traffic
 from strategies.flower import FederatedStrategy, synthesize_before_training
 
 _FORMAT = 2
+_FEW = 20  # classes that a warning lists
 
 
 def prepare_pool(job: Job, strategy: FederatedStrategy, grid: Grid, out: Path) -> Pool:
@@ -110,10 +113,50 @@ def traffic_of(pool: Pool, input_shape: tuple[int, ...]) -> Traffic:
     return Traffic((whole.inputs.nbytes + whole.labels.nbytes) * len(pool.parts), up)
 
 
-def warnings_of(pool: Pool) -> list[str]:
-    """Say which clients released nothing, and why."""
+def warnings_of(pool: Pool, job: Job) -> list[str]:
+    """Say which clients released nothing, and of which classes the pool holds nothing, and what helps.
+
+    All of it is released: no client's records are looked at.
+    """
+    return [*filter(None, (_of_refusals(pool, job), _of_absent_classes(pool, job)))]
+
+
+def _of_refusals(pool: Pool, job: Job) -> str:
     refused = [(client, part.refused) for client, part in enumerate(pool.parts) if part.refused]
     if not refused:
-        return []
+        return ""
     client, reason = refused[0]
-    return [f"{len(refused)} of {len(pool.parts)} clients released no synthetic records; client {client}: {reason}"]
+    paid = bool(pool.parts[client].facts)  # for labels, of which none was picked
+    cure = _cure(job) if paid else "take a larger preprocess.epsilon, or fewer clients"
+    return (
+        f"{len(refused)} of {len(pool.parts)} clients released no synthetic records; client {client}: {reason}; {cure}"
+    )
+
+
+def _of_absent_classes(pool: Pool, job: Job) -> str:
+    counts = np.sum([part.counts for part in pool.parts], axis=0)
+    absent = np.flatnonzero(counts == 0).tolist()
+    if not absent or not pool.num_synthetic:
+        return ""
+    names = ", ".join(map(str, absent[:_FEW])) + (", ..." if len(absent) > _FEW else "")
+    alone = da_fl(job.experiment).train_on == "synthetic"
+    effect = "models, which train on it alone, never see them" if alone else "it teaches nothing of them"
+    return (
+        f"the pool of {pool.num_synthetic:,} synthetic records has none of {len(absent)} of {len(counts)} classes "
+        f"({names}): {effect}; {_cure(job)}"
+    )
+
+
+def _cure(job: Job) -> str:
+    """Say how many records of a class a client must hold for it to be picked, which public numbers alone decide."""
+    settings = da_fl(job.experiment)
+    gamma = max(settings.client_gammas, default=settings.gamma)
+    if math.isinf(settings.epsilon) or not gamma:
+        return "take a larger preprocess.gamma"
+    largest = settings.labels.largest_count(gamma, len(job.dataset.train))
+    needed = settings.labels.threshold(gamma, largest) / gamma
+    return (
+        f"a class is picked of which a client holds about {needed:,.0f} records or more (preprocess.labels.epsilon="
+        f"{settings.labels.epsilon:g}, gamma={gamma:g}): take a larger preprocess.labels.epsilon, "
+        "or fewer clients"
+    )

@@ -120,6 +120,7 @@ def test_what_runs_warned_of_is_told_once_with_the_run_and_not_where_the_caption
     told = notes(table(*runs, replace(result("B", "x", 0, 0.5), remarks=(stopped, few)), failed))
     assert f"DA-FL, x, seed 0 and 3 other runs: {few}." in told
     assert f"B, x, seed 0: {stopped}." in told
+    assert [told[0], told[1].rpartition(": ")[2]] == ["A caption.", f"{few}."]  # before all that is usually said
     assert told.count("A caption.") == 1
     assert not [line for line in told if (line.endswith("A caption.") and line != "A caption.") or "to tell" in line]
 

@@ -235,11 +235,52 @@ def test_a_result_says_who_took_the_generators_steps_when_the_pool_was_made(
     assert run(_made(), tmp_path / "one release")["preprocess"]["trainer"] is None
 
 
+class _Heard(Silent):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def preparing(self, what: str) -> None:
+        self.lines.append(what)
+
+    def finished_round(self, record: RoundRecord) -> None:
+        self.lines.append(f"round {record.round}")
+
+
+def test_a_pool_of_nothing_is_warned_of_before_the_first_round_with_what_helps(tmp_path: Path) -> None:
+    heard = _Heard()
+    result = run(_made("partition=iid", "preprocess.noise=seeded"), tmp_path / "run", observer=heard)
+    assert [part["counts"] for part in result["preprocess"]["clients"]] == [(0,) * 10] * 10
+    [warning] = [line for line in result["warnings"] if "released no" in line]
+    assert warning.startswith("10 of 10 clients released no synthetic records; client 0: no label was picked")
+    assert "of which a client holds about 100 records or more (preprocess.labels.epsilon=0.1, gamma=0.05)" in warning
+    assert warning.endswith("take a larger preprocess.labels.epsilon, or fewer clients")
+    assert heard.lines.index(warning) < heard.lines.index("round 1")
+
+
+@pytest.mark.parametrize(("gamma", "needed"), [("0.5", "94"), ("1", "93")])
+def test_classes_of_which_a_pool_has_no_record_are_warned_of(gamma: str, needed: str, tmp_path: Path) -> None:
+    chosen = ("partition=iid", "clients=2", "preprocess.noise=seeded", "preprocess.train_on=synthetic",
+              f"preprocess.gamma={gamma}")  # fmt: skip
+    result = run(_made(*chosen), tmp_path / "run")
+    counts = np.sum([part["counts"] for part in result["preprocess"]["clients"]], axis=0)
+    absent = np.flatnonzero(counts == 0)
+    assert 0 < len(absent) < 10
+    [warning] = [line for line in result["warnings"] if line.startswith("the pool of ")]
+    assert f"{counts.sum():,} synthetic records has none of {len(absent)} of 10 classes " in warning
+    assert f"({', '.join(map(str, absent))}): models, which train on it alone, never see them" in warning
+    assert f"about {needed} records or more (preprocess.labels.epsilon=0.1, gamma={gamma})" in warning
+
+
+def test_a_pool_of_all_classes_is_not_warned_of(tmp_path: Path) -> None:
+    assert run(_made("preprocess.noise=seeded", "preprocess.labels.epsilon=1"), tmp_path / "run")["warnings"] == []
+
+
 def test_clients_that_release_nothing_are_warned_about_and_the_run_goes_on(tmp_path: Path) -> None:
     result = run(_made("preprocess.epsilon=0.101", "preprocess.generator.discriminator_steps=50",
                        "preprocess.generator=dp-cgan"), tmp_path / "run")  # fmt: skip
     assert result["preprocess"]["num_synthetic"] == 0
     assert "10 of 10 clients released no synthetic records; client 0: " in result["warnings"][-1]
+    assert result["warnings"][-1].endswith("; take a larger preprocess.epsilon, or fewer clients")
     assert _statement(result, "record")["epsilon"] == 0
     with pytest.raises(RunError, match="no client released a synthetic record"):
         run(_made("preprocess.epsilon=0.101", "preprocess.generator.discriminator_steps=50",
