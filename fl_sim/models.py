@@ -117,15 +117,17 @@ def build(
     *,
     batch_norm: BatchNorm = "none",
     vocabulary: int = 0,
+    trial: torch.Tensor | None = None,
 ) -> nn.Module:
     """Build the model called ``name``: one of ours, or ``package.module:factory`` of the user's own.
 
     ``vocabulary``: above 0, records are sequences of tokens below it, which take "gru" or a model of the user's own.
+    ``trial``: two records that the latter is tried on.
     Initial weights depend on ``seed`` alone. Raises UserError for an unknown name, for a model of the user's own
     that cannot be trained here (``build_own``), and for one without BatchNorm layers where ``batch_norm`` says what
     becomes of them.
     """
-    own = build_own(name, input_shape, num_classes, seed, batch_norm, vocabulary) if ":" in name else None
+    own = build_own(name, input_shape, num_classes, seed, batch_norm, vocabulary, trial) if ":" in name else None
     if batch_norm != "none" and (own is None or not norms_in(own)):
         kept = own is not None and all_norms_in(own)
         has = "keeps all its BatchNorm layers in evaluation mode" if kept else "has no BatchNorm layers"

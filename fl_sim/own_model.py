@@ -25,10 +25,12 @@ def build_own(
     seed: int,
     batch_norm: BatchNorm = "none",
     vocabulary: int = 0,
+    trial: torch.Tensor | None = None,
 ) -> nn.Module:
     """Return what the factory at the import path ``path`` makes; its initial weights depend on ``seed`` alone.
 
-    ``vocabulary``: above 0, records are sequences of tokens below it.
+    ``vocabulary``: above 0, records are sequences of tokens below it. ``trial``: two records of the data set, as models
+    see them, to try the model on: ids and categories among them are such (None: random numbers, or tokens).
 
     Raises UserError, which says which model and what is wanted, for a factory that fails, for anything but a module
     that makes (n, classes) float32 logits of (n, *input_shape) float32 records, has float32 parameters of known sizes
@@ -40,7 +42,7 @@ def build_own(
         model = _made(path, factory, input_shape, num_classes, seed)
         _check_parameters(path, model)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        _check_logits(path, model, input_shape, num_classes, vocabulary)
+        _check_logits(path, model, num_classes, _random_records(input_shape, vocabulary) if trial is None else trial)
         if before:
             _check_buffers(path, model, before, batch_norm)
             _check_drawn(path, before, _made(path, factory, input_shape, num_classes, seed + 1))
@@ -103,15 +105,19 @@ def _check_parameters(path: str, model: nn.Module) -> None:
         )
 
 
-def _check_logits(path: str, model: nn.Module, input_shape: tuple[int, ...], num_classes: int, vocabulary: int) -> None:
-    device = next(model.parameters()).device
-    numbers = torch.randn(2, *input_shape, generator=torch.Generator().manual_seed(0))
-    records = (tokens_like(input_shape, vocabulary) if vocabulary else numbers).to(device)
+def _random_records(input_shape: tuple[int, ...], vocabulary: int) -> torch.Tensor:
+    if vocabulary:
+        return tokens_like(input_shape, vocabulary)
+    return torch.randn(2, *input_shape, generator=torch.Generator().manual_seed(0))
+
+
+def _check_logits(path: str, model: nn.Module, num_classes: int, trial: torch.Tensor) -> None:
+    records, shape = trial.to(next(model.parameters()).device), tuple(trial.shape[1:])
     was_training = model.training
     try:
         logits = model.train()(records)
     except (Exception, SystemExit) as error:
-        raise UserError(f"model {path!r} cannot take records of shape {input_shape}: {in_one_line(error)}") from error
+        raise UserError(f"model {path!r} cannot take records of shape {shape}: {in_one_line(error)}") from error
     finally:
         model.train(was_training)
     if not isinstance(logits, torch.Tensor):

@@ -1,6 +1,6 @@
 """A job: an experiment and all that it needs to run, its data set, split and device, found once in each process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,11 +22,13 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.engine import Auto, Ray
 from fl_sim.experiment.evaluate import held_out
 from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.import_path import in_one_line
 from fl_sim.kinds import kind_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.seeding import rng
 from fl_sim.store.tensors import read_by_content
 from fl_sim.training.features import num_features
+from fl_sim.training.loop import to_tensors
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Params, Precision
 from partitions import ByGroup, FeatureSkew, Parts, Scheme
@@ -65,8 +67,14 @@ class Job:
         experiment, dataset = self.experiment, self.dataset
         return models.build(
             experiment.model, dataset.input_shape, dataset.num_classes, experiment.seed_of_model,
-            batch_norm=experiment.local.batch_norm, vocabulary=dataset.vocabulary,
+            batch_norm=experiment.local.batch_norm, vocabulary=dataset.vocabulary, trial=self.two_records,
         )  # fmt: skip
+
+    @cached_property
+    def two_records(self) -> torch.Tensor:
+        """Return two test records, or one twice, as models see them: to try a model on."""
+        test = self.dataset.test
+        return to_tensors(test.take(np.array([0, min(1, len(test) - 1)])), self.dataset)[0]
 
     @cached_property
     def trainer(self) -> Trainer:
@@ -283,7 +291,12 @@ def _shards(experiment: Experiment, dataset: Dataset) -> Parts:
             )
         return _split(dataset, records, experiment.partition, experiment.clients, seed)
 
-    shards = algorithm.deal(dataset, split, seed)
+    try:
+        shards = algorithm.deal(dataset, split, seed)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"algorithm {kind_of(algorithm)}: deal failed with {in_one_line(error)}") from error
     return _checked(shards, experiment.num_clients, len(dataset.train), f"algorithm {kind_of(algorithm)}")
 
 
@@ -297,17 +310,33 @@ def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_cli
             parts = scheme.split(labels, num_clients, coins)
     except ValueError as error:
         raise UserError(f"partition {kind_of(scheme)} of {dataset.name} over {num_clients} clients: {error}") from error
+    except Exception as error:
+        raise UserError(f"partition {kind_of(scheme)} failed with {in_one_line(error)}") from error
     return _checked(parts, num_clients, len(labels), f"partition {kind_of(scheme)}")
+
+
+def _laid_out(parts: object, giver: str) -> Parts:
+    """Return parts in one array. Raises UserError for anything but a list of arrays, such as a dict."""
+    wanted = "wanted is a list of arrays of record indices, one for each client"
+    if isinstance(parts, Mapping | str) or not isinstance(parts, Sequence | np.ndarray):
+        way = ": return list(parts.values())" if isinstance(parts, Mapping) else ""
+        raise UserError(f"{giver} gave {type(parts).__name__}; {wanted}{way}")
+    try:
+        return Parts.of([np.asarray(part) for part in parts])
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{giver} gave parts that are no arrays ({in_one_line(error)}); {wanted}") from error
 
 
 def _checked(parts: Sequence[NDArray[np.int64]], num_clients: int, num_records: int, giver: str) -> Parts:
     """Return what ``giver``, who may be the user's own, dealt out. Raises UserError unless it is a part a client."""
-    if len(parts) != num_clients:
-        raise UserError(f"{giver} gave {len(parts)} parts for {num_clients} clients: it must give one for each")
-    laid_out = parts if isinstance(parts, Parts) else Parts.of(parts)
+    laid_out = parts if isinstance(parts, Parts) else _laid_out(parts, giver)
+    if len(laid_out) != num_clients:
+        raise UserError(f"{giver} gave {len(laid_out)} parts for {num_clients} clients: it must give one for each")
     indices = laid_out.records
     if indices.ndim != 1 or indices.dtype.kind not in "iu" or not ((indices >= 0) & (indices < num_records)).all():
         raise UserError(f"{giver} gave parts that are not arrays of record indices from 0 to {num_records - 1}")
     if len(indices) and (counts := np.bincount(indices)).max() > 1:
         raise UserError(f"{giver} gave record {int(counts.argmax())} to several clients: parts must be disjoint")
+    if not len(indices):
+        raise UserError(f"{giver} gave none of {num_clients} clients a record, so nobody could train: deal some out")
     return replace(laid_out, records=indices.astype(np.int64, copy=False))

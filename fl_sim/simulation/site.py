@@ -191,8 +191,21 @@ def _after_attack(job: Job, examples: Examples, hostile: Sequence[slice]) -> Exa
         return examples
     labels = examples.labels.copy()
     for place in hostile:
-        labels[place] = job.experiment.attack.poisoned(labels[place], job.dataset.num_classes)
+        labels[place] = _checked_labels(job, labels[place])
     return replace(examples, labels=labels)
+
+
+def _checked_labels(job: Job, labels: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return what an attack, which may be the user's own, makes of ``labels``. Raises UserError for other labels."""
+    attack, num_classes = job.experiment.attack, job.dataset.num_classes
+    poisoned = np.asarray(attack.poisoned(labels.copy(), num_classes))
+    is_like = poisoned.shape == labels.shape and poisoned.dtype.kind in "iu"
+    if not is_like or not ((poisoned >= 0) & (poisoned < num_classes)).all():
+        raise UserError(
+            f"attack {kind_of(attack)}: poisoned gave {poisoned.dtype} of shape {poisoned.shape}; wanted is a label "
+            f"from 0 to {num_classes - 1} for each of {len(labels)} records"
+        )
+    return poisoned.astype(np.int64)
 
 
 def _num_bytes(job: Job) -> int:
@@ -365,6 +378,7 @@ def _as_seen_by(client: int, inputs: torch.Tensor, job: Job, purpose: str = "fea
 
 
 def _kept_shape(scheme: object, method: str, seen: NDArray[np.float32], inputs: torch.Tensor) -> torch.Tensor:
+    seen = np.asarray(seen)
     if seen.shape != inputs.shape or seen.dtype != np.float32:
         raise UserError(
             f"partition {kind_of(scheme)}: {method} gave {seen.dtype} of shape {seen.shape} for records that are "

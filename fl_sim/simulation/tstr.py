@@ -130,7 +130,7 @@ class OnSynthetic:
         if name == QUADRATIC:
             return QuadraticDiscriminant(math.prod(dataset.input_shape), dataset.num_classes)
         architecture = "logistic" if name == DISCRIMINANT else name
-        return models.build(architecture, dataset.input_shape, dataset.num_classes, seed)
+        return models.build(architecture, dataset.input_shape, dataset.num_classes, seed, trial=self.job.two_records)
 
     def _analysed(self, name: str, own: Examples) -> Params | None:
         """Return the weights of a classifier in closed form; None for one that trains."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from fl_sim.data import load
 from fl_sim.errors import UserError
@@ -150,6 +151,78 @@ def test_an_own_scheme_may_leave_clients_empty():
 def test_parts_that_are_none_are_refused_with_the_name_of_who_gave_them(parts, message):
     with pytest.raises(UserError, match=message):
         job_of(Experiment(partition=Given(parts), clients=2))
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A scheme that answers with what is no list of arrays, or fails."""
+
+    kind: str = "dict"
+
+    def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Any:
+        if self.kind == "fails":
+            return labels.no_such_thing
+        parts = [np.arange(3), np.arange(3, 5)]
+        empty = [np.zeros(0, np.int64)] * 2
+        return {"dict": dict(enumerate(parts)), "generator": iter(parts), "none": None, "text": "ab",
+                "numbers": np.arange(2), "ragged": [[[1], [2, 3]], [4]], "nobody": empty}[self.kind]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("dict", r"Answering gave dict; wanted is a list of arrays .* one for each client: return list\(parts.values"),
+        ("generator", "Answering gave list_iterator; wanted is a list of arrays"),
+        ("none", "Answering gave NoneType; wanted is a list of arrays"),
+        ("text", "Answering gave str; wanted is a list of arrays of record indices, one for each client$"),
+        ("numbers", "Answering gave parts that are no arrays .*; wanted is a list of arrays"),
+        ("ragged", "Answering gave parts that are no arrays .*; wanted is a list of arrays"),
+        ("nobody", "Answering gave none of 2 clients a record, so nobody could train: deal some out"),
+        ("fails", "Answering failed with AttributeError: .*no_such_thing"),
+    ],
+)
+def test_what_is_no_list_of_parts_is_refused_in_one_line(kind, message):
+    with pytest.raises(UserError, match=message) as refused:
+        job_of(Experiment(partition=Answering(kind), clients=2))
+    assert "\n" not in str(refused.value)
+
+
+class Dealer(FedAvg):
+    """Has a mistake in its ``deal``."""
+
+    def deal(self, dataset: Dataset, split: Split, seed: int) -> Sequence[NDArray[np.int64]]:
+        raise KeyError("groups")
+
+
+def test_an_error_in_an_own_deal_names_the_algorithm():
+    with pytest.raises(UserError, match=r"algorithm .*Dealer: deal failed with KeyError: 'groups'"):
+        job_of(Experiment(algorithm=Dealer()))
+
+
+class OfIds(nn.Module):
+    """Embeds the ids in the first column, which run from 0 to 9."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(10, 4), nn.Linear(4 + shape[0] - 1, classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([self.table(inputs[:, 0].long()), inputs[:, 1:]], 1))
+
+
+def test_an_own_model_is_tried_on_records_of_the_data_and_takes_ids(tmp_path):
+    x = np.column_stack([np.arange(12) % 10, np.linspace(-3, 3, 12)]).astype(np.float32)
+    labels = np.arange(12) % 2
+    np.savez(tmp_path / "ids.npz", x_train=x, y_train=labels, x_test=x[8:], y_test=labels[8:])
+    settings = {"data": f"npz:{tmp_path / 'ids.npz'}", "partition": "iid", "clients": 2, "rounds": 1}
+    job = job_of(experiment_from({**settings, "model": f"{__name__}:OfIds"}))
+    assert job.two_records.tolist() == x[8:10].tolist()
+    assert job.model().head.in_features == 5
+    beyond = {"x_train": x + np.array([100, 0], np.float32), "x_test": x + np.array([100, 0], np.float32)}
+    np.savez(tmp_path / "beyond.npz", **beyond, y_train=labels, y_test=labels)
+    settings["data"] = f"npz:{tmp_path / 'beyond.npz'}"
+    with pytest.raises(UserError, match=r"OfIds' cannot take records of shape \(2,\): IndexError"):
+        job_of(experiment_from({**settings, "model": f"{__name__}:OfIds"})).model()
 
 
 class Hoarding(FedAvg):

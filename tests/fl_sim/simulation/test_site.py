@@ -23,6 +23,7 @@ from fl_sim.training import loop
 from fl_sim.training.loop import to_tensors
 from fl_sim.types import Examples, LocalSettings
 from partitions import Iid
+from strategies.attacks import LabelFlip
 
 
 def _made(*overrides):
@@ -223,3 +224,45 @@ def test_an_own_scheme_changes_what_clients_see_in_memory_or_not(monkeypatch: py
 def test_a_scheme_must_not_change_the_shape_of_what_clients_see() -> None:
     with pytest.raises(UserError, match=r"Dimmed: seen_by gave float32 of shape .* it must keep both"):
         procedure_of(job_of(Experiment(partition=Dimmed(wrong=True), clients=4))).site()
+
+
+@dataclass(frozen=True)
+class Forgetful(Iid):
+    """Returns nothing of what clients see."""
+
+    def seen_by(self, client: int, num_partitions: int, inputs: Any, std: Any, rng: np.random.Generator) -> Any:
+        return None
+
+
+def test_a_scheme_that_returns_nothing_of_what_clients_see_is_refused_in_one_line() -> None:
+    with pytest.raises(UserError, match=r"Forgetful: seen_by gave object of shape \(\) .* it must keep both"):
+        procedure_of(job_of(Experiment(partition=Forgetful(), clients=4))).site()
+
+
+class Poison(LabelFlip):
+    """Trains on labels that are none, or moves them by one."""
+
+    how: str = "next"
+
+    def poisoned(self, labels: Any, num_classes: int) -> Any:
+        made: dict[str, Any] = {"next": (labels + 1) % num_classes, "beyond": labels + 1, "fewer": labels[1:],
+                                "shares": labels / 2, "nothing": None}  # fmt: skip
+        return made[self.how]
+
+
+def test_an_own_attack_changes_the_labels_of_hostile_clients() -> None:
+    job = job_of(Experiment(attack=Poison(clients=1), clients=4, partition=Iid()))
+    [hostile] = wiring._hostile(job)
+    for client in range(4):
+        labels = procedure_of(job).site().records(client, "").tensors()[1].numpy()
+        moved = (labels - job.dataset.train.labels[job.shards[client]]) % 10
+        assert set(moved.tolist()) == {int(client == hostile)}
+
+
+@pytest.mark.parametrize(
+    ("how", "gave"), [("beyond", "int64"), ("fewer", "int64"), ("shares", "float64"), ("nothing", "object")]
+)
+def test_labels_of_an_own_attack_that_are_none_are_refused_in_one_line(how: str, gave: str) -> None:
+    job = job_of(Experiment(attack=Poison(clients=1, how=how), clients=4, partition=Iid()))
+    with pytest.raises(UserError, match=rf"Poison: poisoned gave {gave} of shape .*; wanted is a label from 0 to 9"):
+        procedure_of(job).site()
