@@ -38,9 +38,9 @@ def run(
     Settings: data, features, normalise, partition, clients, model, algorithm, sampler, local.epochs, local.steps,
     local.batch_size, local.optimizer, local.learning_rate, local.momentum, local.weight_decay, local.clip_norm,
     local.label_smoothing, local.augment, local.batch_norm, local.schedule, local.precision, rounds, evaluate_every,
-    evaluate.validation, evaluate.test, evaluate.patience, evaluate.target_accuracy, seed, partition_seed, model_seed,
-    sampling_seed, device, engine, round_timeout, aggregator, attack, calibrate, compress, preprocess,
-    preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on,
+    evaluate.validation, evaluate.test, evaluate.test_is_public, evaluate.patience, evaluate.target_accuracy, seed,
+    partition_seed, model_seed, sampling_seed, device, engine, round_timeout, aggregator, attack, calibrate, compress,
+    preprocess, preprocess.epsilon, preprocess.gamma, preprocess.generator, preprocess.labels, preprocess.train_on,
     preprocess.server_epochs, devices, server, server.deadline, server.late.
     'fl-sim settings' tells what each takes and means, and 'fl-sim settings fedprox' the parameters of a kind.
 

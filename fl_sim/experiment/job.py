@@ -108,6 +108,7 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
         job = replace(job, shards=trained_on, validation=validated_on)
     if isinstance(experiment.calibrate, CCVR):
         experiment.calibrate.check_size(job.num_features, dataset.num_classes)
+    _check_tested(experiment)
     return job
 
 
@@ -184,7 +185,6 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
         )
     if dataset.vocabulary:
         _check_sequences(experiment)
-    _check_tested(experiment)
     own = own_name(experiment.data)
     if experiment.is_private and own is not None and own.option("scale") == "records":
         raise UserError(

@@ -28,10 +28,14 @@ def own_job(experiment: Experiment, name: str, client: int, facts: dict[str, Any
     another shape or other classes, and for validation records.
     """
     own = load(name, None, experiment.features)
-    if list(own.input_shape) != facts["shape"] or int(own.train.labels.max()) >= facts["classes"]:
+    if list(own.input_shape) != facts["shape"]:
         raise UserError(
-            f"the node's own records have another shape, or a class beyond the experiment's, whose records have shape "
-            f"{facts['shape']} and {facts['classes']} classes: give the node such records"
+            f"the node's own records have shape {list(own.input_shape)}, but the experiment's have shape "
+            f"{facts['shape']}: give the node such records"
+        )
+    if int(own.train.labels.max()) >= facts["classes"]:  # which class may be a record's secret, and this goes out
+        raise UserError(
+            f"the node's own records have a class beyond the experiment's {facts['classes']}: give the node others"
         )
     if own.validation is not None:
         raise UserError(

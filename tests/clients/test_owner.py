@@ -94,7 +94,7 @@ def test_errors_of_a_node_with_an_owner_name_no_place(ask: Ask, own: Path, tmp_p
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"data": "mnist"}, "the node's own records have shape [1, 8, 8] and labels up to 9, but the experiment's"),
+        ({"data": "mnist"}, "the node's own records have shape [1, 8, 8], but the experiment's have shape [1, 9, 9]"),
         ({"algorithm": {"kind": "pate", "public_records": 100}}, "needs public records of the server's data set"),
     ],
 )

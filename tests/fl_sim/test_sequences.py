@@ -37,7 +37,7 @@ def test_texts_become_tokens_of_leafs_alphabet_and_what_follows_is_the_class(tmp
     assert "".join(ALPHABET[int(token) - 1] for token in found.train.inputs[0]) == "the ca"
     assert ALPHABET[found.train.labels[0]] == "t"
     assert np.unique(found.train.groups).tolist() == [0, 1, 2]
-    assert found.note == "LEAF, texts of up to 6 characters, what comes next is the class; 3 clients by user"
+    assert found.note == "LEAF, texts, what comes next is the class; 3 clients by user"
 
 
 def test_padding_behind_a_sequence_changes_no_bit_of_logits_and_no_gradient():

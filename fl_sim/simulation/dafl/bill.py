@@ -138,9 +138,9 @@ def _covers(experiment: Experiment, settings: DaFl) -> str:
         moments = experiment.calibrate.kind != "none"
         but = " but the moments of features, whose cost is stated by itself" if moments else ""
         return (
-            f"everything this run releases{but}: clients release synthetic records under this guarantee, and all "
-            "models are trained on those alone (post-processing). Each record of each client is protected; clients are "
-            "disjoint, so the figure is the largest over clients."
+            f"everything this run releases of its training records{but}: clients release synthetic records under this "
+            "guarantee, and all models are trained on those alone (post-processing). Each record of each client is "
+            "protected; clients are disjoint, so the figure is the largest over clients."
         )
     return (
         "the pool of synthetic records alone, and what is computed from nothing but it. Each record of each client is "

@@ -125,6 +125,7 @@ def test_tables_have_no_distance(tmp_path: Path) -> None:
     np.savez(tmp_path / "own.npz", x_train=inputs[200:], y_train=labels[200:], x_test=inputs[:200], y_test=labels[:200])
     experiment = quick(
         data=f"npz:{tmp_path / 'own.npz'}", clients=2, partition="iid",
+        evaluate={"test": "last", "test_is_public": True},
         preprocess={"generator": "marginals", "gamma": 1.0, "noise": "seeded"},
     )  # fmt: skip
     result = run(experiment, tmp_path / "run")

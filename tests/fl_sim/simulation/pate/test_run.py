@@ -400,7 +400,9 @@ def test_private_records_in_the_public_pool_are_found_by_their_content(tmp_path:
     data = _own_data(tmp_path / "own.npz", 3)
     with pytest.raises(UserError, match=r"3 of 600 private records .* \(the first is training record 5\)"):
         run(pate(f"data={data}"), tmp_path / "run")
-    result = run(pate(f"data={data}", "algorithm.overlap=drop-private"), tmp_path / "run")
+    result = run(
+        pate(f"data={data}", "algorithm.overlap=drop-private", "evaluate.test_is_public=true"), tmp_path / "run"
+    )
     assert result["status"] == "finished"
 
 
