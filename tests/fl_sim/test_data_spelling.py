@@ -144,11 +144,11 @@ def test_an_unnamed_column_is_a_number_and_told_with_its_cure(tmp_path):
     name = table(tmp_path, cells, head="")
     found = load(name)
     assert numbers(found) == list(range(ROWS))
-    assert "a column has no name and numbers the rows" in found.note
-    assert "leave it out by data.drop= with nothing behind" in found.note
+    assert "a column has no name and numbers the rows" in "; ".join(found.counted)
+    assert "leave it out by data.drop= with nothing behind" in "; ".join(found.counted)
     few = load(table(tmp_path, ["0", "1", "2", "3", "4"], head="", name="few.csv"))
     assert few.input_shape == (1,)  # a number, not five categories
-    assert "a column has no name, as the index" in few.note
+    assert "a column has no name, as the index" in "; ".join(few.counted)
     (tmp_path / "two.csv").write_text(",a,label\n" + "".join(f"{i},{i % 7},{i % 2}\n" for i in range(ROWS)))
     assert load(f"csv:{tmp_path}/two.csv:test=0.3:drop=").names == ("a",)
 
@@ -160,11 +160,11 @@ def test_a_named_column_that_numbers_the_rows_is_told_in_every_file(tmp_path):
             pa.table({key: list(of) for key, of in columns.items()}), tmp_path / f"{name}.parquet"
         )
     found = load(f"parquet:{tmp_path}/a.parquet:test_file={tmp_path}/b.parquet")
-    assert "column 'Unnamed: 0' numbers the rows: leave it out by data.drop=Unnamed: 0" in found.note
-    assert "year" not in found.note.split("numbers the rows")[0].rpartition(";")[2]
+    assert "column 'Unnamed: 0' numbers the rows: leave it out by data.drop=Unnamed: 0" in "; ".join(found.counted)
+    assert "year" not in "; ".join(found.counted).split("numbers the rows")[0].rpartition(";")[2]
     columns["Unnamed: 0"] = [*range(19), 25]
     pyarrow.parquet.write_table(pa.table({key: list(of) for key, of in columns.items()}), tmp_path / "c.parquet")
-    assert "numbers the rows" not in load(f"parquet:{tmp_path}/c.parquet:test=0.3").note
+    assert load(f"parquet:{tmp_path}/c.parquet:test=0.3").counted == ()
 
 
 @pytest.mark.parametrize(
@@ -213,12 +213,14 @@ def test_names_in_two_cases_stay_two_and_are_told(tmp_path):
     (tmp_path / "d.csv").write_text("label,client,colour\n" + "".join(f"{','.join(row)}\n" for row in rows))
     found = load(f"csv:{tmp_path}/d.csv:test=0.3")
     assert found.classes == ("Yes", "no", "yes")
-    assert "classes that differ in case or spaces alone count as different ones: 'Yes' and 'yes'" in found.note
-    assert "1 clients are spelled in several ways" in found.note
-    assert "orth" not in found.note  # clients' names are no matter of results
+    assert "classes that differ in case or spaces alone count as different ones: 'Yes' and 'yes'" in "; ".join(
+        found.counted
+    )
+    assert "1 clients are spelled in several ways" in "; ".join(found.counted)
+    assert "orth" not in "; ".join(found.counted)  # clients' names are no matter of results
     assert (
         "categories of colour that differ in case or spaces alone count as different ones: 'Red' and 'red'"
-        in found.note
+        in "; ".join(found.counted)
     )
     assert doubles(["07", "7", "70", "0", "00"]) == [("07", "7"), ("0", "00")]
 
