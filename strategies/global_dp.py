@@ -45,6 +45,10 @@ DOES_NOT_COVER: Final = (
 )
 
 
+FROM_EPSILON: Final = "from-epsilon"
+"""In place of a noise multiplier: whatever the budget asks for."""
+
+
 class AdaptiveClipping(Settings):
     """Moves the clipping norm towards a quantile of the update norms, by noised counts (Andrew et al. 2021).
 
@@ -71,8 +75,10 @@ class GlobalDP(Settings):
     """Client-level differential privacy for any algorithm whose clients send tensors.
 
     ``noise_multiplier``: z, noise on the sum in units of the clipping norm; 0 clips only and guarantees nothing.
+    "from-epsilon" finds the least with which all rounds together cost no more than ``epsilon``.
     ``clipping_norm``: S, on one flat vector of everything a client sends (the first round's where clipping adapts).
-    ``epsilon``: the budget at ``delta``; training stops before the round that would exceed it; None sets no limit.
+    ``epsilon``: the budget at ``delta``, a ceiling: training stops before the round that would exceed it, and rounds
+    that cost less spend less; None sets no limit.
     ``accountant``: whose epsilon is held against the budget. ``noise`` "secret": a fresh key from the operating system,
     so no two runs agree; "seeded": repeatable, and a guarantee only about the method, not about this run.
     ``noise_bands``: over how many rounds the noise is correlated, which leaves less of it in the model; 1 for none.

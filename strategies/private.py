@@ -10,20 +10,24 @@ from typing import Any
 
 from dp_accounting.dp_event import DpEvent
 
-from fl_sim.errors import Malformed, RunError
-from fl_sim.privacy.accounting import Adjacency
+from fl_sim.errors import Malformed, RunError, UserError
+from fl_sim.privacy.accounting import Accountant, Adjacency, epsilon_of_counts
 from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.ledger import Ledger, Terms
 from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.planning import least_noise
+from fl_sim.privacy.rounding import rounded_up
 from fl_sim.store.run_directory import LEDGER
 from fl_sim.types import Aggregate, Cohort, ServerState
 from strategies.algorithm import Algorithm, what_clients_send
 from strategies.answers import UNQUOTED, in_words
 from strategies.correlated_noise import CorrelatedNoise
 from strategies.global_dp import COVERS, DOES_NOT_COVER, GlobalDP
-from strategies.samplers import AnySampler, Coins, FixedSize
+from strategies.private_start import releases_beforehand
+from strategies.samplers import AnySampler, Coins, FixedSize, Poisson
 
 UNIT = "client"
+_UNDERSPENT = 0.9  # of a budget: with less spent, it is worth saying
 
 BEFOREHAND = (
     " So are the sums over records that clients sent before the first round, and the images drawn from these, which "
@@ -128,6 +132,51 @@ def planned_charges(
     events = Counter(sampler.amplify(one.event(), num_clients) for one in beforehand)
     events[sampler.amplify(aggregator.event(), num_clients)] += math.ceil(rounds / sampler.rounds_apart)
     return events
+
+
+def fitted(experiment: Any) -> float:
+    """Return the least noise multiplier with which all rounds of ``experiment`` cost no more than its epsilon."""
+    aggregator = experiment.aggregator
+    if aggregator.epsilon is None:
+        raise UserError(
+            "aggregator.noise_multiplier=from-epsilon finds the noise for aggregator.epsilon, and that is not set: set "
+            "it, or a number as noise_multiplier"
+        )
+
+    def spent(noise_multiplier: float, accountant: Accountant) -> float:
+        tried = aggregator.model_copy(update={"noise_multiplier": noise_multiplier})
+        return epsilon_of_counts(_charges_of(experiment, tried), aggregator.delta, accountant=accountant)
+
+    found = least_noise(spent, aggregator.epsilon, aggregator.accountant)
+    return math.ceil(found * 1e6) / 1e6
+
+
+def told_beforehand(experiment: Any) -> list[str]:
+    """Return in words who takes part where nobody may have asked for that, and what all rounds spend of a budget."""
+    aggregator, sampler, told = experiment.aggregator, experiment.sampler, []
+    if sampler == Poisson():
+        told.append(
+            f"each client takes part in a round by a secret coin of probability {sampler.sampling_rate:g} (sampler="
+            f"poisson:{sampler.sampling_rate:g}, with which aggregator global-dp starts; sampler=full asks all)"
+        )
+    if aggregator.epsilon is None or not aggregator.noise_multiplier:
+        return told
+    charges = _charges_of(experiment, aggregator)
+    spent = epsilon_of_counts(charges, aggregator.delta, accountant=aggregator.accountant)
+    if not _UNDERSPENT * aggregator.epsilon <= spent <= aggregator.epsilon:
+        ends = "so training stops before them" if spent > aggregator.epsilon else "which is a ceiling"
+        told.append(
+            f"all {experiment.rounds:,} rounds cost epsilon {rounded_up(spent)} with "
+            f"aggregator.noise_multiplier={aggregator.noise_multiplier:g}, and aggregator.epsilon is "
+            f"{aggregator.epsilon:g}, {ends}: aggregator.noise_multiplier=from-epsilon finds the noise with which they "
+            "spend just that ('fl-sim privacy global-dp --epsilon' shows it beforehand)"
+        )
+    return told
+
+
+def _charges_of(experiment: Any, aggregator: GlobalDP) -> Mapping[DpEvent, int]:
+    beforehand = releases_beforehand(experiment.preprocess, aggregator)
+    return planned_charges(aggregator, experiment.sampler, experiment.num_clients, experiment.rounds, beforehand)
 
 
 def _turns_in_words(sampler: AnySampler) -> str:

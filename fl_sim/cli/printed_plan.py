@@ -32,6 +32,8 @@ def print_plan(found: Sequence[Forecast], searches: Sequence[SearchForecast], jo
         )
     if searches:
         typer.echo(f"before them {search_in_words(searches, jobs)}")
+    for told in dict.fromkeys(told for one in found for told in one.told):
+        typer.echo(told)
     bills = bills_of(found)
     for bill in bills:
         typer.echo(bill.in_words)
@@ -51,7 +53,7 @@ def as_json(found: Sequence[Forecast], searches: Sequence[SearchForecast], jobs:
                 "synthetic_seconds": one.estimate.synthetic_seconds,
                 "bytes": asdict(one.estimate.traffic) if one.estimate.traffic else None,
                 "bytes_once": {what: asdict(traffic) for what, traffic in one.estimate.once.items()},
-                "left_out": list(one.estimate.left_out),
+                "left_out": list(one.estimate.left_out), "told": list(one.told),
             }
             for one in found
         ],

@@ -86,10 +86,16 @@ def _print(result: Mapping[str, Any], out: Path) -> None:
     if not result["privacy"]:
         typer.echo("privacy: none - updates leave the clients without noise")
     for promise in result["privacy"]:
-        typer.echo(f"privacy of a {promise['unit']}: {promise['guarantee']}")
-        typer.echo(f"  covers: {promise['covers']}")
-        typer.echo(f"  does not cover: {promise['does_not_cover']}")
+        _print_promise(promise)
     typer.echo(f"results in {out}")
+
+
+def _print_promise(promise: Mapping[str, Any]) -> None:
+    typer.echo(f"privacy of a {promise['unit']}: {promise['guarantee']}")
+    if promise["unit"] == "client":
+        typer.echo(f"  who takes part: {promise['sampling']}")
+    typer.echo(f"  covers: {promise['covers']}")
+    typer.echo(f"  does not cover: {promise['does_not_cover']}")
 
 
 def _server(result: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.data import Features
@@ -47,7 +47,7 @@ from strategies.fedsam import FedSAM
 from strategies.fedspeed import FedSpeed
 from strategies.fedvls import FedVLS
 from strategies.geometric_median import GeometricMedian
-from strategies.global_dp import GlobalDP
+from strategies.global_dp import FROM_EPSILON, GlobalDP
 from strategies.krum import Krum, MultiKrum
 from strategies.mofedsam import MoFedSAM
 from strategies.moon import MOON
@@ -176,6 +176,21 @@ class Experiment(Settings):
                 "run that promises privacy: leave it out, or choose settings on public records"
             )
         return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_noise_found(cls, table: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
+        """Put the noise that the budget asks for in the place of ``noise_multiplier="from-epsilon"``."""
+        aggregator = table.get("aggregator") if isinstance(table, dict) else None
+        if not isinstance(aggregator, dict) or aggregator.get("noise_multiplier") != FROM_EPSILON:
+            return validated(table)
+        without = {name: value for name, value in aggregator.items() if name != "noise_multiplier"}
+        found = validated({**table, "aggregator": without})
+        if not isinstance(found.aggregator, GlobalDP):
+            return validated(table)  # which says that there is no such setting
+        from strategies.private import fitted  # noqa: PLC0415 (the accountants load slowly)
+
+        return validated({**table, "aggregator": {**without, "noise_multiplier": fitted(found)}})
 
     def _averages_statistics(self) -> None:
         chosen = f"local.batch_norm={self.local.batch_norm}"

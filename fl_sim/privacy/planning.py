@@ -46,6 +46,18 @@ def noise_multiplier(
     return found
 
 
+def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: float, accountant: Accountant) -> float:
+    """Return the least noise multiplier at which ``spent(noise, accountant)`` is at most ``target_epsilon``.
+
+    Found by RDP, then refined by PLD where that is asked for.
+    """
+    _check_target(target_epsilon)
+    found = _least(lambda noise: spent(noise, "rdp"), target_epsilon, start=1.0)
+    if accountant == "pld":
+        found = _least(lambda noise: spent(noise, "pld"), target_epsilon, start=found)
+    return found
+
+
 def steps_that_fit(
     event: dp_event.DpEvent, target_epsilon: float, delta: float, *, accountant: Accountant = "rdp"
 ) -> int:

@@ -9,7 +9,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.privacy.bill import Payment
 from fl_sim.privacy.ledger import Ledger, Terms
 from strategies.global_dp import GlobalDP
-from strategies.private import planned_charges, terms_of
+from strategies.private import planned_charges, terms_of, told_beforehand
 from strategies.private_start import releases_beforehand
 
 
@@ -27,3 +27,8 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
     epsilon = said["epsilon"]
     charged = () if epsilon is not None and epsilon == terms.budget else (Counter(releases),)
     return Payment(terms.unit, identity, epsilon, terms.delta, terms.adjacency, charged, is_simulated)
+
+
+def told_of(experiment: Experiment) -> tuple[str, ...]:
+    """Return what is said beforehand of the privacy of a run's rounds, beside what they cost; sentences."""
+    return tuple(told_beforehand(experiment)) if isinstance(experiment.aggregator, GlobalDP) else ()

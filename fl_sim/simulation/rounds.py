@@ -280,7 +280,9 @@ class Rounds:
                 "the noise begins anew here: less accurate than a run without a stop, and as private"
             )
         from fl_sim.privacy.planning import delta_advice  # noqa: PLC0415 (the accountants load slowly)
+        from strategies.private import told_beforehand  # noqa: PLC0415
 
+        warnings += told_beforehand(experiment)
         advice = delta_advice(experiment.aggregator.delta, experiment.num_clients)
         return [*warnings, advice] if advice else warnings
 

@@ -18,6 +18,7 @@ from fl_sim.simulation.engine_choice import check_trainer, synthesis_seconds
 from fl_sim.simulation.estimate import Estimate, estimate_of
 from fl_sim.simulation.pace import Pace, kind_of_work, pace_of
 from fl_sim.simulation.planned_bill import planned
+from fl_sim.simulation.planned_payment import told_of
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.tables.workers import finished_result
 
@@ -30,7 +31,8 @@ class Forecast:
     """What is known of a run beforehand. ``rounds``: how many it will have, ``done`` how many of them it has.
 
     ``estimate``: of all its rounds. ``has_pool``: whether its synthetic records are there, or come from a run before it
-    in the list. ``paid``: what it releases, None where that was not asked for.
+    in the list. ``paid``: what it releases, None where that was not asked for. ``told``: what else there is
+    to know of its privacy, sentences.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Forecast:
     estimate: Estimate
     has_pool: bool
     paid: Paid | None = None
+    told: tuple[str, ...] = ()
 
     @property
     def seconds_left(self) -> float | None:
@@ -78,9 +81,9 @@ def forecast(
         is_timed = paces is not None and not is_finished and (timed_own_models or ":" not in job.experiment.model)
         pace = _pace(job, paces) if paces is not None and is_timed else None
         estimate = estimate_of(job, pace, has_pool=has_pool, making=making, counted=billed)
-        paid = planned(job) if billed else None
+        paid, told = (planned(job), told_of(job.experiment)) if billed else (None, ())
         done = rounds_done(cells / name)
-        found.append(Forecast(name, job.experiment.rounds, done, is_finished, estimate, has_pool, paid))
+        found.append(Forecast(name, job.experiment.rounds, done, is_finished, estimate, has_pool, paid, told))
     return found
 
 
