@@ -129,3 +129,13 @@ def test_order_does_not_matter_empty_shards_do_not_count_and_nobody_has_no_mean(
     assert aggregator.mean(_cohort([[0.0, 0.0]], [0]), "uniform") is None
     with pytest.raises(RunError, match="client 2 in round 3 sent numbers that are not finite"):
         aggregator.mean(_cohort([*rows[:2], [float("nan"), 0.0, 0.0], *rows[3:]]), "uniform")
+
+
+@pytest.mark.parametrize(
+    ("trim", "kept"),
+    [(0.0, [1, 2, 4, 8, 16, 32, 64]), (0.1, [2, 4, 8, 16, 32]), (0.2, [4, 8, 16]), (0.3, [8]), (0.49, [8])],
+)  # a share of 7 is rounded up, and one stays
+def test_a_trimmed_mean_cuts_as_many_from_either_end_and_no_others(trim, kept):
+    """Powers of two: every other choice of neighbours has another mean."""
+    rows = [[16.0], [2.0], [64.0], [1.0], [8.0], [32.0], [4.0]]
+    assert _mean(TrimmedMean(trim=trim), _cohort(rows)).tolist() == pytest.approx([sum(kept) / len(kept)])

@@ -78,3 +78,16 @@ def test_the_steps_that_fit_are_the_most_that_do(
     found, most = one.steps_within(0, 1, deadline), one.steps(0)
     fitting = [steps for steps in range(min(1, most), most + 1) if one.seconds(0, 1, steps) <= deadline]
     assert found == (max(fitting) if fitting else None)
+
+
+def test_the_model_comes_by_the_download_and_the_update_goes_by_the_upload() -> None:
+    """All four numbers differ, so that no two of them can change places."""
+    fleet = Fleet(np.zeros(2), np.ones(2), np.array([100.0, 40.0]), np.array([10.0, 5.0]), np.ones(2))
+    ways = Clock(fleet, np.array([0, 0]), SETTINGS, Traffic(down=600, up=70), seed=1)
+    assert ways.seconds(0, 1, 0) == pytest.approx(600 / 100 + 70 / 10)
+    assert ways.seconds(1, 1, 0) == pytest.approx(600 / 40 + 70 / 5)
+
+
+def test_a_round_lasts_as_long_as_the_slowest_of_several_whoever_is_first_or_last() -> None:
+    held = turnout(clock([0.1, 0.5, 0.2], [10, 10, 10]), 1, [0, 1, 2], deadline=0.0, partial=False)
+    assert held.seconds == pytest.approx(8.5)

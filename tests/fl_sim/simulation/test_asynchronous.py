@@ -162,3 +162,12 @@ def test_what_sends_more_than_the_model_is_refused_before_anything_runs(algorith
     with pytest.raises(UserError, match=f"algorithm {algorithm} cannot run with server=fedbuff: with the model"):
         run(experiment(algorithm=algorithm, devices="constant", server=FEDBUFF), tmp_path / "run")
     assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_a_model_is_counted_for_every_client_that_starts_and_an_update_for_every_one_that_comes(tmp_path: Path) -> None:
+    result = run(experiment(devices="constant", server=FEDBUFF, rounds=3), tmp_path / "run")
+    each = result["bytes"]["each_client_in_a_round"]
+    rounds = read_rounds(tmp_path / "run")
+    # Five start, and one more for each that arrives but the last, which fills the buffer and waits for the new model.
+    assert [(one.bytes_down or 0) / each["down"] for one in rounds] == [7, 3, 3]
+    assert [(one.bytes_up or 0) / each["up"] for one in rounds] == [3, 3, 3]

@@ -1,12 +1,15 @@
 """Calibration in whole runs: after the last round, said in the result, and the same again after an interruption."""
 
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from fl_sim.engines import releases
@@ -20,6 +23,8 @@ from fl_sim.simulation import calibration
 from fl_sim.simulation.client_ledgers import ledgers_root
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_rounds
+from strategies.ccvr import CCVR
+from strategies.class_gaussians import class_gaussians
 
 
 def _experiment(**more: Any) -> Experiment:
@@ -214,3 +219,32 @@ def test_a_record_pays_for_its_synthetic_pool_and_its_moments_in_one_bill(tmp_pa
     assert moments["epsilon"] < total["epsilon_joint"] < total["epsilon_sum"]
     assert moments["epsilon_together"] == pytest.approx(total["epsilon_joint"], rel=0.2)
     assert bill["runs_without_guarantee"] == 0
+
+
+@dataclass(frozen=True)
+class ThreeHold:
+    """Three clients hold all records, and the others none."""
+
+    def split(
+        self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
+    ) -> list[NDArray[np.int64]]:
+        order = np.arange(len(labels))
+        return [*np.array_split(order, 3), *[order[:0]] * (num_partitions - 3)]
+
+
+@pytest.mark.usefixtures("quick_accounting")
+def test_noise_is_expected_of_those_alone_that_hold_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client without records sends no noise: the server shrinks what it has by the noise of three, not of eight."""
+    told: list[float] = []
+
+    def spy(moments: Any, num_features: int, std: float = 0.0) -> Any:
+        told.append(std)
+        return class_gaussians(moments, num_features, std)
+
+    monkeypatch.setattr(calibration, "class_gaussians", spy)
+    settings = {"kind": "ccvr", "epsilon": 8.0, "noise": "seeded"}
+    experiment = _experiment(calibrate=settings, partition=f"{__name__}:ThreeHold", clients=8, rounds=1)
+    run(experiment, tmp_path / "run")
+    assert isinstance(experiment.calibrate, CCVR)
+    assert experiment.calibrate.protection is not None
+    assert told == pytest.approx([experiment.calibrate.protection.std * math.sqrt(3)])

@@ -19,13 +19,14 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation.engine_choice import client_app
 from fl_sim.simulation.measures import measures_of
+from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import RunLog, Silent
 from fl_sim.simulation.site import evaluation_records, validation_records
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.training.loop import to_tensors
-from fl_sim.training.measures import Confusion
+from fl_sim.training.measures import Confusion, Holdings
 from fl_sim.types import Dataset, ServerState
 
 QUICK = ("model=logistic", "rounds=3", "engine=inprocess", "local.batch_size=32")
@@ -348,3 +349,19 @@ def test_clients_are_measured_on_their_own_test_records_where_the_data_say_whose
     assert "each counted as often as its class" in split["measures"]["client_accuracy_is"]
     private = {**settings, "aggregator": "global-dp", "sampler": "poisson:0.5", "evaluate": {"test_is_public": True}}
     assert "client_accuracy" in run(experiment_from(private), tmp_path / "private")["measures"]["left_out"]
+
+
+def test_clients_are_weighed_by_all_that_they_hold_what_is_held_out_too() -> None:
+    """Half of the records are held out, so that a client holds other counts with and without them."""
+    job = job_of(quick("evaluate.validation=0.5", "partition=dirichlet:0.3", "clients=3"))
+    holdings = Measuring.of(job).clients_by
+    assert isinstance(holdings, Holdings)
+    counts = np.zeros((3, job.dataset.num_classes), np.int64)
+    np.add.at(counts, (holdings.owners, holdings.labels), holdings.counts)
+    labels = job.dataset.train.labels
+    for client in range(3):
+        trained_on, held_out = (
+            np.bincount(labels[part[client]], minlength=10) for part in (job.shards, job.validation)
+        )
+        assert counts[client].tolist() == (trained_on + held_out).tolist()
+        assert held_out.sum() > 0
