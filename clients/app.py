@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from fl_sim.engines.arrays import reuse_freed_memory
 from fl_sim.engines.grid import partition_of, raised
 from fl_sim.engines.pieces import Play, Release
 from fl_sim.errors import RunError
+from fl_sim.handed_out import HandedOut
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan
 from fl_sim.native.kernel import load_kernel
 from fl_sim.packed import Held, Packed, Packing
@@ -134,7 +135,9 @@ def build_client_app(site_of: SiteFactory, signer: wire.Signer | None = None) ->
             if not own:
                 policy.check_pool(order.synthetic)
         turn = turns.turn(message, client, owner)
-        return turn.reply(turn.site.trainer.train(turn.job))
+        reply = turn.reply(turn.site.trainer.train(turn.job))
+        turn.check_bits()
+        return reply
 
     return app
 
@@ -198,7 +201,9 @@ def train_together(site_of: SiteFactory, *, stacked: bool = False) -> Play:
             train = partial(site.stacked.train, jobs) if stacked else site.trainer.prepare(jobs)
         results = train()
         with in_python:
-            return [turn.reply(result) for turn, result in zip(group, results, strict=True)]
+            replies = [turn.reply(result) for turn, result in zip(group, results, strict=True)]
+            group[-1].check_bits()  # of what all of them were sent
+            return replies
 
     def play(messages: Sequence[Message]) -> list[Message]:
         try:
@@ -269,6 +274,7 @@ class _Turn:
     """One client's part in one round.
 
     ``personal``: the parameters of BatchNorm layers that stay with the client. ``held``: what compression held back.
+    ``handed_out``: what the algorithm's code may read.
     """
 
     message: Message
@@ -277,14 +283,17 @@ class _Turn:
     job: LocalJob
     personal: tuple[str, ...]
     held: Held
+    handed_out: tuple[HandedOut, ...]
 
     def reply(self, trained: Trained) -> Message:
-        """Keep the client's state for its next round, and answer."""
+        """Keep the client's state for its next round, and answer. Raises RunError where training wrote to its model."""
+        self.check(self.site.model.forward, *([term.function] if (term := self.job.plan.loss_term) else ()))
         task, layers = self.job.task, layers_after(trained, self.personal)
         if self.personal:  # of which the algorithm sees that they have not moved: nothing of theirs is merged
             resting = {name: task.params[name] for name in self.personal}
             trained = replace(trained, params={**trained.params, **resting})
         update = self.site.algorithm.finish(task, trained)
+        self.check(self.site.algorithm.finish)
         payloads, state = update.payloads, update.state
         packed: dict[str, Packed] = {}
         if self.site.packing:
@@ -304,6 +313,16 @@ class _Turn:
             content = RecordDict({**content, **wire.kept_records(state)})
         return Message(content, reply_to=self.message)
 
+    def check(self, *methods: Callable[..., Any]) -> None:
+        """Raise RunError where one of ``methods``, which have just run, wrote to what the client was sent or keeps."""
+        for one in self.handed_out:
+            one.check(*methods)
+
+    def check_bits(self) -> None:
+        """Raise the same for writes that PyTorch does not count."""
+        for one in self.handed_out:
+            one.check_bits(self.site.algorithm.plan, self.site.algorithm.finish)
+
 
 def _with_own_layers(plan: LocalPlan, params: Params, personal: tuple[str, ...]) -> LocalPlan:
     """Return ``plan`` with the ``personal`` layers of ``params`` in the client's previous model.
@@ -322,7 +341,7 @@ class _Turns:
     def __init__(self, site_of: SiteFactory, signer: wire.Signer | None = None) -> None:
         self._site_of = site_of
         self._signer = signer
-        self._last: tuple[RecordDict, tuple[wire.Order, Params, Payloads]] | None = None
+        self._last: tuple[RecordDict, tuple[wire.Order, Params, Payloads, HandedOut]] | None = None
         self._one_at_a_time = Lock()  # an engine may call from several threads
 
     def __reduce__(self) -> tuple[type["_Turns"], tuple[SiteFactory]]:
@@ -352,11 +371,12 @@ class _Turns:
 
     def turn(self, message: Message, client: int, owner: Owner | None = None) -> _Turn:
         with self._one_at_a_time:
-            order, params, broadcast = self._unpacked(message)
+            order, params, broadcast, sent = self._unpacked(message)
         order = _at_home(order, owner)
         site = self.site(order, client, owner)
         records = site.records(client, order.synthetic)
-        state, held = wire.without_held(_kept(order, message, client))
+        kept = _kept(order, message, client)
+        state, held = wire.without_held(kept)
         broadcast = {**broadcast}
         layers = broadcast.pop(wire.LAYERS, {})
         personal = tuple(name for name in layers if name in params)
@@ -380,14 +400,22 @@ class _Turns:
         _set_threads(site.threads)
         generator = rng(site.seed, "batches", client, order.server_round)
         seeded = partial(seed_torch, site.seed, "local", client, order.server_round)
+        own = HandedOut.of(
+            {"the pool": task.pool, **{f"client state {name!r}": one for name, one in kept.items()}}, by_bits=False
+        )
         plan = _with_own_layers(site.algorithm.plan(task), task.params, personal)
         job = LocalJob(task, plan, records, generator, seeded)
-        return _Turn(message, order, site, job, personal, held)
+        turn = _Turn(message, order, site, job, personal, held, (sent, own))
+        turn.check(site.algorithm.plan)
+        return turn
 
-    def _unpacked(self, message: Message) -> tuple[wire.Order, Params, Payloads]:
+    def _unpacked(self, message: Message) -> tuple[wire.Order, Params, Payloads, HandedOut]:
         content = message.content
         if self._last is None or not wire.is_same_round(self._last[0], content):
-            self._last = (content, (wire.read_order(content), *wire.read_task(content)))
+            params, broadcast = wire.read_task(content)
+            groups = {f"the server's {name!r}": one for name, one in broadcast.items()}
+            sent = HandedOut.of({"the global model": params, **groups})
+            self._last = (content, (wire.read_order(content), params, broadcast, sent))
         return self._last[1]
 
 

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from fl_sim.batch_norm import fixed_in, running_in
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line, load_object
+from fl_sim.own_code import with_place
 from fl_sim.seeding import seed_torch, torch_alone
 from fl_sim.sequences import tokens_like
 from fl_sim.types import BatchNorm, Params
@@ -80,7 +81,7 @@ def _made(
         raise
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"model {path!r} failed when it was called with ({input_shape}, {num_classes}): {in_one_line(error)}"
+            f"model {path!r} failed when it was called with ({input_shape}, {num_classes}): {with_place(error)}"
         ) from error
     if not isinstance(model, nn.Module):
         raise UserError(f"model {path!r} returned {type(model).__name__}, not a torch.nn.Module")
@@ -117,7 +118,7 @@ def _check_logits(path: str, model: nn.Module, num_classes: int, trial: torch.Te
     try:
         logits = model.train()(records)
     except (Exception, SystemExit) as error:
-        raise UserError(f"model {path!r} cannot take records of shape {shape}: {in_one_line(error)}") from error
+        raise UserError(f"model {path!r} cannot take records of shape {shape}: {with_place(error)}") from error
     finally:
         model.train(was_training)
     if not isinstance(logits, torch.Tensor):

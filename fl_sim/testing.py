@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 
 from fl_sim import models
 from fl_sim.data import load
+from fl_sim.errors import RunError
 from fl_sim.experiment.engine import InProcess
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.local import Local
+from fl_sim.handed_out import HandedOut
 from fl_sim.kinds import title_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, is_finite, layout_of, num_parameters, scale
@@ -33,7 +35,7 @@ from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Aggregate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState, Trained
 from partitions import Iid
 from strategies.aggregators import WeightedMean
-from strategies.algorithm import Algorithm, Sharing, weighting_of, what_clients_send
+from strategies.algorithm import Algorithm, Sharing, groups_of, weighting_of, what_clients_send
 from strategies.global_dp import GlobalDP
 
 ROUNDING = 1e-4
@@ -51,10 +53,15 @@ def check(algorithm: Algorithm) -> None:
     and finite numbers. 3. A client without records counts nothing. 4. The server's state keeps its names and shapes.
     5. Compiled trainer, PyTorch and stacks end in the same model but for float32 rounding. 6. A run that was
     interrupted goes on to the same bits. 7. Under Global DP no client moves the mean by more than the clipping norm
-    allows, or the algorithm is refused there.
+    allows, or the algorithm is refused there. 8. Nothing that it is handed is written to: not the server's state, a
+    client's or the pool.
     """
-    for law in (_is_written_down, _sends_the_same_shapes, _engines_agree, _resumes_to_the_same_bits, _is_clipped_whole):
-        law(algorithm)
+    laws = (_is_written_down, _sends_the_same_shapes, _engines_agree, _resumes_to_the_same_bits, _is_clipped_whole)
+    for law in laws:
+        try:
+            law(algorithm)
+        except RunError as error:
+            raise BrokenLaw(f"{title_of(algorithm)}: {error}") from error
 
 
 def _is_written_down(algorithm: Algorithm) -> None:
@@ -77,7 +84,10 @@ def _sends_the_same_shapes(algorithm: Algorithm) -> None:
         _expect_payloads(algorithm, again.payloads, wanted, f"a client with {records} records in its second round")
     updates = [_update(algorithm, server, records) for records in (3, 5)]
     aggregate = _mean(algorithm, [(update.payloads, update.num_examples) for update in updates])
+    handed_out = HandedOut.of(groups_of(server))
     merged = algorithm.merge(server, aggregate)
+    handed_out.check(algorithm.merge)
+    handed_out.check_bits(algorithm.merge)
     before, after = (_layouts(one) for one in (server, merged))
     if before != after:
         raise BrokenLaw(f"{title_of(algorithm)}: merge turned a server state of {before} into one of {after}")
@@ -154,8 +164,12 @@ def _started(algorithm: Algorithm) -> tuple[ServerState, Payloads]:
 
 
 def _update(algorithm: Algorithm, server: ServerState, records: int, state: Payloads | None = None) -> Any:
-    trained = _local(algorithm, server, records, state=state)
-    return algorithm.finish(_task(algorithm, server, records, state), trained)
+    trained, task = _local(algorithm, server, records, state=state), _task(algorithm, server, records, state)
+    handed_out = _handed_out(task)
+    update = algorithm.finish(task, trained)
+    handed_out.check(algorithm.finish)
+    handed_out.check_bits(algorithm.finish)
+    return update
 
 
 def _local(
@@ -168,8 +182,18 @@ def _local(
 ) -> Trained:
     task, dataset = _task(algorithm, server, records, state), load("digits")
     inputs, labels = to_tensors(dataset.train.take(torch.arange(records).numpy()), dataset)
+    handed_out = _handed_out(task)
     job = LocalJob(task, algorithm.plan(task), Records.of(inputs, labels), rng(0, "batches", 0, 1))
-    return (trainer or Trainer(_model(), None)).train(job)
+    handed_out.check(algorithm.plan)
+    trained = (trainer or Trainer(_model(), None)).train(job)
+    handed_out.check_bits(algorithm.plan, *([job.plan.loss_term.function] if job.plan.loss_term else ()))
+    return trained
+
+
+def _handed_out(task: LocalTask) -> HandedOut:
+    named = {f"the server's {name!r}": one for name, one in task.broadcast.items()}
+    kept = {f"client state {name!r}": one for name, one in task.state.items()}
+    return HandedOut.of({"the global model": task.params, "the pool": task.pool, **named, **kept})
 
 
 def _task(algorithm: Algorithm, server: ServerState, records: int, state: Payloads | None) -> LocalTask:

@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
+from fl_sim.handed_out import HandedOut
 from fl_sim.kinds import Choices, kind_of
 from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan
-from fl_sim.params import add, subtract
+from fl_sim.own_code import told
+from fl_sim.params import add, scale, subtract
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings
 from fl_sim.types import (
@@ -208,7 +210,10 @@ def weighting_of(algorithm: Algorithm) -> Weighting | Weigh:
 
 def reported_by(algorithm: Algorithm, server: ServerState) -> Params:
     """Return the model that is evaluated after a round, and saved after the last one."""
-    return algorithm.reported(server) if isinstance(algorithm, Reporting) else server.params
+    if not isinstance(algorithm, Reporting):
+        return server.params
+    with told(f"reported of {type(algorithm).__name__}"):
+        return algorithm.reported(server)
 
 
 def what_clients_send(algorithm: Algorithm, server: ServerState) -> Payloads:
@@ -230,14 +235,27 @@ def what_clients_share(algorithm: Sharing, input_shape: tuple[int, ...], num_cla
 def what_clients_plan(algorithm: Algorithm, params: Params, pool: Params, num_classes: int) -> LocalPlan:
     """Return the plan of a client with one record in its first round; ``pool``: what clients share, no matter which."""
     server, counts = algorithm.init(params), (1, *[0] * (num_classes - 1))
-    return algorithm.plan(LocalTask(1, 0, 1, 1, _ONE_STEP, server.params, server.broadcast, {}, pool, counts))
+    with told(f"plan of {type(algorithm).__name__}"):
+        return algorithm.plan(LocalTask(1, 0, 1, 1, _ONE_STEP, server.params, server.broadcast, {}, pool, counts))
 
 
 def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) -> ClientUpdate:
     """Return what becomes of a client's round of one step a record in which the model did not move."""
     task = LocalTask(1, 0, 1, num_examples, _ONE_STEP, server.params, server.broadcast)
     loss = 0.0 if num_examples else None
-    return algorithm.finish(task, Trained(server.params, {}, _ONE_STEP.num_steps(num_examples), loss))
+    trained = Trained(scale(server.params, 1.0), {}, _ONE_STEP.num_steps(num_examples), loss)
+    handed_out = HandedOut.of(groups_of(server))
+    with told(f"finish of {type(algorithm).__name__}"):
+        update = algorithm.finish(task, trained)
+    handed_out.check(algorithm.finish)
+    handed_out.check_bits(algorithm.finish)
+    return update
+
+
+def groups_of(server: ServerState) -> Payloads:
+    """Return all tensors of a server's state, by what they are called in words."""
+    others = {**server.broadcast, **server.memory, **({"layers": server.layers} if server.layers else {})}
+    return {"the global model": server.params, **{f"the server's {name!r}": one for name, one in others.items()}}
 
 
 def check_sgd(algorithm: object, experiment: Choices, why: str) -> None:

@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from fl_sim.devices.clock import Turnout
 from fl_sim.engines import releases, tensor_records, wire
 from fl_sim.errors import Diverged, Malformed, RunError
+from fl_sim.handed_out import HandedOut
+from fl_sim.own_code import told
 from fl_sim.packed import Packing, Size, blank
 from fl_sim.params import flattened, is_finite, layout_of
 from fl_sim.seeding import rng
 from fl_sim.types import Aggregate, Cohort, Examples, Params, Payloads, Reply, ServerState, Traffic
 from strategies.aggregators import Aggregator, WeightedMean
-from strategies.algorithm import Algorithm, Weighing, what_clients_send
+from strategies.algorithm import Algorithm, groups_of, weighting_of, what_clients_send
 from strategies.answers import (
     UNQUOTED,
     Asking,
@@ -76,6 +78,7 @@ class FederatedStrategy(Strategy):
     turnout_of: TurnoutOf | None = None
     turnout: Turnout | None = None
     holders: NDArray[np.bool_] | None = None
+    _sent: HandedOut | None = None
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -87,13 +90,14 @@ class FederatedStrategy(Strategy):
         # Under privacy the seed is published: cohorts drawn from it would hide nobody.
         seed = self.seed if self.sampling_seed is None else self.sampling_seed
         coins = self.privacy.coins(server_round) if self.privacy else rng(seed, "sampler", server_round).random
-        self.cohort = self.sampler.sample(self.num_clients, coins, server_round)
+        with told(f"sample of {type(self.sampler).__name__}"):
+            self.cohort = self.sampler.sample(self.num_clients, coins, server_round)
         order = replace(self.order, server_round=server_round, learning_rate=float(str(config["learning-rate"])))
         if self.turnout_of is not None:
             self.turnout = self.turnout_of(server_round, self.cohort.tolist())
             self.cohort = self.turnout.in_time
             order = replace(order, most_steps=self.turnout.most_steps)
-        content = self.content(order, self.server)
+        content, self._sent = self.content(order, self.server), HandedOut.of(groups_of(self.server))
         return [Message(content, self.population.nodes[client], wire.TRAIN) for client in self.cohort]
 
     def aggregate_train(
@@ -104,6 +108,8 @@ class FederatedStrategy(Strategy):
         Raises RunError, naming client and round, where a client failed, did not answer or sent what cannot be used;
         under privacy such a client counts as the zero vector, until nobody answers well any more.
         """
+        if self._sent is not None:  # in this process clients hold the same tensors
+            self._sent.check_bits(self.algorithm.plan, self.algorithm.finish)
         answers = self._checked(server_round, list(replies))
         answers = self._after_attack(answers)
         expected = self.sampler.expected_size(self.num_clients)
@@ -112,7 +118,11 @@ class FederatedStrategy(Strategy):
         if aggregate is not None:
             payloads = dict(aggregate.payloads)
             layers = payloads.pop(wire.LAYERS, {})
-            server = self.algorithm.merge(self.server, replace(aggregate, payloads=payloads))
+            handed_out = HandedOut.of(groups_of(self.server))
+            with told(f"merge of {type(self.algorithm).__name__}"):
+                server = self.algorithm.merge(self.server, replace(aggregate, payloads=payloads))
+            handed_out.check(self.algorithm.merge)
+            handed_out.check_bits(self.algorithm.merge)
             check_finite({"params": server.params, "layers": layers}, server_round)
             self.server = replace(server, layers=layers)
         if self.privacy is not None:  # how many came and how they fared is theirs: it leaves only in the noised mean
@@ -185,10 +195,14 @@ class FederatedStrategy(Strategy):
         if isinstance(self.aggregator, GlobalDP):
             assert self.privacy is not None
             return self.privacy.release(cohort, self.algorithm, self.server)
-        if isinstance(self.algorithm, Weighing):
-            assert isinstance(self.aggregator, WeightedMean)  # others are refused in experiments
-            return self.aggregator.mean(cohort, self.algorithm.weigh)
-        return self.aggregator.mean(cohort, self.algorithm.weighting)
+        weighting = weighting_of(self.algorithm)
+        assert isinstance(weighting, str) or isinstance(self.aggregator, WeightedMean)  # others are refused
+        sent = {f"what client {one.client} sent": part for one in cohort.replies for part in one.payloads.values()}
+        handed_out = HandedOut.of({**sent, **groups_of(self.server)}, by_bits=False)
+        with told(f"mean of {type(self.aggregator).__name__}"):
+            aggregate = self.aggregator.mean(cohort, weighting)  # type: ignore[arg-type]  # as asserted
+        handed_out.check(self.aggregator.mean)
+        return aggregate
 
     @property
     def _layers(self) -> Payloads:

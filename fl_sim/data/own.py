@@ -8,7 +8,8 @@ import numpy as np
 from fl_sim.data.checked import looks_channels_last, with_validation
 from fl_sim.data.tokens import tokens_in
 from fl_sim.errors import UserError
-from fl_sim.import_path import in_one_line, load_object
+from fl_sim.import_path import load_object
+from fl_sim.own_code import with_place
 from fl_sim.types import Dataset, Examples
 
 
@@ -25,7 +26,7 @@ def read(name: str, data_root: Path | None) -> Dataset:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"data set {name!r} failed with {in_one_line(error)}") from error
+        raise UserError(f"data set {name!r} failed with {with_place(error)}") from error
     if not isinstance(made, Dataset):
         raise UserError(f"data set {name!r} returned {type(made).__name__}, not a fl_sim.types.Dataset")
     _check_dataset(made, f"data set {name!r}")

@@ -14,6 +14,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fl_sim.errors import RunError, UserError
+from fl_sim.own_code import with_place
 
 CLIENT_RAISED, WORKER_DIED, TOO_LATE = 1, 2, 3
 """Error codes of the replies that stand for a client that did not answer."""
@@ -91,7 +92,7 @@ def answer(app: ClientApp, message: Message, num_clients: int) -> Message:
 
 def raised(message: Message, error: BaseException) -> Message:
     """Return the reply of a client that raised ``error``."""
-    said = str(error) if isinstance(error, RunError | UserError) else f"{type(error).__name__}: {error}"
+    said = str(error) if isinstance(error, RunError | UserError) else with_place(error)
     return failure(message, CLIENT_RAISED, said)
 
 

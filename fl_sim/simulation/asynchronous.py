@@ -11,6 +11,8 @@ from flwr.serverapp import Grid
 from fl_sim.devices.schedule import Schedule, ServerStep, Turn
 from fl_sim.engines import wire
 from fl_sim.errors import Malformed, UserError
+from fl_sim.handed_out import HandedOut
+from fl_sim.own_code import told
 from fl_sim.seeding import rng
 from fl_sim.simulation.clocks import clock_of
 from fl_sim.simulation.rounds import Exchange, Rounds
@@ -18,6 +20,7 @@ from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, read_state, write_state
 from fl_sim.types import Reply, ServerState, Traffic
+from strategies.algorithm import groups_of
 from strategies.answers import find_population, refusal
 from strategies.flower import FederatedStrategy, Round, check_finite, mean_loss
 from strategies.samplers import in_random_order
@@ -123,7 +126,8 @@ class _Pace:
         ]
         experiment, algorithm = self.procedure.job.experiment, self.procedure.algorithm
         clients = self.strategy.num_holders([arrival.reply for arrival in arrivals]) or experiment.num_clients
-        server = self.procedure.server.step(before, algorithm, arrivals, server_round, clients)
+        with told(f"merge of {type(algorithm).__name__}"):
+            server = self.procedure.server.step(before, algorithm, arrivals, server_round, clients)
         check_finite({"params": server.params}, server_round)
         self.strategy.server = server
         self._keep_sent()
@@ -146,7 +150,10 @@ class _Pace:
         contents = {one: self._content(one) for one in {turn.server_round for turn in turns}}
         nodes = self.strategy.population.nodes
         messages = [Message(contents[turn.server_round], nodes[turn.client], wire.TRAIN) for turn in turns]
+        handed_out = [HandedOut.of(groups_of(state)) for state in self.sent.values()]
         replies = self.grid.send_and_receive(messages, timeout=job.experiment.round_timeout)
+        for one in handed_out:
+            one.check_bits(self.strategy.algorithm.plan, self.strategy.algorithm.finish)
         answers = {reply.metadata.reply_to_message_id: reply for reply in replies}
         for turn, message in zip(turns, messages, strict=True):
             answer = answers.get(message.metadata.message_id)

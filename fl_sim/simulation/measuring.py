@@ -7,6 +7,7 @@ from typing import Self
 
 from fl_sim.errors import Diverged
 from fl_sim.experiment.job import Job
+from fl_sim.own_code import told
 from fl_sim.simulation.capacity import threads_of
 from fl_sim.simulation.site import evaluation_records, validation_records
 from fl_sim.store.run_directory import RoundRecord
@@ -128,7 +129,10 @@ class Measuring:
 
     def _scored(self, params: Params, records: Source, what: str, when: str) -> Scores:
         workers = threads_of(self.job.experiment.engine, self.job)
-        scores = self.job.trainer.evaluate(params, records.inputs, records.labels, scale=records.scale, workers=workers)
+        with told(f"measuring the model {self.job.experiment.model}"):
+            scores = self.job.trainer.evaluate(
+                params, records.inputs, records.labels, scale=records.scale, workers=workers
+            )
         if not math.isfinite(scores.loss):
             raise Diverged(f"the {what} loss is {scores.loss} {when}")
         return scores

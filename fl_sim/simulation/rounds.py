@@ -21,6 +21,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan
+from fl_sim.own_code import told
 from fl_sim.params import detached, trainable
 from fl_sim.simulation.calibration import calibrate, traffic_of_moments
 from fl_sim.simulation.clocks import start_clock
@@ -239,7 +240,8 @@ class Rounds:
                 f"algorithm {kind_of(self.algorithm)} looks at the features of a head that learns, and that of "
                 f"{type(model).__name__} is frozen: let it be trained, or take another algorithm, such as fedavg"
             )
-        server = self.algorithm.init(detached(trainable(model).items()))
+        with told(f"init of {type(self.algorithm).__name__}"):
+            server = self.algorithm.init(detached(trainable(model).items()))
         sent, kept = what_clients_send(self.algorithm, server), what_clients_keep(self.algorithm, server)
         if isinstance(aggregator := self.job.experiment.aggregator, GlobalDP):
             aggregator.check_silence(self.algorithm, sent)

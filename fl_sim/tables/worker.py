@@ -14,6 +14,7 @@ from typing import Any
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import resolved
+from fl_sim.own_code import with_place
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import CONFIG, RoundRecord
 from fl_sim.tables.forerunner import begin_with_shorter
@@ -85,7 +86,7 @@ def _attempt(
     except (RunError, UserError) as error:
         return Failed(name, str(error))
     except Exception as error:  # noqa: BLE001 (one cell's surprise must not end the others; it is reported)
-        return Failed(name, f"{type(error).__name__}: {error}")
+        return Failed(name, with_place(error))
 
 
 def _die_with_parent() -> None:
