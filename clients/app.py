@@ -400,12 +400,12 @@ class _Turns:
         _set_threads(site.threads)
         generator = rng(site.seed, "batches", client, order.server_round)
         seeded = partial(seed_torch, site.seed, "local", client, order.server_round)
-        own = HandedOut.of(
-            {"the pool": task.pool, **{f"client state {name!r}": one for name, one in kept.items()}}, by_bits=False
-        )
+        keeps = {"the pool": task.pool} if task.pool else {}
+        keeps |= {f"client state {name!r}": one for name, one in kept.items()}
+        handed_out = (sent, HandedOut.of(keeps, by_bits=False)) if keeps else (sent,)
         plan = _with_own_layers(site.algorithm.plan(task), task.params, personal)
         job = LocalJob(task, plan, records, generator, seeded)
-        turn = _Turn(message, order, site, job, personal, held, (sent, own))
+        turn = _Turn(message, order, site, job, personal, held, handed_out)
         turn.check(site.algorithm.plan)
         return turn
 

@@ -7,7 +7,7 @@ bits tells of writes that PyTorch does not see, such as through NumPy, in a hund
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,49 +22,47 @@ from fl_sim.types import Params, Payloads
 
 @dataclass(frozen=True)
 class HandedOut:
-    """Groups of tensors by what they are called, with the writes to each that were counted, and the sums of the bits.
+    """Tensors by what they are called, with the writes to each that were counted, and the sums of their bits.
 
     Without ``sums`` no bits are looked at.
     """
 
-    groups: Payloads
+    tensors: tuple[tuple[str, torch.Tensor], ...]
     writes: tuple[int, ...]
     sums: tuple[int, ...]
 
     @classmethod
     def of(cls, groups: Payloads, *, by_bits: bool = True) -> HandedOut:
         """Note what ``groups`` are now."""
-        tensors = [tensor for _, tensor in _all(groups)]
-        return cls(groups, tuple(map(_writes, tensors)), tuple(map(_sum, tensors)) if by_bits else ())
+        tensors = tuple((name, tensor) for name, params in groups.items() for tensor in _tensors(params))
+        return cls(
+            tensors,
+            tuple(_writes(tensor) for _, tensor in tensors),
+            tuple(_sum(tensor) for _, tensor in tensors) if by_bits else (),
+        )
 
     def check(self, *methods: Callable[..., Any]) -> None:
         """Raise RunError, which names the ``methods`` that ran since, where one has written to a tensor."""
-        self._compare(_writes, self.writes, methods)
+        for (name, tensor), was in zip(self.tensors, self.writes, strict=True):
+            if _writes(tensor) != was:
+                raise _wrote(name, methods)
 
     def check_bits(self, *methods: Callable[..., Any]) -> None:
         """Raise the same where the bits are not what they were, however they were written."""
-        self._compare(_sum, self.sums, methods)
-
-    def _compare(
-        self, look: Callable[[torch.Tensor], int], before: tuple[int, ...], methods: tuple[Callable[..., Any], ...]
-    ) -> None:
-        for (name, tensor), was in zip(_all(self.groups), before, strict=False):
-            if look(tensor) != was:
-                raise RunError(
-                    f"{' or '.join(map(name_of, methods))} wrote into {name}, which it was handed to read: others in "
-                    "this process hold the same numbers, so the run would be wrong; make new tensors there, such as by "
-                    "tensor.clone()"
-                )
+        for (name, tensor), was in zip(self.tensors, self.sums, strict=False):
+            if _sum(tensor) != was:
+                raise _wrote(name, methods)
 
 
-def _all(groups: Payloads) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, params in groups.items():
-        for tensor in _tensors(params):
-            yield name, tensor
+def _wrote(name: str, methods: tuple[Callable[..., Any], ...]) -> RunError:
+    return RunError(
+        f"{' or '.join(map(name_of, methods))} wrote into {name}, which it was handed to read: others in this process "
+        "hold the same numbers, so the run would be wrong; make new tensors there, such as by tensor.clone()"
+    )
 
 
-def _tensors(params: Params) -> Iterator[torch.Tensor]:
-    return iter([params.flat]) if isinstance(params, FlatParams) else iter(params.values())
+def _tensors(params: Params) -> Iterable[torch.Tensor]:
+    return (params.flat,) if isinstance(params, FlatParams) else params.values()
 
 
 def _writes(tensor: torch.Tensor) -> int:
