@@ -6,6 +6,7 @@ made it, so none is taken for another's; a damaged one is made again.
 
 import hashlib
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from fl_sim.data.naming import is_own
 from fl_sim.errors import UserError
 from fl_sim.store.files import folder_of, in_words, write_whole
 from fl_sim.store.locks import alone_in
@@ -80,11 +82,14 @@ def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tupl
     """Return the features of training and test records: from the file, or made and put there."""
     identity = hashlib.sha256(f"{version_of(features)} {records}".encode()).hexdigest()
     folder = features_root() / f"{dataset.name.partition(':')[0]}-{version_of(features)}-{identity[:20]}"
+    private = is_own(dataset.name)  # features tell of the user's own records what these do
     shapes = (len(dataset.train), size), (len(dataset.test), size)
     with in_words():
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
         with alone_in(folder):
             path = folder / _FILE
+            if private:
+                _close(folder, path)
             damaged = ""
             try:
                 return _read(path, identity, shapes)
@@ -96,8 +101,15 @@ def _kept(dataset: Dataset, features: Features, records: str, size: int) -> tupl
             sys.stderr.write(f"fl-sim: {damaged}making the {features} features of {count:,} images, once\n")
             made = vectors_of(dataset.train.inputs, features), vectors_of(dataset.test.inputs, features)
             said = {"identity": identity, "sha256": _digest(made)}
-            write_whole(path, save(dict(zip(_PARTS, made, strict=True)), said))
+            write_whole(path, save(dict(zip(_PARTS, made, strict=True)), said), mode=0o600 if private else 0o666)
             return made
+
+
+def _close(folder: Path, path: Path) -> None:
+    """Let nobody but their owner read a folder and a file that an earlier version left open."""
+    for place, mode in ((folder, 0o700), (path, 0o600)):
+        if place.exists() and place.stat().st_mode & 0o077 and place.stat().st_uid == os.getuid():
+            place.chmod(mode)
 
 
 def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vectors:

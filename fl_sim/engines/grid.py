@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final, TypeAlias
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -28,13 +29,15 @@ _FIRST_NODE_ID: Final = 1000  # 0 and 1 mean the server
 class LocalGrid(Grid):
     """A Grid whose nodes are partitions: node ``1000 + i`` holds partition i.
 
-    Subclasses answer a whole exchange at once in ``_exchange``.
+    Subclasses answer a whole exchange at once in ``_exchange``; those that play clients in this process do it within
+    ``quiet``, which keeps from the screen what clients print.
     """
 
     def __init__(self, num_clients: int, on_reply: Progress | None = None) -> None:
         self.num_clients = num_clients
         self._on_reply = on_reply or (lambda _: None)
         self._inbox: dict[str, Message] = {}
+        self.quiet: Callable[[], AbstractContextManager[None]] = nullcontext
         self._run = Run.create_empty(1)
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 

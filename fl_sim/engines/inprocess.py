@@ -68,6 +68,10 @@ class InProcessGrid(LocalGrid):
                 pool.shutdown()
 
     def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
+        with self.quiet():
+            return self._exchanged(messages, timeout)
+
+    def _exchanged(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         kinds = {message.metadata.message_type for message in messages}
         parallel = kinds == {wire.VOTE} or (kinds == {wire.TRAIN} and not self._is_stacked)  # a stack takes the model

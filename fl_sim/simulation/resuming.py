@@ -114,7 +114,7 @@ def clean_up(experiment: Experiment, out: Path) -> None:
         if (out / run_directory.STATE).exists():
             shutil.rmtree(out / run_directory.STATE)
         (out / CHECKPOINT).unlink(missing_ok=True)
-    for needless in (run_directory.PRIVATE_ERRORS, run_directory.STUDENT):
+    for needless in (run_directory.PRIVATE_ERRORS, run_directory.PRIVATE_WARNINGS, run_directory.STUDENT):
         (out / needless).unlink(missing_ok=True)
 
 

@@ -1,13 +1,16 @@
 """Run one experiment in a directory that survives a crash, and goes on from there."""
 
 import time
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flwr.serverapp import Grid
 
 from fl_sim.devices.settings import NoDevices
+from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import job_of
@@ -22,6 +25,7 @@ from fl_sim.simulation.run_log import Observer, RunLog, Silent
 from fl_sim.store import run_directory
 from fl_sim.store.files import in_words
 from fl_sim.store.locks import LOCK, sole_run
+from fl_sim.store.unheard import Unheard, prints_unheard, warnings_unheard
 
 
 def run(
@@ -76,6 +80,19 @@ def _seconds_before(experiment: Experiment, log: RunLog, out: Path) -> float:
     return max(0.0, time.time() - min(found.stat().st_mtime for found in out.iterdir() if found.name != LOCK))
 
 
+@contextmanager
+def _unheard(experiment: Experiment, out: Path, grid: Grid) -> Iterator[None]:
+    """Keep from the screen of a private run what code that sees records says there."""
+    if not experiment.is_private:
+        yield
+        return
+    stream = Unheard(out / run_directory.PRIVATE_WARNINGS)
+    if isinstance(grid, LocalGrid):
+        grid.quiet = partial(prints_unheard, stream)
+    with warnings_unheard(stream):
+        yield
+
+
 def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None) -> dict[str, Any]:
     job, experiment = procedure.job, procedure.job.experiment
     log, first_round = take_up(procedure, out)
@@ -91,7 +108,8 @@ def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None)
                 log.engine, log.trainer = engine.kind, engine.trainer
                 said = [f"{engine.why}; {engine.trainer}", *_kept(out, log, experiment), *log.warnings]
                 observer.started(experiment, "\n".join(said), first_round)
-                procedure.run(opened, out, log, observer)
+                with _unheard(experiment, out, opened):
+                    procedure.run(opened, out, log, observer)
                 run_directory.write_model(out, {**log.fixed, **log.server.model})
             status = "finished"
         except RunError as failure:

@@ -24,7 +24,7 @@ from fl_sim.store.files import append_line, read_whole, write_whole
 CONFIG, ROUNDS, MODEL, RESULT, STATE, LEDGER, START = (
     "config.toml", "rounds.jsonl", "model.safetensors", "result.json", "clients", "ledger.jsonl", "start.json",
 )  # fmt: skip
-PRIVATE_ERRORS = "private-errors.log"
+PRIVATE_ERRORS, PRIVATE_WARNINGS = "private-errors.log", "private-warnings.log"
 STUDENT = "student.safetensors"
 
 _LONGEST = 2**28

@@ -32,11 +32,14 @@ _PAGE = 4096
 _HEAD = struct.Struct("<qq")  # the round after which the client knew this, 0 for none; the numbers' checksum
 
 
-def save_by_content(folder: Path, stem: str, tensors: Params) -> Path:
-    """Write tensors to a safetensors file named by its content, so that a name never means two things; return it."""
+def save_by_content(folder: Path, stem: str, tensors: Params, *, mode: int = 0o666) -> Path:
+    """Write tensors to a safetensors file named by its content, so that a name never means two things; return it.
+
+    ``mode``: as for ``write_whole``.
+    """
     content = save(dict(tensors))
     path = folder / f"{stem}-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
-    write_whole(path, content)
+    write_whole(path, content, mode=mode)
     return path
 
 

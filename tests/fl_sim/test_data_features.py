@@ -175,3 +175,53 @@ def test_the_cache_is_the_users_unless_said(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert features_root() == tmp_path / "cache" / "fl-sim" / "features"
     assert fingerprint("digits", None, with_test=True) != fingerprint("digits", None)
+
+
+@pytest.fixture
+def own_file(tmp_path: Path) -> Path:
+    """A file with records of the user's own, for nobody else to read."""
+    generator = np.random.default_rng(0)
+    path = tmp_path / "ours.npz"
+    arrays = {f"x_{part}": generator.integers(0, 256, (40, 8, 8), dtype=np.uint8) for part in ("train", "test")}
+    np.savez(path, y_train=np.arange(40) % 4, y_test=np.arange(40) % 4, **arrays)
+    path.chmod(0o600)
+    return path
+
+
+def test_what_is_made_of_private_records_is_as_private_as_they_are(root: Path, own_file: Path) -> None:
+    load(f"npz:{own_file}", None, "scattering")
+    [path] = kept(root)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_that_an_earlier_version_left_open_is_closed(root: Path, own_file: Path) -> None:
+    made = load(f"npz:{own_file}").train
+    dataset = Dataset(f"npz:{own_file}", made, made, 4, (0.5,), (0.5,))
+    as_features(dataset, "scattering", "records")
+    [path] = kept(root)
+    path.chmod(0o644)
+    path.parent.chmod(0o755)
+    as_features(dataset, "scattering", "records")
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+def test_features_of_public_records_are_for_all_who_share_them(root: Path) -> None:
+    load("digits", None, "scattering")
+    as_features(load("digits"), "scattering", "others")
+    assert {path.stat().st_mode & 0o040 for path in kept(root)} == {0o040}
+
+
+@pytest.mark.parametrize(("own", "mode"), [(True, 0o600), (False, 0o640)])
+def test_the_averages_of_records_that_clients_share_are_too(
+    own: bool,  # noqa: FBT001
+    mode: int, own_file: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    data = {"data": f"npz:{own_file}"} if own else {}
+    algorithm = {"kind": "fedmix", "records_per_average": 2}
+    run(
+        experiment_from({"algorithm": algorithm, "clients": 2, "rounds": 1, "model": "logistic", **data}),
+        tmp_path / "run",
+    )
+    [pool] = (tmp_path / "run").glob("pool-*.safetensors")
+    assert pool.stat().st_mode & 0o740 == mode

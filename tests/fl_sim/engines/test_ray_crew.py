@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 
-from fl_sim.engines.ray_crew import START_SECONDS, Crew, Node, Worker
+from fl_sim.engines.ray_crew import START_SECONDS, Crew, Node, Worker, _room
 from fl_sim.engines.ray_start import RayResources
 from fl_sim.engines.work import Work
 from tests.fl_sim.engines.test_work import messages
@@ -39,3 +39,16 @@ def test_the_user_is_told_once_of_a_node_whose_worker_does_not_start(monkeypatch
         crew.look(0)
     assert len(told) == 1
     assert "node a at 127.0.0.1 of the Ray cluster does nothing: its worker has not started in 60 s" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("there", "cpus", "gpus", "room"),
+    [
+        ({"CPU": 7.0}, 2.0, 0.0, 3), ({"CPU": 7.0}, 4.0, 0.0, 1), ({"CPU": 7.0}, 0.5, 0.0, 14), ({"CPU": 1.0}, 2.0, 0.0, 0),
+        ({"CPU": 7.0}, 0.0, 0.0, 7), ({"CPU": 7.0, "GPU": 1.0}, 1.0, 0.6, 1), ({"CPU": 9.0, "GPU": 2.0}, 1.0, 0.35, 5),
+        ({"CPU": 3.0, "GPU": 8.0}, 1.0, 1.0, 3), ({"CPU": 3.0}, 1.0, 0.5, 0), ({}, 1.0, 0.0, 0),
+    ],
+)  # fmt: skip
+def test_a_node_has_room_for_whole_actors_alone(there: dict[str, float], cpus: float, gpus: float, room: int) -> None:
+    """What is left over fits none: rounded to the nearest, 7 processors would have room for 4 actors of 2."""
+    assert _room(there, RayResources(cpus=cpus, gpus=gpus)) == room
