@@ -234,7 +234,9 @@ def what_clients_share(algorithm: Sharing, input_shape: tuple[int, ...], num_cla
 
 def what_clients_plan(algorithm: Algorithm, params: Params, pool: Params, num_classes: int) -> LocalPlan:
     """Return the plan of a client with one record in its first round; ``pool``: what clients share, no matter which."""
-    server, counts = algorithm.init(params), (1, *[0] * (num_classes - 1))
+    with told(f"init of {type(algorithm).__name__}"):
+        server = algorithm.init(params)
+    counts = (1, *[0] * (num_classes - 1))
     with told(f"plan of {type(algorithm).__name__}"):
         return algorithm.plan(LocalTask(1, 0, 1, 1, _ONE_STEP, server.params, server.broadcast, {}, pool, counts))
 
