@@ -21,8 +21,10 @@ from fl_sim.engines.ray_crew import LOOK_SECONDS, Crew, Worker, pickled, sources
 from fl_sim.engines.ray_start import (
     RayResources,
     check_head,
+    check_node,
     head_address,
     last_line,
+    node_address,
     start_or_join,
     stop_or_leave,
 )
@@ -72,7 +74,7 @@ class RayGrid(LocalGrid):
         modules = apart.modules if apart else ()
         try:
             most = min(start_or_join(resources, num_clients), num_clients)
-            self._head = head_address()
+            self._head, self._node = head_address(), node_address()
             factories = pickled((app_factory, num_clients, resources.threads, together))
             arguments = [self._sent((sources_of(modules), factories)), self._sent(apart.goods) if apart else None]
         except BaseException:
@@ -93,6 +95,13 @@ class RayGrid(LocalGrid):
             stop_or_leave()
 
     def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
+        try:
+            return self._exchanged(messages, timeout)
+        except (OSError, RayError):
+            check_node(self._node)
+            raise
+
+    def _exchanged(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         work, crew = self._work(messages), self._crew
         post = _Post(self._sent, self._shared, self._files, self._apart.desk if self._apart else None)

@@ -1,8 +1,12 @@
-"""Ends what a run leaves of its own Ray, however the run ends: a process that waits until the run's process is gone."""
+"""Ends what a run leaves of its own Ray, however the run ends: a process that waits until the run's process is gone.
+
+Where Ray's node is gone, Ray ends the run's process at once, without a word: this one, which stays, says why.
+"""
 
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -10,6 +14,30 @@ from pathlib import Path
 
 MOST_SECONDS = 8.0
 """How long killing may take: the kernel may hold a process back that waits for a disk."""
+
+
+DONE = b"done"
+"""What the run's process says last where it ends by itself. Before that it says where Ray's node listens: host:port."""
+
+KNOCK_SECONDS = 2.0
+
+
+def node_gone(address: str) -> str:
+    """Return what the user is told of a node of Ray that is gone."""
+    return (
+        f"Ray's node at {address} (raylet) is gone: start the same command again, and the run goes on after its last "
+        "finished round"
+    )
+
+
+def is_there(address: str) -> bool:
+    """Say whether somebody listens at host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), KNOCK_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def processes_of(folder: str) -> list[int]:
@@ -43,9 +71,16 @@ def _logs_to(process: Path, start: str) -> bool:
 
 
 def main() -> None:
-    """Wait until nobody holds the other end of standard input, then clear the folder of the first argument."""
-    sys.stdin.buffer.read()
-    clear(sys.argv[1])
+    """Wait until nobody holds the other end of standard input, then clear the folder of the first argument, if any.
+
+    Before that, where the run's process did not end by itself and Ray's node is gone, tell the user.
+    """
+    said = sys.stdin.buffer.read().split()
+    if said and said[-1] != DONE and not is_there(address := said[0].decode()):
+        sys.stderr.write(f"error: {node_gone(address)}\n")
+        sys.stderr.flush()
+    if folder := sys.argv[1]:
+        clear(folder)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fl_sim.engines import ray_keeper
 from fl_sim.engines.ray_token import choose_token, is_own_token
@@ -85,7 +86,7 @@ def stop_or_leave() -> None:
         ray.shutdown()
     while _keepers:
         keeper = _keepers.pop()
-        keeper.communicate()
+        keeper.communicate(b"\n" + ray_keeper.DONE)
 
 
 def head_address() -> str:
@@ -102,6 +103,33 @@ def check_head(address: str) -> None:
             f"Ray's head process (gcs_server) at {address} is gone ({last_line(error)}): start the same command again, "
             "and the run goes on after its last finished round"
         ) from error
+
+
+def node_address() -> str:
+    """Return host:port of the process that plays this machine's part in the Ray that was started or joined (raylet)."""
+    own = ray.get_runtime_context().get_node_id()
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return next((f"{one['NodeManagerAddress']}:{one['NodeManagerPort']}" for one in nodes if one["NodeID"] == own), "")
+
+
+def check_node(address: str) -> None:
+    """Raise RunError where that process is gone."""
+    if address and not ray_keeper.is_there(address):
+        raise RunError(ray_keeper.node_gone(address))
+
+
+def _keep(folder: str) -> "subprocess.Popen[bytes]":
+    """Start what sees to ``folder``, and to the user, when this process is gone; where no Ctrl-C for the run ends it."""
+    keeper = [sys.executable, "-I", ray_keeper.__file__, folder]
+    _keepers.append(subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True))  # noqa: S603 (our own file)
+    return _keepers[-1]
+
+
+def _say_where(keeper: "subprocess.Popen[bytes]") -> None:
+    """Tell the keeper where Ray's node listens."""
+    assert keeper.stdin is not None
+    keeper.stdin.write(node_address().encode())
+    keeper.stdin.flush()
 
 
 def last_line(error: BaseException) -> str:
@@ -126,9 +154,7 @@ def _start(num_cpus: int) -> None:
     """Start a Ray that nobody else reaches: on 127.0.0.1, with a random token, its files in a folder of our own."""
     choose_token()
     folder = tempfile.mkdtemp(prefix="fl-sim-ray-", dir=os.environ.get("RAY_TMPDIR") or _short_folder())
-    keeper = [sys.executable, "-I", ray_keeper.__file__, folder]
-    # In a session of its own, where no Ctrl-C meant for the run ends it.
-    _keepers.append(subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True))  # noqa: S603 (our own file)
+    keeper = _keep(folder)
     # Processes import whatever this one can, an uninstalled checkout included.
     with _environment({"PYTHONPATH": import_path()}), _loose_ends():
         ray.init(
@@ -139,6 +165,7 @@ def _start(num_cpus: int) -> None:
             logging_level=logging.ERROR,
             _temp_dir=f"{folder}/ray",  # Ray opens this one to all users of the machine, but not the one around it
         )
+    _say_where(keeper)
 
 
 def _short_folder() -> str | None:
@@ -157,6 +184,7 @@ def _join(address: str) -> None:
             _knock(address)
         with _environment(DIRECT), _loose_ends():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        _say_where(_keep(""))
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(
             f"cannot join the Ray cluster at {address!r}: {last_line(error)}; "
