@@ -119,7 +119,7 @@ def check_node(address: str) -> None:
 
 
 def _keep(folder: str) -> "subprocess.Popen[bytes]":
-    """Start what sees to ``folder``, and to the user, when this process is gone; where no Ctrl-C for the run ends it."""
+    """Start what sees to ``folder``, and to the user, when this process is gone; no Ctrl-C for the run ends it."""
     keeper = [sys.executable, "-I", ray_keeper.__file__, folder]
     _keepers.append(subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True))  # noqa: S603 (our own file)
     return _keepers[-1]
