@@ -8,7 +8,7 @@ bits tells of writes that PyTorch does not see, such as through NumPy, in a hund
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,14 @@ from fl_sim.types import Params, Payloads
 class HandedOut:
     """Tensors by what they are called, with the writes to each that were counted, and the sums of their bits.
 
-    Without ``sums`` no bits are looked at.
+    Without ``sums`` no bits are looked at. ``found``: who has written, once that is known: whoever runs next is not to
+    blame.
     """
 
     tensors: tuple[tuple[str, torch.Tensor], ...]
     writes: tuple[int, ...]
     sums: tuple[int, ...]
+    found: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, groups: Payloads, *, by_bits: bool = True) -> HandedOut:
@@ -45,20 +47,21 @@ class HandedOut:
         """Raise RunError, which names the ``methods`` that ran since, where one has written to a tensor."""
         for (name, tensor), was in zip(self.tensors, self.writes, strict=True):
             if _writes(tensor) != was:
-                raise _wrote(name, methods)
+                raise self._wrote(name, methods)
 
     def check_bits(self, *methods: Callable[..., Any]) -> None:
         """Raise the same where the bits are not what they were, however they were written."""
         for (name, tensor), was in zip(self.tensors, self.sums, strict=False):
             if _sum(tensor) != was:
-                raise _wrote(name, methods)
+                raise self._wrote(name, methods)
 
-
-def _wrote(name: str, methods: tuple[Callable[..., Any], ...]) -> RunError:
-    return RunError(
-        f"{' or '.join(map(name_of, methods))} wrote into {name}, which it was handed to read: others in this process "
-        "hold the same numbers, so the run would be wrong; make new tensors there, such as by tensor.clone()"
-    )
+    def _wrote(self, name: str, methods: tuple[Callable[..., Any], ...]) -> RunError:
+        self.found.append(
+            f"{' or '.join(map(name_of, methods))} wrote into {name}, which it was handed to read: others in this "
+            "process hold the same numbers, so the run would be wrong; make new tensors there, such as by "
+            "tensor.clone()"
+        )
+        return RunError(self.found[0])
 
 
 def _tensors(params: Params) -> Iterable[torch.Tensor]:

@@ -63,6 +63,17 @@ def test_reading_is_no_writing() -> None:
     handed_out.check_bits(tensors)
 
 
+def test_whoever_runs_after_the_one_who_wrote_is_not_to_blame() -> None:
+    params = tensors()
+    handed_out = HandedOut.of({"it": params})
+    params["w"].add_(1)
+    for method in (Leak.plan, Finishing.finish):
+        with pytest.raises(RunError, match=r"^Leak\.plan \("):
+            handed_out.check(method)
+    with pytest.raises(RunError, match=r"^Leak\.plan \("):
+        handed_out.check_bits(Finishing.finish)
+
+
 def test_bits_are_looked_at_to_the_last_byte() -> None:
     for size in range(1, 18):
         for place in range(size):
@@ -169,7 +180,7 @@ def test_a_run_ends_where_an_algorithm_writes_to_what_it_was_handed(algorithm: t
     """With the method, its file and its line; at 04f3935 the server's model was another's for the rest of the round."""
     settings: Payloads | dict[str, Any] = {
         "algorithm": algorithm(), "model": "logistic", "partition": "label-2", "clients": 4, "rounds": 3,
-        "engine": "inprocess",
+        "engine": {"kind": "inprocess", "workers": 1},
     }  # fmt: skip
     with pytest.raises(RunError, match=rf"{LEAKS[algorithm]} \({HERE}:\d+\).* wrote into ") as caught:
         run(experiment_from(settings), tmp_path / "run")
