@@ -46,6 +46,7 @@ from strategies.algorithm import (
     what_clients_send,
     what_clients_share,
 )
+from strategies.attacks import hostile_clients
 from strategies.ccvr import CCVR
 from strategies.compression.settings import packing_of
 from strategies.flower import FederatedStrategy, Round, run_round
@@ -274,6 +275,7 @@ class Rounds:
             warnings.append(told)
         if experiment.local.batch_norm == "personal":
             warnings.append(PERSONAL)
+        warnings += _idle(self.job)
         if not isinstance(experiment.aggregator, GlobalDP):
             return warnings
         if experiment.aggregator.noise_bands > 1 and log.rounds:
@@ -287,6 +289,27 @@ class Rounds:
         warnings += told_beforehand(experiment)
         advice = delta_advice(experiment.aggregator.delta, experiment.num_clients)
         return [*warnings, advice] if advice else warnings
+
+
+def _idle(job: Job) -> list[str]:
+    """Return what is said of clients without records where these are drawn or chosen as others are, in words."""
+    experiment, idle = job.experiment, job.shards.sizes == 0
+    without, everybody = int(idle.sum()), experiment.num_clients
+    if not without or experiment.is_private:  # how many records clients hold is their own affair there
+        return []
+    told = []
+    hostile = hostile_clients(experiment.attack, everybody, experiment.seed)
+    if harmless := sum(bool(idle[client]) for client in hostile):
+        told.append(
+            f"{harmless} of the {len(hostile)} hostile clients hold no records, so they do nothing: set a larger "
+            "attack.clients, another seed, or a split that leaves no client empty"
+        )
+    if (cohort := experiment.sampler.expected_size(everybody)) < everybody:
+        told.append(
+            f"{without:,} of {everybody:,} clients hold no records and are drawn as others are: of {cohort:g} clients "
+            f"in a round about {cohort * (1 - without / everybody):.3g} train"
+        )
+    return told
 
 
 def _preparation(experiment: Experiment, log: RunLog) -> str:

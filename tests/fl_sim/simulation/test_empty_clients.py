@@ -11,9 +11,13 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from fl_sim.experiment.experiment import AnyAlgorithm, Experiment, experiment_from
+from fl_sim.experiment.job import job_of
+from fl_sim.simulation.procedure import procedure_of
 from fl_sim.simulation.run import Silent, run
+from fl_sim.simulation.run_log import RunLog
 from fl_sim.store.run_directory import RoundRecord
 from strategies.algorithm import Averaging
+from strategies.attacks import hostile_clients
 
 HOLDERS = 3
 KINDS = sorted(one.model_fields["kind"].default for one in get_args(AnyAlgorithm) if issubclass(one, Averaging))
@@ -139,3 +143,20 @@ def test_a_run_that_goes_on_counts_as_it_began(tmp_path: Path, monkeypatch: pyte
     assert "--again" in warning
     assert same(tmp_path / "all counted", tmp_path / "old")
     assert not same(tmp_path / "whole", tmp_path / "old")
+
+
+def told(**changes: Any) -> list[str]:
+    procedure = procedure_of(job_of(experiment(HOLDERS + 5, rounds=1, **changes)))
+    return [one for one in procedure.warnings(RunLog(procedure.beginning())) if "hold no records" in one]
+
+
+def test_cohorts_and_hostile_clients_without_records_are_told() -> None:
+    [drawn] = told(sampler="fixed-size:4")
+    assert drawn.startswith("5 of 8 clients hold no records and are drawn as others are: of 4 clients in a round")
+    assert "about 1.5 train" in drawn
+    [hostile] = told(attack={"kind": "sign-flip", "clients": 7}, aggregator="trimmed-mean:0.4")
+    who = hostile_clients(experiment_from({"attack": {"kind": "sign-flip", "clients": 7}}).attack, HOLDERS + 5, 0)
+    harmless = sum(client >= HOLDERS for client in who)
+    assert hostile.startswith(f"{harmless} of the 7 hostile clients hold no records, so they do nothing")
+    assert told() == told(aggregator="global-dp", sampler="full") == told(aggregator="global-dp") == []
+    assert told(sampler="fixed-size:8") == []
