@@ -1,6 +1,6 @@
 """Classification data sets by name, read once per process and kept as bytes."""
 
-from fl_sim.data.content import content_of, sealed_content
+from fl_sim.data.content import content_of, contents_of, sealed_content
 from fl_sim.data.features import Features, version_of
 from fl_sim.data.integrity import Check, verify
 from fl_sim.data.known import NAMES, tuned_on
@@ -15,6 +15,7 @@ __all__ = [
     "Root",
     "Source",
     "content_of",
+    "contents_of",
     "describe_missing",
     "find",
     "fingerprint",

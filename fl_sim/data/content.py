@@ -13,13 +13,14 @@ import secrets
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fl_sim.data.folder import SUFFIXES
 from fl_sim.data.known import KNOWN
-from fl_sim.data.naming import OwnName, own_name
+from fl_sim.data.naming import OwnName, own_name, without_settings
 from fl_sim.data.places import look_for
 from fl_sim.data.reading import load
 from fl_sim.errors import UserError
@@ -48,8 +49,18 @@ def content_of(name: str, data_root: Path | None) -> str:
         return hashlib.sha256(f"hf:{own.place}".encode()).hexdigest()
     source = look_for(name, data_root)
     place = source.path if source and source.layout != "own" else None
-    plain = f"{own.kind}:{own.place}" if own else name
-    return _of_records(plain, data_root, _signature(place) if place else ())
+    return _of_records(without_settings(name), data_root, _signature(place) if place else ())
+
+
+def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
+    """Return ``content_of`` the records that ``name`` trains on, and of those that it tests on."""
+    own = own_name(records_of(name))
+    if own is not None and "test_file" in own.options:
+        return content_of(name, data_root), content_of(f"{own.kind}:{own.option('test_file')}", data_root)
+    trained = content_of(name, data_root)
+    if own is not None and own.kind in {"csv", "parquet"}:
+        return trained, trained
+    return trained, _of_inputs(load(records_of(name), data_root).test.inputs)
 
 
 def sealed_content(name: str, data_root: Path | None) -> str:
@@ -121,7 +132,10 @@ def _lines(file: Iterable[bytes]) -> Iterator[bytes]:
 @lru_cache(maxsize=8)
 def _of_records(name: str, data_root: Path | None, signature: tuple[int, ...]) -> str:  # noqa: ARG001
     """Return the digest of the training inputs. ``signature``: of the file; one that was written again is another."""
-    inputs = load(name, data_root).train.inputs
+    return _of_inputs(load(name, data_root).train.inputs)
+
+
+def _of_inputs(inputs: NDArray[Any]) -> str:
     return _added(hashlib.sha256(np.ascontiguousarray(record).data).digest() for record in inputs).hex()
 
 

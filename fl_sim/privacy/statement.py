@@ -41,16 +41,25 @@ class Words:
     simulation_only: bool
 
 
+_SEVERAL: Final = {
+    "record": " A person with several records, at one client or at several, pays for each of them.",
+    "client": " A person with records at several clients pays for each of these clients.",
+}
+"""{unit: what its epsilon does not say of a person}"""
+
+
 @dataclass(frozen=True)
 class Facts:
     """What is told of the data beside what is paid for.
 
     ``read_off``: facts that a reader read off the private records, in words. ``tested_on``: which public test records
-    models are measured on, in words; empty where they are measured on none.
+    models are measured on, in words; empty where they are measured on none. ``tuned_on``: a sentence on choices that
+    were made on these records before.
     """
 
     read_off: tuple[str, ...] = ()
     tested_on: str = ""
+    tuned_on: str = ""
 
     def in_words(self) -> str:
         """Return sentences for what no epsilon covers, each with a space before it."""
@@ -60,12 +69,16 @@ class Facts:
             if self.tested_on
             else ""
         )
-        return f"{read_off}{tested}"
+        return f"{self.tuned_on}{read_off}{tested}"
 
 
 def beside(statements: Iterable[Mapping[str, Any]], facts: Facts) -> list[dict[str, Any]]:
-    """Return ``statements``, each of which also says what of ``facts`` it does not cover."""
-    return [{**one, "does_not_cover": f"{one['does_not_cover']}{facts.in_words()}"} for one in statements]
+    """Return ``statements``, each of which also says what of ``facts`` it does not cover, and who pays several times."""
+    more = facts.in_words()
+    return [
+        {**one, "does_not_cover": f"{one['does_not_cover']}{_SEVERAL.get(str(one['unit']), '')}{more}"}
+        for one in statements
+    ]
 
 
 def statement(

@@ -1,10 +1,13 @@
 """What all runs found on disk together cost the records that they are about."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from fl_sim.report.runs import Found, Problem
+
+if TYPE_CHECKING:
+    from fl_sim.privacy.bill import Paid
 
 
 @dataclass(frozen=True)
@@ -32,5 +35,11 @@ def bills_of(found: Found) -> Bills:
 
     told = [(run, *paid_by(run)) for run in found.read]
     problems = tuple(Problem(run.path, problem) for run, _, problem in told if problem)
-    paid = [*(paid for _, paid, _ in told), *[Paid("", "", None, bare=False)] * found.num_unread]
+    paid = [*_comparable([paid for _, paid, _ in told]), *[Paid("", "", None, bare=False)] * found.num_unread]
     return Bills(tuple(bill.to_json() for bill in bills(paid)), problems)
+
+
+def _comparable(paid: Sequence["Paid"]) -> list["Paid"]:
+    """Return what runs paid; contents that were told under the keys of several machines cannot be compared."""
+    several = len({one.content.partition(":")[0] for one in paid if one.content}) > 1
+    return [replace(one, by_name=one.by_name or (several and ":" in one.data)) for one in paid]

@@ -168,6 +168,7 @@ class Outcome(Facts):
     data_note: str
     partition: str
     is_private: bool = True
+    records: Annotated[str, Field(max_length=100)] = ""
     engine: str
     rounds: Count
     final_accuracy: Share | None

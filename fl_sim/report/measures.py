@@ -21,8 +21,9 @@ _NO_MEASURES: Final = {"seed", "clients", "rounds"}
 def measures(result: Mapping[str, Any]) -> dict[str, float]:
     """Return all numbers of a ``result.json`` by dotted names, such as ``final_accuracy_percent``, ``seconds.train``.
 
-    Lists are left out, but for the privacy statements: ``epsilon.record`` and ``delta.record`` by unit, with a number
-    behind a further one of the same unit. What is under ``measures`` there stands without that name before it.
+    Lists are left out, but for the privacy statements: ``epsilon.record`` and ``delta.record`` by unit, of all that the
+    run releases about it; where that is more than one statement, each is ``epsilon.record.1`` and so on. What is under
+    ``measures`` there stands without that name before it.
     """
     top = {name: value for name, value in result.items() if name not in {*_NO_MEASURES, "measures"}}
     said = {"rounds_done": result.get("rounds"), **top, **result.get("measures", {}), **_epsilons(result)}
@@ -49,12 +50,20 @@ def percent(name: str, value: float) -> tuple[str, float]:
 
 
 def _epsilons(result: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    by_unit: dict[str, list[Mapping[str, Any]]] = {}
     for release in result.get("privacy", []):
-        unit = str(release["unit"])
-        number = 1 + sum(name == f"epsilon.{unit}" or name.startswith(f"epsilon.{unit}.") for name in found)
-        place = unit if number == 1 else f"{unit}.{number}"
-        found[f"epsilon.{place}"], found[f"delta.{place}"] = release["epsilon"], release.get("delta")
+        by_unit.setdefault(str(release["unit"]), []).append(release)
+    found: dict[str, Any] = {}
+    for unit, releases in by_unit.items():
+        wholes = [
+            (one["epsilon_whole_run"], one["delta_whole_run"]) for one in releases if one.get("epsilon_whole_run")
+        ]
+        told = wholes or [(one["epsilon"], one.get("delta")) for one in releases]
+        if wholes or len(releases) == 1:  # earlier versions did not say what several cost together
+            found[f"epsilon.{unit}"], found[f"delta.{unit}"] = told[0]
+        for number, one in enumerate(releases if wholes or len(releases) > 1 else (), start=1):
+            place = f"{unit}.{number}"
+            found[f"epsilon.{place}"], found[f"delta.{place}"] = one["epsilon"], one.get("delta")
     return found
 
 

@@ -98,7 +98,7 @@ def privacy_in_short(run: Run) -> str:
     """Return the privacy column's text, such as ``epsilon 3.2 per client`` or ``none``."""
     if run.outcome is None:
         return "not stated"
-    return "; ".join(in_short(release) for release in run.outcome.privacy) or "none"
+    return "; ".join(dict.fromkeys(in_short(release) for release in run.outcome.privacy)) or "none"
 
 
 def percent(accuracy: float | None) -> float | None:

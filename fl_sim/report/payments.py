@@ -2,17 +2,19 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from fl_sim.errors import RunError
 from fl_sim.privacy import events
 from fl_sim.privacy.accounting import Adjacency
-from fl_sim.privacy.bill import Counts, Paid, Payment
-from fl_sim.report.files import Outcome
+from fl_sim.privacy.bill import Bill, Counts, Paid, Payment, whole_run
+from fl_sim.privacy.rounding import rounded_up
+from fl_sim.report.files import Made
 from fl_sim.report.groups import split_of
 from fl_sim.report.release import Release
 from fl_sim.report.runs import Run
-from fl_sim.same_records import records_of
+from fl_sim.same_records import called
 
 _MOMENTS: Final = "moments-"
 """How the identity begins of the moments of features that clients release after training."""
@@ -26,7 +28,9 @@ def paid_by(run: Run) -> tuple[Paid, str]:
     except (RunError, KeyError, TypeError, ValueError) as error:
         problem = f"its privacy statements are damaged: {error}"
     clients = f"{split_of(run)}, {run.config.clients} clients"
-    return Paid(records_of(run.config.data), clients, payments, _is_bare(run)), problem
+    content = run.outcome.records if run.outcome else ""
+    by_name = not content and ":" in run.config.data
+    return Paid(called(run.config.data), clients, payments, _is_bare(run), content, by_name), problem
 
 
 def payments_of(run: Run) -> tuple[Payment, ...] | None:
@@ -37,13 +41,51 @@ def payments_of(run: Run) -> tuple[Payment, ...] | None:
     outcome = run.outcome
     if outcome is None or (not outcome.privacy and not outcome.rounds and outcome.is_private):
         return None
-    return tuple(_payment(release, outcome) for release in outcome.privacy)
+    return _payments(outcome.privacy, outcome.preprocess)
 
 
-def _payment(release: Release, outcome: Outcome) -> Payment:
-    pool = outcome.preprocess.pool if release.unit == "record" and not release.ledger.startswith(_MOMENTS) else ""
+def with_whole_run(statements: Sequence[Mapping[str, Any]], made: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the statements of a result with what the whole run costs their unit, where that is more than they say.
+
+    ``made``: what the result says of what was done before the first round. Takes seconds: the PLD is computed here.
+    """
+    releases, preprocess = [Release.model_validate(one) for one in statements], Made.model_validate(made)
+    payments = _payments(releases, preprocess)
+    costs = {unit: whole_run(payments, unit) for unit in {one.unit for one in releases}}
+    return [
+        {**one, **_whole(costs[release.unit], release, payments)}
+        for one, release in zip(statements, releases, strict=True)
+    ]
+
+
+def _whole(cost: Bill, release: Release, payments: Sequence[Payment]) -> dict[str, Any]:
+    own = (release.epsilon, release.delta or 0.0)
+    if release.epsilon is None or (cost.epsilon, cost.delta if cost.totals else own[1]) == own:
+        return {"epsilon_whole_run": None, "delta_whole_run": None}
+    told = {"epsilon_whole_run": cost.epsilon, "delta_whole_run": None if cost.epsilon is None else cost.delta}
+    if cost.epsilon is None:
+        return told
+    carried = release.unit == "record" and any(one.unit == "client" and one.on_records for one in payments)
+    why = (
+        "The rounds are private per client, and so per record, at what they cost where a client's data are replaced by "
+        "others: a record that changes leaves its client taking part. "
+    )
+    said = (
+        f". {why if carried else ''}All that the run releases about a {release.unit} under a guarantee is together "
+        f"({rounded_up(cost.epsilon)}, {cost.delta:.4g})-differentially private"
+    )
+    return told | {"guarantee": f"{release.guarantee}{said}"}
+
+
+def _payments(releases: Sequence[Release], made: Made) -> tuple[Payment, ...]:
+    found = [_payment(release, made) for release in releases]
+    return tuple(replace(one, on_records=one.unit != "client" or made.train_on != "synthetic") for one in found)
+
+
+def _payment(release: Release, made: Made) -> Payment:
+    pool = made.pool if release.unit == "record" and not release.ledger.startswith(_MOMENTS) else ""
     if pool:
-        charged = _charged_by_client(outcome)
+        charged = _charged_by_client(made)
     elif release.planned_events is None or release.epsilon == release.budget:
         charged = ()  # what holds is the budget, and no events say that
     else:
@@ -51,12 +93,14 @@ def _payment(release: Release, outcome: Outcome) -> Payment:
     # A pool's file is named by its content. What PATE publishes about its labels ("ID, published") includes them.
     identity = pool or release.ledger.partition(",")[0]
     delta, adjacency = release.delta or 0.0, Adjacency(release.adjacency)
-    return Payment(release.unit, identity, release.epsilon, delta, adjacency, charged, release.simulation_only)
+    plan = () if release.planned_events is None else (_counted(release.planned_events),)
+    said = (release.unit, identity, release.epsilon, delta, adjacency, charged, release.simulation_only)
+    return Payment(*said, plan=plan)
 
 
-def _charged_by_client(outcome: Outcome) -> tuple[Counts, ...]:
+def _charged_by_client(made: Made) -> tuple[Counts, ...]:
     """Return what the clients of a pool paid, each different bill once; nothing where no client released any."""
-    shares = outcome.preprocess.clients
+    shares = made.clients
     if any(share.facts is None and any(share.counts) for share in shares):
         return ()
     told: dict[str, Counts] = {}

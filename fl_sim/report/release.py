@@ -13,6 +13,7 @@ class Release(BaseModel):
 
     ``ledger``: what it was paid from; ``planned_events``: all releases that were fixed beforehand. Older versions
     state neither. ``budget``: within which it was kept, at most; where it is smaller than the plan, it is ``epsilon``.
+    ``epsilon_whole_run``, at ``delta_whole_run``: what the whole run costs the unit, where that is more.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -27,12 +28,21 @@ class Release(BaseModel):
     adjacency: str = "add-or-remove-one"
     planned_events: list[Any] | None = None
     budget: float | None = None
+    epsilon_whole_run: float | None = Field(None, ge=0)
+    delta_whole_run: float | None = Field(None, ge=0, lt=1)
     simulation_only: bool = False
 
     @property
     def protects(self) -> bool:
         """Return whether there is a guarantee."""
         return self.epsilon is not None
+
+    @property
+    def of_run(self) -> tuple[float | None, float]:
+        """Return epsilon and delta of all that the run releases about the unit."""
+        if self.epsilon is None or self.epsilon_whole_run is None:
+            return self.epsilon, self.delta or 0.0
+        return self.epsilon_whole_run, self.delta_whole_run or 0.0
 
 
 Releases: TypeAlias = Sequence[Release]
@@ -58,10 +68,11 @@ def limits(release: Release) -> str:
 
 
 def in_short(release: Release) -> str:
-    """Return a table's entry, such as ``epsilon 3.2 per client``."""
-    if release.epsilon is None:
+    """Return a table's entry, such as ``epsilon 3.2 per client``: what the whole run costs the unit."""
+    epsilon, _ = release.of_run
+    if epsilon is None:
         return f"none per {release.unit}"
-    return f"epsilon {rounded_up(release.epsilon, 3)} per {release.unit}"
+    return f"epsilon {rounded_up(epsilon, 3)} per {release.unit}"
 
 
 def notes(rows: Mapping[str, Sequence[Releases]]) -> list[str]:
@@ -70,17 +81,24 @@ def notes(rows: Mapping[str, Sequence[Releases]]) -> list[str]:
     A row's epsilon is the largest of its runs', each by itself: what all of them cost together is the bill's to say.
     Rows that promise the same thing are told together.
     """
-    promises: dict[tuple[str, str, str], dict[str, float]] = {}
+    promises: dict[tuple[str, str, str], dict[str, tuple[float, tuple[float, float]]]] = {}
     for row, runs in rows.items():
         for release in (one for releases in runs for one in releases if one.protects):
             place = (f"of a {release.unit}, delta {_delta(release)}", release.covers, release.does_not_cover)
             said = promises.setdefault(place, {})
-            said[row] = max(said.get(row, 0.0), release.epsilon or 0.0)
+            own, (whole, delta) = release.epsilon or 0.0, release.of_run
+            largest, largest_whole = said.get(row, (0.0, (0.0, 0.0)))
+            said[row] = max(largest, own), max(largest_whole, (whole or 0.0, delta))
     lines = []
     for (where, covers, does_not_cover), epsilons in promises.items():
-        who = ", ".join(f"{row} epsilon {rounded_up(epsilon, 3)}" for row, epsilon in epsilons.items())
+        who = ", ".join(f"{row} epsilon {_with_whole_run(*told)}" for row, told in epsilons.items())
         lines.append(f"Privacy of each run by itself, {where}: {who}. {_limits(covers, does_not_cover)}".strip())
     return [*lines, *_bare(rows)]
+
+
+def _with_whole_run(epsilon: float, whole: tuple[float, float]) -> str:
+    more = f" (the whole run {rounded_up(whole[0], 3)} at delta {whole[1]:.4g})" if whole[0] > epsilon else ""
+    return f"{rounded_up(epsilon, 3)}{more}"
 
 
 def _bare(rows: Mapping[str, Sequence[Releases]]) -> list[str]:

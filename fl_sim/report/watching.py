@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeAlias
 
 from fl_sim.errors import UserError
 from fl_sim.privacy.rounding import rounded_up
+from fl_sim.report.files import Synthesis
 from fl_sim.report.groups import group, panels
 from fl_sim.report.page_words import privacy_in_short, short_names
 from fl_sim.report.runs import TABLE, WANTED, Run, places_in, read_json_table, read_run
@@ -170,8 +171,9 @@ def _epsilon(run: Run, state: State) -> str:
         told = privacy_in_short(run)
         return "" if told == "none" else told.removeprefix("epsilon ")
     spent = [record.epsilon for record in run.rounds if record.epsilon is not None]
-    if spent:
-        return rounded_up(max(spent), 3)
+    if spent:  # by a client; a record that is in a pool, too, has paid more
+        more = " per client, more per record" if isinstance(run.config.preprocess, Synthesis) else ""
+        return f"{rounded_up(max(spent), 3)}{more}"
     return "told at the end" if run.preprocess else ""
 
 

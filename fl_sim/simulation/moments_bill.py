@@ -5,7 +5,6 @@ from typing import Final
 from clients.dafl.settings import DaFl
 from clients.policy import open_ledger
 from clients.private_moments import Protection, charge_name
-from fl_sim.data import tuned_on
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.job import Job
 from fl_sim.privacy.accounting import Adjacency, none_if_infinite
@@ -26,9 +25,7 @@ _NOT_TRAINING: Final = (
 _TRAINING_ELSEWHERE: Final = (
     "Training on synthetic records, whose cost is in the other statement: both together cost the sum at most."
 )
-_PUBLIC: Final = (
-    "How many records a client holds is treated as public. A person with several records pays for each of them."
-)
+_PUBLIC: Final = "How many records a client holds is treated as public."
 
 
 def statement(job: Job, protection: Protection, identity: str, together: Together | None) -> dict[str, object]:
@@ -39,7 +36,7 @@ def statement(job: Job, protection: Protection, identity: str, together: Togethe
     """
     preprocess, delta = job.experiment.preprocess, protection.delta
     on_synthetic = isinstance(preprocess, DaFl) and preprocess.train_on == "synthetic"
-    limits = f"{_TRAINING_ELSEWHERE if on_synthetic else _NOT_TRAINING} {_PUBLIC}{tuned_on(job.experiment.data)}"
+    limits = f"{_TRAINING_ELSEWHERE if on_synthetic else _NOT_TRAINING} {_PUBLIC}"
     ledger = Ledger(Terms("record", Adjacency.ADD_OR_REMOVE_ONE, delta))
     ledger.charge(protection.event, release="class moments", noise="")
     said = ledger.statement(

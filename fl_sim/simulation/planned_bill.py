@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from clients.dafl.settings import DaFl
+from fl_sim.data import sealed_content
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import short_form
 from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.bill import Paid, Payment
 from fl_sim.privacy.ledger import Terms
-from fl_sim.same_records import records_of
+from fl_sim.same_records import called
 from fl_sim.simulation.dafl.synthesis import pool_key
 from fl_sim.simulation.planned_payment import payment_of
 from fl_sim.simulation.procedure import procedure_of
@@ -21,9 +23,11 @@ def planned(job: Job) -> Paid:
     experiment, of_training = job.experiment, procedure_of(job).payments()
     split = "centralized" if experiment.is_central else short_form(experiment.partition)
     on_synthetic = isinstance(experiment.preprocess, DaFl) and experiment.preprocess.train_on == "synthetic"
-    payments = None if of_training is None else (*of_training, *_payments_beside(job))
+    rounds = [replace(one, on_records=not on_synthetic) for one in of_training or ()]
+    payments = None if of_training is None else (*rounds, *_payments_beside(job))
     is_bare = of_training == () and not on_synthetic
-    return Paid(records_of(experiment.data), f"{split}, {experiment.clients} clients", payments, bare=is_bare)
+    name, content = called(experiment.data), sealed_content(experiment.data, job.root)
+    return Paid(name, f"{split}, {experiment.clients} clients", payments, is_bare, content)
 
 
 def _payments_beside(job: Job) -> Iterator[Payment]:

@@ -25,8 +25,9 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
     """Return what ``releases`` cost under ``terms``; ``identity`` is by which bills know them again."""
     said = Ledger(terms).statement(covers="", does_not_cover="", simulation_only=is_simulated, planned=releases)
     epsilon = said["epsilon"]
-    charged = () if epsilon is not None and epsilon == terms.budget else (Counter(releases),)
-    return Payment(terms.unit, identity, epsilon, terms.delta, terms.adjacency, charged, is_simulated)
+    within_budget, plan = epsilon is not None and epsilon == terms.budget, (Counter(releases),)
+    charged = () if within_budget else plan
+    return Payment(terms.unit, identity, epsilon, terms.delta, terms.adjacency, charged, is_simulated, plan=plan)
 
 
 def told_of(experiment: Experiment) -> tuple[str, ...]:

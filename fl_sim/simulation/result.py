@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.frequency_sums import STEPS
-from fl_sim.data import is_own
+from fl_sim.data import is_own, sealed_content, tuned_on
 from fl_sim.data.naming import without_settings
 from fl_sim.errors import Diverged, RunError
 from fl_sim.experiment.experiment import Experiment
@@ -43,6 +43,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "partition": _split(experiment),
         "clients": experiment.num_clients,
         "is_private": experiment.is_private,
+        "records": sealed_content(experiment.data, job.root),
         "model": experiment.model,
         "evaluated_model": _evaluated(experiment),
         "num_parameters": num_parameters(log.server.params),
@@ -179,13 +180,14 @@ def _privacy(job: Job, log: RunLog) -> list[dict[str, object]]:
             one | {"does_not_cover": f"{one['does_not_cover']}{NOT_PER_CLIENT}"} if one["unit"] == "client" else one
             for one in statements
         ]
-        rounds = next((one for one in statements if one["unit"] == "client"), None)
-        statements.append(statement(log.pool, experiment, rounds))
+        statements.append(statement(log.pool, experiment))
     if not statements:
         return []
     from fl_sim.privacy.statement import Facts, beside  # noqa: PLC0415 (the accountants load slowly)
+    from fl_sim.report.payments import with_whole_run  # noqa: PLC0415 (as above)
 
-    return beside(statements, Facts(job.dataset.read_off, _tested_on(experiment)))
+    facts = Facts(job.dataset.read_off, _tested_on(experiment), tuned_on(experiment.data))
+    return beside(with_whole_run(statements, _preprocess(experiment, log)), facts)
 
 
 def _tested_on(experiment: Experiment) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fl_sim.data import contents_of
 from fl_sim.data.naming import is_own
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
@@ -98,7 +99,7 @@ def searches_of(settings: TableSettings, plan: Plan, data_root: Path | None) -> 
     for cell in plan.cells:
         firsts.setdefault((cell.row, cell.column), cell)
     found = spaces(tune, {cell.row: _method(cell) for cell in firsts.values()}.values(), CENTRALIZED)
-    _check_records(tune, list(firsts.values()))
+    _check_records(tune, list(firsts.values()), data_root)
     searches = tuple(
         Search(cell, found[cell.row], rungs(tune.trials, tune.rounds or cell.experiment.rounds, tune.halving))
         for cell in firsts.values()
@@ -179,11 +180,12 @@ def _method(cell: Cell) -> Method:
     return Method(cell.row, kind_of(cell.experiment.algorithm), frozenset(spanned), is_bound(cell.point))
 
 
-def _check_records(tune: Tune, cells: list[Cell]) -> None:
-    if tune.data and tune.data in {cell.experiment.data for cell in cells}:
+def _check_records(tune: Tune, cells: list[Cell], data_root: Path | None) -> None:
+    if tune.data and (same := _same_records(tune.data, [cell.experiment.data for cell in cells], data_root)):
+        other = "" if same == tune.data else f" holds records of {same}, which"
         raise UserError(
-            f"tune.data={tune.data} is what the table itself is about, and trials on tune.data are judged by its test "
-            "records: name another, public data set, or leave tune.data out"
+            f"tune.data={tune.data}{other} is what the table itself is about, and trials on tune.data are judged by "
+            "its test records: name another, public data set, or leave tune.data out"
         )
     for cell in cells:
         if cell.experiment.is_private and not tune.data:
@@ -192,6 +194,15 @@ def _check_records(tune: Tune, cells: list[Cell]) -> None:
                 'without noise: name a public data set to search on, tune.data = "NAME"; the runs of the table stay '
                 f"on {cell.experiment.data}"
             )
+
+
+def _same_records(data: str, others: Sequence[str], data_root: Path | None) -> str:
+    """Return which of ``others`` has records in common with ``data``, by their content; empty for none."""
+    trained, tested = contents_of(data, data_root)
+    for other in dict.fromkeys(others):
+        if other == data or not {trained, tested}.isdisjoint(contents_of(other, data_root)):
+            return other
+    return ""
 
 
 def _extremes(space: Space, seed: int) -> Iterator[Values]:

@@ -7,7 +7,6 @@ share costs.
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, get_args
@@ -15,11 +14,10 @@ from typing import Any, get_args
 from dp_accounting import dp_event
 
 from clients.dafl.settings import AnyGenerator, DaFl
-from fl_sim.data import tuned_on
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import kind_of
 from fl_sim.privacy import events
-from fl_sim.privacy.accounting import Adjacency, bounds, epsilon_of_counts, none_if_infinite, under_replacement
+from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts, none_if_infinite
 from fl_sim.privacy.ledger import Ledger, Terms
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.simulation.client_ledgers import together_in_words
@@ -32,12 +30,11 @@ NOT_PER_CLIENT = (
 """What a client-level statement must add where there is a pool."""
 
 
-def statement(pool: Pool, experiment: Experiment, rounds: Mapping[str, Any] | None = None) -> dict[str, object]:
+def statement(pool: Pool, experiment: Experiment) -> dict[str, object]:
     """Return what ``result.json`` says about the privacy of records: the most expensive client's bill, in words.
 
-    ``rounds``: what the rounds promise a client, where they are private. ``epsilon`` is this pool's;
-    ``epsilon_whole_run``, at ``delta_whole_run``, that of the pool and such rounds together, None where moments of
-    features are a third release. ``epsilon_together``: all releases that the clients' ledgers hold about the records of
+    ``epsilon`` is this pool's; what the whole run costs is added by ``fl_sim.report.payments.with_whole_run``.
+    ``epsilon_together``: all releases that the clients' ledgers hold about the records of
     this data set, ``shares_together`` of them at most about one record; both None where not all ledgers are here.
     """
     settings = da_fl(experiment)
@@ -50,7 +47,7 @@ def statement(pool: Pool, experiment: Experiment, rounds: Mapping[str, Any] | No
         ledger.charge(event, release=release, noise="")
     said = ledger.statement(
         covers=_covers(experiment, settings),
-        does_not_cover=_does_not_cover(experiment, settings) + tuned_on(experiment.data),
+        does_not_cover=_does_not_cover(experiment, settings),
         simulation_only=settings.noise == "seeded",
         planned=Counter(worst.events.values()),
     )
@@ -61,25 +58,19 @@ def statement(pool: Pool, experiment: Experiment, rounds: Mapping[str, Any] | No
     others = together is None or together.shares > len(worst.events) // 2
     if together and not others:
         together = replace(together, epsilon=worst.epsilon)
-    more = rounds is not None and settings.train_on != "synthetic" and experiment.calibrate.kind == "none"
-    whole = _whole_run(worst, settings.delta, rounds) if rounds is not None and more else None
     return said | {
         "ledger": pool.path.stem if worst.events else "",
         "epsilon": worst.epsilon if finite else None,
         "accountant": "rdp",
         "epsilon_together": together and none_if_infinite(together.epsilon),
         "shares_together": together and together.shares,
-        "epsilon_whole_run": whole and none_if_infinite(whole.epsilon),
-        "delta_whole_run": whole and whole.delta,
         "epsilon_labels": worst.labels if finite else None,
         "epsilon_generator": worst.generator if finite else None,
         "epsilon_sum": worst.labels + worst.generator if finite else None,
         "noise_multiplier": None if inner is None else events.noise_multiplier(inner),
         "sampling_rate": None if inner is None else events.sampling_rate(inner),
         "budget": settings.epsilon if math.isfinite(settings.epsilon) else None,
-        "guarantee": _guarantee(worst, settings)
-        + (together_in_words(together, settings.delta) if others else "")
-        + (whole.in_words() if whole else ""),
+        "guarantee": _guarantee(worst, settings) + (together_in_words(together, settings.delta) if others else ""),
     }
 
 
@@ -91,30 +82,6 @@ class _Bill:
     labels: float
     generator: float
     epsilon: float
-
-
-@dataclass(frozen=True)
-class _WholeRun:
-    """What the pool and private rounds cost a record together."""
-
-    epsilon: float
-    delta: float
-
-    def in_words(self) -> str:
-        if not math.isfinite(self.epsilon):
-            return ""
-        return (
-            f". The rounds are private per client, and so per record: the whole run is ({rounded_up(self.epsilon)}, "
-            f"{self.delta:g})-differentially private for a record. That is the pool's epsilon plus what the rounds "
-            "cost where a client's data are replaced by others: a record that changes leaves its client taking part"
-        )
-
-
-def _whole_run(pool: _Bill, delta: float, rounds: Mapping[str, Any]) -> _WholeRun:
-    counts: Counter[dp_event.DpEvent] = Counter()
-    for one in rounds["planned_events"] or rounds["events"]:
-        counts[under_replacement(events.from_json(one["event"]))] += one["times"]  # two events may become one
-    return _WholeRun(pool.epsilon + bounds(counts, rounds["delta"]).least, delta + rounds["delta"])
 
 
 def _bill(facts: dict[str, Any], delta: float) -> _Bill:
@@ -149,10 +116,7 @@ def _covers(experiment: Experiment, settings: DaFl) -> str:
 
 
 def _does_not_cover(experiment: Experiment, settings: DaFl) -> str:
-    public = (
-        "How many records a client holds, gamma and the range of the label picker are treated as public. A person with "
-        "several records pays for each of them."
-    )
+    public = "How many records a client holds, gamma and the range of the label picker are treated as public."
     if type(settings.generator) not in get_args(AnyGenerator):
         public += (
             f" That the generator {kind_of(settings.generator)}, which is not part of fl-sim, costs what it states is "

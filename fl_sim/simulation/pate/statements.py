@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from fl_sim.data import tuned_on
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.privacy.accounting import Adjacency, compose, epsilon_of_curve
 from fl_sim.privacy.pate import labelling_cost
@@ -59,7 +58,7 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
     pool = (
         f" The public pool, {settings.pool_in_words}: its records are taken to be public, and the student shows them."
     )
-    limits = DOES_NOT_COVER + public + pool + OTHER_RELEASES + tuned_on(experiment.data)
+    limits = DOES_NOT_COVER + public + pool + OTHER_RELEASES
     planned = labelling.planned(len(released.labelled.labels), released.labelled.num_asked)
     if settings.keep_private:
         limits += " This run directory: its votes and private.json are raw (keep_private was asked for)."

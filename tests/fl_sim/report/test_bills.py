@@ -114,3 +114,51 @@ def test_seeds_are_releases_of_their_own(write_experiment, tmp_path):
     assert (private["releases"], private["epsilon_sum"]) == (2, 10.0)
     assert private["epsilon_joint"] <= epsilon_of_counts({from_json(GAUSSIAN): 8}, 1e-5)
     assert bill["runs"] == 3
+
+
+KEY, OTHER_KEY = "0a1b2c3d", "ffffffff"
+
+
+@pytest.mark.parametrize(
+    ("runs", "epsilons"),
+    [
+        ([("csv:a.csv", "x"), ("csv:./a.csv", "x"), ("csv:/home/a.csv", "x")], [15.0]),
+        ([("csv:a.csv", "x"), ("npz:b.npz", "x"), ("csv:c.csv", "y")], [10.0, 5.0]),
+        ([("csv:a.csv:label=one", "x"), ("csv:a.csv:label=two:test=0.2", "")], [10.0]),
+        ([("csv:a.csv", "x"), ("csv:b.csv", "y"), ("csv:b.csv", "x")], [15.0]),
+        ([("cifar100", ""), ("cifar100-coarse", "")], [10.0]),
+        ([("mnist", "x"), ("npz:copy.npz", "x")], [10.0]),
+        ([("csv:a.csv", "x"), ("csv:b.csv", "y")], [5.0, 5.0]),
+    ],
+)  # fmt: skip
+def test_the_same_records_under_several_names_have_one_bill(write_experiment, tmp_path, runs, epsilons):
+    for number, (data, content) in enumerate(runs):
+        records = f"{KEY}:{content}" if content else ""
+        paid = [PAID | {"unit": "record", "ledger": f"{number:04}"}]
+        change(write_experiment(f"run-{number}", data=data), privacy=paid, records=records, is_private=True)
+        change(tmp_path / f"run-{number}", preprocess={"kind": "da-fl", "train_on": "synthetic"})
+    told = bills_of(read_all([tmp_path])).bills
+    assert [bill["private_releases"][0]["epsilon_sum"] for bill in told] == epsilons
+    names = {data.split(":label")[0].removesuffix("-coarse") for data, _ in runs}
+    assert {name for bill in told for name in (bill["data"], *bill["also_called"])} == names
+
+
+@pytest.mark.parametrize(
+    ("contents", "by_name"), [(("", ""), 2), ((f"{KEY}:x", ""), 1), ((f"{KEY}:x", f"{OTHER_KEY}:x"), 2),
+                              ((f"{KEY}:x", f"{KEY}:y"), 0)],
+)  # fmt: skip
+def test_where_names_alone_tell_records_apart_the_bill_says_so(write_experiment, tmp_path, contents, by_name):
+    for number, records in enumerate(contents):
+        place = write_experiment(f"run-{number}", data=f"csv:{number}.csv")
+        change(place, privacy=[PAID | {"ledger": f"{number:04}"}], records=records)
+    told = bills_of(read_all([tmp_path])).bills
+    assert [bill["runs_told_by_name"] for bill in told] == [by_name] * 2
+    said = "the same records under another name would pay for both"
+    assert [said in bill["in_words"] for bill in told] == [by_name > 0] * 2
+
+
+def test_one_name_needs_no_content(write_experiment, tmp_path):
+    for number in range(2):
+        change(write_experiment(f"run-{number}", data="csv:a.csv", seed=number), privacy=[PAID])
+    [bill] = bills_of(read_all([tmp_path])).bills
+    assert bill["runs_told_by_name"] == 0

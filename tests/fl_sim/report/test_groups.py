@@ -45,6 +45,14 @@ def test_runs_that_differ_in_the_seed_or_the_engine_are_one_line(write_experimen
     assert [len(each.runs) for each in grouped(tmp_path)] == [2]
 
 
+def test_runs_on_other_splits_by_seed_are_no_doubles(write_experiment, tmp_path):
+    for number, seeds in enumerate([{}, {"partition_seed": 1}, {"partition_seed": 2}, {"model_seed": 2}]):
+        write_experiment(f"run-{number}", **seeds)
+    found = grouped(tmp_path)
+    assert [len(one.runs) for one in found] == [1, 1, 1, 1]
+    assert len(set(labels(found))) == 4
+
+
 def test_what_is_not_used_of_evaluate_is_no_difference_to_runs_from_before_there_was_any(write_experiment, tmp_path):
     unused = {"validation": 0.0, "test": "rounds", "patience": 0, "target_accuracy": 0.0}
     write_experiment("old")

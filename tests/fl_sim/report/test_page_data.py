@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -66,6 +67,17 @@ def test_bytes_and_seconds_are_those_spent_by_the_end_of_each_round(lengthened):
     assert line["reached"][0] == {"there": 1, "of": 1, "round": [2.0, None], "mb": [6.0, None], "seconds": [7.0, None]}
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations([1.0, 3.0, 2.0])))
+def test_the_epsilon_of_a_curve_is_the_largest_of_its_seeds(lengthened, order):
+    places = [lengthened(f"s{seed}", 2, seed=seed, line={"epsilon": one}) for seed, one in enumerate(order)]
+    assert only_line(*places)["epsilon"] == [3.0, 3.0]
+
+
+def test_an_epsilon_that_one_seed_does_not_tell_is_not_told(lengthened):
+    places = [lengthened(f"s{seed}", 2, seed=seed, line={"epsilon": one}) for seed, one in enumerate([1.0, None])]
+    assert only_line(*places)["epsilon"] == [None, None]
+
+
 def test_virtual_seconds_add_up_where_there_is_a_clock_and_are_left_out_where_there_is_none(lengthened):
     line = only_line(lengthened("timed", 3, line={"virtual_seconds": 2.5, "late": 1}))
     assert line["virtual_seconds"] == [2.5, 5.0, 7.5]
@@ -82,6 +94,23 @@ def test_seeds_are_averaged_and_their_confusion_matrices_are_added(lengthened):
     assert line["clients"] == {"mean": 50.0, "worst": 25.0, "quantiles": []}
     assert line["seeds"] == 2
     assert line["accuracy"]["mean"] == [50.0, 100.0]
+
+
+def test_measures_of_seeds_that_differ_are_averaged_and_their_matrices_added(lengthened):
+    told_of = [
+        {"confusion": [[3, 1], [0, 4]], "client_accuracy": 0.5, "client_worst_tenth": 0.25, "client_quantiles": [0, 1]},
+        {"confusion": [[2, 2], [5, 0]], "client_accuracy": 0.7, "client_worst_tenth": 0.1,
+         "client_quantiles": [0.5, 1]},
+    ]  # fmt: skip
+    places = [
+        lengthened(f"s{seed}", 2, seed=seed, result={"measures": measures, "best_accuracy": best})
+        for seed, (measures, best) in enumerate(zip(told_of, (0.6, 0.9), strict=True))
+    ]  # fmt: skip
+    line = only_line(*places)
+    assert line["confusion"] == [[5, 3], [5, 4]]
+    assert line["clients"] == {"mean": 60.0, "worst": 17.5, "quantiles": [25.0, 100.0]}
+    assert line["final"][:2] == [50.0, 0.0]
+    assert line["best"][0] == 75.0
 
 
 def test_long_runs_are_thinned_to_what_a_page_has_room_for(lengthened, monkeypatch):

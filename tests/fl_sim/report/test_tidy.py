@@ -14,8 +14,9 @@ from fl_sim.store.run_directory import RoundRecord
 RESULT = {
     "status": "finished", "final_accuracy": 0.5, "best_accuracy": 0.75, "seed": 3, "clients": 10, "rounds": 2,
     "is_private": False, "privacy": [
-        {"unit": "record", "epsilon": 2.0, "delta": 1e-5}, {"unit": "client", "epsilon": None},
-        {"unit": "record", "epsilon": 1.0, "delta": 0.0},
+        {"unit": "record", "epsilon": 2.0, "delta": 1e-5, "epsilon_whole_run": 2.5, "delta_whole_run": 2e-5},
+        {"unit": "client", "epsilon": None},
+        {"unit": "record", "epsilon": 1.0, "delta": 0.0, "epsilon_whole_run": 2.5, "delta_whole_run": 2e-5},
     ],
     "preprocess": {"kind": "da-fl", "clients": [{"counts": [1]}]}, "seconds": {"train": 1.5, "total": 2.0},
     "measures": {"macro_f1": 0.25, "bytes_up": 1000, "recall": [0.5, 1.0], "per_client": {"accuracy": 0.125}},
@@ -37,8 +38,17 @@ def test_every_number_of_a_result_has_a_dotted_name_and_a_share_is_in_percent_by
     assert measures(RESULT) == {
         "rounds_done": 2, "final_accuracy_percent": 50.0, "best_accuracy_percent": 75.0, "seconds.train": 1.5,
         "seconds.total": 2.0, "macro_f1_percent": 25.0, "bytes_up": 1000, "per_client.accuracy_percent": 12.5,
-        "epsilon.record": 2.0, "delta.record": 1e-5, "epsilon.record.2": 1.0, "delta.record.2": 0.0,
+        "epsilon.record": 2.5, "delta.record": 2e-5, "epsilon.record.1": 2.0, "delta.record.1": 1e-5,
+        "epsilon.record.2": 1.0, "delta.record.2": 0.0,
     }  # fmt: skip
+
+
+def test_where_nobody_says_what_several_releases_cost_a_record_together_none_of_them_is_told_as_that() -> None:
+    earlier = {"privacy": [{"unit": "record", "epsilon": epsilon, "delta": 1e-5} for epsilon in (1.0, 2.0)]}
+    assert measures(earlier) == {
+        "epsilon.record.1": 1.0, "delta.record.1": 1e-5, "epsilon.record.2": 2.0, "delta.record.2": 1e-5,
+    }  # fmt: skip
+    assert measures({"privacy": earlier["privacy"][:1]}) == {"epsilon.record": 1.0, "delta.record": 1e-5}
 
 
 def test_a_line_a_run_with_a_column_for_every_setting_and_measure() -> None:
@@ -47,7 +57,7 @@ def test_a_line_a_run_with_a_column_for_every_setting_and_measure() -> None:
     first, second = lines
     assert list(first)[:8] == ["row", "column", "seed", "status", "data", "partition.kind", "partition.k", "rounds"]
     assert (first["partition.kind"], first["partition.k"], first["gammas"]) == ("label-k", "1", "[0.1, 0.2]")
-    assert (first["final_accuracy_percent"], first["bytes_up"], first["epsilon.record"]) == ("50.0", "1000", "2.0")
+    assert (first["final_accuracy_percent"], first["bytes_up"], first["epsilon.record"]) == ("50.0", "1000", "2.5")
     assert (second["status"], second["error"], second["data"]) == ("failed", "it diverged", "mnist")
     assert second["final_accuracy_percent"] == ""
 

@@ -13,7 +13,7 @@ from fl_sim.data import fingerprint
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.privacy.accounting import epsilon_of_counts
-from fl_sim.simulation.client_ledgers import all_together, ledger_path, ledgers_root
+from fl_sim.simulation.client_ledgers import Together, all_together, ledger_path, ledgers_root
 from fl_sim.simulation.site import _own_records, releasing_client
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")
@@ -120,3 +120,14 @@ def test_a_share_that_a_client_kept_under_its_earlier_name_is_not_made_again(tab
     kept = policy.home / f"{place.parent.name}-{place.name}-{release}"
     kept.mkdir(parents=True)
     assert folder() == kept
+
+
+def test_a_deal_costs_what_its_dearest_client_pays_whichever_that_is(table: Path) -> None:
+    one, other = job(), job("client=sex")
+    for client, times in enumerate((1, 3, 2)):
+        for number in range(times):
+            open_ledger(ledger_path(one, client)).charge(EVENT, release=f"release {number}", noise="")
+    assert all_together(one, DELTA) == Together(pytest.approx(cost(3)), 3)
+    for number in range(2):
+        open_ledger(ledger_path(other, 0)).charge(EVENT, release=f"release {number}", noise="")
+    assert all_together(one, DELTA) == Together(pytest.approx(cost(5)), 5)

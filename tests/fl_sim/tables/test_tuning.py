@@ -369,6 +369,30 @@ def test_what_cannot_be_searched_is_told_before_the_first_trial(
     assert not (tmp_path / "out").exists()
 
 
+def _npz(path: Path, trained: slice, tested: slice) -> str:
+    images, classes = np.arange(4 * 40, dtype=np.uint8).reshape(40, 2, 2), np.arange(40) % 4
+    arrays = {
+        "x_train": images[trained],
+        "y_train": classes[trained],
+        "x_test": images[tested],
+        "y_test": classes[tested],
+    }
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+    return f"npz:{path}"
+
+
+def test_public_records_to_tune_on_are_other_records_and_not_another_name_of_them(tmp_path: Path) -> None:
+    first, second = slice(0, 20), slice(20, 40)
+    own = _npz(tmp_path / "own.npz", first, second)
+    copy = _npz(tmp_path / "copy.npz", first, second)
+    swapped = _npz(tmp_path / "swapped.npz", second, first)
+    (tmp_path / "link.npz").symlink_to(tmp_path / "own.npz")
+    for public in (copy, swapped, f"npz:{tmp_path}/../{tmp_path.name}/own.npz", f"npz:{tmp_path}/link.npz"):
+        chosen = settings(base={"data": own, "partition": "iid"}, data=public)
+        with pytest.raises(UserError, match=r"holds records of npz:.*own.npz, which is what the table itself is about"):
+            searches_of(chosen, plan_table(chosen), None)
+
+
 @pytest.mark.parametrize(
     ("tuning", "said"),
     [

@@ -21,8 +21,9 @@ from fl_sim.native import kernel
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.events import from_json, to_json
 from fl_sim.privacy.rounding import rounded_up
+from fl_sim.report.payments import with_whole_run
 from fl_sim.simulation.client_ledgers import fingerprint
-from fl_sim.simulation.dafl import bill, synthesis
+from fl_sim.simulation.dafl import synthesis
 from fl_sim.simulation.dafl.pool import da_fl
 from fl_sim.simulation.dafl.synthesis import pool_key
 from fl_sim.simulation.run import Silent, run
@@ -185,10 +186,12 @@ def test_no_event_of_the_rounds_is_lost_where_two_become_one() -> None:
     """Two rates that are rounded up to one: the second must not take the place of the first."""
     rates = (0.5, 0.5 - 2.0**-30)
     listed = [{"event": to_json(PoissonSampledDpEvent(rate, GaussianDpEvent(4.0))), "times": 5} for rate in rates]
-    nothing = bill._Bill({}, 0.0, 0.0, 0.0)
 
     def cost(*some: dict[str, Any]) -> float:
-        return bill._whole_run(nothing, 1e-5, {"planned_events": some, "events": (), "delta": 1e-5}).epsilon
+        of_client = {"unit": "client", "epsilon": 1.0, "delta": 1e-5, "planned_events": [*some]}
+        of_record = {"unit": "record", "epsilon": 0.0, "delta": 0.0, "planned_events": []}
+        [_, record] = with_whole_run([of_client, of_record], {"kind": "none"})
+        return float(record["epsilon_whole_run"])
 
     assert cost(*listed) == cost(listed[0] | {"times": 10}) > 1.2 * cost(listed[0])
 

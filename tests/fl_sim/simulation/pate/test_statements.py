@@ -88,12 +88,6 @@ def test_a_labelling_that_was_paid_for_twice_is_promised_at_twice_the_price(tmp_
     assert twice["epsilon"] > 1.3 * once["epsilon"]
 
 
-def test_choices_made_on_mnist_are_named_where_its_epsilon_is(tmp_path: Path) -> None:
-    statement, _ = said(tmp_path / "mnist", pate("data=mnist"))
-    assert "Choices made beforehand on these training records" in statement["does_not_cover"]
-    assert "Choices made beforehand" not in said(tmp_path / "other", pate("data=svhn"))[0]["does_not_cover"]
-
-
 SCHEMES = [Iid(), Quantity(beta=1.0), FeatureNoise(), Dirichlet(beta=0.5), LabelK(k=3), Shards(shards_per_client=2)]
 
 
