@@ -3,13 +3,14 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from dp_accounting import dp_event
 
 from fl_sim.privacy import bill
 from fl_sim.privacy.accounting import Adjacency, amplify_fixed_size, amplify_poisson, bounds, epsilon
-from fl_sim.privacy.bill import Bill, Paid, Payment, bills
+from fl_sim.privacy.bill import Bill, Paid, Payment, bills, payments_of_unit, whole_run
 from fl_sim.privacy.pure import BoundedRangeDpEvent
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")
@@ -61,6 +62,42 @@ def test_a_release_that_several_runs_use_is_paid_for_once_at_its_dearest() -> No
         assert total.plain[0] == pytest.approx(2 * (whole.epsilon or 0))
     unknown = payment()
     assert only(run(unknown), run(unknown)).totals[0].releases == 2
+
+
+def test_releases_of_several_deltas_are_composed_at_the_largest_in_any_order() -> None:
+    large, small = payment(), payment(QUIET, 20, delta=1e-7)
+    for order in ([large, small], [small, large]):
+        [total] = only(*map(run, order)).totals
+        joint = bounds(Counter({POISSON: 10, QUIET: 20}), 1e-5).least
+        assert total.joint == (pytest.approx(joint, rel=1e-9), 1e-5)
+        assert total.plain[1] == pytest.approx(1.01e-5)
+
+
+def test_rounds_that_hide_a_client_cost_a_record_what_replacing_the_clients_data_does() -> None:
+    gaussian = dp_event.GaussianDpEvent(4.0)
+    rounds, pool = payment(gaussian, 5), payment(QUIET, unit="record")
+    paid = run(rounds, pool)
+    [own, carried] = payments_of_unit(paid, "record")
+    assert own == pool
+    half = bounds(Counter({dp_event.GaussianDpEvent(2.0): 5}), 1e-5).least
+    assert carried.epsilon == pytest.approx(half, rel=1e-3)
+    assert whole_run(paid.payments or (), "record").epsilon == pytest.approx((pool.epsilon or 0) + carried.epsilon)
+    assert payments_of_unit(run(replace(rounds, on_records=False), pool), "record") == (pool,)
+    assert payments_of_unit(paid, "client", paid.clients) == (rounds,)
+
+
+def test_a_budget_or_an_event_that_is_not_known_under_replacement_is_carried_over_by_group_privacy() -> None:
+    budget = payment(charged=(), epsilon=1.0)
+    [carried] = payments_of_unit(run(budget), "record")
+    assert (carried.epsilon, carried.delta) == (2.0, pytest.approx((1 + math.e) * 1e-5))
+    [same] = payments_of_unit(run(replace(budget, adjacency=REPLACE)), "record")
+    assert (same.epsilon, same.delta) == (1.0, 1e-5)
+    unknown = payment(BoundedRangeDpEvent(1.0), 1, epsilon=1.0)
+    assert payments_of_unit(run(unknown), "record")[0].epsilon == 2.0
+    [planned] = payments_of_unit(run(replace(budget, plan=(Counter({dp_event.GaussianDpEvent(4.0): 5}),))), "record")
+    assert planned.delta == 1e-5, "what was planned within the budget bounds it, too"
+    [none] = payments_of_unit(run(replace(budget, epsilon=None)), "record")
+    assert none.epsilon is None
 
 
 def test_one_release_costs_what_its_run_says() -> None:
