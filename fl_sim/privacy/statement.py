@@ -73,7 +73,7 @@ class Facts:
 
 
 def beside(statements: Iterable[Mapping[str, Any]], facts: Facts) -> list[dict[str, Any]]:
-    """Return ``statements``, each of which also says what of ``facts`` it does not cover, and who pays several times."""
+    """Return ``statements``, each of which also says who pays several times, and what of ``facts`` it leaves out."""
     more = facts.in_words()
     return [
         {**one, "does_not_cover": f"{one['does_not_cover']}{_SEVERAL.get(str(one['unit']), '')}{more}"}
