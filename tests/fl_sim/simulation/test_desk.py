@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from flwr.app import ConfigRecord, Message
 
+from clients.app import build_client_app
 from fl_sim.engines import releases, wire
 from fl_sim.engines.apart import Parcel
-from fl_sim.engines.grid import CLIENT_RAISED, LocalGrid, answer, failure
+from fl_sim.engines.grid import CLIENT_RAISED, LocalGrid, answer, failure, node_context
+from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.simulation.client_ledgers import ledger_path
@@ -117,3 +119,29 @@ def test_a_worker_takes_a_ticket_for_the_message_that_its_driver_signed_alone(
 
 def _altered(parcel: Parcel, **fields: object) -> dict[str, ConfigRecord]:
     return {"ticket": ConfigRecord({**parcel.own["ticket"], **fields})}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("guard", ["policy", "owner"])
+def test_where_a_policy_or_an_owner_is_not_even_a_signed_ticket_is_taken(
+    job: Job, message: Message, guard: str, tmp_path: Path
+) -> None:
+    parcel, _ = sent(HomeDesk(job, SIGNER), message)
+    away = Message(wire.RecordDict({**parcel.content, **parcel.own}), metadata=message.metadata)
+    (tmp_path / "policy.toml").write_text("epsilon = 100.0")
+    place = (
+        {"policy": str(tmp_path / "policy.toml")} if guard == "policy" else {"data": "digits", "state": str(tmp_path)}
+    )
+    context = node_context(message.metadata.dst_node_id, 6)
+    context.node_config = {**context.node_config, **place}
+    app = build_client_app(lambda *_: TravellingJob.of(job, SIGNER).site, SIGNER)
+    if guard == "owner":  # its run has no name: that is refused first, so it gets one, signed
+        order = replace(wire.read_order(parcel.content), run="a")
+        content = wire.reordered(parcel.content, order)
+        ticket = SIGNER.read(wire.SYNTHESIZE, CLIENT, away.content)
+        signed = SIGNER.records(ticket, wire.SYNTHESIZE, CLIENT, content)
+        away = Message(wire.RecordDict({**content, **signed}), metadata=message.metadata)
+        assert wire.error_of(app(away, context)) == wire.NO_TICKET
+        return
+    with pytest.raises(RunError, match="the order brings a ticket"):
+        app(away, context)
+    assert not (tmp_path / "policy.toml.private").exists()
