@@ -107,7 +107,7 @@ def test_a_node_takes_no_foreign_codes_word_for_what_a_release_costs(ask: Ask, t
     assert wire.error_of(ask(wire.SYNTHESIZE, "", *foreign)) is None
 
 
-@pytest.mark.parametrize("name", ["private.safetensors", "synthetic-0123456789abcdef.safetensors", ""])
+@pytest.mark.parametrize("name", ["private.safetensors", "synthetic-0123456789abcdef.safetensors", "by content", ""])
 def test_a_node_with_a_policy_trains_on_no_other_file_than_a_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -116,8 +116,8 @@ def test_a_node_with_a_policy_trains_on_no_other_file_than_a_pool(
     (tmp_path / "policy.toml").write_text("epsilon = 10.0")
     train = load("digits", None).train
     tensors = {"inputs": torch.from_numpy(train.inputs[:90]), "labels": torch.from_numpy(train.labels[:90])}
-    path = save_by_content(tmp_path, "synthetic", tensors)
-    if name:
+    path = save_by_content(tmp_path, "averages" if name == "by content" else "synthetic", tensors)
+    if name not in {"", "by content"}:
         path = path.rename(tmp_path / name)
     experiment, order = _order(tmp_path, *POOLED, "preprocess.train_on=synthetic")
     LocalGrid(10)

@@ -1,8 +1,10 @@
 """The Grid that runs every client in this process."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from threading import Barrier, Lock
 
 import pytest
@@ -67,7 +69,12 @@ def test_a_client_that_raises_is_one_error_reply_and_no_more(action: str, reason
     grid = InProcessGrid(app(), 3)
     replies = grid.send_and_receive(messages(grid, action))
     assert [reply.has_error() for reply in replies] == [False, True, False]
-    assert (replies[1].error.code, replies[1].error.reason) == (CLIENT_RAISED, reason)
+    wanted = f'action == "{action}":'
+    line = 2 + next(
+        n for n, text in enumerate(Path(__file__).read_text().splitlines()) if text.strip().endswith(wanted)
+    )
+    place = f"{__file__}:{line}, in train"
+    assert (replies[1].error.code, replies[1].error.reason) == (CLIENT_RAISED, f"{reason} ({place})")
 
 
 def test_clients_whose_turn_does_not_come_before_the_deadline_are_error_replies() -> None:
@@ -96,7 +103,7 @@ def test_workers_answer_side_by_side_and_in_the_order_of_messages() -> None:
     replies = grid.send_and_receive(messages(grid))
     grid.close()
     assert clients_of(replies[:3]) == [0, 1, 2]
-    assert replies[3].error.reason == "ValueError: bad record"
+    assert re.fullmatch(r"ValueError: bad record \(.*/test_inprocess\.py:\d+, in train\)", replies[3].error.reason)
     assert heard == [1, 2, 3, 4]
 
 
