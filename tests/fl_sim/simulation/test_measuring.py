@@ -365,3 +365,13 @@ def test_clients_are_weighed_by_all_that_they_hold_what_is_held_out_too() -> Non
         )
         assert counts[client].tolist() == (trained_on + held_out).tolist()
         assert held_out.sum() > 0
+
+
+def test_what_it_took_to_an_accuracy_has_the_bytes_before_the_first_round(tmp_path):
+    result = run(quick("algorithm=fedmix", "rounds=4", "clients=4", "partition=iid"), tmp_path / "run")
+    before, rounds = result["bytes"]["before"]["shared_records"], read_rounds(tmp_path / "run")
+    assert before["down"] > before["up"] > 0
+    assert result["measures"]["reached"]
+    for step in result["measures"]["reached"].values():
+        in_rounds = sum(one.bytes_down + one.bytes_up for one in rounds[: step["round"]])
+        assert step["bytes"] == before["down"] + before["up"] + in_rounds
