@@ -77,6 +77,10 @@ def test_a_number_of_classes_stands_for_their_numbers(make, tmp_path):
 
 @pytest.mark.parametrize("make", [npz, medmnist, leaf])
 def test_a_record_of_another_class_is_refused_and_not_quoted(make, tmp_path):
+    for first_beyond in (2, 3):
+        (folder := tmp_path / str(first_beyond)).mkdir()
+        with pytest.raises(UserError, match=r"a class that data\.classes does not list"):
+            load(f"{make(folder, [*range(first_beyond + 1)])}:classes={first_beyond}")
     with pytest.raises(UserError, match=r"records of a class that data\.classes does not list") as refused:
         load(f"{make(tmp_path, [1, 0, 77])}:classes=2")
     assert "77" not in str(refused.value).replace(str(tmp_path), "")
