@@ -1,6 +1,7 @@
 """The Flower ClientApp: reads a message, trains on the client's own records, answers."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,10 +23,11 @@ from fl_sim.engines.grid import partition_of, raised
 from fl_sim.engines.pieces import Play, Release
 from fl_sim.errors import RunError
 from fl_sim.handed_out import HandedOut
+from fl_sim.kinds import is_own_kind
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan
 from fl_sim.native.kernel import load_kernel
 from fl_sim.packed import Held, Packed, Packing
-from fl_sim.seeding import rng, seed_torch
+from fl_sim.seeding import rng, seed_process, seeded_alone
 from fl_sim.store.tensors import load_state, read_by_content, save_state
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
@@ -82,6 +84,12 @@ class Site:
     measure: Callable[[int, Params], Params] | None = None
     generate: Callable[[int, wire.Ticket], torch.Tensor] | None = None
     read_tensors: Callable[[str], Params] = read_by_content
+
+    def drawing(self, purpose: str, client: int, server_round: int) -> AbstractContextManager[None]:
+        """Seed the process's generators for what a client's turn draws; our own algorithms draw from none of them."""
+        if not is_own_kind(self.algorithm):
+            return nullcontext()
+        return seeded_alone(self.seed, purpose, client, server_round)
 
     @cached_property
     def trainer(self) -> Trainer:
@@ -292,7 +300,8 @@ class _Turn:
         if self.personal:  # of which the algorithm sees that they have not moved: nothing of theirs is merged
             resting = {name: task.params[name] for name in self.personal}
             trained = replace(trained, params={**trained.params, **resting})
-        update = self.site.algorithm.finish(task, trained)
+        with self.site.drawing("finish", task.client, task.server_round):
+            update = self.site.algorithm.finish(task, trained)
         self.check(self.site.algorithm.finish)
         payloads, state = update.payloads, update.state
         packed: dict[str, Packed] = {}
@@ -399,11 +408,13 @@ class _Turns:
         )
         _set_threads(site.threads)
         generator = rng(site.seed, "batches", client, order.server_round)
-        seeded = partial(seed_torch, site.seed, "local", client, order.server_round)
+        seeded = partial(seed_process, site.seed, "local", client, order.server_round)
         keeps = {"the pool": task.pool} if task.pool else {}
         keeps |= {f"client state {name!r}": one for name, one in kept.items()}
         handed_out = (sent, HandedOut.of(keeps, by_bits=False)) if keeps else (sent,)
-        plan = _with_own_layers(site.algorithm.plan(task), task.params, personal)
+        with site.drawing("plan", client, order.server_round):
+            plan = site.algorithm.plan(task)
+        plan = _with_own_layers(plan, task.params, personal)
         job = LocalJob(task, plan, records, generator, seeded)
         turn = _Turn(message, order, site, job, personal, held, handed_out)
         turn.check(site.algorithm.plan)

@@ -18,7 +18,7 @@ from fl_sim.errors import RunError
 from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
-from fl_sim.seeding import rng, seed_torch
+from fl_sim.seeding import rng, seed_process
 from fl_sim.settings import Settings
 from fl_sim.types import LocalSettings, LocalTask
 
@@ -56,7 +56,7 @@ def network_votes(
 
     model = build(int(rng(model_seed, "teacher", client).integers(2**31)))
     task = LocalTask(1, client, 1, len(records), settings, detached(model.named_parameters()))
-    seeded = partial(seed_torch, seed, "teacher", client)
+    seeded = partial(seed_process, seed, "teacher", client)
     job = LocalJob(task, LocalPlan(), records, rng(seed, "teacher batches", client), seeded)
     trained = trainer.train(job)
     return votes_of(trainer.logits(model.to(pool.device), trained.params, pool))

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
+from fl_sim import own_sources
 from fl_sim.errors import UserError
 
 IMPORT_PATH: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -46,6 +47,7 @@ def load_object(path: str, what: str) -> Any:
             f"{what} {path!r} cannot be imported: module {module_name!r} ({getattr(module, '__file__', 'built in')}) "
             f"has no {name!r}; {in_one_line(meant)}"
         )
+    own_sources.remember(module_name)
     return getattr(module, name)
 
 

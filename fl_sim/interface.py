@@ -15,6 +15,7 @@ from fl_sim.data import load
 from fl_sim.data.naming import without_settings
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.identity import edited_code, identity_of
 from fl_sim.experiment.job import resolved
 from fl_sim.kinds import is_settings, kind_of, short_form
 from fl_sim.report.progress import RunProgress
@@ -22,6 +23,7 @@ from fl_sim.report.release import Release
 from fl_sim.settings import as_table
 from fl_sim.simulation import run as simulation
 from fl_sim.simulation.repeating import set_aside
+from fl_sim.simulation.resuming import on_trust
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.tables.budget import deadline_after
 from fl_sim.tables.files import file_or_preset
@@ -125,6 +127,10 @@ def run(
         facts = simulation.run(chosen, directory, root, told)
         if not told.has_started:
             shown.say("this run is finished already, and nothing was done: --again (again=True) runs it once more")
+            if doubt := on_trust(directory, identity_of(chosen, root)):
+                shown.say(doubt)
+            if edited := edited_code(chosen):
+                shown.say(edited)
             following.catch_up(directory, shown.say)
     releases = tuple(Release.model_validate(release) for release in facts["privacy"])
     rounds = tuple(read_rounds(directory))
@@ -146,6 +152,7 @@ def table(
     budget: float | None = None,
     progress: bool = True,
     track: str | Iterable[str] = (),
+    again: bool = False,
 ) -> TableResult:
     """Run a grid of experiments in worker processes and return the table; what is finished is not run again.
 
@@ -153,7 +160,8 @@ def table(
     which settings objects may stand, too. ``out``: by default ``results/NAME``, for a plan from Python
     ``results/table-DIGEST``. ``jobs``: runs side by side (default: one a core). ``budget``: hours after which the table
     is returned as far as it is filled; the same call goes on from there. A run that fails is a cell that says so.
-    ``track``: who is told of each run, as ``run`` has it. Raises UserError for a plan that cannot be run.
+    ``track``: who is told of each run, as ``run`` has it. ``again``: runs of other records or code than there are now
+    are moved aside and run again. Raises UserError for a plan that cannot be run, and for such runs without ``again``.
     """
     from fl_sim.tables.filling import Board, TimeIsUp, conclude, fill  # noqa: PLC0415 (of no use to a single run)
 
@@ -173,7 +181,7 @@ def table(
     root, directory = _data_root(data_root), _path(out) or RESULTS / name
     board = Board(settings, plan_table(settings, root))
     with suppress(TimeIsUp):  # the table says what it has
-        fill(board, directory, jobs, root, deadline=deadline, progress=progress, following=following)
+        fill(board, directory, jobs, root, deadline=deadline, progress=progress, following=following, again=again)
     return TableResult(directory, conclude(board, directory)[0])
 
 

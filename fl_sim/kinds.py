@@ -161,9 +161,14 @@ def kind_of(value: Any) -> str:
     A class that inherits from one of ours is the user's own, whatever kind it inherits.
     """
     settings = type(value)
-    if settings.__module__.partition(".")[0] in _OURS:
+    if not is_own_kind(value):
         return str(value.kind)
     return f"{settings.__module__}:{settings.__qualname__}"
+
+
+def is_own_kind(value: Any) -> bool:
+    """Say whether a settings value is of a class of the user's own."""
+    return type(value).__module__.partition(".")[0] not in _OURS
 
 
 def title_of(value: Any) -> str:

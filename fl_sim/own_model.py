@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,17 @@ from fl_sim.batch_norm import fixed_in, running_in
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line, load_object
 from fl_sim.own_code import with_place
-from fl_sim.seeding import seed_torch, torch_alone
+from fl_sim.seeding import process_alone, seed_process
 from fl_sim.sequences import tokens_like
 from fl_sim.types import BatchNorm, Params
+
+_CURE = (
+    "draw from the global generators of torch, NumPy or Python, which are seeded for it, not from one that seeds "
+    "itself or goes on from call to call"
+)
+
+_REPEATED: set[tuple[str, Any]] = set()
+"""Models that were found to be the same when made twice."""
 
 WANTED = "a function of (input_shape, num_classes) that returns a fresh torch.nn.Module"
 
@@ -39,9 +48,10 @@ def build_own(
     statistics of BatchNorm layers are, where ``batch_norm`` says so.
     """
     factory = _factory(path)
-    with torch_alone():
+    with process_alone():
         model = _made(path, factory, input_shape, num_classes, seed)
         _check_parameters(path, model)
+        _check_repeats(path, model, partial(_made, path, factory, input_shape, num_classes, seed))
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         _check_logits(path, model, num_classes, _random_records(input_shape, vocabulary) if trial is None else trial)
         if before:
@@ -74,7 +84,7 @@ def _factory(path: str) -> Callable[..., Any]:
 def _made(
     path: str, factory: Callable[..., Any], input_shape: tuple[int, ...], num_classes: int, seed: int
 ) -> nn.Module:
-    seed_torch(seed, "model")
+    seed_process(seed, "model")
     try:
         model = factory(input_shape, num_classes)
     except UserError:
@@ -112,11 +122,26 @@ def _random_records(input_shape: tuple[int, ...], vocabulary: int) -> torch.Tens
     return torch.randn(2, *input_shape, generator=torch.Generator().manual_seed(0))
 
 
+def _check_repeats(path: str, model: nn.Module, again: Callable[[], nn.Module]) -> None:
+    """Raise UserError for a model that is another one when it is made ``again`` of the same seed; asked once."""
+    if (path, load_object(path, "model")) in _REPEATED:
+        return
+    first, second = model.state_dict(), again().state_dict()
+    if other := [name for name, value in first.items() if name not in second or not torch.equal(value, second[name])]:
+        raise UserError(
+            f"model {path!r} is another one each time it is made of the same seed ({other[0]} differs): {_CURE}"
+        )
+    _REPEATED.add((path, load_object(path, "model")))
+
+
 def _check_logits(path: str, model: nn.Module, num_classes: int, trial: torch.Tensor) -> None:
     records, shape = trial.to(next(model.parameters()).device), tuple(trial.shape[1:])
     was_training = model.training
     try:
+        seed_process(0, "trial")
         logits = model.train()(records)
+        seed_process(0, "trial")
+        second = model(records)
     except (Exception, SystemExit) as error:
         raise UserError(f"model {path!r} cannot take records of shape {shape}: {with_place(error)}") from error
     finally:
@@ -129,6 +154,11 @@ def _check_logits(path: str, model: nn.Module, num_classes: int, trial: torch.Te
         raise UserError(
             f"model {path!r} makes {str(logits.dtype).removeprefix('torch.')} of shape {tuple(logits.shape)} of 2 "
             f"records, not float32 logits of shape (2, {num_classes})"
+        )
+    if not torch.equal(logits, second):
+        raise UserError(
+            f"model {path!r} makes other logits of the same records the second time, with the generators of torch, "
+            f"NumPy and Python seeded alike: {_CURE}"
         )
     if not logits.requires_grad:
         raise UserError(

@@ -7,11 +7,16 @@ also of "test" and "validation". ``model_seed``: "model", which draws initial we
 "teacher". ``sampling_seed``: "sampler". ``seed``: all the rest, such as "batches", "local" (dropout), "hostile
 clients", "share", "generator", "server epochs", "class gaussians", a forest's "teacher" and students; and seeded noise
 of privacy. Secret noise, and the cohorts of Global DP, come from no seed.
+
+A user's own code that draws from the global generators of torch, NumPy or Python finds them seeded for these purposes,
+for "data set" (by 0), for "plan" and "finish" of a client in a round, and for "sampling", "merging" and "evaluation" in
+a round. Who makes synthetic records finds them as they are.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock
@@ -52,6 +57,17 @@ def seed_torch(seed: int, purpose: str, *keys: int) -> None:
             generator.manual_seed(number)
 
 
+def seed_process(seed: int, purpose: str, *keys: int) -> None:
+    """Seed what a user's own code may draw from: torch's global generators, NumPy's and Python's.
+
+    The caller wraps its work in ``process_alone`` or ``process_kept``. Never around code that draws noise for privacy.
+    """
+    seed_torch(seed, purpose, *keys)
+    number = _key(seed, purpose, keys)
+    np.random.seed(number >> 224)  # noqa: NPY002 (32 bits; our own code draws from rng alone)
+    random.seed(number >> 128)
+
+
 class _Key(ISeedSequence):
     """Philox's key as it is: numpy's SeedSequence would hash it again.
 
@@ -77,6 +93,43 @@ def torch_kept() -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
         yield
+
+
+@contextmanager
+def process_kept() -> Iterator[None]:
+    """Put torch's, NumPy's and Python's global generators back as they were when the block ends."""
+    ours, pythons = np.random.get_state(), random.getstate()  # noqa: NPY002 (put back, not drawn from)
+    with torch_kept():
+        try:
+            yield
+        finally:
+            np.random.set_state(ours)  # noqa: NPY002
+            random.setstate(pythons)
+
+
+@contextmanager
+def process_alone() -> Iterator[None]:
+    """Have these generators for oneself, to call a user's own code, while other threads that do so wait.
+
+    They are put back as they were: whoever comes later finds nothing of it.
+    """
+    with _ONE_AT_A_TIME, process_kept():
+        yield
+
+
+@contextmanager
+def seeded_alone(seed: int, purpose: str, *keys: int) -> Iterator[None]:
+    """Have these generators for oneself, seeded."""
+    with process_alone():
+        seed_process(seed, purpose, *keys)
+        yield
+
+
+def process_state() -> tuple[object, ...]:
+    """Return where these generators stand: the same as before where nobody has drawn from them."""
+    state: Any = np.random.get_state()  # noqa: NPY002
+    kind, words, *place = state
+    return kind, words.tobytes(), *place, random.getstate(), torch.random.get_rng_state().numpy().tobytes()
 
 
 @contextmanager

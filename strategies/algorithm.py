@@ -15,7 +15,7 @@ from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan
 from fl_sim.own_code import told
 from fl_sim.params import add, scale, subtract
-from fl_sim.seeding import rng
+from fl_sim.seeding import rng, seeded_alone
 from fl_sim.settings import Settings
 from fl_sim.types import (
     Aggregate,
@@ -229,15 +229,16 @@ def what_clients_keep(algorithm: Algorithm, server: ServerState) -> Payloads:
 def what_clients_share(algorithm: Sharing, input_shape: tuple[int, ...], num_classes: int) -> Params:
     """Return the names and shapes of what clients share before the first round: those of one that has no records."""
     inputs, labels = torch.zeros(0, *input_shape), torch.zeros(0, dtype=torch.int64)
-    return algorithm.share(inputs, labels, num_classes, rng(0, "template"))
+    with seeded_alone(0, "template"):
+        return algorithm.share(inputs, labels, num_classes, rng(0, "template"))
 
 
 def what_clients_plan(algorithm: Algorithm, params: Params, pool: Params, num_classes: int) -> LocalPlan:
     """Return the plan of a client with one record in its first round; ``pool``: what clients share, no matter which."""
-    with told(f"init of {type(algorithm).__name__}"):
+    with seeded_alone(0, "template"), told(f"init of {type(algorithm).__name__}"):
         server = algorithm.init(params)
     counts = (1, *[0] * (num_classes - 1))
-    with told(f"plan of {type(algorithm).__name__}"):
+    with seeded_alone(0, "template"), told(f"plan of {type(algorithm).__name__}"):
         return algorithm.plan(LocalTask(1, 0, 1, 1, _ONE_STEP, server.params, server.broadcast, {}, pool, counts))
 
 
@@ -247,7 +248,7 @@ def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) 
     loss = 0.0 if num_examples else None
     trained = Trained(scale(server.params, 1.0), {}, _ONE_STEP.num_steps(num_examples), loss)
     handed_out = HandedOut.of(groups_of(server))
-    with told(f"finish of {type(algorithm).__name__}"):
+    with seeded_alone(0, "template"), told(f"finish of {type(algorithm).__name__}"):
         update = algorithm.finish(task, trained)
     handed_out.check(algorithm.finish)
     handed_out.check_bits(algorithm.finish)

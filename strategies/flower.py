@@ -21,7 +21,7 @@ from fl_sim.handed_out import HandedOut
 from fl_sim.own_code import told
 from fl_sim.packed import Packing, Size, blank
 from fl_sim.params import flattened, is_finite, layout_of
-from fl_sim.seeding import rng
+from fl_sim.seeding import rng, seed_process
 from fl_sim.types import Aggregate, Cohort, Examples, Params, Payloads, Reply, ServerState, Traffic
 from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, groups_of, weighting_of, what_clients_send
@@ -90,6 +90,7 @@ class FederatedStrategy(Strategy):
         # Under privacy the seed is published: cohorts drawn from it would hide nobody.
         seed = self.seed if self.sampling_seed is None else self.sampling_seed
         coins = self.privacy.coins(server_round) if self.privacy else rng(seed, "sampler", server_round).random
+        seed_process(self.seed, "sampling", server_round)
         with told(f"sample of {type(self.sampler).__name__}"):
             self.cohort = self.sampler.sample(self.num_clients, coins, server_round)
         order = replace(self.order, server_round=server_round, learning_rate=float(str(config["learning-rate"])))
@@ -111,6 +112,7 @@ class FederatedStrategy(Strategy):
         if self._sent is not None:  # in this process clients hold the same tensors
             self._sent.check_bits(self.algorithm.plan, self.algorithm.finish)
         answers = self._checked(server_round, list(replies))
+        seed_process(self.seed, "merging", server_round)
         answers = self._after_attack(answers)
         expected = self.sampler.expected_size(self.num_clients)
         cohort = Cohort(server_round, answers, self.num_clients, expected, self.num_holders(answers))

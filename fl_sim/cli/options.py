@@ -24,6 +24,12 @@ Track = Annotated[
         metavar="NAMES", help="Also tell tensorboard, mlflow, wandb, trackio, or your own MODULE:NAME, of every round."
     ),
 ]
+Stale = Annotated[
+    bool,
+    typer.Option(
+        "--again", help="Run again what is of other records or code of yours than now; what it was is moved beside it."
+    ),
+]
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="[FILE or PRESET] [KEY=VALUE]..."),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fl_sim.cli.options import Arguments, AsJson, Budget, DataRoot, DryRun, TableAsJson, Track
+from fl_sim.cli.options import Arguments, AsJson, Budget, DataRoot, DryRun, Stale, TableAsJson, Track
 from fl_sim.importing import importing
 
 if TYPE_CHECKING:
@@ -74,13 +74,14 @@ def run(
     run_experiment(given, out, data_root, track=track, again=again, json_output=json_output)
 
 
-def table(
+def table(  # noqa: PLR0913 (one parameter per option)
     arguments: Arguments = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the results (default: results/NAME).")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Cells to run side by side (default: one a core).")] = None,
     data_root: DataRoot = None,
     *,
     budget: Budget = None,
+    again: Stale = False,
     track: Track = "",
     dry_run: DryRun = False,
     json_output: TableAsJson = False,
@@ -112,16 +113,20 @@ def table(
       fl-sim table grid.toml --budget 8
     """
     given = _read(arguments, "digits")
-    _fill_table(given, out, jobs, data_root, budget=budget, track=track, dry_run=dry_run, json_output=json_output)
+    if dry_run:
+        _show_plan(given, out, jobs, data_root, json_output=json_output)
+    else:
+        _fill_table(given, out, jobs, data_root, hours=budget, again=again, track=track, json_output=json_output)
 
 
-def sweep(
+def sweep(  # noqa: PLR0913 (one parameter per option)
     arguments: Arguments = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the results (default: results/sweep-NAME).")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side (default: one a core).")] = None,
     data_root: DataRoot = None,
     *,
     budget: Budget = None,
+    again: Stale = False,
     track: Track = "",
     dry_run: DryRun = False,
     json_output: TableAsJson = False,
@@ -141,9 +146,11 @@ def sweep(
     with importing():
         from fl_sim.cli.sweep import as_table  # noqa: PLC0415 (see verbs.py)
 
-    _fill_table(
-        as_table(given), out, jobs, data_root, budget=budget, track=track, dry_run=dry_run, json_output=json_output
-    )
+    given = as_table(given)
+    if dry_run:
+        _show_plan(given, out, jobs, data_root, json_output=json_output)
+    else:
+        _fill_table(given, out, jobs, data_root, hours=budget, again=again, track=track, json_output=json_output)
 
 
 def plan(
@@ -224,18 +231,15 @@ def _fill_table(
     jobs: int | None,
     data_root: Path | None,
     *,
-    budget: float | None,
+    hours: float | None,
+    again: bool,
     track: str,
-    dry_run: bool,
     json_output: bool,
 ) -> None:
-    if dry_run:
-        _show_plan(given, out, jobs, data_root, json_output=json_output)
-        return
     with importing():
         from fl_sim.cli.table import fill_table  # noqa: PLC0415 (see verbs.py)
 
-    fill_table(given, out, jobs, data_root, hours=budget, track=track, json_output=json_output)
+    fill_table(given, out, jobs, data_root, hours=hours, again=again, track=track, json_output=json_output)
 
 
 def _show_plan(

@@ -19,12 +19,14 @@ def fill_table(
     data_root: Path | None,
     *,
     hours: float | None,
+    again: bool = False,
     track: str = "",
     json_output: bool,
 ) -> None:
     """Run all cells that are not finished, and print the table. Raises RunError where a cell failed.
 
-    ``hours``: how much time there is. Exits with 3 where that was too short.
+    ``hours``: how much time there is. Exits with 3 where that was too short. ``again``: whether runs of other records
+    or code are run again.
     """
     trackers, deadline = chosen_trackers(track), deadline_after(hours)
     assert given.path is not None, "without one typed, a preset"
@@ -39,7 +41,7 @@ def fill_table(
     out = out or RESULTS / given.path.stem
     board = Board(settings, plan)
     try:
-        fill(board, out, jobs, data_root, deadline=deadline, following=following)
+        fill(board, out, jobs, data_root, deadline=deadline, following=following, again=again)
     except TimeIsUp:
         print_table(board, out, json_output=json_output)
         failed = f", {len(board.failures())} failed ({'; '.join(board.failures())})" if board.failures() else ""

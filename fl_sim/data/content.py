@@ -8,8 +8,6 @@ content.
 
 import hashlib
 import hmac
-import os
-import secrets
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -25,13 +23,11 @@ from fl_sim.data.places import look_for
 from fl_sim.data.reading import load
 from fl_sim.errors import UserError
 from fl_sim.same_records import records_of
-from fl_sim.store.files import folder_of
+from fl_sim.store.secret_key import machine_key
 
 _FOLDERS: Final = (*SUFFIXES, ".csv", ".json", ".jsonl", ".parquet", ".arrow")
 _DESCRIPTIONS: Final = frozenset({"dataset_info.json", "dataset_dict.json", "state.json"})
 """What Hugging Face's library writes beside the records."""
-
-_KEY: Final = "key"
 
 
 def content_of(name: str, data_root: Path | None) -> str:
@@ -68,7 +64,7 @@ def sealed_content(name: str, data_root: Path | None) -> str:
 
     The part before the colon tells the key: contents under two keys cannot be compared.
     """
-    key = _secret_key()
+    key = machine_key()
     if not key:
         return ""
     sealed = hmac.new(key, content_of(name, data_root).encode(), hashlib.sha256).hexdigest()
@@ -145,23 +141,3 @@ def _added(digests: Iterable[bytes]) -> bytes:
     for digest in digests:
         total, count = total + int.from_bytes(digest), count + 1
     return hashlib.sha256(f"{count} {total % 2**256:x}".encode()).digest()
-
-
-def _secret_key() -> bytes:
-    """Return the key, made where there is none; empty where it can be neither read nor made."""
-    path = folder_of("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers") / _KEY
-    try:
-        if not path.exists():
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            new = path.with_name(f"{_KEY}.{secrets.token_hex(8)}")
-            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(32))
-            try:
-                os.link(new, path)  # whole, and never in the place of another process's
-            except FileExistsError:
-                pass
-            finally:
-                new.unlink()
-        return path.read_bytes()
-    except OSError:
-        return b""

@@ -10,6 +10,7 @@ from fl_sim.data.tokens import tokens_in
 from fl_sim.errors import UserError
 from fl_sim.import_path import load_object
 from fl_sim.own_code import with_place
+from fl_sim.seeding import seeded_alone
 from fl_sim.types import Dataset, Examples
 
 
@@ -22,7 +23,8 @@ def read(name: str, data_root: Path | None) -> Dataset:
     if not callable(factory):
         raise UserError(f"data set {name!r} is {type(factory).__name__}, not a function of the data root")
     try:
-        made = factory(data_root)
+        with seeded_alone(0, "data set"):
+            made = factory(data_root)
     except UserError:
         raise
     except Exception as error:

@@ -327,8 +327,17 @@ def defined_in_script(experiment: Experiment) -> str:
 
 def own_modules(experiment: Experiment) -> tuple[str, ...]:
     """Return the top-level modules that the experiment names by import path, those of its data left out."""
-    found = _texts(experiment.model_dump(mode="json", exclude={"data"}))
-    return tuple(sorted({text.partition(":")[0].partition(".")[0] for text in found if IMPORT_PATH.fullmatch(text)}))
+    return tuple(sorted({path.partition(":")[0].partition(".")[0] for path in own_paths(experiment)}))
+
+
+def own_paths(experiment: Experiment) -> list[str]:
+    """Return the import paths that the experiment names, that of its data left out."""
+    return paths_in(experiment.model_dump(mode="json", exclude={"data"}))
+
+
+def paths_in(settings: Mapping[str, Any]) -> list[str]:
+    """Return the import paths in settings that are JSON values."""
+    return [text for text in _texts(dict(settings)) if IMPORT_PATH.fullmatch(text)]
 
 
 def _texts(value: object) -> Iterator[str]:

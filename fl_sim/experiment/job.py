@@ -23,9 +23,9 @@ from fl_sim.experiment.engine import Auto, Ray
 from fl_sim.experiment.evaluate import held_out
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.import_path import in_one_line
-from fl_sim.kinds import kind_of
+from fl_sim.kinds import is_own_kind, kind_of
 from fl_sim.native.kernel import load_kernel
-from fl_sim.seeding import rng
+from fl_sim.seeding import rng, seeded_alone
 from fl_sim.store.tensors import read_by_content
 from fl_sim.training.features import num_features
 from fl_sim.training.loop import to_tensors
@@ -292,7 +292,8 @@ def _shards(experiment: Experiment, dataset: Dataset) -> Parts:
         return _split(dataset, records, experiment.partition, experiment.clients, seed)
 
     try:
-        shards = algorithm.deal(dataset, split, seed)
+        with seeded_alone(seed, "partition"):
+            shards = algorithm.deal(dataset, split, seed)
     except UserError:
         raise
     except Exception as error:
@@ -302,17 +303,33 @@ def _shards(experiment: Experiment, dataset: Dataset) -> Parts:
 
 def _split(dataset: Dataset, records: NDArray[np.int64], scheme: Scheme, num_clients: int, seed: int) -> Parts:
     """Return each client's indices into ``records``, which are indices into the training set."""
-    labels, groups, coins = dataset.train.labels[records], dataset.train.groups, rng(seed, "partition")
-    try:
-        if groups is not None and isinstance(scheme, ByGroup):
-            parts = scheme.split_groups(labels, groups[records], num_clients, coins)
-        else:
-            parts = scheme.split(labels, num_clients, coins)
-    except ValueError as error:
-        raise UserError(f"partition {kind_of(scheme)} of {dataset.name} over {num_clients} clients: {error}") from error
-    except Exception as error:
-        raise UserError(f"partition {kind_of(scheme)} failed with {in_one_line(error)}") from error
-    return _checked(parts, num_clients, len(labels), f"partition {kind_of(scheme)}")
+    labels, groups, giver = dataset.train.labels[records], dataset.train.groups, f"partition {kind_of(scheme)}"
+
+    def drawn() -> Parts:
+        coins = rng(seed, "partition")
+        try:
+            with seeded_alone(seed, "partition"):
+                if groups is not None and isinstance(scheme, ByGroup):
+                    parts = scheme.split_groups(labels, groups[records], num_clients, coins)
+                else:
+                    parts = scheme.split(labels, num_clients, coins)
+        except ValueError as error:
+            raise UserError(f"{giver} of {dataset.name} over {num_clients} clients: {error}") from error
+        except Exception as error:
+            raise UserError(f"{giver} failed with {in_one_line(error)}") from error
+        return _checked(parts, num_clients, len(labels), giver)
+
+    parts = drawn()
+    if is_own_kind(scheme) and not _are_equal(parts, drawn()):
+        raise UserError(
+            f"{giver} splits in another way each time, from the same seed: draw from the generator that split is "
+            "given, or from the global ones of torch, NumPy or Python, which are seeded for it"
+        )
+    return parts
+
+
+def _are_equal(one: Parts, other: Parts) -> bool:
+    return np.array_equal(one.records, other.records) and np.array_equal(one.bounds, other.bounds)
 
 
 def _laid_out(parts: object, giver: str) -> Parts:

@@ -13,7 +13,7 @@ from fl_sim.engines import wire
 from fl_sim.errors import Malformed, UserError
 from fl_sim.handed_out import HandedOut
 from fl_sim.own_code import told
-from fl_sim.seeding import rng
+from fl_sim.seeding import rng, seed_process
 from fl_sim.simulation.clocks import clock_of
 from fl_sim.simulation.rounds import Exchange, Rounds
 from fl_sim.simulation.run_log import RunLog
@@ -126,6 +126,7 @@ class _Pace:
         ]
         experiment, algorithm = self.procedure.job.experiment, self.procedure.algorithm
         clients = self.strategy.num_holders([arrival.reply for arrival in arrivals]) or experiment.num_clients
+        seed_process(experiment.seed, "merging", server_round)
         with told(f"merge of {type(algorithm).__name__}"):
             server = self.procedure.server.step(before, algorithm, arrivals, server_round, clients)
         check_finite({"params": server.params}, server_round)

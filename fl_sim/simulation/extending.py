@@ -58,7 +58,7 @@ def extend(procedure: Procedure, out: Path, earlier: Experiment) -> None:
         )
     for stale in (run_directory.RESULT, run_directory.MODEL):
         (out / stale).unlink(missing_ok=True)
-    run_directory.write_config(out, settings)
+    run_directory.write_config(out, settings, run_directory.read_identity(out))
 
 
 def check_extension(experiment: Experiment, out: Path, earlier: Experiment, records: Sequence[RoundRecord]) -> None:

@@ -22,7 +22,7 @@ from fl_sim.experiment.own_records import public_facts
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import is_finite
 from fl_sim.report.figures.samples import write_samples
-from fl_sim.seeding import rng, seed_torch, torch_kept
+from fl_sim.seeding import process_kept, rng, seed_process
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import local_settings, read_pool, sizes_trained_on
 from fl_sim.store import run_directory
@@ -164,9 +164,9 @@ def _trained_on_pool(job: Job, pool: Path, server_epochs: int, server: ServerSta
     settings = replace(local_settings(job, job.experiment.local.learning_rate), epochs=server_epochs, steps=0)
     params, statistics = placed(server.params, server.layers)
     task = LocalTask(0, 0, 1, len(records), settings, params, statistics=statistics)
-    seeded = partial(seed_torch, seed, "server epochs")
+    seeded = partial(seed_process, seed, "server epochs")
     local_job = LocalJob(task, LocalPlan(), records.whole(), rng(seed, "server epochs"), seeded)
-    with torch_kept():
+    with process_kept():
         trained = job.trainer.train(local_job)
     if not is_finite({"params": trained.params}):
         raise Diverged("training diverged on the synthetic records; try a smaller local.learning_rate")

@@ -13,17 +13,18 @@ from fl_sim.store.files import in_words
 from fl_sim.store.locks import LOCK, sole_run
 
 
-def set_aside(experiment: Experiment, out: Path) -> Path | None:
+def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False) -> Path | None:
     """Move the run of ``experiment`` in ``out`` to a folder beside it and return that; None where there is no run.
 
     Its settings and the ledger of Global DP stay in ``out`` as well: a repetition with other noise releases something
     again about the same clients, and is charged on top of what was. Raises UserError where ``out`` holds something
-    else, or has another number of rounds; RunError where the folder is in use or cannot be written.
+    else, or has another number of rounds, unless ``of_any_length``; RunError where the folder is in use or cannot be
+    written.
     """
     earlier = earlier_run(experiment, out)
     if earlier is None:
         return None
-    if earlier.rounds != experiment.rounds:
+    if earlier.rounds != experiment.rounds and not of_any_length:
         raise UserError(
             f"--again repeats the run in {out} as it is, with rounds={earlier.rounds}, not {experiment.rounds}: choose "
             "another --out"

@@ -65,6 +65,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "stopped": log.stopped,
         "warnings": log.warnings,
         "chain": log.chain,
+        "identity": log.identity,
         "seconds": _seconds(experiment, log, seconds),
         "versions": {name: _version(name) for name in VERSIONS},
     }

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from clients.frequency_sums import STEPS
 from fl_sim.data import fingerprint, is_own
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.identity import CURE, Identity, edited_code, identity_of
 from fl_sim.experiment.job import Job
 from fl_sim.settings_file import read_table
 from fl_sim.simulation.extending import MOST_KEPT, extend, num_bytes_kept
@@ -23,11 +26,15 @@ from fl_sim.store.seal import open_seal
 from strategies.global_dp import GlobalDP
 from strategies.private_start import PrivateStart
 
+_BELIEVED = (run_directory.RESULT, run_directory.ROUNDS, run_directory.START, CHECKPOINT)
+"""Without any of these a directory holds nothing that a run of the same settings would take over."""
 
-def finished_result(experiment: Experiment, out: Path) -> dict[str, Any] | None:
+
+def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[str, Any] | None:
     """Return what a finished run of ``experiment`` in ``out`` says; None where there is none, or one of other rounds.
 
-    Raises UserError where ``out`` holds a run with other settings, or a result that is not of the rounds beside it.
+    ``now``: of what records and code a run is that begins now. Raises UserError where ``out`` holds a run with other
+    settings or of other records or code, or a result that is not of the rounds beside it.
     """
     earlier = earlier_run(experiment, out)
     if earlier is None or earlier.rounds != experiment.rounds or not (out / run_directory.RESULT).exists():
@@ -40,13 +47,56 @@ def finished_result(experiment: Experiment, out: Path) -> dict[str, Any] | None:
         )
     if result is None or result.get("status") != "finished":
         return None
+    _check_whole(out, result)
+    _check_same(out, now)
+    return result
+
+
+def _check_whole(out: Path, result: Mapping[str, Any]) -> None:
+    """Raise UserError where a finished ``result`` is not of the rounds beside it."""
+    there, told = len(run_directory.read_rounds(out)), result.get("rounds")
+    if told not in {None, there}:
+        raise UserError(
+            f"{out / run_directory.ROUNDS} holds {there} rounds, and {run_directory.RESULT} beside it is of {told}: "
+            f"put the whole file back; {CURE}"
+        )
     if result.get("chain") != run_directory.chained(out):
         raise UserError(
             f"{out / run_directory.RESULT} says that the run is finished, but it does not belong to "
             f"{run_directory.CONFIG} and {run_directory.ROUNDS} beside it, or comes from an older version: put the "
             "files back as they were, or choose another --out"
         )
-    return result
+
+
+def _check_same(out: Path, now: Identity) -> None:
+    """Raise UserError where the run in ``out`` is of other records or code than a run that begins now."""
+    if changed := now.changed(run_directory.read_identity(out)):
+        raise UserError(f"{out} holds a run of {changed}: put that back as it was; {CURE}")
+
+
+def objection(experiment: Experiment, out: Path, now: Identity) -> str:
+    """Say in words that ``out`` holds a run of other settings, records or code; empty where it does not.
+
+    A run of another number of rounds is none of others. What is damaged is told when the run is taken up.
+    """
+    if not any((out / name).exists() for name in _BELIEVED):
+        return ""
+    with suppress(UserError):
+        found = experiment_from(read_table(out / run_directory.CONFIG))
+        if changed := _other_settings(experiment, found):
+            return f"{out} holds a run with {changed}: choose another --out, or delete it"
+        if changed := now.changed(run_directory.read_identity(out)):
+            return f"{out} holds a run of {changed}: put that back as it was; {CURE}"
+    return ""
+
+
+def on_trust(out: Path, now: Identity) -> str:
+    """Say what the run in ``out`` does not tell of its records and code, which is taken on trust; empty for nothing."""
+    if not (out / run_directory.CONFIG).exists() or not (untold := now.untold(run_directory.read_identity(out))):
+        return ""
+    return (
+        f"{out} does not tell which {untold} it is of (an older version, or another machine), so it is taken on trust"
+    )
 
 
 def earlier_run(experiment: Experiment, out: Path) -> Experiment | None:
@@ -57,10 +107,8 @@ def earlier_run(experiment: Experiment, out: Path) -> Experiment | None:
     path = out / run_directory.CONFIG
     if path.exists():
         found = experiment_from(read_table(path))
-        settings, earlier = _settings(experiment), _settings(found)
-        if earlier != settings:
-            changed = ", ".join(key for key, value in settings.items() if earlier[key] != value)
-            raise UserError(f"{out} holds a run with other settings ({changed}): choose another --out, or delete it")
+        if changed := _other_settings(experiment, found):
+            raise UserError(f"{out} holds a run with {changed}: choose another --out, or delete it")
         return found
     if out.exists() and any(not is_partial(found) and found.name != LOCK for found in out.iterdir()):
         raise UserError(f"{out} is not empty and holds no run: choose another --out")
@@ -73,10 +121,11 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
     Raises UserError where what is there does not fit together, or does not fit the experiment: never goes on from less.
     """
     experiment = procedure.job.experiment
+    now = identity_of(experiment, procedure.job.root)
     log = RunLog(procedure.beginning(), records=_records_key(procedure.job))
     there = earlier_run(experiment, out)
     if there is not None:
-        _check_records(out, log)
+        _check_records(out, log, now)
     if there is not None and there.rounds != experiment.rounds:
         extend(procedure, out, there)
     if isinstance(experiment.aggregator, GlobalDP):
@@ -88,13 +137,22 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
         log.rounds = run_directory.keep_rounds(out, progress.last_round, progress.chain)
         log.chain, log.clipping_norm, log.receipt = progress.chain, progress.clipping_norm, progress.receipt
         log.versions, log.counts_holders = progress.versions, progress.counts_holders
+        log.doubts = [said for said in (on_trust(out, now),) if said]
     else:
         _clear(out)
-        run_directory.write_config(out, experiment.as_written())
+        run_directory.write_config(out, experiment.as_written(), _identity(out, now))
         log.chain = run_directory.chain_start(out)
+    log.identity = run_directory.read_identity(out)
+    log.doubts += [said for said in (edited_code(experiment),) if said]
     if state := procedure.kept_by_clients(log.server):
         log.seal = open_seal(out / run_directory.STATE, experiment.num_clients, len(log.rounds), state)
     return log, len(log.rounds) + 1
+
+
+def _identity(out: Path, now: Identity) -> Mapping[str, Any]:
+    """Return what is recorded of records and code: what is recorded already where it is that of ``now``."""
+    recorded = run_directory.read_identity(out) if (out / run_directory.CONFIG).exists() else {}
+    return now.written() if now.untold(recorded) or now.changed(recorded) else recorded
 
 
 def has_leftovers(experiment: Experiment, out: Path) -> bool:
@@ -137,14 +195,20 @@ def _records_key(job: Job) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _check_records(out: Path, log: RunLog) -> None:
-    """Raise UserError where a run that is to go on has begun on other records."""
+def _check_records(out: Path, log: RunLog, now: Identity) -> None:
+    """Raise UserError where a run that is to go on has begun on other records, or with other code."""
     checkpoint = read_checkpoint(out, log.server)
+    if checkpoint is not None or (out / run_directory.START).exists():
+        _check_same(out, now)
     if checkpoint is not None and checkpoint[0].records not in {"", log.records}:
-        raise UserError(
-            f"{out} holds a run on other records: what its data name has changed since; put that back as it was, "
-            "choose another --out, or run from the beginning by --again"
-        )
+        raise UserError(f"{out} holds a run of other records (what its data name has changed since): {CURE}")
+
+
+def _other_settings(experiment: Experiment, found: Experiment) -> str:
+    """Say in which settings the run ``found`` is another than ``experiment``; empty where in none."""
+    settings, earlier = _settings(experiment), _settings(found)
+    changed = ", ".join(key for key, value in settings.items() if earlier[key] != value)
+    return f"other settings ({changed})" if changed else ""
 
 
 def _settings(experiment: Experiment) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.own_code import told
 from fl_sim.params import detached, trainable
+from fl_sim.seeding import seed_process
 from fl_sim.simulation.calibration import calibrate, traffic_of_moments
 from fl_sim.simulation.clocks import start_clock
 from fl_sim.simulation.measuring import Measuring
@@ -142,6 +143,7 @@ class Rounds:
     ) -> RoundRecord:
         """Return a round's record with what its model is measured to be, where that is due."""
         experiment, log.measured = self.job.experiment, None
+        seed_process(experiment.seed, "evaluation", record.round)
         is_last = _is_last(experiment, record.round, log.privacy)
         if record.round % experiment.evaluate_every and not is_last:
             return record

@@ -13,9 +13,10 @@ from fl_sim.devices.settings import NoDevices
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import job_of
 from fl_sim.kinds import kind_of
-from fl_sim.seeding import torch_kept
+from fl_sim.seeding import process_kept, seeded_alone
 from fl_sim.simulation.capacity import fixed_threads
 from fl_sim.simulation.engine_choice import FLOWER, open_engine
 from fl_sim.simulation.procedure import Procedure, procedure_of
@@ -52,11 +53,12 @@ def run(
         )
     job = job_of(experiment, data_root)  # an impossible split is refused before anything is written
     with in_words():
-        result = finished_result(job.experiment, out)
+        now = identity_of(job.experiment, data_root)
+        result = finished_result(job.experiment, out, now)
         if result is None or has_leftovers(job.experiment, out):
             out.mkdir(parents=True, exist_ok=True)
             with sole_run(out):
-                result = finished_result(job.experiment, out) or _run(procedure_of(job), out, observer, grid)
+                result = finished_result(job.experiment, out, now) or _run(procedure_of(job), out, observer, grid)
                 clean_up(job.experiment, out)
         return result
 
@@ -93,13 +95,18 @@ def _unheard(experiment: Experiment, out: Path, grid: Grid) -> Iterator[None]:
         yield
 
 
+def _taken_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
+    with seeded_alone(procedure.job.experiment.seed, "beginning"):
+        return take_up(procedure, out)
+
+
 def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None) -> dict[str, Any]:
     job, experiment = procedure.job, procedure.job.experiment
-    log, first_round = take_up(procedure, out)
-    log.warnings = [*([] if experiment.is_private else job.dataset.counted), *procedure.warnings(log)]
+    log, first_round = _taken_up(procedure, out)
+    log.warnings = [*log.doubts, *([] if experiment.is_private else job.dataset.counted), *procedure.warnings(log)]
     start = time.perf_counter() - _seconds_before(experiment, log, out)
     error: BaseException | None = None
-    with torch_kept(), fixed_threads(experiment.engine.threads):
+    with process_kept(), fixed_threads(experiment.engine.threads):
         try:
             # Under privacy who has answered when is the clients' own affair, on the screen, too.
             replied = Silent().replied if experiment.is_private else observer.replied

@@ -73,6 +73,8 @@ class RunLog:
     versions: dict[int, str] = field(default_factory=dict)
     counts_holders: bool = True
     fixed: Params = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
+    doubts: list[str] = field(default_factory=list)
 
 
 class Observer(Protocol):

@@ -22,7 +22,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import Promising, kind_of
 from fl_sim.local_plan import LocalAlgorithm
-from fl_sim.seeding import rng
+from fl_sim.seeding import rng, seeded_alone
 from fl_sim.simulation.summaries import summarise
 from fl_sim.training.loop import resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Scale, Source
@@ -321,7 +321,10 @@ def _share(
     experiment: Experiment, num_classes: int, inputs: torch.Tensor, labels: torch.Tensor, client: int
 ) -> dict[str, torch.Tensor]:
     assert isinstance(experiment.algorithm, Sharing)
-    return experiment.algorithm.share(inputs.cpu(), labels.cpu(), num_classes, rng(experiment.seed, "share", client))
+    with seeded_alone(experiment.seed, "share", client):
+        return experiment.algorithm.share(
+            inputs.cpu(), labels.cpu(), num_classes, rng(experiment.seed, "share", client)
+        )
 
 
 def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ from fl_sim.experiment.job import Job
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, is_finite
-from fl_sim.seeding import rng, seed_torch, torch_kept
+from fl_sim.seeding import process_kept, rng, seed_process
 from fl_sim.simulation.measuring import Measured, Tested
 from fl_sim.simulation.planned_traffic import travels_beforehand
 from fl_sim.simulation.preparation import prepared_strategy
@@ -116,9 +116,9 @@ class OnSynthetic:
             return {key: value.to(self.job.device) for key, value in found.items()}, trainer
         settings = local_settings(self.job, experiment.local.learning_rate)
         task = LocalTask(1, 0, 1, len(own), settings, detached(model.named_parameters()))
-        seeded = partial(seed_torch, experiment.seed, f"classifier {name}")
+        seeded = partial(seed_process, experiment.seed, f"classifier {name}")
         records = resident(own, dataset, self.job.device).whole()
-        with torch_kept():
+        with process_kept():
             coins = rng(experiment.seed, f"classifier {name}")
             trained = trainer.train(LocalJob(task, LocalPlan(), records, coins, seeded))
         if not is_finite({"params": trained.params}):

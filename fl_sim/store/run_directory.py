@@ -11,11 +11,12 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Final
 
 import tomli_w
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors.torch import save
 
 from fl_sim.errors import UserError
@@ -84,6 +85,21 @@ MEASURED = (*TESTED, "validation_")
 
 _RECORD = TypeAdapter(RoundRecord)
 
+_IDENTITY: Final = "# identity = "
+"""How the first line of ``config.toml`` begins where records or code are the user's own."""
+
+
+class Recorded(BaseModel):
+    """The identity of a run's records and code: a digest, and {module: digest}."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    records: str = Field("", max_length=200)
+    code: dict[str, str] | None = None
+
+
+_RECORDED = TypeAdapter(Recorded)
+
 
 @dataclass(frozen=True)
 class Log:
@@ -93,9 +109,23 @@ class Log:
     chain: str
 
 
-def write_config(out: Path, settings: Mapping[str, Any]) -> None:
-    """Write the resolved experiment."""
-    write_whole(out / CONFIG, _config(settings))
+def write_config(out: Path, settings: Mapping[str, Any], identity: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Write the resolved experiment, and in a comment the ``identity`` of records and code that are the user's own."""
+    write_whole(out / CONFIG, _config(settings, identity))
+
+
+def read_identity(out: Path) -> dict[str, Any]:
+    """Return the identity that ``write_config`` wrote; nothing where the run has none, or comes from an older version.
+
+    Raises UserError where it is damaged.
+    """
+    first = read_whole(out / CONFIG, _LONGEST).partition(b"\n")[0].decode(errors="replace")
+    if not first.startswith(_IDENTITY):
+        return {}
+    try:
+        return _RECORDED.validate_json(first.removeprefix(_IDENTITY)).model_dump(exclude_defaults=True)
+    except ValidationError as error:
+        raise UserError(f"{out / CONFIG} is damaged: its first line is no identity of a run; put it back") from error
 
 
 def chain_start(out: Path) -> str:
@@ -168,13 +198,15 @@ def keep_rounds(out: Path, last_round: int, chain: str) -> list[RoundRecord]:
 def other_settings(out: Path, settings: Mapping[str, Any], num_rounds: int, unmeasured: tuple[str, ...]) -> Log:
     """Return what the log's first ``num_rounds`` rounds are in a run of other ``settings``; nothing is written.
 
+    Its identity stays.
+
     ``unmeasured``: which of MEASURED that run would not measure after the last of them.
     """
     lines, records = _whole_lines(out)[:num_rounds], read_rounds(out)[:num_rounds]
     foreign: dict[str, Any] = {part.name: None for part in fields(RoundRecord) if part.name.startswith(unmeasured)}
     if records and any(getattr(records[-1], name) is not None for name in foreign):
         lines[-1] = _line(replace(records[-1], **foreign))
-    chain = hashlib.sha256(_config(settings)).hexdigest()
+    chain = hashlib.sha256(_config(settings, read_identity(out))).hexdigest()
     for line in lines:
         chain = _linked(chain, line)
     return Log(b"".join(lines), chain)
@@ -233,8 +265,9 @@ def _whole_lines(out: Path) -> list[bytes]:
     return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
-def _config(settings: Mapping[str, Any]) -> bytes:
-    return tomli_w.dumps(settings).encode(errors="backslashreplace")
+def _config(settings: Mapping[str, Any], identity: Mapping[str, Any]) -> bytes:
+    first = f"{_IDENTITY}{json.dumps(identity, sort_keys=True)}\n" if identity else ""
+    return (first + tomli_w.dumps(settings)).encode(errors="backslashreplace")
 
 
 def _line(record: RoundRecord) -> bytes:

@@ -24,6 +24,7 @@ from fl_sim.simulation.pace import Pace
 from fl_sim.tables.budget import Budget
 from fl_sim.tables.forecast import Forecast, forecast, time_in_words
 from fl_sim.tables.plan import Cell, Plan, TableSettings, tuned
+from fl_sim.tables.strangers import put_aside
 from fl_sim.tables.tuning import TRIALS, known_choices, tune, values_of
 from fl_sim.tables.tuning_forecast import search_forecasts, search_in_words
 from fl_sim.tables.tuning_trials import Choice, searches_of
@@ -119,16 +120,17 @@ def fill(
     progress: bool = True,
     deadline: float = math.inf,
     following: Following = NOBODY,
+    again: bool = False,
 ) -> None:
     """Run all runs of ``board`` that are not finished, ``jobs`` at once (None: one a core), and note the outcomes.
 
     Where its settings ask for it, the settings of the runs are searched for first, in runs of their own. ``progress``:
     whether it is shown on standard error, and beforehand about how long all of it takes. ``deadline``: when all of
-    it must have ended, by ``time.monotonic``. ``following``: who else is told of the runs of the table itself. Raises
-    TimeIsUp where that is too soon, what is finished stays; and what
-    ``run_all`` and ``tune`` raise. A run that fails is noted.
+    it must have ended, by ``time.monotonic``. ``following``: who else is told of the runs of the table itself.
+    ``again``: whether runs of other records or code are moved aside and run again. Raises TimeIsUp where the time is
+    too short, what is finished stays; and what ``put_aside``, ``run_all`` and ``tune`` raise. A failed run is noted.
     """
-    runner = _Runner(out, jobs, data_root, deadline, progress=progress)
+    runner = _Runner(out, jobs, data_root, deadline, progress=progress, again=again)
     if board.settings.tune is not None:
         runner.tell_of_search(board.settings, board.plan)
         choices = tune(board.settings, board.plan, out, partial(runner.run_all_of, TRIALS), data_root)
@@ -164,6 +166,7 @@ class _Runner:
     deadline: float
     paces: dict[str, Pace | None] = field(default_factory=dict)
     progress: bool = field(default=True, kw_only=True)
+    again: bool = field(default=False, kw_only=True)
 
     def run_all_of(
         self,
@@ -174,8 +177,11 @@ class _Runner:
     ) -> Generator[Event, None, None]:
         """Run ``runs`` in ``folder`` and tell what happens. Raises TimeIsUp at the end where some of them are left."""
         jobs = self.jobs or min(cores(), len(runs))
+        said = put_aside(runs, self.out / folder, self.data_root, again=self.again)
         rounds = {labels[name]: experiment.rounds for name, experiment in runs.items()}
         with TableProgress(rounds, None if self.progress else io.StringIO()) as shown:
+            for line in said:
+                shown.say(line)
             budget = self._looked_ahead(self.out / folder, runs, jobs, shown)
             left = 0
             with closing(run_all(runs, self.out / folder, jobs, self.data_root, budget, following)) as events:
@@ -205,7 +211,7 @@ class _Runner:
         self, folder: Path, runs: Mapping[str, Experiment], jobs: int, shown: TableProgress
     ) -> Budget | None:
         """Say how long what is missing takes, and return which of it there is time for; None: for all."""
-        missing = [name for name, run in runs.items() if finished_result(folder / name, run.rounds) is None]
+        missing = [name for name, run in runs.items() if finished_result(folder / name, run, self.data_root) is None]
         is_limited = math.isfinite(self.deadline)
         if not missing:
             shown.say(f"all {len(runs)} finished already: nothing of it is run again")

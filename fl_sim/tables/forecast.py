@@ -74,7 +74,7 @@ def forecast(
     found = []
     for name, experiment in runs.items():
         job = job_of(experiment, data_root)
-        is_finished = finished_result(cells / name, job.experiment.rounds) is not None
+        is_finished = finished_result(cells / name, job.experiment, data_root) is not None
         if not is_finished:
             check_trainer(job)
         has_pool = _has_pool(job, pools)

@@ -9,8 +9,10 @@ from pathlib import Path
 from fl_sim.data import load
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.identity import identity_of
 from fl_sim.settings_file import read_table
 from fl_sim.simulation.extending import check_extension
+from fl_sim.simulation.resuming import objection
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import CHECKPOINT
 from fl_sim.store.files import in_words
@@ -50,6 +52,8 @@ def _shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Itera
             longer = Experiment.model_validate({**dict(earlier), "rounds": experiment.rounds})
             # By its name, which depends on the records, too: the same settings may be of other data.
             same = run_name(longer, dataset) == run_name(experiment, dataset)
+            if objection(earlier, folder, identity_of(experiment, data_root)):
+                continue
             if same and folder.name == run_name(earlier, dataset) and result.get("status") == "finished":
                 yield earlier, folder
 

@@ -129,13 +129,14 @@ class _Entry:
     experiment: Experiment
     directory: Path
     after: int
+    data_root: Path | None
 
     @property
     def label(self) -> str:
         return f"{self.trial.search.words}, trial {self.trial.number}, {self.experiment.rounds} rounds"
 
     def outcome(self) -> Outcome | None:
-        return outcome_in(self.directory, self.experiment, self.after)
+        return outcome_in(self.directory, self.experiment, self.after, self.data_root)
 
     def tried(self, error: str) -> Tried:
         """Return what came of it. Raises RunError, with the ``error`` that was told, where it has no outcome."""
@@ -156,7 +157,7 @@ def _entered(settings: TableSettings, trial: Trial, last: Tried | None, folder: 
     experiment = experiment_of(settings, trial, rungs[step].rounds)
     directory = directory_of(experiment, folder, data_root)
     after = last.rounds if last and last.name == directory.name else 0
-    return _Entry(trial, step + 1, experiment, directory, after)
+    return _Entry(trial, step + 1, experiment, directory, after, data_root)
 
 
 def _best(search: Search, tried: Iterable[Tried], step: int) -> list[Trial]:

@@ -7,7 +7,10 @@ from typing import Any
 
 from fl_sim.data import load
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.identity import identity_of
+from fl_sim.experiment.job import resolved
 from fl_sim.settings_file import read_table
+from fl_sim.simulation.resuming import objection
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import CHECKPOINT
 from fl_sim.store.run_directory import RoundRecord, read_rounds
@@ -52,19 +55,22 @@ def goes_on(experiment: Experiment) -> bool:
     )
 
 
-def outcome_in(directory: Path, experiment: Experiment, after: int) -> Outcome | None:
-    """Return what the trial ``experiment`` came to, None where it is not known yet.
+def outcome_in(directory: Path, experiment: Experiment, after: int, data_root: Path | None) -> Outcome | None:
+    """Return what the trial ``experiment`` came to, None where it is not known yet, or is of other records or code.
 
     ``after``: how many of its rounds another rung has paid for. Raises UserError for a damaged log.
     """
     result = run_directory.read_result(directory) or {}
     if not (directory / run_directory.CONFIG).exists():
         return None
+    chosen = resolved(experiment, data_root)
+    if objection(chosen, directory, identity_of(chosen, data_root)):
+        return None  # whoever runs it will say so
     records = read_rounds(directory)
     ended_here = read_table(directory / run_directory.CONFIG).get("rounds") == experiment.rounds
     new = records[after : experiment.rounds]
     cost = len(new), _seconds(new, result, anew=not after)
-    if ended_here and result.get("status") == "finished":
+    if ended_here and result.get("status") == "finished" and result.get("rounds") == len(records):
         return Outcome(_final_accuracy(result), *cost)
     if ended_here and result.get("diverged"):
         return Outcome(None, *cost, str(result["error"]))

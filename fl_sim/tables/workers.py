@@ -16,7 +16,8 @@ from typing import Any, Final, TypeAlias
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.engine import InProcess
 from fl_sim.experiment.experiment import Experiment, defined_in_script
-from fl_sim.settings_file import read_table
+from fl_sim.experiment.identity import identity_of
+from fl_sim.simulation import resuming
 from fl_sim.simulation.capacity import cores
 from fl_sim.store import run_directory
 from fl_sim.store.locks import sole_run
@@ -97,13 +98,16 @@ work(int(sys.argv[2]))
 """A worker's program. multiprocessing's would import the caller's main module again: a script would run twice."""
 
 
-def finished_result(directory: Path, rounds: int) -> dict[str, Any] | None:
-    """Return the result of a run of so many rounds that is done, else None. It may have begun with fewer."""
+def finished_result(directory: Path, experiment: Experiment, data_root: Path | None) -> dict[str, Any] | None:
+    """Return the result of a run of ``experiment``, resolved, that is done, else None. It may have begun with fewer.
+
+    None, too, for one of other settings, records or code, and for a damaged one: a worker will say what is wrong.
+    """
     result = run_directory.read_result(directory)
     if result is None or result.get("status") != "finished":
         return None
-    with suppress(UserError):  # a worker will say what is wrong with it
-        return result if read_table(directory / run_directory.CONFIG).get("rounds") == rounds else None
+    with suppress(UserError, OSError):
+        return resuming.finished_result(experiment, directory, identity_of(experiment, data_root))
     return None
 
 
@@ -127,7 +131,7 @@ def run_all(
     with sole_run(out):
         waiting: deque[tuple[str, Experiment]] = deque()
         for name, experiment in runs.items():
-            if (result := finished_result(out / name, experiment.rounds)) is not None:
+            if (result := finished_result(out / name, experiment, data_root)) is not None:
                 yield Finished(name, result)
             else:
                 waiting.append((name, with_share_of_cores(experiment, jobs)))

@@ -23,6 +23,7 @@ from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import Stack, describe
 from fl_sim.native.work import slower_here
 from fl_sim.params import is_finite, vector_in
+from fl_sim.seeding import process_alone, process_state
 from fl_sim.training.evaluation import EVALUATION_BATCH, Scores, evaluate, ready, score
 from fl_sim.training.features import head_of, sums_by_class
 from fl_sim.training.loop import train
@@ -43,15 +44,15 @@ _PLAIN = {
 class LocalJob:
     """One client's local training: what ``fl_sim.training.loop.train`` takes besides the model.
 
-    ``seed_torch`` is called before PyTorch trains, for what PyTorch draws by itself (dropout). The compiled trainer's
-    dropout is keyed by a last draw from ``generator``.
+    ``seed`` is called before PyTorch trains, for what a model draws by itself (dropout) from the generators of torch,
+    NumPy or Python. The compiled trainer's dropout is keyed by a last draw from ``generator``.
     """
 
     task: LocalTask
     plan: LocalPlan
     records: Records
     generator: np.random.Generator
-    seed_torch: Callable[[], None] = lambda: None
+    seed: Callable[[], None] = lambda: None
 
     @cached_property
     def asks_for(self) -> frozenset[str]:
@@ -62,10 +63,11 @@ class LocalJob:
 class Trainer:
     """Trains and evaluates; ``model`` lends its architecture, and its weights may be overwritten.
 
-    May be called from several threads. The compiled trainer runs in all of them at once, and so does PyTorch on models
-    that draw no random numbers, a copy of the model in each thread; with dropout, whose generator is the process's,
-    PyTorch takes one client after another. ``kernel`` None: always PyTorch. ``precision``: how exactly products are
-    computed where models are trained; a compiled trainer takes "bfloat16" where ``kernel.has_bfloat16``.
+    May be called from several threads. The compiled trainer runs in all of them at once, and so does PyTorch on
+    models that draw no random numbers, a copy of the model in each thread; with dropout, whose generator is the
+    process's, or an algorithm's own loss that draws when it is first asked, PyTorch takes one client after another.
+    ``kernel`` None: always PyTorch. ``precision``: how exactly products are computed where models are trained; a
+    compiled trainer takes "bfloat16" where ``kernel.has_bfloat16``.
     """
 
     def __init__(self, model: nn.Module, kernel: Kernel | None, precision: Precision = "float32") -> None:
@@ -75,6 +77,7 @@ class Trainer:
         self._stacks: dict[tuple[int, ...], Stack | None] = {}
         self._slower: dict[tuple[int, ...], str] = {}
         self._draws_nothing = all(map(_draws_nothing, model.modules()))
+        self._loss_draws: bool | None = None
         self._lock = Lock()
         self._thread = local()
 
@@ -128,12 +131,15 @@ class Trainer:
         if self._native(job) is not None:
             return self.train_all([job])[0]
         inputs, labels = job.records.tensors()
-        if self._draws_nothing:
+        if self._draws_nothing and (job.plan.loss_term is None or self._loss_draws is False):
             with arithmetic(inputs.device, self._precision):
                 return train(self._own_model(), job.task, job.plan, inputs, labels, job.generator)
-        with self._lock, arithmetic(inputs.device, self._precision):
-            job.seed_torch()
-            return train(self._model, job.task, job.plan, inputs, labels, job.generator)
+        with self._lock, process_alone(), arithmetic(inputs.device, self._precision):
+            job.seed()
+            before = process_state()
+            trained = train(self._model, job.task, job.plan, inputs, labels, job.generator)
+            self._loss_draws = self._loss_draws or process_state() != before
+            return trained
 
     def evaluate(
         self,

@@ -47,7 +47,7 @@ def test_teachers_differ_in_their_weights_batches_and_coins() -> None:
     class Watched(Trainer):
         def train(self, job: LocalJob) -> Trained:
             with torch.random.fork_rng(devices=[]):
-                job.seed_torch()
+                job.seed()
                 coins = torch.rand(3).tolist()
             batches = copy.deepcopy(job.generator).permutation(300).tolist()
             drawn[key] = [job.task.params["1.weight"].flatten()[:3].tolist(), batches, coins]

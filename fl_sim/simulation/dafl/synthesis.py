@@ -19,6 +19,7 @@ from fl_sim.data import fingerprint, version_of
 from fl_sim.engines import releases, tensor_records
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.identity import code_in
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.simulation.dafl.pool import FACTS, Pool, da_fl, load, store
@@ -73,6 +74,7 @@ def pool_key(job: Job) -> str:
     for afterwards in ("train_on", "server_epochs"):
         del settings["preprocess"][afterwards]
     determining = [_FORMAT, settings, fingerprint(experiment.data, job.root)]
+    determining += code_in(settings)
     if features := version_of(experiment.features):
         determining.append(features)
     if job.dataset.columns:

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fl_sim.data import fingerprint
 from fl_sim.engines.wire import Order
 from fl_sim.errors import RunError, UserError
+from fl_sim.experiment.identity import code_in
 from fl_sim.experiment.job import Job
 from fl_sim.simulation.dafl.synthesis import pools_root
 from fl_sim.store.files import explain, read_whole
@@ -93,7 +94,8 @@ def votes_key(job: Job) -> str:
     settings = experiment.chosen(*names)
     pate = experiment.algorithm.model_dump(mode="json", include={"teachers", "public", "public_records", "overlap"})
     records = fingerprint(experiment.data, job.root, with_test=True)
-    digest = hashlib.sha256(json.dumps([_FORMAT, settings, pate, records], sort_keys=True).encode())
+    determining = [_FORMAT, settings, pate, records, *code_in({**settings, "pate": pate})]
+    digest = hashlib.sha256(json.dumps(determining, sort_keys=True).encode())
     return f"{experiment.data.partition(':')[0]}-votes-{digest.hexdigest()[:20]}"
 
 

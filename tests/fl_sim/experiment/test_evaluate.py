@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_sim.data import load, reading
+from fl_sim.data import load
 from fl_sim.engines.wire import Signer
 from fl_sim.errors import UserError
 from fl_sim.experiment.evaluate import held_out
@@ -140,8 +140,6 @@ def test_a_run_does_not_go_on_with_other_validation_records(with_validation, tmp
     with np.load(path) as file:
         arrays = dict(file)
     np.savez(path, **{**arrays, "y_val": arrays["y_val"][::-1]})
-    reading._read_once.cache_clear()
-    reading.fingerprint.cache_clear()
     with pytest.raises(UserError, match="other records"):
         run(job.experiment.model_copy(update={"rounds": 2}), tmp_path / "run")
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from fl_sim.data import reading
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
@@ -175,23 +174,17 @@ def test_a_run_does_not_go_on_with_records_that_have_changed(tmp_path: Path) -> 
     run(quick(**settings), tmp_path / "run")
     before = (tmp_path / "run" / "config.toml").read_bytes()
     table(tmp_path / "t.csv", 0.5)
-    reading._read_once.cache_clear()
-    reading.fingerprint.cache_clear()
     with pytest.raises(
-        UserError, match=r"holds a run on other records: what its data name has changed since; put that"
+        UserError, match=r"holds a run of other records \(what its data name has changed since\): put that"
     ):
         run(quick(**settings, rounds=3), tmp_path / "run")
     assert (tmp_path / "run" / "config.toml").read_bytes() == before
     table(tmp_path / "t.csv")
-    reading._read_once.cache_clear()
-    reading.fingerprint.cache_clear()
     assert run(quick(**settings, rounds=3), tmp_path / "run")["rounds"] == 3
 
 
 def test_what_a_private_run_keeps_of_its_records_are_public_numbers(tmp_path: Path) -> None:
     def key(first: float, **private: object) -> str:
-        reading._read_once.cache_clear()
-        reading.fingerprint.cache_clear()
         made = {"data": table(tmp_path / "t.csv", first), "partition": "iid", "clients": 2, **private}
         return resuming._records_key(job_of(quick(**made)))
 

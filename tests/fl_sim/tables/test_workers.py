@@ -10,6 +10,7 @@ import pytest
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.engine import Auto, InProcess, Ray
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.simulation.run import run
 from fl_sim.tables import workers
 from fl_sim.tables.workers import Failed, _why_it_died, _why_none_starts, _Worker, run_all, with_share_of_cores
 from strategies.fedavg import FedAvg
@@ -71,13 +72,13 @@ def test_no_more_processes_is_a_message(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_finished_run_is_none_of_another_number_of_rounds(tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text('{"status": "finished"}')
-    assert workers.finished_result(tmp_path, 3) is None  # nobody knows of how many rounds
-    (tmp_path / "config.toml").write_text("rounds = 3\n")
-    assert workers.finished_result(tmp_path, 3) == {"status": "finished"}
-    assert workers.finished_result(tmp_path, 4) is None
-    (tmp_path / "result.json").write_text('{"status": "failed"}')
-    assert workers.finished_result(tmp_path, 3) is None
+    two, three = (Experiment(model="logistic", clients=2, rounds=rounds) for rounds in (2, 3))
+    done = run(two, tmp_path / "run")
+    assert workers.finished_result(tmp_path / "run", two, None) == done
+    assert workers.finished_result(tmp_path / "run", three, None) is None
+    assert workers.finished_result(tmp_path / "run", two.model_copy(update={"seed": 1}), None) is None
+    (tmp_path / "run" / "config.toml").unlink()
+    assert workers.finished_result(tmp_path / "run", two, None) is None  # nobody knows of what
 
 
 def test_a_worker_killed_in_the_middle_of_a_word_costs_its_cell_alone() -> None:

@@ -1,0 +1,98 @@
+"""The identity of a run beside its settings: the content of the user's own records, and of the user's own code."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fl_sim import own_sources
+from fl_sim.data import fingerprint, is_own
+from fl_sim.data.naming import own_name
+from fl_sim.experiment.experiment import Experiment, own_paths, paths_in
+from fl_sim.store import secret_key
+
+CURE = "--again (again=True) runs it anew and moves what was there aside, another --out leaves it as it is"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a result is of. ``records``: digest of the user's own, empty for public ones, which their name tells.
+
+    ``code``: {module: digest} of the user's own, an empty digest where nobody can tell. ``is_private``: whether the
+    digest of the records may be published under a key alone: whoever knows all records but one could find that one.
+    """
+
+    records: str
+    code: Mapping[str, str]
+    is_private: bool
+
+    def written(self) -> dict[str, Any]:
+        """Return what a run directory records; nothing where neither records nor code are the user's own."""
+        records = self.records
+        if self.is_private and records:
+            records = secret_key.keyed(self.records)
+        return {name: value for name, value in (("records", records), ("code", dict(self.code))) if value}
+
+    def changed(self, recorded: Mapping[str, Any]) -> str:
+        """Say what is other than in ``recorded``, in words; empty where nothing is, as far as that tells."""
+        return " and ".join(self._changes(recorded))
+
+    def untold(self, recorded: Mapping[str, Any]) -> str:
+        """Say what ``recorded`` does not tell, in words; empty where it tells all."""
+        untold = []
+        if self.records and self._same_records(recorded) is None:
+            untold.append("records")
+        then = recorded.get("code", {})
+        if self.code and (not then or "" in {*then.values(), *self.code.values()}):
+            untold.append("code")
+        return " and ".join(untold)
+
+    def _changes(self, recorded: Mapping[str, Any]) -> Iterator[str]:
+        if self._same_records(recorded) is False:
+            yield "other records (what its data name has changed since)"
+        then = recorded.get("code")
+        if then is None:
+            return
+        known = {name: digest for name, digest in self.code.items() if digest and then.get(name, digest)}
+        names = [name for name, digest in known.items() if then.get(name) != digest]
+        names += [name for name in then if name not in self.code]
+        if names:
+            yield f"other code ({', '.join(names[:3])}{' and more' if len(names) > 3 else ''} changed since)"
+
+    def _same_records(self, recorded: Mapping[str, Any]) -> bool | None:
+        then = str(recorded.get("records", ""))
+        if not then or not self.records:
+            return None
+        if not self.is_private:
+            return then == self.records
+        return secret_key.is_of(then, self.records)
+
+
+def identity_of(experiment: Experiment, data_root: Path | None) -> Identity:
+    """Return the identity of ``experiment`` as records and code are now; code that was imported, as it was then."""
+    data = experiment.data
+    records = fingerprint(data, data_root, with_test=True) if is_own(data) else ""
+    return Identity(records, own_sources.digests(_modules(experiment)), experiment.is_private)
+
+
+def code_in(settings: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the user's own code that ``settings``, JSON values, name, for the key of what is made by them.
+
+    Nothing where they name none, so that keys stay as they were.
+    """
+    code = own_sources.digests(path.partition(":")[0] for path in paths_in(settings))
+    return [code] if code else []
+
+
+def edited_code(experiment: Experiment) -> str:
+    """Say which files of the user's own code changed after this process had imported them; empty where none did."""
+    files = own_sources.edited(_modules(experiment))
+    if not files:
+        return ""
+    return f"{', '.join(files)} changed after being imported: this run is of the code as it was; start Python again"
+
+
+def _modules(experiment: Experiment) -> set[str]:
+    data = experiment.data
+    paths = [*own_paths(experiment), *([data] if is_own(data) and own_name(data) is None else [])]
+    return {path.partition(":")[0] for path in paths}

@@ -1,0 +1,112 @@
+"""A table's cells are runs of its own settings, on the records and with the code that there are now."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_sim.errors import UserError
+from fl_sim.experiment.identity import identity_of
+from fl_sim.report.table_markdown import markdown
+from fl_sim.simulation.run import run
+from fl_sim.store.run_directory import read_identity
+from fl_sim.tables.filling import Board, conclude, fill
+from fl_sim.tables.plan import TableSettings, plan_table, table_settings
+from fl_sim.tables.tuning import TRIALS
+from fl_sim.tables.tuning_runs import outcome_in
+
+pytestmark = pytest.mark.usefixtures("cells_in_threads")
+
+METHOD = """
+from typing import ClassVar
+from fl_sim.params import add
+from fl_sim.types import ServerState
+from strategies.algorithm import Averaging
+
+class Mine(Averaging):
+    title: ClassVar[str] = "Mine"
+    def merge(self, server, aggregate):
+        return ServerState(add(server.params, aggregate.payloads["delta"], {factor}))
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    write(folder, 1.0)
+    yield folder
+    sys.modules.pop("own_cell", None)
+
+
+def write(folder: Path, factor: float) -> None:
+    (folder / "own_cell.py").write_text(METHOD.format(factor=factor))
+    sys.modules.pop("own_cell", None)
+
+
+def settings(*seeds: int, **base: Any) -> TableSettings:
+    quick = {"model": "logistic", "rounds": 2, "clients": 2, "partition": "iid", "algorithm": "own_cell:Mine", **base}
+    return table_settings({"base": quick, "grid": {"seed": [*seeds]}, "centralized": False}, [], "the test")
+
+
+def filled(made: TableSettings, out: Path, *, again: bool = False) -> str:
+    board = Board(made, plan_table(made))
+    fill(board, out, 1, None, progress=False, again=again)
+    return markdown(conclude(board, out)[0])
+
+
+def test_seeds_of_old_code_are_not_averaged_with_those_of_new(code: Path, tmp_path: Path) -> None:
+    old = filled(settings(0, 1), tmp_path / "t")
+    write(code, 0.0)
+    with pytest.raises(UserError, match=r"a run of other code \(own_cell changed since\).* 1 more of 2 such runs"):
+        filled(settings(0, 1, 2), tmp_path / "t")
+    now = filled(settings(0, 1, 2), tmp_path / "t", again=True)
+    assert now == filled(settings(0, 1, 2), tmp_path / "fresh")
+    assert old.partition("±")[0] != now.partition("±")[0]
+    assert len(list((tmp_path / "t" / "cells").glob("*-before-1"))) == 2  # moved aside, not deleted
+
+
+def test_a_cell_of_old_code_that_had_not_finished_is_told_too(code: Path, tmp_path: Path) -> None:
+    filled(settings(0, rounds=4), tmp_path / "t")
+    [cell] = (tmp_path / "t" / "cells").iterdir()
+    (cell / "result.json").unlink()
+    write(code, 0.0)
+    with pytest.raises(UserError, match="a run of other code"):
+        filled(settings(0, rounds=4), tmp_path / "t")
+
+
+def test_a_run_of_another_method_in_a_cells_folder_is_not_taken_for_the_cell(tmp_path: Path) -> None:
+    made = settings(0, algorithm="fedavg")
+    filled(made, tmp_path / "t")
+    [cell] = (tmp_path / "t" / "cells").iterdir()
+    other = settings(0, algorithm="centralized", clients=1)
+    filled(other, tmp_path / "other")
+    shutil.rmtree(cell)
+    shutil.copytree(next((tmp_path / "other" / "cells").iterdir()), cell)
+    with pytest.raises(UserError, match=r"holds a run with other settings \(clients, algorithm\): choose another"):
+        filled(made, tmp_path / "t")
+
+
+def test_a_finished_cell_whose_log_was_cut_is_no_result(tmp_path: Path) -> None:
+    made = settings(0, algorithm="fedavg", rounds=3)
+    filled(made, tmp_path / "t")
+    [log] = (tmp_path / "t" / "cells").glob("*/rounds.jsonl")
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:2]))
+    board = Board(made, plan_table(made))
+    fill(board, tmp_path / "t", 1, None, progress=False)
+    assert "holds 2 rounds, and result.json beside it is of 3" in board.failures()[0]
+
+
+def test_a_trial_of_old_code_has_no_outcome(code: Path, tmp_path: Path) -> None:
+    [cell] = plan_table(settings(0)).cells
+    folder = tmp_path / TRIALS / "one"
+    run(cell.experiment, folder)
+    assert outcome_in(folder, cell.experiment, 0, None) is not None
+    write(code, 0.0)
+    assert identity_of(cell.experiment, None).changed(read_identity(folder))
+    assert outcome_in(folder, cell.experiment, 0, None) is None
