@@ -131,7 +131,7 @@ def test_what_clients_share_and_release_is_paid_for_and_kept_where_the_driver_is
     release = {"kind": "da-fl", "generator": "mean-embedding", "noise": "seeded", "gamma": 0.2}
     method = {
         "algorithm": "fedmix", "preprocess": release, "rounds": 2,
-        "calibrate": {"kind": "ccvr", "epsilon": 8.0, "noise": "seeded"},
+        "calibrate": {"kind": "ccvr", "epsilon": 8.0, "noise": "seeded"}, "evaluate": {"test_is_public": True},
     }  # fmt: skip
     for name, engine in (("nodes", on_nodes(cluster)), ("alone", "inprocess")):
         for variable in ("FL_SIM_POOLS", "FL_SIM_LEDGERS"):
