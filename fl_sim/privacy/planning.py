@@ -58,6 +58,18 @@ def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: flo
     return found
 
 
+def noise_beyond(target_epsilon: float, delta: float, *, accountant: Accountant = "rdp") -> float:
+    """Return the noise multiplier of a Gaussian release that ``target_epsilon`` does not afford, by little.
+
+    All Gaussian releases that it affords together are less.
+    """
+    found = noise_multiplier(lambda event: event, 1, target_epsilon, delta, accountant=accountant)
+    while True:
+        found *= 1 - _TOLERANCE * 10
+        if epsilon_of_counts({dp_event.GaussianDpEvent(found): 1}, delta, accountant=accountant) > target_epsilon:
+            return found
+
+
 def steps_that_fit(
     event: dp_event.DpEvent, target_epsilon: float, delta: float, *, accountant: Accountant = "rdp"
 ) -> int:

@@ -139,35 +139,73 @@ class _Guarantee:
     source: str
 
 
+def promised_releases(
+    terms: Terms, charges: Sequence[tuple[str, dp_event.DpEvent]], planned: Mapping[dp_event.DpEvent, int]
+) -> _Counts:
+    """Return all releases that were fixed beforehand: the plan, as far as the budget goes where that is certain.
+
+    A release that was paid for again is on top of the plan. Where all are of one kind, how many of them the budget is
+    good for is certain before the first one, whatever a run shows and wherever it stops. ``charges``: what was charged
+    so far, as (release, event).
+    """
+    spent, again = _spent(charges)
+    promised = (single_steps(planned) | (spent - again)) + again
+    if terms.budget is None or len(promised) != 1:
+        return promised
+    [event] = promised
+    return Counter({event: _affordable(terms, event, spent[event], promised[event])})
+
+
 def _account(
     terms: Terms, charges: Sequence[tuple[str, dp_event.DpEvent]], planned: Mapping[dp_event.DpEvent, int] | None
 ) -> _Account:
-    """Count what was spent and what was promised: a release that was paid for again is on top of the plan."""
-    spent = single_steps(Counter(event for _, event in charges))
-    again = spent - single_steps(Counter(dict(charges).values()))
-    promised = None if planned is None else (single_steps(planned) | (spent - again)) + again
-    if promised != spent and _used_up(terms, spent, promised):
+    """Count what was spent and what was promised."""
+    spent, again = _spent(charges)
+    promised = None if planned is None else promised_releases(terms, charges, planned)
+    if promised is None and _used_up(terms, spent):
         promised = spent
     realised = bounds(spent, terms.delta)
     whole = realised if promised == spent else None if promised is None else bounds(promised, terms.delta)
     return _Account(spent, promised, realised, whole, again.total())
 
 
-def _used_up(terms: Terms, spent: _Counts, promised: _Counts | None) -> bool:
-    """Return whether no further release fits the budget, where all are of one kind.
+def _spent(charges: Sequence[tuple[str, dp_event.DpEvent]]) -> tuple[_Counts, _Counts]:
+    """Count all charges, and those of them for a release that had been paid for before."""
+    spent = single_steps(Counter(event for _, event in charges))
+    return spent, spent - single_steps(Counter(dict(charges).values()))
 
-    How many of them it is good for was then known before the first one.
+
+def _affordable(terms: Terms, event: dp_event.DpEvent, least: int, most: int) -> int:
+    """Return how many releases, of ``least`` to ``most``, the budget is good for.
+
+    ``most`` where it was not good for ``least``: an earlier version let a charge pass that costs more.
     """
-    if terms.budget is None or len(spent | (promised or Counter())) != 1:
-        return False
-    after = spent + Counter(list(spent))
-    return epsilon_of_counts(after, terms.delta, accountant=terms.accountant) > terms.budget
+
+    def fits(number: int) -> bool:
+        return _cost(terms, Counter({event: number})) <= (terms.budget or 0.0)
+
+    if least == most or fits(most) or not fits(least):
+        return most
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least
+
+
+def _used_up(terms: Terms, spent: _Counts) -> bool:
+    """Return whether no further release fits the budget, where all are of one kind."""
+    return terms.budget is not None and len(spent) == 1 and _cost(terms, spent + Counter(list(spent))) > terms.budget
+
+
+def _cost(terms: Terms, counts: _Counts) -> float:
+    """Return what is held against the budget."""
+    return epsilon_of_counts(counts, terms.delta, accountant=terms.accountant)
 
 
 def _guarantee(terms: Terms, account: _Account) -> _Guarantee:
     """Return the smallest epsilon that was certain beforehand."""
     budget, whole = terms.budget, account.bounds
-    if budget is not None and epsilon_of_counts(account.spent, terms.delta, accountant=terms.accountant) > budget:
+    if budget is not None and _cost(terms, account.spent) > budget:
         budget = None  # an earlier version let a charge pass that costs more: the budget did not hold
     if budget is not None and (whole is None or budget < whole.least):
         source = f"This is the budget, held against the {terms.accountant.upper()} accountant before every release"

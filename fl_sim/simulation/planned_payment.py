@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dp_accounting import dp_event
 
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.privacy import events
 from fl_sim.privacy.bill import Payment
 from fl_sim.privacy.ledger import Ledger, Terms
 from strategies.global_dp import GlobalDP
@@ -25,8 +26,9 @@ def payment_of(terms: Terms, releases: Mapping[dp_event.DpEvent, int], identity:
     """Return what ``releases`` cost under ``terms``; ``identity`` is by which bills know them again."""
     said = Ledger(terms).statement(covers="", does_not_cover="", simulation_only=is_simulated, planned=releases)
     epsilon = said["epsilon"]
-    within_budget, plan = epsilon is not None and epsilon == terms.budget, (Counter(releases),)
-    charged = () if within_budget else plan
+    # Of the releases as many as the budget is good for, where that is certain.
+    plan = (Counter({events.from_json(one["event"]): one["times"] for one in said["planned_events"]}),)
+    charged = () if epsilon is not None and epsilon == terms.budget else plan
     return Payment(terms.unit, identity, epsilon, terms.delta, terms.adjacency, charged, is_simulated, plan=plan)
 
 

@@ -74,6 +74,10 @@ class Labelling(Settings):
         terms = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, self.delta, budget, self.accountant)
         return Ledger(terms, path, receipt=receipt, holder=holder)
 
+    def certain_queries(self, num_queries: int, num_asked: int) -> int:
+        """Return how many of ``num_queries`` are counted on whatever the votes are: see ``planned``."""
+        return num_asked if self.mechanism.charges()[0] is None else num_queries
+
     def planned(self, num_queries: int, num_asked: int) -> dict["dp_event.DpEvent", int]:
         """Return all releases of a labelling of ``num_queries``, as they are certain before any vote is looked at.
 
@@ -85,7 +89,7 @@ class Labelling(Settings):
 
         test, answer = self.mechanism.charges()
         each = Counter([answer] if test is None else [test, answer])  # a test may cost what an answer costs
-        times = num_asked if test is None else num_queries
+        times = self.certain_queries(num_queries, num_asked)
         planned = {event: number * times for event, number in each.items() if times}
         return planned if self.budget == "data-independent" else {**planned, dp_event.NonPrivateDpEvent(): 1}
 

@@ -81,7 +81,9 @@ def publish_cost(settings: Pate, votes: Votes, released: Released) -> tuple[dict
     assert isinstance(cost, LNMaxCost | GNMaxCost | ConfidentCost)
     answered = released.labelled.labels[: len(counts)] != UNANSWERED
     delta = settings.labelling.delta
-    shape = {"queries": len(counts), "teachers": len(votes.predictions), "classes": counts.shape[1]}
+    # The terms depend on how many queries are certain beforehand, not on how far the votes let the budget go.
+    queries = settings.labelling.certain_queries(len(released.labelled.labels), len(counts))
+    shape = {"queries": queries, "teachers": len(votes.predictions), "classes": counts.shape[1]}
     terms = smooth_sensitivity.planned(cost, delta, **shape)
     with alone_in_cache(path.parent):
         if not path.exists():
@@ -93,6 +95,11 @@ def publish_cost(settings: Pate, votes: Votes, released: Released) -> tuple[dict
             said = _Published.model_validate_json(read_whole(path, _MOST_BYTES))
         except (OSError, ValueError, UserError) as error:
             raise RunError(f"{path} is damaged: delete it, and the same figure is published again") from error
+    if said.terms != terms:
+        raise RunError(
+            f"{path} holds a figure that an earlier version published on terms that the votes chose, so what it costs "
+            "is not known: run with another seed, which labels and pays anew, or leave algorithm.publish_cost out"
+        )
     return said.model_dump(), said.terms
 
 

@@ -5,17 +5,19 @@ from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
+from dp_accounting import dp_event
 
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.privacy.accounting import Adjacency, compose, epsilon_of_curve
+from fl_sim.privacy.accounting import Adjacency, compose, epsilon_of_curve, none_if_infinite
 from fl_sim.privacy.pate import labelling_cost
-from fl_sim.privacy.renyi import ORDERS
+from fl_sim.privacy.planning import noise_beyond
+from fl_sim.privacy.renyi import ORDERS, Curve
 from fl_sim.privacy.rounding import rounded_up
-from fl_sim.privacy.statement import Words, statement
+from fl_sim.privacy.statement import Words, promised_releases, statement
 from fl_sim.simulation.pate.ensemble import Votes
 from fl_sim.simulation.pate.noisy_labels import Released, publish_cost
 from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Natural, Quantity, Scheme, Shards
-from strategies.pate.labelling import COVERS, DOES_NOT_COVER, UNANSWERED
+from strategies.pate.labelling import COVERS, DOES_NOT_COVER, UNANSWERED, Labelling
 from strategies.pate.mechanisms import NoNoise
 from strategies.pate.settings import Pate
 
@@ -67,10 +69,11 @@ def statements_of(experiment: Experiment, settings: Pate, votes: Votes, released
     labels = {"ledger": ledger.identity, **statement(terms, charges, planned, words)}
     if not settings.publish_cost:
         return [labels]
+    certain = promised_releases(terms, charges, planned)
     apart = " The published data-dependent epsilon: its own statement covers it and the labels together."
     return [
         labels | {"does_not_cover": labels["does_not_cover"] + apart},
-        _published(settings, votes, released, labels),
+        _published(settings, votes, released, labels, certain),
     ]
 
 
@@ -95,12 +98,24 @@ def data_dependent(settings: Pate, votes: Votes, released: Released) -> float | 
     return labelling_cost.analyse(counts, cost, delta, answered=answered).dependent.total
 
 
-def _published(settings: Pate, votes: Votes, released: Released, labels: dict[str, Any]) -> dict[str, Any]:
-    """Return what holds for the labels and the published figure together: a guarantee, and the figure as it is."""
+def _published(
+    settings: Pate, votes: Votes, released: Released, labels: dict[str, Any], certain: Counter[dp_event.DpEvent]
+) -> dict[str, Any]:
+    """Return what holds for the labels and the published figure together: a guarantee, and the figure as it is.
+
+    ``certain``: what all queries cost at most, whatever the votes are. What was charged depends on who was answered.
+    """
     published, terms = publish_cost(settings, votes, released)
     delta = settings.labelling.delta
-    together = compose(Counter(charge.event for charge in released.ledger.charges)) + terms.curve(np.array(ORDERS))
-    epsilon = epsilon_of_curve(together, delta)
+    together = _curve_of_labels(settings.labelling, certain) + terms.curve(np.array(ORDERS))
+    epsilon = none_if_infinite(epsilon_of_curve(together, delta))
+    if epsilon is None:
+        guarantee = "none: where labelling stops is decided by votes without noise"
+    else:
+        guarantee = (
+            f"({rounded_up(epsilon)}, {delta:g})-differential privacy of the labels and the published figure together, "
+            "whatever the votes"
+        )
     return {
         "ledger": f"{labels['ledger']}, published",
         "unit": "record",
@@ -109,8 +124,7 @@ def _published(settings: Pate, votes: Votes, released: Released, labels: dict[st
         "delta": delta,
         "adjacency": labels["adjacency"],
         "guarantee": (
-            f"({rounded_up(epsilon)}, {delta:g})-differential privacy of the labels and the published figure together, "
-            f"whatever the votes. The figure itself: {rounded_up(published['epsilon'])}, by the data-dependent "
+            f"{guarantee}. The figure itself: {rounded_up(published['epsilon'])}, by the data-dependent "
             "analysis, with noise scaled to its smooth sensitivity; it is what these votes happen to cost, no "
             f"guarantee, and too low with probability {published['failure']:g}"
         ),
@@ -119,3 +133,16 @@ def _published(settings: Pate, votes: Votes, released: Released, labels: dict[st
         "does_not_cover": labels["does_not_cover"],
         "published": published,
     }
+
+
+def _curve_of_labels(labelling: Labelling, certain: Counter[dp_event.DpEvent]) -> Curve:
+    """Return the Renyi curve of ``certain``, or of all that the budget affords where that is less.
+
+    Tests and answers are Gaussian: all that a budget affords of them costs less than one release that it does not.
+    """
+    curve = compose(certain)
+    test, _ = labelling.mechanism.charges()
+    if test is None or labelling.epsilon is None or labelling.budget != "data-independent":
+        return curve
+    beyond = noise_beyond(labelling.epsilon, labelling.delta, accountant=labelling.accountant)
+    return np.minimum(curve, compose({dp_event.GaussianDpEvent(beyond): 1}))
