@@ -183,18 +183,12 @@ def epsilon_of_counts(counts: Mapping[dp_event.DpEvent, int], delta: float, *, a
     By the PLD accountant it is never above that of the RDP accountant, which stands in for it where a PLD would take
     too long, or leaves out more probability than delta.
     """
-    relation, counts = common_adjacency(list(counts)), single_steps(counts)
-    by_rdp = epsilon_of_curve(compose(counts), delta)
-    # Pure releases among themselves simply add up, which is the Renyi bound at the order infinity.
-    plain_sum = sum(count * pure_epsilon(event) for event, count in counts.items())
-    by_rdp = min(by_rdp, plain_sum)
-    if accountant == "rdp":
+    by_rdp = _by_rdp(counts, delta)
+    if accountant == "rdp" or math.isinf(by_rdp):
         return by_rdp
-    if unknown := next((event for event in counts if not supports_pld(event) and math.isfinite(by_rdp)), None):
-        raise UserError(f"the PLD accountant does not know {type(unknown).__name__}: use the RDP accountant")
-    if by_rdp == 0 or math.isinf(by_rdp) or loss_distribution.why_not(tuple(counts.items()), by_rdp):
-        return by_rdp
-    return min(loss_distribution.epsilon(tuple(counts.items()), _RELATION[relation], delta, by_rdp), by_rdp)
+    if unknown := _unknown_to_pld(counts):
+        raise UserError(f"the PLD accountant does not know {unknown}: use the RDP accountant")
+    return bounds(counts, delta).least
 
 
 @dataclass(frozen=True)
@@ -229,13 +223,34 @@ class Bounds:
 
 
 def bounds(counts: Mapping[dp_event.DpEvent, int], delta: float) -> Bounds:
-    """Return the epsilon of a multiset of events by both accountants. Takes seconds: the PLD is computed here."""
-    by_rdp = epsilon_of_counts(counts, delta)
-    if unknown := next((event for event in counts if not supports_pld(event)), None):
-        return Bounds(by_rdp, None, f"the PLD accountant does not know {type(unrolled(unknown)[0]).__name__}")
-    if reason := loss_distribution.why_not(tuple(single_steps(counts).items()), by_rdp):
+    """Return the epsilon of a multiset of events by both accountants. Takes seconds: the PLD is computed here.
+
+    Nowhere else is a PLD asked for an epsilon.
+    """
+    by_rdp = _by_rdp(counts, delta)
+    if unknown := _unknown_to_pld(counts):
+        return Bounds(by_rdp, None, f"the PLD accountant does not know {unknown}")
+    if by_rdp == 0 or math.isinf(by_rdp):
+        return Bounds(by_rdp, by_rdp)
+    steps = tuple(single_steps(counts).items())
+    if reason := loss_distribution.why_not(steps, delta, by_rdp):
         return Bounds(by_rdp, None, reason)
-    return Bounds(by_rdp, epsilon_of_counts(counts, delta, accountant="pld"))
+    relation = _RELATION[common_adjacency(list(counts))]
+    return Bounds(by_rdp, min(loss_distribution.epsilon(steps, relation, delta, by_rdp), by_rdp))
+
+
+def _by_rdp(counts: Mapping[dp_event.DpEvent, int], delta: float) -> float:
+    common_adjacency(list(counts))
+    counts = single_steps(counts)
+    # Pure releases among themselves simply add up, which is the Renyi bound at the order infinity.
+    plain_sum = sum(count * pure_epsilon(event) for event, count in counts.items())
+    return min(epsilon_of_curve(compose(counts), delta), plain_sum)
+
+
+def _unknown_to_pld(counts: Mapping[dp_event.DpEvent, int]) -> str:
+    """Return the kind of an event that the PLD accountant does not know; "" where it knows all."""
+    unknown = (type(event).__name__ for event in single_steps(counts) if not supports_pld(event))
+    return next(unknown, "")
 
 
 def none_if_infinite(epsilon: float) -> float | None:
@@ -250,10 +265,10 @@ def supports_pld(event: dp_event.DpEvent) -> bool:
 
 
 def delta_profile(events: Sequence[dp_event.DpEvent], epsilons: Sequence[float]) -> list[float]:
-    """Return the smallest delta that holds at each of ``epsilons``, by PLD: the claim that an audit tests."""
+    """Return a delta that holds at each of ``epsilons``, by PLD: the claim that an audit tests."""
     steps, relation = tuple(single_steps(Counter(events)).items()), _RELATION[common_adjacency(events)]
-    accountant = loss_distribution.composed(steps, relation, math.inf)
-    return [float(accountant.get_delta(value)) for value in epsilons]
+    accountant, error = loss_distribution.composed(steps, relation, math.inf), loss_distribution.rounding_error(steps)
+    return [float(accountant.get_delta(value)) + error for value in epsilons]
 
 
 def valid_delta(delta: float) -> float:

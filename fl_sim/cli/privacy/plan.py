@@ -17,6 +17,7 @@ from fl_sim.privacy.accounting import (
     adjacency,
     amplify_fixed_size,
     amplify_poisson,
+    bounds,
     epsilon_of_counts,
     valid_delta,
 )
@@ -25,7 +26,6 @@ from fl_sim.privacy.rounding import rounded_up
 from fl_sim.report.picture import save_plot
 
 _MOST_STEPS: Final = 10**18
-_ACCOUNTANTS: Final[tuple[Accountant, ...]] = ("rdp", "pld")
 _CURVES: Final[tuple[tuple[Accountant, int, str], ...]] = (("rdp", 200, "-"), ("pld", 8, "o"))
 
 
@@ -83,8 +83,8 @@ def answer(question: Question) -> dict[str, Any]:
         assert fits is not None
         asked, steps = "steps", fits
     counts = Counter({event: steps}) if steps else Counter()
-    epsilons = {by: epsilon_of_counts(counts, delta, accountant=by) for by in _ACCOUNTANTS}
-    least = min(_ACCOUNTANTS, key=epsilons.__getitem__)
+    found = bounds(counts, delta)
+    epsilons: dict[Accountant, float] = {"rdp": found.rdp, "pld": found.least}
     advice = delta_advice(delta, sampling.population) if sampling.population else None
     return {
         "unit": sampling.unit,
@@ -96,9 +96,10 @@ def answer(question: Question) -> dict[str, Any]:
         "steps": steps,
         "accountant": accountant,
         "epsilon_rdp": _json(epsilons["rdp"]),
-        "epsilon_pld": _json(epsilons["pld"]),
-        "epsilon_least": _json(epsilons[least]),
-        "accountant_least": least,
+        "epsilon_pld": None if found.pld is None else _json(found.pld),
+        "no_pld": found.reason,
+        "epsilon_least": _json(found.least),
+        "accountant_least": found.accountant,
         "target_epsilon": question.target,
         "steps_that_fit": fits,
         "adjacency": str(adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE),
@@ -109,9 +110,11 @@ def answer(question: Question) -> dict[str, Any]:
 
 def in_words(plan: dict[str, Any]) -> str:
     """Return the plan as lines for people."""
-    both = f"RDP {_show(plan['epsilon_rdp'])}, PLD {_show(plan['epsilon_pld'])}"
+    source = f"the smaller of two sound bounds (RDP {_show(plan['epsilon_rdp'])}, PLD {_show(plan['epsilon_pld'])})"
+    if plan["no_pld"]:
+        source = f"by RDP; {plan['no_pld']}"
     lines = [
-        f"epsilon           {_show(plan['epsilon_least'])}, the smaller of two sound bounds ({both})",
+        f"epsilon           {_show(plan['epsilon_least'])}, {source}",
         f"planned by        {plan['accountant'].upper()}",
         f"delta             {plan['delta']:g}",
         f"noise multiplier  {plan['noise_multiplier']:.6g}  (noise on the sum / clipping norm of one {plan['unit']})",
