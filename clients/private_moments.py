@@ -80,6 +80,11 @@ class Release:
         return charge_name(self.name)
 
 
+def check_noise(protection: Protection, size: int) -> None:
+    """Raise UserError where no noise gives epsilon and delta, or it is too coarse for ``size`` moments."""
+    clipping_norm_on_grid(LONGEST, protection.std, size, summands=1)
+
+
 def charge_name(name: str) -> str:
     """Return what a ledger calls the release of that name."""
     return f"class moments {name}"

@@ -1,6 +1,6 @@
 """Kinds: what a settings class is called, what it is made of, how it is written, and what it may say of itself."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, Final, Protocol, get_args, get_origin, runtime_checkable
 
@@ -116,6 +116,18 @@ class Checking(Protocol):
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError, in a line that says what to change, for an ``experiment`` that it has no place in."""
+        ...
+
+
+@runtime_checkable
+class Budgeted(Protocol):
+    """A kind that pays for privacy from a budget of its own."""
+
+    def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
+        """Raise UserError where the budget does not afford the first release: asked before anything is trained.
+
+        ``records``: how many each client holds. Takes seconds at most.
+        """
         ...
 
 

@@ -113,6 +113,14 @@ class CCVR(Settings):
                 f"calibrate ccvr: moments of {num_features} features and {num_classes} classes are {size >> 20} MiB a "
                 f"client, more than {_LONGEST >> 20}: take a model with fewer units before its last layer"
             )
+        if self.protection is None:
+            return
+        from clients.private_moments import check_noise  # noqa: PLC0415 (the accountants load slowly)
+
+        try:
+            check_noise(self.protection, num_classes * num_moments(num_features))
+        except UserError as error:
+            raise UserError(f"calibrate.epsilon={self.epsilon:g} affords no moments: {error}") from error
 
 
 AnyCalibration: TypeAlias = NoCalibration | CCVR

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
@@ -26,6 +26,7 @@ from fl_sim.privacy.mechanisms import (
     next_clipping_norm,
     update_noise_multiplier,
 )
+from fl_sim.privacy.rounding import rounded_up
 from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort, Payloads, Reply
 from strategies.correlated_noise import CorrelatedNoise
@@ -60,6 +61,15 @@ class AdaptiveClipping(Settings):
     target_quantile: float = Field(0.5, gt=0, lt=1)
     learning_rate: float = Field(0.2, gt=0)
     count_noise: float | None = Field(None, gt=0)
+
+
+@runtime_checkable
+class Amplifying(Protocol):
+    """What draws cohorts, as far as a round's cost depends on it."""
+
+    def amplify(self, event: dp_event.DpEvent, num_clients: int) -> dp_event.DpEvent:
+        """Return what ``event`` costs a client on such a cohort."""
+        ...
 
 
 def _no_raw_median(value: Any) -> Any:
@@ -124,6 +134,26 @@ class GlobalDP(Settings):
                 f"aggregator.noise_bands={self.noise_bands} is private where a client takes part at most once in any "
                 f"{self.noise_bands} rounds in a row: take sampler=cyclic sampler.groups={self.noise_bands} or more"
             )
+
+    def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
+        """Raise UserError where ``epsilon`` does not afford one round."""
+        del records, num_classes
+        if self.epsilon is None:
+            return
+        assert isinstance(experiment.sampler, Amplifying)
+        cost = self.cost({experiment.sampler.amplify(self.event(), experiment.clients): 1})
+        if cost > self.epsilon:
+            raise UserError(
+                f"aggregator.epsilon={self.epsilon:g} does not afford one round, which costs {rounded_up(cost)} at "
+                f"delta {self.delta:g}: take a larger aggregator.noise_multiplier, a smaller share of clients in a "
+                "round, or a larger epsilon"
+            )
+
+    def cost(self, counts: Mapping[dp_event.DpEvent, int]) -> float:
+        """Return what is held against ``epsilon`` where so many of these events are released."""
+        from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415 (as below)
+
+        return epsilon_of_counts(counts, self.delta, accountant=self.accountant)
 
     def event(self) -> dp_event.DpEvent:
         """Return what one round costs before any sampling, with z relative to ONE client's clipping norm.

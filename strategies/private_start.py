@@ -12,6 +12,8 @@ little, so their noise harms less.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, TypeAlias
@@ -27,8 +29,9 @@ from clients.frequency_sums import COMMON, COUNT, SQUARES, STEPS, Frame, Step, b
 from clients.symmetric import Array, shrunk, symmetric
 from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, kind_of
+from fl_sim.privacy.rounding import rounded_up
 from fl_sim.settings import Settings
-from strategies.global_dp import GlobalDP
+from strategies.global_dp import Amplifying, GlobalDP
 from strategies.samplers import Cyclic
 
 if TYPE_CHECKING:
@@ -83,6 +86,23 @@ class PrivateStart(Settings):
             raise ValueError(
                 f"preprocess private-start has no place beside attack {kind_of(experiment.attack)}: what hostile "
                 "clients would send before the first round is not modelled; set preprocess=none or attack=none"
+            )
+
+    def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
+        """Raise UserError where the aggregator's budget does not afford the three releases and one round after them."""
+        del records, num_classes
+        aggregator, sampler = experiment.aggregator, experiment.sampler
+        assert isinstance(aggregator, GlobalDP)
+        assert isinstance(sampler, Amplifying)
+        if aggregator.epsilon is None:
+            return
+        mechanisms = (*releases_beforehand(self, aggregator), aggregator)
+        cost = aggregator.cost(Counter(sampler.amplify(one.event(), experiment.clients) for one in mechanisms))
+        if cost > aggregator.epsilon:
+            raise UserError(
+                f"aggregator.epsilon={aggregator.epsilon:g} does not afford the private start and one round, which "
+                f"cost {rounded_up(cost)} at delta {aggregator.delta:g}: take a larger preprocess.noise_multiplier, or "
+                "a larger epsilon"
             )
 
     def check_shape(self, shape: tuple[int, ...], num_classes: int, features: str) -> None:

@@ -5,6 +5,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
@@ -61,6 +62,21 @@ class DaFl(Settings):
             raise ValueError(
                 f"preprocess.client_gammas has {len(self.client_gammas)} values for {experiment.clients} clients: "
                 "give one for each, or preprocess.gamma for all"
+            )
+
+    def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
+        """Raise UserError where no client can release anything within ``epsilon``: largest ones are asked first."""
+        del experiment
+        refused = ""
+        for held in sorted(set(records), reverse=True):
+            bill = self.generator.bill(held, num_classes, self.generator_epsilon(num_classes), self.delta)
+            if not bill.refused:
+                return
+            refused = refused or bill.refused
+        if refused:
+            raise UserError(
+                f"preprocess.epsilon={self.epsilon:g} lets no client release a synthetic record (of the largest: "
+                f"{refused}): take a larger epsilon, fewer clients, or preprocess=none"
             )
 
     def gamma_of(self, client: int) -> float:

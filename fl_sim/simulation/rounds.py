@@ -15,7 +15,7 @@ from clients.dafl.settings import DaFl
 from fl_sim.batch_norm import fixed_in, layers_in
 from fl_sim.devices.settings import NoDevices, fleet_of_clients
 from fl_sim.engines import wire
-from fl_sim.errors import BudgetExhausted, Diverged, UserError
+from fl_sim.errors import BudgetExhausted, Diverged, RunError, UserError
 from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
@@ -96,7 +96,7 @@ class Rounds:
             try:
                 record = self._round(server_round, strategy, exchange, log, measuring)
             except BudgetExhausted as spent:
-                log.stopped = f"privacy budget spent after {len(log.rounds)} rounds ({spent})"
+                log.stopped = _spent(log, spent)
                 break
             _keep(out, log, strategy, record)
             observer.finished_round(record)
@@ -346,6 +346,16 @@ def _stopped(settings: Evaluate, rounds: Sequence[RoundRecord]) -> str:
             f"it (evaluate.patience={settings.patience})"
         )
     return ""
+
+
+def _spent(log: RunLog, spent: BudgetExhausted) -> str:
+    """Say where the budget ended. Raises RunError where that is before the first round."""
+    if log.rounds:
+        return f"privacy budget spent after {len(log.rounds)} rounds ({spent})"
+    raise RunError(
+        f"the privacy budget does not afford the first round ({spent}): what a run that was stopped has paid here "
+        "before counts; take a larger budget and another --out"
+    ) from spent
 
 
 def _is_last(experiment: Experiment, server_round: int, privacy: "PrivateRounds | None") -> bool:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from fl_sim.errors import UserError
 from fl_sim.privacy.mechanisms import Noise
+from fl_sim.privacy.rounding import rounded_up
 from fl_sim.settings import OneOf, Settings
 from strategies.pate.mechanisms import LNMax, Mechanism, NoNoise
 
@@ -73,6 +74,22 @@ class Labelling(Settings):
         budget = self.epsilon if self.budget == "data-independent" else None
         terms = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, self.delta, budget, self.accountant)
         return Ledger(terms, path, receipt=receipt, holder=holder)
+
+    def check_budget(self) -> None:
+        """Raise UserError where ``epsilon`` does not afford one query whatever the votes are.
+
+        What a data-dependent budget affords is known when votes are there.
+        """
+        if self.epsilon is None or self.budget == "data-dependent":
+            return
+        from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415 (the accountants load slowly)
+
+        cost = epsilon_of_counts({_together(*self.mechanism.charges()): 1}, self.delta, accountant=self.accountant)
+        if cost > self.epsilon:
+            raise UserError(
+                f"algorithm.labelling.epsilon={self.epsilon:g} does not afford one query, which costs "
+                f"{rounded_up(cost)} at delta {self.delta:g}: take more noise, or a larger epsilon"
+            )
 
     def certain_queries(self, num_queries: int, num_asked: int) -> int:
         """Return how many of ``num_queries`` are counted on whatever the votes are: see ``planned``."""
