@@ -13,16 +13,10 @@ from fl_sim.devices.settings import NoDevices
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
-<<<<<<< HEAD
 from fl_sim.experiment.identity import identity_of
-from fl_sim.experiment.job import job_of
-from fl_sim.kinds import kind_of
-from fl_sim.seeding import process_kept, seeded_alone
-=======
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.kinds import Budgeted, kind_of
-from fl_sim.seeding import torch_kept
->>>>>>> 277d29a (A budget that affords nothing is refused before anything is trained)
+from fl_sim.seeding import process_kept, seeded_alone
 from fl_sim.simulation.capacity import fixed_threads
 from fl_sim.simulation.engine_choice import FLOWER, open_engine
 from fl_sim.simulation.procedure import Procedure, procedure_of
@@ -59,14 +53,10 @@ def run(
         )
     job = job_of(experiment, data_root)  # an impossible split is refused before anything is written
     with in_words():
-<<<<<<< HEAD
         now = identity_of(job.experiment, data_root)
         result = finished_result(job.experiment, out, now)
-=======
-        result = finished_result(job.experiment, out)
         if result is None:
             _check_budgets(job)
->>>>>>> 277d29a (A budget that affords nothing is refused before anything is trained)
         if result is None or has_leftovers(job.experiment, out):
             out.mkdir(parents=True, exist_ok=True)
             with sole_run(out):
