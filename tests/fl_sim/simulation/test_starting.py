@@ -195,7 +195,9 @@ def test_a_round_whose_start_alone_is_in_the_ledger_was_not_paid_for(tmp_path: P
 
 
 def test_a_budget_that_does_not_afford_the_start_is_refused_in_words(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"epsilon=1 does not afford the private start .*preprocess.noise_multiplier"):
+    with pytest.raises(UserError, match=r"epsilon=3.6 does not afford the private start .*preprocess.noise_multiplier"):
+        run(private(aggregator={"epsilon": 3.6}), tmp_path / "run")
+    with pytest.raises(UserError, match="epsilon=1 does not afford one round"):
         run(private(aggregator={"epsilon": 1.0}), tmp_path / "run")
 
 
