@@ -49,18 +49,21 @@ DOES_NOT_COVER: Final = (
 FROM_EPSILON: Final = "from-epsilon"
 """In place of a noise multiplier: whatever the budget asks for."""
 
+MOST_COUNT_NOISE: Final = 2.0**20
+"""From here on noise is rounded to whole numbers, and counts, of which one client moves a half, would move by one."""
+
 
 class AdaptiveClipping(Settings):
     """Moves the clipping norm towards a quantile of the update norms, by noised counts (Andrew et al. 2021).
 
     ``target_quantile``: the share of updates to leave unclipped. ``learning_rate``: of the geometric update.
-    ``count_noise``: sigma_b, the noise on the count; None takes a twentieth of the expected cohort as the paper does,
-    or the noise multiplier where that is larger.
+    ``count_noise``: sigma_b, the noise on the count, below 2^20; None takes a twentieth of the expected cohort as the
+    paper does, or the noise multiplier where that is larger.
     """
 
     target_quantile: float = Field(0.5, gt=0, lt=1)
     learning_rate: float = Field(0.2, gt=0)
-    count_noise: float | None = Field(None, gt=0)
+    count_noise: float | None = Field(None, gt=0, lt=MOST_COUNT_NOISE)
 
 
 @runtime_checkable
@@ -113,6 +116,11 @@ class GlobalDP(Settings):
         if self.adaptive_clipping is not None:
             chosen = self.adaptive_clipping.count_noise
             update_noise_multiplier(self.noise_multiplier, self.noise_multiplier if chosen is None else chosen)
+            if chosen is None and self.noise_multiplier >= MOST_COUNT_NOISE:
+                raise ValueError(
+                    f"adaptive clipping with noise_multiplier {self.noise_multiplier:g} takes as much count_noise, and "
+                    f"{MOST_COUNT_NOISE:g} and more would be rounded to whole clients: choose less of it"
+                )
         return self
 
     @model_validator(mode="after")
@@ -251,7 +259,8 @@ class GlobalDP(Settings):
         if self.adaptive_clipping is None:
             return 0.0
         chosen = self.adaptive_clipping.count_noise
-        return max(expected_size / 20, self.noise_multiplier) if chosen is None else chosen
+        wanted = min(expected_size / 20, MOST_COUNT_NOISE / 2)
+        return max(wanted, self.noise_multiplier) if chosen is None else chosen
 
 
 def _counting(replies: Sequence[Reply], template: Payloads) -> list[Reply]:

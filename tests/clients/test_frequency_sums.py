@@ -107,3 +107,16 @@ def test_a_question_travels_as_float32(step: Step) -> None:
         assert heard.means is None
     else:
         np.testing.assert_allclose(heard.means, asked.means, rtol=1e-6)
+
+
+@pytest.mark.parametrize("length", [0.5, 1.4, 1.49, 2.0, 50.0])
+def test_products_are_as_long_as_their_record_squared_and_no_longer_than_the_longest_may_be(length: float) -> None:
+    inputs, labels = _records(4, 1)
+    points = frequencies_of(inputs, ORDER)
+    frame = Frame(np.zeros(SIZE), np.full(SIZE, np.linalg.norm(points) / length))
+    sums = answer(Question(3, 1.0, frame, np.zeros((CLASSES, SIZE))), inputs, labels, CLASSES)
+    assert float(sums["own"].norm()) == pytest.approx(min(length, LONGEST) ** 2, rel=1e-5)
+    # Measured from its class's mean, on the other side, a record is longer than LONGEST: its products are cut.
+    far = np.tile(-2 * points / np.linalg.norm(points), (CLASSES, 1))
+    moved = answer(Question(3, 1.0, frame, far), inputs, labels, CLASSES)
+    assert float(moved["own"].norm()) == pytest.approx(LONGEST**2, rel=1e-5)

@@ -9,7 +9,8 @@ from dp_accounting import dp_event
 from scipy.fft import idctn
 
 from clients.frequencies import frequencies_of, lowest_frequencies
-from clients.frequency_sums import STEPS, Frame, Question, answer, black_frame, shapes_of
+from clients.frequency_sums import COMMON, STEPS, Frame, Question, answer, black_frame, shapes_of
+from clients.symmetric import triangle_of
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.privacy.accounting import epsilon
@@ -149,3 +150,31 @@ def test_records_that_are_no_images_and_answers_that_are_too_long_are_refused(
 
 def test_small_images_have_fewer_frequencies() -> None:
     assert PrivateStart().num_frequencies((1, 4, 4)) == 16
+
+
+def test_products_are_shrunk_by_the_noise_in_their_own_unit() -> None:
+    # Noise as long as it is expected to be: of products of all classes it is std / COMMON, of each class's std / share.
+    size, num_classes, std = 6, 2, 0.01
+    dimension = size * (size + 1) // 2
+    classes = Classes(np.array([0.25, 0.75]), np.zeros((num_classes, size)))
+    independent = triangle_of(np.eye(size) / size)
+    off = np.zeros(dimension)
+    off[1] = math.sqrt(dimension)  # between two frequencies
+
+    def found(common: float, own: float) -> np.ndarray:
+        sums = {
+            "common": torch.from_numpy(COMMON * independent + common * std * off),
+            "own": torch.from_numpy(np.stack([share * independent + own * std * off for share in classes.shares])),
+        }
+        return covariances_of(sums, std, classes)
+
+    alone = np.eye(size) / size
+    np.testing.assert_allclose(found(0.999, 0.0), [alone, alone], atol=1e-12)
+    np.testing.assert_allclose(found(0.0, 0.999), [alone, alone], atol=1e-12)
+    kept = found(1.2, 0.0)[1] - alone  # one class's own shrink towards what all have in common
+    assert abs(kept).max() > 1e-3
+    # What is beyond the noise stays, as James and Stein's factor says.
+    left = 1.2 * std / COMMON * (1 - 1 / 1.2**2) * math.sqrt(dimension) / math.sqrt(2)
+    weak = Classes(np.array([1e-3, 1e-3]), classes.means)
+    sums = {"common": torch.from_numpy(COMMON * independent + 1.2 * std * off), "own": torch.zeros(2, dimension)}
+    np.testing.assert_allclose(covariances_of(sums, std, weak)[0][0, 1], left, rtol=1e-6)

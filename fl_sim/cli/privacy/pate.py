@@ -15,6 +15,7 @@ from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import labelling_cost, lnmax, smooth_sensitivity
 from fl_sim.privacy.planning import delta_advice
 from fl_sim.privacy.renyi import ORDERS
+from fl_sim.privacy.rounding import rounded_up
 from fl_sim.report.picture import save_plot
 
 Name: TypeAlias = Literal["lnmax", "gnmax", "confident"]
@@ -97,14 +98,17 @@ def answer(question: Question, counts: labelling_cost.Counts) -> tuple[dict[str,
         "teachers": int(counts[0].sum()),
         "classes": counts.shape[1],
         "delta": question.delta,
-        "epsilon": found.worst_case,
+        "epsilon": found.worst_case.least,
+        "epsilon_rdp": found.worst_case.rdp,
+        "epsilon_pld": found.worst_case.pld,
+        "epsilon_is": found.worst_case.in_words(),
         "epsilon_data_dependent": found.dependent.total,
         "epsilon_data_independent": found.independent.total,
         "answers": found.answers,
         "answers_are": "expected" if confident else "all",
         "epsilon_data_dependent_is": PRIVATE,
         "as_published": _as_published(question, counts, found),
-        "accountant": "rdp",
+        "accountant": found.worst_case.accountant,
         "orders": len(ORDERS),
         "per_query": {
             "epsilon_data_dependent": found.dependent.per_query.tolist(),
@@ -117,7 +121,7 @@ def answer(question: Question, counts: labelling_cost.Counts) -> tuple[dict[str,
     }
     if question.target is not None:
         bill["target_epsilon"] = question.target
-        bill["queries_that_fit"] = int((found.independent.cumulative <= question.target).sum())
+        bill["queries_that_fit"] = labelling_cost.queries_within(cost, len(counts), question.delta, question.target)
         bill["queries_that_fit_data_dependent"] = int((found.dependent.cumulative <= question.target).sum())
     return bill, found
 
@@ -141,13 +145,17 @@ def in_words(bill: dict[str, Any]) -> str:
     each, delta, published = bill["per_query"], bill["delta"], bill["as_published"]
     mean = float(np.mean(each["epsilon_data_dependent"]))
     total = "total (expected)" if bill["answers_are"] == "expected" else "total"
+    expected = ""
+    if bill["answers_are"] == "expected":
+        expected = ". PRIVATE, too: how many answers are expected is computed from the votes"
     answers = f"{bill['answers']:.6g} answered" + (" (expected)" if bill["answers_are"] == "expected" else "")
     facts = {
         "mechanism": _mechanism_in_words(bill),
         "votes": f"{bill['queries']} queries, {bill['teachers']} teachers, {bill['classes']} classes; {answers}",
-        "guarantee, total": f"epsilon {bill['epsilon']:.4f} at delta {delta:g}, all queries, for any votes",
+        "guarantee, total": f"epsilon {rounded_up(bill['epsilon'])} at delta {delta:g}, all queries, for any votes. "
+        f"{bill['epsilon_is']}",
         "data-independent": f"epsilon {bill['epsilon_data_independent']:.4f} {total}; "
-        f"{each['epsilon_data_independent'][0]:.4f} for the first query alone",
+        f"{each['epsilon_data_independent'][0]:.4f} for the first query alone; by RDP{expected}",
         "data-dependent": f"epsilon {bill['epsilon_data_dependent']:.4f} {total}; {mean:.4f} one query alone, mean",
         "": f"PRIVATE: {PRIVATE}",
         "as published": f"data-dependent {published['epsilon_data_dependent']:.4f}, data-independent "

@@ -29,6 +29,14 @@ _MOST_STEPS: Final = 10**18
 _CURVES: Final[tuple[tuple[Accountant, int, str], ...]] = (("rdp", 200, "-"), ("pld", 8, "o"))
 
 
+NOT_IN_RUNS: Final = (
+    "DP-SGD on records that one holder has, as in da-fl's dp-cgan. Clients of fl-sim run take no private steps in "
+    "rounds, and no secure sum hides their updates from the server: a record is protected there by preprocess=da-fl, "
+    "calibrate.epsilon or algorithm=pate, a client by aggregator=global-dp"
+)
+"""What a plan of DP-SGD does not say that fl-sim run does."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How units are chosen: with probability ``rate`` each, or ``cohort`` of ``population`` without replacement.
@@ -104,6 +112,7 @@ def answer(question: Question) -> dict[str, Any]:
         "steps_that_fit": fits,
         "adjacency": str(adjacency(event) or Adjacency.ADD_OR_REMOVE_ONE),
         "sampling": events.sampling_in_words(event, sampling.unit),
+        "not_in_runs": NOT_IN_RUNS if sampling.unit == "record" else "",
         "warnings": [advice] if advice else [],
     }
 
@@ -122,6 +131,8 @@ def in_words(plan: dict[str, Any]) -> str:
         f"unit              {plan['unit']}, {plan['adjacency']}",
         f"sampling          {plan['sampling']}",
     ]
+    if plan["unit"] == "record":
+        lines.append(f"where that runs   {NOT_IN_RUNS}")
     if plan["steps_that_fit"] is not None:
         lines.append(f"steps that fit    {plan['steps_that_fit']} within epsilon {plan['target_epsilon']:g}")
     return "\n".join(lines)

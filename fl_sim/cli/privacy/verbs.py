@@ -76,6 +76,9 @@ def dp_sgd(  # noqa: PLR0913 (one parameter per option)
 ) -> None:
     """Record-level privacy of DP-SGD. Give two of --noise-multiplier, --steps and --epsilon.
 
+    A plan alone: clients of fl-sim run take no private steps in rounds, and there is no secure sum. DP-SGD runs in the
+    generator dp-cgan of preprocess=da-fl.
+
     For example:
 
       fl-sim privacy dp-sgd --records 60000 --batch-size 250 --noise-multiplier 1.3 --steps 3600

@@ -6,15 +6,17 @@ private as they are (Papernot et al. 2018, section 3): look at it, publish ``smo
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
+from dp_accounting import dp_event
 from numpy.typing import NDArray
 
 from fl_sim.errors import UserError
-from fl_sim.privacy.accounting import valid_delta
+from fl_sim.privacy.accounting import Bounds, bounds, valid_delta
 from fl_sim.privacy.pate import gnmax, lnmax
 from fl_sim.privacy.renyi import ORDERS, epsilons_of_curves
 
@@ -44,6 +46,10 @@ class Cost(Protocol):
         """Return the curve of one query whatever the votes are and whether or not it is answered, shape (orders,)."""
         ...
 
+    def events(self) -> tuple[dp_event.DpEvent, ...]:
+        """Return all that one query may be charged, whatever the votes are."""
+        ...
+
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
         """Return (data-dependent, data-independent) curves of shape (queries, orders).
 
@@ -71,6 +77,10 @@ class LNMaxCost:
         """Return the curve of one query whatever the votes are."""
         return lnmax.independent(self.gamma, orders)
 
+    def events(self) -> tuple[dp_event.DpEvent, ...]:
+        """Return two Laplace mechanisms: two counts move by 1."""
+        return (dp_event.SelfComposedDpEvent(dp_event.LaplaceDpEvent(1 / self.gamma), 2),)
+
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
         """Return (data-dependent, data-independent) curves; every query is answered."""
         del answered
@@ -96,6 +106,10 @@ class GNMaxCost:
     def worst_case(self, orders: Floats) -> Floats:
         """Return the curve of one query whatever the votes are."""
         return gnmax.independent(self.sigma, orders)
+
+    def events(self) -> tuple[dp_event.DpEvent, ...]:
+        """Return one Gaussian mechanism: the counts, as one vector, move by sqrt 2."""
+        return (dp_event.GaussianDpEvent(self.sigma / math.sqrt(2)),)
 
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
         """Return (data-dependent, data-independent) curves; every query is answered."""
@@ -125,6 +139,10 @@ class ConfidentCost:
         """Return the curve of the test and an answer, whatever the votes are."""
         return gnmax.threshold_independent(self.sigma_threshold, orders) + gnmax.independent(self.sigma, orders)
 
+    def events(self) -> tuple[dp_event.DpEvent, ...]:
+        """Return the test, whose one number moves by 1, and the answer."""
+        return (dp_event.GaussianDpEvent(self.sigma_threshold), *GNMaxCost(self.sigma).events())
+
     def curves(self, counts: Counts, answered: Floats, orders: Floats) -> tuple[Floats, Floats]:
         """Return (data-dependent, data-independent) curves: every query pays the test, an answered one its answer."""
         test = gnmax.threshold_dependent(counts, self.threshold, self.sigma_threshold, orders)
@@ -152,12 +170,12 @@ class Analysis:
     """Both bills of a labelling. ``answers``: how many queries were answered, or the expected number of them.
 
     ``dependent`` is PRIVATE: it is computed from the votes. ``worst_case`` is the epsilon of all queries whatever the
-    votes are and however many are answered: the only one that a plan may promise.
+    votes are and however many are answered, by both accountants: the only one that a plan may promise.
     """
 
     dependent: Bill
     independent: Bill
-    worst_case: float
+    worst_case: Bounds
     answers: float
 
 
@@ -173,10 +191,15 @@ def analyse(counts: Counts, cost: Cost, delta: float, *, answered: NDArray[np.bo
     for rows in _chunks(len(counts)):
         for bill, curves in zip(bills, cost.curves(counts[rows], weights[rows], _ORDERS), strict=True):
             bill.add(rows, curves)
-    worst = float(epsilon_of_curves(len(counts) * cost.worst_case(_ORDERS)[None], delta)[0])
-    return Analysis(
-        bills[0].close(), bills[1].close(), min(worst, len(counts) * cost.pure_epsilon), float(weights.sum())
-    )
+    worst = bounds({event: times * len(counts) for event, times in Counter(cost.events()).items()}, delta)
+    return Analysis(bills[0].close(), bills[1].close(), worst, float(weights.sum()))
+
+
+def queries_within(cost: Cost, queries: int, delta: float, target: float) -> int:
+    """Return how many of ``queries`` fit epsilon ``target`` whatever the votes are: each is tested and answered."""
+    each = np.arange(1, queries + 1)
+    total = epsilon_of_curves(each[:, None] * cost.worst_case(_ORDERS), delta)
+    return int((np.minimum(total, each * cost.pure_epsilon) <= target).sum())
 
 
 def epsilon_of_curves(curves: Floats, delta: float) -> Floats:

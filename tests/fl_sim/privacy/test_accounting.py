@@ -318,3 +318,11 @@ def test_replacement_keeps_how_often_and_what_is_stated_so_already() -> None:
     assert often == dp_event.SelfComposedDpEvent(amplify_fixed_size(Gaussian(2.0), 1, 1), 7)
     with pytest.raises(UserError, match="LaplaceDpEvent costs where a unit is replaced is not known"):
         under_replacement(dp_event.LaplaceDpEvent(1.0))
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3, 1e-7, 1 - 1e-9, 3 * 2.0**-20])
+def test_a_replaced_unit_is_never_sampled_less_often_than_it_is(rate: float) -> None:
+    # Rounded to the nearest of 2^-20 steps, .1 would become less than .1.
+    event = under_replacement(poisson(rate, 2.0))
+    found = event.truncated_batch_size / event.dataset_size
+    assert rate <= found < rate + 2.0**-20

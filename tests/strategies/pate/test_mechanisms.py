@@ -16,6 +16,7 @@ from fl_sim.privacy.audit import EPSILONS, ProfileAudit, World, audit_profile, n
 from fl_sim.privacy.grid import grid_spacing
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import labelling_cost
+from strategies.pate import mechanisms
 from strategies.pate.labelling import UNANSWERED, Labelled, Labelling, count_votes, label
 from strategies.pate.mechanisms import ConfidentGNMax, GNMax, LNMax, Mechanism, NoNoise, Voting
 
@@ -305,3 +306,29 @@ def test_the_noise_on_the_counts_is_what_it_claims_to_be() -> None:
     assert min(noise_calibration(as_normal).values()) > 1e-3
     assert min(noise_calibration(normal / 2).values()) < 1e-9
     assert min(noise_calibration(laplace).values()) < 1e-9
+
+
+def test_a_count_that_just_reaches_the_threshold_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mechanisms, "add_noise", lambda total, *_: total)
+    noise = Noise.seeded(0)
+    for threshold, answered in ((6.0, True), (6.0 + 1e-9, False), (5.0, True)):
+        mechanism = ConfidentGNMax(threshold=threshold, sigma_threshold=1.0, sigma=1.0)
+        assert mechanism.passes(np.array([1, 6, 3]), noise=noise, query=0) is answered
+
+
+def test_a_vote_for_the_first_class_that_does_not_exist_is_no_vote() -> None:
+    assert count_votes(np.array([[0, 2], [2, 1]]), 3).tolist() == [[1, 0, 1], [0, 1, 1]]
+    for beyond in (3, -1):
+        with pytest.raises(UserError, match="classes are 0 to 2"):
+            count_votes(np.array([[0], [beyond]]), 3)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_budget_that_is_just_enough_for_queries_affords_them(queries: int) -> None:
+    each = GNMax(sigma=5.0).charges()[1]
+    exact = epsilon_of_counts({each: queries}, 1e-5)
+    votes = np.array([[9, 1, 0]] * 5)
+    for budget, asked in ((exact, queries), (exact * (1 - 1e-9), queries - 1)):
+        settings = Labelling(mechanism=GNMax(sigma=5.0), epsilon=budget)
+        found = label(votes, settings, ledger=settings.open_ledger(None), noise=Noise.seeded(0))
+        assert found.num_asked == found.num_answered == asked

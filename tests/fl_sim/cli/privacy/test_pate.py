@@ -2,7 +2,9 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -46,7 +48,7 @@ def refusal(path: Path, *arguments: str) -> str:
 def test_both_epsilons_per_query_and_total(votes: Path, mechanism: tuple[str, ...]) -> None:
     found = call(votes, *mechanism, "--delta", "1e-5")
     assert (found["queries"], found["teachers"], found["classes"], found["unit"]) == (60, 250, 3, "record")
-    assert 0 < found["epsilon_data_dependent"] < found["epsilon_data_independent"] <= found["epsilon"] * (1 + 1e-12)
+    assert 0 < found["epsilon_data_dependent"] < found["epsilon_data_independent"] <= found["epsilon_rdp"] * (1 + 1e-12)
     assert found["epsilon_data_dependent_is"] == PRIVATE
     each = found["per_query"]
     for kind in ("dependent", "independent"):
@@ -69,8 +71,11 @@ def test_confident_says_that_its_answers_are_expected_and_what_holds_for_any(vot
     found = call(votes, *CONFIDENT)
     assert found["answers_are"] == "expected"
     assert 0 < found["answers"] < 60
-    assert found["epsilon"] > found["epsilon_data_independent"]
+    assert found["epsilon_rdp"] > found["epsilon_data_independent"]
+    assert found["epsilon"] == found["epsilon_pld"] < found["epsilon_rdp"]
     assert "(expected)" in output(votes, *CONFIDENT)
+    assert "PRIVATE, too: how many answers are expected" in output(votes, *CONFIDENT)
+    assert "PRIVATE, too" not in output(votes, *GNMAX)
     assert call(votes, *GNMAX)["answers_are"] == "all"
 
 
@@ -160,3 +165,23 @@ def test_files_that_hold_no_votes_are_refused(tmp_path: Path) -> None:
         np.save(path, wrong)
         assert said in refusal(path, *GNMAX)
         assert str(path) in refusal(path, *GNMAX)
+
+
+def test_the_guarantee_of_lnmax_is_exact_by_pld(votes: Path, load_benchmark: Callable[[str], ModuleType]) -> None:
+    exact, found = load_benchmark("loss_integral"), call(votes, *LNMAX)
+    assert found["epsilon"] == found["epsilon_pld"] < 0.95 * found["epsilon_rdp"]
+    assert found["accountant"] == "pld"
+    losses = exact.laplace(0.05)
+    for share, holds in ((1.0, True), (0.995, False)):
+        assert (exact.larger_delta(losses, 120, found["epsilon"] * share) <= 1e-5) is holds
+    assert "the smaller of two sound bounds" in output(votes, *LNMAX)
+
+
+def test_how_many_queries_of_confident_fit_is_the_same_for_any_votes(votes: Path, tmp_path: Path) -> None:
+    clear = np.zeros_like(np.load(votes))
+    clear[:, 0] = np.load(votes)[0].sum()
+    np.save(tmp_path / "clear.npy", clear)
+    found = [call(path, *CONFIDENT, "--epsilon", "1") for path in (votes, tmp_path / "clear.npy")]
+    assert found[0]["queries_that_fit"] == found[1]["queries_that_fit"]
+    assert found[0]["epsilon"] == found[1]["epsilon"]
+    assert found[0]["epsilon_data_independent"] != found[1]["epsilon_data_independent"]

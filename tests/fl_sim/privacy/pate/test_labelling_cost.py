@@ -14,6 +14,7 @@ from scipy import stats
 from fl_sim.errors import UserError
 from fl_sim.privacy.accounting import ORDERS, compose, epsilon_of_curve, rdp_curve
 from fl_sim.privacy.pate import gnmax, labelling_cost, lnmax
+from strategies.pate.mechanisms import ConfidentGNMax, GNMax, LNMax
 
 ALL = np.array(ORDERS)
 COSTS = [
@@ -114,7 +115,7 @@ def test_epsilon_of_many_curves_is_the_accountants(scales: list[float], delta: f
 def test_a_pure_mechanism_never_costs_more_than_its_sum() -> None:
     counts = np.array([[5, 4, 1]] * 3)
     analysis = labelling_cost.analyse(counts, labelling_cost.LNMaxCost(1.0), 1e-9)
-    assert analysis.worst_case == analysis.independent.total == 6.0
+    assert analysis.worst_case.rdp == analysis.independent.total == 6.0
     assert analysis.independent.cumulative.tolist() == [2.0, 4.0, 6.0]
     assert analysis.dependent.per_query.max() <= 2.0
 
@@ -126,7 +127,7 @@ def test_unanswered_queries_pay_for_the_test_alone() -> None:
     expected = labelling_cost.analyse(counts, cost, 1e-5)
     assert none.independent.curve == pytest.approx(3 * ALL / (2 * 3.0**2))
     assert every.independent.curve == pytest.approx(3 * ALL * (1 / (2 * 3.0**2) + 1 / 2.0**2))
-    assert every.independent.total == pytest.approx(every.worst_case)
+    assert every.independent.total == pytest.approx(every.worst_case.rdp)
     assert none.independent.total < expected.independent.total < every.independent.total
     assert expected.answers == pytest.approx(stats.norm.cdf((np.array([9, 6, 12]) - 8) / 3).sum())
 
@@ -223,3 +224,16 @@ def test_votes_of_any_integer_type_are_taken() -> None:
         checked = labelling_cost.valid_counts(np.array([[3, 0], [1, 2]], dtype=kind))
         assert checked.dtype == np.int64
         assert checked.tolist() == [[3, 0], [1, 2]]
+
+
+@pytest.mark.parametrize("mechanism", [LNMax(gamma=0.05), GNMax(sigma=30.0), ConfidentGNMax(threshold=7.0, sigma=30.0)])
+def test_what_a_query_costs_is_what_a_run_charges_for_it(mechanism: LNMax | GNMax | ConfidentGNMax) -> None:
+    assert mechanism.cost().events() == tuple(one for one in mechanism.charges() if one is not None)
+
+
+@pytest.mark.parametrize("target", [0.3, 1.0, 3.0])
+def test_how_many_queries_fit_does_not_depend_on_the_votes_and_is_never_one_too_many(target: float) -> None:
+    cost = labelling_cost.ConfidentCost(8.0, 40.0, 30.0)
+    fits = labelling_cost.queries_within(cost, 500, 1e-5, target)
+    costs = [epsilon_of_curve(number * cost.worst_case(ALL), 1e-5) for number in (fits, fits + 1)]
+    assert costs[0] <= target < costs[1]
