@@ -15,7 +15,7 @@ from fl_sim.report.files import CellFile, Outcome, RunConfig, TableFile, read_js
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_json import VERSION
 from fl_sim.settings_file import read_table
-from fl_sim.store.run_directory import CONFIG, RESULT, ROUNDS, RoundRecord, read_rounds
+from fl_sim.store.run_directory import CONFIG, RESULT, ROUNDS, RoundRecord, read_identity, read_rounds
 
 TABLE, TUNING = "table.json", "tuning"
 _DEEPEST = 6
@@ -26,7 +26,7 @@ class Run:
     """A run directory. ``settings``: all of ``config.toml``; ``outcome`` None: there is no ``result.json``.
 
     ``row`` and ``column``: what a table above it calls its method and its split, where there is one and it stands in
-    one place of it.
+    one place of it. ``identity``: of records and code that are the user's own, as far as the run tells.
     """
 
     path: Path
@@ -36,6 +36,7 @@ class Run:
     outcome: Outcome | None
     row: str = ""
     column: str = ""
+    identity: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def status(self) -> str:
@@ -168,7 +169,7 @@ def read_run(path: Path) -> Run:
         raise ValueError(f"{ROUNDS} is damaged: its rounds are not in order")
     if not rounds and outcome and outcome.status == "finished":
         raise ValueError(f"{ROUNDS} is missing or holds no readable round")
-    return Run(path, config, settings, tuple(rounds), outcome)
+    return Run(path, config, settings, tuple(rounds), outcome, identity=read_identity(path))
 
 
 class _naming:  # noqa: N801 (used as a function)

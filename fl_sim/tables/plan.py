@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, with_overrides
+from fl_sim.kinds import kind_of
 from fl_sim.mistakes import explain, shortened
 from fl_sim.settings import Settings
 from fl_sim.settings_file import flat, read_table
@@ -165,7 +166,12 @@ def plan_table(settings: TableSettings, data_root: Path | None = None) -> Plan:
         seed = getattr(one.experiment, over)  # an upper bound has no split and no cohorts: None
         place = (row, one.column, one.experiment.seed if seed is None else seed)
         cell = Cell(*place, one.experiment, one.name, point)
-        assert cells.setdefault(place, cell) == cell, "two experiments of one name"
+        if cells.setdefault(place, cell) != cell:
+            one_kind, other = (kind_of(each.experiment.algorithm) for each in (cells[place], cell))
+            raise UserError(
+                f"two cells stand in row {row}, column {one.column}, seed {place[2]}: {one_kind} and {other} have one "
+                "title, or the row tells not what they differ in; give each class a title of its own"
+            )
     rows = [row for row in dict.fromkeys(cell.row for cell in cells.values()) if row not in bounds] + list(bounds)
     columns = tuple(dict.fromkeys(cell.column for cell in cells.values()))
     ordered = sorted(cells.values(), key=lambda cell: (rows.index(cell.row), columns.index(cell.column)))

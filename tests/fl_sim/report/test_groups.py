@@ -4,8 +4,12 @@ import json
 
 import pytest
 
+from fl_sim.experiment.experiment import experiment_from
 from fl_sim.report.groups import group, labels
-from fl_sim.report.runs import find
+from fl_sim.report.runs import find, read_run
+from fl_sim.settings_file import read_table
+from fl_sim.simulation.run import run as run_experiment
+from fl_sim.store.run_directory import write_config
 
 SAMPLER = {"kind": "poisson", "sampling_rate": 0.1}
 
@@ -71,3 +75,15 @@ def test_a_server_that_does_not_wait_is_part_of_the_methods_name(write_experimen
     result["titles"]["server"] = "FedBuff"
     (buffered / "result.json").write_text(json.dumps(result))
     assert labels(grouped(tmp_path)) == ["FedAvg, FedBuff", "FedAvg"]
+
+
+def test_runs_of_other_code_are_no_seeds_of_one_line(tmp_path):
+    identities = [{"code": {"mine": "a"}}, {"code": {"mine": "a"}}, {"code": {"mine": "b"}}]
+    folders = [tmp_path / str(seed) for seed in range(3)]
+    for seed, (folder, identity) in enumerate(zip(folders, identities, strict=True)):
+        run_experiment(experiment_from({"model": "logistic", "rounds": 1, "clients": 2, "seed": seed}), folder)
+        settings = read_table(folder / "config.toml")
+        write_config(folder, settings, identity)
+    groups, _ = group([read_run(folder) for folder in folders])
+    assert [len(one.runs) for one in groups] == [2, 1]
+    assert all("identity.code=" in label for label in labels(groups))
