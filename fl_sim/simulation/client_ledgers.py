@@ -89,7 +89,8 @@ def together_in_words(together: Together | None, delta: float) -> str:
     cost = f"cost epsilon {rounded_up(together.epsilon)}" if math.isfinite(together.epsilon) else "have no epsilon"
     return (
         f". The clients' ledgers hold up to {together.shares} releases about the same records (of other settings or "
-        f"seeds, or of pools that were deleted, too): together they {cost} at delta {delta:g}"
+        f"seeds, or of pools that were deleted, too): together they {cost} at delta {delta:g}, where none was "
+        "chosen by what an earlier one showed"
     )
 
 

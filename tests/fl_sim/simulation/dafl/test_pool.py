@@ -244,6 +244,7 @@ def test_deleted_pools_other_settings_and_other_seeds_stay_on_the_bill(tmp_path:
     said = [statement(_made(tmp_path / str(number), order), order) for number, order in enumerate(orders)]
     assert [one["shares_together"] for one in said] == [2, 3, 4, 5]
     assert "The clients' ledgers hold up to 5 releases about the same records" in str(said[-1]["guarantee"])
+    assert "where none was chosen by what an earlier one showed" in str(said[-1]["guarantee"])
     assert said[-1]["epsilon"] == first["epsilon"]
     # Here all clients of an order pay the same, so that the joint bound is known exactly.
     counts: dict[Any, int] = {}
