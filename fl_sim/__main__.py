@@ -4,10 +4,11 @@ import os
 import sys
 
 import click
-import typer
 
+from fl_sim.cli.screen import say
 from fl_sim.cli.verbs import app
 from fl_sim.errors import RunError, UserError
+from fl_sim.printable import in_a_line
 
 INTERRUPTED = 130
 """What a shell reports for Ctrl-C, and what typer returns for it."""
@@ -20,7 +21,7 @@ def main() -> None:
     try:
         code = app(arguments, standalone_mode=False)
         if code == INTERRUPTED:
-            typer.echo("interrupted: what is finished is kept; the same command goes on from there", err=True)
+            say("interrupted: what is finished is kept; the same command goes on from there", err=True)
         sys.exit(code)
     except click.ClickException as error:
         error.show()
@@ -37,6 +38,7 @@ def command() -> None:
     All files are closed then, and a Ray or workers that the command started have been stopped.
     """
     code: object = 0
+    _open_standard_files()
     try:
         main()
     except SystemExit as end:
@@ -49,10 +51,22 @@ def command() -> None:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
+def _open_standard_files() -> None:
+    """Open what the shell closed (``>&-``): otherwise the next file that is opened takes its place, and its output."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, so this one
+            file = open(number, "r" if name == "stdin" else "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, file)
+
+
 def _leave(error: Exception, code: int, *, debug: bool) -> None:
     if debug:
         raise error
-    typer.echo(f"error: {error}", err=True)
+    said = in_a_line(str(error)) if isinstance(error, UserError) else str(error)
+    say(f"error: {said}", err=True)
     sys.exit(code)
 
 

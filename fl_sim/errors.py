@@ -1,10 +1,23 @@
 """What goes wrong, in words for the user. Apart from all other types, so that a typo is answered without torch."""
 
 import math
+import re
+from typing import Final
+
+MOST_LETTERS: Final = 3000
+"""Of a message; and what goes on for longer than ``MOST_OF_A_WORD`` without a space is no word that people read."""
+MOST_OF_A_WORD: Final = 600
 
 
 class UserError(ValueError):
-    """The user's mistake: the message names the value and the fix. The command line exits with 2."""
+    """The user's mistake: the message names the value and the fix. The command line exits with 2.
+
+    However long the values are that a message quotes, or the lists of valid names, it is never longer than
+    ``MOST_LETTERS``.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_bounded(message))
 
 
 class RunError(RuntimeError):
@@ -44,3 +57,10 @@ class BudgetExhausted(Exception):  # noqa: N818 (an outcome of a run, not an err
         self.num_releases = num_releases
         self.spent = spent
         self.would_be = would_be
+
+
+def _bounded(message: str) -> str:
+    """Return ``message`` without the middle of its longest words, and of itself."""
+    half = MOST_OF_A_WORD // 2
+    text = re.sub(rf"(\S{{{half}}})\S{{11,}}(\S{{{half}}})", r"\1 ... \2", message)
+    return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS // 2]} ... {text[5 - MOST_LETTERS // 2 :]}"

@@ -7,8 +7,7 @@ kinds.
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import typer
-
+from fl_sim.cli.screen import say
 from fl_sim.errors import UserError
 from fl_sim.settings_file import read_table
 from fl_sim.tables.files import file_or_preset
@@ -44,7 +43,7 @@ def read(arguments: list[str] | None, default: str | None = None) -> Given:
         return Given(None, None, {}, overrides)
     path, which = file_or_preset(name)
     if which:
-        typer.echo(which, err=True)
+        say(which, err=True)
     return Given(name, path, read_table(path), overrides)
 
 
@@ -52,4 +51,4 @@ def _tell_of_repeated(overrides: list[str]) -> None:
     last = {override.partition("=")[0]: override for override in overrides}
     for override in overrides:
         if override not in last.values():
-            typer.echo(f"{override} does not count: {last[override.partition('=')[0]]} comes after it", err=True)
+            say(f"{override} does not count: {last[override.partition('=')[0]]} comes after it", err=True)

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import typer
-
+from fl_sim.cli.screen import say
 from fl_sim.data import NAMES, Check, Source, find, roots, verify, wanted_files
 from fl_sim.errors import RunError
 
@@ -17,12 +16,12 @@ def show_found(data_root: Path | None, *, json_output: bool) -> None:
         searched = [
             {"path": str(root.path), "origin": root.origin, "exists": root.path.is_dir()} for root in roots(data_root)
         ]
-        typer.echo(json.dumps({"roots": searched, "data": [_row(name, source) for name, source in found.items()]}))
+        say(json.dumps({"roots": searched, "data": [_row(name, source) for name, source in found.items()]}))
         return
     for name, source in found.items():
-        typer.echo(f"{name:14} {_where(source) if source else f'missing; wanted: {wanted_files(name)}'}")
-    typer.echo("searched: " + ", ".join(f"{root.path} ({root.origin})" for root in roots(data_root)))
-    typer.echo(
+        say(f"{name:14} {_where(source) if source else f'missing; wanted: {wanted_files(name)}'}")
+    say("searched: " + ", ".join(f"{root.path} ({root.origin})" for root in roots(data_root)))
+    say(
         "your own: csv:PATH, parquet:PATH (a table with a column for the label), npz:PATH (x_train, y_train, x_test, "
         "y_test), folder:PATH (train/CLASS/*.png, test/CLASS/*.png), leaf:PATH, medmnist:PATH, hf:NAME (docs/data.md)"
     )
@@ -42,7 +41,7 @@ def verify_all(names: list[str], data_root: Path | None, *, json_output: bool) -
     broken = [check.name for check in checks if not check.ok]
     if json_output:
         rows = [{**_row(c.name, c.source), "ok": c.ok, "problems": list(c.problems), "note": c.note} for c in checks]
-        typer.echo(json.dumps({"ok": not broken, "data": rows}))
+        say(json.dumps({"ok": not broken, "data": rows}))
     if broken:
         raise RunError(f"not in order: {', '.join(broken)}")
 
@@ -60,9 +59,9 @@ def _where(source: Source | None) -> str:
 
 
 def _say(check: Check) -> None:
-    typer.echo(
+    say(
         f"{check.name:14} {'ok' if check.ok else 'NOT OK':7} {_where(check.source)}"
         + (f"  ({check.note})" if check.note else "")
     )
     for problem in check.problems:
-        typer.echo(f"    {problem}")
+        say(f"    {problem}")

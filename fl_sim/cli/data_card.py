@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import typer
-
+from fl_sim.cli.screen import say
 from fl_sim.data import is_own, load
 from fl_sim.data.card import card_of
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from, with_overrides
+from fl_sim.printable import in_a_line
 from fl_sim.types import Dataset
 
 _MOST = 20  # lines of classes, of columns, and numbers in a record that are printed
@@ -33,11 +33,20 @@ def show_card(
         _draw(dataset, sheet)
         card |= {"sheet": str(sheet), "shows_records": True}
     if json_output:
-        typer.echo(json.dumps(card))
+        say(json.dumps(card))
     else:
-        _print(card)
+        _print(_in_lines(card))
     if card["shows_records"] and is_own(dataset.name):
-        typer.echo("This card shows records of your data: where these are private, it is, too.", err=True)
+        say("This card shows records of your data: where these are private, it is, too.", err=True)
+
+
+def _in_lines(value: Any) -> Any:
+    """Return a card whose texts, names from files among them, are one line each."""
+    if isinstance(value, str):
+        return in_a_line(value)
+    if isinstance(value, list):
+        return [_in_lines(one) for one in value]
+    return {in_a_line(key): _in_lines(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 def _draw(dataset: Dataset, sheet: Path) -> None:
@@ -57,9 +66,9 @@ def _draw(dataset: Dataset, sheet: Path) -> None:
 
 
 def _print(card: Mapping[str, Any]) -> None:
-    typer.echo(card["name"])
+    say(card["name"])
     for line in filter(None, (card["note"], *card["counted"])):
-        typer.echo(f"  {line}")
+        say(f"  {line}")
     records, inputs = card["records"], card["inputs"]
     what = "x".join(map(str, inputs["shape"]))
     kind = {
@@ -68,34 +77,34 @@ def _print(card: Mapping[str, Any]) -> None:
         "numbers": f"{what} numbers a record",
     }[inputs["kind"]]
     validation = f", {records['validation']:,} for evaluate.validation=given" if "validation" in records else ""
-    typer.echo(f"records   {records['train']:,} to train, {records['test']:,} to test{validation}")
-    typer.echo(f"inputs    {kind} ({inputs['type']})")
+    say(f"records   {records['train']:,} to train, {records['test']:,} to test{validation}")
+    say(f"inputs    {kind} ({inputs['type']})")
     _print_classes(card["classes"])
     _print_clients(card["clients"])
     _print_columns(card)
     _print_inferred(card["inferred"])
     for fact in card["read_off"]:
-        typer.echo(f"read off the records: {fact}")
+        say(f"read off the records: {fact}")
     _print_first(card.get("first_records", []))
     if "sheet" in card:
-        typer.echo(f"drawn to {card['sheet']}")
+        say(f"drawn to {card['sheet']}")
 
 
 def _print_classes(classes: list[dict[str, Any]]) -> None:
-    typer.echo(f"classes   {len(classes)}: training and test records")
+    say(f"classes   {len(classes)}: training and test records")
     width = max(len(one["name"]) for one in classes[:_MOST])
     largest = max(one["train"] for one in classes)
     for one in classes[:_MOST]:
         bar = "#" * round(_BAR * one["train"] / largest)
-        typer.echo(f"  {one['name']:{width}} {one['train']:9,} {one['test']:9,}  {bar}")
+        say(f"  {one['name']:{width}} {one['train']:9,} {one['test']:9,}  {bar}")
     _print_more(classes)
 
 
 def _print_clients(clients: dict[str, Any] | None) -> None:
     if clients is None:
-        typer.echo("clients   the data do not say whose records are whose")
+        say("clients   the data do not say whose records are whose")
         return
-    typer.echo(
+    say(
         f"clients   {clients['count']:,}: {clients['smallest']:,} to {clients['largest']:,} training records each, "
         f"median {clients['median']:g}; {clients['with_one_record']:,} with one record, "
         f"{clients['with_test_records']:,} with test records of their own; each is one by partition=natural "
@@ -104,35 +113,35 @@ def _print_clients(clients: dict[str, Any] | None) -> None:
     most = max(step["clients"] for step in clients["histogram"])
     for step in clients["histogram"]:
         held = f"{step['from']:,}" if step["from"] == step["to"] else f"{step['from']:,}-{step['to']:,}"
-        typer.echo(f"  {held:>19} {step['clients']:9,}  {'#' * round(_BAR * step['clients'] / most)}")
+        say(f"  {held:>19} {step['clients']:9,}  {'#' * round(_BAR * step['clients'] / most)}")
 
 
 def _print_columns(card: Mapping[str, Any]) -> None:
     if not card["columns"]:
         return
     ranges = {one["name"]: f" (here {one['from']:g}..{one['to']:g})" for one in card.get("ranges", [])}
-    typer.echo("columns")
+    say("columns")
     width = max(len(column["name"]) for column in card["columns"])
     for column in card["columns"]:
         held = ranges.get(column["name"], "") if column["is"].startswith("number, as it is") else ""
-        typer.echo(f"  {column['name']:{width}}  {column['is']}{held}")
+        say(f"  {column['name']:{width}}  {column['is']}{held}")
 
 
 def _print_inferred(lines: list[str]) -> None:
     if lines:
-        typer.echo("taken for granted")
+        say("taken for granted")
     for line in lines:
-        typer.echo(f"  {line}")
+        say(f"  {line}")
 
 
 def _print_first(rows: list[dict[str, Any]]) -> None:
     if not rows:
         return
-    typer.echo(f"first     {len(rows)} training records, as models see them")
+    say(f"first     {len(rows)} training records, as models see them")
     for row in rows:
         cells = [_cell(name, value) for name, value in row.items() if "=" not in name or value]
         left = [*cells[:_MOST], f"... {len(cells) - _MOST - 1} more", cells[-1]] if len(cells) > _MOST + 1 else cells
-        typer.echo(f"  {', '.join(left)}")
+        say(f"  {', '.join(left)}")
 
 
 def _cell(name: str, value: object) -> str:
@@ -143,4 +152,4 @@ def _cell(name: str, value: object) -> str:
 
 def _print_more(lines: list[dict[str, Any]]) -> None:
     if len(lines) > _MOST:
-        typer.echo(f"  ... and {len(lines) - _MOST:,} more (all of them with --json)")
+        say(f"  ... and {len(lines) - _MOST:,} more (all of them with --json)")

@@ -4,8 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
-
+from fl_sim.cli.screen import say
 from fl_sim.errors import RunError, UserError
 from fl_sim.report.runs import Run, read_all
 from fl_sim.store.locks import sole_run
@@ -26,10 +25,10 @@ def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_ou
             "--out' wrote, or one that holds such directories"
         )
     for problem in found.problems:
-        typer.echo(f"warning: {problem.path}: {problem.error}", err=True)
+        say(f"warning: {problem.path}: {problem.error}", err=True)
     sent = [_exported(run, trackers, json_output=json_output) for run in found.read]
     if json_output:
-        typer.echo(json.dumps({"runs": sent, "problems": [str(problem.path) for problem in found.problems]}))
+        say(json.dumps({"runs": sent, "problems": [str(problem.path) for problem in found.problems]}))
     failed = sum(bool(run["failed"]) for run in sent) + found.num_unread
     if failed:
         raise RunError(f"{failed} of {len(sent) + found.num_unread} runs were not sent whole: see above")
@@ -37,12 +36,12 @@ def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_ou
 
 def _exported(run: Run, trackers: Sequence[str], *, json_output: bool) -> dict[str, object]:
     if run.status != "finished":
-        typer.echo(f"warning: {run.path}: {run.error}", err=True)
+        say(f"warning: {run.path}: {run.error}", err=True)
     with sole_run(run.path):
-        sender = send_whole(run.path, trackers, lambda line: typer.echo(f"warning: {line}", err=True))
+        sender = send_whole(run.path, trackers, lambda line: say(f"warning: {line}", err=True))
     places = {tracker: session.place for tracker, session in sender.sessions.items()}
     there = [tracker for tracker in trackers if tracker not in {*places, *sender.failed}]
     if not json_output:
         told = [*(f"{tracker} ({place})" for tracker, place in places.items()), *(f"{one} had it" for one in there)]
-        typer.echo(f"{run.path}: {len(run.rounds)} rounds; {', '.join(told) or 'sent nowhere'}")
+        say(f"{run.path}: {len(run.rounds)} rounds; {', '.join(told) or 'sent nowhere'}")
     return {"dir": str(run.path), "rounds": len(run.rounds), "sent": places, "there": there, "failed": sender.failed}

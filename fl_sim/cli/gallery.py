@@ -4,8 +4,7 @@ import json
 import os
 from pathlib import Path
 
-import typer
-
+from fl_sim.cli.screen import say
 from fl_sim.errors import UserError
 from fl_sim.report.gallery import PAGE, gallery_text, read_gallery
 from fl_sim.store.run_directory import write_text
@@ -21,11 +20,11 @@ def write_gallery(directories: list[Path], out: Path | None, *, json_output: boo
     write_text(page, gallery_text(entries, _root(directory)))
     waiting = [entry.name for entry in entries if entry.table is None]
     if json_output:
-        typer.echo(json.dumps({"page": str(page), "tables": len(entries) - len(waiting), "to_be_run": waiting}))
+        say(json.dumps({"page": str(page), "tables": len(entries) - len(waiting), "to_be_run": waiting}))
         return
-    typer.echo(f"{page}: {len(entries) - len(waiting)} tables")
+    say(f"{page}: {len(entries) - len(waiting)} tables")
     if waiting:
-        typer.echo(f"still to be run: {', '.join(waiting)}")
+        say(f"still to be run: {', '.join(waiting)}")
 
 
 def _root(directory: Path) -> str:

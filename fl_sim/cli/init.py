@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-import typer
-
+from fl_sim.cli.screen import say
 from fl_sim.errors import UserError
 
 COMMENTED: Final = Path(__file__).parents[1] / "tables" / "commented.toml"
@@ -18,4 +17,4 @@ def write_table_file(path: Path) -> None:
             file.write(text)
     except FileExistsError as error:
         raise UserError(f"{path} is there already, and is left as it is: give another name") from error
-    typer.echo(f"{path} is a table's file with comments: change it, and 'fl-sim table {path}' runs it")
+    say(f"{path} is a table's file with comments: change it, and 'fl-sim table {path}' runs it")

@@ -4,17 +4,19 @@ import json
 from pathlib import Path
 
 import numpy as np
-import typer
 from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fl_sim.cli.arguments import Given
 from fl_sim.cli.run import parse_experiment
+from fl_sim.cli.screen import say
 from fl_sim.data import load
 from fl_sim.experiment.job import shards_of
 from fl_sim.kinds import short_form
+from fl_sim.printable import printable
 from fl_sim.report.figures.partition import draw_partition
 from fl_sim.tables.words import label
 from partitions import label_counts
@@ -42,11 +44,11 @@ def show_partition(given: Given, plot: Path | None, data_root: Path | None, *, j
         sizes = counts.sum(axis=1).tolist()
         result = {"data": data, "data_note": dataset.note, "scheme": scheme, "clients": clients, "seed": seed,
                   "sizes": sizes, "label_counts": counts.tolist(), "left_out": left_out.tolist()}  # fmt: skip
-        typer.echo(json.dumps(result))
+        say(json.dumps(result))
         return
     _print(counts, f"{title} ({dataset.note})" if dataset.note else title)
     if plot is not None:
-        typer.echo(f"drawn to {plot}")
+        say(f"drawn to {plot}")
 
 
 def _warn(counts: NDArray[np.int64], left_out: NDArray[np.int64]) -> None:
@@ -54,12 +56,12 @@ def _warn(counts: NDArray[np.int64], left_out: NDArray[np.int64]) -> None:
     num_small, num_empty = np.count_nonzero(sizes < USUAL_MIN_SIZE), np.count_nonzero(sizes == 0)
     if num_small:
         none = f"; {num_empty:,} of them none, and those train nothing" if num_empty else ""
-        typer.echo(
+        say(
             f"warning: {num_small:,} of {len(sizes):,} clients hold fewer than {USUAL_MIN_SIZE} records{none}", err=True
         )
     if left_out.any():
         classes = ", ".join(str(c) for c in np.flatnonzero(left_out))
-        typer.echo(
+        say(
             f"warning: {left_out.sum():,} of {left_out.sum() + sizes.sum():,} training records belong to no client: "
             f"nobody holds class {classes}; use at least {len(left_out)} clients or a larger k",
             err=True,
@@ -70,7 +72,7 @@ def _print(counts: NDArray[np.int64], title: str) -> None:
     num_clients, num_classes = counts.shape
     wide = num_classes <= _MOST_COLUMNS
     shown = num_clients if num_clients <= _MOST_ROWS else 10
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
+    table = Table(title=Text(printable(title)), box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), title_justify="left")
     for heading in ("client", "records", *(map(str, range(num_classes)) if wide else ("classes",))):
         table.add_column(heading, justify="right")
     if not wide:

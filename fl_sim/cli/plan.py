@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import typer
-
 from fl_sim.cli.arguments import Given
 from fl_sim.cli.run import parse_experiment
+from fl_sim.cli.screen import say
 from fl_sim.data.places import look_for
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
@@ -38,7 +37,7 @@ def show_plan(
     found = forecast(runs, cells, data_root, None if quick else {}, billed=True)
     searches = search_forecasts(table.settings, table.searches, cells.parent, data_root, found) if table else []
     if json_output:
-        typer.echo(json.dumps({"directory": str(cells), **as_json(found, searches, side_by_side)}))
+        say(json.dumps({"directory": str(cells), **as_json(found, searches, side_by_side)}))
     else:
         print_plan(found, searches, side_by_side)
 

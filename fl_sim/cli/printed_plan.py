@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fl_sim.cli.screen import say
 from fl_sim.tables.forecast import Forecast, bills_of, in_time, seconds_together, time_in_words
 from fl_sim.tables.tuning_forecast import SearchForecast, search_in_words
 
@@ -24,21 +24,21 @@ def print_plan(found: Sequence[Forecast], searches: Sequence[SearchForecast], jo
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
     console.print(_drawn(found))
-    typer.echo(_together(found, jobs))
+    say(_together(found, jobs))
     if making := [one.estimate for one in found if one.estimate.seconds and one.estimate.synthetic_seconds]:
         share = sum(one.synthetic_seconds for one in making) / sum(one.seconds or 0.0 for one in making)
-        typer.echo(
+        say(
             f"Synthetic records are {share:.1%} of the time of the runs that make them ({len(making)} of {len(found)})."
         )
     if searches:
-        typer.echo(f"before them {search_in_words(searches, jobs)}")
+        say(f"before them {search_in_words(searches, jobs)}")
     for told in dict.fromkeys(told for one in found for told in one.told):
-        typer.echo(told)
+        say(told)
     bills = bills_of(found)
     for bill in bills:
-        typer.echo(bill.in_words)
+        say(bill.in_words)
     if not bills:
-        typer.echo("Privacy: nothing here promises any.")
+        say("Privacy: nothing here promises any.")
 
 
 def as_json(found: Sequence[Forecast], searches: Sequence[SearchForecast], jobs: int) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from fl_sim.cli.pictures import find_images
+from fl_sim.cli.screen import say
 from fl_sim.report.bills import bills_of
 from fl_sim.report.figures.by_epsilon import sample_pictures, with_pools
 from fl_sim.report.figures.curves import draw_all
@@ -47,7 +46,7 @@ def write_report(
     found.problems += doubles
     shown = panels(groups)
     if pictures and not any(is_in_features(run) for _, run in with_pools(groups)):
-        typer.echo("--pictures: no run here has synthetic records that are feature vectors: nothing to find", err=True)
+        say("--pictures: no run here has synthetic records that are feature vectors: nothing to find", err=True)
     samples, damaged = sample_pictures(groups, find_images if pictures else None)
     votes, unreadable = pate_pictures(groups)
     bills = bills_of(found)
@@ -63,17 +62,17 @@ def write_report(
     write_text(out / PAGE, page(found, shown, figures, bills.in_words, target))
     problems, got_there = _problems(found), [] if target is None else taken(groups_of(shown), target)
     for problem in problems:
-        typer.echo(f"warning: {problem['dir']}: {problem['error']}", err=True)
+        say(f"warning: {problem['dir']}: {problem['error']}", err=True)
     if json_output:
         told = _as_json(out, list(files), shown, problems) | {"bill": list(bills.bills)}
-        typer.echo(json.dumps(told | ({} if target is None else {"target": _target_as_json(target, got_there)})))
+        say(json.dumps(told | ({} if target is None else {"target": _target_as_json(target, got_there)})))
         return
-    typer.echo(title_of(shown))
-    typer.echo(summary(groups_of(shown)))
+    say(title_of(shown))
+    say(summary(groups_of(shown)))
     for line in [*(f"to {100 * (target or 0):g} %: {one.in_words}" for one in got_there), *bills.in_words]:
-        typer.echo(line)
+        say(line)
     for name in (PAGE, *files):
-        typer.echo(str(out / name))
+        say(str(out / name))
 
 
 def _problems(found: Found) -> list[dict[str, str]]:

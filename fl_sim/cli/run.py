@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from fl_sim.cli.arguments import Given
+from fl_sim.cli.screen import say
 from fl_sim.data.naming import without_settings
 from fl_sim.data.places import look_for
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
@@ -40,7 +39,7 @@ def run_experiment(
         from fl_sim.interface import run  # noqa: PLC0415
     result = run(experiment, out=out, data_root=data_root, again=again, track=trackers)
     if json_output:
-        typer.echo(json.dumps(result.facts))
+        say(json.dumps(result.facts))
     else:
         _print(result.facts, result.directory)
 
@@ -54,7 +53,7 @@ def base_of(given: Given) -> dict[str, Any]:
     """Return the settings in the file that was typed; of a table's, those of its [base], and say what is left out."""
     table = given.table
     if "base" in table and (left := [f"[{name}]" for name in ("grid", "tune") if name in table]):
-        typer.echo(
+        say(
             f"{given.name} is a table's: this run takes its [base] alone, not {' and '.join(left)}; 'fl-sim table "
             f"{given.name}' takes all",
             err=True,
@@ -65,7 +64,7 @@ def base_of(given: Given) -> dict[str, Any]:
 
 def _print(result: Mapping[str, Any], out: Path) -> None:
     note = f" ({result['data_note']})" if result["data_note"] else ""
-    typer.echo(
+    say(
         f"{result['algorithm']}{_server(result)} on {without_settings(result['data'])}{note}, {result['partition']}, "
         f"{result['clients']} clients, {result['model']}: "
         f"accuracy {_percent(result['final_accuracy'])}{_majority(result)} after {result['rounds']} rounds, "
@@ -73,29 +72,29 @@ def _print(result: Mapping[str, Any], out: Path) -> None:
         f"{took(result)} on engine {result['engine']}"
     )
     if result["stopped"]:
-        typer.echo(result["stopped"])
+        say(result["stopped"])
     _print_virtual_time(result)
     if result["preprocess"]["kind"] != "none":
-        typer.echo(_in_words(result["preprocess"], is_drawn=(out / "samples.png").exists()))
+        say(_in_words(result["preprocess"], is_drawn=(out / "samples.png").exists()))
     if result["calibrate"]["kind"] != "none":
-        typer.echo(_calibration_in_words(result["calibrate"]))
+        say(_calibration_in_words(result["calibrate"]))
     if "tstr" in result:
-        typer.echo(_classifiers_in_words(result["tstr"]))
+        say(_classifiers_in_words(result["tstr"]))
     if "pate" in result:
-        typer.echo(_votes_in_words(result["pate"]))
+        say(_votes_in_words(result["pate"]))
     if not result["privacy"]:
-        typer.echo("privacy: none - updates leave the clients without noise")
+        say("privacy: none - updates leave the clients without noise")
     for promise in result["privacy"]:
         _print_promise(promise)
-    typer.echo(f"results in {out}")
+    say(f"results in {out}")
 
 
 def _print_promise(promise: Mapping[str, Any]) -> None:
-    typer.echo(f"privacy of a {promise['unit']}: {promise['guarantee']}")
+    say(f"privacy of a {promise['unit']}: {promise['guarantee']}")
     if promise["unit"] == "client":
-        typer.echo(f"  who takes part: {promise['sampling']}")
-    typer.echo(f"  covers: {promise['covers']}")
-    typer.echo(f"  does not cover: {promise['does_not_cover']}")
+        say(f"  who takes part: {promise['sampling']}")
+    say(f"  covers: {promise['covers']}")
+    say(f"  does not cover: {promise['does_not_cover']}")
 
 
 def _server(result: Mapping[str, Any]) -> str:
@@ -107,7 +106,7 @@ def _server(result: Mapping[str, Any]) -> str:
 def _print_virtual_time(result: Mapping[str, Any]) -> None:
     if "virtual_seconds" in result:
         late = f", {result['late']:,} updates came too late" if result.get("late") else ""
-        typer.echo(f"virtual time: {result['virtual_seconds']:,.1f} s on simulated devices{late}")
+        say(f"virtual time: {result['virtual_seconds']:,.1f} s on simulated devices{late}")
 
 
 def _majority(result: Mapping[str, Any]) -> str:

@@ -7,8 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 
-import typer
-
+from fl_sim.cli.screen import say
 from fl_sim.errors import UserError
 from fl_sim.experiment.reference import Group, groups
 from fl_sim.mistakes import guess
@@ -23,14 +22,14 @@ def show_settings(name: str | None, *, json_output: bool) -> None:
     chosen = [group for group in every if not group.kind] if name is None else find(name, every)
     chosen = [group for group in chosen if name is not None or group.name in {"", "local", "evaluate"}]
     if json_output:
-        typer.echo(json.dumps([asdict(group) for group in chosen]))
+        say(json.dumps([asdict(group) for group in chosen]))
         return
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     for group in chosen:
-        typer.echo("\n".join([*_printed(group, width), ""]))
+        say("\n".join([*_printed(group, width), ""]))
     if name is None:
-        typer.echo("Further: 'fl-sim settings NAME', where NAME is a setting, the start of one, or a kind, such as")
-        typer.echo("local.schedule, preprocess, scaffold or poisson.")
+        say("Further: 'fl-sim settings NAME', where NAME is a setting, the start of one, or a kind, such as")
+        say("local.schedule, preprocess, scaffold or poisson.")
 
 
 def find(name: str, every: Sequence[Group]) -> list[Group]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import typer
 
 from fl_sim.cli.arguments import Given
+from fl_sim.cli.screen import say
 from fl_sim.errors import RunError
 from fl_sim.importing import importing
 from fl_sim.tables.budget import deadline_after
@@ -45,7 +46,7 @@ def fill_table(
     except TimeIsUp:
         print_table(board, out, json_output=json_output)
         failed = f", {len(board.failures())} failed ({'; '.join(board.failures())})" if board.failures() else ""
-        typer.echo(
+        say(
             f"--budget {hours:g} leaves no time for more: this table is PARTIAL, {board.num_finished()} of "
             f"{len(board.plan.runs)} cells are finished and kept in {out}{failed}; the same command goes on from there",
             err=True,
@@ -53,13 +54,13 @@ def fill_table(
         raise typer.Exit(3) from None
     except KeyboardInterrupt:
         print_table(board, out, json_output=json_output)
-        typer.echo(
+        say(
             f"interrupted: {board.num_finished()} of {len(plan.runs)} cells are finished and kept in {out}; "
             "the same command goes on from there",
             err=True,
         )
         raise typer.Exit(130) from None
     print_table(board, out, json_output=json_output)
-    typer.echo(f"table.md, table.csv, rounds.csv, table.tex and table.json are in {out}", err=True)
+    say(f"table.md, table.csv, rounds.csv, table.tex and table.json are in {out}", err=True)
     if failures := board.failures():
         raise RunError(f"{len(failures)} of {len(plan.runs)} cells failed: {'; '.join(failures)}")

@@ -14,6 +14,7 @@ from fl_sim.cli.options import AsJson
 from fl_sim.cli.privacy.verbs import app as privacy_app
 from fl_sim.cli.result_verbs import export, report, watch
 from fl_sim.cli.running_verbs import partition, plan, run, sweep, table
+from fl_sim.cli.screen import say
 from fl_sim.importing import importing
 
 app = typer.Typer(
@@ -28,7 +29,7 @@ app = typer.Typer(
 
 def _print_version(*, asked: bool) -> None:
     if asked:
-        typer.echo(f"fl-sim {fl_sim.__version__}")
+        say(f"fl-sim {fl_sim.__version__}")
         raise typer.Exit
 
 

@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.live import Live
 
+from fl_sim.cli.screen import say
 from fl_sim.report.watch_view import view
 from fl_sim.report.watching import STATES, Watched, Watcher
 
@@ -24,7 +24,7 @@ def watch_directory(directory: Path, *, every: float, once: bool, json_output: b
     watcher = Watcher(directory)
     watched = watcher.look()
     if json_output:
-        typer.echo(json.dumps(_as_json(directory, watched)))
+        say(json.dumps(_as_json(directory, watched)))
         return
     console = Console(highlight=False)
     if not console.is_terminal:

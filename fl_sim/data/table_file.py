@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 from unicodedata import normalize
@@ -23,6 +23,9 @@ MISSING: Final = ("", "NA", "N/A", "n/a", "#N/A", "#NA", "<NA>", "null", "NULL",
 
 _NAN: Final = r"^(?i:[+-]?nan(\(.*\))?|[+-]?1\.#(qnan|snan|ind))$"
 """What programs write for a number that is none."""
+
+_BLOCK: Final = 2**24
+"""Bytes of a csv file that are looked at together: of a table with many columns these are few rows."""
 
 ROWS: Final = 2**16
 """How many are read at a time."""
@@ -56,7 +59,8 @@ class TableFile:
         written = dict(zip(self.names, self.written, strict=True))
         try:
             for batch in self.rows([written[name] for name in columns]):
-                yield {name: _cleaned(batch.column(written[name])) for name in columns}
+                places = {name: place for place, name in enumerate(batch.schema.names)}  # by name they are looked for
+                yield {name: _cleaned(batch.column(places[written[name]])) for name in columns}
         except UserError:
             raise
         except Exception as error:
@@ -126,7 +130,8 @@ def _open_csv(path: Path, delimiter: str, convert: Any) -> Any:
     arrow = pyarrow()
     return arrow.csv.open_csv(
         path,
-        read_options=arrow.csv.ReadOptions(use_threads=False),  # so that a mistake is told with its row
+        # one thread, so that a mistake is told with its row
+        read_options=arrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
         parse_options=arrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
         convert_options=convert,
     )
@@ -173,6 +178,11 @@ def _declared(part: Any) -> Declared:
     return "time" if kinds.is_temporal(part) else "other"
 
 
+@lru_cache(maxsize=1)
+def _missing() -> Any:
+    return pyarrow().array(MISSING)
+
+
 def _cleaned(cells: Any) -> Any:
     arrow = pyarrow()
     kinds, compute = arrow.types, arrow.compute
@@ -180,11 +190,15 @@ def _cleaned(cells: Any) -> Any:
         cells = cells.dictionary_decode()
     if kinds.is_string(cells.type) or kinds.is_large_string(cells.type):
         cells = cells.cast(arrow.string())
-        if not compute.all(compute.string_is_ascii(cells)).as_py():
+        buffer = cells.buffers()[2]
+        letters = buffer.to_pybytes().lower() if buffer is not None else b""
+        if not letters.isascii():
             cells = compute.utf8_normalize(cells, form="NFC")
         cells = compute.utf8_trim_whitespace(cells)
-        missing = compute.is_in(cells, value_set=arrow.array(MISSING))
-        missing = compute.or_(missing, compute.fill_null(compute.match_substring_regex(cells, _NAN), fill_value=True))
+        missing = compute.is_in(cells, value_set=_missing())
+        if b"nan" in letters or b"1.#" in letters:  # building the expression takes longer than a thousand cells do
+            is_nan = compute.match_substring_regex(cells, _NAN)
+            missing = compute.or_(missing, compute.fill_null(is_nan, fill_value=True))
         return compute.if_else(missing, None, cells)
     if kinds.is_floating(cells.type):
         return compute.if_else(compute.is_nan(cells), None, cells)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from fl_sim.data.listed import read_off_classes
@@ -33,10 +34,11 @@ class Told:
     drops: bool
     counting: tuple[str, ...] = ()
 
-    @property
-    def as_they_are(self) -> list[str]:
-        """Return the columns of numbers that have no range."""
-        return [feature.name for feature in self.features if not feature.categories and feature.bounds is None]
+    @cached_property
+    def as_they_are(self) -> dict[str, None]:
+        """Return the columns of numbers that have no range, in order."""
+        kept = (feature.name for feature in self.features if not feature.categories and feature.bounds is None)
+        return dict.fromkeys(kept)
 
     @property
     def test_part(self) -> str:

@@ -8,6 +8,7 @@ from typing import Self, TextIO
 from rich.console import Console
 from rich.progress import Progress
 
+from fl_sim.printable import printable
 from fl_sim.report.progress_line import Line, Part, clock
 from fl_sim.store.run_directory import RoundRecord
 
@@ -54,7 +55,7 @@ class RunProgress:
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
     def started(self, first_round: int) -> None:
         """Start counting at ``first_round``."""

@@ -8,6 +8,7 @@ from typing import Self, TextIO
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from fl_sim.printable import printable
 from fl_sim.report.progress_line import Line, Part
 from fl_sim.store.run_directory import RoundRecord
 
@@ -44,7 +45,7 @@ class TableProgress:
 
     def say(self, line: str) -> None:
         """Print a line, above the bars if there are any."""
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
     def started(self, cell: str, first_round: int) -> None:
         """Show a cell that is taken up at ``first_round``."""

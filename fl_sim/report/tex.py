@@ -3,6 +3,7 @@
 import re
 from typing import Final
 
+from fl_sim.printable import in_a_line
 from fl_sim.report.further import targets
 from fl_sim.report.table import MEASURES, Grid, Table, differences, notes, texts
 
@@ -72,5 +73,5 @@ def _label(name: str) -> str:
 
 
 def _escape(text: str) -> str:
-    escaped = "".join(_SPECIAL.get(character, character) for character in text)
+    escaped = "".join(_SPECIAL.get(character, character) for character in in_a_line(text))
     return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)  # a minus, not a hyphen

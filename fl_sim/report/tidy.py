@@ -8,6 +8,7 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from fl_sim.printable import as_cell
 from fl_sim.report.measures import Value, of_round
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.store.run_directory import RoundRecord
@@ -70,7 +71,9 @@ def _accuracies(one: SeedResult) -> dict[str, float | None]:
 
 def _text(names: Sequence[str], lines: Iterable[Mapping[str, object]]) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(as_cell, names))
+    for line in lines:
+        cells = (line.get(name) for name in names)
+        writer.writerow([as_cell(cell) if isinstance(cell, str) else cell for cell in cells])
     return text.getvalue()

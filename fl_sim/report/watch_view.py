@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fl_sim.printable import in_a_line
 from fl_sim.report.progress_line import clock
 from fl_sim.report.watching import STATES, Watched
 
@@ -39,9 +40,9 @@ def view(watched: Sequence[Watched], *, height: int | None, is_plain: bool = Fal
     for one in shown:
         if one.place != place and len({run.place for run in watched}) > 1:
             place = one.place
-            table.add_row(Text(place or "not readable", "italic"))
+            table.add_row(Text(in_a_line(place) or "not readable", "italic"))
         table.add_row(*_cells(one, has, _PLAIN_BLOCKS if is_plain else _BLOCKS))
-    told = [Text(f"{one.directory}: {one.error}", "yellow", overflow="fold") for one in shown if one.error]
+    told = [Text(in_a_line(f"{one.directory}: {one.error}"), "yellow", overflow="fold") for one in shown if one.error]
     return Group(table, *told, Text(_counted(watched, len(shown))))
 
 
@@ -75,7 +76,7 @@ def curve(accuracies: Sequence[float], blocks: str = _BLOCKS, width: int = _CURV
 def _cells(one: Watched, has: dict[str, bool], blocks: str) -> list[Text]:
     name = one.method or one.directory
     cells = [
-        Text(name if one.seed is None else f"{name}, seed {one.seed}"),
+        Text(in_a_line(name if one.seed is None else f"{name}, seed {one.seed}")),
         Text(one.state, _STYLES.get(one.state, "")),
         Text("" if one.rounds is None else f"{one.round}/{one.rounds}"),
         Text(f"{100 * one.accuracies[-1]:.1f}" if one.accuracies else ""),
@@ -86,7 +87,7 @@ def _cells(one: Watched, has: dict[str, bool], blocks: str) -> list[Text]:
     if has["left"]:
         cells.append(Text("" if one.left is None else clock(one.left)))
     if has["epsilon"]:
-        cells.append(Text(one.epsilon))
+        cells.append(Text(in_a_line(one.epsilon)))
     return cells
 
 

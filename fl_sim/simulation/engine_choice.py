@@ -30,6 +30,7 @@ from fl_sim.local_plan import fields_in_use
 from fl_sim.native.checks import RECEIVED, unknown_settings
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import num_parameters
+from fl_sim.printable import in_a_line
 from fl_sim.seeding import rng
 from fl_sim.simulation.capacity import cores, fixed_threads, generator_threads, stack_of, workers_of
 from fl_sim.simulation.pace import PROBE_STEPS, SHARE_PER_CORE, num_steps, step_seconds
@@ -111,7 +112,7 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
 
 
 def _tell(line: str) -> None:
-    sys.stderr.write(f"fl-sim: {line}\n")
+    sys.stderr.write(f"fl-sim: {in_a_line(line)}\n")
 
 
 def client_app() -> ClientApp:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from fl_sim.errors import RunError
+from fl_sim.printable import in_a_line
 from fl_sim.store.files import remove_partial
 
 LOCK: Final = ".lock"
@@ -38,7 +39,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     path, start, told = folder / LOCK, time.monotonic(), False
     while (lock := _try(path)) is None:
         if not told and time.monotonic() - start > _PATIENCE:
-            sys.stderr.write(f"fl-sim: waiting for {_holder(path)}, which is working in {folder}\n")
+            sys.stderr.write(in_a_line(f"fl-sim: waiting for {_holder(path)}, which is working in {folder}") + "\n")
             told = True
         time.sleep(_PAUSE)
     with _held(path, lock):

@@ -9,6 +9,7 @@ from typing import Any, Final
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.import_path import in_one_line, load_object
+from fl_sim.printable import in_a_line
 from fl_sim.simulation.run_log import Observer
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.tracking.names import chosen_trackers
@@ -143,4 +144,4 @@ def _with_methods(name: str, observer: object) -> object:
 
 
 def _to_standard_error(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{in_a_line(line)}\n")

@@ -1,6 +1,8 @@
 """Tables in csv and parquet files: what becomes of columns, and what is refused, by row and column."""
 
+import sys
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pyarrow as pa
@@ -252,3 +254,33 @@ def test_a_missing_file_and_a_missing_pyarrow_are_told(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"pyarrow, which is not installed .*: pip install 'fl-sim\[data\]'"):
         load(f"csv:{written(tmp_path)}:{SAME}")
+
+
+def steps_of_reading(folder: Path, columns: int) -> int:
+    """Count the lines of the program that are run while a table of so many columns is read."""
+    head = ",".join(f"c{place}" for place in range(columns))
+    row = ",".join(str(place % 7) for place in range(columns))
+    (folder / f"{columns}.csv").write_text(f"{head},label\n" + f"{row},0\n{row},1\n" * 10)
+    count, source = 0, str(Path(table.__file__).parent)
+
+    def line(*_: object) -> object:
+        nonlocal count
+        count += 1
+        return line
+
+    def call(frame: FrameType, *_: object) -> object:
+        return line if frame.f_code.co_filename.startswith(source) else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        load(f"csv:{folder}/{columns}.csv:test=0.3")
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_the_work_of_reading_grows_as_the_number_of_columns_does(tmp_path):
+    steps_of_reading(tmp_path, 2)
+    few, many = (steps_of_reading(tmp_path, columns) for columns in (150, 600))
+    assert many < 4.5 * few

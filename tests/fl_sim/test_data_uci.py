@@ -8,7 +8,7 @@ import pytest
 from clients.dafl.table import cells_of, records_of
 from fl_sim.data import load, verify
 from fl_sim.data.known import KNOWN
-from fl_sim.data.uci import _DIABETES, _DIABETES_NUMBERS
+from fl_sim.data.uci import _DIABETES, _DIABETES_NUMBERS, _ICD9, _diagnosis
 from fl_sim.errors import UserError
 
 ADULT = (
@@ -98,3 +98,22 @@ def test_a_table_that_is_missing_is_not_downloaded(tmp_path: Path) -> None:
 def test_verify_compares_checksums(tmp_path: Path) -> None:
     _diabetes(tmp_path / "uci" / "diabetic_data.csv")
     assert "the official file's is" in verify("diabetes", tmp_path).problems[0]
+
+
+def test_a_range_of_diagnoses_ends_below_its_upper_code():
+    """Strack et al. 2014, table 2: 460 to 519 are respiratory, 250.xx is diabetes, and 785 to 788 go apart."""
+    names = [*(name for name, _ in _ICD9), "other"]
+
+    def group(code):
+        return [name for name, share in zip(names, _diagnosis(code), strict=True) if share]
+
+    assert [group(code) for code in ("459", "460", "519.9", "520", "579", "580", "629", "630")] == [
+        ["circulatory"], ["respiratory"], ["respiratory"], ["digestive"], ["digestive"], ["genitourinary"],
+        ["genitourinary"], ["other"],
+    ]  # fmt: skip
+    assert [group(code) for code in ("250", "250.99", "251", "239", "240")] == [
+        ["diabetes"], ["diabetes"], ["other"], ["neoplasms"], ["other"],
+    ]  # fmt: skip
+    assert [group(code) for code in ("785", "786", "787", "788", "789", "1000", "V45", "?")] == [
+        ["circulatory"], ["respiratory"], ["digestive"], ["genitourinary"], ["other"], ["other"], ["other"], [],
+    ]  # fmt: skip

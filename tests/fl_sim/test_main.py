@@ -1,12 +1,16 @@
 """The process of a command ends with the command's exit code, and not before what it prints is out."""
 
 import io
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from fl_sim import __main__ as program
+from fl_sim.errors import UserError
 
 
 class Ended(BaseException):
@@ -57,3 +61,37 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(program.os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
     with pytest.raises(RuntimeError, match="a fault"):
         program.command()
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&-", "0<&- 1>&- 2>&-"])
+def test_a_command_whose_standard_files_are_closed_ends_as_usual(tmp_path: Path, closed: str) -> None:
+    command = f"exec {sys.executable} -m fl_sim data list --json {closed}"
+    done = subprocess.run(
+        ["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("digits" in done.stdout) is ("1>&-" not in closed)
+
+
+def test_what_is_opened_next_takes_no_closed_standard_file(tmp_path: Path) -> None:
+    code = (
+        "import os; from fl_sim.__main__ import _open_standard_files as opened; opened(); "
+        f"file = open({str(tmp_path / 'ledger')!r}, 'w'); print('to nobody', flush=True); os.write(1, b'to nobody'); "
+        "os._exit(file.fileno())"
+    )
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"exec {sys.executable} -c {shlex.quote(code)} 1>&-"], check=False, timeout=60
+    )
+    assert done.returncode > 2
+    assert (tmp_path / "ledger").read_text() == ""
+
+
+def test_a_refusal_is_one_line_that_steers_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise UserError("column 'a\x1b[2J\nb' is none; take another")
+
+    monkeypatch.setattr(program, "app", refused)
+    with pytest.raises(SystemExit) as end:
+        program.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "error: column 'a\\x1b[2J b' is none; take another\n"

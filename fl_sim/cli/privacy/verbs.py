@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from fl_sim.cli.screen import say
 from fl_sim.errors import UserError
 from fl_sim.importing import importing
 
@@ -125,7 +126,7 @@ def labels(
         from fl_sim.cli.privacy import labels  # noqa: PLC0415 (slow imports, only here)
 
     found = labels.answer(mechanism, records, gamma, epsilon, largest, classes=classes, false_positive=false_positive)
-    typer.echo(json.dumps(found) if json_output else labels.in_words(found))
+    say(json.dumps(found) if json_output else labels.in_words(found))
 
 
 @app.command("pate")
@@ -167,8 +168,8 @@ def pate(  # noqa: PLR0913 (one parameter per option)
     if plot is not None:
         pate.plot(bill, counts, plot)
     for warning in bill["warnings"]:
-        typer.echo(f"warning: {warning}", err=True)
-    typer.echo(json.dumps(bill) if json_output else pate.in_words(bill))
+        say(f"warning: {warning}", err=True)
+    say(json.dumps(bill) if json_output else pate.in_words(bill))
 
 
 @app.command("audit")
@@ -202,23 +203,21 @@ def audit(
         shown = [{**asdict(finding), "caught": finding.caught} for finding in findings]
         head = {"unit": "client", "noise_multiplier": noise_multiplier, "runs": runs, "confidence": 0.95}
         tight = {"claimed_epsilon": at_delta, "refuted_epsilon": proven, "tightness": proven / at_delta}
-        typer.echo(json.dumps({**head, "true_mechanism": TRUE_MECHANISM, **tight, "mechanisms": shown}))
+        say(json.dumps({**head, "true_mechanism": TRUE_MECHANISM, **tight, "mechanisms": shown}))
         return
-    typer.echo(
-        f"noise multiplier {noise_multiplier:g}, {runs} rounds per world, 95 % confidence; deltas at epsilon 0 and 1"
-    )
-    typer.echo(f"{'mechanism':32}{'delta(0) >=':>12}{'delta(1) >=':>12}{'epsilon >=':>12}  verdict")
+    say(f"noise multiplier {noise_multiplier:g}, {runs} rounds per world, 95 % confidence; deltas at epsilon 0 and 1")
+    say(f"{'mechanism':32}{'delta(0) >=':>12}{'delta(1) >=':>12}{'epsilon >=':>12}  verdict")
     claimed = findings[0].profile.claimed
-    typer.echo(f"{'claimed (epsilon at delta 1e-5)':32}{claimed[0]:12.3f}{claimed[2]:12.3f}{at_delta:12.2f}")
+    say(f"{'claimed (epsilon at delta 1e-5)':32}{claimed[0]:12.3f}{claimed[2]:12.3f}{at_delta:12.2f}")
     for finding in findings:
         profile = finding.profile
         if profile.claimed != claimed:
             claimed = profile.claimed
-            typer.echo(f"{'claimed by sampling, 16 rounds':32}{claimed[0]:12.3f}{claimed[2]:12.3f}")
+            say(f"{'claimed by sampling, 16 rounds':32}{claimed[0]:12.3f}{claimed[2]:12.3f}")
         verdict = "CLAIM REFUTED" if profile.refuted else ("noise is wrong" if finding.caught else "nothing found")
         bounds = f"{profile.lower_bounds[0]:12.3f}{profile.lower_bounds[2]:12.3f}{profile.epsilon_lower_bound:12.2f}"
-        typer.echo(f"{finding.mechanism:32}{bounds}  {verdict}")
-    typer.echo(
+        say(f"{finding.mechanism:32}{bounds}  {verdict}")
+    say(
         f"tightness {proven / at_delta:.2f}: had {TRUE_MECHANISM!r} claimed an epsilon below {proven:.2f} (it claims "
         f"{at_delta:.2f}), these runs would have refuted it"
     )
@@ -258,5 +257,5 @@ def _plan(
     if plot is not None:
         plan.plot(question, answer, plot)
     for warning in answer["warnings"]:
-        typer.echo(f"warning: {warning}", err=True)
-    typer.echo(json.dumps(answer) if json_output else plan.in_words(answer))
+        say(f"warning: {warning}", err=True)
+    say(json.dumps(answer) if json_output else plan.in_words(answer))

@@ -115,3 +115,29 @@ def test_a_sheet_draws_images_of_every_class(tmp_path):
 
 def test_after_the_name_stand_settings_of_the_data_alone():
     assert "settings of the data alone" in str(run("show", "digits", "rounds=3").exception)
+
+
+def test_names_from_files_steer_no_terminal_and_forge_no_line(root):
+    head, label = '"a\x1b[2Jb"', "x\x1b]0;owned\x07\nsafe   9,999"
+    rows = "".join(f'{row * 1.5},"{label if row % 2 else "y"}"\n' for row in range(20))
+    (root / "t.csv").write_text(f"{head},label\n{rows}")
+    shown = run("show", f"csv:{root}/t.csv:test=0.3")
+    assert shown.exit_code == 0
+    assert "\x1b" not in shown.output
+    assert "\x07" not in shown.output
+    assert r"a\x1b[2Jb" in shown.output
+    assert not any(line.startswith("safe") for line in shown.output.splitlines())
+    told = json.loads(run("show", f"csv:{root}/t.csv:test=0.3", "--json").stdout)
+    assert [one["name"] for one in told["classes"]] == [label, "y"]  # programs get what is there
+
+
+def test_the_card_lists_what_was_taken_for_granted(root):
+    (root / "t.csv").write_text("a;label\n" + "".join(f"{row},5;{row % 2}\n" for row in range(20)))
+    shown = run("show", f"csv:{root}/t.csv:test=0.3:delimiter=semicolon:decimal=comma").output
+    lines = shown[shown.index("taken for granted") :].splitlines()
+    assert lines[1:5] == [
+        "  cells stand between signs called semicolon; numbers have a decimal comma, and no sign between thousands",
+        "  1 columns of numbers, 0 of categories",
+        "  columns by their names: label",
+        "  2 classes, in the order of their numbers",
+    ]

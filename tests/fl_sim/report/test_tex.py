@@ -3,11 +3,13 @@
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fl_sim.report.table import DIFFERENCES, SeedResult, Table, notes
+from fl_sim.report.table_markdown import markdown
 from fl_sim.report.tex import latex
 
 AWKWARD = r"100 % of $x_1 & #2 {a} ~ ^ \ [b] <c> |d| ±"
@@ -96,3 +98,23 @@ def test_pdflatex_compiles_it(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stdout
     assert "Overfull" not in made.stdout, made.stdout
     assert (tmp_path / "paper.pdf").stat().st_size > 10_000
+
+
+def test_a_line_break_in_a_title_breaks_no_line_of_any_file() -> None:
+    plain = table()
+    rows = (r"[A] (mu_1=5%)", "B", "Centralized")
+    broken = replace(
+        plain,
+        rows=("A\n\n\\end{table}|x", *rows[1:]),
+        columns=("Dir\n| forged | 99 |",),
+        results=tuple(
+            replace(one, row=one.row if one.row in rows[1:] else "A\n\n\\end{table}|x", column="Dir\n| forged | 99 |")
+            for one in plain.results
+        ),
+        caption=("What is\nshown.", "Note:\n# a heading"),
+    )
+    assert len(latex(broken, "x").splitlines()) == len(latex(plain, "x").splitlines())
+    assert len(markdown(broken).splitlines()) == len(markdown(plain).splitlines())
+    assert not any(line.startswith(("# a", "| forged")) for line in markdown(broken).splitlines())
+    pipes = {len(re.findall(r"(?<!\\)\|", line)) for line in markdown(broken).splitlines()[:5]}
+    assert len(pipes) == 1

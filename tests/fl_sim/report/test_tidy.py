@@ -92,3 +92,20 @@ def test_rounds_have_a_line_each_and_what_is_not_measured_is_empty() -> None:
     assert (first["test_accuracy_percent"], first["test_loss"], first["train_loss"]) == ("50.0", "1.25", "")
     assert (second["round"], second["test_accuracy_percent"], second["train_loss"]) == ("2", "", "0.75")
     assert of_round(record)["test_accuracy_percent"] == 50.0
+
+
+def test_texts_of_users_are_no_formulas_and_numbers_stay_numbers() -> None:
+    settings = {**flat_settings(SETTINGS), "=name": "@x", "low": -0.5}
+    one = SeedResult("=HYPERLINK(1)", "+x", 3, "failed", "-dir", None, None, error="@error", settings=settings)
+    head, line = csv.reader(io.StringIO(csv_text(table(one))))
+    cells = dict(zip(head, line, strict=True))
+    assert (cells["row"], cells["column"], cells["dir"], cells["error"]) == (
+        "'=HYPERLINK(1)",
+        "'+x",
+        "'-dir",
+        "'@error",
+    )
+    assert (cells["'=name"], cells["low"]) == ("'@x", "-0.5")
+    record = RoundRecord(1, None, None, None, cohort=None, epsilon=None, learning_rate=0.1, seconds=None)
+    head, line = csv.reader(io.StringIO(rounds_text(table(one), {"-dir": [record]})))
+    assert dict(zip(head, line, strict=True))["row"] == "'=HYPERLINK(1)"
