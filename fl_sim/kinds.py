@@ -55,6 +55,11 @@ class Choices(Protocol):
         ...
 
     @property
+    def rounds(self) -> int:
+        """Return how many rounds are asked for."""
+        ...
+
+    @property
     def partition(self) -> object:
         """Return the split."""
         ...
@@ -140,10 +145,36 @@ class Starting(Protocol):
 
 
 @runtime_checkable
+class Remarking(Protocol):
+    """A kind with settings that have no effect in some experiments, or another one than their names say."""
+
+    def remarks(self, experiment: Choices) -> Sequence[str]:
+        """Sentences for the user, each in one line; none where every setting does what its name says."""
+        ...
+
+
+@runtime_checkable
+class Revised(Protocol):
+    """A kind with settings that came later, and whose defaults are not what runs did before."""
+
+    before: ClassVar[Mapping[str, Any]]
+    """{setting: its value in runs whose ``config.toml`` does not name it}."""
+
+
+@runtime_checkable
 class Promising(Protocol):
     """A kind that may promise privacy: then a run shows nothing about single clients, not even how long they take."""
 
     is_private: ClassVar[bool]
+
+
+def off(setting: str, instead: str) -> str:
+    """Word a remark on a setting that switches off what a kind is chosen for.
+
+    >>> off("algorithm.mu=0", "the run is one of fedavg")
+    'algorithm.mu=0 has no effect: the run is one of fedavg'
+    """
+    return f"{setting} has no effect: {instead}"
 
 
 def kinds(union: Any) -> dict[str, type]:

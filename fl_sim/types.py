@@ -318,10 +318,12 @@ class Aggregate:
     ``payloads``: the mean of what clients sent, group by group, under the names that they gave.
     ``participation`` is the share of the population behind the mean: |S|/K, where K are the clients that hold records.
     Under privacy who holds any is secret: it is the public expectation, and K are all clients.
+    ``without_effect``: a remark where the aggregator made no more of these updates than their mean; empty elsewhere.
     """
 
     payloads: Payloads
     participation: float
+    without_effect: str = ""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,11 @@ class FeatureNoise:
         """Return the short form."""
         return f"feature-noise:{self.sigma}"
 
+    def remarks(self, experiment: object) -> list[str]:
+        """Say where there is no noise."""
+        del experiment
+        return [] if self.sigma else ["partition.sigma=0 has no effect: no input is noisy, and parts are iid"]
+
     def split(self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator) -> Parts:
         """Return ``num_partitions`` disjoint sorted index arrays that cover every record, sizes within 1.
 

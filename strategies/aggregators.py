@@ -14,6 +14,7 @@ from fl_sim.params import FlatParams, flattened, is_finite
 from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort, Payloads, Reply
 from strategies.algorithm import MeanOnly, Weigh, Weighting
+from strategies.samplers import Sampler
 
 
 class Aggregator(Protocol):
@@ -77,14 +78,21 @@ class Robust(Settings):
             )
 
 
+def cohort_size(experiment: Choices) -> float:
+    """How many clients a round has, on average where that is drawn."""
+    sampler = experiment.sampler
+    return sampler.expected_size(experiment.clients) if isinstance(sampler, Sampler) else float(experiment.clients)
+
+
 Combine: TypeAlias = "Callable[[torch.Tensor, Sequence[Reply]], torch.Tensor]"
 """(rows as ``as_rows`` makes them, the replies that they are of) -> one row."""
 
 
-def combined(cohort: Cohort, combine: Combine) -> Aggregate | None:
+def combined(cohort: Cohort, combine: Combine, idle: Callable[[torch.Tensor], str] | None = None) -> Aggregate | None:
     """Return what an aggregator that looks at single updates makes of those of the clients that have records.
 
-    None where no client has. Raises RunError, naming client and round, where an update or a loss is not finite.
+    ``idle``: a remark on rows of which it makes no more than their mean. None where no client has records. Raises
+    RunError, naming client and round, where an update or a loss is not finite.
     """
     for reply in cohort.replies:
         _check_finite(reply, cohort.server_round)
@@ -92,7 +100,8 @@ def combined(cohort: Cohort, combine: Combine) -> Aggregate | None:
         return None
     rows = as_rows(replies)
     row = combine(rows, replies).to(rows.dtype)
-    return Aggregate(from_row(row, replies[0].payloads), cohort.participation(len(replies)))
+    said = idle(rows) if idle else ""
+    return Aggregate(from_row(row, replies[0].payloads), cohort.participation(len(replies)), said)
 
 
 def _trained(cohort: Cohort) -> list[Reply]:

@@ -43,6 +43,9 @@ Raises UserError where that is impossible.
 """
 
 
+FEDAVG = "the run is one of fedavg"
+"""What a method is without its strength, in a remark."""
+
 _LEAST, _MOST = 1e-37, 1e37
 """What float32 holds as it is and as one over it."""
 

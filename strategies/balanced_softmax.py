@@ -8,7 +8,7 @@ from fl_sim.types import LocalTask
 from strategies.algorithm import Averaging
 
 _ABSENT = 1e-9
-"""How many records a class counts more than it has: FedRoD's released code, so that an absent class has a logarithm."""
+"""How many records a class counts more than it has, so that an absent class has a logarithm."""
 
 
 class BalancedSoftmax(Averaging):

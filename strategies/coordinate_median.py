@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from fl_sim.kinds import Choices, off
 from fl_sim.late_torch import torch
 from fl_sim.types import Aggregate, Cohort
-from strategies.aggregators import Robust, combined
+from strategies.aggregators import Robust, cohort_size, combined
 from strategies.algorithm import Weighting
 
 
@@ -19,6 +20,12 @@ class CoordinateMedian(Robust):
 
     kind: Literal["median"] = "median"
     title: ClassVar[str] = "coordinate median"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where there is no middle."""
+        if (size := cohort_size(experiment)) > 2:
+            return []
+        return [off("aggregator median", f"rounds have {size:g} clients, of which the median is the mean")]
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
         """Return the medians of all payloads, or None where no client has records; see ``Aggregator``."""

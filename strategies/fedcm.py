@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from fl_sim.kinds import Choices
+from fl_sim.kinds import Choices, off
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import add, scale, zeros_like
 from fl_sim.types import Aggregate, LocalTask, Params, ServerState
@@ -22,6 +22,14 @@ class ClientMomentum(Averaging):
     knobs: ClassVar[str] = (
         "a larger algorithm.alpha carries less of the last round on, and the paper has local.momentum=0"
     )
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where nothing of a round is carried on."""
+        if self.alpha == 1:
+            return [off("algorithm.alpha=1", "nothing of the last round is carried on")]
+        if experiment.rounds == 1:
+            return [off(f"algorithm.alpha={self.alpha:g}", "rounds=1, and it carries the round before on")]
+        return []
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError where clients do not step by SGD."""

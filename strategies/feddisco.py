@@ -6,9 +6,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import Choices, off
 from fl_sim.late_torch import torch
 from fl_sim.types import ClientUpdate, LocalTask, Reply, Trained
-from strategies.algorithm import Averaging
+from strategies.algorithm import FEDAVG, Averaging
 
 
 class FedDisco(Averaging):
@@ -22,6 +23,13 @@ class FedDisco(Averaging):
     a: float = Field(0.5, ge=0)
     b: float = Field(0.1, ge=0)
     title: ClassVar[str] = "FedDisco"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where a setting has no effect."""
+        del experiment
+        if self.a:
+            return []
+        return [off("algorithm.a=0", "labels do not count" if self.b else FEDAVG)]
 
     def note(self) -> str:
         """Say what clients give away."""

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from fl_sim.kinds import Choices
+from fl_sim.kinds import Choices, off
 from fl_sim.late_torch import torch
 from fl_sim.local_plan import Batch, LocalPlan, LossTerm
 from fl_sim.types import LocalTask
@@ -31,6 +31,11 @@ class FedLC(Averaging):
     exclude_true: bool = False
     title: ClassVar[str] = "FedLC"
     knobs: ClassVar[str] = "with algorithm.exclude_true its loss has no lower bound: leave that out"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where a setting has no effect."""
+        del experiment
+        return [] if self.tau else [off("algorithm.tau=0", "no logit is shifted, absent classes alone are left out")]
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError where labels are spread over the classes that a client lacks."""

@@ -1,28 +1,34 @@
 """FedProto: clients pull features to prototypes, the mean features of a class (Tan et al. 2022, algorithm 1)."""
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from fl_sim.kinds import Choices
+from fl_sim.kinds import Choices, off
 from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalPlan, Pull
 from fl_sim.params import add, head_shape
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
-from strategies.algorithm import Averaging
+from strategies.algorithm import FEDAVG, Averaging
 from strategies.global_dp import GlobalDP
 
 
 class FedProto(Averaging):
-    """Adds ``strength`` ||z - prototype of y||^2 to the loss of a record, z being what enters the last layer (eq. 6).
+    """Adds ``strength`` times the squared distance of z and the prototype of y to a record's loss (eq. 6).
 
-    Prototypes are means over all records of a class in the last round; a class that nobody had keeps its old one.
-    ``strength``: the paper's lambda, 1 on MNIST and FEMNIST, 0.1 on CIFAR-10; 0 is FedAvg. The paper sends prototypes
-    alone and evaluates every client's own model; here models are averaged as well, so that there is one to evaluate.
+    z, of d features, is what enters the last layer. ``distance`` "mean" is ||z - prototype||^2 / d, the released
+    code's; "sum" is ||z - prototype||^2, d times as strong. ``strength``: the paper's lambda, in the released code 1 on
+    MNIST and FEMNIST, 0.1 on CIFAR-10; 0 is FedAvg. Prototypes are means over all records of a class, of what the
+    clients' trained models make of them; a class that nobody had keeps its old one. In the released code every client
+    that has a class counts the same, and features are those of its last epoch. The paper sends prototypes alone and
+    evaluates every client's own model; here models are averaged as well, so that there is one to evaluate.
     """
 
     kind: Literal["fedproto"] = "fedproto"
     strength: float = Field(1.0, ge=0)
+    distance: Literal["mean", "sum"] = "mean"
+    before: ClassVar[Mapping[str, Any]] = {"distance": "sum"}
     knobs: ClassVar[str] = "features are pulled with algorithm.strength, squared and unbounded: set a smaller one"
 
     def check(self, experiment: Choices) -> None:
@@ -40,6 +46,13 @@ class FedProto(Averaging):
             "than the update beside which they would be judged"
         )
 
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where nothing is pulled."""
+        if not self.strength:
+            return [off("algorithm.strength=0", FEDAVG)]
+        first = "rounds=1, and there are no prototypes in the first round"
+        return [off(f"algorithm.strength={self.strength:g}", first)] if experiment.rounds == 1 else []
+
     def note(self) -> str:
         """Say what clients give away."""
         return "FedProto: clients send the mean features of each class that they hold, and each class's share."
@@ -52,7 +65,8 @@ class FedProto(Averaging):
     def plan(self, task: LocalTask) -> LocalPlan:
         """Pull to the prototypes there are, and ask for the sums that make the next ones."""
         known = task.broadcast["prototypes"]
-        return LocalPlan(pull=Pull(known["z"], known["known"] > 0, self.strength), class_features=True)
+        weight = self.strength / (known["z"].shape[1] if self.distance == "mean" else 1)
+        return LocalPlan(pull=Pull(known["z"], known["known"] > 0, weight), class_features=True)
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Send y_i - x, and sums of features and numbers of records per record, as means are weighted by records."""

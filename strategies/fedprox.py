@@ -4,9 +4,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import Choices, off
 from fl_sim.local_plan import LocalPlan
 from fl_sim.types import LocalTask
-from strategies.algorithm import Averaging
+from strategies.algorithm import FEDAVG, Averaging
 
 
 class FedProx(Averaging):
@@ -17,6 +18,11 @@ class FedProx(Averaging):
 
     kind: Literal["fedprox"] = "fedprox"
     mu: float = Field(0.01, ge=0)
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where a setting has no effect."""
+        del experiment
+        return [] if self.mu else [off("algorithm.mu=0", FEDAVG)]
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Add the gradient of the proximal term."""

@@ -4,10 +4,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import Choices, off
 from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalPlan
 from fl_sim.types import LocalTask
-from strategies.algorithm import Averaging
+from strategies.algorithm import FEDAVG, Averaging
 
 
 class FedRS(Averaging):
@@ -19,6 +20,11 @@ class FedRS(Averaging):
     kind: Literal["fedrs"] = "fedrs"
     alpha: float = Field(0.5, ge=0, le=1)
     title: ClassVar[str] = "FedRS"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where a setting has no effect."""
+        del experiment
+        return [] if self.alpha < 1 else [off("algorithm.alpha=1", FEDAVG)]
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Scale the logits of absent classes."""

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import Choices, off
 from fl_sim.local_plan import Ascent, LocalPlan
 from fl_sim.types import LocalTask
 from strategies.feddyn import Dynamic
@@ -23,6 +24,12 @@ class FedSpeed(Dynamic):
     rho: float = Field(0.1, ge=0)
     uphill_share: float = Field(1.0, ge=0, le=1)
     knobs: ClassVar[str] = Dynamic.knobs + "; gradients are taken algorithm.rho uphill: set a smaller one"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where a setting has no effect."""
+        del experiment
+        parts = {"rho": self.rho, "uphill_share": self.uphill_share}
+        return [off(f"algorithm.{name}=0", "this is feddyn") for name, value in parts.items() if not value]
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Take FedDyn's gradients partly uphill."""

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import Choices, off
 from fl_sim.late_torch import torch
 from fl_sim.local_plan import Distillation, LocalPlan, Suppression
 from fl_sim.types import LocalTask
@@ -30,6 +31,15 @@ class FedVLS(Averaging):
         "suppressed logits weigh algorithm.logit_weight, classes that a client lacks "
         "algorithm.distillation_weight: set smaller ones"
     )
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where a setting has no effect."""
+        del experiment
+        parts = {
+            "distillation_weight": (self.distillation_weight, "nothing is distilled"),
+            "logit_weight": (self.logit_weight, "no logit is suppressed"),
+        }
+        return [off(f"algorithm.{name}=0", instead) for name, (weight, instead) in parts.items() if not weight]
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Shift, distil and suppress by the client's own label counts."""

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -18,6 +19,7 @@ from fl_sim.devices.clock import Turnout
 from fl_sim.engines import releases, tensor_records, wire
 from fl_sim.errors import Diverged, Malformed, RunError
 from fl_sim.handed_out import HandedOut
+from fl_sim.kinds import kind_of, off
 from fl_sim.own_code import told
 from fl_sim.packed import Packing, Size, blank
 from fl_sim.params import flattened, is_finite, layout_of
@@ -79,6 +81,7 @@ class FederatedStrategy(Strategy):
     turnout: Turnout | None = None
     holders: NDArray[np.bool_] | None = None
     _sent: HandedOut | None = None
+    without_effect: Counter[str] = field(default_factory=Counter)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -118,6 +121,7 @@ class FederatedStrategy(Strategy):
         cohort = Cohort(server_round, answers, self.num_clients, expected, self.num_holders(answers))
         aggregate = self._aggregate(cohort)
         if aggregate is not None:
+            self.without_effect.update([aggregate.without_effect] if aggregate.without_effect else [])
             payloads = dict(aggregate.payloads)
             layers = payloads.pop(wire.LAYERS, {})
             handed_out = HandedOut.of(groups_of(self.server))
@@ -189,6 +193,8 @@ class FederatedStrategy(Strategy):
         """Return the round's updates with those of hostile clients as the attack forges them."""
         who = hostile_clients(self.attack, self.num_clients, self.seed)
         if not (hostile := [reply for reply in answers if reply.client in who and reply.num_examples > 0]):
+            if who:
+                self.without_effect.update([off(f"attack {kind_of(self.attack)}", "no hostile client had records")])
             return answers
         forged = {reply.client: reply for reply in self.attack.forged(hostile, len(answers))}
         return tuple(forged.get(reply.client, reply) for reply in answers)

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import off
 from fl_sim.late_torch import torch
 from fl_sim.types import Aggregate, Cohort
 from strategies.aggregators import Robust, combined
@@ -27,7 +28,15 @@ class GeometricMedian(Robust):
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
         """Return the geometric median of all payloads, or None where no client has records; see ``Aggregator``."""
         del weighting
-        return combined(cohort, lambda rows, _: self._median(rows.double()))
+        return combined(cohort, lambda rows, _: self._median(rows.double()), self._idle)
+
+    def _idle(self, rows: torch.Tensor) -> str:
+        far = (rows.double() - rows.double().mean(dim=0)).norm(dim=1).max()
+        if len(rows) > 2 and float(far) > self.smoothing:
+            return ""
+        if len(rows) <= 2:
+            return off("aggregator geometric-median", "no more than two clients had records, and this is their mean")
+        return off(f"aggregator.smoothing={self.smoothing:g}", "no update was further from their mean, which this is")
 
     def _median(self, rows: torch.Tensor) -> torch.Tensor:
         centre = rows.mean(dim=0)

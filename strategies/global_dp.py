@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
 from fl_sim.errors import UserError
-from fl_sim.kinds import Choices, kind_of
+from fl_sim.kinds import Choices, kind_of, off
 from fl_sim.late_torch import torch
 from fl_sim.params import FlatParams, layout_of, num_in, num_parameters, vector_in
 from fl_sim.privacy.mechanisms import (
@@ -162,6 +162,11 @@ class GlobalDP(Settings):
         from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415 (as below)
 
         return epsilon_of_counts(counts, self.delta, accountant=self.accountant)
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where there is no noise."""
+        del experiment
+        return [] if self.noise_multiplier else [off("aggregator.noise_multiplier=0", "no noise, and no privacy")]
 
     def event(self) -> dp_event.DpEvent:
         """Return what one round costs before any sampling, with z relative to ONE client's clipping norm.

@@ -7,12 +7,11 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from fl_sim.errors import RunError
-from fl_sim.kinds import Choices, kind_of
+from fl_sim.kinds import Choices, kind_of, off
 from fl_sim.late_torch import torch
 from fl_sim.types import Aggregate, Cohort
-from strategies.aggregators import Robust, combined
+from strategies.aggregators import Robust, cohort_size, combined
 from strategies.algorithm import Weighting
-from strategies.samplers import Sampler
 
 
 class Krum(Robust):
@@ -51,6 +50,14 @@ class MultiKrum(Robust):
         super().check(experiment)
         _check_cohorts(experiment, _needed(self.hostile, self.selected))
 
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where nobody is left out."""
+        size = cohort_size(experiment)
+        if (self.selected or size - self.hostile) < size:
+            return []
+        setting = f"aggregator.selected={self.selected}" if self.selected else f"aggregator.hostile={self.hostile}"
+        return [off(setting, f"all {size:g} clients of a round are selected, and every client counts the same")]
+
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
         """Return the mean of the selected updates, or None where no client has records; see ``Aggregator``."""
         del weighting
@@ -62,9 +69,7 @@ def _needed(hostile: int, selected: int) -> int:
 
 
 def _check_cohorts(experiment: Choices, needed: int) -> None:
-    sampler = experiment.sampler
-    size = sampler.expected_size(experiment.clients) if isinstance(sampler, Sampler) else experiment.clients
-    if size < needed:
+    if (size := cohort_size(experiment)) < needed:
         raise ValueError(
             f"aggregator {kind_of(experiment.aggregator)} needs {needed} clients in a round, and rounds have {size:g}: "
             "set a smaller aggregator.hostile, or more clients"

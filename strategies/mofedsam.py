@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import Choices, off
 from fl_sim.local_plan import Ascent, LocalPlan
 from fl_sim.types import LocalTask
 from strategies.fedcm import ClientMomentum
@@ -17,6 +18,10 @@ class MoFedSAM(ClientMomentum):
     rho: float = Field(0.1, ge=0)
     title: ClassVar[str] = "MoFedSAM"
     knobs: ClassVar[str] = ClientMomentum.knobs + "; gradients are taken algorithm.rho uphill: set a smaller one"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where nothing is carried on, or gradients are not taken uphill."""
+        return [*super().remarks(experiment), *([] if self.rho else [off("algorithm.rho=0", "this is fedcm")])]
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Take FedCM's gradients uphill."""

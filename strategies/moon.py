@@ -4,9 +4,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import Choices, off
 from fl_sim.local_plan import Contrast, LocalPlan
 from fl_sim.types import ClientUpdate, LocalTask, Trained
-from strategies.algorithm import Averaging
+from strategies.algorithm import FEDAVG, Averaging
 
 
 class MOON(Averaging):
@@ -22,6 +23,13 @@ class MOON(Averaging):
     mu: float = Field(5.0, ge=0)
     tau: float = Field(0.5, gt=0)
     knobs: ClassVar[str] = "the contrast weighs algorithm.mu / algorithm.tau: set a smaller mu or a larger tau"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where the contrast is never felt."""
+        if not self.mu:
+            return [off("algorithm.mu=0", FEDAVG)]
+        first = "rounds=1, and a client's first round has no earlier model to move away from"
+        return [off(f"algorithm.mu={self.mu:g}", first)] if experiment.rounds == 1 else []
 
     def plan(self, task: LocalTask) -> LocalPlan:
         """Add the contrast to the client's own last model."""

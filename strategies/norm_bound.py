@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import off
 from fl_sim.late_torch import torch
 from fl_sim.types import Aggregate, Cohort, Reply
 from strategies.aggregators import Robust, combined, weights_of
@@ -16,20 +17,31 @@ from strategies.algorithm import Weighting
 class NormBound(Robust):
     """Each client's payloads, taken as one vector, are scaled down to at most ``norm_bound``; then their mean.
 
-    One hostile client of n moves the model by ``norm_bound`` / n at most. Nothing is noised: no privacy.
+    ``weights`` "uniform": every client counts the same, so that one hostile client of the n of a round moves the mean
+    by ``norm_bound`` / n at most. "examples" weighs by records where the algorithm does, as Sun et al. do: how many a
+    client has is its own word, and one that declares most of them moves the mean by nearly ``norm_bound``. Nothing is
+    noised: no privacy.
     """
 
     kind: Literal["norm-bound"] = "norm-bound"
     norm_bound: float = Field(1.0, gt=0)
+    weights: Weighting = "uniform"
+    before: ClassVar[Mapping[str, Any]] = {"weights": "examples"}
     title: ClassVar[str] = "norm bound"
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
         """Return the mean of bounded updates, or None where no client has records; see ``Aggregator``."""
 
         def bounded(rows: torch.Tensor, replies: Sequence[Reply]) -> torch.Tensor:
-            updates, weights = rows.double(), torch.tensor(weights_of(replies, weighting), dtype=torch.float64)
+            by = weighting if self.weights == "examples" else "uniform"
+            updates, weights = rows.double(), torch.tensor(weights_of(replies, by), dtype=torch.float64)
             factors = self.norm_bound / updates.norm(dim=1).clamp(min=self.norm_bound)
             mean: torch.Tensor = (factors * weights / weights.sum()) @ updates
             return mean
 
-        return combined(cohort, bounded)
+        return combined(cohort, bounded, self._idle)
+
+    def _idle(self, rows: torch.Tensor) -> str:
+        if float(rows.double().norm(dim=1).max()) > self.norm_bound:
+            return ""
+        return off(f"aggregator.norm_bound={self.norm_bound:g}", "no update was longer")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 
 from fl_sim.errors import UserError
-from fl_sim.kinds import Choices
+from fl_sim.kinds import Choices, off
 from fl_sim.privacy.mechanisms import takes_part
 from fl_sim.settings import Settings
 
@@ -111,6 +111,12 @@ class FixedSize(Settings):
         del num_clients
         return float(self.cohort_size)
 
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where everybody takes part."""
+        if self.cohort_size < experiment.clients:
+            return []
+        return [off(f"sampler.cohort_size={self.cohort_size}", f"all {experiment.clients} clients are in every round")]
+
     def _check(self, num_clients: int) -> None:
         if self.cohort_size > num_clients:
             raise UserError(
@@ -136,6 +142,11 @@ class Poisson(Settings):
 
         del num_clients
         return amplify_poisson(event, self.sampling_rate)
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where everybody takes part."""
+        del experiment
+        return [] if self.sampling_rate < 1 else [off("sampler.sampling_rate=1", "all clients are in every round")]
 
     def expected_size(self, num_clients: int) -> float:
         """Return sampling_rate * num_clients."""
@@ -177,6 +188,13 @@ class Cyclic(Settings):
 
         del num_clients
         return amplify_poisson(event, self.sampling_rate)
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where everybody takes part."""
+        del experiment
+        if self.groups > 1 or self.sampling_rate < 1:
+            return []
+        return [off("sampler.groups=1", "all clients are in every round")]
 
     def expected_size(self, num_clients: int) -> float:
         """Return sampling_rate * num_clients / groups, over all groups."""

@@ -14,6 +14,7 @@ from fl_sim.params import add, scale, subtract, zeros_like
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
 from strategies.algorithm import Averaging, Weighting, accumulated_momentum, check_sgd
 from strategies.global_dp import GlobalDP
+from strategies.samplers import Everyone
 
 
 class Scaffold(Averaging):
@@ -22,7 +23,9 @@ class Scaffold(Averaging):
     ``server_learning_rate`` is the paper's eta_g. ``variant`` "paper": c_i+ = c_i - c + (x - y_i) / (K eta) of K steps.
     "momentum" is our extension to local momentum: a constant gradient then moves the model by a_i eta of it, not K eta
     (Wang et al. 2020, section 4.1), so c_i+ divides by that. "niid-bench" is the published benchmark's program (Li et
-    al. 2022): the correction joins the step after momentum, c_i+ divides by K eta, models count by their records.
+    al. 2022): the correction joins the step after momentum, c_i+ divides by K eta, models count by their records. It is
+    that program where all clients take part in every round. Where they do not, the program differs: it starts c and all
+    c_i at one random model, not at 0, and that model stays in c as long as a client has not taken part.
     """
 
     kind: Literal["scaffold"] = "scaffold"
@@ -57,6 +60,18 @@ class Scaffold(Averaging):
             )
         whose = "fl-sim's extension to" if self.variant == "momentum" else "NIID-Bench's program with"
         return f"SCAFFOLD here is {whose} local momentum {momentum:g}, which its paper does not have"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where corrections are 0, and where the variant is not the program it is named for."""
+        said = []
+        if experiment.rounds == 1:
+            said.append("SCAFFOLD's corrections have no effect: rounds=1, and they are 0 in the first round")
+        if self.variant == "niid-bench" and not isinstance(experiment.sampler, Everyone):
+            said.append(
+                "algorithm.variant=niid-bench is NIID-Bench's program where all clients take part in every round: "
+                "otherwise that program's controls start at random weights, and here they start at 0"
+            )
+        return said
 
     def mean_only(self) -> str:
         """Say what c is."""

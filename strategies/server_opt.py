@@ -7,10 +7,11 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field
 
+from fl_sim.kinds import Choices, off
 from fl_sim.late_torch import torch
 from fl_sim.params import add, zeros_like
 from fl_sim.types import Aggregate, Params, ServerState
-from strategies.algorithm import Averaging
+from strategies.algorithm import FEDAVG, Averaging
 
 SecondMoment: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor]"
 """(v, Delta) -> v of the next round."""
@@ -26,6 +27,14 @@ class FedAvgM(Averaging):
     kind: Literal["fedavgm"] = "fedavgm"
     server_learning_rate: float = Field(1.0, gt=0)
     server_momentum: float = Field(0.9, ge=0, lt=1)
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where no step is carried on."""
+        if self.server_momentum and experiment.rounds > 1:
+            return []
+        why = FEDAVG if self.server_learning_rate == 1 else "algorithm.server_learning_rate alone acts"
+        first = "" if not self.server_momentum else "rounds=1, and "
+        return [off(f"algorithm.server_momentum={self.server_momentum:g}", f"{first}{why}")]
 
     def init(self, params: Params) -> ServerState:
         """Start from ``params`` with v = 0."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from fl_sim.devices.settings import NoDevices
-from fl_sim.kinds import Choices, kind_of
+from fl_sim.kinds import Choices, kind_of, off
 from fl_sim.params import add, scale
 from fl_sim.settings import Settings
 from fl_sim.types import Cohort, Params, Reply, ServerState
@@ -132,6 +132,16 @@ class _Asynchronous(Settings):
                 "fedadam or another that sends the model alone"
             )
 
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where the age of an update does not count."""
+        del experiment
+        if not self.staleness_exponent:
+            return [off("server.staleness_exponent=0", "updates count the same, however old they are")]
+        if self.concurrency == 1:
+            why = "server.concurrency=1, so that no update is older than the model"
+            return [off(f"server.staleness_exponent={self.staleness_exponent:g}", why)]
+        return []
+
     def _weight(self, staleness: int) -> float:
         return float((1 + staleness) ** -self.staleness_exponent)
 
@@ -140,7 +150,8 @@ class FedAsync(_Asynchronous):
     """x <- (1 - a) x + a y for each model y that comes, a = ``mixing`` / (1 + staleness)^``staleness_exponent``.
 
     Xie et al. 2019, algorithm 1, with polynomial staleness: how many models the server has made since y's client was
-    sent the one that it trained. A round is the arrival of one update.
+    sent the one that it trained, 0 for a client that was sent the latest. Where the paper's t - tau is read as counting
+    the model that y is about to make, too, it is 1 more. A round is the arrival of one update.
 
     ``mixing``: the share of a fresh model in the new one. ``staleness_exponent``: how much less an older one counts.
     ``concurrency``: how many clients train at a time.

@@ -7,9 +7,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import Choices, off
 from fl_sim.late_torch import torch
 from fl_sim.types import Aggregate, Cohort
-from strategies.aggregators import Robust, combined
+from strategies.aggregators import Robust, cohort_size, combined
 from strategies.algorithm import Weighting
 
 
@@ -23,6 +24,12 @@ class TrimmedMean(Robust):
     kind: Literal["trimmed-mean"] = "trimmed-mean"
     trim: float = Field(0.2, ge=0, lt=0.5)
     title: ClassVar[str] = "trimmed mean"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where nothing is cut off."""
+        if self.trim and cohort_size(experiment) > 2:
+            return []
+        return [off(f"aggregator.trim={self.trim:g}", "nothing is cut off, and every client counts the same")]
 
     def mean(self, cohort: Cohort, weighting: Weighting) -> Aggregate | None:
         """Return the trimmed means of all payloads, or None where no client has records; see ``Aggregator``."""

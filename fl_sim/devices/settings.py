@@ -10,7 +10,7 @@ from pydantic import Field
 from fl_sim.devices.fleet import BYTES_PER_MEGABIT, Fleet
 from fl_sim.devices.profile import digest_of, fleet_of, read_profile
 from fl_sim.errors import UserError
-from fl_sim.kinds import Choices, kind_of
+from fl_sim.kinds import Choices, kind_of, off
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings
 
@@ -87,6 +87,11 @@ class Uniform(_Typical):
     kind: Literal["uniform"] = "uniform"
     spread: float = Field(0.5, ge=0, le=0.99)
 
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where all devices are alike."""
+        del experiment
+        return [] if self.spread else [off("devices.spread=0", "all devices are alike")]
+
     def _slowness(self, generator: np.random.Generator, num_clients: int) -> NDArray[np.float64]:
         return generator.uniform(1 - self.spread, 1 + self.spread, num_clients)
 
@@ -100,6 +105,11 @@ class LogNormal(_Typical):
 
     kind: Literal["log-normal"] = "log-normal"
     sigma: float = Field(0.5, ge=0, le=3)
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where all devices are alike."""
+        del experiment
+        return [] if self.sigma else [off("devices.sigma=0", "all devices are alike")]
 
     def _slowness(self, generator: np.random.Generator, num_clients: int) -> NDArray[np.float64]:
         return np.exp(self.sigma * generator.standard_normal(num_clients))

@@ -16,7 +16,7 @@ from fl_sim.experiment.engine import Auto, Engine
 from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.experiment.local import Local, goes_by_steps
 from fl_sim.import_path import IMPORT_PATH
-from fl_sim.kinds import Checking, Promising, kind_of
+from fl_sim.kinds import Checking, Promising, Remarking, kind_of
 from fl_sim.mistakes import explain, shortened
 from fl_sim.model_names import known_model
 from fl_sim.packed import Compressor
@@ -292,6 +292,12 @@ class Experiment(Settings):
         }
 
     @property
+    def remarks(self) -> list[str]:
+        """Sentences on settings that have no effect in this experiment, or another one than their names say."""
+        parts = [*(getattr(self, name) for name in type(self).model_fields), self.local.schedule]
+        return [said for part in parts if isinstance(part, Remarking) for said in part.remarks(self)]
+
+    @property
     def is_private(self) -> bool:
         """Say whether a run promises privacy to anybody: then it shows nothing about single clients, nor their time."""
         return bool(self._promising)
@@ -353,6 +359,18 @@ def experiment_from(table: Mapping[str, Any]) -> Experiment:
         return Experiment.model_validate(table)
     except ValidationError as error:
         raise UserError(explain(error, Experiment, "")) from error
+
+
+def experiment_of_run(table: Mapping[str, Any]) -> Experiment:
+    """Validate a ``config.toml``: settings that it does not name, as they came later, are what they were then.
+
+    Raises UserError as ``experiment_from`` does.
+    """
+    filled = dict(table)
+    for part in ("algorithm", "aggregator", "attack"):
+        if isinstance(given := table.get(part), Mapping):
+            filled[part] = {**getattr(chosen_class(Experiment, table, part), "before", {}), **given}
+    return experiment_from(filled)
 
 
 def with_overrides(table: Mapping[str, Any], overrides: list[str]) -> dict[str, Any]:

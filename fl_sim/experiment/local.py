@@ -6,8 +6,11 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, Field, PlainSerializer, model_validator
 
+from fl_sim.kinds import Choices, off
 from fl_sim.settings import OneOf, Settings
 from fl_sim.types import BatchNorm, Optimizer, Precision
+
+_CONSTANT = "the learning rate is the same in every round"
 
 
 class Constant(Settings):
@@ -27,6 +30,11 @@ class Exponential(Settings):
     kind: Literal["exponential"] = "exponential"
     decay: float = Field(0.99, gt=0, le=1)
 
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where the rate stays as it is."""
+        del experiment
+        return [] if self.decay < 1 else [off("local.schedule.decay=1", _CONSTANT)]
+
     def factor(self, server_round: int, rounds: int) -> float:
         """Return what this round's learning rate is multiplied with."""
         del rounds
@@ -40,6 +48,14 @@ class Step(Settings):
     every: int = Field(10, ge=1)
     decay: float = Field(0.1, gt=0, le=1)
 
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where the rate stays as it is."""
+        if self.decay == 1:
+            return [off("local.schedule.decay=1", _CONSTANT)]
+        if self.every < experiment.rounds:
+            return []
+        return [off(f"local.schedule.every={self.every}", f"rounds={experiment.rounds}, and {_CONSTANT}")]
+
     def factor(self, server_round: int, rounds: int) -> float:
         """Return what this round's learning rate is multiplied with."""
         del rounds
@@ -51,6 +67,11 @@ class Cosine(Settings):
 
     kind: Literal["cosine"] = "cosine"
     final: float = Field(0.0, ge=0, le=1)
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where the rate stays as it is."""
+        del experiment
+        return [] if self.final < 1 else [off("local.schedule.final=1", _CONSTANT)]
 
     def factor(self, server_round: int, rounds: int) -> float:
         """Return what this round's learning rate is multiplied with."""

@@ -26,7 +26,10 @@ def measures(result: Mapping[str, Any]) -> dict[str, float]:
     ``measures`` there stands without that name before it.
     """
     top = {name: value for name, value in result.items() if name not in {*_NO_MEASURES, "measures"}}
-    said = {"rounds_done": result.get("rounds"), **top, **result.get("measures", {}), **_epsilons(result)}
+    beside = result.get("measures", {})
+    if result.get("partition") == "centralized":  # earlier versions told its accuracy as that of its only client
+        beside = {name: value for name, value in beside.items() if not name.startswith("client_")}
+    said = {"rounds_done": result.get("rounds"), **top, **beside, **_epsilons(result)}
     return {name: value for name, value in _in_units(flat(said)) if _is_number(value)}
 
 

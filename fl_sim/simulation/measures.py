@@ -17,6 +17,7 @@ from fl_sim.types import Traffic
 from partitions import FeatureSkew
 
 _PRIVATE = "how many records of which class a client holds is private"
+_ONE_HOLDER = "one holder has all records: there are no clients whose accuracies could differ"
 _SHARES = "accuracy on the test records, each counted as often as its class occurs with the client"
 _SKEWED = f"{_SHARES}; what each client sees of its own in its records is not in it"
 _ONCE = "the test records are looked at once at most, after the last round, so nobody knows how rounds before it did"
@@ -42,7 +43,8 @@ def _by_clock(log: RunLog) -> dict[str, Any]:
 
 
 def _measures(job: Job, log: RunLog) -> dict[str, Any]:
-    left_out = {"client_accuracy": _PRIVATE} if job.experiment.is_private else {}
+    left_out = {"client_accuracy": _ONE_HOLDER} if job.experiment.is_central else {}
+    left_out |= {"client_accuracy": _PRIVATE} if job.experiment.is_private else {}
     last = _of_the_last(job, log.measured.test) if log.measured and log.measured.test else {}
     if job.experiment.evaluate.test != "rounds":
         untold = dict.fromkeys(("accuracy_of_last_ten", "accuracy_area", "reached"), _ONCE)

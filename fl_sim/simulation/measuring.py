@@ -138,10 +138,15 @@ class Measuring:
         return scores
 
 
-def _clients_by(job: Job) -> Holdings | OwnTests:
-    """Return which test records are whose where the data say so and the split follows, else what clients hold."""
+def _clients_by(job: Job) -> Holdings | OwnTests | None:
+    """Return which test records are whose where the data say so and the split follows, else what clients hold.
+
+    None where one holder has all records: its accuracy is the accuracy, and nobody's worst tenth.
+    """
+    if job.experiment.is_central:
+        return None
     train, test = job.dataset.train, job.dataset.test
-    follows = isinstance(job.experiment.partition, ByGroup) and not job.experiment.is_central
+    follows = isinstance(job.experiment.partition, ByGroup)
     if follows and train.groups is not None and test.groups is not None:
         own = OwnTests.of(job.shards, train.groups, test.groups)
         if own is not None and own.counts.any():

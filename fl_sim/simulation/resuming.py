@@ -11,7 +11,7 @@ from typing import Any
 from clients.frequency_sums import STEPS
 from fl_sim.data import fingerprint, is_own
 from fl_sim.errors import RunError, UserError
-from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.experiment import Experiment, experiment_of_run
 from fl_sim.experiment.identity import CURE, Identity, edited_code, identity_of
 from fl_sim.experiment.job import Job
 from fl_sim.settings_file import read_table
@@ -82,7 +82,7 @@ def objection(experiment: Experiment, out: Path, now: Identity) -> str:
     if not any((out / name).exists() for name in _BELIEVED):
         return ""
     with suppress(UserError):
-        found = experiment_from(read_table(out / run_directory.CONFIG))
+        found = experiment_of_run(read_table(out / run_directory.CONFIG))
         if changed := _other_settings(experiment, found):
             return f"{out} holds a run with {changed}: choose another --out, or delete it"
         if changed := now.changed(run_directory.read_identity(out)):
@@ -106,7 +106,7 @@ def earlier_run(experiment: Experiment, out: Path) -> Experiment | None:
     """
     path = out / run_directory.CONFIG
     if path.exists():
-        found = experiment_from(read_table(path))
+        found = experiment_of_run(read_table(path))
         if changed := _other_settings(experiment, found):
             raise UserError(f"{out} holds a run with {changed}: choose another --out, or delete it")
         return found

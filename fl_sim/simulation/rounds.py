@@ -90,6 +90,7 @@ class Rounds:
             observer.preparing(preparing)
         strategy = prepared_strategy(self.job, self.algorithm, grid, out, log, observer)
         exchange, measuring = self._exchange(strategy, grid, out, log), Measuring.of(self.job)
+        rounds_before = len(log.rounds)
         for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
             if _stopped(experiment.evaluate, log.rounds):
                 break
@@ -106,6 +107,12 @@ class Rounds:
                 f"in {len(empty)} of {len(log.rounds)} rounds no client was there and in time, first in round "
                 f"{empty[0]}: they left the model as it was"
             )
+        rounds_here = len(log.rounds) - rounds_before
+        log.warnings += [
+            f"{why} (in each of the last {rounds_here} rounds)"
+            for why, count in strategy.without_effect.items()
+            if count == rounds_here
+        ]
         log.traffic, log.fixed = strategy.traffic, fixed_in(self.job.model())
         last = strategy.server
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))

@@ -110,10 +110,14 @@ def _taken_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
         return take_up(procedure, out)
 
 
+def _said_of_settings(job: Job) -> list[str]:
+    return [*([] if job.experiment.is_private else job.dataset.counted), *job.experiment.remarks]
+
+
 def _run(procedure: Procedure, out: Path, observer: Observer, grid: Grid | None) -> dict[str, Any]:
     job, experiment = procedure.job, procedure.job.experiment
     log, first_round = _taken_up(procedure, out)
-    log.warnings = [*log.doubts, *([] if experiment.is_private else job.dataset.counted), *procedure.warnings(log)]
+    log.warnings = [*log.doubts, *_said_of_settings(job), *procedure.warnings(log)]
     start = time.perf_counter() - _seconds_before(experiment, log, out)
     error: BaseException | None = None
     with process_kept(), fixed_threads(experiment.engine.threads):

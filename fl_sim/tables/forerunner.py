@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fl_sim.data import load
 from fl_sim.errors import RunError, UserError
-from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.experiment import Experiment, experiment_of_run
 from fl_sim.experiment.identity import identity_of
 from fl_sim.settings_file import read_table
 from fl_sim.simulation.extending import check_extension
@@ -47,7 +47,7 @@ def _shorter(experiment: Experiment, out: Path, data_root: Path | None) -> Itera
         if not all((folder / name).exists() for name in _NEEDED):
             continue
         with suppress(UserError):
-            earlier = experiment_from(read_table(folder / run_directory.CONFIG))
+            earlier = experiment_of_run(read_table(folder / run_directory.CONFIG))
             result = run_directory.read_result(folder) or {}
             longer = Experiment.model_validate({**dict(earlier), "rounds": experiment.rounds})
             # By its name, which depends on the records, too: the same settings may be of other data.

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.kinds import Choices, off
 from fl_sim.late_torch import torch
 from fl_sim.packed import Coins, Packed, Size
 from fl_sim.params import FlatParams, Layout, num_in
@@ -35,6 +36,11 @@ class RandK(ErrorFeedback):
     def keeps_error(self) -> bool:
         """Say whether what is left out is sent later."""
         return self.correction == "error-feedback"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where nothing is left out."""
+        del experiment
+        return [] if self.share < 1 else [off("compress.share=1", "all numbers of an update are sent")]
 
     def size(self, layout: Layout) -> Size:
         """Return k numbers."""

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from fl_sim.errors import Malformed
+from fl_sim.kinds import Choices, off
 from fl_sim.late_torch import torch
 from fl_sim.packed import Coins, Packed, Size
 from fl_sim.params import FlatParams, Layout, num_in
@@ -31,6 +32,11 @@ class TopK(ErrorFeedback):
     kind: Literal["top-k"] = "top-k"
     share: float = Field(0.01, gt=0, le=1)
     title: ClassVar[str] = "top-k"
+
+    def remarks(self, experiment: Choices) -> list[str]:
+        """Say where nothing is left out."""
+        del experiment
+        return [] if self.share < 1 else [off("compress.share=1", "all numbers of an update are sent")]
 
     def size(self, layout: Layout) -> Size:
         """Return k numbers and k places."""

@@ -46,7 +46,7 @@ def test_flipped_signs_and_forged_means_by_hand():
 def test_the_papers_distance_from_the_mean():
     # Baruch et al., section 3.3: of 50 clients 24 are hostile, s = 2, and z is 1.43.
     rows = np.random.default_rng(0).normal(size=(24, 2)).astype(np.float32)
-    [sent, *_] = _sent(ALittleIsEnough().forged(_replies(rows.tolist()), 50))
+    [sent, *_] = _sent(ALittleIsEnough(deviations="formula").forged(_replies(rows.tolist()), 50))
     z = (rows.mean(axis=0) - np.array(sent)) / rows.std(axis=0)
     assert z == pytest.approx(NormalDist().inv_cdf(24 / 26), rel=1e-4)
     assert z == pytest.approx(1.43, abs=0.01)

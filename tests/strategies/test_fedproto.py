@@ -65,6 +65,20 @@ def test_the_first_round_pulls_nowhere_and_later_ones_to_the_prototypes(federati
     assert made.algorithm.plan(task).pull.present.tolist() == [True, True, False]
 
 
+def test_a_pull_is_the_mean_over_features_and_the_sum_d_times_as_strong(federation: Any) -> None:
+    made = simulated(federation, [0, 0, 1])
+    made.round()
+    task = LocalTask(2, 0, 1, 3, SETTINGS, made.server.params, made.server.broadcast, class_counts=(2, 1, 0))
+    weights = [FedProto(strength=0.6, distance=distance).plan(task).pull.weight for distance in ("mean", "sum")]
+    assert weights == [0.3, 0.6]  # two features
+    batch = made.shards[0]
+    z = torch.tanh(batch[0] @ made.server.params["0.weight"].T + made.server.params["0.bias"])
+    prototypes = made.server.broadcast["prototypes"]["z"][batch[1]]
+    released = 0.6 * nn.functional.mse_loss(z, prototypes)  # the released code's term for classes that are known
+    ours = weights[0] * (z - prototypes).pow(2).sum(1).mean()
+    torch.testing.assert_close(ours, released)
+
+
 def test_sums_of_features_have_the_shape_of_the_last_layer() -> None:
     params = dict(model().named_parameters())
     assert what_clients_send(FedProto(), FedProto().init(params))["features"]["sums"].shape == (3, 2)

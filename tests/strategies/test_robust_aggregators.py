@@ -90,10 +90,27 @@ def test_krum_in_rounds_of_too_few_clients_is_refused_before_anything_runs(setti
 
 def test_updates_longer_than_the_bound_are_scaled_down_and_others_left():
     rows, counts = [[3.0, 4.0], [0.3, 0.4]], [1, 3]
-    assert _mean(NormBound(norm_bound=1.0), _cohort(rows, counts)) == pytest.approx([0.375, 0.5])
-    assert _mean(NormBound(norm_bound=1.0), _cohort(rows, counts), "uniform") == pytest.approx([0.45, 0.6])
-    free = NormBound(norm_bound=100.0)
+    assert _mean(NormBound(norm_bound=1.0), _cohort(rows, counts)) == pytest.approx([0.45, 0.6])
+    by_records = NormBound(norm_bound=1.0, weights="examples")
+    assert _mean(by_records, _cohort(rows, counts)) == pytest.approx([0.375, 0.5])
+    assert _mean(by_records, _cohort(rows, counts), "uniform") == pytest.approx([0.45, 0.6])
+    free = NormBound(norm_bound=100.0, weights="examples")
     assert _mean(free, _cohort(rows, counts)) == pytest.approx(_mean(WeightedMean(), _cohort(rows, counts)))
+
+
+@pytest.mark.parametrize("aggregator", ROBUST, ids=lambda one: one.kind)
+def test_how_many_records_a_hostile_client_declares_moves_no_robust_result(aggregator):
+    rows = [[0.1 * client, 0.0] for client in range(9)]
+    honest, boasting = _cohort([*rows, [0.0, 50.0]], [100] * 10), _cohort([*rows, [0.0, 50.0]], [100] * 9 + [10_000])
+    assert _mean(aggregator, boasting).tolist() == _mean(aggregator, honest).tolist()
+
+
+def test_one_hostile_client_of_ten_moves_a_bounded_mean_by_a_tenth_of_the_bound_whatever_it_declares():
+    quiet = [[0.0, 0.0]] * 9
+    cohort = _cohort([*quiet, [30.0, 40.0]], [100] * 9 + [10_000])
+    assert np.linalg.norm(_mean(NormBound(norm_bound=1.0), cohort)) == pytest.approx(0.1)
+    by_records = NormBound(norm_bound=1.0, weights="examples")
+    assert np.linalg.norm(_mean(by_records, cohort)) == pytest.approx(10_000 / 10_900)  # its own word
 
 
 @given(st.integers(0, 10_000))

@@ -51,6 +51,13 @@ def test_where_nobody_says_what_several_releases_cost_a_record_together_none_of_
     assert measures({"privacy": earlier["privacy"][:1]}) == {"epsilon.record": 1.0, "delta.record": 1e-5}
 
 
+def test_a_centralized_run_of_an_earlier_version_tells_nothing_of_clients() -> None:
+    beside = {"client_accuracy": 0.5, "client_worst_tenth": 0.5, "macro_f1": 0.25}
+    found = measures({"partition": "centralized", "final_accuracy": 0.5, "measures": beside})
+    assert found == {"final_accuracy_percent": 50.0, "macro_f1_percent": 25.0}
+    assert "client_worst_tenth_percent" in measures({"partition": "label-2", "measures": beside})
+
+
 def test_a_line_a_run_with_a_column_for_every_setting_and_measure() -> None:
     failed = SeedResult("B", "x", 3, "failed", "cells/b", error="it diverged", settings={"data": "mnist"})
     lines = list(csv.DictReader(io.StringIO(csv_text(table(finished(), failed)))))

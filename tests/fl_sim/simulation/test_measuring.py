@@ -48,6 +48,17 @@ def test_the_model_is_validated_on_what_all_clients_hold_out_with_true_labels() 
     assert torch.equal(records.labels.cpu(), labels)
 
 
+def test_one_holder_of_all_records_has_no_worst_tenth_of_clients(tmp_path: Path) -> None:
+    result = run(quick("algorithm=centralized", "rounds=2"), tmp_path / "central")
+    assert not {name for name in result["measures"] if name.startswith("client_")}
+    assert result["measures"]["left_out"]["client_accuracy"].startswith("one holder has all records")
+    assert [record.client_worst_tenth for record in read_rounds(tmp_path / "central")] == [None, None]
+    federated = run(quick("rounds=2", "partition=label-2"), tmp_path / "federated")
+    measured = federated["measures"]
+    assert measured["client_worst_tenth"] < measured["client_accuracy"]
+    assert measured["left_out"] == {}
+
+
 def test_validation_records_are_seen_with_the_clients_own_noise() -> None:
     job = job_of(quick("evaluate.validation=0.3", "partition=feature-noise:1"))
     records = validation_records(job)
