@@ -76,7 +76,7 @@ def test_only_the_mixing_algorithms_share_before_the_first_round():
         (FedSpeed(), {"alpha": 0.1, "rho": 0.1, "uphill_share": 1.0}),
         (MOON(), {"mu": 5.0, "tau": 0.5}),
         (FedExP(), {"epsilon": 1e-3, "average_two": True}),
-        (FedProto(), {"strength": 1.0}),
+        (FedProto(), {"strength": 1.0, "distance": "mean"}),
         (FedDisco(), {"a": 0.5, "b": 0.1}),
         (FedAvgM(), {"server_learning_rate": 1.0, "server_momentum": 0.9}),
         (FedAdagrad(), {"server_learning_rate": 0.1, "beta_1": 0.0, "tau": 1e-3}),
