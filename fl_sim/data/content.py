@@ -59,12 +59,13 @@ def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
     return trained, _of_inputs(load(records_of(name), data_root).test.inputs)
 
 
-def sealed_content(name: str, data_root: Path | None) -> str:
+def sealed_content(name: str, data_root: Path | None, *, make_key: bool = True) -> str:
     """Return ``content_of`` under a secret key of this machine, to be told in results; "" where there is no such key.
 
-    The part before the colon tells the key: contents under two keys cannot be compared.
+    The part before the colon tells the key: contents under two keys cannot be compared. ``make_key``: as ``make`` of
+    ``machine_key``, for a plan, which writes nothing.
     """
-    key = machine_key()
+    key = machine_key(make=make_key)
     if not key:
         return ""
     sealed = hmac.new(key, content_of(name, data_root).encode(), hashlib.sha256).hexdigest()

@@ -26,7 +26,7 @@ def planned(job: Job) -> Paid:
     rounds = [replace(one, on_records=not on_synthetic) for one in of_training or ()]
     payments = None if of_training is None else (*rounds, *_payments_beside(job))
     is_bare = of_training == () and not on_synthetic
-    name, content = called(experiment.data), sealed_content(experiment.data, job.root)
+    name, content = called(experiment.data), sealed_content(experiment.data, job.root, make_key=False)
     return Paid(name, f"{split}, {experiment.clients} clients", payments, is_bare, content)
 
 

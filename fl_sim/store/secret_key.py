@@ -10,6 +10,7 @@ from typing import Final
 from fl_sim.store.files import folder_of
 
 _KEY: Final = "key"
+_FLEETING: Final = secrets.token_bytes(32)
 _KEYED = re.compile("keyed-([0-9a-f]{16})-([0-9a-f]{32})-[0-9a-f]{64}")
 
 
@@ -38,11 +39,16 @@ def _name(key: bytes) -> str:
     return hashlib.sha256(b"the name of " + key).hexdigest()[:16]
 
 
-def machine_key() -> bytes:
-    """Return the key, made where there is none; empty where it can be neither read nor made."""
+def machine_key(*, make: bool = True) -> bytes:
+    """Return the key, made where there is none; empty where it can be neither read nor made.
+
+    ``make`` False writes nothing: where there is no key, one of this process's own takes its place.
+    """
     path = folder_of("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers") / _KEY
     try:
         if not path.exists():
+            if not make:
+                return _FLEETING
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             new = path.with_name(f"{_KEY}.{secrets.token_hex(8)}")
             with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
