@@ -75,8 +75,7 @@ def write_samples(folder: Path) -> dict[Path, Callable[[], Dataset]]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(row + earned + "\n" for earned in ("<=50K", ">50K", "<=50K")), encoding="utf-8")
     found: dict[Path, Callable[[], Dataset]] = {
-        folder / name: lambda name=name: npz.read_own(f"npz:{name}", folder / name)
-        for name in ("plain.npz", "packed.npz")
+        folder / name: lambda name=name: _own(f"npz:{folder / name}") for name in ("plain.npz", "packed.npz")
     }
     for path in sorted((folder / "images").rglob("*.png"))[:3]:
         found[path] = lambda: _own(f"folder:{folder}/images")
@@ -122,6 +121,8 @@ def damaged(content: bytes, generator: random.Random) -> bytes:
         lambda: content.replace(b"(6, 5, 4, 3)", generator.choice(_CLAIMS).ljust(12), 1),
         lambda: content.replace(b"|u1", generator.choice((b"|O ", b"<f8", b"|V9", b"<U9", b"<M8")), 1),
         lambda: content.replace(b"39,", generator.choice((b"nan,", b"1e400,", b"\0,", b"-5,", b"," * 50, b"'\n',")), 1),
+        lambda: content.replace(b"39,", generator.choice((b"-NAN,", b'"3,9",', b"39%,", b"2**53,", b"=39,")), 2),
+        lambda: content.replace(b'"b": {', b'"a": {', 1),  # a key that stands twice
         lambda: b"",
         generator.choice((_bomb, _objects, _lie)),
     )
