@@ -214,8 +214,9 @@ def test_the_budget_stops_the_labelling(tmp_path: Path) -> None:
     result = run(pate("algorithm.labelling.mechanism=gnmax:6", "algorithm.labelling.epsilon=3"), tmp_path / "run")
     assert 0 < result["pate"]["queries_asked"] < 60
     assert result["privacy"][0]["epsilon"] <= 3
-    with pytest.raises(RunError, match="none of 0 queries was answered"):
+    with pytest.raises(UserError, match=r"algorithm.labelling.epsilon=0.01 does not afford one query, which costs 4"):
         run(pate("algorithm.labelling.epsilon=0.01"), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_an_interrupted_run_pays_for_its_labels_once(tmp_path: Path) -> None:
