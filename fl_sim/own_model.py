@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fl_sim.batch_norm import fixed_in, running_in
+from fl_sim.batch_norm import running_in
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line, load_object
 from fl_sim.own_code import with_place
 from fl_sim.seeding import process_alone, seed_process
 from fl_sim.sequences import tokens_like
-from fl_sim.types import BatchNorm, Params
+from fl_sim.types import BatchNorm
 
 _CURE = (
     "draw from the global generators of torch, NumPy or Python, which are seeded for it, not from one that seeds "
@@ -53,12 +53,12 @@ def build_own(
         _check_parameters(path, model)
         _check_repeats(path, model, partial(_made, path, factory, input_shape, num_classes, seed))
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        _check_logits(path, model, num_classes, _random_records(input_shape, vocabulary) if trial is None else trial)
+        trial = _random_records(input_shape, vocabulary) if trial is None else trial
+        logits = _checked_logits(path, model, num_classes, trial)
         if before:
             _check_buffers(path, model, before, batch_norm)
             _check_drawn(path, before, _made(path, factory, input_shape, num_classes, seed + 1))
-        if fixed := fixed_in(model):
-            _check_fixed(path, fixed, fixed_in(_made(path, factory, input_shape, num_classes, seed)))
+        _check_same_logits(path, logits, _logits(path, model, trial))
         with torch.no_grad():
             for name, buffer in running_in(model).items():  # which the trial has changed
                 buffer.copy_(before[name])
@@ -134,18 +134,21 @@ def _check_repeats(path: str, model: nn.Module, again: Callable[[], nn.Module]) 
     _REPEATED.add((path, load_object(path, "model")))
 
 
-def _check_logits(path: str, model: nn.Module, num_classes: int, trial: torch.Tensor) -> None:
+def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
+    """Return what the model makes of two records while it trains, always by the same draws."""
     records, shape = trial.to(next(model.parameters()).device), tuple(trial.shape[1:])
     was_training = model.training
     try:
         seed_process(0, "trial")
-        logits = model.train()(records)
-        seed_process(0, "trial")
-        second = model(records)
+        return model.train()(records)
     except (Exception, SystemExit) as error:
         raise UserError(f"model {path!r} cannot take records of shape {shape}: {with_place(error)}") from error
     finally:
         model.train(was_training)
+
+
+def _checked_logits(path: str, model: nn.Module, num_classes: int, trial: torch.Tensor) -> torch.Tensor:
+    logits = _logits(path, model, trial)
     if not isinstance(logits, torch.Tensor):
         raise UserError(
             f"model {path!r} makes {type(logits).__name__} of a batch, not a tensor of logits: return these alone"
@@ -155,15 +158,20 @@ def _check_logits(path: str, model: nn.Module, num_classes: int, trial: torch.Te
             f"model {path!r} makes {str(logits.dtype).removeprefix('torch.')} of shape {tuple(logits.shape)} of 2 "
             f"records, not float32 logits of shape (2, {num_classes})"
         )
-    if not torch.equal(logits, second):
-        raise UserError(
-            f"model {path!r} makes other logits of the same records the second time, with the generators of torch, "
-            f"NumPy and Python seeded alike: {_CURE}"
-        )
     if not logits.requires_grad:
         raise UserError(
             f"model {path!r} makes logits that depend on none of its trained parameters: is there a torch.no_grad or a "
             "detach in its forward?"
+        )
+    return logits
+
+
+def _check_same_logits(path: str, logits: torch.Tensor, second: torch.Tensor) -> None:
+    """Raise UserError for logits that are others the second time, after buffers were checked: these tell more."""
+    if not torch.equal(logits, second):
+        raise UserError(
+            f"model {path!r} makes other logits of the same records the second time, with the generators of torch, "
+            f"NumPy and Python seeded alike: {_CURE}"
         )
 
 
@@ -183,16 +191,6 @@ def _check_buffers(path: str, model: nn.Module, before: dict[str, torch.Tensor],
             f"model {path!r} keeps running statistics ({name}), which federated averaging would lose: of layers with "
             "such fl-sim knows those of nn.BatchNorm alone; use a norm without them, such as nn.GroupNorm"
         )
-
-
-def _check_fixed(path: str, fixed: Params, again: Params) -> None:
-    """Raise UserError for frozen parameters that are others in a second model of the same seed."""
-    for name, value in fixed.items():
-        if name not in again or not torch.equal(again[name], value):
-            raise UserError(
-                f"model {path!r} makes another {name} at every call, although nobody trains it, so it is not sent and "
-                "clients would have others: draw it with torch's own generator, which is seeded, or from a seed"
-            )
 
 
 def _check_drawn(path: str, before: dict[str, torch.Tensor], other: nn.Module) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fl_sim.experiment.experiment import AnyAlgorithm
 from fl_sim.kinds import field_defaults, kinds
+from strategies.attacks import AnyAttack
 
 PAGE = (Path(__file__).parents[1] / "docs" / "methods.md").read_text()
 ROWS = {
@@ -25,11 +26,11 @@ NAMED_ALONE = {
 }
 
 
-def test_the_table_has_every_method_with_its_defaults() -> None:
+def test_the_tables_have_every_method_and_every_attack_with_its_defaults() -> None:
     there = {
         kind: {name: str(value).lower() for name, value in field_defaults(settings).items() if name != "kind"}
-        for kind, settings in kinds(AnyAlgorithm).items()
-        if settings.__name__ not in NAMED_ALONE | {"Centralized", "Pate", "Tstr"}
+        for kind, settings in {**kinds(AnyAlgorithm), **kinds(AnyAttack)}.items()
+        if settings.__name__ not in NAMED_ALONE | {"Centralized", "Pate", "Tstr", "NoAttack"}
     }
     found = {kind: {name: _as_written(value) for name, value in values.items()} for kind, values in ROWS.items()}
     assert found == {
@@ -42,4 +43,4 @@ def test_what_is_named_without_a_row_is_named() -> None:
 
 
 def _as_written(value: str) -> float | str:
-    return value if value in {"true", "false"} else float(value)
+    return float(value) if value[0].isdigit() else value

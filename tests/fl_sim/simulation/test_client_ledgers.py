@@ -108,7 +108,7 @@ def test_ledgers_of_earlier_versions_are_still_used_and_joined(table: Path) -> N
 
 
 def test_a_share_that_a_client_kept_under_its_earlier_name_is_not_made_again(table: Path, tmp_path: Path) -> None:
-    one = job(preprocess={"kind": "da-fl", "generator": "marginals"})
+    one = job(preprocess={"kind": "da-fl", "generator": "marginals"}, evaluate={"test": "never"})
     policy = Policy(tmp_path / "policy.toml", 10.0, DELTA, allow_raw_updates=False, allow_votes=False)
 
     def folder() -> Path:

@@ -131,7 +131,7 @@ def test_a_frozen_head_is_refused_where_it_would_have_to_learn(tmp_path: Path) -
 
 
 def test_a_frozen_parameter_that_every_process_would_draw_for_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="makes another body at every call, although nobody trains it"):
+    with pytest.raises(UserError, match=r"another one each time it is made of the same seed \(body differs\)"):
         trained(tmp_path / "run", "fresh_each_time")
 
 

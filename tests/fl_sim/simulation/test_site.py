@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from fl_sim.data import load
 from fl_sim.errors import UserError
@@ -19,6 +18,7 @@ from fl_sim.experiment.job import job_of
 from fl_sim.simulation import site as wiring
 from fl_sim.simulation.procedure import procedure_of, site_of
 from fl_sim.simulation.site import as_kept, evaluation_records, to_generator
+from fl_sim.store.tensors import save_by_content
 from fl_sim.training import loop
 from fl_sim.training.loop import to_tensors
 from fl_sim.types import Examples, LocalSettings
@@ -131,10 +131,8 @@ def test_records_are_the_same_whether_they_stay_in_memory_or_not(partition, monk
 
 
 def _pool(folder: Path) -> str:
-    path = folder / "pool.safetensors"
     images = (torch.arange(3 * 64) % 256).to(torch.uint8).reshape(3, 1, 8, 8)
-    save_file({"inputs": images, "labels": torch.tensor([1, 1, 4])}, path)
-    return str(path)
+    return str(save_by_content(folder, "synthetic", {"inputs": images, "labels": torch.tensor([1, 1, 4])}))
 
 
 def test_bytes_that_stay_on_a_device_are_the_same_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

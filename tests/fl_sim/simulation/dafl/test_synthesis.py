@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from clients.dafl.dpcgan import nets
 from fl_sim.data import load
-from fl_sim.errors import RunError, UserError
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.native import kernel
@@ -279,15 +279,21 @@ def test_a_pool_of_all_classes_is_not_warned_of(tmp_path: Path) -> None:
 
 
 def test_clients_that_release_nothing_are_warned_about_and_the_run_goes_on(tmp_path: Path) -> None:
-    result = run(_made("preprocess.epsilon=0.101", "preprocess.generator.discriminator_steps=50",
-                       "preprocess.generator=dp-cgan"), tmp_path / "run")  # fmt: skip
-    assert result["preprocess"]["num_synthetic"] == 0
-    assert "10 of 10 clients released no synthetic records; client 0: " in result["warnings"][-1]
-    assert result["warnings"][-1].endswith("; take a larger preprocess.epsilon, or fewer clients")
-    assert _statement(result, "record")["epsilon"] == 0
-    with pytest.raises(RunError, match="no client released a synthetic record"):
-        run(_made("preprocess.epsilon=0.101", "preprocess.generator.discriminator_steps=50",
-                  "preprocess.generator=dp-cgan", "preprocess.train_on=synthetic"), tmp_path / "alone")  # fmt: skip
+    chosen = ("preprocess.epsilon=0.4", "preprocess.generator.discriminator_steps=50", "preprocess.generator=dp-cgan")
+    result = run(_made(*chosen, "partition=quantity:0.3"), tmp_path / "run")
+    refused = [client for client, part in enumerate(result["preprocess"]["clients"]) if part["refused"]]
+    assert 0 < len(refused) < 10
+    [warning] = [one for one in result["warnings"] if "released no synthetic records" in one]
+    assert warning.startswith(f"{len(refused)} of 10 clients released no synthetic records; client {refused[0]}: ")
+    assert warning.endswith("; take a larger preprocess.epsilon, or fewer clients")
+
+
+def test_a_budget_within_which_no_client_can_release_anything_is_refused_beforehand(tmp_path: Path) -> None:
+    chosen = ("preprocess.epsilon=0.101", "preprocess.generator.discriminator_steps=50", "preprocess.generator=dp-cgan")
+    for further in ((), ("preprocess.train_on=synthetic",)):
+        with pytest.raises(UserError, match=r"preprocess.epsilon=0.101 lets no client release a synthetic record"):
+            run(_made(*chosen, *further), tmp_path / "run")
+        assert not (tmp_path / "run").exists()
 
 
 def test_an_interrupted_run_goes_on_with_the_pool_it_had(tmp_path: Path) -> None:
