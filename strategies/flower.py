@@ -194,7 +194,9 @@ class FederatedStrategy(Strategy):
         who = hostile_clients(self.attack, self.num_clients, self.seed)
         if not (hostile := [reply for reply in answers if reply.client in who and reply.num_examples > 0]):
             if who:
-                self.without_effect.update([off(f"attack {kind_of(self.attack)}", "no hostile client had records")])
+                self.without_effect.update(
+                    [off(f"attack {kind_of(self.attack)}", "no hostile client took part with records")]
+                )
             return answers
         forged = {reply.client: reply for reply in self.attack.forged(hostile, len(answers))}
         return tuple(forged.get(reply.client, reply) for reply in answers)

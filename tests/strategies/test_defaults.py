@@ -24,14 +24,14 @@ from fl_sim.experiment.experiment import (
 from fl_sim.experiment.local import Schedule
 from fl_sim.kinds import Remarking, kinds
 from fl_sim.params import flattened
-from fl_sim.seeding import torch_kept
+from fl_sim.seeding import rng, torch_kept
 from fl_sim.types import LocalSettings
-from strategies.attacks import ALittleIsEnough, AnyAttack
+from strategies.attacks import ALittleIsEnough, AnyAttack, SignFlip, hostile_clients
 from strategies.compression.settings import AnyCompressor
 from strategies.fedavg import FedAvg
 from strategies.fedproto import FedProto
 from strategies.norm_bound import NormBound
-from strategies.samplers import AnySampler
+from strategies.samplers import AnySampler, FixedSize
 from strategies.servers import AnyServer
 
 WITHOUT_ROUNDS = {"pate": "an answer needs more teachers than digits have records for", "tstr": "it needs a pool"}
@@ -202,7 +202,7 @@ IDLE: dict[str, tuple[dict[str, Any], str]] = {
     "hardly smoothed": ({"aggregator": "geometric-median"}, ""),
     "hostile and empty": (
         {"attack": "sign-flip:1", "partition": "dirichlet:0.02", "clients": 60, "seed": 4},
-        "attack sign-flip has no effect: no hostile client had records",
+        "attack sign-flip has no effect: no hostile client took part with records",
     ),
     "hostile": ({"attack": "sign-flip:1"}, ""),
 }  # fmt: skip
@@ -216,6 +216,27 @@ def test_what_turned_out_to_have_no_effect_is_said_after_the_last_round(case: st
     found = [one for one in said if "has no effect" in one]
     assert len(found) == bool(words)
     assert all(re.search(words, one) and one.endswith("(in each of the last 2 rounds)") for one in found)
+
+
+def test_what_had_an_effect_in_some_rounds_is_not_said(tmp_path: Path) -> None:
+    """Of six seeds some draw the hostile client for one round of two, and some for neither."""
+    few = {"partition": "iid", "clients": 4, "rounds": 2, "model": "logistic", "attack": "sign-flip:1"}
+    said = {
+        seed: fl_sim.run(
+            {**few, "sampler": "fixed-size:1", "seed": seed}, out=tmp_path / str(seed), progress=False
+        ).facts["warnings"]
+        for seed in range(6)
+    }
+    drawn = {seed: _rounds_with_a_hostile_client(seed) for seed in said}
+    assert {0, 1} <= {*drawn.values()}
+    for seed, rounds in drawn.items():
+        assert any("has no effect" in one for one in said[seed]) == (rounds == 0)
+
+
+def _rounds_with_a_hostile_client(seed: int) -> int:
+    [hostile] = hostile_clients(SignFlip(clients=1), 4, seed)
+    coins = (rng(seed, "sampler", number).random for number in (1, 2))
+    return sum(hostile in FixedSize(cohort_size=1).sample(4, one, 1) for one in coins)
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,14 @@ def test_drawn_devices_have_the_median_and_the_spread_that_they_say() -> None:
     assert np.median(typical.step_seconds) == pytest.approx(0.1, rel=0.05)
     assert np.log(typical.step_seconds).std() == pytest.approx(0.5, rel=0.05)
     assert np.log(typical.upload).std() == pytest.approx(0.5, rel=0.05)
-    assert abs(np.corrcoef(typical.upload, typical.download)[0, 1]) < 0.1
+    drawn = np.corrcoef([typical.step_seconds, typical.upload, typical.download])
+    assert np.abs(drawn - np.eye(3)).max() < 0.1, "speed and both ways are drawn by themselves"
+    assert np.median(typical.upload) == pytest.approx(625_000, rel=0.05)
+    assert np.median(typical.download) == pytest.approx(2_500_000, rel=0.05)
     even = Uniform(spread=0.5).fleet(4000, seed=0)
     assert (even.step_seconds.min(), even.step_seconds.max()) == pytest.approx((0.05, 0.15), rel=0.01)
+    assert (even.upload.min(), even.upload.max()) == pytest.approx((625_000 / 1.5, 625_000 / 0.5), rel=0.01)
+    assert (even.download.min(), even.download.max()) == pytest.approx((2_500_000 / 1.5, 2_500_000 / 0.5), rel=0.01)
 
 
 def test_devices_are_the_same_for_the_same_seed_and_others_for_another() -> None:
@@ -49,6 +54,7 @@ def test_a_profile_has_a_row_for_each_client_in_order(tmp_path: Path) -> None:
     fleet = Profile(path=path, jitter=0.1).fleet(2, seed=0)
     assert fleet.record_seconds.tolist() == [0.1, 0.05]
     assert fleet.download.tolist() == [1e6, 2e6]
+    assert fleet.upload.tolist() == [125_000, 250_000]
     assert fleet.availability.tolist() == [1, 0.5]
     assert fleet.jitter == 0.1
 
@@ -123,6 +129,24 @@ def test_devices_of_ones_own_are_taken_and_held_to_what_a_device_can_be(tmp_path
         experiment_from({**base, "devices": Shop(), "aggregator": "global-dp"})
     with pytest.raises(UserError, match="lacks fleet"):
         experiment_from({**base, "devices": "fl_sim.types:Traffic"})
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "told"),
+    [
+        ("availability", 0.0, "availability of client 1 is 0"), ("availability", 1.01, "availability of client 1 is 1"),
+        ("upload", 0.0, "upload of client 1 is 0"), ("record_seconds", -0.5, "record_seconds of client 1 is -0.5"),
+        ("jitter", 3.1, "jitter is 3.1: it must be from 0 to 3"), ("jitter", -0.1, "jitter is -0.1"),
+        ("jitter", 3.0, ""), ("availability", 0.001, ""), ("availability", 1.0, ""),
+    ],
+)  # fmt: skip
+def test_every_number_of_a_fleet_has_both_its_ends(part: str, value: float, told: str) -> None:
+    numbers = {name: np.array([1.0, 1.0]) for name in ("step_seconds", "record_seconds", "download", "upload")}
+    numbers["availability"] = np.array([0.5, 0.5])
+    given = value if part == "jitter" else np.array([numbers[part][0], value])
+    found = Fleet(**{**numbers, part: given}).wrong(2)
+    assert found.startswith(told)
+    assert bool(found) == bool(told)
 
 
 def test_a_profile_that_is_not_there_or_has_changed_is_refused(tmp_path: Path) -> None:

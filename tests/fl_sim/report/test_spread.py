@@ -43,3 +43,22 @@ def test_equal_differences_are_significant_unless_they_are_none() -> None:
     assert level is not None
     assert (ahead.low, ahead.high, ahead.is_significant) == (0.25, 0.25, True)
     assert not level.is_significant
+
+
+def test_a_row_behind_is_as_significant_as_one_ahead_and_an_interval_around_0_is_not() -> None:
+    behind, around = difference([(0.25, 0.5)] * 3), difference([(0.0, 1.0), (1.0, 0.0), (0.5, 0.4)])
+    assert behind is not None
+    assert around is not None
+    assert (behind.low, behind.high, behind.is_significant) == (-0.25, -0.25, True)
+    assert around.low < 0 < around.high
+    assert not around.is_significant
+
+
+def test_the_bootstrap_of_skewed_differences_is_accelerated_as_scipys_is() -> None:
+    """Without acceleration the upper end is 9 % lower, with twice as much 12 % higher."""
+    apart = np.exp(2.2 * np.random.default_rng(1).standard_normal(25))
+    found = difference([(one, 0.0) for one in apart.tolist()])
+    assert found is not None
+    draws = np.random.default_rng(2)
+    theirs = scipy.stats.bootstrap((apart,), np.mean, method="BCa", n_resamples=100_000, rng=draws).confidence_interval
+    assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high), rel=0.03)

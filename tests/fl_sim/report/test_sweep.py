@@ -121,6 +121,16 @@ def test_a_sweep_of_gamma_says_at_which_epsilon(write_experiment, found):
     )
 
 
+def test_a_point_of_which_one_client_released_something_is_no_empty_one(write_experiment, found):
+    for name, gamma in (("a", 0.1), ("b", 0.2)):
+        write_experiment(
+            name, preprocess={"gamma": gamma}, counts=((0, 0, 0), (0, 3, 0)) if name == "a" else ((1,), (2,))
+        )
+    (sweep,) = found()
+    assert [point.released for line in sweep.lines for point in line.points] == [True, True]
+    assert "no client released" not in " ".join(draw_sweeps([sweep])[0].caption)
+
+
 def test_points_with_different_seeds_are_told(write_experiment, found):
     write_experiment("a", preprocess={"epsilon": 1.0})
     write_experiment("b", preprocess={"epsilon": 2.0}, seed=3)

@@ -261,6 +261,14 @@ def test_what_a_target_took_is_told_for_the_highest_that_all_runs_of_a_row_reach
     assert "Rounds to a test accuracy" not in markdown(table(result("A", "x", 0, 0.5)))
 
 
+def test_the_target_of_a_column_is_the_highest_of_several_that_a_row_reached() -> None:
+    both = [reaching("A", seed, at_50=(1, 10**6), at_60=(2, 2 * 10**6), at_90=(4, 4 * 10**6)) for seed in (0, 1)]
+    some = [reaching("B", 0, at_50=(1, 10**6)), reaching("B", 1, at_50=(1, 10**6))]
+    shown = markdown(table(*both, *some))
+    assert "| A | 4.0, 4 MB |" in shown
+    assert "| B | - (0 of 2) |" in shown
+
+
 def test_further_measures_have_a_table_each_with_mean_and_deviation_and_a_dash_where_a_run_has_none() -> None:
     scores = [replace(result("A", "x", seed, 0.9), measures={"macro_f1_percent": 80.0 + seed}) for seed in (0, 2)]
     private = [result("B", "x", seed, 0.9) for seed in (0, 2)]

@@ -7,7 +7,7 @@ import pytest
 from fl_sim.report.files import BytesFacts, Outcome, RunConfig, Seconds, Travelled
 from fl_sim.report.groups import Group
 from fl_sim.report.runs import Run
-from fl_sim.report.targets import taken
+from fl_sim.report.targets import spent_beforehand, taken
 from fl_sim.store.run_directory import RoundRecord
 
 
@@ -71,3 +71,11 @@ def test_a_target_that_no_run_reaches_is_a_dash_with_the_number_of_runs(run):
 def test_what_travelled_beforehand_counts_and_what_is_not_told_leaves_the_bytes_out(run):
     assert _taken(run(0.9, before=Travelled(down=2_000_000, up=500_000))).cells[1] == "3.50"
     assert _taken(run(0.9, each=None)).cells[:2] == ("1.0", "-")
+
+
+def test_what_is_not_known_of_one_thing_that_travelled_beforehand_is_not_known_of_all(run):
+    outcome = run(0.9).outcome
+    known = Travelled(down=2_000_000, up=500_000)
+    for before, spent in (([known, known], 5_000_000), ([known, None], None), ([], 0)):
+        told = BytesFacts(before={str(number): one for number, one in enumerate(before)})
+        assert spent_beforehand(outcome.model_copy(update={"bytes": told})).bytes == spent
