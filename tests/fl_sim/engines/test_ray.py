@@ -100,7 +100,9 @@ def test_two_actors_share_the_clients_and_replies_keep_the_order(grid: RayGrid, 
 def test_a_client_that_raises_or_exits_is_one_error_reply(
     grid: RayGrid, misbehaving: ModuleType, action: str, reason: str
 ) -> None:
-    assert failures(send(grid, misbehaving.order(action, 3))) == {3: (CLIENT_RAISED, reason)}
+    [(client, (code, said))] = failures(send(grid, misbehaving.order(action, 3))).items()
+    assert (client, code) == (3, CLIENT_RAISED)
+    assert re.fullmatch(rf"{reason} \(.*misbehaving\.py:\d+\)", said)
 
 
 def test_a_client_that_kills_its_actor_is_named_and_those_trained_with_it_are_answered(
