@@ -102,7 +102,7 @@ def test_a_client_that_raises_or_exits_is_one_error_reply(
 ) -> None:
     [(client, (code, said))] = failures(send(grid, misbehaving.order(action, 3))).items()
     assert (client, code) == (3, CLIENT_RAISED)
-    assert re.fullmatch(rf"{reason} \(.*misbehaving\.py:\d+\)", said)
+    assert re.fullmatch(rf"{reason} \(.*misbehaving\.py:\d+, in misbehave\)", said)
 
 
 def test_a_client_that_kills_its_actor_is_named_and_those_trained_with_it_are_answered(
