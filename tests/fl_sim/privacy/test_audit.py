@@ -102,3 +102,14 @@ def test_fresh_noise_passes_calibration_and_every_flaw_has_its_test() -> None:
     }
     for name, flawed in flaws.items():
         assert noise_calibration(flawed)[name] < 1e-9
+
+
+def test_what_only_one_direction_shows_is_seen_whichever_it_is() -> None:
+    rng = np.random.default_rng(0)
+    without, with_unit = 0.01 * rng.standard_normal((2, 4000, 1))
+    with_unit[rng.random(4000) < 0.1] += 5.0  # these tell that the unit is there, and none that it is not
+    for pair in ((without, with_unit), (with_unit, without)):
+        found = audit_profile(*pair, [0.0] * len(EPSILONS))
+        assert found.epsilon_lower_bound > 2
+        assert found.lower_bounds[-1] > 0.05  # at epsilon 2 the other side has none
+        assert found.estimates[-1] > 0.08

@@ -57,3 +57,11 @@ def test_no_claim_above_the_power_limit_can_be_refuted() -> None:
     assert limits == sorted(limits)
     for canaries, limit in zip((100, 300, 1000), limits, strict=True):
         assert limit < math.log(canaries / math.log(1 / level))  # equal but for delta and e^-x against 1 / (1 + x)
+
+
+def test_the_power_limit_is_that_of_the_best_share_of_guesses() -> None:
+    canaries = 1000
+    perfect = np.arange(canaries, dtype=np.float64)
+    found = [one.epsilon_lower_bound for one in one_run.guess(perfect, perfect >= canaries // 2, 1e-5)]
+    assert len(set(found)) > 1
+    assert one_run.power_limit(canaries, 1e-5) == max(found) > min(found)

@@ -82,3 +82,11 @@ def test_a_table_says_which_runs_stopped_early_or_warned_of_something(
     fill(board, tmp_path, 1, None, progress=False)
     [line, *_] = [line for line in notes(board.table()) if told in line]
     assert re.match(r".*FedAvg, digits iid, seed 0( and 1 other run)?: ", line)
+
+
+def test_a_run_that_failed_is_not_finished(tmp_path: Path) -> None:
+    settings = TableSettings.model_validate({"grid": {"seed": [0, 1, 2]}, "centralized": False})
+    board = Board(settings, plan_table(settings))
+    board.outcomes = {"a": Finished("a", {}), "b": Failed("b", "it broke"), "c": Finished("c", {})}
+    assert board.num_finished() == 2
+    assert board.failures() == ["b (it broke)"]
