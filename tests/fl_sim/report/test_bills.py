@@ -122,7 +122,7 @@ KEY, OTHER_KEY = "0a1b2c3d", "ffffffff"
 @pytest.mark.parametrize(
     ("runs", "epsilons"),
     [
-        ([("csv:a.csv", "x"), ("csv:./a.csv", "x"), ("csv:/home/a.csv", "x")], [15.0]),
+        ([("csv:a.csv", "x"), ("csv:./a.csv", "x"), ("csv:/srv/a.csv", "x")], [15.0]),
         ([("csv:a.csv", "x"), ("npz:b.npz", "x"), ("csv:c.csv", "y")], [10.0, 5.0]),
         ([("csv:a.csv:label=one", "x"), ("csv:a.csv:label=two:test=0.2", "")], [10.0]),
         ([("csv:a.csv", "x"), ("csv:b.csv", "y"), ("csv:b.csv", "x")], [15.0]),
