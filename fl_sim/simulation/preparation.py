@@ -24,7 +24,7 @@ from fl_sim.params import is_finite
 from fl_sim.report.figures.samples import write_samples
 from fl_sim.seeding import process_kept, rng, seed_process
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.site import local_settings, read_pool, sizes_trained_on
+from fl_sim.simulation.site import hides_clients, local_settings, read_pool, sizes_trained_on
 from fl_sim.store import run_directory
 from fl_sim.store.tensors import save_by_content
 from fl_sim.training.loop import resident
@@ -125,7 +125,7 @@ def _holders(job: Job, num_synthetic: int, log: RunLog) -> NDArray[np.bool_] | N
     """Return which clients hold records to train on, (clients,); None where all do, or all are to count."""
     holders: NDArray[np.bool_] = sizes_trained_on(job, num_synthetic) > 0
     without = int((~holders).sum())
-    if not without or isinstance(job.experiment.aggregator, GlobalDP):  # who holds any is secret there, K public
+    if not without or hides_clients(job.experiment):
         return None
     if not log.counts_holders:
         log.warnings.append(

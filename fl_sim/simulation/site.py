@@ -113,7 +113,7 @@ def sizes_trained_on(job: Job, num_synthetic: int) -> NDArray[np.int64]:
         return own
     if not _trains_on_own(job.experiment, "a pool"):
         return np.full_like(own, num_synthetic)
-    return own + num_synthetic * ((own > 0) | _has_pool_alone(job.experiment))
+    return own + num_synthetic * ((own > 0) | (not hides_clients(job.experiment)))
 
 
 def _augment(job: Job) -> Augment:
@@ -230,16 +230,17 @@ def _records(
     if not _trains_on_own(experiment, synthetic):
         return pool(synthetic)
     mine = own(client)
-    return mine + pool(synthetic) if len(mine) or _has_pool_alone(experiment) else mine
+    return mine + pool(synthetic) if len(mine) or not hides_clients(experiment) else mine
 
 
-def _has_pool_alone(experiment: Experiment) -> bool:
-    """Say whether a client without records of its own trains on a pool beside which others have theirs.
+def hides_clients(experiment: Experiment) -> bool:
+    """Say whether the aggregator promises to hide who takes part: then who holds records is secret, too.
 
-    Not under Global DP, whose guarantee counts on zeros from a client whose records are replaced by nothing.
+    A client without records of its own must then send zeros, so it does not train on a pool beside which others have
+    theirs, and is counted as all clients are.
     """
     aggregator = experiment.aggregator
-    return not (isinstance(aggregator, Promising) and aggregator.is_private)
+    return isinstance(aggregator, Promising) and aggregator.is_private
 
 
 def _trains_on_own(experiment: Experiment, synthetic: str) -> bool:
