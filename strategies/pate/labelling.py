@@ -75,20 +75,30 @@ class Labelling(Settings):
         terms = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, self.delta, budget, self.accountant)
         return Ledger(terms, path, receipt=receipt, holder=holder)
 
-    def check_budget(self) -> None:
+    def check_budget(self, num_teachers: int, num_classes: int) -> None:
         """Raise UserError where ``epsilon`` does not afford one query whatever the votes are.
 
-        What a data-dependent budget affords is known when votes are there.
+        A data-dependent budget is refused where it affords none for any votes: what it affords is known when votes are
+        there.
         """
-        if self.epsilon is None or self.budget == "data-dependent":
+        if self.epsilon is None:
             return
-        from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415 (the accountants load slowly)
+        if self.budget == "data-dependent":
+            from fl_sim.privacy.pate.labelling_cost import least_epsilon  # noqa: PLC0415 (the accountants load slowly)
 
-        cost = epsilon_of_counts({_together(*self.mechanism.charges()): 1}, self.delta, accountant=self.accountant)
+            cost, votes = (
+                least_epsilon(self.mechanism.cost(), num_teachers, num_classes, self.delta),
+                ", at the clearest votes",
+            )
+        else:
+            from fl_sim.privacy.accounting import epsilon_of_counts  # noqa: PLC0415 (the accountants load slowly)
+
+            event = _together(*self.mechanism.charges())
+            cost, votes = epsilon_of_counts({event: 1}, self.delta, accountant=self.accountant), ""
         if cost > self.epsilon:
             raise UserError(
                 f"algorithm.labelling.epsilon={self.epsilon:g} does not afford one query, which costs "
-                f"{rounded_up(cost)} at delta {self.delta:g}: take more noise, or a larger epsilon"
+                f"{rounded_up(cost)} at delta {self.delta:g}{votes}: take more noise, or a larger epsilon"
             )
 
     def certain_queries(self, num_queries: int, num_asked: int) -> int:

@@ -108,8 +108,8 @@ class Pate(Settings):
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
         """Raise UserError where the labelling's budget does not afford one query, before any teacher is trained."""
-        del experiment, records, num_classes
-        self.labelling.check_budget()
+        del experiment
+        self.labelling.check_budget(len(records), num_classes)
 
     def bound_rounds(self, rounds: int, dataset: Dataset) -> int:
         """Return how many epochs the student has: no more than steps. Raises UserError where it takes no such data."""

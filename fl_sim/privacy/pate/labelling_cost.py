@@ -57,6 +57,10 @@ class Cost(Protocol):
         """
         ...
 
+    def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
+        """Return a curve that the data-dependent one of no answered query is below, shape (orders,)."""
+        ...
+
 
 @dataclass(frozen=True)
 class LNMaxCost:
@@ -87,6 +91,10 @@ class LNMaxCost:
         dependent = lnmax.dependent(counts, self.gamma, orders)
         return dependent, np.broadcast_to(self.worst_case(orders), dependent.shape)
 
+    def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
+        """Return the curve where all teachers agree, as no votes make another label less likely."""
+        return np.asarray(lnmax.dependent(_unanimous(teachers, classes), self.gamma, orders)[0])
+
 
 @dataclass(frozen=True)
 class GNMaxCost:
@@ -116,6 +124,10 @@ class GNMaxCost:
         del answered
         dependent = gnmax.dependent(counts, self.sigma, orders)
         return dependent, np.broadcast_to(self.worst_case(orders), dependent.shape)
+
+    def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
+        """Return the curve where all teachers agree, as no votes make another label less likely."""
+        return np.asarray(gnmax.dependent(_unanimous(teachers, classes), self.sigma, orders)[0])
 
 
 @dataclass(frozen=True)
@@ -149,6 +161,16 @@ class ConfidentCost:
         dependent = test + answered[:, None] * gnmax.dependent(counts, self.sigma, orders)
         independent = answered[:, None] * gnmax.independent(self.sigma, orders)
         return dependent, independent + gnmax.threshold_independent(self.sigma_threshold, orders)
+
+    def least(self, teachers: int, classes: int, orders: Floats) -> Floats:
+        """Return the answer's curve where all teachers agree, and the test's where its outcome is clearest.
+
+        That is where the largest count is as large as it can be, or as small.
+        """
+        answer = GNMaxCost(self.sigma).least(teachers, classes, orders)
+        largest = np.array([[teachers], [-(-teachers // classes)]])
+        tests = gnmax.threshold_dependent(largest, self.threshold, self.sigma_threshold, orders)
+        return np.asarray(tests.min(axis=0) + answer)
 
 
 @dataclass(frozen=True)
@@ -202,6 +224,11 @@ def queries_within(cost: Cost, queries: int, delta: float, target: float) -> int
     return int((np.minimum(total, each * cost.pure_epsilon) <= target).sum())
 
 
+def least_epsilon(cost: Cost, teachers: int, classes: int, delta: float) -> float:
+    """Return an epsilon that the data-dependent one of an answered query is never below, whatever its votes are."""
+    return float(epsilon_of_curves(cost.least(teachers, classes, _ORDERS)[None], delta)[0])
+
+
 def epsilon_of_curves(curves: Floats, delta: float) -> Floats:
     """Return the epsilon that each curve, a row over ``ORDERS``, proves at ``delta``, shape (rows,)."""
     assert not np.isnan(curves).any()
@@ -250,6 +277,10 @@ class _OpenBill:
 
     def close(self) -> Bill:
         return Bill(self._bill.per_query, self._bill.cumulative, self._sum)
+
+
+def _unanimous(teachers: int, classes: int) -> Counts:
+    return np.array([[teachers] + [0] * (classes - 1)])
 
 
 def _chunks(queries: int) -> Iterator[slice]:

@@ -41,6 +41,11 @@ TOO_SMALL = {
         ("algorithm=pate", "algorithm.labelling.mechanism=confident", "algorithm.labelling.epsilon=0.01"),
         "labelling.epsilon=0.01 does not afford one query",
     ),
+    "pate, by the votes": (
+        ("algorithm=pate", "algorithm.labelling.epsilon=0.01", "algorithm.labelling.budget=data-dependent",
+         "algorithm.keep_private=true"),
+        "labelling.epsilon=0.01 does not afford one query, which costs .* at delta 1e-05, at the clearest votes",
+    ),
     "ccvr": (("calibrate=ccvr", "calibrate.epsilon=1e-9"), "calibrate.epsilon=1e-09 affords no moments"),
     "ccvr, too coarse": (("calibrate=ccvr", "calibrate.epsilon=1e-5"), "affords no moments: noise of"),
 }  # fmt: skip

@@ -332,3 +332,16 @@ def test_a_budget_that_is_just_enough_for_queries_affords_them(queries: int) -> 
         settings = Labelling(mechanism=GNMax(sigma=5.0), epsilon=budget)
         found = label(votes, settings, ledger=settings.open_ledger(None), noise=Noise.seeded(0))
         assert found.num_asked == found.num_answered == asked
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS[:2], ids=str)
+def test_a_data_dependent_budget_is_refused_where_it_affords_no_query_for_any_votes(mechanism: LNMax | GNMax) -> None:
+    least = labelling_cost.least_epsilon(mechanism.cost(), 30, 3, 1e-5)
+    assert 0 < least < labelling_cost.least_epsilon(mechanism.cost(), 2, 3, 1e-5)
+    enough = Labelling(mechanism=mechanism, epsilon=least, budget="data-dependent", noise="seeded")
+    enough.check_budget(30, 3)
+    assert labelled(np.array([[30, 0, 0]]), enough).num_asked == 1
+    less = enough.model_copy(update={"epsilon": least * (1 - 1e-9)})
+    assert labelled(np.array([[30, 0, 0]]), less).num_asked == 0
+    with pytest.raises(UserError, match=r"does not afford one query, .*, at the clearest votes"):
+        less.check_budget(30, 3)

@@ -237,3 +237,21 @@ def test_how_many_queries_fit_does_not_depend_on_the_votes_and_is_never_one_too_
     fits = labelling_cost.queries_within(cost, 500, 1e-5, target)
     costs = [epsilon_of_curve(number * cost.worst_case(ALL), 1e-5) for number in (fits, fits + 1)]
     assert costs[0] <= target < costs[1]
+
+
+@pytest.mark.parametrize("teachers", [8, 20])
+@pytest.mark.parametrize(
+    "cost", [*COSTS, labelling_cost.ConfidentCost(2.0, 1.0, 3.0), labelling_cost.ConfidentCost(20.0, 2.0, 3.0)], ids=str
+)
+def test_no_votes_cost_less_than_the_least_that_is_told_beforehand(cost: labelling_cost.Cost, teachers: int) -> None:
+    votes = [
+        [first, second, teachers - first - second]
+        for first in range(teachers + 1)
+        for second in range(teachers + 1 - first)
+    ]
+    told, found = labelling_cost.least_epsilon(cost, teachers, 3, 1e-5), curves(cost, *votes)[0]
+    least = float(labelling_cost.epsilon_of_curves(found, 1e-5).min())
+    assert 0.75 * least <= told <= least * (1 + 1e-12)
+    assert (cost.least(teachers, 3, ALL) <= found * (1 + 1e-12)).all()
+    if not isinstance(cost, labelling_cost.ConfidentCost):  # whose test is cheapest at other votes than its answer
+        assert told == least
