@@ -1,5 +1,7 @@
 """Virtual time, worked out by hand; and rounds with a deadline."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -91,3 +93,21 @@ def test_the_model_comes_by_the_download_and_the_update_goes_by_the_upload() -> 
 def test_a_round_lasts_as_long_as_the_slowest_of_several_whoever_is_first_or_last() -> None:
     held = turnout(clock([0.1, 0.5, 0.2], [10, 10, 10]), 1, [0, 1, 2], deadline=0.0, partial=False)
     assert held.seconds == pytest.approx(8.5)
+
+
+def test_a_device_may_go_by_steps_and_by_records_both() -> None:
+    assert clock([0.25], [10], record=0.5).seconds(0, 1, 3) == pytest.approx(5.5 + 3 * 0.25 + 10 * 0.5)
+
+
+def test_who_is_through_at_the_deadline_itself_is_in_time() -> None:
+    """All times are sums of powers of two, which are exact."""
+    exact = clock([0.25, 2.0], [10, 10])
+    assert exact.steps_within(0, 1, 5.75) == 1
+    assert turnout(exact, 1, [0, 1], deadline=7.0, partial=False).in_time.tolist() == [0]
+
+
+def test_every_client_is_there_as_often_as_it_is_available_itself() -> None:
+    mixed = clock([0.1] * 3, [10] * 3)
+    mixed = replace(mixed, fleet=replace(mixed.fleet, availability=np.array([1.0, 0.5, 0.1])))
+    looks = np.mean([mixed.there(look) for look in range(400)], axis=0)
+    assert looks == pytest.approx([1.0, 0.5, 0.1], abs=0.07)

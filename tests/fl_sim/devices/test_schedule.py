@@ -107,6 +107,12 @@ def test_the_server_looks_again_where_nobody_is_there() -> None:
     assert 100 < sum(waits) < 400, "four looks in vain on average"
 
 
+def test_turns_in_flight_are_told_in_the_order_in_which_they_end() -> None:
+    events = Schedule(clock([9.0, 7.0, 5.0, 1.0, 6.0, 8.0]), lambda number: range(6), concurrency=6, buffer=1)
+    assert [turn.client for turn in events.next_step().arrived] == [3]
+    assert [turn.client for turn in events.in_flight] == [2, 4, 1, 5, 0]
+
+
 def test_nobody_is_started_beyond_the_room_there_is() -> None:
     events = schedule([1.0, 2.0, 3.0, 4.0], concurrency=2, buffer=1)
     started = list(itertools.accumulate(events.next_step().num_started for _ in range(40)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fl_sim.report.measures import of_round, percent
+from fl_sim.report.measures import measures, of_round, percent
 from fl_sim.store.run_directory import RoundRecord
 
 
@@ -27,3 +27,10 @@ def test_a_rounds_worst_tenth_of_clients_is_percent() -> None:
         "client_accuracy_percent": 37.5, "client_deviation_percent": 12.5, "client_worst_tenth_percent": 25.0,
     }  # fmt: skip
     assert found["test_loss"] == 0.75
+
+
+def test_a_single_release_tells_what_the_whole_run_costs_beside_what_it_costs_itself() -> None:
+    release = {"unit": "client", "epsilon": 1.0, "delta": 1e-5, "epsilon_whole_run": 3.0, "delta_whole_run": 2e-5}
+    assert measures({"privacy": [release]}) == {
+        "epsilon.client": 3.0, "delta.client": 2e-5, "epsilon.client.1": 1.0, "delta.client.1": 1e-5,
+    }  # fmt: skip
