@@ -355,10 +355,12 @@ def _stated_under(payment: Payment) -> frozenset[Adjacency]:
 
 
 def _joined(payments: Sequence[Payment]) -> tuple[float, float]:
-    """Return what payments cost by composing their events; a single one costs what its run says."""
+    """Return what payments ``_stated_under`` the same cost by composing their events; one costs what its run says."""
     if len(payments) == 1:
         return payments[0].epsilon or 0.0, payments[0].delta
     delta = max(one.delta for one in payments)
+    if len(_stated_under(payments[0])) > 1:
+        return math.inf, delta  # a statement may carry events over to its own adjacency; two kinds do not compose
     return _composed([one.charged for one in payments], delta), delta
 
 
@@ -374,8 +376,6 @@ def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
     counts: Counts = Counter()
     for [only] in charged:
         counts += only
-    if len({adjacency(event) for event in counts} - {None}) > 1:
-        return math.inf  # a statement may carry events over to its own adjacency; two kinds of them do not compose
     if len(counts) <= _MOST_BY_PLD:
         return bounds(counts, delta).least
     return epsilon_of_counts(counts, delta)

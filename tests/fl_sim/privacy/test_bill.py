@@ -9,7 +9,14 @@ import pytest
 from dp_accounting import dp_event
 
 from fl_sim.privacy import bill
-from fl_sim.privacy.accounting import Adjacency, amplify_fixed_size, amplify_poisson, bounds, epsilon
+from fl_sim.privacy.accounting import (
+    Adjacency,
+    amplify_fixed_size,
+    amplify_poisson,
+    bounds,
+    epsilon,
+    under_replacement,
+)
 from fl_sim.privacy.bill import Bill, Paid, Payment, bills, payments_of_unit, whole_run
 from fl_sim.privacy.pure import BoundedRangeDpEvent
 
@@ -62,6 +69,12 @@ def test_a_release_that_several_runs_use_is_paid_for_once_at_its_dearest() -> No
         assert total.plain[0] == pytest.approx(2 * (whole.epsilon or 0))
     unknown = payment()
     assert only(run(unknown), run(unknown)).totals[0].releases == 2
+    cheaper, bare = payment(QUIET, identity="b"), replace(whole, epsilon=None, charged=())
+    for order in ([cheaper, part, whole], [part, cheaper, whole], [whole, cheaper, part]):
+        [total] = only(*map(run, order)).totals
+        assert total.plain[0] == pytest.approx((cheaper.epsilon or 0) + (whole.epsilon or 0))
+    for order in ([cheaper, whole, bare], [bare, whole, cheaper]):
+        assert [total.releases for total in only(*map(run, order)).totals] == [1]
 
 
 def test_releases_of_several_deltas_are_composed_at_the_largest_in_any_order() -> None:
@@ -100,6 +113,25 @@ def test_a_budget_or_an_event_that_is_not_known_under_replacement_is_carried_ove
     assert none.epsilon is None
 
 
+def test_a_record_pays_for_the_dearest_client_wherever_that_stands() -> None:
+    cheap, dear, cheaper = (Counter({dp_event.GaussianDpEvent(noise): 1}) for noise in (8.0, 4.0, 16.0))
+    [carried] = payments_of_unit(run(payment(charged=(cheap, dear, cheaper))), "record")
+    assert carried.epsilon == bounds(Counter({under_replacement(dp_event.GaussianDpEvent(4.0)): 1}), 1e-5).least
+    assert len(carried.charged) == 3
+
+
+def test_two_events_that_are_one_where_a_record_changes_both_count() -> None:
+    often, hardly_less = (amplify_poisson(dp_event.GaussianDpEvent(4.0), rate) for rate in (0.5, 0.5 - 2**-22))
+    [carried] = payments_of_unit(run(payment(charged=(Counter({often: 3, hardly_less: 4}),))), "record")
+    assert carried.charged == (Counter({under_replacement(often): 7}),)
+
+
+def test_what_clients_pay_is_added_to_a_records_own_releases_under_their_adjacency() -> None:
+    rounds, own = payment(dp_event.GaussianDpEvent(8.0), 1), payment(FIXED, unit="record")
+    assert {one.adjacency for one in payments_of_unit(run(rounds, own), "record")} == {REPLACE}
+    assert {one.adjacency for one in payments_of_unit(run(rounds), "record")} == {ADD}
+
+
 def test_one_release_costs_what_its_run_says() -> None:
     one = payment(epsilon=0.123)
     single = only(run(one))
@@ -121,6 +153,35 @@ def test_without_a_guarantee_anywhere_there_is_none_together() -> None:
     assert (noiseless.bare, noiseless.totals[0].releases) == (1, 1)
 
 
+def test_one_release_without_a_guarantee_is_seen_wherever_it_stands_and_one_that_some_units_are_in_counts() -> None:
+    private, bare = payment(), payment(epsilon=None, charged=())
+    for order in ([private, bare], [bare, private]):
+        assert (only(run(*order)).bare, only(run(*order)).epsilon) == (1, None)
+    nothing, something = Counter(), Counter({POISSON: 10})
+    for charged in ((nothing, something), (something, nothing)):
+        assert only(run(payment(charged=charged, epsilon=0.5))).epsilon == 0.5
+
+
+def test_a_delta_of_one_and_more_is_no_guarantee() -> None:
+    for deltas, together in (((0.5, 0.25), 2.0), ((0.5, 0.5), None), ((0.75, 0.5), None)):
+        told = only(*(run(payment(charged=(), epsilon=1.0, delta=delta)) for delta in deltas))
+        assert (told.epsilon, told.delta) == (together, 1.0 if together is None else 0.75)
+
+
+def test_simulated_releases_are_counted_among_the_private_ones() -> None:
+    seeded = payment(simulation_only=True)
+    told = only(run(seeded, seeded), run(payment()), run(replace(seeded, epsilon=None)))
+    assert (told.simulated, told.totals[0].releases) == (2, 3)
+    assert "1 of these releases drew their noise from a published seed" in only(run(seeded)).in_words
+
+
+def test_a_run_is_elsewhere_bare_or_of_no_release_and_not_two_of_these() -> None:
+    record = payment(unit="record")
+    client, _ = bills([run(payment()), run(record), run(record, bare=True), run()])
+    assert (client.runs, client.elsewhere, client.bare, client.unknown) == (4, 1, 1, 0)
+    assert "In no sum here: 1 of the runs" in client.in_words
+
+
 def test_units_data_sets_and_the_clients_of_other_splits_have_bills_of_their_own() -> None:
     record = payment(unit="record")
     told = bills([
@@ -136,6 +197,17 @@ def test_units_data_sets_and_the_clients_of_other_splits_have_bills_of_their_own
     assert places["digits", "record", ""].elsewhere == 0
     assert places["digits", "client", "iid, 10 clients"].totals[0].releases == 1
     assert "In no sum here: 3 of the runs" in places["digits", "client", "iid, 10 clients"].in_words
+
+
+def test_runs_that_share_a_name_or_a_content_have_one_bill_in_the_place_and_under_the_name_of_the_first() -> None:
+    def about(data: str, content: str) -> Paid:
+        return replace(run(payment(charged=(), epsilon=1.0), data=data), content=content)
+
+    told = bills([about("a", "x"), about("other", "z"), about("b", "y"), about("b", "x"), about("c", "y")])
+    assert [(one.data, one.also, one.totals[0].plain[0]) for one in told] == [
+        ("a", ("b", "c"), 4.0),
+        ("other", (), 1.0),
+    ]
 
 
 def test_two_adjacencies_meet_only_by_group_privacy() -> None:
@@ -155,6 +227,16 @@ def test_two_adjacencies_meet_only_by_group_privacy() -> None:
 def test_events_of_two_adjacencies_are_not_composed() -> None:
     [total] = only(run(payment(FIXED)), run(payment(adjacency=REPLACE))).totals
     assert total.joint == total.plain
+    twice = [run(payment(FIXED)), run(payment(adjacency=REPLACE))] * 2
+    [total] = only(*twice).totals
+    parts = [bounds(Counter({event: 20}), 1e-5).least for event in (FIXED, POISSON)]
+    assert total.joint == (pytest.approx(sum(parts)), 2e-5)
+    assert total.joint[0] < total.plain[0]
+    one, other = Counter({POISSON: 1}), Counter({FIXED: 1})
+    for charged in ((one + other,), (one, other), (Counter[dp_event.DpEvent](), one + other)):
+        of_two_kinds = payment(charged=charged, epsilon=1.0)
+        [total] = only(run(of_two_kinds), run(of_two_kinds)).totals
+        assert total.joint == total.plain == (2.0, 2e-5)
 
 
 def test_what_is_not_known_as_events_is_added_to_what_is() -> None:
@@ -171,6 +253,10 @@ def test_units_that_were_charged_differently_cost_the_dearest_at_every_order() -
     [total] = only(run(mixed), run(mixed)).totals
     for counts in (picky + picky, picky + noisy, noisy + noisy):
         assert total.joint[0] >= epsilon(list(counts.elements()), 1e-5) - 1e-12
+    sole = payment(charged=(noisy,), epsilon=9.0)
+    [total] = only(run(mixed), run(sole)).totals
+    for counts in (picky + noisy, noisy + noisy):
+        assert total.plain[0] > total.joint[0] >= epsilon(list(counts.elements()), 1e-5) - 1e-12
 
 
 def test_nothing_released_costs_nothing_and_zero_is_said() -> None:

@@ -242,6 +242,13 @@ def test_a_log_without_what_was_paid_is_refused(path: Path, wrong: Callable[[Pat
     assert wrong is not missing or not path.exists()
 
 
+def test_a_log_with_just_what_was_paid_is_enough(path: Path) -> None:
+    for rounds in (0, 3):
+        receipt = charged(path, rounds).receipt
+        assert receipt.charges == rounds
+        assert len(Ledger(TERMS, path, receipt=receipt).charges) == rounds
+
+
 @pytest.mark.parametrize("wrong", [missing, cut, emptied, exchanged])
 def test_a_log_that_changes_while_it_is_used_is_refused(path: Path, wrong: Callable[[Path, Receipt], None]) -> None:
     book = charged(path)
