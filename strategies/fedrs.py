@@ -1,4 +1,4 @@
-"""FedRS: a restricted softmax, so that a client moves the classes it lacks less (Li and Zhan 2021, eq. 5)."""
+"""FedRS: a restricted softmax, so that a client moves the classes it lacks less (Li and Zhan 2021)."""
 
 from typing import ClassVar, Literal
 
@@ -14,7 +14,9 @@ from strategies.algorithm import FEDAVG, Averaging
 class FedRS(Averaging):
     """Each client multiplies the logits of classes that it lacks by ``alpha`` in training; 1 is FedAvg.
 
-    The paper scales the rows of the last layer's weights and has no bias; here the bias is scaled with them.
+    The paper scales the rows of the last layer's weights and has no bias; here the bias is scaled with them. The
+    authors' released code (lxcnju/FedRepo) scales class c by alpha + (1 - alpha) n_c / max n, n its counts: the same
+    where a client's classes are equally large; elsewhere it scales down the rarer ones, too.
     """
 
     kind: Literal["fedrs"] = "fedrs"

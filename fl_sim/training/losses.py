@@ -61,7 +61,7 @@ def mixed_losses(
     slope: Slope = by_autograd,
     smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Return, per record, FedMix's (``linearise``) or NaiveMix's loss (Yoon et al. 2021, eq. 3 and algorithm 2), (n,).
+    """Return, per record, FedMix's (``linearise``) or NaiveMix's loss (Yoon et al. 2021), (n,).
 
     ``partner``: one averaged record, (*input shape), and its (classes,) proportions; ``weight``: lambda.
     ``smoothing``: see ``cross_entropies``; it smooths own and averaged labels alike.
