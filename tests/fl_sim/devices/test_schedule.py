@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from fl_sim.devices.clock import Clock
 from fl_sim.devices.fleet import Fleet
@@ -111,6 +112,22 @@ def test_turns_in_flight_are_told_in_the_order_in_which_they_end() -> None:
     events = Schedule(clock([9.0, 7.0, 5.0, 1.0, 6.0, 8.0]), lambda number: range(6), concurrency=6, buffer=1)
     assert [turn.client for turn in events.next_step().arrived] == [3]
     assert [turn.client for turn in events.in_flight] == [2, 4, 1, 5, 0]
+
+
+class Attended(Clock):
+    """Clients 0 and 1 are not there when the server looks for the first time."""
+
+    def there(self, look: int) -> NDArray[np.bool_]:
+        return np.arange(len(self.sizes)) >= (2 if look == 1 else 0)
+
+
+def test_who_was_not_there_is_asked_first_when_the_server_looks_again_in_the_order_of_asking() -> None:
+    usual = clock([1.0] * 4)
+    attended = Attended(usual.fleet, usual.sizes, usual.settings, usual.traffic, usual.seed)
+    events = Schedule(attended, lambda number: [1, 0, 2, 3], concurrency=1, buffer=3)
+    step = events.next_step()
+    assert [turn.client for turn in step.arrived] == [2, 1, 0]
+    assert step.num_started == 3
 
 
 def test_nobody_is_started_beyond_the_room_there_is() -> None:

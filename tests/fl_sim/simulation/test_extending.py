@@ -74,6 +74,28 @@ def test_an_interrupted_run_can_get_more_rounds_too_and_more_than_once(tmp_path:
     assert bits(tmp_path / "run") == bits(tmp_path / "whole")
 
 
+def test_a_stopped_run_does_not_become_one_of_no_more_rounds_than_it_has(tmp_path: Path) -> None:
+    class Stopping(Silent):
+        def finished_round(self, record: RoundRecord) -> None:
+            if record.round == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(quick(algorithm="scaffold", rounds=4), tmp_path / "run", observer=Stopping())
+    with pytest.raises(UserError, match=r"holds 2 rounds of this run already, so rounds=2 cannot be what it goes on"):
+        run(quick(algorithm="scaffold", rounds=2), tmp_path / "run")
+    assert run(quick(algorithm="scaffold", rounds=3), tmp_path / "run")["rounds"] == 3
+
+
+def test_the_first_round_of_another_learning_rate_is_the_one_that_is_told(tmp_path: Path) -> None:
+    earlier, longer = (quick(rounds=rounds, local={"schedule": "cosine"}) for rounds in (3, 5))
+    done = [
+        RoundRecord(number, 0.5, 1.0, None, None, 10, earlier.local.rate_in(number, 3), 0.1) for number in (1, 2, 3)
+    ]
+    with pytest.raises(UserError, match=r"round 2 has the learning rate 0.0075 with rounds=3, .* 0.00904508 with"):
+        extending.check_extension(longer, tmp_path, earlier, done)
+
+
 @pytest.mark.parametrize("dies_at", ["write_log", "write_config"])
 def test_a_crash_while_a_run_gets_more_rounds_is_made_good_by_the_same_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str
@@ -161,6 +183,18 @@ def test_what_a_run_could_go_on_with_is_kept_where_it_is_small(tmp_path: Path, m
     monkeypatch.setattr(resuming, "MOST_KEPT", kept - 1)
     run(quick(algorithm="scaffold"), tmp_path / "large")
     assert not {"checkpoint.safetensors", "clients"} & {path.name for path in (tmp_path / "large").iterdir()}
+
+
+def test_what_is_kept_takes_the_bytes_of_all_its_files_on_the_disk_and_holes_take_none(tmp_path: Path) -> None:
+    (tmp_path / "clients").mkdir()
+    kept = {"checkpoint.safetensors": 30_000, "clients/0": 10_000, "clients/1": 50_000}
+    for name, size in kept.items():
+        (tmp_path / name).write_bytes(bytes(range(250)) * (size // 250))
+    (tmp_path / "rounds.jsonl").write_text("x" * 20_000)
+    with (tmp_path / "clients" / "2").open("wb") as holes:
+        holes.truncate(10 * 2**20)
+    on_disk = sum(512 * (tmp_path / name).stat().st_blocks for name in kept)
+    assert sum(kept.values()) <= extending.num_bytes_kept(tmp_path) == on_disk < 2**20
 
 
 def table(path: Path, first: float = 0.0) -> str:
