@@ -14,6 +14,7 @@ from clients.policy import Policy, read_policy
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.privacy.accounting import epsilon_of_counts
+from fl_sim.privacy.charge_log import Charge
 from fl_sim.privacy.filter import epsilon_at, fixed_order
 from fl_sim.privacy.pure import BoundedRangeDpEvent
 from fl_sim.simulation.procedure import site_of
@@ -231,6 +232,15 @@ def test_releases_that_are_chosen_in_turn_add_up_at_one_order_that_the_first_one
     assert [charge.event for charge in policy.open_ledger().charges] == events
     if first >= 2:  # of Gaussian releases the order of the first one is the best for all: not so of others
         assert refused_what_some_order_has_room_for > 0
+
+
+def test_what_is_asked_for_under_the_first_key_later_does_not_move_the_order(tmp_path: Path) -> None:
+    policy = _policy(tmp_path, "epsilon = 3.0")
+    first, then = dp_event.LaplaceDpEvent(4.0), dp_event.SelfComposedDpEvent(GAUSSIAN, 4)
+    order = fixed_order({first: 1}, 3.0, 1e-5)
+    assert order != fixed_order(Counter([first, then]), 3.0, 1e-5)
+    charges = [Charge("a", "key", first, None), Charge("b", "other", GAUSSIAN, None), Charge("c", "key", then, None)]
+    assert policy._spent(charges) == epsilon_at(order, Counter([first, GAUSSIAN, then]), 1e-5)
 
 
 @pytest.mark.parametrize("event", KINDS)

@@ -17,12 +17,47 @@ def test_without_delta_the_bound_is_that_of_clopper_and_pearson(guesses: int, co
     assert bound == pytest.approx(math.log(share / (1 - share)), abs=1e-3)
 
 
-def test_the_delta_term_is_what_theorem_5_2_says() -> None:
+@pytest.mark.parametrize("epsilon", [0.5, 1.5])  # of the means, the first is the largest at 1.5 and not at 0.5
+def test_the_delta_term_is_what_theorem_5_2_says(epsilon: float) -> None:
     # Written out for few guesses: the largest mean of the probabilities just below the number of correct guesses.
-    law = stats.binom(10, 1 / (1 + math.exp(-1.5)))
+    law = stats.binom(10, 1 / (1 + math.exp(-epsilon)))
     means = [sum(law.pmf(9 - j) for j in range(1, i + 1)) / i for i in range(1, 10)]
+    assert (means[0] == max(means)) == (epsilon == 1.5)
     wanted = law.pmf(9) + law.pmf(10) + 2 * 50 * 1e-3 * max(means)
-    assert one_run.p_value(50, 10, 9, 1.5, 1e-3) == pytest.approx(wanted, rel=1e-9)
+    assert one_run.p_value(50, 10, 9, epsilon, 1e-3) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_no_right_guess_and_a_large_delta_prove_nothing() -> None:
+    for correct, delta in ((0, 1e-3), (10, 0.5)):
+        assert one_run.p_value(50, 10, correct, 1.0, delta) == 1.0
+        assert one_run.epsilon_lower_bound(50, 10, correct, delta, 0.05) == 0.0
+
+
+@pytest.mark.parametrize("correct", range(80, 100, 3))
+def test_the_bound_is_refuted_and_hardly_more_is_not(correct: int) -> None:
+    bound = one_run.epsilon_lower_bound(1000, 100, correct, 1e-5, 0.05)
+    assert one_run.p_value(1000, 100, correct, bound, 1e-5) <= 0.05
+    assert one_run.p_value(1000, 100, correct, bound + 3e-4, 1e-5) > 0.05
+
+
+def test_every_share_calls_as_many_in_as_out_and_at_least_one() -> None:
+    scores, taking_part = np.array([4.0, 1, 9, 3, 7, 0, 8, 2, 6, 5]), np.zeros(10, dtype=np.bool_)
+    taking_part[[2, 6, 5, 9]] = True  # ranks 9, 8, 0, 5: the lowest is called wrongly, and 7 and 6 above 5
+    found = one_run.guess(scores, taking_part, 1e-3)
+    assert [one.guesses for one in found] == [2, 2, 2, 2, 4, 6, 10]
+    assert [one.correct for one in found] == [1, 1, 1, 1, 3, 4, 7]
+    scores = np.arange(200.0)
+    for one in one_run.guess(scores, scores >= 100, 1e-4):
+        level = (1 - one_run.CONFIDENCE) / len(one_run.SHARES)
+        assert one.epsilon_lower_bound == one_run.epsilon_lower_bound(200, one.guesses, one.guesses, 1e-4, level)
+
+
+def test_ties_go_to_those_that_stand_first() -> None:
+    scores, taking_part = np.arange(1000.0) % 3, np.arange(1000) >= 500
+    ranked = taking_part[sorted(range(1000), key=lambda place: scores[place])]
+    for one in one_run.guess(scores, taking_part, 1e-5):
+        side = one.guesses // 2
+        assert one.correct == (~ranked[:side]).sum() + ranked[-side:].sum()
 
 
 def test_delta_can_only_weaken_what_is_proven() -> None:

@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from dp_accounting import dp_event
 
@@ -12,9 +15,16 @@ from clients.policy import Policy, open_ledger
 from fl_sim.data import fingerprint
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import Job, job_of
-from fl_sim.privacy.accounting import epsilon_of_counts
-from fl_sim.simulation.client_ledgers import Together, all_together, ledger_path, ledgers_root
+from fl_sim.privacy.accounting import compose, epsilon_of_counts, epsilon_of_curve
+from fl_sim.simulation.client_ledgers import (
+    Together,
+    all_together,
+    ledger_path,
+    ledgers_root,
+    together_in_words,
+)
 from fl_sim.simulation.site import _own_records, releasing_client
+from partitions import Parts
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")
 
@@ -131,3 +141,59 @@ def test_a_deal_costs_what_its_dearest_client_pays_whichever_that_is(table: Path
     for number in range(2):
         open_ledger(ledger_path(other, 0)).charge(EVENT, release=f"release {number}", noise="")
     assert all_together(one, DELTA) == Together(pytest.approx(cost(5)), 5)
+
+
+def test_the_dearest_client_is_found_order_by_order_and_is_not_the_one_with_most_releases(table: Path) -> None:
+    one, pure = job(), dp_event.LaplaceDpEvent(0.5)
+    charged = ({pure: 1}, {EVENT: 6}, {dp_event.GaussianDpEvent(40.0): 9})
+    for client, counts in enumerate(charged):
+        for event, times in counts.items():
+            repeated = dp_event.SelfComposedDpEvent(event, times)
+            open_ledger(ledger_path(one, client)).charge(repeated, release="one", noise="")
+    dearest = np.max([compose(counts) for counts in charged], axis=0)
+    found = all_together(one, DELTA).epsilon
+    assert found == pytest.approx(epsilon_of_curve(dearest, DELTA))
+    assert found > max(epsilon_of_curve(compose(counts), DELTA) for counts in charged)
+
+
+def test_the_generator_of_a_share_is_charged_and_no_share_of_its_own(table: Path) -> None:
+    one = job()
+    for release in ("labels a", "generator a", "generator b"):
+        open_ledger(ledger_path(one, 2)).charge(EVENT, release=release, noise="")
+    assert all_together(one, DELTA) == Together(pytest.approx(cost(3)), 1)
+
+
+def test_all_earlier_folders_are_found_whoever_asks_first(table: Path) -> None:
+    readings = [job(), job("range.age=0..101"), job("range.age=0..102")]
+    for one in readings:
+        open_ledger(earlier_place(one) / "client-0.jsonl").charge(EVENT, release="long ago", noise="old")
+        assert all_together(one, DELTA).epsilon == pytest.approx(cost(1)), "its own, before it was joined"
+    for one in readings:
+        ledger_path(one, 0)
+    for one in readings:
+        assert all_together(one, DELTA) == Together(pytest.approx(cost(3)), 3)
+
+
+def test_a_deal_is_which_client_holds_which_record_and_no_spelling(table: Path) -> None:
+    one = job()
+    records, bounds = one.shards.records, one.shards.bounds
+    moved = bounds.copy()
+    moved[1] -= 1  # the first client has one record less, the second one more
+    others = [Parts(records[::-1].copy(), bounds), Parts(records, moved)]
+    deals = {ledger_path(replace(one, shards=shards), 0).parent for shards in (one.shards, *others)}
+    assert len(deals) == 3
+    assert ledger_path(job(place="./plain.csv"), 0) == ledger_path(one, 0)
+
+
+def test_no_client_is_left_out_whatever_its_number(table: Path) -> None:
+    path = ledger_path(job(), 0)
+    charge(job(), "one")
+    for number in range(2):
+        open_ledger(path.with_name("client-123.jsonl")).charge(EVENT, release=f"release {number}", noise="")
+    assert all_together(job(), DELTA) == Together(pytest.approx(cost(2)), 2)
+
+
+def test_what_all_releases_cost_is_said_or_that_they_have_no_epsilon() -> None:
+    assert "up to 7 releases" in together_in_words(Together(1.23451, 7), DELTA)
+    assert "together they cost epsilon 1.235 at delta 1e-05" in together_in_words(Together(1.23451, 7), DELTA)
+    assert "together they have no epsilon at delta" in together_in_words(Together(math.inf, 7), DELTA)
