@@ -255,6 +255,8 @@ def records_of(generator: object, *, there: bool) -> PrivateRecords:
     shape = (1, 4, 4) if isinstance(generator, MeanEmbedding) else (5,)
     inputs = np.clip(draw.normal(size=(60, *shape)) / 3, -1, 1)
     inputs[-1] = 1.0
+    if isinstance(generator, Marginals):
+        inputs[:] = inputs[:, :1]  # columns that tell each other, so that pairs of them are counted, too
     if not there:  # its number stays public: of vectors it is one that counts as zero, of a table it is in no cell
         inputs, labels = (inputs[:-1], labels[:-1]) if isinstance(generator, Marginals) else (inputs, labels)
         if not isinstance(generator, Marginals):
@@ -276,10 +278,13 @@ def test_generators(worlds: Both, generator: Any, epsilon: float) -> None:
     )
     if isinstance(bill.event, dp_event.ZCDpEvent):  # the rest is for choosing pairs
         assert found.gaussian / 2 <= bill.event.rho * (1 - generator.pairs_share) * (1 + 1e-9)
-        assert found.gaussian / 2 > 0.95 * bill.event.rho * generator.columns_share
+        counted = (
+            1 - generator.pairs_share if epsilon > 1 else generator.columns_share
+        )  # with little, no pair is chosen
+        assert found.gaussian / 2 > 0.95 * bill.event.rho * counted
         return
     assert found.gaussian <= bill.event.noise_multiplier**-2 * (1 + 1e-12)
-    assert found.gaussian > 0.2 * bill.event.noise_multiplier**-2
+    assert found.gaussian > 0.7 * bill.event.noise_multiplier**-2
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -308,8 +313,9 @@ def test_dp_cgan(worlds: Both, monkeypatch: pytest.MonkeyPatch, gradients: str) 
     monkeypatch.setattr(nets, "load_kernel", lambda: (None, "PyTorch is asked for"))
     assert training.add_noise is with_opacus.add_noise is mechanisms.add_noise
     generator = DpCgan(
-        discriminator_steps=3, batch_size=60, snapshots=1, gradients=gradients, discriminator_width=8, generator_width=8
-    )
+        discriminator_steps=3, batch_size=60, snapshots=1, gradients=gradients, discriminator_width=8,
+        generator_width=8, clipping_norm=0.01,  # shorter than any gradient here, so that the bound is reached
+    )  # fmt: skip
     bill = generator.bill(60, 2, 20.0, 1e-5)
     assert isinstance(bill.event, dp_event.GaussianDpEvent)  # all records take part in every step
 
@@ -324,7 +330,7 @@ def test_dp_cgan(worlds: Both, monkeypatch: pytest.MonkeyPatch, gradients: str) 
     found = worlds(release)
     assert len(found.moved) == 3
     for moved, std in found.moved:
-        assert 0 < float(np.linalg.norm(moved)) / std <= 1 / bill.event.noise_multiplier * (1 + 1e-12)
+        assert 0.99 < float(np.linalg.norm(moved)) / std * bill.event.noise_multiplier <= 1 + 1e-12
 
 
 @pytest.mark.parametrize("mechanism", [LNMax(gamma=0.3), GNMax(sigma=7.0), ConfidentGNMax(threshold=1, sigma=7.0)])

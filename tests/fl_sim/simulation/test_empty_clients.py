@@ -92,18 +92,19 @@ def test_nor_where_updates_are_merged_as_they_come(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("quick_accounting")
 def test_synthetic_records_make_a_client_count(tmp_path: Path) -> None:
-    """Clients that train on the pool take part: c is a mean over them, too."""
+    """Clients that train on the pool take part, and count before they were asked: two of eight are a quarter."""
     heard: list[int] = []
     labels = {"kind": "exponential", "epsilon": 1.0}
     pool = {"kind": "da-fl", "generator": "mean-embedding", "noise": "seeded", "gamma": 1.0, "labels": labels}
     for train_on in ("own-and-synthetic", "synthetic"):
         Watching.participations.clear()
         settings = experiment(
-            HOLDERS + 5, algorithm=f"{__name__}:Watching", rounds=1, preprocess={**pool, "train_on": train_on}
-        )
+            HOLDERS + 5, algorithm=f"{__name__}:Watching", rounds=1, sampler="fixed-size:2",
+            preprocess={**pool, "train_on": train_on},
+        )  # fmt: skip
         run(settings, tmp_path / train_on)
         heard += Watching.participations
-    assert heard == [1.0, 1.0]
+    assert heard == [0.25, 0.25]
 
 
 class Watching(Averaging):

@@ -181,7 +181,8 @@ def test_how_many_queries_of_confident_fit_is_the_same_for_any_votes(votes: Path
     clear = np.zeros_like(np.load(votes))
     clear[:, 0] = np.load(votes)[0].sum()
     np.save(tmp_path / "clear.npy", clear)
-    found = [call(path, *CONFIDENT, "--epsilon", "1") for path in (votes, tmp_path / "clear.npy")]
+    found = [call(path, *CONFIDENT, "--epsilon", "0.3") for path in (votes, tmp_path / "clear.npy")]
     assert found[0]["queries_that_fit"] == found[1]["queries_that_fit"]
+    assert 0 < found[0]["queries_that_fit_data_dependent"] < found[1]["queries_that_fit_data_dependent"]
     assert found[0]["epsilon"] == found[1]["epsilon"]
     assert found[0]["epsilon_data_independent"] != found[1]["epsilon_data_independent"]
