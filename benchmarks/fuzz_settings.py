@@ -27,8 +27,8 @@ from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation.run import run
 
-MOST_CHARACTERS = 3200
-"""A message of five mistakes is no longer."""
+MOST_CHARACTERS = 1000
+"""A message of several mistakes is no longer."""
 MOST_SECONDS = 20.0
 
 NUMBERS: tuple[Any, ...] = (

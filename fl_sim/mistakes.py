@@ -9,8 +9,8 @@ from pydantic import BaseModel, ValidationError
 from fl_sim.kinds import field_defaults, is_settings, kinds
 from fl_sim.other_words import elsewhere
 
-MOST_MISTAKES, MOST_CHARACTERS = 5, 600
-"""What one message tells: so many mistakes, each in so many characters."""
+MOST_MISTAKES, MOST_CHARACTERS, MOST_OF_A_MISTAKE, MOST_OF_A_VALUE = 5, 900, 600, 240
+"""What one message tells: so many mistakes, as far as so many characters reach; and how many for each, and a value."""
 
 
 def guess(name: str, valid: Iterable[str]) -> str:
@@ -22,15 +22,20 @@ def guess(name: str, valid: Iterable[str]) -> str:
 def explain(error: ValidationError, settings: type, what: str) -> str:
     """Say a validation error in words a user can act on: the first mistakes, and how many more there are."""
     details = error.errors()
-    told = [shortened(_explain_one(detail, settings, what)) for detail in details[:MOST_MISTAKES]]
-    return "; ".join([*told, *([f"and {more} more mistakes"] if (more := len(details) - MOST_MISTAKES) > 0 else [])])
+    told = [_cut(_explain_one(detail, settings, what), MOST_OF_A_MISTAKE) for detail in details[:MOST_MISTAKES]]
+    while len(told) > 1 and len("; ".join(told)) > MOST_CHARACTERS:
+        told.pop()
+    more = len(details) - len(told)
+    return "; ".join([*told, *([f"and {more} more mistake{'s' * (more > 1)}"] if more else [])])
 
 
 def shortened(text: str) -> str:
-    """Return ``text`` for a message: what is far longer than any setting loses its middle."""
-    return (
-        text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS // 2]} ... {text[-MOST_CHARACTERS // 2 :]}"
-    )
+    """Return a value's ``text`` for a message: what is far longer than any setting loses its middle."""
+    return _cut(text, MOST_OF_A_VALUE)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def _explain_one(detail: Any, settings: type, what: str) -> str:
@@ -43,11 +48,13 @@ def _explain_one(detail: Any, settings: type, what: str) -> str:
     if detail["type"] in {"union_tag_not_found", "union_tag_invalid"}:
         known = kinds(_union(_members(_annotation(group, path[-1]))))
         given = detail["input"].get("kind")
-        return f"{where} needs a kind, one of {', '.join(known)}; got {given!r}{guess(str(given), known)}"
+        return (
+            f"{where} needs a kind, one of {', '.join(known)}; got {shortened(repr(given))}{guess(str(given), known)}"
+        )
     message: str = detail["msg"].removeprefix("Value error, ")
     if not where:
         return message
-    return f"{where} = {detail['input']!r}: {message[0].lower()}{message[1:]}{_several(detail, where)}"
+    return f"{where} = {shortened(repr(detail['input']))}: {message[0].lower()}{message[1:]}{_several(detail, where)}"
 
 
 def _several(detail: Any, where: str) -> str:
@@ -55,7 +62,7 @@ def _several(detail: Any, where: str) -> str:
     given = detail["input"]
     if not isinstance(given, str) or "," not in given:
         return ""
-    return f"; several values are tried by 'fl-sim sweep {where}={given}', or by a table's [grid]"
+    return f"; several values are tried by 'fl-sim sweep {where}={shortened(given)}', or by a table's [grid]"
 
 
 def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
