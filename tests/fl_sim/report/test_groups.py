@@ -1,11 +1,12 @@
 """Which runs are one line of a report: those that differ in the seed alone, and no others."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from fl_sim.experiment.experiment import experiment_from
-from fl_sim.report.groups import group, labels
+from fl_sim.report.groups import group, labels, panels
 from fl_sim.report.runs import find, read_run
 from fl_sim.settings_file import read_table
 from fl_sim.simulation.run import run as run_experiment
@@ -87,3 +88,72 @@ def test_runs_of_other_code_are_no_seeds_of_one_line(tmp_path):
     groups, _ = group([read_run(folder) for folder in folders])
     assert [len(one.runs) for one in groups] == [2, 1]
     assert all("identity.code=" in label for label in labels(groups))
+
+
+def test_a_bound_of_the_users_own_stays_one_where_some_of_its_seeds_have_not_finished(write_experiment):
+    unfinished, finished = (write_experiment(str(seed), algorithm={"kind": "mine:Bound"}, seed=seed) for seed in (0, 1))
+    result = json.loads((finished / "result.json").read_text())
+    (finished / "result.json").write_text(json.dumps(result | {"partition": "centralized"}))
+    (unfinished / "result.json").unlink()
+    (one,), _ = group([read_run(unfinished), read_run(finished)])
+    assert one.is_bound
+    assert [run.config.seed for run in one.finished] == [1]
+
+
+def test_a_panel_is_called_as_the_one_column_of_its_methods_and_else_by_data_and_split(write_experiment):
+    first, second = (read_run(write_experiment(str(seed), seed=seed)) for seed in (0, 1))
+    bound = replace(read_run(write_experiment("bound", algorithm={"kind": "centralized"})), column="Another")
+
+    def title(*columns):
+        runs = [replace(run, column=column) for run, column in zip((first, second), columns, strict=True)]
+        (panel,) = panels(group([*runs, bound])[0])
+        return panel.title
+
+    assert title("Mine", "Mine") == "Mine"
+    assert title("Mine", "Yours") == title("Mine", "") == title("", "") == "digits, label-1"
+
+
+def test_groups_stand_in_the_order_of_their_first_runs_and_their_runs_in_that_of_seeds(write_experiment):
+    places = [("a", 2), ("b", 1), ("b", 0), ("a", 0), ("a", 1)]
+    clients = {"a": 3, "b": 2}
+    runs = [read_run(write_experiment(f"{name}{seed}", clients=clients[name], seed=seed)) for name, seed in places]
+    groups, problems = group(runs)
+    assert not problems
+    assert [[run.path.name for run in one.runs] for one in groups] == [["a0", "a1", "a2"], ["b0", "b1"]]
+
+
+def test_a_bound_on_other_data_or_on_a_part_of_them_has_a_panel_of_its_own(write_experiment):
+    bound = {"algorithm": {"kind": "centralized"}}
+    paths = [
+        write_experiment("whole"), write_experiment("part", note="100 of them"),
+        write_experiment("other", data="mnist"),
+        write_experiment("bound", **bound), write_experiment("part bound", **bound, note="50 of them"),
+    ]  # fmt: skip
+    shown = panels(group([read_run(path) for path in paths])[0])
+    assert [(one.data, one.note, [group.method for _, group in one.lines]) for one in shown] == [
+        ("digits", "", ["FedAvg", "centralized"]), ("digits", "100 of them", ["FedAvg"]), ("mnist", "", ["FedAvg"]),
+        ("digits", "50 of them", ["centralized"]),
+    ]  # fmt: skip
+
+
+def test_rows_of_a_table_are_the_labels_where_every_line_has_one_of_its_own(write_experiment):
+    runs = [read_run(write_experiment(str(clients), clients=clients)) for clients in (2, 3, 4)]
+
+    def named(*rows, left_out=""):
+        return labels(group([replace(run, row=row) for run, row in zip(runs, rows, strict=True)])[0], left_out)
+
+    by_settings = ["FedAvg, clients=2", "FedAvg, clients=3", "FedAvg, clients=4"]
+    assert named("A", "B", "C") == ["A", "B", "C"]
+    assert named("A", "B", "A") == named("A", "B", "") == by_settings
+    assert named("A", "B", "C", left_out="clients") == ["FedAvg"] * 3
+
+
+def test_an_unfinished_run_is_on_the_data_that_all_finished_ones_tell_of_and_on_unknown_ones_where_they_differ(
+    write_experiment,
+):
+    def notes(*finished):
+        runs = [read_run(write_experiment(f"{len(finished)}{note}", note=note)) for note in finished]
+        return [one.note for one in group([replace(runs[0], outcome=None, path=runs[0].path / "x"), *runs[1:]])[0]]
+
+    assert notes("", "100 of them") == ["100 of them"]
+    assert notes("", "100 of them", "50 of them")[0] == "no finished run says whether these are the full data"

@@ -9,7 +9,7 @@ from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.simulation.estimate import Estimate
 from fl_sim.simulation.pace import pace_of
 from fl_sim.tables import forecast as forecasting
-from fl_sim.tables.forecast import START_SECONDS, Forecast, forecast, seconds_together, time_in_words
+from fl_sim.tables.forecast import START_SECONDS, Forecast, forecast, in_time, seconds_together, time_in_words
 
 
 def left(seconds: float | None, **others: Any) -> Forecast:
@@ -24,6 +24,11 @@ def left(seconds: float | None, **others: Any) -> Forecast:
         ([left(10), left(10), left(10)], 2, 20),
         ([left(10), left(30), left(10)], 2, 30),
         ([left(10, done=5), left(10, is_finished=True)], 2, 5),
+        ([left(10, done=2), left(70, is_finished=True)], 2, 8),
+        ([left(10), left(30), left(20)], 3, 30),
+        ([left(30), left(10), left(20)], 3, 30),
+        ([left(20), left(10), left(30)], 3, 30),
+        ([left(30), left(10), left(10), left(15)], 2, 35),
     ],
 )
 def test_runs_take_turns(found: list[Forecast], jobs: int, seconds: float) -> None:
@@ -38,6 +43,20 @@ def test_nothing_left_takes_no_time_and_what_was_not_timed_is_not_known() -> Non
         "3 runs, 1 finished; the rest takes about 2 min with 2 side by side, by steps that were timed just now (1 of "
         "them were not, and come on top)"
     )
+
+
+def test_the_time_is_told_for_one_run_at_a_time_and_what_is_finished_is_not_missing_in_it() -> None:
+    assert time_in_words([left(96)], 1) == (
+        "1 run, 0 finished; the rest takes about 2 min, by steps that were timed just now"
+    )
+    assert time_in_words([left(None, is_finished=True), left(6)], 3) == (
+        "2 runs, 1 finished; the rest takes about 10 s with 3 side by side, by steps that were timed just now"
+    )
+
+
+def test_a_time_is_told_in_the_unit_in_which_it_is_a_small_number() -> None:
+    seconds = (0.0, 0.4, 99.4, 100.0, 5999.0, 6000.0, 45_000.0)
+    assert [in_time(one) for one in seconds] == ["1 s", "1 s", "99 s", "2 min", "100 min", "1.7 h", "12.5 h"]
 
 
 FAULTY = """
