@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from fl_sim.errors import BudgetExhausted
 from fl_sim.privacy.accounting import Adjacency, amplify_poisson, bounds, epsilon, single_steps
 from fl_sim.privacy.ledger import Ledger, Terms
+from fl_sim.privacy.rounding import rounded_up
+from fl_sim.privacy.statement import Words, promised_releases, statement
 
 ROUND = amplify_poisson(dp_event.GaussianDpEvent(6.0), 0.1)
 TEST, ANSWER = dp_event.GaussianDpEvent(60.0), dp_event.GaussianDpEvent(20.0)
@@ -44,10 +47,12 @@ def test_a_run_that_stops_early_is_promised_the_whole_plan() -> None:
     assert said["epsilon"] == least({ROUND: 10}) > said["epsilon_realised"] == least({ROUND: 3})
     assert (said["steps"], said["steps_planned"]) == (3, 10)
     assert "holds wherever the run stops" in said["guarantee"]
-    assert "3 releases so far" in said["guarantee"]
+    assert f"3 releases so far cost epsilon {rounded_up(said['epsilon_realised'])}," in said["guarantee"]
     assert "no guarantee" in said["guarantee"]
     assert "budget" not in said["guarantee"]
     assert [row["times"] for row in (*said["events"], *said["planned_events"])] == [3, 10]
+    whole = bounds({ROUND: 10}, 1e-5)
+    assert (said["epsilon_rdp"], said["epsilon_pld"]) == (whole.rdp, whole.pld)
 
 
 def test_unanswered_queries_are_in_the_guarantee() -> None:
@@ -55,6 +60,8 @@ def test_unanswered_queries_are_in_the_guarantee() -> None:
     ledger = charge(charge(book(), TEST, 50), ANSWER, 2)
     said = told(ledger, {TEST: 50, ANSWER: 50})
     assert said["epsilon"] == least({TEST: 50, ANSWER: 50}) > 2 * said["epsilon_realised"]
+    tested = told(charge(book(), TEST, 2), {TEST: 50, ANSWER: 50})
+    assert tested["noise_multiplier"] is None, "answers, with other noise, may follow"
 
 
 def test_a_budget_that_is_not_used_up_is_the_guarantee() -> None:
@@ -80,6 +87,52 @@ def test_equal_rounds_that_use_up_a_budget_cost_what_they_cost(accountant: str) 
         assert fewer["steps_planned"] == said["steps_planned"] == 4
 
 
+@pytest.mark.parametrize(("good_for", "promised"), [(3, 3), (4, 4), (5, 5), (7, 5)])
+def test_a_budget_is_good_for_the_very_number_of_rounds_that_fit_and_the_plan_for_no_more(
+    good_for: int, promised: int
+) -> None:
+    budget = epsilon([ROUND] * good_for, 1e-5)
+    for charged in (0, 2, 3):
+        said = told(charge(book(budget), ROUND, charged), {ROUND: 5})
+        assert (said["steps_planned"], said["epsilon"]) == (promised, least({ROUND: promised}))
+
+
+def test_used_up_is_a_budget_that_no_release_of_any_planned_kind_fits() -> None:
+    budget = epsilon([ANSWER] * 4, 1e-5) * 1.001
+    ledger = charge(book(budget), ANSWER, 4)
+    alone = told(ledger, None)
+    assert (alone["epsilon"], alone["steps_planned"]) == (least({ANSWER: 4}), 4)
+    assert told(ledger, {ANSWER: 50, FREE: 50})["epsilon"] == budget
+    unused = told(charge(book(budget), ANSWER, 3), None)
+    assert (unused["epsilon"], unused["steps_planned"]) == (budget, None)
+    exact = epsilon([ANSWER] * 4, 1e-5)
+    assert told(charge(book(exact), ANSWER, 3), None)["epsilon"] == exact, "one more costs just the budget"
+    assert told(charge(book(exact), ANSWER, 4), {ANSWER: 50, TEST: 50})["epsilon"] == exact
+    several = epsilon([ANSWER] * 3 + [TEST] * 4, 1e-5)
+    assert told(charge(charge(book(several), ANSWER, 3), TEST, 3), None)["epsilon"] == several, "a test more fits"
+
+
+def test_a_budget_that_did_not_hold_promises_nothing() -> None:
+    charges = [(f"round {number}", ROUND) for number in range(4)]
+    terms = Terms("client", Adjacency.ADD_OR_REMOVE_ONE, 1e-5, budget=epsilon([ROUND] * 2, 1e-5))
+    words = Words(covers="", does_not_cover="", simulation_only=False)
+    assert statement(terms, charges, {ROUND: 10}, words)["epsilon"] == least({ROUND: 10})
+    assert statement(terms, charges, None, words)["epsilon"] == least({ROUND: 4})
+    exact = replace(terms, budget=epsilon([ROUND] * 4, 1e-5))
+    assert statement(exact, charges, {ROUND: 10}, words)["epsilon"] == least({ROUND: 4})
+    twice = [("round 1", TEST), ("round 1", ANSWER)]
+    assert promised_releases(replace(terms, budget=None), twice, {ANSWER: 3}) == {ANSWER: 3, TEST: 1}
+
+
+def test_a_budget_below_what_the_plan_costs_is_what_holds_and_above_it_the_plan() -> None:
+    whole = bounds({TEST: 5, ANSWER: 5}, 1e-5)
+    assert whole.least < whole.rdp
+    for budget in (whole.least * 0.99, (whole.least + whole.rdp) / 2):
+        said = told(charge(book(budget), TEST, 2), {TEST: 5, ANSWER: 5})
+        assert said["epsilon"] == min(budget, whole.least)
+        assert said["accountant"] == ("rdp" if budget < whole.least else "pld")
+
+
 def test_rounds_that_were_paid_for_again_come_on_top_of_the_plan() -> None:
     ledger = charge(charge(book(), ROUND, 3), ROUND, 1, noise="new key")
     for planned, promised in ((10, 11), (3, 4), (2, 4)):
@@ -87,6 +140,8 @@ def test_rounds_that_were_paid_for_again_come_on_top_of_the_plan() -> None:
         assert said["epsilon"] == least({ROUND: promised})
         assert said["steps_planned"] == promised
         assert "1 of the releases were paid for again" in said["guarantee"]
+    two = told(charge(ledger, ROUND, 2, noise="new key"), {ROUND: 10})
+    assert (two["steps_planned"], "2 of the releases were paid for again" in two["guarantee"]) == (12, True)
 
 
 def test_without_a_plan_or_a_budget_nothing_holds_for_a_run_that_may_stop_anywhere() -> None:
