@@ -8,7 +8,14 @@ from dp_accounting import dp_event
 from scipy.stats import norm
 
 from fl_sim.privacy.accounting import delta_profile, epsilon_of_counts
-from fl_sim.privacy.audit import EPSILONS, audit_profile, least_refuted, noise_calibration
+from fl_sim.privacy.audit import (
+    EPSILONS,
+    ProfileAudit,
+    audit_profile,
+    least_refuted,
+    noise_calibration,
+    run_mechanism,
+)
 
 
 @cache  # not where tests are collected, which every worker does
@@ -79,7 +86,7 @@ def test_leaks_in_one_coordinate_or_in_the_scale_are_refuted() -> None:
 def test_a_mechanism_that_ignores_its_input_proves_nothing() -> None:
     found = audit_profile(*worlds(1, 0.0), claimed())
     assert max(found.lower_bounds) <= 0.0
-    assert found.epsilon_lower_bound < 0.1
+    assert 0.0 <= found.epsilon_lower_bound < 0.1
     constant = np.ones((100, 3))
     assert not audit_profile(constant, constant, claimed()).refuted
 
@@ -113,3 +120,60 @@ def test_what_only_one_direction_shows_is_seen_whichever_it_is() -> None:
         assert found.epsilon_lower_bound > 2
         assert found.lower_bounds[-1] > 0.05  # at epsilon 2 the other side has none
         assert found.estimates[-1] > 0.08
+
+
+def test_one_bound_above_its_claim_refutes_and_one_at_it_does_not() -> None:
+    def audit(*bounds: float) -> ProfileAudit:
+        return ProfileAudit((0.0, 1.0), (0.25, 0.125), bounds, (0.5, 0.5), 0.0)
+
+    assert not audit(0.25, 0.125).refuted
+    assert audit(0.25, 0.126).refuted
+    assert audit(0.26, 0.1).refuted
+    assert audit(0.0, 0.0).power == 2.0
+
+
+def test_two_worlds_without_a_common_output_are_told_apart_as_clopper_and_pearson_say() -> None:
+    without = np.arange(41.0)[:, None] % 2
+    found = audit_profile(without, without + 100, [1.0] * 4, delta=0.1, confidence=0.9)
+    level, judged = 0.1 / 20, 21  # the first 20 runs choose the event
+    low = level ** (1 / judged)
+    assert found.lower_bounds == pytest.approx([low - np.exp(epsilon) * (1 - low) for epsilon in EPSILONS])
+    assert found.epsilon_lower_bound == pytest.approx(np.log((low - 0.1) / (1 - low)))
+    assert found.estimates == (1.0,) * 4
+
+
+def test_runs_that_are_judged_choose_nothing() -> None:
+    found = audit_profile(*worlds(1, 0.0, runs=60, size=200), [0.0] * 4)
+    assert max(found.lower_bounds) <= 0.0, (
+        "two Gaussians of 200 coordinates tell the runs apart that they were fitted to"
+    )
+
+
+@pytest.mark.parametrize("start", [0.5, 1.0, 3.0, 10.0])
+def test_the_least_refuted_noise_is_refuted_and_a_hundredth_less_is_not(start: float) -> None:
+    audit = ProfileAudit((0.0, 1.0), (1.0, 1.0), (0.3, 0.1), (0.3, 0.1), 0.0)
+    found = least_refuted(audit, lambda noise: (1 / noise, 1.0), start)
+    assert 1 / 0.3 < found < 1.011 / 0.3
+    assert least_refuted(audit, lambda noise: (1 / noise, 1.0), 20.0) == 5.0
+
+
+def test_no_two_runs_of_an_audit_are_the_same_run() -> None:
+    without, with_unit = run_mechanism(lambda world, run: np.array([world, run], dtype=np.float64), 3)
+    assert without.tolist() == [[0, 0], [0, 1], [0, 2]]
+    assert with_unit.tolist() == [[1, 3], [1, 4], [1, 5]]
+
+
+def test_calibration_is_two_sided() -> None:
+    fresh = np.random.default_rng(0).standard_normal((2000, 12))
+    turned = fresh * np.where(np.arange(2000) % 2, 1, -1)[:, None]
+    flaws = (
+        ("variance", fresh * 2),
+        ("mean", fresh - 0.1),
+        ("independence of runs", np.repeat(turned[:1000], 2, axis=0) * np.tile([1, -1], 1000)[:, None]),
+        ("variance of the worst coordinate", fresh * np.array([1.5] + [1.0] * 11)),
+    )
+    for name, flawed in flaws:
+        assert noise_calibration(flawed)[name] < 1e-9
+    each = [noise_calibration(fresh[:, [place]])["variance"] for place in range(12)]
+    assert noise_calibration(fresh)["variance of the worst coordinate"] == pytest.approx(min(1.0, 12 * min(each)))
+    assert noise_calibration(fresh[:, :1])["independence of coordinates"] == 1.0

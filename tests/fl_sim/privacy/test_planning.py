@@ -15,7 +15,7 @@ from fl_sim.privacy.accounting import (
     epsilon_of_counts,
     searching_epsilon,
 )
-from fl_sim.privacy.planning import delta_advice, noise_multiplier, steps_that_fit
+from fl_sim.privacy.planning import delta_advice, least_noise, noise_beyond, noise_multiplier, steps_that_fit
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")  # which figure it is that is kept to is tested elsewhere
 
@@ -30,6 +30,26 @@ def test_the_noise_found_keeps_the_target_and_a_little_less_would_not(rate: floa
     found = noise_multiplier(amplify, steps, target, DELTA)
     assert epsilon_of_counts({amplify(Gaussian(found)): steps}, DELTA) <= target
     assert epsilon_of_counts({amplify(Gaussian(found * (1 - 2e-4))): steps}, DELTA) > target
+
+
+def test_noise_that_is_planned_by_pld_is_less_and_keeps_its_target_over_all_steps() -> None:
+    amplify, steps, target = partial(amplify_poisson, sampling_rate=0.1), 30, 2.0
+
+    def spent(noise: float, by: Accountant) -> float:
+        return epsilon_of_counts({amplify(Gaussian(noise)): steps}, DELTA, accountant=by)
+
+    for found in (
+        noise_multiplier(amplify, steps, target, DELTA, accountant="pld"), least_noise(spent, target, "pld"),
+    ):  # fmt: skip
+        assert spent(found, "pld") <= target < spent(found * (1 - 2e-4), "pld")
+    by_rdp = least_noise(spent, target, "rdp")
+    assert spent(by_rdp, "rdp") <= target < spent(by_rdp * (1 - 2e-4), "rdp")
+
+
+def test_noise_beyond_a_budget_is_beyond_it_by_little() -> None:
+    found = noise_beyond(2.0, DELTA)
+    costs = [epsilon_of_counts({Gaussian(noise): 1}, DELTA) for noise in (found, found * 1.005)]
+    assert costs[0] > 2.0 >= costs[1]
 
 
 @given(st.floats(1e-4, 0.999), st.floats(0.3, 30), st.integers(1, 10**5), st.floats(1e-9, 0.1))

@@ -72,6 +72,30 @@ def test_queries_add_up(votes: list[list[int]]) -> None:
     assert analysis.dependent.per_query[0] == analysis.dependent.cumulative[0]
 
 
+@pytest.mark.parametrize("cost", [labelling_cost.LNMaxCost(0.9), COSTS[4]], ids=str)
+@pytest.mark.parametrize("chunk", [1, 3, 4, 8])
+def test_a_bill_does_not_depend_on_how_many_queries_are_looked_at_at_once(
+    monkeypatch: pytest.MonkeyPatch, cost: labelling_cost.Cost, chunk: int
+) -> None:
+    votes = np.array([[20, 0, 0], [9, 9, 2], [12, 8, 0], [7, 7, 6], [19, 1, 0], [10, 9, 1], [15, 5, 0], [14, 3, 3]])
+    answered = np.array([True, False, True, True, False, False, True, True])
+    whole = labelling_cost.analyse(votes, cost, 1e-5, answered=answered)
+    monkeypatch.setattr(labelling_cost, "_CHUNK", chunk)
+    found = labelling_cost.analyse(votes, cost, 1e-5, answered=answered)
+    for bill, wanted in ((found.dependent, whole.dependent), (found.independent, whole.independent)):
+        for name in ("per_query", "cumulative", "curve"):
+            assert getattr(bill, name) == pytest.approx(getattr(wanted, name), rel=1e-12)
+        numbers = range(1, len(votes) + 1)
+        each = [labelling_cost.analyse(votes[:n], cost, 1e-5, answered=answered[:n]) for n in numbers]
+        kind = "dependent" if bill is found.dependent else "independent"
+        assert bill.cumulative == pytest.approx([getattr(one, kind).total for one in each], rel=1e-12)
+
+
+def test_of_a_pure_mechanism_as_many_queries_fit_as_its_epsilons_add_up_to() -> None:
+    fits = [labelling_cost.queries_within(labelling_cost.LNMaxCost(1.0), 10, 1e-9, target) for target in (1.9, 6, 99.0)]
+    assert fits == [0, 3, 10]
+
+
 def test_no_number_overflows_where_votes_are_as_clear_or_as_unclear_as_can_be() -> None:
     clear, even = [10**9, 0, 0], [10**9, 10**9, 10**9]
     for cost in (*COSTS, labelling_cost.LNMaxCost(50.0), labelling_cost.GNMaxCost(1e-3), labelling_cost.GNMaxCost(1e5)):
@@ -211,6 +235,10 @@ def test_threshold_bounds_are_above_the_exact_worst_neighbour(top: int) -> None:
         (np.array([[3, 0], [4, -1]]), r"row 1 of the votes holds \[4, -1\]"),
         (np.array([[2**64 - 1, 0]], dtype=np.uint64), "row 0 of the votes holds"),
         (np.array([[3, 0], [3, 1]]), "adds up to 3 and row 1 to 4"),
+        (np.array([[3, 0], [2, 0], [4, 0], [3, 0]]), "adds up to 3 and row 1 to 2"),
+        (np.array([[1.0, 2.0], [0.0, np.nan], [np.nan, 0.0]]), "NaN in row 1"),
+        (np.array([[1, 2], [2**31 + 1, 2]]), "row 1 of the votes holds"),
+        (np.ones((2, 2, 2), dtype=int), "shape"),
         (np.zeros((2, 2), dtype=int), "0 teachers"),
     ],
 )
