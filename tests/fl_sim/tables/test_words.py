@@ -7,7 +7,7 @@ import pytest
 from clients.dafl.settings import DaFl
 from fl_sim.experiment.experiment import AnyAlgorithm, experiment_from
 from fl_sim.kinds import kinds
-from fl_sim.tables.words import caption, label
+from fl_sim.tables.words import caption, label, took
 from strategies.global_dp import AdaptiveClipping, GlobalDP
 from strategies.pate.labelling import Labelling
 from strategies.pate.mechanisms import ConfidentGNMax, GNMax
@@ -51,3 +51,84 @@ def test_who_advises_on_momentum_is_asked_for_nothing_else(kind: str) -> None:
 def test_a_table_of_pate_takes_no_momentum_for_a_number_of_teachers() -> None:
     lines = caption([experiment_from({"algorithm": "pate", "clients": 250})], {}, {}, has_bound=False)
     assert not [line for line in lines if "votes of" in line]
+
+
+ON_TEST = "on the test set, and so optimistic"
+OPTIMISTIC = "the best evaluated round, picked on the test set and so optimistic"
+TENTH = "10 % of every client's training records"
+GIVEN = "the validation records that the data come with"
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "told"),
+    [
+        ([{}], OPTIMISTIC),
+        ([{"test": "never"}], "the same, as nothing is measured"),
+        ([{"test": "never"}, {}], OPTIMISTIC),
+        ([{"test": "last"}], "the same, as the test records are looked at once, after the last round"),
+        ([{"test": "last"}, {}], OPTIMISTIC),
+        (
+            [{"validation": 0.25}, {"validation": 0.1}],
+            "the round that is best on validation, 10 % or 25 % of every client's training records",
+        ),
+        (
+            [{"validation": 0.1}, {}],
+            f"the round that is best on validation, {TENTH}; where none are held out, {ON_TEST}",
+        ),
+        ([{"validation": "given"}], f"the round that is best on validation, {GIVEN}"),
+        (
+            [{"validation": "given"}, {"validation": 0.1}],
+            f"the round that is best on validation, {TENTH} or {GIVEN}",
+        ),
+    ],
+)
+def test_a_caption_says_on_which_records_the_best_round_of_several_kinds_of_runs_is_picked(
+    evaluated: list[dict[str, object]], told: str
+) -> None:
+    private = {"aggregator": {"kind": "global-dp", "noise_multiplier": 1.0}}  # only private runs may measure nothing
+    experiments = [
+        experiment_from({"evaluate": one, **(private if "never" in one.values() else {})}) for one in evaluated
+    ]
+    assert caption(experiments, {}, {}, has_bound=False)[0].endswith(f"; best: {told}.")
+
+
+def test_an_upper_bound_trains_as_long_as_one_client_where_any_of_them_goes_by_steps() -> None:
+    by_steps, by_epochs = (experiment_from({"local": one}) for one in ({"steps": 5}, {"epochs": 2}))
+    for experiments, told in (([by_epochs, by_steps], "steps as one client"), ([by_epochs], "epochs")):
+        assert f"and as many {told} in total" in caption(experiments, {}, {}, has_bound=True)[-1]
+    lengths = caption([by_epochs, by_steps], {}, {}, has_bound=False)[1]
+    assert "rounds of 2 local epochs, 5 local steps, batch" in lengths
+
+
+def test_values_that_differ_between_cells_are_all_told_in_the_order_of_the_cells_once_each() -> None:
+    cells = [{"clients": 4, "local": {"epochs": 1}}, {"clients": 30, "local": {"epochs": 1, "clip_norm": 2.5}}]
+    line = caption([experiment_from(one) for one in [*cells, cells[0]]], {}, {}, has_bound=False)[1]
+    assert "; 4, 30 clients, " in line
+    assert "rounds of 1 local epoch, batch" in line
+    assert "gradients clipped to norm 0.0, 2.5" in line
+
+
+def test_epochs_on_the_server_are_told_where_any_row_has_them() -> None:
+    rows = [experiment_from({"preprocess": {"kind": "da-fl", "server_epochs": epochs}}) for epochs in (0, 3)]
+    lines = caption(rows, {}, {}, has_bound=False)
+    assert [line for line in lines if "Epochs the server trains the first model on the pool: 0, 3." in line]
+
+
+def test_numbers_of_features_and_epochs_of_a_calibration_are_told_apart() -> None:
+    calibrated = experiment_from({"calibrate": {"kind": "ccvr", "samples_per_class": 70, "epochs": 3}})
+    (line,) = [one for one in caption([calibrated], {}, {}, has_bound=False) if one.startswith("CCVR")]
+    assert "again on 70 features a class" in line
+    assert ", epochs 3; last" in line
+
+
+def test_a_parameter_has_all_its_digits_and_the_one_in_the_title_is_not_told_twice() -> None:
+    prox = experiment_from({"algorithm": {"kind": "fedprox", "mu": 0.0123456}})
+    assert label(prox.algorithm) == "FedProx (mu=0.0123456)"
+    assert "0.07" in (written := label(experiment_from({"partition": "dirichlet:0.07"}).partition))
+    assert written.count("0.07") == 1
+
+
+def test_a_private_run_took_at_most_what_it_says_in_all() -> None:
+    seconds = {"train": 7.0, "total": 12.25}
+    assert took({"seconds": seconds, "privacy": []}) == "12.2 s"
+    assert took({"seconds": seconds, "privacy": [{}]}) == "at most 12.25 s"
