@@ -12,9 +12,9 @@ from fl_sim.report.table import Table, notes
 from fl_sim.report.watching import Watcher
 from fl_sim.simulation.run import run
 from fl_sim.tables import filling
-from fl_sim.tables.filling import Board, fill
+from fl_sim.tables.filling import Board, TimeIsUp, fill
 from fl_sim.tables.plan import TableSettings, plan_table
-from fl_sim.tables.workers import Event, Failed, Finished, Started
+from fl_sim.tables.workers import Event, Failed, Finished, Postponed, Started, Stopped
 
 
 def test_what_waits_is_known_from_the_first_event_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,3 +90,53 @@ def test_a_run_that_failed_is_not_finished(tmp_path: Path) -> None:
     board.outcomes = {"a": Finished("a", {}), "b": Failed("b", "it broke"), "c": Finished("c", {})}
     assert board.num_finished() == 2
     assert board.failures() == ["b (it broke)"]
+
+
+@pytest.mark.parametrize("kind", ["stopped", "postponed"])
+def test_the_time_is_up_whichever_run_it_was_too_short_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def run_all(runs: Mapping[str, Experiment], *_: object) -> Iterator[Event]:
+        first, second, third = runs
+        yield Failed(first, "no")
+        yield Stopped(second, 1) if kind == "stopped" else Postponed(second)
+        yield Failed(third, "no")
+
+    monkeypatch.setattr(filling, "run_all", run_all)
+    settings = TableSettings.model_validate({"grid": {"seed": [0, 1, 2]}, "centralized": False})
+    with pytest.raises(TimeIsUp):
+        fill(Board(settings, plan_table(settings)), tmp_path, 1, None, progress=False)
+
+
+@pytest.mark.parametrize(("cores", "jobs"), [(2, 2), (8, 3)])
+def test_as_many_runs_go_side_by_side_as_there_are_cores_and_no_more_than_there_are_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, jobs: int
+) -> None:
+    asked: list[int] = []
+
+    def run_all(runs: Mapping[str, Experiment], _: Path, side_by_side: int, *__: object) -> Iterator[Event]:
+        asked.append(side_by_side)
+        yield from (Failed(name, "no") for name in runs)
+
+    monkeypatch.setattr(filling, "run_all", run_all)
+    monkeypatch.setattr(filling, "cores", lambda: cores)
+    settings = TableSettings.model_validate({"grid": {"seed": [0, 1, 2]}, "centralized": False})
+    fill(Board(settings, plan_table(settings)), tmp_path, None, None, progress=False)
+    assert asked == [jobs]
+
+
+def test_the_last_accuracy_and_the_best_one_are_told_apart() -> None:
+    settings = TableSettings.model_validate({"grid": {"seed": [0]}, "centralized": False})
+    board = Board(settings, plan_table(settings))
+    result = {"final_accuracy": 0.5, "best_accuracy": 0.75, "privacy": [], "stopped": "", "warnings": []}
+    (name,) = board.plan.runs
+    board.outcomes = {name: Finished(name, result)}
+    (one,) = board.table().results
+    assert (one.last, one.best) == (0.5, 0.75)
+    assert filling._reached(result) == "last 50.0 %, best 75.0 % (picked on the test set)"
+    assert filling._reached({**result, "best_chosen_on": "validation"}).endswith("best 75.0 % (picked on validation)")
+    assert filling._reached({**result, "best_chosen_on": "last"}) == "50.0 %"
+    untested = {"final_accuracy": None, "best_accuracy": None}
+    assert filling._reached(untested) == "nothing was measured"
+    judged = {"final_accuracy": 0.25, "best_accuracy": 0.375}
+    assert filling._reached({**untested, "validation": judged}) == "25.0 % on validation"
