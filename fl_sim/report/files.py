@@ -189,7 +189,7 @@ class Outcome(Facts):
 class CellFile(Facts):
     """One cell of ``table.json``, accuracies in percent, lists in the order of the seeds.
 
-    ``measures``: since version 2, {name: a value a seed}.
+    ``measures``: since version 2, {name: a value a seed}. ``statuses``: one a seed, empty in older files.
     """
 
     row: str
@@ -201,6 +201,7 @@ class CellFile(Facts):
     errors: list[str]
     dir: list[str]
     measures: dict[str, list[float | None]] = {}
+    statuses: list[Literal["finished", "failed", "missing"]] = []
 
 
 class TableFile(Facts):

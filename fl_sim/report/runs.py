@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -211,17 +211,23 @@ def read_json_table(place: Path) -> Table:
 
 
 def _seeds(cell: CellFile) -> Iterator[SeedResult]:
-    """Take a cell apart again. Its values come back as accuracies in [0, 1]."""
-    for number, (seed, directory, last, best) in enumerate(
-        zip(cell.seeds, cell.dir, cell.values, cell.best_values, strict=True)
+    """Take a cell apart again. Its values come back as accuracies in [0, 1].
+
+    An older file has no status a seed: all seeds without a value have the cell's there, and all of its errors.
+    """
+    statuses = cell.statuses or [cell.status] * len(cell.seeds)
+    is_one_each = bool(cell.statuses) and cell.statuses.count("failed") == len(cell.errors)
+    errors = iter(cell.errors) if is_one_each else repeat("; ".join(cell.errors))
+    for number, (seed, directory, last, best, told) in enumerate(
+        zip(cell.seeds, cell.dir, cell.values, cell.best_values, statuses, strict=True)
     ):
         place = (cell.row, cell.column, seed)
         if last is None or best is None:
-            status: Literal["failed", "missing"] = "missing" if cell.status == "finished" else cell.status
-            yield SeedResult(*place, status, directory, error="; ".join(cell.errors))
+            status: Literal["failed", "missing"] = "missing" if told == "finished" else told
+            yield SeedResult(*place, status, directory, error=next(errors) if status == "failed" else "")
         else:
-            told = {name: values[number] for name, values in cell.measures.items() if number < len(values)}
-            numbers = {name: value for name, value in told.items() if value is not None}
+            measures = {name: values[number] for name, values in cell.measures.items() if number < len(values)}
+            numbers = {name: value for name, value in measures.items() if value is not None}
             yield SeedResult(*place, "finished", directory, last / 100, best / 100, measures=numbers)
 
 

@@ -45,6 +45,7 @@ def _cell_json(table: Table, row: str, column: str, ahead: Lead) -> dict[str, An
         "values": [result.accuracy("last") for result in results],
         "best_values": [result.accuracy("best") for result in results],
         "status": next(state for state in ("failed", "missing", "finished") if state in states or state == "finished"),
+        "statuses": [result.status for result in results],
         "errors": [result.error for result in results if result.error],
         "guarantee": bool(results) and all(result.guarantee for result in results),
         "dir": [result.directory for result in results],

@@ -10,7 +10,7 @@ from fl_sim.report.bills import bills_of
 from fl_sim.report.groups import group, panels
 from fl_sim.report.page import page
 from fl_sim.report.page_words import NO_GUARANTEE, privacy_in_words, short_names
-from fl_sim.report.runs import find
+from fl_sim.report.runs import find, read_json_table
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_table
 
@@ -155,6 +155,30 @@ def test_a_table_directory_shows_its_table_orders_its_runs_and_leaves_out_strang
     assert "Method &amp; Co failed failed Centralized 99.0 ± 0.0 99.0 ± 0.0 a subset of MNIST" in told
     assert "failed: Method &amp; Co, MNIST 1-Label, seed 2: worker died" in told
     assert "left out: the table.json above it does not name it" in told
+
+
+def test_a_seed_that_is_missing_beside_failed_ones_is_read_back_as_missing_and_each_error_as_its_own(tmp_path):
+    states = ("failed", "finished", "missing", "failed")
+    errors = ("it diverged", "", "", "out of memory")
+    results = tuple(
+        SeedResult("A", "x", seed, state, f"cells/{seed}", *((0.5, 0.5) if state == "finished" else ()), error=error)
+        for seed, (state, error) in enumerate(zip(states, errors, strict=True))
+    )
+    write_table(tmp_path, Table(("A",), ("x",), frozenset(), results))
+    read = read_json_table(tmp_path).results
+    assert [(one.status, one.error) for one in read] == list(zip(states, errors, strict=True))
+    assert [one.last for one in read] == [None, 0.5, None, None]
+
+    older = json.loads((tmp_path / "table.json").read_text())
+    del older["cells"][0]["statuses"]
+    (tmp_path / "table.json").write_text(json.dumps(older))
+    together = ("failed", "it diverged; out of memory")
+    assert [(one.status, one.error) for one in read_json_table(tmp_path).results] == [
+        together, ("finished", ""), together, together,
+    ]  # fmt: skip
+    older["cells"][0]["errors"] = []
+    (tmp_path / "table.json").write_text(json.dumps(older))
+    assert [one.error for one in read_json_table(tmp_path).results] == [""] * 4
 
 
 def test_a_table_read_back_is_the_one_that_was_written_and_the_page_shows_how_far_rows_are_behind(write_run, tmp_path):
