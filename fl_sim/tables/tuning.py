@@ -108,11 +108,18 @@ def _tried(
     folder: Path,
     data_root: Path | None,
 ) -> list[Tried]:
-    """Run ``trials`` on their next rung, those with the same settings once, and return what they came to."""
+    """Run ``trials`` on their next rung and return what they came to.
+
+    Those with the same settings run once, for the most rounds that any of them has: the others are its first rounds.
+    """
     last = {one.trial: one for one in earlier}
     entries = [_entered(settings, trial, last.get(trial), folder, data_root) for trial in trials]
-    unknown = {entry.directory.name: entry for entry in reversed(entries) if entry.outcome() is None}
-    runs = {name: entry.experiment for name, entry in reversed(unknown.items())}
+    unknown: dict[str, _Entry] = {}
+    for entry in entries:
+        if entry.outcome() is None:
+            other = unknown.get(entry.directory.name, entry)
+            unknown[entry.directory.name] = max(other, entry, key=lambda one: one.experiment.rounds)
+    runs = {name: entry.experiment for name, entry in unknown.items()}
     errors: dict[str, str] = {}
     if runs:
         labels = {name: unknown[name].label for name in runs}

@@ -72,7 +72,7 @@ def outcome_in(directory: Path, experiment: Experiment, after: int, data_root: P
     cost = len(new), _seconds(new, result, anew=not after)
     if ended_here and result.get("status") == "finished" and result.get("rounds") == len(records):
         return Outcome(_final_accuracy(result), *cost)
-    if ended_here and result.get("diverged"):
+    if result.get("diverged") and (ended_here or len(records) < experiment.rounds):
         return Outcome(None, *cost, str(result["error"]))
     if len(records) >= experiment.rounds:  # it has gone on since
         return Outcome(_accuracy(records[experiment.rounds - 1]), *cost)

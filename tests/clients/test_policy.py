@@ -243,6 +243,15 @@ def test_what_is_asked_for_under_the_first_key_later_does_not_move_the_order(tmp
     assert policy._spent(charges) == epsilon_at(order, Counter([first, GAUSSIAN, then]), 1e-5)
 
 
+def test_all_that_the_first_order_asks_for_fixes_the_renyi_order_not_its_first_release_alone(tmp_path: Path) -> None:
+    policy = _policy(tmp_path, "epsilon = 3.0")
+    first, second = dp_event.LaplaceDpEvent(4.0), dp_event.SelfComposedDpEvent(GAUSSIAN, 4)
+    order = fixed_order(Counter([first, second]), 3.0, 1e-5)
+    assert order != fixed_order({first: 1}, 3.0, 1e-5)
+    charges = [Charge("a", "key", first, None), Charge("b", "key", second, None), Charge("c", "other", GAUSSIAN, None)]
+    assert policy._spent(charges) == epsilon_at(order, Counter([first, second, GAUSSIAN]), 1e-5)
+
+
 @pytest.mark.parametrize("event", KINDS)
 def test_a_first_release_fits_wherever_some_order_has_room_for_it(tmp_path: Path, event: dp_event.DpEvent) -> None:
     least = epsilon_of_counts({event: 3}, 1e-5)

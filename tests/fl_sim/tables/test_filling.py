@@ -1,6 +1,8 @@
 """A table while it fills: whoever looks on finds its file from the first run on."""
 
+import math
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,9 +12,13 @@ import pytest
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.table import Table, notes
 from fl_sim.report.watching import Watcher
+from fl_sim.simulation.estimate import Estimate
+from fl_sim.simulation.pace import Pace
 from fl_sim.simulation.run import run
 from fl_sim.tables import filling
+from fl_sim.tables.budget import Budget
 from fl_sim.tables.filling import Board, TimeIsUp, fill
+from fl_sim.tables.forecast import Forecast
 from fl_sim.tables.plan import TableSettings, plan_table
 from fl_sim.tables.workers import Event, Failed, Finished, Postponed, Started, Stopped
 
@@ -123,6 +129,45 @@ def test_as_many_runs_go_side_by_side_as_there_are_cores_and_no_more_than_there_
     settings = TableSettings.model_validate({"grid": {"seed": [0, 1, 2]}, "centralized": False})
     fill(Board(settings, plan_table(settings)), tmp_path, None, None, progress=False)
     assert asked == [jobs]
+
+
+@pytest.mark.parametrize(("cores", "jobs"), [(2, 2), (8, 3)])
+def test_a_search_is_foretold_for_as_many_runs_side_by_side_as_there_will_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cores: int, jobs: int
+) -> None:
+    monkeypatch.setattr(filling, "cores", lambda: cores)
+    monkeypatch.setattr("fl_sim.tables.forecast.pace_of", lambda job: Pace(step=1.0, record=0.0))
+    tuned = {"trials": 2, "space": {"local.learning_rate": [0.1, 0.2]}}
+    settings = TableSettings.model_validate({"grid": {"seed": [0, 1, 2]}, "centralized": False, "tune": tuned})
+    filling._Runner(tmp_path, None, None, math.inf).tell_of_search(settings, plan_table(settings))
+    told = capsys.readouterr().err
+    assert told.count(f"with {jobs} side by side") == told.count("side by side") == 2
+
+
+def test_what_has_begun_may_go_on_and_what_is_left_of_each_run_is_held_against_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: list[Budget] = []
+
+    def run_all(runs: Mapping[str, Experiment], *rest: object) -> Iterator[Event]:
+        budgets.extend(one for one in rest if isinstance(one, Budget))
+        yield from (Failed(name, "no") for name in runs)
+
+    def forecasts(runs: Mapping[str, Experiment], *_: object, **__: object) -> list[Forecast]:
+        facts = zip(runs, (0, 2, 0), (None, 80.0, 40.0), strict=True)
+        return [
+            Forecast(name, 8, done, is_finished=False, estimate=Estimate(seconds, None), has_pool=False)
+            for name, done, seconds in facts
+        ]
+
+    monkeypatch.setattr(filling, "run_all", run_all)
+    monkeypatch.setattr(filling, "forecast", forecasts)
+    settings = TableSettings.model_validate({"grid": {"seed": [0, 1, 2]}, "centralized": False})
+    board = Board(settings, plan_table(settings))
+    fill(board, tmp_path, 1, None, progress=False, deadline=time.monotonic() + 1000)
+    [budget] = budgets
+    assert list(budget.seconds.values()) == [0.0, 60.0, 40.0]
+    assert budget.begun == {list(board.plan.runs)[1]}
 
 
 def test_the_last_accuracy_and_the_best_one_are_told_apart() -> None:

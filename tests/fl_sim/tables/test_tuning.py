@@ -23,7 +23,7 @@ from fl_sim.simulation.run import run
 from fl_sim.tables import tuning_optuna
 from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
-from fl_sim.tables.tuning import LOG, TRIALS, Runner, ranked, tune
+from fl_sim.tables.tuning import LOG, TRIALS, Runner, known_choices, ranked, tune
 from fl_sim.tables.tuning_optuna import proposed
 from fl_sim.tables.tuning_settings import Tune
 from fl_sim.tables.tuning_space import Choices, Range, drawn
@@ -93,6 +93,27 @@ def test_every_method_gets_the_same_trials_and_rounds_and_the_best_of_its_last_r
     rates = [[json.loads(line["values"])["local.learning_rate"] for line in log[at : at + 4]] for at in (0, 4, 8)]
     assert rates[0] == rates[1] == rates[2]
     assert len(set(rates[0])) == 4
+
+
+def test_a_search_with_more_rounds_than_another_of_the_table_climbs_all_of_its_rungs(tmp_path: Path) -> None:
+    chosen = settings(grid={"algorithm": ["fedavg"], "rounds": [1, 4]})
+    short, long = searched(chosen, tmp_path)
+    assert Counter((line["row"], line["rung"], line["rounds"]) for line in log_of(tmp_path)) == {
+        ("FedAvg, rounds=1", "1", "1"): 4, ("FedAvg, rounds=4", "1", "2"): 4, ("FedAvg, rounds=4", "2", "4"): 2,
+    }  # fmt: skip
+    assert (short.best.rounds, long.best.rounds) == (1, 4)
+    alone = searched(settings(grid={"algorithm": ["fedavg"], "rounds": [1]}), tmp_path / "alone")[0]
+    assert [one.accuracy for one in short.tried] == [one.accuracy for one in alone.tried]
+
+
+def test_trials_that_diverge_are_known_to_all_searches_that_have_their_settings(tmp_path: Path) -> None:
+    rates = {"local.learning_rate": [0.1, 1e30]}
+    chosen = settings(grid={"algorithm": ["fedavg"], "rounds": [1, 2, 4]}, trials=2, space=rates)
+    choices = searched(chosen, tmp_path)
+    assert [[one.status for one in choice.tried].count("diverged") for choice in choices] == [1, 1, 1]
+    again = known_choices(chosen, searches_of(chosen, plan_table(chosen), None), tmp_path, None)
+    assert again is not None
+    assert [one.best.accuracy for one in again] == [one.best.accuracy for one in choices]
 
 
 def test_no_trial_reads_a_test_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,15 @@ def test_queries_add_up_because_one_teacher_votes_on_all_of_them() -> None:
     assert smooth_sensitivity(np.array([[9, 0, 0], [0, 0, 9]]), cost, terms) == pytest.approx(2 * one)
 
 
+@pytest.mark.parametrize("cost", COSTS, ids=str)
+@pytest.mark.parametrize("smoothness", [0.1, 0.3])
+def test_a_further_query_never_lowers_the_sensitivity(cost: Cost, smoothness: float) -> None:
+    """Of one that is close and one that many votes away from a change, the first decides at distance 0."""
+    terms, close, clear = Terms(2.0, smoothness), (16, 13, 1), (30, 0, 0)
+    alone = [smooth_sensitivity(np.array([votes]), cost, terms) for votes in (close, clear)]
+    assert smooth_sensitivity(np.array([close, clear]), cost, terms) >= max(alone) > 0
+
+
 def test_tests_and_answers_add_up_over_the_queries_that_have_them() -> None:
     cost, terms = labelling_cost.ConfidentCost(6.0, 2.0, 1.0), Terms(4.0, 0.02)
     votes = np.array([[9, 0, 0], [5, 4, 0]])
