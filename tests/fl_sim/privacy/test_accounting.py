@@ -26,8 +26,10 @@ from fl_sim.privacy.accounting import (
     epsilon_of_curve,
     rdp_curve,
     searching_epsilon,
+    single_steps,
     supports_pld,
     under_replacement,
+    unrolled,
 )
 
 Gaussian = dp_event.GaussianDpEvent
@@ -197,6 +199,16 @@ def test_orders_at_which_the_series_does_not_converge_have_a_larger_bound(caplog
     assert (np.diff(curve) >= 0).all()
     assert (curve <= np.array(ORDERS) / (2 * 0.3**2)).all()
     assert not caplog.records
+
+
+def test_repeats_of_repeats_multiply_and_add_up_with_single_releases() -> None:
+    nested = dp_event.SelfComposedDpEvent(dp_event.SelfComposedDpEvent(Gaussian(2.0), 3), 4)
+    assert unrolled(nested) == (Gaussian(2.0), 12)
+    counts = {nested: 2, Gaussian(2.0): 5, Gaussian(3.0): 1, dp_event.SelfComposedDpEvent(Gaussian(4.0), 0): 3}
+    assert single_steps(counts) == {Gaussian(2.0): 29, Gaussian(3.0): 1}
+    assert compose(counts) == pytest.approx(29 * rdp_curve(Gaussian(2.0)) + rdp_curve(Gaussian(3.0)))
+    with pytest.raises(UserError, match="-1 releases"):
+        unrolled(dp_event.SelfComposedDpEvent(Gaussian(2.0), -1))
 
 
 def test_adjacency_is_stated_by_the_event_and_never_mixed() -> None:

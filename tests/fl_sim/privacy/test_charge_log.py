@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fl_sim.errors import BudgetExhausted, RunError, UserError
-from fl_sim.privacy.accounting import Adjacency, amplify_poisson, epsilon
-from fl_sim.privacy.charge_log import Charge, Receipt
+from fl_sim.privacy.accounting import Adjacency, amplify_fixed_size, amplify_poisson, epsilon
+from fl_sim.privacy.charge_log import Charge, Receipt, _digest
 from fl_sim.privacy.ledger import Ledger, Terms
 
 POISSON = amplify_poisson(dp_event.GaussianDpEvent(1.0), 0.1)
@@ -112,6 +113,7 @@ def test_every_edited_line_is_refused_and_named(path: Path) -> None:
         (2, [head, b"[" * 60_000 + b"\n"]),
         (2, [head, b" " * 200_000 + b"\n"]),
         (3, [head, lines[0], b"garbage\n", *lines[1:]]),
+        (3, [head, lines[0], b'{"release": "' + b"a" * 70_000 + b'"}\n', *lines[1:]]),
         (3, [head, lines[0], edited(lines[1], event=event), lines[2]]),
         (4, [head, *lines[:2], edited(lines[2], noise="other")]),
         (4, [head, *lines[:2], edited(lines[2], chain="0" * 64)]),
@@ -140,6 +142,24 @@ def test_a_well_chained_line_with_senseless_values_is_refused(path: Path, value:
         Ledger(TERMS, path)
 
 
+def test_a_well_chained_line_with_a_further_value_is_refused(path: Path) -> None:
+    log = charged(path, 1)._log
+    assert log is not None
+    value = json.loads(lines_of(path)[1]) | {"release": "round 2", "more": 1}
+    with path.open("ab") as file:
+        file.write(edited(json.dumps(value).encode(), chain=_digest(log._digests, value)))
+    with pytest.raises(RunError, match="line 3: it does not follow"):
+        Ledger(TERMS, path)
+
+
+def test_a_line_that_the_disk_takes_byte_by_byte_is_written_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, place: write(descriptor, data[:1], place))
+    book = charged(path)
+    assert Ledger(TERMS, path).charges == book.charges
+    assert path.read_bytes().endswith(b"}\n")
+
+
 def test_epsilon_in_the_log_is_not_believed(path: Path) -> None:
     book = charged(path, 1)
     append(path, Charge("round 2", "key", POISSON, 0.0))
@@ -155,6 +175,7 @@ def test_epsilon_in_the_log_is_not_believed(path: Path) -> None:
         (b'{"ledger": 1, "unit": "client"}\n', "older version.*fresh directory"),
         (b'{"ledger": 3, "id": "0123456789abcdef", "terms": {}}\n', "line 1: it is not the head"),
         (b'{"ledger": 2, "id": "", "terms": {}}\n', "line 1: it is not the head"),
+        (b'{"ledger": 2, "id": "0123456789abcdef", "terms": {}, "more": 1}\n', "line 1: it is not the head"),
         (b"[]\n", "line 1: it is not as this program"),
         (b"not a ledger, and without an end", "line 1: it is not as this program"),
         (b"\xff\xfe\n", "line 1: it is not JSON"),
@@ -242,10 +263,23 @@ def test_a_log_without_what_was_paid_is_refused(path: Path, wrong: Callable[[Pat
     assert wrong is not missing or not path.exists()
 
 
+def test_a_receipt_is_held_against_its_own_ledger_and_its_own_number_of_charges(path: Path, tmp_path: Path) -> None:
+    first = charged(path, 1).receipt
+    third = charged(path, 2, first=2).receipt
+    other = charged(tmp_path / "other.jsonl", 3).receipt
+    for receipt, wrong in (
+        (replace(third, charges=2), "holds other charges"), (replace(first, charges=3), "holds other charges"),
+        (replace(third, charges=4), "holds 3 charges"), (other, "is another ledger"),
+    ):  # fmt: skip
+        with pytest.raises(RunError, match=f"ledger.jsonl {wrong}, and this run was paid for"):
+            Ledger(TERMS, path, receipt=receipt)
+
+
 def test_a_log_with_just_what_was_paid_is_enough(path: Path) -> None:
     for rounds in (0, 3):
         receipt = charged(path, rounds).receipt
         assert receipt.charges == rounds
+        assert Receipt.from_json(receipt.to_json()) == receipt
         assert len(Ledger(TERMS, path, receipt=receipt).charges) == rounds
 
 
@@ -253,7 +287,7 @@ def test_a_log_with_just_what_was_paid_is_enough(path: Path) -> None:
 def test_a_log_that_changes_while_it_is_used_is_refused(path: Path, wrong: Callable[[Path, Receipt], None]) -> None:
     book = charged(path)
     wrong(path, book.receipt)
-    with pytest.raises(RunError, match=r"ledger.jsonl (is gone|was cut or edited)"):
+    with pytest.raises(RunError, match=r"ledger.jsonl (is gone, with 3 charges|was cut or edited)"):
         book.charge(POISSON, release="round 4", noise="key")
 
 
@@ -263,6 +297,20 @@ def test_a_log_that_changes_while_it_is_used_is_refused(path: Path, wrong: Calla
 def test_a_receipt_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(RunError, match="not the receipt"):
         Receipt.from_json(value)
+
+
+def test_a_charge_in_the_log_is_of_the_ledgers_adjacency(path: Path) -> None:
+    Ledger(TERMS, path)
+    append(path, Charge("round 1", "key", amplify_fixed_size(dp_event.GaussianDpEvent(4.0), 30, 1000), 0.1))
+    with pytest.raises(UserError, match="replace-one cannot be charged to a ledger under add-or-remove-one"):
+        Ledger(TERMS, path)
+
+
+def test_a_log_that_is_far_too_large_is_refused_unread(path: Path) -> None:
+    charged(path)
+    os.truncate(path, 256 * 1024**2 + 1)
+    with pytest.raises(RunError, match="far too large"):
+        Ledger(TERMS, path)
 
 
 def test_two_ledgers_of_one_log_share_its_budget(path: Path) -> None:
@@ -283,7 +331,7 @@ _HAMMER = """
 import os, sys
 from pathlib import Path
 from dp_accounting import dp_event
-from fl_sim.privacy.accounting import Adjacency, amplify_poisson, epsilon
+from fl_sim.privacy.accounting import Adjacency, amplify_fixed_size, amplify_poisson, epsilon
 from fl_sim.privacy.ledger import Ledger, Terms
 from fl_sim.errors import BudgetExhausted
 

@@ -136,6 +136,7 @@ def test_the_same_release_with_the_same_noise_is_free_and_with_new_noise_costs_a
     before = book.epsilon
     assert book.charge(POISSON, release="round 1", noise="key") == before
     assert book.epsilon == before
+    assert [book.has_charged("round 1", noise) for noise in ("key", "another key")] == [True, False]
     book.charge(POISSON, release="round 1", noise="another key")
     assert book.epsilon == epsilon([POISSON] * 3, 1e-5)
     with pytest.raises(RunError, match="one noise, two releases"):
@@ -183,6 +184,15 @@ def test_the_log_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert again.epsilon == book.epsilon
     again.charge(POISSON, release="release 5", noise="new key")
     assert Ledger(TERMS, path).charges == again.charges
+
+
+def test_every_single_charge_of_another_ledger_of_the_log_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    book, other = Ledger(TERMS, path), Ledger(TERMS, path)
+    for number in range(2):
+        book.charge(POISSON, release=f"round {number}", noise="key")
+        assert other.affords(QUIET)
+        assert (other.charges, other.epsilon) == (book.charges, book.epsilon)
 
 
 def test_a_log_under_other_terms_is_refused(tmp_path: Path) -> None:

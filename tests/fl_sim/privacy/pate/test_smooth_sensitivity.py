@@ -127,7 +127,11 @@ def test_terms_are_planned_without_the_votes_and_help_where_teachers_agree() -> 
     assert analysis.dependent.total < published < analysis.worst_case.least
 
 
-@pytest.mark.parametrize("terms", [(1.0, 0.01, 4.0), (20.0, 0.0, 4.0), (20.0, 0.1, 4.0), (20.0, 0.01, 0.0)], ids=str)
+@pytest.mark.parametrize(
+    "terms",
+    [(1.0, 0.01, 4.0), (20.0, 0.0, 4.0), (20.0, 0.1, 4.0), (20.0, 0.038, 4.0), (20.0, 0.01, 0.0)],
+    ids=str,
+)
 def test_terms_that_bound_nothing_are_refused(terms: tuple[float, float, float]) -> None:
     with pytest.raises(UserError):
         Terms(*terms)
