@@ -9,7 +9,14 @@ from scipy import integrate, stats
 from fl_sim.errors import UserError
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import labelling_cost
-from fl_sim.privacy.pate.smooth_sensitivity import Cost, Terms, planned, release, smooth_sensitivity
+from fl_sim.privacy.pate.smooth_sensitivity import (
+    Cost,
+    Terms,
+    _local_sensitivities,
+    planned,
+    release,
+    smooth_sensitivity,
+)
 
 COSTS = [
     labelling_cost.GNMaxCost(1.0),
@@ -60,6 +67,44 @@ def check(cost: Cost, terms: Terms, *, answered: bool) -> None:
             if moves(votes, other) == 1:
                 assert bounds[votes] <= bounds[other] * np.exp(terms.smoothness) * (1 + 1e-9)
     assert max(bounds.values()) <= 2.5 * max(local.values())  # above, but not absurdly
+
+
+@pytest.mark.parametrize("cost", COSTS[:4], ids=str)
+@pytest.mark.parametrize("terms", [Terms(2.0, 0.3), Terms(4.0, 0.1)], ids=str)
+def test_with_two_classes_where_it_is_tight_it_still_bounds_what_a_vote_moves(cost: Cost, terms: Terms) -> None:
+    teachers = 21
+    values = np.array([divergence(cost, (first, teachers - first), terms.order) for first in range(teachers + 1)])
+    rise = np.abs(np.diff(values))
+    local = np.maximum(np.append(rise, 0.0), np.append(0.0, rise))
+    for first in range(teachers + 1):
+        exact = float((local * np.exp(-terms.smoothness * np.abs(np.arange(teachers + 1) - first))).max())
+        bound = smooth_sensitivity(np.array([[first, teachers - first]]), cost, terms)
+        assert exact <= bound <= 2 * exact
+
+
+@pytest.mark.parametrize("threshold", [3.0, 7.0])
+def test_of_the_test_alone_it_is_the_exact_smooth_sensitivity(threshold: float) -> None:
+    """Ten votes on three classes: the largest count is 4 at least, and a vote moves it by 1."""
+    cost, terms = labelling_cost.ConfidentCost(threshold, 1.2, 1.5), Terms(4.0, 0.1)
+    largest = np.arange(4, 11)
+    rest = 10 - largest
+    values = np.array(
+        [
+            divergence(cost, (top, left - left // 2, left // 2), 4.0, 0.0)
+            for top, left in zip(largest, rest, strict=True)
+        ]
+    )
+    rise = np.abs(np.diff(values))
+    local = np.maximum(np.append(rise, 0.0), np.append(0.0, rise))
+    for place, (top, left) in enumerate(zip(largest, rest, strict=True)):
+        exact = (local * np.exp(-terms.smoothness * np.abs(np.arange(len(local)) - place))).max()
+        votes = np.array([[top, left - left // 2, left // 2]])
+        assert smooth_sensitivity(votes, cost, terms, np.array([False])) == pytest.approx(exact, rel=1e-9)
+
+
+def test_a_divergence_that_rises_with_the_gap_has_no_sensitivity() -> None:
+    with pytest.raises(ArithmeticError, match="does not fall with the gap"):
+        next(_local_sensitivities(np.zeros(3), np.array([1.0, 0.2, 0.5])))
 
 
 def test_queries_add_up_because_one_teacher_votes_on_all_of_them() -> None:
@@ -116,6 +161,29 @@ def test_what_is_published_is_above_the_truth_and_covers_its_own_cost() -> None:
     curve = found[0].divergence + np.log1p(-1 / terms.order) - np.log(delta * terms.order) / (terms.order - 1)
     assert found[0].epsilon == pytest.approx(curve)
     assert found[0].failure == delta
+
+
+@pytest.mark.parametrize("delta", [0.2, 1e-4])
+def test_both_noises_are_in_smooth_sensitivities_and_each_is_beyond_its_quantile_in_half_of_the_failures(
+    delta: float,
+) -> None:
+    counts, cost, terms = np.array([[24, 6], [20, 10]] * 5), labelling_cost.GNMaxCost(8.0), Terms(8.0, 0.02, 3.0)
+    total = float(cost.curves(counts, np.ones(10), np.array([8.0]))[0].sum())
+    sensitivity, quantile = smooth_sensitivity(counts, cost, terms), float(stats.norm.isf(delta / 2))
+    assert sensitivity > 0.01
+    for server_round in range(3):
+        noise = Noise.seeded(0)
+        first, second = noise.standard_normal(2, purpose="pate cost", server_round=server_round)
+        at_most = sensitivity * np.exp(terms.smoothness * terms.noise * (first + quantile))
+        bound = max(total + terms.noise * (sensitivity * second + at_most * quantile), 0.0)
+        found = release(counts, cost, delta, terms, noise=noise, server_round=server_round)
+        assert found.divergence == pytest.approx(bound + terms.divergence())
+
+
+def test_a_published_epsilon_is_never_negative() -> None:
+    cost, terms = labelling_cost.GNMaxCost(40.0), Terms(4.0, 0.0125, 24.0)
+    found = release(np.array([[30, 0]]), cost, 0.9, terms, noise=Noise.seeded(0))
+    assert found.divergence + np.log1p(-1 / 4) - np.log(0.9 * 4) / 3 < 0 == found.epsilon
 
 
 def test_terms_are_planned_without_the_votes_and_help_where_teachers_agree() -> None:
