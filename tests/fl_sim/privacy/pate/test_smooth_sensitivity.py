@@ -71,15 +71,17 @@ def check(cost: Cost, terms: Terms, *, answered: bool) -> None:
 
 @pytest.mark.parametrize("cost", COSTS[:4], ids=str)
 @pytest.mark.parametrize("terms", [Terms(2.0, 0.3), Terms(4.0, 0.1)], ids=str)
-def test_with_two_classes_where_it_is_tight_it_still_bounds_what_a_vote_moves(cost: Cost, terms: Terms) -> None:
-    teachers = 21
+@pytest.mark.parametrize("teachers", [6, 21])
+def test_with_two_classes_where_it_is_tight_it_still_bounds_what_a_vote_moves(
+    cost: Cost, terms: Terms, teachers: int
+) -> None:
     values = np.array([divergence(cost, (first, teachers - first), terms.order) for first in range(teachers + 1)])
     rise = np.abs(np.diff(values))
     local = np.maximum(np.append(rise, 0.0), np.append(0.0, rise))
     for first in range(teachers + 1):
         exact = float((local * np.exp(-terms.smoothness * np.abs(np.arange(teachers + 1) - first))).max())
         bound = smooth_sensitivity(np.array([[first, teachers - first]]), cost, terms)
-        assert exact <= bound <= 2 * exact
+        assert exact * (1 - 1e-9) <= bound <= 2 * exact
 
 
 @pytest.mark.parametrize("threshold", [3.0, 7.0])
