@@ -16,9 +16,11 @@ from fl_sim.privacy import loss_distribution
 from fl_sim.privacy.accounting import (
     ORDERS,
     Adjacency,
+    Bounds,
     adjacency,
     amplify_fixed_size,
     amplify_poisson,
+    bounds,
     compose,
     delta_profile,
     epsilon,
@@ -211,6 +213,35 @@ def test_repeats_of_repeats_multiply_and_add_up_with_single_releases() -> None:
         unrolled(dp_event.SelfComposedDpEvent(Gaussian(2.0), -1))
 
 
+def test_what_stays_within_delta_at_the_lowest_orders_costs_nothing_and_a_bit_more_costs_something() -> None:
+    """By the divergence of Kullback and Leibler, 1 / (2 z^2) of Gaussian noise, against the square of delta."""
+    assert epsilon([Gaussian(1e5)], DELTA) == 0
+    assert epsilon([Gaussian(5e4)], DELTA) > 0
+    assert epsilon([Gaussian(1e3)], DELTA) > 0
+    assert epsilon([Gaussian(1.29)], 0.5) == 0  # though neither that divergence nor any price says so alone
+    assert bounds({Gaussian(1e14): 1}, 1e-12) == Bounds(0.0, 0.0)
+
+
+def test_of_two_bounds_the_smaller_one_holds_and_is_told_by_its_accountant() -> None:
+    told = {(one.least, one.accountant) for one in (Bounds(1.0, 2.0), Bounds(1.0, None, "why"), Bounds(1.0, 1.0))}
+    assert told == {(1.0, "rdp")}
+    assert (Bounds(2.0, 1.0).least, Bounds(2.0, 1.0).accountant) == (1.0, "pld")
+
+
+def test_a_pld_that_came_out_above_the_other_bound_is_lowered_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_distribution, "epsilon", lambda *_: 99.0)
+    found = bounds({Gaussian(1.0): 1}, DELTA)
+    assert found == Bounds(found.rdp, found.rdp)
+
+
+def test_a_small_epsilon_is_smaller_by_pld_and_none_at_all_is_infinite_by_both() -> None:
+    found = bounds({Gaussian(20.0): 1}, DELTA)
+    assert found.pld is not None
+    assert 0 < found.pld < found.rdp < 1
+    assert bounds({dp_event.NonPrivateDpEvent(): 1}, DELTA) == Bounds(math.inf, math.inf)
+    assert epsilon([dp_event.NonPrivateDpEvent(), dp_event.ZCDpEvent(0.1)], DELTA, accountant="pld") == math.inf
+
+
 def test_adjacency_is_stated_by_the_event_and_never_mixed() -> None:
     assert adjacency(poisson(0.1, 1.0)) is Adjacency.ADD_OR_REMOVE_ONE
     assert adjacency(amplify_fixed_size(Gaussian(1.0), 3, 10)) is Adjacency.REPLACE_ONE
@@ -233,6 +264,11 @@ def test_the_profile_of_a_gaussian_is_the_closed_form() -> None:
             -0.5 / noise - value * noise
         )
         assert delta == pytest.approx(exact, rel=1e-3)
+
+
+def test_the_profile_leaves_room_for_rounding_where_next_to_nothing_is_left() -> None:
+    (delta,) = delta_profile([Gaussian(1.3)], (60.0,))
+    assert 2.0**-40 <= delta < 2.0**-39
 
 
 def test_pld_stays_an_upper_bound_when_its_grid_is_coarse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +326,9 @@ def test_pld_says_what_it_does_not_know() -> None:
 )
 def test_a_search_goes_by_the_very_epsilon_at_ordinary_budgets(rate: float, noise: float, steps: int) -> None:
     event = amplify_poisson(dp_event.GaussianDpEvent(noise), rate)
-    assert searching_epsilon(event, steps, 1e-5) == epsilon_of_counts({event: steps}, 1e-5)
+    expected = epsilon_of_counts({event: steps}, 1e-5)
+    assert searching_epsilon(event, steps, 1e-5) == expected
+    assert searching_epsilon(dp_event.SelfComposedDpEvent(event, 10), steps // 10, 1e-5) == expected
 
 
 def _delta_where_replaced(rate: float, noise: float, claimed: float, apart: float) -> float:
@@ -326,8 +364,9 @@ def test_replacement_keeps_how_often_and_what_is_stated_so_already() -> None:
     fixed = amplify_fixed_size(Gaussian(2.0), 3, 10)
     assert under_replacement(fixed) == fixed
     assert under_replacement(dp_event.NonPrivateDpEvent()) == dp_event.NonPrivateDpEvent()
-    often = under_replacement(dp_event.SelfComposedDpEvent(Gaussian(2.0), 7))
-    assert often == dp_event.SelfComposedDpEvent(amplify_fixed_size(Gaussian(2.0), 1, 1), 7)
+    for times in (2, 7):
+        often = under_replacement(dp_event.SelfComposedDpEvent(Gaussian(2.0), times))
+        assert often == dp_event.SelfComposedDpEvent(amplify_fixed_size(Gaussian(2.0), 1, 1), times)
     with pytest.raises(UserError, match="LaplaceDpEvent costs where a unit is replaced is not known"):
         under_replacement(dp_event.LaplaceDpEvent(1.0))
 

@@ -79,3 +79,8 @@ def test_pure_events_are_stated_under_add_or_remove() -> None:
     assert adjacency(BoundedRangeDpEvent(1.0)) is adjacency(geometric(1.0)) is Adjacency.ADD_OR_REMOVE_ONE
     assert pure_epsilon(dp_event.DiscreteLaplaceDpEvent(0.5, 3)) == 1.5
     assert pure_epsilon(GAUSSIAN) == math.inf
+
+
+def test_at_next_to_no_delta_pure_releases_cost_the_sum_of_all_their_epsilons() -> None:
+    counts = {dp_event.LaplaceDpEvent(2.0): 3, dp_event.LaplaceDpEvent(4.0): 2, BoundedRangeDpEvent(0.125): 4}
+    assert epsilon_of_counts(counts, 1e-300) == 3 / 2 + 2 / 4 + 4 / 8
