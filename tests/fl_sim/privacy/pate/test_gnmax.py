@@ -20,3 +20,10 @@ def test_theorem_6_grows_with_q_wherever_it_speaks_as_only_a_bound_on_q_is_known
 def test_a_certain_answer_costs_nothing() -> None:
     orders = np.array([1.1, 2.0, 10.0])
     assert (gnmax.theorem_6(np.array([-np.inf, -1e-9]), 2.0, orders) == [[0.0] * 3, [np.inf] * 3]).all()
+
+
+def test_a_test_costs_the_same_as_far_below_its_threshold_as_above_it() -> None:
+    orders = np.array([1.5, 2.0])
+    below, above = gnmax.threshold_dependent(np.array([[4, 1], [8, 1]]), 6.0, 0.5, orders)
+    assert (below == above).all()
+    assert (below < gnmax.threshold_independent(0.5, orders) / 2).all()
