@@ -70,7 +70,14 @@ def test_draws_stay_in_their_range_and_are_short_enough_to_be_typed(
 def test_whole_ends_make_whole_numbers_and_reach_both_ends() -> None:
     assert {Range(low=1, high=3).drawn(0, "key", trial) for trial in range(50)} == {1, 2, 3}
     assert all(isinstance(Range(low=1, high=64, log=True).drawn(0, "key", trial), int) for trial in range(9))
-    assert isinstance(Range(low=1.0, high=3.0).drawn(0, "key", 0), float)
+    for low, high in ((1.0, 3.0), (1, 3.0), (1.0, 3)):
+        assert isinstance(Range(low=low, high=high).drawn(0, "key", 0), float)
+
+
+def test_a_value_is_rounded_to_three_digits_and_stays_between_the_ends_which_both_show_what_may_be_taken() -> None:
+    narrow = Range(low=0.12349, high=0.9876)
+    assert [narrow.rounded(number) for number in (0.1234901, 0.45678, 0.98759)] == [0.12349, 0.457, 0.9876]
+    assert narrow.extremes() == (0.12349, 0.9876)
 
 
 def test_a_logarithmic_range_has_as_much_below_its_geometric_middle_as_above() -> None:
@@ -86,6 +93,8 @@ def test_a_logarithmic_range_has_as_much_below_its_geometric_middle_as_above() -
         (Choices((1, 0.001, 0.1)), [1, 0.001], [0.1]),
         (Choices((1, 2)), [], [1, 2]),
         (Choices(("adam", "sgd", "adamw")), [], ["adam", "adamw"]),
+        (Choices((1, 2, 3, "auto")), [], [1, 3]),
+        (Choices((5, 2, 7, True)), [], [2, 7]),
     ],
 )
 def test_a_value_at_an_end_of_what_could_be_drawn_is_noticed(knob: Any, at_end: list[Any], inside: list[Any]) -> None:
@@ -98,6 +107,13 @@ def test_an_upper_bound_is_tuned_in_what_it_has_a_place_for() -> None:
     bound = Method("Centralized", "centralized", frozenset(), is_bound=True)
     assert list(spaces(tune, [bound], {"sampler"})["Centralized"]) == ["local.learning_rate"]
     assert spaces(Tune(space={"sampler.cohort_size": [2]}), [bound], {"sampler"}) == {"Centralized": {}}
+
+
+def test_of_one_knob_the_space_of_the_row_goes_over_that_of_its_kind_and_this_over_the_shared_one() -> None:
+    key = "algorithm.mu"
+    tune = Tune(space={key: [1]}, spaces={"fedprox": {key: [2]}, "Mine": {key: [3]}})
+    found = spaces(tune, [FEDAVG, FEDPROX, Method("Mine", "fedprox", frozenset())], ())
+    assert [found[row][key].extremes() for row in ("FedAvg", "FedProx", "Mine")] == [(1,), (2,), (3,)]
 
 
 def test_a_row_may_have_a_space_by_its_name_over_that_of_its_kind() -> None:
