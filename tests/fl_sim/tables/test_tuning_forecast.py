@@ -26,10 +26,10 @@ def searched() -> TableSettings:
 
 
 def forecasts(settings: TableSettings, **changes: Any) -> list[SearchForecast]:
-    """Return what the searches take where FedAvg's own run takes 10 s and SCAFFOLD's 20 s."""
+    """Return what the searches take where FedAvg's own run takes 10 s and SCAFFOLD's 20 s, the bound's 40 s."""
     settings = settings.model_copy(update={"base": {**settings.base, **changes}})
     plan = plan_table(settings)
-    seconds = {cell.name: {"FedAvg": 10.0, "SCAFFOLD": 20.0}[cell.row] for cell in plan.cells}
+    seconds = {cell.name: {"FedAvg": 10.0, "SCAFFOLD": 20.0, "Centralized": 40.0}[cell.row] for cell in plan.cells}
     runs = [
         Forecast(name, 5, 0, is_finished=False, estimate=Estimate(each, None), has_pool=False)
         for name, each in seconds.items()
@@ -68,3 +68,31 @@ def test_what_searches_take_is_told_of_all_of_them_together() -> None:
         "1 search for settings, one a row and column: 4 trials with 1,000 rounds together, 30 of them done; the rest "
         "takes about 10 min"
     )
+
+
+def test_trials_that_go_on_twice_train_each_round_once(searched: TableSettings) -> None:
+    """Eight trials of 2 rounds, four of them go on to 4 and two of these to 9, or begin anew."""
+    assert searched.tune is not None
+    climbing = searched.model_copy(update={"tune": searched.tune.model_copy(update={"trials": 8, "rounds": 9})})
+    assert [one.rounds for one in forecasts(climbing)] == [8 * 2 + 4 * 2 + 2 * 5] * 2
+    anew = forecasts(climbing, local={"schedule": "cosine"})
+    assert [one.rounds for one in anew] == [8 * 2 + 4 * 4 + 2 * 9] * 2
+
+
+def test_searches_with_the_same_trials_take_their_time_once(searched: TableSettings) -> None:
+    """The upper bound is the same run in both columns, whatever their splits are."""
+    grid = {"algorithm": ["fedavg"], "partition": ["label-1", "label-2"]}
+    found = forecasts(searched.model_copy(update={"grid": grid, "centralized": True}))
+    assert {one.search.place for one in found} == {
+        ("FedAvg", "digits 1-Label"), ("FedAvg", "digits 2-Label"), ("Centralized", "digits 1-Label"),
+    }  # fmt: skip
+
+
+def test_what_is_done_is_read_where_the_shortest_trials_run(
+    searched: TableSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(tuning_forecast, "rounds_done", lambda path: read.append(path.name) or 0)
+    forecasts(searched, local={"schedule": "cosine"})
+    assert len(read) == len(set(read)) == 8
+    assert {name[-9:] for name in read} == {"-2-rounds"}

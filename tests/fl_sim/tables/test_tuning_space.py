@@ -134,6 +134,8 @@ def test_a_row_may_have_a_space_by_its_name_over_that_of_its_kind() -> None:
         ({"a": {"low": 2, "high": 2}}, "low = 2 must be below high = 2"),
         ({"a": {"low": 0, "high": 2, "log": True}}, "log = true needs low above 0"),
         ({"a": {"low": "1", "high": 2}}, "tune.space.a.low = '1': must be a number"),
+        ({"a": {"high": 2}}, "tune.space.a.low = {'high': 2}: field required"),
+        ({"a": {"low": 2}}, "tune.space.a.high = {'low': 2}: field required"),
         ({"a": {"low": 1, "hgih": 2}}, "unknown key 'tune.space.a.hgih' (did you mean 'high'?)"),
         ({"local": {"learning_rate": {"lo": 1}}}, "tune.space.local.learning_rate.lo = 1: give a list"),
         ({"data": ["mnist"]}, "data cannot be tuned"),
