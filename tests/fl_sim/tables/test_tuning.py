@@ -20,11 +20,12 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.runs import find
 from fl_sim.simulation.pace import Pace
 from fl_sim.simulation.run import run
-from fl_sim.tables import tuning_optuna
+from fl_sim.tables import tuning, tuning_optuna
 from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
 from fl_sim.tables.tuning import LOG, TRIALS, Runner, known_choices, ranked, tune
 from fl_sim.tables.tuning_optuna import proposed
+from fl_sim.tables.tuning_runs import Outcome
 from fl_sim.tables.tuning_settings import Tune
 from fl_sim.tables.tuning_space import Choices, Range, drawn
 from fl_sim.tables.tuning_trials import Choice, Trial, Tried, experiment_of, searches_of
@@ -465,3 +466,84 @@ def test_a_report_shows_no_trials(tmp_path: Path) -> None:
 def test_every_setting_of_a_search_is_in_the_help() -> None:
     words = set(re.findall(r"\w+", verbs.table.__doc__ or ""))
     assert set(Tune.model_fields) - words == set()
+
+
+def foretold(
+    monkeypatch: pytest.MonkeyPatch, chosen: TableSettings, accuracies: Mapping[int, Mapping[float, float | None]]
+) -> list[tuple[int, int]]:
+    """Let trials come to ``accuracies`` of {rounds: {rate: accuracy}}; return what (rounds, after) was asked for."""
+    asked: list[tuple[int, int]] = []
+
+    def outcome(directory: Path, experiment: Experiment, after: int, data_root: Path | None) -> Outcome:
+        del directory, data_root
+        asked.append((experiment.rounds, after))
+        accuracy = accuracies[experiment.rounds][experiment.local.learning_rate]
+        return Outcome(
+            accuracy, experiment.rounds - after, 1.0, "" if accuracy else f"{experiment.local.learning_rate}"
+        )
+
+    monkeypatch.setattr(tuning, "outcome_in", outcome)
+    return asked
+
+
+def test_the_best_half_of_each_rung_climbs_and_the_best_of_the_last_is_taken_whatever_rungs_before_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight trials one diverges at once and one later; what is best changes from rung to rung."""
+    chosen = settings(grid={"algorithm": ["fedavg"]}, trials=8, rounds=9)
+    (search,) = searches_of(chosen, plan_table(chosen), None)
+    assert chosen.tune is not None
+    rates = [drawn(search.space, chosen.tune.seed, number)["local.learning_rate"] for number in range(8)]
+    accuracies = {
+        2: dict(zip(rates, [0.91, None, 0.97, 0.2, 0.95, 0.93, 0.3, 0.99], strict=True)),
+        4: {rates[7]: 0.1, rates[2]: 0.8, rates[4]: None, rates[5]: 0.85},
+        9: {rates[2]: 0.5, rates[5]: 0.5},
+    }
+    asked = foretold(monkeypatch, chosen, accuracies)
+    (choice,) = searched(chosen, tmp_path)
+    assert [(one.trial.number, one.rung, one.rounds, one.trained) for one in choice.tried] == [
+        *((number, 1, 2, 2) for number in range(1, 9)), (8, 2, 4, 2), (3, 2, 4, 2), (5, 2, 4, 2), (6, 2, 4, 2),
+        (6, 3, 9, 5), (3, 3, 9, 5),
+    ]  # fmt: skip
+    assert (choice.best.trial.number, choice.best.rung, choice.best.accuracy) == (3, 3, 0.5)
+    assert {*asked} == {(2, 0), (4, 2), (9, 4)}
+    asked.clear()
+    anew = settings(grid={"algorithm": ["fedavg"]}, base={"local": {"schedule": "cosine"}}, trials=8, rounds=9)
+    searched(anew, tmp_path)
+    assert {*asked} == {(2, 0), (4, 0), (9, 0)}
+
+
+def test_a_rung_of_which_all_diverges_is_told_with_its_own_rounds_and_its_first_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = settings(grid={"algorithm": ["fedavg"]}, trials=8, rounds=9)
+    (search,) = searches_of(chosen, plan_table(chosen), None)
+    assert chosen.tune is not None
+    rates = [drawn(search.space, chosen.tune.seed, number)["local.learning_rate"] for number in range(8)]
+    first = dict(zip(rates, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8], strict=True))
+    foretold(monkeypatch, chosen, {2: first, 4: dict.fromkeys(rates, None)})
+    with pytest.raises(RunError, match=rf"all 4 trials of 4 rounds diverged, the first of them: {rates[7]};"):
+        searched(chosen, tmp_path)
+
+
+@pytest.mark.parametrize("grid", [[1, 8, 4], [8, 1, 4], [4, 1, 8]])
+def test_trials_with_the_same_settings_run_once_for_the_most_rounds_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grid: list[int]
+) -> None:
+    chosen = settings(grid={"algorithm": ["fedavg"], "rounds": grid}, trials=2)
+    known: dict[str, int] = {}
+
+    def outcome(directory: Path, experiment: Experiment, after: int, data_root: Path | None) -> Outcome | None:
+        del after, data_root
+        rounds = experiment.rounds
+        return Outcome(rounds / 10, rounds, 1.0) if known.get(directory.name, 0) >= rounds else None
+
+    def runner(runs: Mapping[str, Experiment], labels: Mapping[str, str]) -> Iterator[Event]:
+        assert {label.rpartition(", ")[2] for label in labels.values()} == {"8 rounds"}
+        known.update({name: experiment.rounds for name, experiment in runs.items()})
+        yield from ()
+
+    monkeypatch.setattr(tuning, "outcome_in", outcome)
+    choices = tune(chosen, plan_table(chosen), tmp_path, runner, None)
+    assert [*known.values()] == [8, 8]
+    assert [one.best.accuracy for one in choices] == [rounds / 10 for rounds in grid]

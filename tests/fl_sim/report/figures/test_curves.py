@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from matplotlib.ticker import StrMethodFormatter
 from PIL import Image
 
 from fl_sim.report import picture as report_picture
+from fl_sim.report.figures import curves
 from fl_sim.report.figures.curves import curve, draw, draw_all, styles_of
 from fl_sim.report.files import Outcome, RunConfig, Seconds
 from fl_sim.report.groups import group, labels, panels
@@ -143,6 +145,10 @@ def test_rounds_of_a_run_that_voted_are_epochs_of_a_student_whatever_its_kind(ru
         ([rounds], "communication round"),
         ([voted], "epoch of the student"),
         ([voted, rounds], "communication round (PATE: epoch of the student)"),
+        (
+            [voted, replace(voted, config=voted.config.model_copy(update={"seed": 1}), outcome=None)],
+            "epoch of the student",
+        ),
     ):
         shown = panels(group(runs)[0])
         assert draw(shown, "loss", styles_of(shown)).axes[0].get_xlabel() == label
@@ -246,3 +252,164 @@ def test_up_to_four_panels_share_a_figure_and_more_get_their_own(run_of, splits)
     assert ("accuracy.png" in names) == (splits <= 4)
     with Image.open(io.BytesIO(pictures[0].png)) as image:
         assert np.asarray(image.convert("L")).min() < 120  # something dark was drawn
+
+
+def test_a_curve_has_the_rounds_that_every_seed_evaluated_in_order(run_of):
+    seeds = [
+        run_of(str(seed), [None if number in missing else (number + seed) / 100 for number in range(1, 10)], seed=seed)
+        for seed, missing in enumerate([(2, 3, 4, 7), (2, 3, 5, 6, 7), (2, 4, 9)])
+    ]
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+        (one,), _ = group([seeds[number] for number in order])
+        drawn = curve(one, "accuracy")
+        assert drawn.rounds == [1, 8]
+        np.testing.assert_allclose(drawn.mean, [2, 9])
+    assert curve(replace(one, runs=tuple(seeds[:2])), "accuracy").rounds == [1, 8, 9]
+
+
+def test_a_loss_is_the_mean_test_loss_and_its_band_reaches_a_deviation_up_and_down(run_of):
+    runs = [
+        run_of(str(seed), losses=losses, seed=seed) for seed, losses in enumerate([(1.0, 4.0), (2.0, 8.0), (6.0, 6.0)])
+    ]
+    runs = [replace(one, rounds=tuple(replace(record, train_loss=9.0) for record in one.rounds)) for one in runs]
+    shown = panels(group(runs)[0])
+    (axes,) = draw(shown, "loss", styles_of(shown)).axes
+    (line,) = axes.lines
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 2], [3.0, 6.0])
+    corners = axes.collections[0].get_paths()[0].vertices
+    for number, low, high in ((1, 3 - 7**0.5, 3 + 7**0.5), (2, 4.0, 8.0)):
+        heights = corners[corners[:, 0] == number, 1]
+        np.testing.assert_allclose([heights.min(), heights.max()], [low, high])
+
+
+def test_one_seed_has_no_band_nor_has_one_that_finished_beside_others_and_two_have_one(run_of):
+    def bands(*runs):
+        shown = panels(group(runs)[0])
+        return len(draw(shown, "accuracy", styles_of(shown)).axes[0].collections)
+
+    failed = [run_of(f"failed {seed}", seed=seed, status="failed") for seed in (5, 6)]
+    assert bands(run_of("a")) == bands(run_of("a"), *failed) == 0
+    assert bands(run_of("a"), run_of("b", seed=1)) == bands(*failed) == 1
+
+
+def test_no_time_is_known_where_a_seed_that_is_drawn_has_no_clock(run_of):
+    def on_devices(name, seconds, **changes):
+        one = run_of(name, (0.2, 0.5), **changes)
+        return replace(one, rounds=tuple(replace(record, virtual_seconds=seconds) for record in one.rounds))
+
+    def times(*runs):
+        (one,), _ = group(runs)
+        return curve(one, "accuracy").times
+
+    clocked, other = on_devices("a", 2.0, seed=0), on_devices("b", 7.0, seed=1)
+    for order in ([0, 1, 2], [2, 0, 1], [0, 2, 1]):
+        three = clocked, other, run_of("c", (0.2, 0.5), seed=2)
+        assert times(*(three[number] for number in order)) == []
+    assert times(clocked, other, run_of("d", (0.2, 0.5), seed=2, status="failed")) == [4.5, 9.0]
+    late = on_devices("e", 3.0, seed=2)
+    assert times(clocked, other, late) == [4.0, 8.0]
+    rounds = late.rounds[0], replace(late.rounds[1], virtual_seconds=None)
+    assert times(clocked, other, replace(late, rounds=rounds)) == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "limits"),
+    [
+        ([(2.0, 1.0), (3.0, 0.5)], (0, 3.24)),
+        ([(3.0, 1.0), (0.5, 2.0)], (0, 3.24)),
+        ([(0.03, 0.02)], (0, 0.1)),
+        ([(1.0, 20.0)], (0, 21.6)),
+        ([(0.0, 50.0)], (0, 54.0)),
+        ([(3.0, 30.0, 1.5), (6.0, 3.0, 3.0)], (0, 32.4)),
+        ([(3.0, 33.0, 1.5, 3.0), (6.0, 3.0, 3.0, 3.0)], (1.0, 49.5)),
+        ([(6.0, 3.0, 3.0, 3.0), (3.0, 1.5, 33.0, 3.0)], (1.0, 49.5)),
+        ([(30.0, 3.0), (900.0, 30.0)], (2.0, 1350.0)),
+        ([(3.0, 3.0), (3000.0, 30.0)], (2.0, 4500.0)),
+    ],
+)  # fmt: skip
+def test_losses_begin_at_zero_up_to_a_ratio_of_twenty_and_span_all_lines(run_of, losses, limits):
+    runs = [run_of(f"{clients}", losses=each, accuracies=[0.5] * len(each), clients=clients)
+            for clients, each in enumerate(losses, start=2)]  # fmt: skip
+    shown = panels(group(runs)[0])
+    (axes,) = draw(shown, "loss", styles_of(shown)).axes
+    np.testing.assert_allclose(axes.get_ylim(), limits)
+    assert axes.get_yscale() == ("log" if limits[0] else "linear")
+    has_halves = isinstance(axes.yaxis.get_minor_formatter(), StrMethodFormatter)
+    assert has_halves == (0 < 1000 * limits[0] > limits[1] / 2.25)
+
+
+def test_panels_stand_side_by_side_as_far_as_they_fit_and_places_without_one_are_empty(run_of):
+    shown = panels(group([run_of(str(each), labels_each=each) for each in range(1, 6)])[0])
+    for layout, across in ((report_picture.PAGE, 1), (report_picture.WIDE_PAGE, 2)):
+        for number in range(1, 6):
+            figure = draw(shown[:number], "accuracy", styles_of(shown), layout)
+            down = math.ceil(number / across)
+            assert [axes.axison for axes in figure.axes] == [True] * number + [False] * (
+                down * min(across, number) - number
+            )
+            np.testing.assert_allclose(figure.get_size_inches(), [layout.width, 4.2 * down + 0.027 * 9])
+    figure = draw(shown[:4], "accuracy", styles_of(shown), report_picture.COLUMN)
+    np.testing.assert_allclose(figure.get_size_inches(), [3.3, 7.0 + 0.027 * 7])
+
+
+def test_a_legend_has_as_many_columns_as_its_longest_label_leaves_room_for(run_of):
+    def rows(labels, layout=report_picture.PAGE, splits=1, **changes):
+        runs = [replace(run_of(label, clients=number, labels_each=1 + number % splits, **changes), row=label, column="")
+                for number, label in enumerate(labels)]  # fmt: skip
+        shown = panels(group(runs)[0])
+        height = draw(shown, "accuracy", styles_of(shown), layout).get_size_inches()[1]
+        return round((height - layout.height * len(shown)) / (0.027 * layout.text))
+
+    room = report_picture.PAGE.characters(9, 1.0)
+    assert rows(["a"]) == 1
+    assert rows(["a", "b", "c"]) == 1
+    half, third = room // 2 - 8, room // 3 - 8
+    assert rows(["a", "b" * half, "c"]) == rows(["b" * half, "a", "c", "d"]) == 2
+    assert rows(["a", "b", "c", "d" * third]) == 2
+    assert rows(["a", "b" * (half + 1), "c"]) == 3
+    assert rows(["a", "b" * half, "c"], status="failed") == 3
+    assert rows(["a" * room, "b", "c"]) == 3
+    assert rows(["a", "c" * third, "b", "d" * third, "e" * third], splits=2) == 2
+
+
+def test_unfinished_lines_are_told_and_the_bound_is_last_even_so(run_of):
+    bound, prox = {"kind": "centralized"}, {"kind": "fedprox"}
+    for status in ("finished", "failed"):
+        runs = [run_of("bound", algorithm=bound, status=status), run_of("a"),
+                run_of("b", algorithm=prox), run_of("c", algorithm=prox, labels_each=2)]  # fmt: skip
+        shown = panels(group(runs)[0])
+        texts = [text.get_text() for text in draw(shown[::-1], "accuracy", styles_of(shown)).legends[0].get_texts()]
+        last = "Centralized" if status == "finished" else "Centralized (unfinished)"
+        assert (texts[-1], set(texts[:-1])) == (last, {"FedAvg", "FedProx"})
+        assert set(styles_of(shown)) == {"FedAvg", "FedProx"}
+    runs = [run_of("d", data="mnist"), run_of("e"), run_of("bound", algorithm=bound),
+            run_of("f", data="emnist", algorithm=prox)]  # fmt: skip
+    shown = {panel.data: panel for panel in panels(group(runs)[0])}
+    order = [shown[data] for data in ("mnist", "digits", "emnist")]
+    texts = [text.get_text() for text in draw(order, "accuracy", styles_of(order)).legends[0].get_texts()]
+    assert texts == ["FedAvg", "FedProx", "Centralized"]
+
+
+def test_a_caption_tells_what_the_data_of_every_panel_stand_in_for_once(run_of, monkeypatch):
+    pages = []
+    monkeypatch.setattr(curves, "drawn", lambda drawing, layout: pages.append(layout) or b"")
+    runs = [run_of("a"), run_of("b", labels_each=2, data="mnist", note="1,000 of 60,000"),
+            run_of("c", labels_each=3, data="mnist", note="1,000 of 60,000"),
+            run_of("d", data="emnist", note="2,000 of 100,000")]  # fmt: skip
+    for picture in draw_all(panels(group(runs)[0])):
+        (told,) = picture.caption[1:]
+        assert sorted(told.removeprefix("Data ").split("; ")) == ["emnist: 2,000 of 100,000", "mnist: 1,000 of 60,000"]
+    for picture in draw_all(panels(group(runs[:1])[0])):
+        assert picture.caption[1:] == ()
+    assert pages == [report_picture.WIDE_PAGE] * 2 + [report_picture.PAGE] * 2
+
+
+@pytest.mark.parametrize(("rounds", "every"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 3)])
+def test_a_line_has_at_most_eight_marks_that_begin_one_after_the_other(run_of, rounds, every):
+    runs = [run_of(str(clients), [0.1 * clients] * rounds, clients=clients) for clients in (2, 3, 4)]
+    runs.append(run_of("bound", [0.9] * rounds, algorithm={"kind": "centralized"}))
+    shown = panels(group(runs)[0])
+    lines = draw(shown, "accuracy", styles_of(shown)).axes[0].lines
+    assert [line.get_markevery() for line in lines] == [(number % every, every) for number in range(4)]
+    assert lines[3].get_marker() == ("o" if rounds == 1 else "")
+    assert [line.get_markerfacecolor() == "white" for line in lines] == [False, True, False, True]
