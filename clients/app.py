@@ -1,20 +1,16 @@
 """The Flower ClientApp: reads a message, trains on the client's own records, answers."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from numpy.typing import NDArray
-from torch import nn
 
+from clients.client_task import Client, ClientTask, Grouped, Site, SiteFactory
 from clients.owner import Owner, client_of, discreet, owner_of
 from fl_sim.batch_norm import layers_after, placed
 from fl_sim.engines import releases, wire
@@ -23,92 +19,17 @@ from fl_sim.engines.grid import partition_of, raised
 from fl_sim.engines.pieces import Play, Release
 from fl_sim.errors import RunError
 from fl_sim.handed_out import HandedOut
-from fl_sim.kinds import is_own_kind
-from fl_sim.local_plan import LocalAlgorithm, LocalPlan
-from fl_sim.native.kernel import load_kernel
-from fl_sim.packed import Held, Packed, Packing
-from fl_sim.seeding import rng, seed_process, seeded_alone
-from fl_sim.store.tensors import load_state, read_by_content, save_state
-from fl_sim.training.records import Records
-from fl_sim.training.trainer import LocalJob, Trainer
-from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Precision, Trained
+from fl_sim.local_plan import LocalPlan
+from fl_sim.mistakes import shortened
+from fl_sim.packed import Held, Packed
+from fl_sim.printable import in_a_line
+from fl_sim.seeding import rng, seed_process
+from fl_sim.store.tensors import load_state, save_state
+from fl_sim.training.trainer import LocalJob
+from fl_sim.types import LocalTask, Params, Payloads, Trained
 
 if TYPE_CHECKING:
     from clients.policy import Policy
-    from fl_sim.training.stacked import StackedTrainer
-
-Synthetic: TypeAlias = tuple[torch.Tensor, str]
-"""One client's synthetic records, and what it says of them."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """What a worker needs to play any client of an experiment: made once per process and experiment.
-
-    ``records(client, synthetic)`` returns what that client trains on; ``synthetic`` is the path of the pool of
-    synthetic records, empty where there is none. ``synthesize([(client, folder), ...], check)`` returns, for
-    each client, its part of it and, as JSON, what it says of it, or what it raised; ``folder`` keeps what must survive
-    until then, what ``check`` raises now and then ends all, and a further argument is the clients' own policy, if any.
-    ``class_counts(client, synthetic)`` says how many of these records are of each class.
-    ``trains_on_own(synthetic)`` says whether ``records`` would hold the client's own.
-    ``share(inputs, labels, client)`` is what it shares for the algorithm before the first round.
-    ``summarise(client, params, folder, policy, ticket)`` returns the moments of its features by class under ``params``,
-    after the last round; ``folder`` and ``policy`` are as for ``synthesize``. ``measure(client, question)`` answers a
-    question of a private start with sums over its records. ``generate(client, ticket)`` returns the
-    synthetic records of a client that has no folder here. ``ticket``: what was paid for where its folder is.
-    ``local_settings(learning_rate)`` fills in a round's settings.
-    ``threads``: torch threads while training; their number changes the last bits of every sum. ``precision``: how
-    exactly PyTorch trains. ``graphs``: whether a GPU may be given a step of a stack as one launch.
-    ``read_tensors(path)``: what is in a file that an order names.
-    ``packing``: how what clients send is compressed, if it is.
-    ``vote(trainer, client)`` trains a client as a teacher and returns its class for each public record, where the
-    experiment has such.
-    """
-
-    algorithm: LocalAlgorithm
-    model: nn.Module
-    records: Callable[[int, str], Records]
-    synthesize: Callable[..., list[Synthetic | Exception]]
-    share: Callable[[torch.Tensor, torch.Tensor, int], dict[str, torch.Tensor]]
-    local_settings: Callable[[float], LocalSettings]
-    num_clients: int
-    seed: int
-    threads: int = 1
-    precision: Precision = "float32"
-    graphs: bool = True
-    packing: Packing | None = None
-    vote: Callable[[Trainer, int], NDArray[np.int64]] | None = None
-    trains_on_own: Callable[[str], bool] = lambda _: True
-    class_counts: Callable[[int, str], tuple[int, ...]] = lambda *_: ()
-    summarise: Callable[..., NDArray[np.float64]] | None = None
-    measure: Callable[[int, Params], Params] | None = None
-    generate: Callable[[int, wire.Ticket], torch.Tensor] | None = None
-    read_tensors: Callable[[str], Params] = read_by_content
-
-    def drawing(self, purpose: str, client: int, server_round: int) -> AbstractContextManager[None]:
-        """Seed the process's generators for what a client's turn draws; our own algorithms draw from none of them."""
-        if not is_own_kind(self.algorithm):
-            return nullcontext()
-        return seeded_alone(self.seed, purpose, client, server_round)
-
-    @cached_property
-    def trainer(self) -> Trainer:
-        """Return what trains this experiment's model: the native trainer, or PyTorch."""
-        return Trainer(self.model, load_kernel()[0], self.precision)
-
-    @cached_property
-    def stacked(self) -> "StackedTrainer":
-        """Return what trains many clients of this experiment as one computation."""
-        from fl_sim.training.stacked import StackedTrainer  # noqa: PLC0415 (torch.func loads slowly where it is first used)
-
-        return StackedTrainer(self.model, self.precision, alone=self.trainer, graphs=self.graphs)
-
-
-SiteFactory = Callable[..., Site]
-"""(experiment as JSON, data root) -> Site, expected to remember what it made.
-
-For a node with records of its own there are three more arguments: their name, the client, the facts of its order.
-"""
 
 
 def build_client_app(site_of: SiteFactory, signer: wire.Signer | None = None) -> ClientApp:
@@ -119,77 +40,43 @@ def build_client_app(site_of: SiteFactory, signer: wire.Signer | None = None) ->
     reuse_freed_memory()
     app = ClientApp(mods=[discreet])
     turns = _Turns(site_of, signer)
-    _answer_single_questions(app, turns)
 
     @app.query()
     def who(message: Message, context: Context) -> Message:
         return Message(releases.who_content(client_of(context)), reply_to=message)
 
-    @app.train("synthesize")
-    def synthesize(message: Message, context: Context) -> Message:
-        clients, owner = [client_of(context)], owner_of(context)
-        [reply] = _synthesized(turns, [message], clients, lambda: None, _policy(context), owner)
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
-
     @app.train()
-    def train_one_round(message: Message, context: Context) -> Message:
-        client, owner = client_of(context), owner_of(context)
-        if policy := _policy(context):
-            order = wire.read_order(message.content)
-            own = turns.site(order, client, owner).trains_on_own(order.synthetic)
-            policy.check_training(own_records=own)
-            if not own:
-                policy.check_pool(order.synthetic)
-        turn = turns.turn(message, client, owner)
-        reply = turn.reply(turn.site.trainer.train(turn.job))
-        turn.check_bits()
-        return reply
+    def answer(message: Message, context: Context) -> Message:
+        client, owner, policy = client_of(context), owner_of(context), _policy(context)
+        order = wire.read_order(message.content)
+        if order.task == wire.TRAIN:
+            if policy:
+                own = turns.site(order, client, owner).trains_on_own(order.synthetic)
+                policy.check_training(own_records=own)
+                if not own:
+                    policy.check_pool(order.synthetic)
+            turn = turns.turn(message, client, owner)
+            reply = turn.reply(turn.site.trainer.train(turn.job))
+            turn.check_bits()
+            return reply
+        asked = turns.client(message, client, owner, policy)
+        return Message(task_of(asked).run(asked), reply_to=message)
 
     return app
 
 
-def _answer_single_questions(app: ClientApp, turns: "_Turns") -> None:
-    """Let ``app`` answer what clients are asked once, before or after training, each by itself."""
-
-    @app.train("share")
-    def share(message: Message, context: Context) -> Message:
-        order, client = wire.read_order(message.content), client_of(context)
-        site = turns.site(order, client, owner_of(context))
-        _ask_policy(context, lambda policy: policy.check_training(own_records=True))
-        inputs, labels = site.records(client, order.synthetic).tensors()
-        return Message(releases.pool_content(site.share(inputs, labels, client)), reply_to=message)
-
-    @app.train("vote")
-    def vote(message: Message, context: Context) -> Message:
-        order, client = wire.read_order(message.content), client_of(context)
-        site = turns.site(order, client, owner_of(context))
-        assert site.vote is not None
-        _ask_policy(context, lambda policy: policy.check_vote())
-        _set_threads(site.threads)
-        return Message(releases.votes_content(site.vote(site.trainer, client)), reply_to=message)
-
-    @app.train("summarise")
-    def summarise(message: Message, context: Context) -> Message:
-        client, owner = client_of(context), owner_of(context)
-        order = _at_home(wire.read_order(message.content), owner)
-        policy = _policy(context)
-        ticket = turns.ticket(message, client, policy or owner)
-        site, (params, _) = turns.site(order, client, owner), wire.read_task(message.content)
-        assert site.summarise is not None
-        _set_threads(site.threads)
-        moments = site.summarise(client, params, moments_folder(order, client), policy, ticket)
-        return Message(releases.moments_content(moments), reply_to=message)
-
-    @app.train("measure")
-    def measure(message: Message, context: Context) -> Message:
-        order, client = wire.read_order(message.content), client_of(context)
-        site, (question, _) = turns.site(order, client, owner_of(context)), wire.read_task(message.content)
-        _ask_policy(context, lambda policy: policy.check_training(own_records=True))
-        assert site.measure is not None
-        _set_threads(site.threads)
-        return Message(releases.sums_content(site.measure(client, question)), reply_to=message)
+def task_of(client: Client) -> ClientTask:
+    """Return what a client is asked. Raises RunError for what the experiment does not ask, or a policy forbids."""
+    name, tasks = client.order.task, client.site.tasks
+    if name not in tasks:
+        raise RunError(
+            f"the order asks for {in_a_line(shortened(name))!r}, and this experiment asks clients for "
+            f"{', '.join([wire.TRAIN, *tasks])} alone: see that the server runs the same version of fl-sim"
+        )
+    if client.policy:
+        client.policy.check_training(own_records=tasks[name].reads_records)
+    client.site.use_threads()
+    return tasks[name]
 
 
 def train_together(site_of: SiteFactory, *, stacked: bool = False) -> Play:
@@ -224,57 +111,25 @@ def train_together(site_of: SiteFactory, *, stacked: bool = False) -> Play:
     return play
 
 
-def synthesize_together(site_of: SiteFactory) -> Release:
-    """Return what has the clients of several messages release synthetic records, their generators trained together."""
+def answer_together(site_of: SiteFactory) -> Release:
+    """Return what has several clients answer a task that is ``Grouped``, in one computation."""
     turns = _Turns(site_of)
 
     def release(messages: Sequence[Message], check: Callable[[], None]) -> list[Message]:
-        replies: Sequence[Message | BaseException]
+        replies: Sequence[RecordDict | BaseException]
         try:
-            replies = _synthesized(turns, messages, [partition_of(message) for message in messages], check)
+            clients = [turns.client(message, partition_of(message), check=check) for message in messages]
+            task = task_of(clients[0])
+            assert isinstance(task, Grouped)
+            replies = task.run_together(clients)
         except (Exception, SystemExit) as error:  # noqa: BLE001 (as in fl_sim.engines.grid.answer)
             replies = [error] * len(messages)
         return [
-            reply if isinstance(reply, Message) else raised(message, reply)
+            Message(reply, reply_to=message) if isinstance(reply, RecordDict) else raised(message, reply)
             for message, reply in zip(messages, replies, strict=True)
         ]
 
     return release
-
-
-def _synthesized(
-    turns: "_Turns",
-    messages: Sequence[Message],
-    clients: Sequence[int],
-    check: Callable[[], None],
-    policy: "Policy | None" = None,
-    owner: Owner | None = None,
-) -> list[Message | Exception]:
-    order = _at_home(wire.read_order(messages[0].content), owner)  # all messages of the exchange say the same
-    tickets = [
-        turns.ticket(message, client, policy or owner) for message, client in zip(messages, clients, strict=True)
-    ]
-    site = turns.site(order, clients[0], owner)
-    _set_threads(site.threads)
-    if ticket := tickets[0]:
-        assert site.generate is not None
-        [client], [message] = clients, messages
-        return [Message(releases.made_content(site.generate(client, ticket)), reply_to=message)]
-    made = site.synthesize([(client, share_folder(order, client)) for client in clients], check, policy)
-    return [
-        one if isinstance(one, Exception) else Message(releases.synthetic_content(*one), reply_to=message)
-        for one, message in zip(made, messages, strict=True)
-    ]
-
-
-def share_folder(order: wire.Order, client: int) -> Path:
-    """Return where a client keeps what must survive until its synthetic records are out."""
-    return Path(order.state_dir) / f"client-{client}"
-
-
-def moments_folder(order: wire.Order, client: int) -> Path:
-    """Return where a client keeps what must survive until its moments are out."""
-    return Path(order.state_dir) / "moments" / f"client-{client}"
 
 
 @dataclass(frozen=True)
@@ -360,7 +215,20 @@ class _Turns:
         """
         return _Turns, (self._site_of,)
 
-    def ticket(self, message: Message, client: int, guard: "Policy | Owner | None") -> wire.Ticket | None:
+    def client(
+        self,
+        message: Message,
+        number: int,
+        owner: Owner | None = None,
+        policy: "Policy | None" = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Client:
+        """Return the client that a message asks for something. Raises RunError for a ticket that is no reason."""
+        order = _at_home(wire.read_order(message.content), owner)
+        ticket = self._ticket(message, order.task, number, policy or owner)
+        return Client(number, self.site(order, number, owner), order, message.content, policy, ticket, check)
+
+    def _ticket(self, message: Message, task: str, client: int, guard: "Policy | Owner | None") -> wire.Ticket | None:
         """Return the ticket of a message, if it has one. Raises RunError where a ticket is no reason to release.
 
         That is so everywhere but in a worker that the run's own driver started, where there is no ``guard``.
@@ -369,7 +237,7 @@ class _Turns:
             return None
         if self._signer is None or guard is not None:
             raise RunError(wire.NO_TICKET)
-        return self._signer.read(message.metadata.message_type, client, message.content)
+        return self._signer.read(task, client, message.content)
 
     def site(self, order: wire.Order, client: int = 0, owner: Owner | None = None) -> Site:
         own = (owner.data, client, order.facts) if owner else ()
@@ -406,7 +274,7 @@ class _Turns:
             pool=site.read_tensors(order.pool) if order.pool else {},
             class_counts=site.class_counts(client, order.synthetic),
         )
-        _set_threads(site.threads)
+        site.use_threads()
         generator = rng(site.seed, "batches", client, order.server_round)
         seeded = partial(seed_process, site.seed, "local", client, order.server_round)
         keeps = {"the pool": task.pool} if task.pool else {}
@@ -430,11 +298,6 @@ class _Turns:
         return self._last[1]
 
 
-def _set_threads(threads: int) -> None:
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
-
-
 def _at_home(order: wire.Order, owner: Owner | None) -> wire.Order:
     return owner.order(order) if owner else order
 
@@ -444,12 +307,6 @@ def _kept(order: wire.Order, message: Message, client: int) -> Payloads:
     if order.state_dir:
         return load_state(order.state_dir, client, order.server_round)
     return wire.kept_in(message.content)
-
-
-def _ask_policy(context: Context, ask: Callable[["Policy"], None]) -> None:
-    """Let the policy of the node's owner, if there is one, refuse what was ordered."""
-    if policy := _policy(context):
-        ask(policy)
 
 
 def _policy(context: Context) -> "Policy | None":

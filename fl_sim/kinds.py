@@ -168,6 +168,28 @@ class Promising(Protocol):
     is_private: ClassVar[bool]
 
 
+@runtime_checkable
+class Supplying(Protocol):
+    """A kind that gives all clients further records to train on."""
+
+    @property
+    def replaces_records(self) -> bool:
+        """Say whether clients train on those alone, and not on their own."""
+        ...
+
+
+def replaces_records(kind: object) -> bool:
+    """Say whether clients train on records that ``kind`` gives them, and not on their own."""
+    return isinstance(kind, Supplying) and kind.replaces_records
+
+
+@runtime_checkable
+class Computing(Protocol):
+    """A kind that may compute with the numbers of a record, which makes no sense of tokens."""
+
+    computes_with_records: ClassVar[bool]
+
+
 def off(setting: str, instead: str) -> str:
     """Word a remark on a setting that switches off what a kind is chosen for.
 

@@ -46,12 +46,12 @@ class Population:
 
 @dataclass(frozen=True)
 class Asking:
-    """One question to every client. ``quoted``: whether an error may say what a client said; not where it is private.
+    """One question to every client: ``order`` names the task.
 
-    ``timeout``: in seconds, for the whole exchange. ``params``: the model that the question is about, if any.
+    ``quoted``: whether an error may say what a client said; not where it is private. ``timeout``: in seconds, for the
+    whole exchange. ``params``: the model that the question is about, if any.
     """
 
-    message_type: str
     order: wire.Order
     timeout: float
     quoted: bool
@@ -60,7 +60,7 @@ class Asking:
 
 def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]) -> list[Read]:
     """Return what ``read`` makes of every client's answer, by client. Raises RunError that names the first bad one."""
-    what, made = asking.message_type.rpartition(".")[2], []
+    what, made = asking.order.task, []
     for client, answer in enumerate(answers_to(grid, population, asking, read)):
         if isinstance(answer, Malformed):
             raise refusal(f"client {client}, asked to {what},", answer, quoted=asking.quoted)
@@ -73,8 +73,8 @@ def answers_to(
 ) -> list[Read | Malformed]:
     """Return what ``read`` makes of every client's answer, or why it has none, by client."""
     order, params = asking.order, asking.params
-    content = wire.share_content(order) if params is None else wire.task_content(order, params, {})
-    sent = [Message(content, node, asking.message_type) for node in population.nodes]
+    content = wire.order_content(order) if params is None else wire.task_content(order, params, {})
+    sent = [Message(content, node, wire.TRAIN) for node in population.nodes]
     answers = by_client(grid.send_and_receive(sent, timeout=asking.timeout), population.client_of, strict=asking.quoted)
     return [_read(answers.get(client, []), read) for client in range(len(population.nodes))]
 

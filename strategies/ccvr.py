@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from clients.class_moments import num_moments
-from clients.dafl.settings import DaFl
 from fl_sim.errors import Diverged, UserError
-from fl_sim.kinds import Choices, kind_of
+from fl_sim.kinds import Choices, kind_of, replaces_records
 from fl_sim.late_torch import torch
 from fl_sim.params import is_finite, trainable
 from fl_sim.settings import Settings
@@ -46,6 +45,7 @@ class CCVR(Settings):
 
     kind: Literal["ccvr"] = "ccvr"
     title: ClassVar[str] = "CCVR"
+    stage: ClassVar[str] = "fl_sim.stages.ccvr:Calibration"
     samples_per_class: int = Field(200, ge=1, le=10**6)
     learning_rate: float = Field(0.01, gt=0)
     epochs: int = Field(1, ge=1, le=10**6)
@@ -99,14 +99,14 @@ class CCVR(Settings):
                 f"calibrate ccvr has no place beside attack {kind_of(experiment.attack)}: moments are added up, and one"
                 " hostile client may move their sum anywhere; set calibrate=none or attack=none"
             )
-        if isinstance(preprocess, DaFl) and preprocess.train_on == "synthetic" and self.epsilon is None:
+        if replaces_records(preprocess) and self.epsilon is None:
             raise ValueError(
                 "calibrate ccvr sends moments of the clients' own features without noise, and preprocess.train_on="
                 "synthetic promises that nothing leaves them but synthetic records: set calibrate.epsilon, or "
                 "calibrate=none"
             )
 
-    def check_size(self, num_features: int, num_classes: int) -> None:
+    def check_head(self, num_features: int, num_classes: int) -> None:
         """Raise UserError where what a client sends would be too long a message."""
         if (size := 8 * num_classes * num_moments(num_features)) > _LONGEST:
             raise UserError(

@@ -19,6 +19,8 @@ from strategies.algorithm import Averaging
 class _Mixing(Averaging):
     """What both methods set and share: ``mixing_weight`` is the paper's lambda, ``records_per_average`` its M_k."""
 
+    computes_with_records: ClassVar[bool] = True
+
     mixing_weight: float = Field(0.1, gt=0, lt=1)
     records_per_average: int = Field(5, ge=2, le=10**9)
 

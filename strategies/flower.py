@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
@@ -17,26 +16,21 @@ from numpy.typing import NDArray
 
 from fl_sim.devices.clock import Turnout
 from fl_sim.engines import releases, tensor_records, wire
-from fl_sim.errors import Diverged, Malformed, RunError
+from fl_sim.errors import Diverged, Malformed
 from fl_sim.handed_out import HandedOut
 from fl_sim.kinds import kind_of, off
 from fl_sim.own_code import told
 from fl_sim.packed import Packing, Size, blank
 from fl_sim.params import flattened, is_finite, layout_of
 from fl_sim.seeding import rng, seed_process
-from fl_sim.types import Aggregate, Cohort, Examples, Params, Payloads, Reply, ServerState, Traffic
+from fl_sim.types import Aggregate, Cohort, Params, Payloads, Reply, ServerState, Traffic
 from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, groups_of, weighting_of, what_clients_send
 from strategies.answers import (
-    UNQUOTED,
-    Asking,
     Population,
-    answers_to,
-    ask_everybody,
     by_client,
     content_of,
     find_population,
-    in_words,
     refusal,
 )
 from strategies.attacks import Attack, NoAttack, hostile_clients
@@ -317,39 +311,20 @@ def run_round(
     return replace(done, traffic=traffic, virtual_seconds=turnout.seconds, late=turnout.num_late)
 
 
-def share_before_training(
-    strategy: FederatedStrategy, grid: Grid, template: Params, timeout: float
-) -> tuple[Params, int]:
-    """Ask every client to share; return the tensors of all, concatenated in the order of clients, and the bytes sent.
-
-    ``template``: what a client without records would share.
-    """
-    strategy.population = find_population(grid, strategy.num_clients, timeout)
-    asking = Asking(wire.SHARE, strategy.order, timeout, quoted=not strategy.order.synthetic)
-    most = strategy.most_examples
-    sent = ask_everybody(
-        grid,
-        strategy.population,
-        asking,
-        lambda one: (releases.read_pool(one, template, most), tensor_records.num_bytes(one)),
-    )
-    shared = [part for part, _ in sent]
-    if not any(len(part) for one in shared for part in one.values()):
-        raise RunError(
-            f"no client has records enough to share any before the first round ({strategy.algorithm}), so this would "
-            "be another algorithm: have fewer clients, or ask for fewer records in algorithm's settings"
-        )
-    pool = {name: torch.cat([part[name] for part in shared]) for name in template}
-    return pool, sum(num_bytes for _, num_bytes in sent)
-
-
 def release_before_training(
-    strategy: FederatedStrategy, grid: Grid, number: int, question: Params, template: Params, timeout: float
+    strategy: FederatedStrategy,
+    grid: Grid,
+    task: str,
+    number: int,
+    question: Params,
+    template: Params,
+    timeout: float,
 ) -> Params:
     """Pay for release ``number`` of those before the first round, ask a cohort, and return the noised mean answer.
 
-    ``question``: what each is sent; ``template``: the names and shapes of an answer. Who fails or answers something
-    else counts as zeros, as in a round. Raises BudgetExhausted, with nothing done, where the budget does not afford it.
+    ``task``: what clients are asked for; ``question``: what each is sent; ``template``: the names and shapes of an
+    answer. Who fails or answers something else counts as zeros, as in a round. Raises BudgetExhausted, with nothing
+    done, where the budget does not afford it.
     """
     privacy = strategy.privacy
     assert privacy is not None
@@ -358,8 +333,8 @@ def release_before_training(
         strategy.population = find_population(grid, strategy.num_clients, timeout)
     privacy.pay_beforehand(number)
     cohort = strategy.sampler.sample(strategy.num_clients, privacy.coins(server_round), server_round)
-    content = wire.task_content(replace(strategy.order, server_round=server_round), question, {})
-    messages = [Message(content, strategy.population.nodes[client], wire.MEASURE) for client in cohort]
+    content = wire.task_content(replace(strategy.order, server_round=server_round, task=task), question, {})
+    messages = [Message(content, strategy.population.nodes[client], wire.TRAIN) for client in cohort]
     sent = grid.send_and_receive(messages, timeout=timeout) if messages else []
     answers = by_client(sent, strategy.population.client_of, strict=False)
     replies: list[Reply] = []
@@ -375,60 +350,3 @@ def release_before_training(
     answered = Cohort(server_round, tuple(replies), strategy.num_clients, expected)
     release = privacy.beforehand[number - 1]
     return release.mean(answered, noise=privacy.noise, template={"sums": template}).payloads["sums"]
-
-
-def synthesize_before_training(
-    strategy: FederatedStrategy, grid: Grid, order: wire.Order, records: Examples, num_classes: int, timeout: float
-) -> list[tuple[torch.Tensor, str]]:
-    """Ask every client to release synthetic records; return, by client, (records, what it says of them).
-
-    ``records``: all that clients hold; nobody releases more of one class, or records of another shape.
-    """
-    strategy.population = find_population(grid, strategy.num_clients, timeout)
-    shape = records.inputs.shape[1:]
-    return ask_everybody(
-        grid,
-        strategy.population,
-        Asking(wire.SYNTHESIZE, order, timeout, quoted=False),
-        lambda one: releases.read_synthetic(one, shape, num_classes, num_classes * len(records)),
-    )
-
-
-def summarise_after_training(
-    strategy: FederatedStrategy, grid: Grid, shape: tuple[int, int], timeout: float, *, noisy: bool, quoted: bool
-) -> list[NDArray[np.float64]]:
-    """Ask every client for the moments of its features under the model there is; return them by client.
-
-    ``shape``: (classes, numbers a class). ``noisy``: whether they have noise on them. ``quoted``: whether an error may
-    say what a client said.
-    """
-    if not strategy.population.nodes:
-        strategy.population = find_population(grid, strategy.num_clients, timeout)
-    asking = Asking(wire.SUMMARISE, strategy.order, timeout, quoted=quoted, params=strategy.server.model)
-    most = None if noisy else strategy.most_examples
-    return ask_everybody(grid, strategy.population, asking, lambda one: releases.read_moments(one, shape, most))
-
-
-def ask_teachers(
-    grid: Grid, order: wire.Order, timeout: float, *, teachers: int, records: int, classes: int, private: bool
-) -> tuple[NDArray[np.int64], tuple[int, ...]]:
-    """Have every client train a teacher and vote; return the votes, shape (teachers, records), and who gave none.
-
-    Raises RunError that names the first teacher whose votes are missing or malformed. Under ``private`` such a teacher
-    votes for class 0 throughout, one vote a query as ever, because a run that stops for one teacher tells about its
-    records; where all of them fail, the set-up is at fault, and the reason given comes from no client.
-    """
-    population = find_population(grid, teachers, timeout)
-    asking = Asking(wire.VOTE, order, timeout, quoted=not private)
-    answers = answers_to(grid, population, asking, lambda one: releases.read_votes(one, records, classes))
-    failed = {teacher: answer for teacher, answer in enumerate(answers) if isinstance(answer, Malformed)}
-    if failed and not private:
-        raise refusal(f"teacher {min(failed)}", failed[min(failed)], quoted=True)
-    if len(failed) == teachers:
-        raise RunError(
-            f"none of {teachers} teachers voted: local.learning_rate may be too large, or the model not fit the "
-            f"records; {UNQUOTED}",
-            private=in_words("teacher", failed),
-        )
-    silent = np.zeros(records, dtype=np.int64)
-    return np.stack([silent if isinstance(one, Malformed) else one for one in answers]), tuple(failed)

@@ -75,6 +75,20 @@ class Amplifying(Protocol):
         ...
 
 
+@runtime_checkable
+class Releasing(Protocol):
+    """A kind whose clients answer under Global DP before the first round."""
+
+    def releases(self, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
+        """Return the mechanism of each release, in their order; ``aggregator``: of the rounds."""
+        ...
+
+
+def releases_beforehand(preprocess: object, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
+    """Return what is released under Global DP before the first round."""
+    return preprocess.releases(aggregator) if isinstance(preprocess, Releasing) else ()
+
+
 def _no_raw_median(value: Any) -> Any:
     if value == "median":
         raise ValueError(

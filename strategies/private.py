@@ -22,8 +22,7 @@ from fl_sim.types import Aggregate, Cohort, ServerState
 from strategies.algorithm import Algorithm, what_clients_send
 from strategies.answers import UNQUOTED, in_words
 from strategies.correlated_noise import CorrelatedNoise
-from strategies.global_dp import COVERS, DOES_NOT_COVER, GlobalDP
-from strategies.private_start import releases_beforehand
+from strategies.global_dp import COVERS, DOES_NOT_COVER, GlobalDP, releases_beforehand
 from strategies.samplers import AnySampler, Coins, FixedSize, Poisson
 
 UNIT = "client"

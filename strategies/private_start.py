@@ -27,10 +27,12 @@ from clients.dafl.warping import warped
 from clients.frequencies import clamped, images_of, lowest_frequencies
 from clients.frequency_sums import COMMON, COUNT, SQUARES, STEPS, Frame, Step, black_frame, shapes_of
 from clients.symmetric import Array, shrunk, symmetric
+from fl_sim.data.unit_range import check_unit_range
 from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, kind_of
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.settings import Settings
+from fl_sim.types import Dataset
 from strategies.global_dp import Amplifying, GlobalDP
 from strategies.samplers import Cyclic
 
@@ -63,6 +65,8 @@ class PrivateStart(Settings):
 
     kind: Literal["private-start"] = "private-start"
     title: ClassVar[str] = "private start"
+    stage: ClassVar[str] = "fl_sim.stages.private_start:Start"
+    computes_with_records: ClassVar[bool] = True
     noise_multiplier: float = Field(1.0, gt=0)
     clipping_norms: tuple[ClippingNorm, ClippingNorm, ClippingNorm] = (0.9, 0.4, 0.1)
     frequencies: int = Field(60, ge=2)
@@ -96,7 +100,7 @@ class PrivateStart(Settings):
         assert isinstance(sampler, Amplifying)
         if aggregator.epsilon is None:
             return
-        mechanisms = (*releases_beforehand(self, aggregator), aggregator)
+        mechanisms = (*self.releases(aggregator), aggregator)
         cost = aggregator.cost(Counter(sampler.amplify(one.event(), experiment.clients) for one in mechanisms))
         if cost > aggregator.epsilon:
             raise UserError(
@@ -105,8 +109,9 @@ class PrivateStart(Settings):
                 "a larger epsilon"
             )
 
-    def check_shape(self, shape: tuple[int, ...], num_classes: int, features: str) -> None:
+    def check_data(self, dataset: Dataset, features: str) -> None:
         """Raise UserError for records that are no images, and for answers that would be too long a message."""
+        shape, num_classes = dataset.input_shape, dataset.num_classes
         if len(shape) != 3 or features != "none":
             raise UserError(
                 f"preprocess private-start draws images, and these records have shape {shape}: leave preprocess out, "
@@ -118,10 +123,15 @@ class PrivateStart(Settings):
                 f"preprocess.frequencies={self.frequencies}: the covariances of {num_classes} classes are "
                 f"{size >> 20} MiB a client, more than {_LONGEST >> 20}: take fewer frequencies"
             )
+        check_unit_range(dataset, "private-start")
 
     def num_frequencies(self, shape: tuple[int, ...]) -> int:
         """Return how many frequencies images of ``shape`` are looked at by: at most all they have."""
         return min(self.frequencies, math.prod(shape))
+
+    def releases(self, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
+        """Return the mechanisms of the three releases, in their order."""
+        return tuple(self.release(step, aggregator) for step in STEPS)
 
     def release(self, step: Step, aggregator: GlobalDP) -> GlobalDP:
         """Return the mechanism of one of the three releases: the rounds' ``aggregator`` with other noise and norm."""
@@ -132,11 +142,6 @@ class PrivateStart(Settings):
             delta=aggregator.delta,
             noise=aggregator.noise,
         )
-
-
-def releases_beforehand(preprocess: object, aggregator: GlobalDP) -> tuple[GlobalDP, ...]:
-    """Return what is released under Global DP before the first round."""
-    return tuple(preprocess.release(step, aggregator) for step in STEPS) if isinstance(preprocess, PrivateStart) else ()
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,15 @@ from pydantic import Field
 
 from clients.dafl.dpcgan.settings import DpCgan
 from clients.dafl.gaussian import Gaussian
-from clients.dafl.generator import Generator
+from clients.dafl.generator import Choosy, Generator
 from clients.dafl.labels import ExponentialMechanism, LabelPicker
 from clients.dafl.marginals import Marginals
 from clients.dafl.mean_embedding import MeanEmbedding
+from fl_sim.data.unit_range import check_unit_range
 from fl_sim.errors import UserError
 from fl_sim.kinds import Choices
 from fl_sim.settings import OneOf, Settings
+from fl_sim.types import Dataset
 
 AnyGenerator: TypeAlias = DpCgan | MeanEmbedding | Marginals | Gaussian
 
@@ -45,7 +47,9 @@ class DaFl(Settings):
 
     kind: Literal["da-fl"] = "da-fl"
     title: ClassVar[str] = "DA-FL"
+    stage: ClassVar[str] = "fl_sim.stages.dafl.stage:Synthesis"
     is_private: ClassVar[bool] = True
+    computes_with_records: ClassVar[bool] = True
     epsilon: float = Field(10.0, gt=0, allow_inf_nan=True)
     delta: float = Field(1e-5, gt=0, lt=1)
     gamma: float = Field(0.05, gt=0, le=1)
@@ -64,6 +68,19 @@ class DaFl(Settings):
                 "give one for each, or preprocess.gamma for all"
             )
 
+    def check_data(self, dataset: Dataset, features: str) -> None:
+        """Raise UserError where the generator cannot make such records, or does not see them as they are."""
+        self.generator_epsilon(dataset.num_classes)
+        if isinstance(self.generator, Choosy):
+            self.generator.check_shape(dataset.input_shape)
+        if features == "none":
+            check_unit_range(dataset, "da-fl")
+        elif isinstance(self.generator, Marginals):
+            raise UserError(
+                f"preprocess.generator marginals is for tables, and features={features} has {dataset.input_shape[0]} "
+                "numbers a record that are none: take preprocess.generator=gaussian"
+            )
+
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:
         """Raise UserError where no client can release anything within ``epsilon``: largest ones are asked first."""
         del experiment
@@ -78,6 +95,11 @@ class DaFl(Settings):
                 f"preprocess.epsilon={self.epsilon:g} lets no client release a synthetic record (of the largest: "
                 f"{refused}): take a larger epsilon, fewer clients, or preprocess=none"
             )
+
+    @property
+    def replaces_records(self) -> bool:
+        """Say whether clients train on the pool alone."""
+        return self.train_on == "synthetic"
 
     def gamma_of(self, client: int) -> float:
         """Return how many records ``client`` makes, as a share of those it holds."""

@@ -70,6 +70,11 @@ def num_bytes(array: Array) -> int:
     return len(array.data)
 
 
+def float32_bytes(numbers: int) -> int:
+    """Return how many bytes an array of so many float32 numbers has on its way, without making one."""
+    return num_bytes(TensorArray(torch.empty(numbers, device="meta")))
+
+
 def tensor_in(array: object, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the float32 tensor of ``shape`` that an array holds. Raises Malformed where it holds anything else."""
     if isinstance(array, TensorArray):

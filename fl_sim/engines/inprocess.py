@@ -20,9 +20,10 @@ from fl_sim.engines.pieces import Clients, Play, Release, Together
 
 
 @dataclass(frozen=True)
-class Generators:
-    """How clients' generators are trained: by ``threads`` threads, each several clients' as one computation."""
+class Groups:
+    """How ``tasks`` are answered: by ``threads`` threads, each for several clients in one computation."""
 
+    tasks: frozenset[str]
     release: Release
     threads: int
 
@@ -38,9 +39,9 @@ class InProcessGrid(LocalGrid):
     """All clients in this process: no start-up, and a debugger sees everything.
 
     ``workers`` threads train clients side by side, which pays where training lets go of Python's lock; whatever else is
-    asked of clients is answered one after another. ``together``, if given, trains several clients at a time; stacks one
-    after another. ``generators``, if given, has threads of its own release synthetic records. A client that hangs
-    cannot be interrupted from within its own process; ``timeout`` is looked at between pieces of work.
+    asked of clients is answered one after another, but for the tasks ``in_threads``. ``together``, if given, trains
+    several clients at a time; stacks one after another. ``groups``, if given, has threads of its own. A client that
+    hangs cannot be interrupted from within its own process; ``timeout`` is looked at between pieces of work.
     """
 
     def __init__(
@@ -51,19 +52,21 @@ class InProcessGrid(LocalGrid):
         *,
         workers: int = 1,
         together: Together | None = None,
-        generators: Generators | None = None,
+        groups: Groups | None = None,
+        in_threads: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(num_clients, on_reply)
         self._clients = Clients(app, num_clients, together)
         self._is_stacked = together is not None and together.stack > 1
         self._workers = workers
         self._pool = ThreadPoolExecutor(workers, "client") if workers > 1 else None
-        self._generators = generators
-        self._generator_pool = ThreadPoolExecutor(generators.threads, "generators") if generators else None
+        self._in_threads = in_threads
+        self._groups = groups
+        self._group_pool = ThreadPoolExecutor(groups.threads, "groups") if groups else None
 
     def close(self) -> None:
         """End the threads."""
-        for pool in (self._pool, self._generator_pool):
+        for pool in (self._pool, self._group_pool):
             if pool is not None:
                 pool.shutdown()
 
@@ -73,15 +76,16 @@ class InProcessGrid(LocalGrid):
 
     def _exchanged(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        kinds = {message.metadata.message_type for message in messages}
-        parallel = kinds == {wire.VOTE} or (kinds == {wire.TRAIN} and not self._is_stacked)  # a stack takes the model
+        tasks = set(map(wire.task_of, messages))
+        trains = tasks == {wire.TRAIN} and not self._is_stacked  # a stack takes the model
+        parallel = trains or tasks <= self._in_threads
         play: Play = self._clients.play
         pieces, pool = self._clients.pieces(messages, self._workers), self._pool if parallel else None
         pool = pool if len(pieces) > 1 else None
         workers, stopped = self._workers, Event()
-        if self._generators is not None and kinds == {wire.SYNTHESIZE}:
-            pieces, play = self._generators.pieces(messages), partial(_stoppable, self._generators.release, stopped)
-            workers, pool = self._generators.threads, self._generator_pool
+        if self._groups is not None and tasks <= self._groups.tasks:
+            pieces, play = self._groups.pieces(messages), partial(_stoppable, self._groups.release, stopped)
+            workers, pool = self._groups.threads, self._group_pool
         waiting = _Waiting(pieces, deadline)
         played = _side_by_side(pool, workers, play, waiting) if pool else map(play, waiting)
         replies: dict[str, Message] = {}

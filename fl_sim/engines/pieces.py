@@ -16,8 +16,8 @@ Play: TypeAlias = Callable[[Sequence[Message]], list[Message]]
 """Answers messages as one piece of work: a reply for each, an error reply where a client fails; never raises."""
 
 Release: TypeAlias = Callable[[Sequence[Message], Callable[[], None]], list[Message]]
-"""The same for clients that release synthetic records, which takes long: calls its second argument at every step, and
-raises nothing but what that raises."""
+"""The same for tasks that are answered for several clients in one computation: calls its second argument now
+and then, and raises nothing but what that raises."""
 
 STEPS_AT_A_TIME = 16
 """Minibatch steps in a piece of work: far more than handing it over costs, far less than a round."""
@@ -96,4 +96,4 @@ class Clients:
 
 
 def _trains(message: Message) -> bool:
-    return message.metadata.message_type == wire.TRAIN
+    return wire.task_of(message) == wire.TRAIN

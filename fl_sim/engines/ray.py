@@ -150,7 +150,7 @@ class RayGrid(LocalGrid):
 
     def _work(self, messages: Sequence[Message]) -> Work[Any]:
         together = self._together
-        if together is None or any(message.metadata.message_type != wire.TRAIN for message in messages):
+        if together is None or any(wire.task_of(message) != wire.TRAIN for message in messages):
             return Work(deque(messages))
         return Work(
             deque(together.ordered(messages)), lambda message: max(1, together.steps_of(message)), together.stack

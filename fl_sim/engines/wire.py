@@ -26,11 +26,9 @@ from fl_sim.packed import Held, Packed, Size
 from fl_sim.params import layout_of
 from fl_sim.types import Params, Payloads, Reply
 
-TRAIN, SHARE, SYNTHESIZE, VOTE, WHO = "train", "train.share", "train.synthesize", "train.vote", "query"
-SUMMARISE, MEASURE = "train.summarise", "train.measure"
-"""Message types: one round's local training; sharing before the first round; releasing synthetic records before that;
-training a teacher and voting on the public pool; which partition a node holds; moments of features after training; sums
-over records for a private start."""
+TRAIN, WHO = "train", "query"
+"""The types of messages: a task for a client, and which partition a node holds. Which task it is says the order; one
+round's local training is called as its message is."""
 
 LAYERS = "batch-norm"
 """The group in which BatchNorm layers travel, both ways, and stay with clients. No algorithm has one of that name: a
@@ -50,8 +48,8 @@ class Order:
     ``experiment``: the experiment as JSON; ``data_root``, ``state_dir``, ``pool`` (what clients shared for the
     algorithm) and ``synthetic`` (the pool of synthetic records): paths on a disk that the worker sees, empty where
     there is none. To workers that see none goes ``for_the_road``. ``most_steps``: {client: how many local steps it has
-    time for}, of those who must stop early. For nodes with records of their own: ``run`` names the run among others,
-    and ``facts`` is what is public about the server's records, as JSON.
+    time for}, of those who must stop early. ``task``: what the client is asked for. For nodes with records of their
+    own: ``run`` names the run among others, and ``facts`` is what is public about the server's records, as JSON.
     """
 
     experiment: str
@@ -64,6 +62,7 @@ class Order:
     most_steps: Mapping[int, int] = field(default_factory=dict)
     run: str = ""
     facts: str = ""
+    task: str = TRAIN
 
     @property
     def for_the_road(self) -> "Order":
@@ -158,8 +157,8 @@ def task_content(order: Order, params: Params, broadcast: Payloads) -> RecordDic
     return records
 
 
-def share_content(order: Order) -> RecordDict:
-    """Pack the message that asks clients to share, to release synthetic records, or to vote, before the first round."""
+def order_content(order: Order) -> RecordDict:
+    """Pack a message that asks clients for something which needs no tensors."""
     return RecordDict({_ORDER: _config(order)})
 
 
@@ -177,7 +176,16 @@ def read_order(content: RecordDict) -> Order:
         {int(client): int(steps) for client, steps in json.loads(str(record.get(_MOST_STEPS, "{}"))).items()},
         str(record["run"]),
         str(record["facts"]),
+        str(record["task"]),
     )
+
+
+def task_of(message: Message) -> str:
+    """Return which task a message asks a client for; of one that asks for no task, its type."""
+    if message.metadata.message_type != TRAIN:
+        return message.metadata.message_type
+    order = message.content.get(_ORDER)
+    return str(order.get("task", TRAIN)) if isinstance(order, ConfigRecord) else TRAIN
 
 
 def reordered(content: RecordDict, order: Order) -> RecordDict:
@@ -320,6 +328,7 @@ def _config(order: Order) -> ConfigRecord:
             "synthetic": order.synthetic,
             "run": order.run,
             "facts": order.facts,
+            "task": order.task,
             **({_MOST_STEPS: json.dumps(dict(order.most_steps))} if order.most_steps else {}),
         }
     )

@@ -16,7 +16,7 @@ from fl_sim.experiment.engine import Auto, Engine
 from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.experiment.local import Local, goes_by_steps
 from fl_sim.import_path import IMPORT_PATH
-from fl_sim.kinds import Checking, Promising, Remarking, kind_of
+from fl_sim.kinds import Checking, Promising, Remarking, kind_of, replaces_records
 from fl_sim.mistakes import explain, shortened
 from fl_sim.model_names import known_model
 from fl_sim.packed import Compressor
@@ -308,7 +308,7 @@ class Experiment(Settings):
 
         Not where everybody trains on a pool of synthetic records alone, which all know.
         """
-        return any(not (isinstance(part, DaFl) and part.train_on == "synthetic") for part in self._promising)
+        return any(not replaces_records(part) for part in self._promising)
 
     @property
     def _promising(self) -> list[object]:

@@ -4,18 +4,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from clients.dafl.generator import Choosy
-from clients.dafl.marginals import Marginals
-from clients.dafl.settings import DaFl
 from fl_sim import models
-from fl_sim.data import Features, load
+from fl_sim.data import load
 from fl_sim.data.naming import is_own, own_name, without_settings
 from fl_sim.devices.settings import Profile
 from fl_sim.errors import UserError
@@ -23,7 +20,7 @@ from fl_sim.experiment.engine import Auto, Ray
 from fl_sim.experiment.evaluate import held_out
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.import_path import in_one_line
-from fl_sim.kinds import is_own_kind, kind_of
+from fl_sim.kinds import Computing, is_own_kind, kind_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.seeding import rng, seeded_alone
 from fl_sim.store.tensors import read_by_content
@@ -33,9 +30,24 @@ from fl_sim.training.trainer import Trainer
 from fl_sim.types import Dataset, Params, Precision
 from partitions import ByGroup, FeatureSkew, Parts, Scheme
 from strategies.algorithm import Bounded, Dealing, Pooling
-from strategies.ccvr import CCVR
-from strategies.fedmix import FedMix, NaiveMix
-from strategies.private_start import PrivateStart
+
+
+@runtime_checkable
+class Fitting(Protocol):
+    """A kind that does not take all data."""
+
+    def check_data(self, dataset: Dataset, features: str) -> None:
+        """Raise UserError for data that it cannot work on; ``features``: what records were replaced by, or none."""
+        ...
+
+
+@runtime_checkable
+class Heading(Protocol):
+    """A kind that works on what enters the head of the model."""
+
+    def check_head(self, num_features: int, num_classes: int) -> None:
+        """Raise UserError for a head that is too large."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +118,8 @@ def job_of(experiment: Experiment, data_root: Path | None = None) -> Job:
     if share and share != "given":
         trained_on, validated_on = held_out(job.shards, share, experiment.seed_of_partition)
         job = replace(job, shards=trained_on, validation=validated_on)
-    if isinstance(experiment.calibrate, CCVR):
-        experiment.calibrate.check_size(job.num_features, dataset.num_classes)
+    if isinstance(experiment.calibrate, Heading):
+        experiment.calibrate.check_head(job.num_features, dataset.num_classes)
     _check_tested(experiment)
     return job
 
@@ -191,12 +203,9 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
             "data.scale=records takes mean and deviation of the clients' records, which no epsilon would cover, "
             "and this run promises privacy: leave it out, and give public bounds by data.range.COLUMN=LOW..HIGH"
         )
-    if isinstance(experiment.preprocess, DaFl):
-        experiment.preprocess.generator_epsilon(dataset.num_classes)
-        _check_generator(experiment.preprocess, dataset, experiment.features)
-    if isinstance(experiment.preprocess, PrivateStart):
-        experiment.preprocess.check_shape(dataset.input_shape, dataset.num_classes, experiment.features)
-        _check_unit_range(dataset, "private-start")
+    for part in (experiment.algorithm, experiment.preprocess, experiment.calibrate):
+        if isinstance(part, Fitting):
+            part.check_data(dataset, experiment.features)
     filled: dict[str, Any] = {
         "model": experiment.model or models.default_model(dataset.input_shape, dataset.vocabulary)
     }
@@ -245,34 +254,11 @@ def _check_sequences(experiment: Experiment) -> None:
     """Raise UserError for what computes with the numbers of a record, where these are tokens."""
     parts = {"algorithm": experiment.algorithm, "preprocess": experiment.preprocess, "partition": experiment.partition}
     for what, part in parts.items():
-        if isinstance(part, FedMix | NaiveMix | DaFl | PrivateStart | FeatureSkew):
+        if isinstance(part, FeatureSkew) or (isinstance(part, Computing) and part.computes_with_records):
             raise UserError(
                 f"{what} {kind_of(part)} computes with the numbers of records, and those of {experiment.data} are "
                 "tokens, which are names: take another"
             )
-
-
-def _check_generator(settings: DaFl, dataset: Dataset, features: Features) -> None:
-    """Raise UserError where the generator cannot make such records, or does not see them as they are."""
-    if isinstance(settings.generator, Choosy):
-        settings.generator.check_shape(dataset.input_shape)
-    if features != "none":
-        if isinstance(settings.generator, Marginals):
-            raise UserError(
-                f"preprocess.generator marginals is for tables, and features={features} has {dataset.input_shape[0]} "
-                "numbers a record that are none: take preprocess.generator=gaussian"
-            )
-        return
-    _check_unit_range(dataset, "da-fl")
-
-
-def _check_unit_range(dataset: Dataset, preprocess: str) -> None:
-    inputs = dataset.train.inputs
-    if inputs.dtype == np.float32 and len(inputs) and not 0 <= inputs.min() <= inputs.max() <= 1:
-        raise UserError(
-            f"preprocess {preprocess} takes numbers from 0 to 1, and {dataset.name} has others: scale every column by "
-            "public bounds (data.range.COLUMN=LOW..HIGH of a table), not by what the records hold"
-        )
 
 
 def _shards(experiment: Experiment, dataset: Dataset) -> Parts:

@@ -2,12 +2,10 @@
 
 from functools import partial
 
-import numpy as np
-
-from clients.dafl.settings import DaFl
 from fl_sim.devices.clock import Clock, turnout
 from fl_sim.devices.settings import NoDevices, fleet_of_clients
 from fl_sim.experiment.job import Job
+from fl_sim.kinds import replaces_records
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.simulation.site import local_settings
 from strategies.flower import FederatedStrategy
@@ -26,11 +24,8 @@ def clock_of(job: Job, strategy: FederatedStrategy, log: RunLog) -> Clock:
     """Return the clock by which clients take their turns. Raises UserError for devices that do not fit the run."""
     experiment = job.experiment
     assert not isinstance(experiment.devices, NoDevices)
-    sizes = job.shards.sizes
-    if isinstance(experiment.preprocess, DaFl) and experiment.preprocess.train_on == "synthetic":
-        sizes = np.zeros_like(sizes)
-    if log.pool is not None:
-        sizes = sizes + log.pool.num_synthetic
+    pooled = log.pooled.count if log.pooled else 0
+    sizes = pooled + (0 if replaces_records(experiment.preprocess) else 1) * job.shards.sizes
     settings = local_settings(job, experiment.local.learning_rate)
     fleet = fleet_of_clients(experiment.devices, experiment.num_clients, experiment.seed)
     return Clock(fleet, sizes, settings, strategy.traffic, experiment.seed)

@@ -3,21 +3,18 @@
 import importlib.util
 import math
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-import numpy as np
-import torch
 from flwr.clientapp import ClientApp
 
-from clients.app import SiteFactory, build_client_app, synthesize_together, train_together
-from clients.dafl.settings import DaFl
+from clients.app import answer_together, build_client_app, train_together
+from clients.client_task import Grouped, SiteFactory
 from fl_sim.engines.apart import Apart
 from fl_sim.engines.grid import LocalGrid, Progress
-from fl_sim.engines.inprocess import Generators, InProcessGrid
+from fl_sim.engines.inprocess import Groups, InProcessGrid
 from fl_sim.engines.pieces import Together
 from fl_sim.engines.ray_token import choose_token
 from fl_sim.engines.wire import Signer
@@ -31,12 +28,11 @@ from fl_sim.native.checks import RECEIVED, unknown_settings
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import num_parameters
 from fl_sim.printable import in_a_line
-from fl_sim.seeding import rng
-from fl_sim.simulation.capacity import cores, fixed_threads, generator_threads, stack_of, workers_of
-from fl_sim.simulation.pace import PROBE_STEPS, SHARE_PER_CORE, num_steps, step_seconds
+from fl_sim.simulation.capacity import cores, generator_threads, stack_of, workers_of
+from fl_sim.simulation.pace import SHARE_PER_CORE, num_steps, step_seconds
 from fl_sim.simulation.procedure import procedure_of, site_of
-from fl_sim.simulation.site import local_settings, steps_by_client, to_generator
-from fl_sim.training.loop import to_tensors
+from fl_sim.simulation.site import local_settings, steps_by_client
+from fl_sim.simulation.stage import stages_of
 from fl_sim.types import LocalSettings
 
 RAY_START_SECONDS = 10.0
@@ -100,10 +96,14 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
     else:
         here = _site_here(job)
         together = together_of(job, here, stack)
-        generators = Generators(synthesize_together(here), generator_threads(engine))
+        tasks = here().tasks
+        in_threads = frozenset(name for name, task in tasks.items() if task.runs_in_threads)
+        grouped = frozenset(name for name, task in tasks.items() if isinstance(task, Grouped))
+        groups = Groups(grouped, answer_together(here), generator_threads(engine)) if grouped else None
         grid = InProcessGrid(
-            build_client_app(here), num_clients, on_reply, workers=workers, together=together, generators=generators
-        )
+            build_client_app(here), num_clients, on_reply,
+            workers=workers, together=together, groups=groups, in_threads=in_threads,
+        )  # fmt: skip
     try:
         with settled():
             yield grid, Choice(engine.kind, why, trainer_line(job, workers, stack))
@@ -154,10 +154,10 @@ def choose(job: Job) -> tuple[Engine, str]:
     alone = InProcess(threads=engine.threads)
     if why := _why_alone(job, workers):
         return alone, f"engine inprocess: {why}"
-    generators = synthesis_seconds(job) / (1 + (workers - 1) * SHARE_PER_CORE)
+    beforehand = sum(stage.seconds() for stage in stages_of(job)) / (1 + (workers - 1) * SHARE_PER_CORE)
     seconds = estimated_seconds(job)
-    parallel = RAY_START_SECONDS + seconds / (1 + (workers - 1) * SHARE_PER_CORE) + generators
-    seconds += generators  # threads share them out in process, too
+    parallel = RAY_START_SECONDS + seconds / (1 + (workers - 1) * SHARE_PER_CORE) + beforehand
+    seconds += beforehand  # threads share them out in process, too
     times = f"about {seconds:.0f} s of training in process, {parallel:.0f} s with {workers} Ray actors and their start"
     if parallel < seconds:
         return Ray(actors=workers, threads=engine.threads), f"engine ray: {times}"
@@ -230,44 +230,3 @@ def _typical_settings(job: Job) -> LocalSettings:
 def estimated_seconds(job: Job) -> float:
     """Return about how long local training takes one client after another, from timed steps on public test records."""
     return num_steps(job) * step_seconds(job)
-
-
-_FURTHER_SECONDS = 0.2
-"""About how long further steps of a generator are timed."""
-
-
-def synthesis_seconds(job: Job) -> float:
-    """Return about how long generators take one client after another, from a short run on public test records.
-
-    0 where there are none. As if no earlier run had left a pool, and of clients of one class: of more they take longer.
-    """
-    experiment, dataset, settings = job.experiment, job.dataset, job.experiment.preprocess
-    if not isinstance(settings, DaFl):
-        return 0.0
-    from clients.dafl.generator import Generator, PrivateRecords, Shortening  # noqa: PLC0415 (the accountants load slowly)
-    from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
-
-    num_records = len(job.shards.records) // experiment.num_clients
-    inputs, _ = to_tensors(dataset.test.take(np.arange(min(len(dataset.test), num_records))), dataset)
-    records = PrivateRecords(to_generator(inputs, job), torch.zeros(len(inputs), dtype=torch.int64), 1)
-    counts = np.array([max(1, round(settings.gamma * len(inputs)))])
-
-    def seconds_of(generator: Generator) -> float:
-        bill = generator.bill(len(inputs), 1, math.inf, settings.delta)
-        start = time.thread_time()
-        generator.generate(records, counts, bill, Noise.seeded(0), rng(experiment.seed, "probe"))
-        return time.thread_time() - start
-
-    generator: Generator = settings.generator
-    with fixed_threads(experiment.engine.threads):
-        if not isinstance(generator, Shortening):  # what the first one loads, the others find
-            return seconds_of(generator) + (experiment.num_clients - 1) * seconds_of(generator)
-        short, share = generator.shortened(PROBE_STEPS)
-        seconds_of(short)
-        start = min(seconds_of(short), seconds_of(short))  # most of which may be no step at all
-        further = min(max(int(PROBE_STEPS * _FURTHER_SECONDS / max(start, 1e-6)), PROBE_STEPS), 100 * PROBE_STEPS)
-        longer, larger_share = generator.shortened(PROBE_STEPS + further)
-        if larger_share <= share:
-            return experiment.num_clients * start
-        rate = max(0.0, seconds_of(longer) - start) / (larger_share - share)
-        return experiment.num_clients * (start + rate * (1 - share))

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fl_sim.experiment.job import Job
-from fl_sim.simulation.engine_choice import synthesis_seconds
 from fl_sim.simulation.pace import Pace, clients_at_once, num_steps
 from fl_sim.simulation.procedure import procedure_of
+from fl_sim.simulation.stage import stages_of
 from fl_sim.types import Traffic
 
 
@@ -33,12 +33,17 @@ class Estimate:
         return sum(counted, Traffic(0, 0)) if counted else None
 
 
+def seconds_beforehand(job: Job) -> float:
+    """Return about how long clients work before the first round, one after another."""
+    return sum(stage.seconds() for stage in stages_of(job))
+
+
 def estimate_of(
     job: Job,
     pace: Pace | None,
     *,
     has_pool: bool,
-    making: Callable[[Job], float] = synthesis_seconds,
+    making: Callable[[Job], float] = seconds_beforehand,
     counted: bool = True,
 ) -> Estimate:
     """Return what a run of ``job`` takes; without its ``pace`` only what needs no timing.

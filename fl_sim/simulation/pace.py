@@ -14,9 +14,9 @@ from fl_sim.experiment.job import Job
 from fl_sim.params import detached, trainable
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.simulation.capacity import cores, fixed_threads, stack_of, workers_of
-from fl_sim.simulation.planned_traffic import synthetic_by_client
 from fl_sim.simulation.procedure import procedure_of
 from fl_sim.simulation.site import local_settings, steps_by_client
+from fl_sim.simulation.stage import stages_of
 from fl_sim.training.loop import resident
 from fl_sim.training.records import Source
 from fl_sim.training.trainer import LocalJob
@@ -81,7 +81,8 @@ def step_seconds(job: Job) -> float:
 
 def num_steps(job: Job) -> float:
     """Return how many steps all clients of all rounds are expected to take together, on synthetic records, too."""
-    experiment, each = job.experiment, steps_by_client(job, int(synthetic_by_client(job).sum()))
+    experiment, pooled = job.experiment, sum(stage.num_pooled() for stage in stages_of(job))
+    each = steps_by_client(job, pooled)
     cohort = experiment.sampler.expected_size(experiment.num_clients)
     return procedure_of(job).num_trainings * cohort * int(each.sum()) / len(each)
 

@@ -9,9 +9,8 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.privacy import events
 from fl_sim.privacy.bill import Payment
 from fl_sim.privacy.ledger import Ledger, Terms
-from strategies.global_dp import GlobalDP
+from strategies.global_dp import GlobalDP, releases_beforehand
 from strategies.private import planned_charges, terms_of, told_beforehand
-from strategies.private_start import releases_beforehand
 
 
 def cost_of_rounds(experiment: Experiment, aggregator: GlobalDP) -> Payment:

@@ -10,10 +10,7 @@ import numpy as np
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from clients.dafl.settings import DaFl
 from fl_sim.batch_norm import layers_after, placed
-from fl_sim.data import is_own
-from fl_sim.engines import releases, tensor_records
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.engines.wire import Order
 from fl_sim.errors import Diverged
@@ -21,20 +18,18 @@ from fl_sim.experiment.job import Job
 from fl_sim.experiment.own_records import public_facts
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import is_finite
-from fl_sim.report.figures.samples import write_samples
 from fl_sim.seeding import process_kept, rng, seed_process
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import hides_clients, local_settings, read_pool, sizes_trained_on
+from fl_sim.simulation.stage import Run, stages_of
 from fl_sim.store import run_directory
-from fl_sim.store.tensors import save_by_content
 from fl_sim.training.loop import resident
 from fl_sim.training.trainer import LocalJob
-from fl_sim.types import LocalTask, ServerState, Traffic, Trained
-from strategies.algorithm import Algorithm, Sharing, what_clients_share
+from fl_sim.types import LocalTask, ServerState, Trained
+from strategies.algorithm import Algorithm
 from strategies.compression.settings import packing_of
-from strategies.flower import FederatedStrategy, share_before_training
-from strategies.global_dp import GlobalDP
-from strategies.private_start import PrivateStart, releases_beforehand
+from strategies.flower import FederatedStrategy
+from strategies.global_dp import GlobalDP, releases_beforehand
 
 MOST_HELD = 10**9
 """The most records that a node may say it holds, where these may be its own."""
@@ -95,28 +90,14 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
             beforehand=releases_beforehand(experiment.preprocess, experiment.aggregator),
         )
     start = time.perf_counter()
-    if isinstance(experiment.preprocess, DaFl):
-        _use_synthetic_records(job, strategy, grid, out, log)
-    if isinstance(experiment.preprocess, PrivateStart):
-        log.before["private_start"] = None  # who was asked is secret
-        if not log.rounds:
-            from fl_sim.simulation.starting import prepare_start  # noqa: PLC0415 (the accountants load slowly)
-
-            path = prepare_start(job, strategy, grid, out)
-            _start_from(_trained_on_pool(job, path, experiment.preprocess.server_epochs, log.server), strategy, log)
-    dataset = job.dataset
-    held = len(dataset.train) if isinstance(grid, LocalGrid) else MOST_HELD
-    num_synthetic = log.pool.num_synthetic if log.pool else 0
-    strategy.most_examples = held + num_synthetic
-    strategy.holders = _holders(job, num_synthetic, log)
-    if isinstance(algorithm, Sharing):
-        template = what_clients_share(algorithm, dataset.input_shape, dataset.num_classes)
-        shared, up = share_before_training(strategy, grid, template, experiment.round_timeout)
-        down = tensor_records.num_bytes(releases.pool_content(shared)) * experiment.num_clients
-        log.before["shared_records"] = None if experiment.is_private else Traffic(down, up)
-        mode = 0o600 if is_own(experiment.data) else 0o666  # averages of a few records tell of them
-        pool = save_by_content(out.absolute(), "pool", shared, mode=mode)
-        strategy.order = replace(strategy.order, pool=str(pool))
+    held = len(job.dataset.train) if isinstance(grid, LocalGrid) else MOST_HELD
+    log.stages = stages = stages_of(job)
+    for stage in stages:
+        strategy.most_examples = held + (log.pooled.count if log.pooled else 0)
+        stage.before(Run(job, strategy, grid, out, log))
+    pooled = log.pooled.count if log.pooled else 0
+    strategy.most_examples = held + pooled
+    strategy.holders = _holders(job, pooled, log)
     log.preprocess_seconds = time.perf_counter() - start
     return strategy
 
@@ -137,22 +118,9 @@ def _holders(job: Job, num_synthetic: int, log: RunLog) -> NDArray[np.bool_] | N
     return holders
 
 
-def _use_synthetic_records(job: Job, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> None:
-    assert isinstance(job.experiment.preprocess, DaFl)
-    from fl_sim.simulation.dafl.synthesis import prepare_pool, traffic_of, warnings_of  # noqa: PLC0415 (the accountants load slowly)
-
-    log.pool = prepare_pool(job, strategy, grid, out)
-    log.warnings += warnings_of(log.pool, job)
-    log.before["synthetic_records"] = traffic_of(log.pool, job.dataset.input_shape)
-    counts = [part.counts for part in log.pool.parts]
-    if len(job.dataset.input_shape) == 3:
-        log.warnings += write_samples(out, log.pool.path, counts, job.experiment.model_dump(), job.dataset.note)
-    strategy.order = replace(strategy.order, synthetic=str(log.pool.path))
-    if (epochs := job.experiment.preprocess.server_epochs) and not log.rounds:
-        _start_from(_trained_on_pool(job, log.pool.path, epochs, log.server), strategy, log)
-
-
-def _start_from(trained: Trained, strategy: FederatedStrategy, log: RunLog) -> None:
+def start_from(path: Path, epochs: int, job: Job, strategy: FederatedStrategy, log: RunLog) -> None:
+    """Let the server train the first model for so many ``epochs`` on the pool in ``path``."""
+    trained = _trained_on_pool(job, path, epochs, log.server)
     layers = layers_after(trained, [name for name in log.server.layers if name in log.server.params])
     log.server = strategy.server = replace(strategy.algorithm.init(trained.params), layers=layers)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from flwr.serverapp import Grid
 
-from clients.app import Site
+from clients.client_task import Site
 from fl_sim.devices.settings import NoDevices
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from clients.frequency_sums import STEPS
 from fl_sim.data import is_own, sealed_content, tuned_on
 from fl_sim.data.naming import without_settings
 from fl_sim.errors import Diverged, RunError
@@ -21,7 +20,6 @@ from fl_sim.store import run_directory
 from fl_sim.store.run_directory import coarse
 from fl_sim.store.tensors import write_private
 from strategies.algorithm import Reporting
-from strategies.private_start import PrivateStart
 from strategies.servers import Synchronous
 
 VERSIONS = ("fl-sim", "flwr", "torch", "numpy")
@@ -58,8 +56,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
         "best_chosen_on": _chosen_on(experiment),
         **_validation(job, scores),
         **measures_of(job, log),
-        "preprocess": _preprocess(experiment, log),
-        "calibrate": {"kind": experiment.calibrate.kind, **(log.calibration.facts() if log.calibration else {})},
+        **_of_stages(experiment, log),
         **log.facts,
         "privacy": _privacy(job, log),
         "stopped": log.stopped,
@@ -92,14 +89,13 @@ class _Score:
 
 
 def _scores(log: RunLog) -> list[_Score]:
-    """Return what was measured, in order; the calibrated model comes after the rounds'."""
+    """Return what was measured, in order; a model that a stage changed comes after the rounds'."""
     scores = [
         _Score(record.round, record.test_accuracy, record.validation_accuracy)
         for record in log.rounds
         if record.test_accuracy is not None or record.validation_accuracy is not None
     ]
-    if log.calibration is not None:
-        after = log.calibration.after
+    if (after := log.measured_again) is not None:
         scores.append(_Score(len(log.rounds), after.accuracy, after.validation_accuracy))
     return scores
 
@@ -157,15 +153,12 @@ def _seconds(experiment: Experiment, log: RunLog, total: float) -> dict[str, flo
     return {"preprocess": coarse(log.preprocess_seconds), "train": coarse(total), "total": coarse(total)}
 
 
-def _preprocess(experiment: Experiment, log: RunLog) -> dict[str, object]:
-    if isinstance(experiment.preprocess, PrivateStart):
-        settings = experiment.preprocess
-        return {"kind": settings.kind, "num_images": settings.images, "releases": len(STEPS)}
-    if log.pool is None:
-        return {"kind": experiment.preprocess.kind}
-    from fl_sim.simulation.dafl.synthesis import summary  # noqa: PLC0415 (the accountants load slowly)
-
-    return summary(log.pool, experiment)
+def _of_stages(experiment: Experiment, log: RunLog) -> dict[str, Any]:
+    """Return what was done before and after the rounds; of what was not done its kind alone."""
+    told: dict[str, Any] = {name: {"kind": getattr(experiment, name).kind} for name in ("preprocess", "calibrate")}
+    for stage in log.stages:
+        told |= stage.facts()
+    return told
 
 
 def _privacy(job: Job, log: RunLog) -> list[dict[str, object]]:
@@ -174,21 +167,15 @@ def _privacy(job: Job, log: RunLog) -> list[dict[str, object]]:
     statements = [*log.statements]
     if log.privacy is not None:
         statements.append(log.privacy.statement(experiment.rounds))
-    if log.pool is not None:
-        from fl_sim.simulation.dafl.bill import NOT_PER_CLIENT, statement  # noqa: PLC0415 (the accountants load slowly)
-
-        statements = [
-            one | {"does_not_cover": f"{one['does_not_cover']}{NOT_PER_CLIENT}"} if one["unit"] == "client" else one
-            for one in statements
-        ]
-        statements.append(statement(log.pool, experiment))
+    for stage in log.stages:
+        statements = stage.statements(statements)
     if not statements:
         return []
     from fl_sim.privacy.statement import Facts, beside  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.report.payments import with_whole_run  # noqa: PLC0415 (as above)
 
     facts = Facts(job.dataset.read_off, _tested_on(experiment), tuned_on(experiment.data))
-    return beside(with_whole_run(statements, _preprocess(experiment, log)), facts)
+    return beside(with_whole_run(statements, _of_stages(experiment, log)["preprocess"]), facts)
 
 
 def _tested_on(experiment: Experiment) -> str:

@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from clients.frequency_sums import STEPS
 from fl_sim.data import fingerprint, is_own
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_of_run
@@ -23,8 +22,7 @@ from fl_sim.store.checkpoint import CHECKPOINT, read_checkpoint
 from fl_sim.store.files import is_partial, read_whole
 from fl_sim.store.locks import LOCK
 from fl_sim.store.seal import open_seal
-from strategies.global_dp import GlobalDP
-from strategies.private_start import PrivateStart
+from strategies.global_dp import GlobalDP, releases_beforehand
 
 _BELIEVED = (run_directory.RESULT, run_directory.ROUNDS, run_directory.START, CHECKPOINT)
 """Without any of these a directory holds nothing that a run of the same settings would take over."""
@@ -129,7 +127,7 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
     if there is not None and there.rounds != experiment.rounds:
         extend(procedure, out, there)
     if isinstance(experiment.aggregator, GlobalDP):
-        beforehand = len(STEPS) if isinstance(experiment.preprocess, PrivateStart) else 0
+        beforehand = len(releases_beforehand(experiment.preprocess, experiment.aggregator))
         _check_paid(out, getattr(experiment.sampler, "rounds_apart", 1), beforehand)
     checkpoint = read_checkpoint(out, log.server)
     if there is not None and checkpoint is not None:

@@ -1,6 +1,5 @@
 """Federated rounds: the main loop, and what a run with a federated algorithm needs beside it."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from flwr.serverapp import Grid
 
-from clients.app import Site
-from clients.dafl.settings import DaFl
+from clients.client_task import Site
 from fl_sim.batch_norm import fixed_in, layers_in
 from fl_sim.devices.settings import NoDevices, fleet_of_clients
 from fl_sim.engines import wire
@@ -24,13 +22,12 @@ from fl_sim.local_plan import LocalPlan
 from fl_sim.own_code import told
 from fl_sim.params import detached, trainable
 from fl_sim.seeding import seed_process
-from fl_sim.simulation.calibration import calibrate, traffic_of_moments
 from fl_sim.simulation.clocks import start_clock
 from fl_sim.simulation.measuring import Measuring
-from fl_sim.simulation.planned_traffic import synthetic_by_client, travels_beforehand
 from fl_sim.simulation.preparation import prepared_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import site_for
+from fl_sim.simulation.stage import Run, Stage, stages_of, tasks_of
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, write_checkpoint
 from fl_sim.store.run_directory import RoundRecord
@@ -48,11 +45,9 @@ from strategies.algorithm import (
     what_clients_share,
 )
 from strategies.attacks import hostile_clients
-from strategies.ccvr import CCVR
 from strategies.compression.settings import packing_of
 from strategies.flower import FederatedStrategy, Round, run_round
 from strategies.global_dp import GlobalDP
-from strategies.private_start import PrivateStart
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
@@ -86,8 +81,9 @@ class Rounds:
 
     def _run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
         experiment = self.job.experiment
-        if preparing := _preparation(experiment, log):
-            observer.preparing(preparing)
+        for stage in stages_of(self.job):
+            if preparing := stage.preparing(log):
+                observer.preparing(preparing)
         strategy = prepared_strategy(self.job, self.algorithm, grid, out, log, observer)
         exchange, measuring = self._exchange(strategy, grid, out, log), Measuring.of(self.job)
         rounds_before = len(log.rounds)
@@ -118,8 +114,9 @@ class Rounds:
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
         if log.measured is None and log.rounds:  # all of them ran before this process
             log.measured = measuring.measured(log.server.model, _after(len(log.rounds)), is_last=True)
-        if isinstance(experiment.calibrate, CCVR):
-            calibrate(self.job, experiment.calibrate, strategy, grid, log, measuring)
+        for done in log.stages:
+            assert isinstance(done, Stage)
+            done.after(Run(self.job, strategy, grid, out, log), measuring)
 
     def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
         """Return what has clients train, and the server merge what they send."""
@@ -176,19 +173,13 @@ class Rounds:
 
     @property
     def num_server_steps(self) -> int:
-        """Return the steps on synthetic records, or on a private start's images, that make the first model."""
-        preprocess, local = self.job.experiment.preprocess, self.job.experiment.local
-        if isinstance(preprocess, PrivateStart):
-            return preprocess.server_epochs * math.ceil(preprocess.images / local.batch_size)
-        if isinstance(preprocess, DaFl):
-            return preprocess.server_epochs * math.ceil(int(synthetic_by_client(self.job).sum()) / local.batch_size)
-        return 0
+        """Return the steps of the server alone that make the first model."""
+        return sum(stage.num_server_steps() for stage in stages_of(self.job))
 
     @property
     def untimed(self) -> tuple[str, ...]:
-        """Return what of a private start is no training: all else that rounds do is training and measuring."""
-        is_start = isinstance(self.job.experiment.preprocess, PrivateStart)
-        return ("the sums and the drawing of a private start's images",) if is_start else ()
+        """Return what of the stages is not timed: all that rounds do is training and measuring."""
+        return tuple(part for stage in stages_of(self.job) for part in stage.untimed())
 
     def traffic(self) -> Traffic | None:
         """Return the bytes of arrays to and from all clients in all rounds."""
@@ -198,10 +189,9 @@ class Rounds:
 
     def traffic_once(self) -> dict[str, Traffic]:
         """Return what is shared before the first round, and what is asked for after the last."""
-        once = travels_beforehand(self.job, self.algorithm)
-        if isinstance(self.job.experiment.calibrate, CCVR):
-            once["moments"] = traffic_of_moments(self.job, self.beginning().model)
-        return once
+        stages = stages_of(self.job)
+        model = self.beginning().model if stages else {}
+        return {what: traffic for stage in stages for what, traffic in stage.traffic(model).items()}
 
     def _traffic_of_a_turn(self) -> Traffic:
         experiment = self.job.experiment
@@ -232,7 +222,7 @@ class Rounds:
 
     def site(self) -> Site:
         """Return what a worker needs to play any client."""
-        return site_for(self.job, self.algorithm)
+        return site_for(self.job, self.algorithm, tasks_of(self.job))
 
     def beginning(self) -> ServerState:
         """Return what the server starts from: the model with its initial weights."""
@@ -273,13 +263,7 @@ class Rounds:
     def warnings(self, log: RunLog) -> list[str]:
         """Return what a user must know before the first round."""
         experiment = self.job.experiment
-        warnings = []
-        if isinstance(experiment.calibrate, CCVR):
-            private = experiment.calibrate.is_private
-            warnings.append(
-                "after training clients send, for every class, how many records they hold, the sum of their features "
-                f"and that of the features' products, {'with' if private else 'without'} noise"
-            )
+        warnings = [said for stage in stages_of(self.job) for said in stage.warnings()]
         if isinstance(self.algorithm, Advising) and (told := self.algorithm.advice(experiment.local.momentum)):
             warnings.append(told)
         if experiment.local.batch_norm == "personal":
@@ -319,16 +303,6 @@ def _idle(job: Job) -> list[str]:
             f"in a round about {cohort * (1 - without / everybody):.3g} train"
         )
     return told
-
-
-def _preparation(experiment: Experiment, log: RunLog) -> str:
-    """Return what clients do before the first round that takes time, in words; nothing for most."""
-    if isinstance(experiment.preprocess, DaFl):
-        made_by = kind_of(experiment.preprocess.generator)
-        return f"clients make synthetic records, {made_by} (once for all runs that need the same)"
-    if isinstance(experiment.preprocess, PrivateStart) and not log.rounds:
-        return "clients send sums over their images, and the server learns from images drawn from these"
-    return ""
 
 
 def _after(server_round: int) -> str:

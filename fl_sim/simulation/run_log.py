@@ -1,7 +1,8 @@
 """What a run has to show so far, and who is told of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fl_sim.experiment.experiment import Experiment
@@ -11,39 +12,39 @@ from fl_sim.store.seal import Seal
 from fl_sim.types import Params, ServerState, Traffic
 
 if TYPE_CHECKING:
-    from fl_sim.simulation.dafl.pool import Pool
     from strategies.private import PrivateRounds
 
 
-@dataclass(frozen=True, eq=False)
-class Calibration:
-    """What training the head again came to: the accuracy before, in [0, 1], and the model after it.
+@dataclass(frozen=True)
+class Pooled:
+    """Records that all clients train on: ``count`` of them, in the file ``path``."""
 
-    ``skipped``: classes that nothing was drawn of.
-    """
+    path: Path
+    count: int
 
-    accuracy_before: float | None
-    after: Measured
-    skipped: tuple[int, ...]
 
-    def facts(self) -> dict[str, Any]:
-        """Return what ``result.json`` says."""
-        return {
-            "accuracy_before": self.accuracy_before,
-            "accuracy_after": self.after.accuracy,
-            "loss_after": self.after.test.scores.loss if self.after.test else None,
-            "classes_skipped": list(self.skipped),
-        }
+class Telling(Protocol):
+    """What has done something before or after the rounds, and says what, for ``result.json``."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return facts, by their keys there."""
+        ...
+
+    def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+        """Return the privacy statements ``others`` with its own among them."""
+        ...
 
 
 @dataclass
 class RunLog:
     """What a run has to show so far.
 
-    ``engine``: its kind; ``trainer``: who trains clients, in words. ``measured``: the last model that was. ``traffic``:
-    of each client in a round, None where there was none; ``before`` and ``after`` the rounds: of all clients, by what
-    it was, None where that depends on private records. ``facts`` and ``statements`` (of privacy) are a procedure's own:
-    they go into ``result.json`` as they are. ``records``: a digest of the user's own records, for the checkpoint.
+    ``engine``: its kind; ``trainer``: who trains clients, in words. ``measured``: the last model that was;
+    ``measured_again``: after a stage that changed the model of the last round. ``pooled``: what all clients train on.
+    ``stages``: of the run. ``traffic``: of each client in a round, None where there was none; ``before`` and ``after``
+    the rounds: of all clients, by what it was, None where that depends on private records. ``facts`` and
+    ``statements`` (of privacy) are a procedure's own: they go into ``result.json`` as they are. ``records``: a digest
+    of the user's own records, for the checkpoint.
     ``versions``: {round: digest} of the models that are kept for clients still at work on them. ``counts_holders``:
     whether clients without records are left out where an algorithm counts all clients. ``fixed``: what of the model
     nobody trains, which is saved beside what the server has.
@@ -56,9 +57,10 @@ class RunLog:
     trainer: str = ""
     stopped: str = ""
     privacy: "PrivateRounds | None" = None
-    pool: "Pool | None" = None
-    calibration: Calibration | None = None
+    pooled: Pooled | None = None
+    stages: tuple[Telling, ...] = ()
     measured: Measured | None = None
+    measured_again: Measured | None = None
     traffic: Traffic | None = None
     before: dict[str, Traffic | None] = field(default_factory=dict)
     after: dict[str, Traffic | None] = field(default_factory=dict)

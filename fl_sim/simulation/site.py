@@ -1,41 +1,29 @@
-"""What a worker needs to play any client of an experiment: its records, the pool's, and what it shares."""
+"""What a worker needs to play any client of an experiment: its records, and those of a pool."""
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from clients.app import Site, Synthetic
-from clients.dafl.settings import DaFl
-from fl_sim.data import version_of
-from fl_sim.engines.wire import Ticket
+from clients.client_task import ClientTask, Site
 from fl_sim.errors import UserError
 from fl_sim.experiment.engine import InProcess
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
-from fl_sim.kinds import Promising, kind_of
+from fl_sim.kinds import Promising, kind_of, replaces_records
 from fl_sim.local_plan import LocalAlgorithm
-from fl_sim.seeding import rng, seeded_alone
-from fl_sim.simulation.summaries import summarise
+from fl_sim.seeding import rng
 from fl_sim.training.loop import resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Scale, Source
 from fl_sim.types import Augment, Dataset, Examples, LocalSettings, Params
 from partitions import EvaluationSkew, FeatureSkew
-from strategies.algorithm import Sharing
 from strategies.attacks import hostile_clients
 from strategies.compression.settings import packing_of
-
-if TYPE_CHECKING:
-    from clients.dafl.generator import PrivateRecords
-    from clients.dafl.share import Client, Share
-    from clients.policy import Policy
 
 PADDING = 4
 """Pixels on every side of an image of which a window is cut out, as the field has it since He et al. 2016."""
@@ -47,8 +35,11 @@ KEEP_ON_GPU = 0.25
 """Training sets that take up no larger a part of a GPU's memory stay there, as bytes if they are images."""
 
 
-def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
-    """Return what a worker needs to play any client of ``job``, which trains as ``algorithm`` says."""
+def site_for(job: Job, algorithm: LocalAlgorithm, tasks: Mapping[str, ClientTask]) -> Site:
+    """Return what a worker needs to play any client of ``job``, which trains as ``algorithm`` says.
+
+    ``tasks``: what clients may be asked beside training, by name.
+    """
     experiment = job.experiment
     own: Callable[[int], Records] = partial(_own_records, job)
     if _num_bytes(job) <= _room(job.device):
@@ -73,13 +64,10 @@ def site_for(job: Job, algorithm: LocalAlgorithm) -> Site:
         algorithm=algorithm,
         model=model,
         records=records,
+        own_records=own,
+        tasks=tasks,
         class_counts=class_counts,
         trains_on_own=partial(_trains_on_own, experiment),
-        synthesize=partial(_synthesize, job, own),
-        generate=partial(_generate, job, own),
-        share=partial(_share, experiment, job.dataset.num_classes),
-        summarise=partial(summarise, job, model, own),
-        measure=partial(_measure, job, own),
         local_settings=lru_cache(maxsize=8)(partial(local_settings, job)),  # the same for all clients of a round
         num_clients=experiment.num_clients,
         seed=experiment.seed,
@@ -244,88 +232,7 @@ def hides_clients(experiment: Experiment) -> bool:
 
 
 def _trains_on_own(experiment: Experiment, synthetic: str) -> bool:
-    preprocess = experiment.preprocess
-    return not (synthetic and isinstance(preprocess, DaFl) and preprocess.train_on == "synthetic")
-
-
-def _synthesize(
-    job: Job,
-    own: Callable[[int], Records],
-    clients: Sequence[tuple[int, Path]],
-    check: Callable[[], None],
-    policy: "Policy | None" = None,
-) -> list[Synthetic | Exception]:
-    from clients.dafl.share import make_shares  # noqa: PLC0415 (the accountants load slowly)
-
-    experiment = job.experiment
-    assert isinstance(experiment.preprocess, DaFl)
-    releasing = [releasing_client(job, own, client, folder, policy) for client, folder in clients]
-    shares = make_shares(
-        experiment.preprocess, releasing, seed=experiment.seed, public_records=len(job.dataset.train), check=check
-    )
-    return [share if isinstance(share, Exception) else said_of(share) for share in shares]
-
-
-def releasing_client(
-    job: Job, own: Callable[[int], Records], client: int, folder: Path, policy: "Policy | None" = None
-) -> "Client":
-    """Return a client that is to release synthetic records: what it holds, and where its key and its ledger lie."""
-    from clients.dafl.share import Client  # noqa: PLC0415 (the accountants load slowly)
-    from fl_sim.simulation.client_ledgers import ledger_path, names_of_deal  # noqa: PLC0415
-
-    ledger = ledger_path(job, client)
-    if policy:  # what is private stays where the client wants it, not where the server says
-        assert isinstance(job.experiment.preprocess, DaFl)
-        features = version_of(job.experiment.features)
-        release = job.experiment.preprocess.release_of(client, job.experiment.seed, features)
-        now, earlier = (policy.home / f"{name}-{release}" for name in names_of_deal(job))
-        folder = earlier if earlier.exists() else now
-    return Client(client, _private_records(job, own, client), folder, ledger, policy)
-
-
-def _private_records(job: Job, own: Callable[[int], Records], client: int) -> "PrivateRecords":
-    from clients.dafl.generator import PrivateRecords  # noqa: PLC0415 (the accountants load slowly)
-
-    inputs, labels = (tensor.cpu() for tensor in own(client).tensors())
-    dataset, features = job.dataset, version_of(job.experiment.features)
-    return PrivateRecords(to_generator(inputs, job), labels, dataset.num_classes, dataset.columns, features)
-
-
-def _measure(job: Job, own: Callable[[int], Records], client: int, question: Params) -> Params:
-    """Return a client's answer to a question of a private start."""
-    from clients.frequency_sums import answer, read_question  # noqa: PLC0415 (only private starts need it)
-
-    inputs, labels = (tensor.cpu() for tensor in own(client).tensors())
-    return answer(read_question(question), to_generator(inputs, job), labels.numpy(), job.dataset.num_classes)
-
-
-def _generate(job: Job, own: Callable[[int], Records], client: int, ticket: Ticket) -> torch.Tensor:
-    """Return the synthetic records of a client whose folder and ledger are elsewhere."""
-    from clients.dafl.share import generate_elsewhere  # noqa: PLC0415 (the accountants load slowly)
-    from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
-
-    experiment = job.experiment
-    assert isinstance(experiment.preprocess, DaFl)
-    counts, noise = np.array(ticket.counts, dtype=np.int64), Noise(ticket.key, ticket.simulation_only)
-    records = _private_records(job, own, client)
-    return generate_elsewhere(experiment.preprocess, client, records, counts, noise, seed=experiment.seed)
-
-
-def said_of(share: "Share") -> Synthetic:
-    """Return a share as it is sent: its records, and as JSON what is said of them."""
-    receipt = share.receipt and share.receipt.to_json()
-    said = {"counts": share.counts.tolist(), "refused": share.refused, "facts": share.facts, "receipt": receipt}
-    return share.inputs, json.dumps(said)
-
-
-def _share(
-    experiment: Experiment, num_classes: int, inputs: torch.Tensor, labels: torch.Tensor, client: int
-) -> dict[str, torch.Tensor]:
-    assert isinstance(experiment.algorithm, Sharing)
-    with seeded_alone(experiment.seed, "share", client):
-        return experiment.algorithm.share(
-            inputs.cpu(), labels.cpu(), num_classes, rng(experiment.seed, "share", client)
-        )
+    return not (synthetic and replaces_records(experiment.preprocess))
 
 
 def _constants(dataset: Dataset, ndim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,8 @@ import numpy as np
 from flwr.clientapp import ClientApp
 from safetensors.torch import load
 
-from clients.app import Site, build_client_app, train_together
+from clients.app import build_client_app, train_together
+from clients.client_task import Site
 from fl_sim.engines import wire
 from fl_sim.engines.pieces import Play
 from fl_sim.errors import RunError

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import nn
 
-from clients.app import Site
+from clients.client_task import Site
 from fl_sim import models
 from fl_sim.data import Features, version_of
 from fl_sim.errors import Diverged, UserError
@@ -23,10 +23,10 @@ from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, is_finite
 from fl_sim.seeding import process_kept, rng, seed_process
 from fl_sim.simulation.measuring import Measured, Tested
-from fl_sim.simulation.planned_traffic import travels_beforehand
 from fl_sim.simulation.preparation import prepared_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import evaluation_records, local_settings, read_pool, site_for
+from fl_sim.simulation.stage import stages_of, tasks_of
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.training.discriminant import QuadraticDiscriminant, linear_discriminant, quadratic_discriminant
@@ -72,19 +72,21 @@ class OnSynthetic:
         """Have clients release their records, train every classifier, test the one that is chosen."""
         observer.preparing("clients make synthetic records (once for all runs that need the same)")
         prepared_strategy(self.job, FedAvg(), grid, out, log, observer)
-        assert log.pool is not None
-        if (traffic := log.before["synthetic_records"]) is not None:
-            log.before["synthetic_records"] = Traffic(0, traffic.up)  # no client trains, so none is sent the pool
-        self.settings.check_size(log.pool.num_synthetic)
+        assert log.pooled is not None
+        log.before = {  # no client trains, so none is sent the pool
+            what: traffic and Traffic(0, traffic.up) for what, traffic in log.before.items()
+        }
+        self.settings.check_size(log.pooled.count)
         found = []
-        for classifier in self._trained(read_pool(log.pool.path)):
+        for classifier in self._trained(read_pool(log.pooled.path)):
             accuracy = classifier.held_out.accuracy
             observer.preparing(f"classifier {classifier.name}: {100 * accuracy:.2f} % on held-out synthetic records")
             found.append(classifier)
         observer.preparing("synthetic records are compared with real test records")
         chosen = max(found, key=lambda one: one.held_out.accuracy)  # the first of equals
         classifiers = [one.facts() for one in found]
-        log.facts["tstr"] = {"chosen": chosen.name, "classifiers": classifiers, "frechet": self._frechet(log.pool.path)}
+        frechet = self._frechet(log.pooled.path)
+        log.facts["tstr"] = {"chosen": chosen.name, "classifiers": classifiers, "frechet": frechet}
         log.server = ServerState(chosen.params)
         record = RoundRecord(1, None, None, None, None, None, 0.0, None)
         if chosen.tested is not None:
@@ -184,8 +186,8 @@ class OnSynthetic:
 
     def traffic_once(self) -> dict[str, Traffic]:
         """Return what the release of the records takes."""
-        beforehand = travels_beforehand(self.job, FedAvg())
-        return {what: Traffic(0, traffic.up) for what, traffic in beforehand.items()}
+        foretold = (stage.traffic({}) for stage in stages_of(self.job))
+        return {what: Traffic(0, traffic.up) for once in foretold for what, traffic in once.items()}
 
     def payments(self) -> "tuple[Payment, ...]":
         """Return nothing: the release of the records is DA-FL's."""
@@ -197,7 +199,7 @@ class OnSynthetic:
 
     def site(self) -> Site:
         """Return what a worker needs for a client to make synthetic records."""
-        return site_for(self.job, FedAvg())
+        return site_for(self.job, FedAvg(), tasks_of(self.job))
 
     def beginning(self) -> ServerState:
         """Return nothing: the model is there when it has been chosen."""

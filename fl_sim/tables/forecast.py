@@ -1,24 +1,22 @@
 """What runs will take, before they run: what is there already, seconds and bytes of the rest, and the privacy bill."""
 
 import heapq
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from clients.dafl.settings import DaFl
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.privacy.bill import Bill, Paid, bills
-from fl_sim.simulation.dafl.synthesis import is_made, pool_key
-from fl_sim.simulation.engine_choice import check_trainer, synthesis_seconds
+from fl_sim.simulation.engine_choice import check_trainer
 from fl_sim.simulation.estimate import Estimate, estimate_of
 from fl_sim.simulation.pace import Pace, kind_of_work, pace_of
 from fl_sim.simulation.planned_bill import planned
 from fl_sim.simulation.planned_payment import told_of
+from fl_sim.simulation.stage import stages_of
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.tables.workers import finished_result
 
@@ -140,22 +138,20 @@ def _pace(job: Job, known: dict[str, Pace | None]) -> Pace | None:
 
 
 def _seconds_of_making(known: dict[str, float], job: Job) -> float:
-    """Return how long synthetic records take; those of other splits, budgets and seeds take as long."""
-    experiment, settings = job.experiment, job.experiment.preprocess
-    if not isinstance(settings, DaFl):
-        return 0.0
-    alike = experiment.chosen("data", "features", "normalise", "clients")
-    kind = json.dumps([alike, settings.model_dump(mode="json", include={"generator", "gamma"})], sort_keys=True)
-    if kind not in known:
-        known[kind] = synthesis_seconds(job)
-    return known[kind]
+    """Return how long clients work before the first round; what is of one kind takes as long in all runs."""
+    total = 0.0
+    for stage in stages_of(job):
+        kind = stage.kind_of_work()
+        if not kind or kind not in known:
+            known[kind] = stage.seconds()
+        total += known[kind]
+    return total
 
 
 def _has_pool(job: Job, seen: set[str]) -> bool:
-    if not isinstance(job.experiment.preprocess, DaFl):
-        return False
-    there = is_made(job) or pool_key(job) in seen
-    seen.add(pool_key(job))
+    made = [(stage.key(), stage) for stage in stages_of(job) if stage.key()]
+    there = bool(made) and all(key in seen or stage.is_made() for key, stage in made)
+    seen.update(key for key, _ in made)
     return there
 
 

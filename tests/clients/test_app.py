@@ -11,9 +11,10 @@ import torch
 from flwr.app import Message
 from torch import nn
 
-from clients.app import Site, build_client_app, synthesize_together, train_together
+from clients.app import answer_together, build_client_app, train_together
+from clients.client_task import Site
 from fl_sim.engines import releases, wire
-from fl_sim.engines.inprocess import Generators, InProcessGrid
+from fl_sim.engines.inprocess import Groups, InProcessGrid
 from fl_sim.engines.pieces import Together
 from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import Prepared, load_kernel
@@ -47,12 +48,44 @@ def _records(client, synthetic):
     return Records.of(torch.randn(size, 4, generator=generator), torch.randint(3, (size,), generator=generator))
 
 
-def _synthesize(clients, check, policy=None):
-    check()
-    return [
-        ValueError("bad record") if client == 3 else (torch.full((client, 4), 0.5), _said(client, folder))
-        for client, folder in clients
-    ]
+class _Synthesize:
+    """Client i releases i records; client 3 fails."""
+
+    reads_records = runs_in_threads = False
+
+    def run(self, client):
+        [made] = self.run_together([client])
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def run_together(self, clients):
+        clients[0].check()
+        return [ValueError("bad record") if one.number == 3 else self._made(one) for one in clients]
+
+    def _made(self, client):
+        return releases.synthetic_content(torch.full((client.number, 4), 0.5), _said(client.number, client.folder()))
+
+
+class _Share:
+    """What the client is asked to share is its records, moved by its number."""
+
+    reads_records, runs_in_threads = True, False
+
+    def run(self, client):
+        inputs, labels = client.records.tensors()
+        return releases.pool_content({"rows": inputs + client.number, "labels": labels.float()})
+
+
+TASKS = {"synthesize": _Synthesize(), "share": _Share()}
+
+
+def _own(client):
+    return _records(client, "")
+
+
+def _site(algorithm, model, seed=0, records=_records):
+    return Site(algorithm, model, records, _own, _local, 4, seed, tasks=TASKS)
 
 
 def _said(client, folder):
@@ -66,12 +99,12 @@ def _local(learning_rate):
 class Play:
     """Four clients, of which the last is empty, and the messages they get."""
 
-    def __init__(self, algorithm, state_dir, seed=0, share=None, pool=""):
+    def __init__(self, algorithm, state_dir, seed=0, pool=""):
         self.asked = []
         self.model = _model()
         self.params = detached(self.model.named_parameters())
         self.algorithm, self.seed, self.state_dir, self.pool = algorithm, seed, state_dir, pool
-        site = Site(algorithm, self.model, _records, _synthesize, share or (lambda *_: {}), _local, 4, seed)
+        site = _site(algorithm, self.model, seed)
 
         def site_of(experiment, data_root):
             self.asked.append((experiment, data_root))
@@ -80,8 +113,8 @@ class Play:
         self.site_of, self.app = site_of, build_client_app(site_of)
         self.grid = InProcessGrid(self.app, 4)
 
-    def order(self, server_round):
-        return wire.Order("experiment", server_round, 0.1, "root", str(self.state_dir), self.pool)
+    def order(self, server_round, task=wire.TRAIN):
+        return wire.Order("experiment", server_round, 0.1, "root", str(self.state_dir), self.pool, task=task)
 
     def train(self, server_round, *clients, broadcast=None):
         content = wire.task_content(self.order(server_round), self.params, broadcast or {})
@@ -182,7 +215,7 @@ def _records_of_which_one_is_broken(client, synthetic):
 
 def _train_together(play, records, *, stacked, timeout=None):
     """Have four clients, three of them with records, trained two at a time."""
-    site = Site(FedAvg(), _without_dropout(), records, _synthesize, lambda *_: {}, _local, 4, 0)
+    site = _site(FedAvg(), _without_dropout(), records=records)
     together = Together(partial(train_together, lambda *_: site, stacked=stacked), [4, 4, 4, 0], stack=2)
     grid = InProcessGrid(build_client_app(lambda *_: site), 4, together=together)
     content = wire.task_content(play.order(1), play.params, {})
@@ -204,7 +237,7 @@ def test_clients_trained_together_answer_as_they_do_alone(tmp_path: Path, stacke
     play = Play(FedAvg(), tmp_path)
     together = _train_together(play, _records, stacked=stacked)
     play.model = _without_dropout()
-    trainer = Site(FedAvg(), play.model, _records, _synthesize, lambda *_: {}, _local, 4, 0).trainer
+    trainer = _site(FedAvg(), play.model).trainer
     for client, reply in enumerate(together):
         records = _records(client, "")
         task = LocalTask(1, client, 4, len(records), _local(0.1), play.params)
@@ -240,7 +273,7 @@ def test_threads_are_in_compiled_code_at_once_and_in_python_one_at_a_time(tmp_pa
 
     monkeypatch.setattr(Prepared, "train", train_with_another)
     records = partial(one_at_a_time, _records)
-    site = Site(Watched(), _without_dropout(), records, _synthesize, lambda *_: {}, _local, 4, 0)
+    site = _site(Watched(), _without_dropout(), records=records)
     together = Together(partial(train_together, lambda *_: site), [20, 20, 20, 20])
     grid = InProcessGrid(build_client_app(lambda *_: site), 4, workers=2, together=together)
     content = wire.task_content(Play(FedAvg(), tmp_path).order(1), detached(site.model.named_parameters()), {})
@@ -268,9 +301,8 @@ def test_a_client_says_which_partition_it_plays(tmp_path: Path):
 
 
 def test_sharing_hands_over_what_the_site_makes_of_the_clients_records(tmp_path: Path):
-    share = lambda inputs, labels, client: {"rows": inputs + client, "labels": labels.float()}  # noqa: E731
-    play = Play(FedMix(), tmp_path, share=share)
-    message = Message(wire.share_content(play.order(0)), 1002, wire.SHARE)
+    play = Play(FedMix(), tmp_path)
+    message = Message(wire.order_content(play.order(0, "share")), 1002, wire.TRAIN)
     (reply,) = play.grid.send_and_receive([message])
     inputs, labels = _records(2, "").tensors()
     shared = releases.read_pool(reply.content, {"rows": inputs, "labels": labels}, most_rows=100)
@@ -280,7 +312,7 @@ def test_sharing_hands_over_what_the_site_makes_of_the_clients_records(tmp_path:
 
 def test_synthetic_records_travel_with_what_the_client_says_of_them(tmp_path: Path):
     play = Play(FedAvg(), tmp_path)
-    message = Message(wire.share_content(play.order(0)), 1002, wire.SYNTHESIZE)
+    message = Message(wire.order_content(play.order(0, "synthesize")), 1002, wire.TRAIN)
     (reply,) = play.grid.send_and_receive([message])
     inputs, said = releases.read_synthetic(reply.content, (4,), 3, most_rows=100)
     assert torch.equal(inputs, torch.full((2, 4), 0.5))
@@ -323,13 +355,23 @@ def test_a_client_that_raises_is_an_error_reply(tmp_path: Path):
 
 def test_clients_release_records_together_and_one_that_fails_is_named(tmp_path: Path):
     play = Play(FedAvg(), tmp_path)
-    messages = [Message(wire.share_content(play.order(0)), 1000 + client, wire.SYNTHESIZE) for client in range(4)]
+    content = wire.order_content(play.order(0, "synthesize"))
+    messages = [Message(content, 1000 + client, wire.TRAIN) for client in range(4)]
     alone = play.grid.send_and_receive(messages)
-    grid = InProcessGrid(play.app, 4, generators=Generators(synthesize_together(play.site_of), 2))
+    groups = Groups(frozenset({"synthesize"}), answer_together(play.site_of), 2)
+    grid = InProcessGrid(play.app, 4, groups=groups)
     together = grid.send_and_receive(messages)
     grid.close()
     for replies in (alone, together):
         assert [reply.has_error() for reply in replies] == [False, False, False, True]
-        assert replies[3].error.reason == "ValueError: bad record"
+        assert replies[3].error.reason.startswith("ValueError: bad record")
         sizes = [len(releases.read_synthetic(reply.content, (4,), 3, most_rows=100)[0]) for reply in replies[:3]]
         assert sizes == [0, 1, 2]
+
+
+def test_what_the_experiment_does_not_ask_for_is_refused_with_what_it_does(tmp_path: Path):
+    play = Play(FedAvg(), tmp_path)
+    message = Message(wire.order_content(play.order(0, "vote\n")), 1002, wire.TRAIN)
+    (reply,) = play.grid.send_and_receive([message])
+    assert "the order asks for 'vote" in wire.error_of(reply)
+    assert "asks clients for train, synthesize, share alone" in wire.error_of(reply)

@@ -17,6 +17,11 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
 from fl_sim.simulation.engine_choice import client_app
+from fl_sim.simulation.pate.asking import VOTE
+from fl_sim.stages.ccvr import SUMMARISE
+from fl_sim.stages.dafl.client import SYNTHESIZE
+from fl_sim.stages.private_start import MEASURE
+from fl_sim.stages.shares import SHARE
 from fl_sim.store.tensors import save_by_content
 
 POOLED = (
@@ -38,18 +43,18 @@ def _order(folder: Path, *overrides: str) -> tuple[Experiment, wire.Order]:
 
 @pytest.fixture
 def ask(tmp_path: Path) -> Ask:
-    """Send a message of some kind to client 3, whose owner's policy is ``policy`` ("" for none)."""
+    """Ask client 3 for a task, whose owner's policy is ``policy`` ("" for none)."""
     app = client_app()
     LocalGrid(10)  # sets the identity that Flower wants before a message can be made
 
-    def send(kind: str, policy: str, *overrides: str) -> Message:
+    def send(task: str, policy: str, *overrides: str) -> Message:
         experiment, order = _order(tmp_path, *overrides)
         params = detached(job_of(experiment).model().named_parameters())
         config: dict[str, bool | float | int | str] = {"partition-id": 3, "num-partitions": 10}
         if policy:
             (tmp_path / "policy.toml").write_text(policy)
             config["policy"] = str(tmp_path / "policy.toml")
-        message = Message(wire.task_content(order, params, {}), 1003, kind)
+        message = Message(wire.task_content(replace(order, task=task), params, {}), 1003, wire.TRAIN)
         message.metadata.__dict__["_message_id"] = "one"
         return app(message, Context(1, 1003, config, RecordDict(), {}))
 
@@ -60,51 +65,59 @@ def test_a_node_without_a_policy_obeys(ask: Ask) -> None:
     assert wire.error_of(ask(wire.TRAIN, "")) is None
 
 
-@pytest.mark.parametrize("kind", [wire.TRAIN, wire.SHARE, wire.MEASURE])
-def test_a_node_with_a_policy_sends_nothing_made_from_its_raw_records(ask: Ask, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("task", "asked"),
+    [
+        (wire.TRAIN, ()), (SHARE, ("algorithm=fedmix",)),
+        (MEASURE, ("preprocess=private-start", "aggregator=global-dp")),
+    ],
+)  # fmt: skip
+def test_a_node_with_a_policy_sends_nothing_made_from_its_raw_records(
+    ask: Ask, task: str, asked: tuple[str, ...]
+) -> None:
     with pytest.raises(RunError, match="policy allows no updates and no averages made from its own records"):
-        ask(kind, "epsilon = 10.0")
+        ask(task, "epsilon = 10.0", *asked)
     assert wire.error_of(ask(wire.TRAIN, "epsilon = 10.0\nallow_raw_updates = true")) is None
 
 
 def test_a_node_with_a_policy_does_not_vote(ask: Ask) -> None:
     with pytest.raises(RunError, match="policy allows no votes"):
-        ask(wire.VOTE, "epsilon = 10.0", "algorithm=pate", "algorithm.public_records=200")
+        ask(VOTE, "epsilon = 10.0", "algorithm=pate", "algorithm.public_records=200")
 
 
 def test_a_node_pays_for_all_pools_together(ask: Ask) -> None:
-    assert wire.error_of(ask(wire.SYNTHESIZE, "epsilon = 10.0", *POOLED)) is None
+    assert wire.error_of(ask(SYNTHESIZE, "epsilon = 10.0", *POOLED)) is None
     with pytest.raises(RunError, match=r"policy allows epsilon 10 at delta 1e-05 .*, and the order would exceed it"):
-        ask(wire.SYNTHESIZE, "epsilon = 10.0", *POOLED, "seed=1")
+        ask(SYNTHESIZE, "epsilon = 10.0", *POOLED, "seed=1")
 
 
 def test_a_node_sends_moments_of_its_features_only_as_its_policy_allows(ask: Ask) -> None:
-    assert wire.error_of(ask(wire.SUMMARISE, "", "calibrate=ccvr")) is None
+    assert wire.error_of(ask(SUMMARISE, "", "calibrate=ccvr")) is None
     with pytest.raises(RunError, match="policy allows no updates and no averages made from its own records"):
-        ask(wire.SUMMARISE, "epsilon = 10.0", "calibrate=ccvr")
+        ask(SUMMARISE, "epsilon = 10.0", "calibrate=ccvr")
     private = ("calibrate=ccvr", "calibrate.epsilon=8")
-    first = ask(wire.SUMMARISE, "epsilon = 10.0", *private)
-    again = ask(wire.SUMMARISE, "epsilon = 10.0", *private, "calibrate.epochs=5")  # the server's affair alone
+    first = ask(SUMMARISE, "epsilon = 10.0", *private)
+    again = ask(SUMMARISE, "epsilon = 10.0", *private, "calibrate.epochs=5")  # the server's affair alone
     assert wire.error_of(first) is None
     read = [releases.read_moments(message.content, (10, 1 + 64 + 64 * 65 // 2)) for message in (first, again)]
     assert (read[0] == read[1]).all()
     with pytest.raises(RunError, match=r"policy allows epsilon 10 at delta 1e-05 .*, and the order would exceed it"):
-        ask(wire.SUMMARISE, "epsilon = 10.0", *private, "calibrate.clipping_norm=3")
+        ask(SUMMARISE, "epsilon = 10.0", *private, "calibrate.clipping_norm=3")
     with pytest.raises(RunError, match="policy allows secret noise only"):
-        ask(wire.SUMMARISE, "epsilon = 10.0", *private, "calibrate.noise=seeded")
+        ask(SUMMARISE, "epsilon = 10.0", *private, "calibrate.noise=seeded")
 
 
 def test_a_node_makes_secret_noise_only(ask: Ask) -> None:
     with pytest.raises(RunError, match="policy allows secret noise only"):
-        ask(wire.SYNTHESIZE, "epsilon = 10.0", *POOLED, "preprocess.noise=seeded")
+        ask(SYNTHESIZE, "epsilon = 10.0", *POOLED, "preprocess.noise=seeded")
 
 
 def test_a_node_takes_no_foreign_codes_word_for_what_a_release_costs(ask: Ask, tmp_path: Path) -> None:
     foreign = ("preprocess=da-fl", "preprocess.epsilon=8", f"preprocess.generator={__name__}:Cheap")
     with pytest.raises(RunError, match=r"takes no foreign code's word for what a release costs.*test_app_policy:Cheap"):
-        ask(wire.SYNTHESIZE, "epsilon = 10.0", *foreign)
+        ask(SYNTHESIZE, "epsilon = 10.0", *foreign)
     assert not (tmp_path / "policy.toml.private").exists()
-    assert wire.error_of(ask(wire.SYNTHESIZE, "", *foreign)) is None
+    assert wire.error_of(ask(SYNTHESIZE, "", *foreign)) is None
 
 
 @pytest.mark.parametrize("name", ["private.safetensors", "synthetic-0123456789abcdef.safetensors", "by content", ""])

@@ -26,17 +26,22 @@ from fl_sim.packed import Packed, Size
 from fl_sim.params import detached
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.simulation.engine_choice import client_app
+from fl_sim.simulation.pate.asking import VOTE
+from fl_sim.stages.ccvr import SUMMARISE
+from fl_sim.stages.dafl.client import SYNTHESIZE
+from fl_sim.stages.private_start import MEASURE
+from fl_sim.stages.shares import SHARE
 
 PAGE = Path(__file__).parents[2] / "docs/privacy/messages.md"
-CLIENT, KINDS = 3, (wire.TRAIN, wire.SHARE, wire.SYNTHESIZE, wire.VOTE, wire.SUMMARISE, wire.MEASURE)
+CLIENT, TASKS = 3, (wire.TRAIN, SHARE, SYNTHESIZE, VOTE, SUMMARISE, MEASURE, "nothing")
 TICKET = wire.Ticket(bytes(range(32)), simulation_only=False, counts=(0, 0, 0, 180, 0, 0, 0, 0, 0, 0))
 GROUP = {"w": torch.zeros(2)}
 ORDER = wire.Order("{}", 1, 0.1, "", "", most_steps={3: 1})
 SERVERS = {
     "task_content": wire.task_content(ORDER, GROUP, {"control": GROUP}),
-    "share_content": wire.share_content(ORDER),
+    "order_content": wire.order_content(ORDER),
     "kept_records": RecordDict(dict(wire.kept_records({"control": GROUP}))),
-    "Signer.records": RecordDict(dict(wire.Signer.fresh().records(TICKET, wire.TRAIN, 0, wire.share_content(ORDER)))),
+    "Signer.records": RecordDict(dict(wire.Signer.fresh().records(TICKET, wire.TRAIN, 0, wire.order_content(ORDER)))),
 }
 PACKED = {"delta": Packed(torch.zeros(2), np.zeros(3, np.uint8))}
 CLIENTS = {
@@ -60,7 +65,7 @@ def fields_of(content: RecordDict) -> Iterator[str]:
         yield from (f"{group}.{key}" for key in record) if named else (group,)
 
 
-SET_BY_SERVERS = sorted({"kind", "client", *(field for one in SERVERS.values() for field in fields_of(one))})
+SET_BY_SERVERS = sorted({"type", "client", *(field for one in SERVERS.values() for field in fields_of(one))})
 SET_BY_CLIENTS = sorted({"error", *(field for one in CLIENTS.values() for field in fields_of(one))})
 
 
@@ -111,8 +116,9 @@ class Node:
         save_file(tensors, self.private)
         save_file(tensors, folder / "synthetic-0123456789abcdef.safetensors")
 
-    def asked(self, kind: str, content: RecordDict, client: int = CLIENT) -> Message | Exception:
-        message = Message(content, 1000 + client, kind)
+    def asked(self, task: str, content: RecordDict, client: int = CLIENT) -> Message | Exception:
+        content = wire.reordered(content, replace(wire.read_order(content), task=task))
+        message = Message(content, 1000 + client, wire.TRAIN)
         message.metadata.__dict__["_message_id"] = "one"
         try:
             return self.app(message, Context(1, 1003, dict(self.config), RecordDict(), {}))
@@ -139,7 +145,7 @@ def told(node: Node, **changes: Any) -> list[RecordDict]:
 
 def forged(node: Node, **fields: Any) -> list[RecordDict]:
     content = node.content()
-    signed = wire.Signer.fresh().records(TICKET, wire.SYNTHESIZE, CLIENT, content)
+    signed = wire.Signer.fresh().records(TICKET, SYNTHESIZE, CLIENT, content)
     return [RecordDict({**content, "ticket": ConfigRecord({**signed["ticket"], **fields})})]
 
 
@@ -153,7 +159,8 @@ def _da_fl(**changes: Any) -> dict[str, Any]:
 
 
 HOSTILE: dict[str, Callable[[Node], list[RecordDict]]] = {
-    "kind": lambda node: [node.content()],
+    "order.task": lambda node: [node.content()],
+    "type": lambda node: [node.content()],
     "client": lambda node: [node.content()],
     "order.experiment": lambda node: told(
         node, experiment=[
@@ -202,14 +209,14 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Node:
 def test_whatever_a_server_writes_into_a_field_the_policy_holds(node: Node, field: str) -> None:
     """Nothing raw leaves the node, and all releases together are paid for within its epsilon."""
     for content in HOSTILE[field](node):
-        for kind in KINDS:
+        for task in TASKS:
             for client in (CLIENT, 4) if field == "client" else (CLIENT,):
-                answer = node.asked(kind, content, client)
+                answer = node.asked(task, content, client)
                 refused = isinstance(answer, Exception) or answer.has_error()
-                if kind in {wire.SYNTHESIZE, wire.SUMMARISE} and not field.startswith("ticket"):
+                if task in {SYNTHESIZE, SUMMARISE} and not field.startswith("ticket"):
                     assert refused or node.spent > 0, "a release without a charge"
                 else:
-                    assert refused, f"{kind} was answered"
+                    assert refused, f"{task} was answered"
                 assert node.spent <= 1.0
     places = {path.name for path in node.folder.iterdir()}
     assert places <= {
@@ -220,7 +227,7 @@ def test_whatever_a_server_writes_into_a_field_the_policy_holds(node: Node, fiel
 
 
 def test_what_the_policy_allows_is_answered_so_that_the_others_mean_something(node: Node) -> None:
-    share, moments = (node.asked(kind, node.content()) for kind in (wire.SYNTHESIZE, wire.SUMMARISE))
+    share, moments = (node.asked(task, node.content()) for task in (SYNTHESIZE, SUMMARISE))
     assert isinstance(share, Message), share
     assert isinstance(moments, Message), moments
     assert not share.has_error()
@@ -229,13 +236,13 @@ def test_what_the_policy_allows_is_answered_so_that_the_others_mean_something(no
 
 
 @pytest.mark.parametrize("left_out", ["", "policy"])
-@pytest.mark.parametrize("kind", [wire.SYNTHESIZE, wire.SUMMARISE])
-def test_no_server_walks_past_the_ledger_by_a_ticket(tmp_path: Path, kind: str, left_out: str) -> None:
+@pytest.mark.parametrize("task", [SYNTHESIZE, SUMMARISE])
+def test_no_server_walks_past_the_ledger_by_a_ticket(tmp_path: Path, task: str, left_out: str) -> None:
     """Neither where there is a policy, nor on any other node that no driver of the run started."""
     node = Node(tmp_path, {})
     node.config.pop(left_out, None)
     [content] = forged(node)
-    answer = node.asked(kind, content)
+    answer = node.asked(task, content)
     assert str(answer) == wire.NO_TICKET
     assert node.spent == 0
     assert not (tmp_path / "server").exists()

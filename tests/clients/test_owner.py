@@ -18,6 +18,7 @@ from fl_sim.experiment.job import job_of
 from fl_sim.experiment.own_records import public_facts
 from fl_sim.params import detached
 from fl_sim.simulation.engine_choice import client_app
+from fl_sim.simulation.pate.asking import VOTE
 from strategies.scaffold import Scaffold
 
 Ask = Callable[..., Message]
@@ -36,23 +37,24 @@ def own(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ask(tmp_path: Path) -> Ask:
-    """Send client 1 of 3 a message of a kind, of a run ``name`` at a server."""
+    """Ask client 1 of 3 for a task, of a run ``name`` at a server."""
     app = client_app()
     LocalGrid(3)  # sets the identity that Flower wants before a message can be made
 
     def send(
-        node: dict[str, str], kind: str = wire.TRAIN, name: str = "a", server_round: int = 1, **settings: Any
+        node: dict[str, str], task: str = wire.TRAIN, name: str = "a", server_round: int = 1, **settings: Any
     ) -> Message:
         experiment = experiment_from({"model": "logistic", "clients": 3, "algorithm": "scaffold", **settings})
         job = job_of(experiment)
         facts = json.dumps(public_facts(job.dataset))
         order = wire.Order(
-            job.experiment.model_dump_json(), server_round, 0.1, "", str(tmp_path / "server"), run=name, facts=facts
-        )
+            job.experiment.model_dump_json(), server_round, 0.1, "", str(tmp_path / "server"),
+            run=name, facts=facts, task=task,
+        )  # fmt: skip
         params = detached(job.model().named_parameters())
         broadcast = Scaffold().init(params).broadcast
         config: dict[str, bool | float | int | str] = {"partition-id": 1, "num-partitions": 3, **node}
-        message = Message(wire.task_content(order, params, broadcast), 1001, kind)
+        message = Message(wire.task_content(order, params, broadcast), 1001, wire.TRAIN)
         message.metadata.__dict__["_message_id"] = "one"
         return app(message, Context(1, 1001, config, RecordDict(), {}))
 
@@ -105,8 +107,8 @@ def test_records_that_do_not_fit_are_refused(
         digits = load("digits", None)
         wide = replace(digits.train, inputs=np.zeros((len(digits.train), 1, 9, 9), np.uint8))
         monkeypatch.setattr("fl_sim.experiment.job.load", lambda *_: replace(digits, train=wide, test=wide))
-    kind = wire.VOTE if "algorithm" in settings else wire.TRAIN
-    answer = wire.error_of(ask({"data": f"npz:{own}"}, kind, **({} if "data" in settings else settings)))
+    task = VOTE if "algorithm" in settings else wire.TRAIN
+    answer = wire.error_of(ask({"data": f"npz:{own}"}, task, **({} if "data" in settings else settings)))
     assert answer is not None
     assert said in answer
 

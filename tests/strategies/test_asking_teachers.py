@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 from fl_sim.engines import releases, wire
 from fl_sim.engines.inprocess import InProcessGrid
 from fl_sim.errors import Malformed, RunError
-from strategies.flower import ask_teachers
+from fl_sim.simulation.pate.asking import ask_teachers
 
 RECORDS, CLASSES = 4, 3
 VOTES = np.array([2, 0, 1, 1])
@@ -48,7 +48,7 @@ MALFORMED = {
 def app_of(answer_of: Callable[[int], RecordDict]) -> ClientApp:
     app = ClientApp()
 
-    @app.train("vote")
+    @app.train()
     def vote(message: Message, context: Context) -> Message:
         return Message(answer_of(int(context.node_config["partition-id"])), reply_to=message)
 

@@ -186,6 +186,6 @@ def test_a_model_without_a_head_to_train_is_refused(model: nn.Module, said: str)
 
 
 def test_moments_too_long_for_a_message_are_refused() -> None:
-    CCVR().check_size(512, 100)
+    CCVR().check_head(512, 100)
     with pytest.raises(UserError, match="fewer units before its last layer"):
-        CCVR().check_size(3072, 10)
+        CCVR().check_head(3072, 10)

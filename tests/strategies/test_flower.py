@@ -3,6 +3,7 @@
 import math
 import pickle
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,10 +17,13 @@ from fl_sim.engines import releases, wire
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.engines.inprocess import InProcessGrid
 from fl_sim.errors import RunError
+from fl_sim.simulation.stage import Run
+from fl_sim.stages.dafl import synthesis
+from fl_sim.stages.shares import SHARE, Shares
 from fl_sim.types import Examples
 from strategies.answers import Population, find_population
 from strategies.fedavg import FedAvg
-from strategies.flower import run_round, share_before_training, synthesize_before_training
+from strategies.flower import run_round
 from strategies.samplers import FixedSize, Poisson
 from strategies.scaffold import Scaffold
 from strategies.server_opt import FedAvgM
@@ -39,11 +43,12 @@ def _app():
     @app.train()
     def train(message, context):
         order, client = wire.read_order(message.content), context.node_config["partition-id"]
+        if order.task == SHARE:
+            return share(message, context)
         params, _ = wire.read_task(message.content)
         delta = {name: torch.full_like(value, (client + 1) * order.learning_rate) for name, value in params.items()}
         return Message(wire.update_content({"delta": delta}, 1, float(client)), reply_to=message)
 
-    @app.train("share")
     def share(message, context):
         client = context.node_config["partition-id"]
         if client == 1 and wire.read_order(message.content).experiment == "broken":
@@ -176,9 +181,14 @@ def test_a_round_with_an_empty_poisson_cohort_sends_nothing_and_changes_nothing(
     assert strategy.server.params is MODEL
 
 
+def _shared(strategy, grid):
+    job = SimpleNamespace(experiment=SimpleNamespace(round_timeout=10.0, algorithm="fedmix"))
+    return Shares(job)._shared(Run(job, strategy, grid, Path(), None), ROWS)
+
+
 def test_what_clients_share_is_concatenated_in_the_order_of_clients(strategy_of):
     strategy = strategy_of(FedAvg(), MODEL, 3)
-    pool, num_bytes = share_before_training(strategy, InProcessGrid(_app(), 3), ROWS, timeout=10.0)
+    pool, num_bytes = _shared(strategy, InProcessGrid(_app(), 3))
     assert pool["inputs"][:, 0].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
     assert pool["labels"].shape == (6, 3)
     assert num_bytes == 4 * sum(part.numel() for part in pool.values()) + 3 * 128  # a header each
@@ -189,7 +199,7 @@ def test_the_order_of_clients_does_not_depend_on_the_order_of_replies(strategy_o
         def _exchange(self, messages, timeout):
             return random.Random(1).sample(super()._exchange(messages, timeout), len(messages))
 
-    pool, _ = share_before_training(strategy_of(FedAvg(), MODEL, 4), Shuffled(_app(), 4), ROWS, timeout=10.0)
+    pool, _ = _shared(strategy_of(FedAvg(), MODEL, 4), Shuffled(_app(), 4))
     assert pool["inputs"][:, 0].tolist() == [0.0] + [1.0] * 2 + [2.0] * 3 + [3.0] * 4
 
 
@@ -197,7 +207,7 @@ def test_a_client_that_fails_to_share_is_named(strategy_of):
     strategy = strategy_of(FedAvg(), MODEL, 3)
     strategy.order = wire.Order("broken", 0, 0.0, "", "", "")
     with pytest.raises(RunError, match="client 1, asked to share, failed: ValueError: no records"):
-        share_before_training(strategy, InProcessGrid(_app(), 3), ROWS, timeout=10.0)
+        _shared(strategy, InProcessGrid(_app(), 3))
 
 
 def test_a_client_that_does_not_share_in_time_is_named(strategy_of):
@@ -206,7 +216,7 @@ def test_a_client_that_does_not_share_in_time_is_named(strategy_of):
             return super()._exchange(messages[:-1], timeout)
 
     with pytest.raises(RunError, match="client 2, asked to share, did not answer in time"):
-        share_before_training(strategy_of(FedAvg(), MODEL, 3), Losing(_app(), 3), ROWS, timeout=10.0)
+        _shared(strategy_of(FedAvg(), MODEL, 3), Losing(_app(), 3))
 
 
 class _Remote:
@@ -331,13 +341,15 @@ def test_beside_synthetic_records_a_client_that_fails_is_not_quoted(strategy_of,
 def test_a_client_that_fails_to_release_records_is_not_quoted(strategy_of):
     app = ClientApp()
 
-    @app.train("synthesize")
+    @app.train()
     def synthesize(message, context):
         raise ValueError("bad record [0.25]")
 
     records = Examples(np.zeros((5, 2), np.float32), np.zeros(5, np.int64))
-    order = wire.Order("", 0, 0.0, "", "")
+    dataset = SimpleNamespace(train=records, num_classes=3)
+    job = SimpleNamespace(experiment=SimpleNamespace(round_timeout=5.0), dataset=dataset)
+    asking = Run(job, strategy_of(FedAvg(), MODEL, 2), InProcessGrid(app, 2), Path(), None)
     with pytest.raises(RunError, match="client 0, asked to synthesize, failed; what clients say") as caught:
-        synthesize_before_training(strategy_of(FedAvg(), MODEL, 2), InProcessGrid(app, 2), order, records, 3, 5.0)
+        synthesis._asked(asking, wire.Order("", 0, 0.0, "", ""))
     assert "0.25" not in str(caught.value)
     assert "client 0, asked to synthesize, failed: ValueError: bad record [0.25]" in caught.value.private

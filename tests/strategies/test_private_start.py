@@ -1,6 +1,7 @@
 """A private start: what it costs, and what becomes of noisy answers; whole runs are in simulation/test_starting."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from clients.symmetric import triangle_of
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.privacy.accounting import epsilon
-from strategies.global_dp import GlobalDP
+from strategies.global_dp import GlobalDP, releases_beforehand
 from strategies.private_start import (
     Classes,
     PrivateStart,
@@ -22,7 +23,6 @@ from strategies.private_start import (
     covariances_of,
     drawn_images,
     frame_of,
-    releases_beforehand,
 )
 
 SHAPE, CLASSES, SIZE = (1, 8, 8), 3, 10
@@ -144,8 +144,9 @@ def test_what_it_cannot_go_with_is_refused(changes: dict[str, object], words: st
 def test_records_that_are_no_images_and_answers_that_are_too_long_are_refused(
     shape: tuple[int, ...], features: str, frequencies: int, words: str
 ) -> None:
+    data = SimpleNamespace(input_shape=shape, num_classes=10)
     with pytest.raises(UserError, match=words):
-        PrivateStart(frequencies=frequencies).check_shape(shape, 10, features)
+        PrivateStart(frequencies=frequencies).check_data(data, features)
 
 
 def test_small_images_have_fewer_frequencies() -> None:

@@ -1,28 +1,25 @@
 """PATE as a procedure: what a teacher does on a worker. The run itself is in ``run`` beside this."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import torch
+from flwr.app import RecordDict
 from flwr.serverapp import Grid
-from numpy.typing import NDArray
 
-from clients.app import Site
+from clients.client_task import Client, Site
 from clients.forest import RandomForest
 from clients.teacher import forest_votes, network_votes
 from fl_sim import models
+from fl_sim.engines import releases
 from fl_sim.experiment.job import Job
 from fl_sim.local_plan import LocalPlan
-from fl_sim.simulation.planned_traffic import traffic_of_votes
+from fl_sim.simulation.pate.asking import VOTE, traffic_of_votes
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import local_settings, site_for
 from fl_sim.training.loop import to_tensors
-from fl_sim.training.records import Records
-from fl_sim.training.trainer import Trainer
 from fl_sim.types import Payloads, ServerState, Traffic
 from strategies.fedavg import FedAvg
 from strategies.pate.public_split import PublicSplit
@@ -30,6 +27,34 @@ from strategies.pate.settings import Pate
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
+
+
+@dataclass(frozen=True)
+class Vote:
+    """A client trains as a teacher, and votes on each record of the public ``pool``, which is (records, *shape)."""
+
+    job: Job
+    settings: Pate
+    pool: torch.Tensor
+    reads_records: ClassVar[bool] = False  # votes have a rule of their own
+    runs_in_threads: ClassVar[bool] = True
+
+    def run(self, client: Client) -> RecordDict:
+        """Return the client's votes, one class for each record of the pool."""
+        if client.policy:
+            client.policy.check_vote()
+        experiment, dataset, own = self.job.experiment, self.job.dataset, client.records
+        number, seed = client.number, experiment.seed
+        if isinstance(self.settings.teachers, RandomForest):
+            votes = forest_votes(self.settings.teachers, own, self.pool, client=number, seed=seed)
+            return releases.votes_content(votes)
+        local = local_settings(self.job, experiment.local.learning_rate)
+        build = partial(models.build, experiment.model, dataset.input_shape, dataset.num_classes)
+        votes = network_votes(
+            client.site.trainer, build, local, own, self.pool,
+            client=number, seed=seed, model_seed=experiment.seed_of_model,
+        )  # fmt: skip
+        return releases.votes_content(votes)
 
 
 @dataclass(frozen=True)
@@ -85,12 +110,8 @@ class Voting:
 
     def site(self) -> Site:
         """Return what a worker needs to play any client as a teacher."""
-        site = site_for(self.job, FedAvg())
         inputs, _ = to_tensors(self._split().pool, self.job.dataset)
-        pool = inputs.to(self.job.device)
-        return replace(
-            site, vote=partial(_vote, self.job, self.settings, lambda client: site.records(client, ""), pool)
-        )
+        return site_for(self.job, FedAvg(), {VOTE: Vote(self.job, self.settings, inputs.to(self.job.device))})
 
     def _split(self) -> PublicSplit:
         return self.settings.public_split(self.job.dataset, self.job.experiment.seed_of_partition)
@@ -108,18 +129,3 @@ class Voting:
         """Return what a user must know before the vote."""
         del log
         return list(filter(None, [self.settings.warning_of_noise(self.job.experiment.clients)]))
-
-
-def _vote(
-    job: Job, settings: Pate, own: Callable[[int], Records], pool: torch.Tensor, trainer: Trainer, client: int
-) -> NDArray[np.int64]:
-    """Train a client as a teacher, and return its class for each record of the ``pool``."""
-    experiment, dataset = job.experiment, job.dataset
-    if isinstance(settings.teachers, RandomForest):
-        return forest_votes(settings.teachers, own(client), pool, client=client, seed=experiment.seed)
-    local = local_settings(job, experiment.local.learning_rate)
-    build = partial(models.build, experiment.model, dataset.input_shape, dataset.num_classes)
-    return network_votes(
-        trainer, build, local, own(client), pool,
-        client=client, seed=experiment.seed, model_seed=experiment.seed_of_model,
-    )  # fmt: skip

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from fl_sim.engines import wire
 from fl_sim.engines.grid import CLIENT_RAISED, TOO_LATE, partition_of
-from fl_sim.engines.inprocess import Generators, InProcessGrid
+from fl_sim.engines.inprocess import Groups, InProcessGrid
 from fl_sim.engines.pieces import STEPS_AT_A_TIME, Play, Together
+
+TASKS = frozenset({"release"})
 
 
 def app() -> ClientApp:
@@ -217,7 +219,8 @@ def test_after_ctrl_c_threads_finish_what_they_have_begun_and_begin_no_more() ->
 
 
 def asked(grid: InProcessGrid) -> list[Message]:
-    return [Message(RecordDict(), node, wire.SYNTHESIZE) for node in grid.get_node_ids()]
+    content = RecordDict({"order": ConfigRecord({"task": "release"})})
+    return [Message(content, node, wire.TRAIN) for node in grid.get_node_ids()]
 
 
 def reports(piece: Sequence[Message]) -> list[Message]:
@@ -230,8 +233,8 @@ def test_clients_that_release_records_are_played_several_at_a_time(
     clients: int, threads: int, sizes: list[int]
 ) -> None:
     heard: list[int] = []
-    generators = Generators(lambda piece, _: reports(piece), threads)
-    grid = InProcessGrid(app(), clients, heard.append, generators=generators)
+    groups = Groups(TASKS, lambda piece, _: reports(piece), threads)
+    grid = InProcessGrid(app(), clients, heard.append, groups=groups)
     replies = grid.send_and_receive(asked(grid))
     grid.close()
     assert clients_of(replies) == list(range(clients))
@@ -246,7 +249,7 @@ def test_generators_train_side_by_side() -> None:
         meeting.wait(20)
         return reports(piece)
 
-    grid = InProcessGrid(app(), 6, generators=Generators(release, 2))
+    grid = InProcessGrid(app(), 6, groups=Groups(TASKS, release, 2))
     assert clients_of(grid.send_and_receive(asked(grid))) == list(range(6))
     grid.close()
 
@@ -267,7 +270,7 @@ def test_generators_stop_at_their_next_step_after_ctrl_c() -> None:
     def interrupt(count: int) -> None:
         raise KeyboardInterrupt
 
-    grid = InProcessGrid(app(), 30, interrupt, generators=Generators(release, 2))
+    grid = InProcessGrid(app(), 30, interrupt, groups=Groups(TASKS, release, 2))
     with pytest.raises(KeyboardInterrupt):
         grid.send_and_receive(asked(grid))
     grid.close()
@@ -279,7 +282,7 @@ def test_generators_keep_the_deadline() -> None:
         time.sleep(0.7)
         return reports(piece)
 
-    grid = InProcessGrid(app(), 20, generators=Generators(release, 1))
+    grid = InProcessGrid(app(), 20, groups=Groups(TASKS, release, 1))
     replies = grid.send_and_receive(asked(grid), timeout=0.5)
     grid.close()
     assert [reply.has_error() for reply in replies] == [False] * 10 + [True] * 10

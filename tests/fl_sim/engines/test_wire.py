@@ -91,7 +91,7 @@ def test_a_task_comes_back_whole():
     assert {name: {key: value.tolist() for key, value in group.items()} for name, group in broadcast.items()} == {
         "control": {"w": [1.0, 1.0]}, "other": {"v": [0.0], "w": 1.0},
     }  # fmt: skip
-    assert wire.read_order(wire.share_content(order)) == order
+    assert wire.read_order(wire.order_content(order)) == order
 
 
 @pytest.mark.parametrize("loss", [None, 0.1 + 0.2, float("inf")])

@@ -82,7 +82,7 @@ def table(**others: Any) -> dict[str, Any]:
 
 def trained_by_hand(job: Job) -> list[tuple[Params, int]]:
     """Return every client's running statistics after a first round of plain SGD, and how many records it has."""
-    site, model, found = site_for(job, FedAvg()), job.model(), []
+    site, model, found = site_for(job, FedAvg(), {}), job.model(), []
     for client in range(job.experiment.num_clients):
         inputs, labels = site.records(client, "").tensors()
         task = LocalTask(
@@ -136,7 +136,7 @@ def test_personal_layers_go_on_from_round_to_round_whatever_others_do_and_their_
     experiment = experiment_from(table(local=local, rounds=3, engine=two_threads))
     result = run(experiment, tmp_path / "run")
     job = job_of(experiment)
-    site, model = site_for(job, FedAvg()), job.model()
+    site, model = site_for(job, FedAvg(), {}), job.model()
     shared, names = detached(job.model().named_parameters()), ("2.weight", "2.bias")
     sizes = [len(shard) for shard in job.shards]
     layers = [({name: shared[name] for name in names}, statistics_of(job.model())) for _ in sizes]

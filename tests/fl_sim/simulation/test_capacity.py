@@ -12,7 +12,7 @@ from clients.dafl import mean_embedding
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation.capacity import fixed_threads
-from fl_sim.simulation.engine_choice import synthesis_seconds
+from fl_sim.simulation.estimate import seconds_beforehand
 from fl_sim.simulation.run import run
 
 DA_FL = {
@@ -37,7 +37,7 @@ def test_threads_of_torch_and_of_linear_algebra_are_fixed_and_put_back() -> None
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize("at_work", [run, lambda experiment, _: synthesis_seconds(job_of(experiment))])
+@pytest.mark.parametrize("at_work", [run, lambda experiment, _: seconds_beforehand(job_of(experiment))])
 def test_generators_compute_in_one_thread_each_in_a_run_and_where_they_are_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_work: Callable[..., Any]
 ) -> None:

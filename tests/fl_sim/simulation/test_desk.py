@@ -16,6 +16,8 @@ from fl_sim.experiment.job import Job, job_of
 from fl_sim.simulation.client_ledgers import ledger_path
 from fl_sim.simulation.desk import HomeDesk
 from fl_sim.simulation.travelling import TravellingJob, travelling_app
+from fl_sim.stages.ccvr import SUMMARISE
+from fl_sim.stages.dafl.client import SYNTHESIZE
 
 CLIENT = 3
 SIGNER = wire.Signer.fresh()
@@ -31,8 +33,10 @@ def job() -> Job:
 def message(job: Job, tmp_path: Path) -> Message:
     """The message that asks a client for synthetic records."""
     grid = LocalGrid(6)
-    order = wire.Order(job.experiment.model_dump_json(), 0, 0.0, str(tmp_path / "data"), str(tmp_path / "clients"))
-    made = Message(wire.share_content(order), [*grid.get_node_ids()][CLIENT], wire.SYNTHESIZE)
+    order = wire.Order(
+        job.experiment.model_dump_json(), 0, 0.0, str(tmp_path / "data"), str(tmp_path / "clients"), task=SYNTHESIZE
+    )
+    made = Message(wire.order_content(order), [*grid.get_node_ids()][CLIENT], wire.TRAIN)
     made.metadata.__dict__["_message_id"] = "one"
     return made
 
@@ -46,7 +50,7 @@ def sent(desk: HomeDesk, message: Message) -> tuple[Parcel, wire.Ticket]:
     parcel = desk.before(message)
     assert isinstance(parcel, Parcel)
     content = wire.RecordDict({**parcel.content, **parcel.own})
-    return parcel, SIGNER.read(message.metadata.message_type, CLIENT, content)
+    return parcel, SIGNER.read(SYNTHESIZE, CLIENT, content)
 
 
 def test_a_share_is_paid_for_before_a_worker_is_told_and_once(job: Job, message: Message, tmp_path: Path) -> None:
@@ -90,24 +94,24 @@ def _answer_of(job: Job, content: wire.RecordDict, message: Message, signer: wir
 
 
 @pytest.mark.parametrize(
-    "changed", ["nothing", "client", "kind", "round", "run", "counts", "key", "driver", "signature"]
+    "changed", ["nothing", "client", "task", "round", "run", "counts", "key", "driver", "signature"]
 )
 def test_a_worker_takes_a_ticket_for_the_message_that_its_driver_signed_alone(
     job: Job, message: Message, changed: str
 ) -> None:
     """All else is refused in words, with nothing released."""
     parcel, ticket = sent(HomeDesk(job, SIGNER), message)
-    client, kind, order = CLIENT, wire.SYNTHESIZE, wire.read_order(parcel.content)
+    client, task, order = CLIENT, SYNTHESIZE, wire.read_order(parcel.content)
     content, signer = parcel.content, SIGNER
     signed = {
         "nothing": lambda: parcel.own,
-        "client": lambda: SIGNER.records(ticket, kind, client + 1, content),
-        "kind": lambda: SIGNER.records(ticket, wire.SUMMARISE, client, content),
-        "round": lambda: SIGNER.records(ticket, kind, client, wire.reordered(content, replace(order, server_round=1))),
-        "run": lambda: SIGNER.records(ticket, kind, client, wire.reordered(content, replace(order, run="another"))),
+        "client": lambda: SIGNER.records(ticket, task, client + 1, content),
+        "task": lambda: SIGNER.records(ticket, SUMMARISE, client, content),
+        "round": lambda: SIGNER.records(ticket, task, client, wire.reordered(content, replace(order, server_round=1))),
+        "run": lambda: SIGNER.records(ticket, task, client, wire.reordered(content, replace(order, run="another"))),
         "counts": lambda: _altered(parcel, counts=[0, 0, 0, 180, 0, 0, 0, 0, 0, 0]),
         "key": lambda: _altered(parcel, key=bytes(32)),
-        "driver": lambda: wire.Signer.fresh().records(ticket, kind, client, content),
+        "driver": lambda: wire.Signer.fresh().records(ticket, task, client, content),
         "signature": lambda: _altered(parcel, signature=bytes(32)),
     }[changed]()
     reply = _answer_of(job, wire.RecordDict({**content, **signed}), message, signer)
@@ -137,8 +141,8 @@ def test_where_a_policy_or_an_owner_is_not_even_a_signed_ticket_is_taken(
     if guard == "owner":  # its run has no name: that is refused first, so it gets one, signed
         order = replace(wire.read_order(parcel.content), run="a")
         content = wire.reordered(parcel.content, order)
-        ticket = SIGNER.read(wire.SYNTHESIZE, CLIENT, away.content)
-        signed = SIGNER.records(ticket, wire.SYNTHESIZE, CLIENT, content)
+        ticket = SIGNER.read(SYNTHESIZE, CLIENT, away.content)
+        signed = SIGNER.records(ticket, SYNTHESIZE, CLIENT, content)
         away = Message(wire.RecordDict({**content, **signed}), metadata=message.metadata)
         assert wire.error_of(app(away, context)) == wire.NO_TICKET
         return

@@ -7,23 +7,25 @@ from fl_sim.experiment.engine import Auto, InProcess, Ray
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation import engine_choice
-from fl_sim.simulation.engine_choice import choose, synthesis_seconds
+from fl_sim.simulation.engine_choice import choose
+from fl_sim.simulation.estimate import seconds_beforehand
+from fl_sim.stages.dafl import stage
 
 
 def test_the_generators_time_is_that_of_all_steps_of_all_clients() -> None:
     def seconds(**generator: int) -> float:
         made = {"kind": "dp-cgan", "discriminator_width": 8, "generator_width": 8, "snapshots": 1, **generator}
-        return synthesis_seconds(job_of(experiment_from({"preprocess": {"kind": "da-fl", "generator": made}})))
+        return seconds_beforehand(job_of(experiment_from({"preprocess": {"kind": "da-fl", "generator": made}})))
 
     few, many = seconds(discriminator_steps=100), seconds(discriminator_steps=100_000)
     assert 0 < few < many / 50
-    assert synthesis_seconds(job_of(experiment_from({}))) == 0
+    assert seconds_beforehand(job_of(experiment_from({}))) == 0
 
 
 def test_what_a_generator_does_before_its_first_step_counts_once_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """No second passes: the thread's clock is the generator's own."""
     clock = [0.0]
-    monkeypatch.setattr(engine_choice.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(stage.time, "thread_time", lambda: clock[0])
 
     def generate(self: DpCgan, *_: object) -> None:
         clock[0] += 3.0 + 0.01 * self.discriminator_steps
@@ -32,12 +34,12 @@ def test_what_a_generator_does_before_its_first_step_counts_once_a_client(monkey
     for steps in (5, 20, 1000):
         made = {"kind": "dp-cgan", "discriminator_steps": steps}
         job = job_of(experiment_from({"clients": 7, "preprocess": {"kind": "da-fl", "generator": made}}))
-        assert synthesis_seconds(job) == pytest.approx(7 * (3.0 + 0.01 * steps))
+        assert seconds_beforehand(job) == pytest.approx(7 * (3.0 + 0.01 * steps))
 
 
 def test_a_generator_of_one_release_is_timed_as_a_whole() -> None:
     made = experiment_from({"preprocess": {"kind": "da-fl", "generator": "mean-embedding"}})
-    assert 0 < synthesis_seconds(job_of(made)) < 60
+    assert 0 < seconds_beforehand(job_of(made)) < 60
 
 
 @pytest.mark.parametrize(("training", "kind"), [(1.0, InProcess), (1000.0, Ray)])
@@ -48,7 +50,7 @@ def test_threads_train_generators_in_process_so_that_they_alone_do_not_call_for_
     monkeypatch.setattr(engine_choice, "trains_natively", lambda *_: False)
     monkeypatch.setattr(engine_choice.importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(engine_choice, "estimated_seconds", lambda *_: training)
-    monkeypatch.setattr(engine_choice, "synthesis_seconds", lambda *_: 370.0)
-    engine, why = choose(job_of(experiment_from({"engine": Auto().model_dump()})))
+    monkeypatch.setattr(stage.Synthesis, "seconds", lambda _: 370.0)
+    engine, why = choose(job_of(experiment_from({"engine": Auto().model_dump(), "preprocess": "da-fl"})))
     assert isinstance(engine, kind)
     assert f"about {training + 100:.0f} s of training in process" in why

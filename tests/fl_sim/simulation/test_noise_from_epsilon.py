@@ -14,9 +14,8 @@ from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import CONFIG
-from strategies.global_dp import GlobalDP
+from strategies.global_dp import GlobalDP, releases_beforehand
 from strategies.private import planned_charges, told_beforehand
-from strategies.private_start import releases_beforehand
 
 BASE = {"model": "logistic", "rounds": 10, "clients": 20, "partition": "iid", "engine": "inprocess"}
 

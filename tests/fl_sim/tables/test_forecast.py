@@ -8,6 +8,7 @@ import pytest
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.simulation.estimate import Estimate
 from fl_sim.simulation.pace import pace_of
+from fl_sim.stages.dafl.stage import Synthesis
 from fl_sim.tables import forecast as forecasting
 from fl_sim.tables.forecast import START_SECONDS, Forecast, forecast, in_time, seconds_together, time_in_words
 
@@ -92,7 +93,7 @@ def test_synthetic_records_are_timed_once_for_all_splits_budgets_and_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed = []
-    monkeypatch.setattr(forecasting, "synthesis_seconds", lambda job: timed.append(job.experiment.preprocess) or 100.0)
+    monkeypatch.setattr(Synthesis, "seconds", lambda stage: timed.append(stage.settings) or 100.0)
 
     def cell(seed: int, **preprocess: Any) -> Experiment:
         settings = {"kind": "da-fl", "generator": "mean-embedding", **preprocess}

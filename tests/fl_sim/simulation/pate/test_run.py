@@ -17,13 +17,13 @@ from fl_sim.experiment.job import job_of
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.report.runs import read_run
 from fl_sim.simulation.pate import ensemble, noisy_labels
+from fl_sim.simulation.pate.asking import ask_teachers
 from fl_sim.simulation.pate.ensemble import votes_key
 from fl_sim.simulation.pate.run import evaluate
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.tables.words import caption, label
 from fl_sim.training.loop import to_tensors
-from strategies.flower import ask_teachers
 from strategies.pate.labelling import UNANSWERED
 from strategies.pate.neighbours import representatives
 from strategies.pate.public_split import PublicSplit

@@ -23,10 +23,10 @@ from fl_sim.privacy.events import from_json, to_json
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.report.payments import with_whole_run
 from fl_sim.simulation.client_ledgers import fingerprint
-from fl_sim.simulation.dafl import synthesis
-from fl_sim.simulation.dafl.pool import da_fl
-from fl_sim.simulation.dafl.synthesis import pool_key
 from fl_sim.simulation.run import Silent, run
+from fl_sim.stages.dafl import synthesis
+from fl_sim.stages.dafl.pool import da_fl
+from fl_sim.stages.dafl.synthesis import pool_key
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")
@@ -79,7 +79,7 @@ def test_a_run_states_what_its_pool_costs_a_record_and_that_the_main_task_is_not
 
 def test_runs_that_differ_in_the_method_share_one_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run(_made(), tmp_path / "first")
-    monkeypatch.setattr(synthesis, "synthesize_before_training", lambda *_: pytest.fail("the pool was made again"))
+    monkeypatch.setattr(synthesis, "_asked", lambda *_: pytest.fail("the pool was made again"))
     second = run(_made("algorithm=scaffold", "rounds=3"), tmp_path / "second")
     assert not first["preprocess"]["reused"]
     assert second["preprocess"]["reused"]

@@ -21,7 +21,7 @@ from fl_sim.privacy.accounting import Adjacency, epsilon_of_counts, none_if_infi
 from fl_sim.privacy.ledger import Ledger, Terms
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.simulation.client_ledgers import together_in_words
-from fl_sim.simulation.dafl.pool import Pool, da_fl
+from fl_sim.stages.dafl.pool import Pool, da_fl
 from strategies.global_dp import GlobalDP
 
 NOT_PER_CLIENT = (

@@ -20,16 +20,18 @@ from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.params import vector_in
 from fl_sim.privacy.accounting import amplify_fixed_size, amplify_poisson, epsilon
-from fl_sim.simulation import preparation, starting
+from fl_sim.simulation import preparation
 from fl_sim.simulation.planned_bill import planned
 from fl_sim.simulation.run import Silent, run
+from fl_sim.stages import private_start
+from fl_sim.stages.private_start import MEASURE
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.types import Params
 from strategies.fedavg import FedAvg
 from strategies.flower import release_before_training
-from strategies.global_dp import GlobalDP
+from strategies.global_dp import GlobalDP, releases_beforehand
 from strategies.private import open_private_rounds
-from strategies.private_start import PrivateStart, releases_beforehand
+from strategies.private_start import PrivateStart
 from strategies.samplers import Everyone, Sampler
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")
@@ -125,7 +127,7 @@ def _stopped_before_round_1(experiment: Experiment, out: Path, monkeypatch: pyte
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    place = starting if hasattr(starting, where) else preparation
+    place = private_start if hasattr(private_start, where) else preparation
     with monkeypatch.context() as patched:
         patched.setattr(place, where, die)
         with pytest.raises(KeyboardInterrupt):
@@ -248,9 +250,9 @@ def _released(
     )
     question = question_tensors(Question(2, 10.0, black_frame(SHAPE, np.arange(SIZE))))
     grid = Answering(answers)
-    found = release_before_training(strategy, grid, 2, question, TEMPLATE, 60.0)
+    found = release_before_training(strategy, grid, MEASURE, 2, question, TEMPLATE, 60.0)
     assert charges(out) == ["before round 1: 2 of 3"]
-    assert {message.metadata.message_type for message in grid.asked} == {wire.MEASURE}
+    assert set(map(wire.task_of, grid.asked)) == {MEASURE}
     assert {wire.read_order(message.content).server_round for message in grid.asked} == {-1}  # no round has its noise
     return vector_in(found, tuple((name, tuple(value.shape)) for name, value in TEMPLATE.items())).double()
 

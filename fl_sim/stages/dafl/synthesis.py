@@ -9,57 +9,65 @@ import json
 import math
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import torch
-from flwr.serverapp import Grid
 
 from fl_sim.data import fingerprint, version_of
 from fl_sim.engines import releases, tensor_records
+from fl_sim.engines.wire import Order
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.identity import code_in
 from fl_sim.experiment.job import Job
-from fl_sim.kinds import kind_of
-from fl_sim.simulation.dafl.pool import FACTS, Pool, da_fl, load, store
+from fl_sim.kinds import kind_of, replaces_records
+from fl_sim.simulation.pools import pools_root
 from fl_sim.simulation.site import read_pool
-from fl_sim.store.files import folder_of, write_whole
+from fl_sim.simulation.stage import Run
+from fl_sim.stages.dafl.client import SYNTHESIZE
+from fl_sim.stages.dafl.pool import FACTS, Pool, da_fl, load, store
+from fl_sim.store.files import write_whole
 from fl_sim.store.locks import alone_in
 from fl_sim.types import Traffic
-from strategies.flower import FederatedStrategy, synthesize_before_training
 
 _FORMAT = 2
 _FEW = 20  # classes that a warning lists
 
 
-def prepare_pool(job: Job, strategy: FederatedStrategy, grid: Grid, out: Path) -> Pool:
+def prepare_pool(run: Run) -> Pool:
     """Return the job's pool, from an earlier run where there is one, and put a copy into the run directory.
 
     Raises RunError where a client fails, or where the main task would have nothing to train on.
     """
+    job = run.job
     folder = pools_root() / pool_key(job)
     folder.mkdir(parents=True, exist_ok=True)
     with alone_in(folder):
         reused = (folder / FACTS).exists()
         if not reused:
             start = time.perf_counter()
-            order = replace(strategy.order, state_dir=str(folder / "clients"))
-            answers = synthesize_before_training(
-                strategy, grid, order, job.dataset.train, job.dataset.num_classes, job.experiment.round_timeout
-            )
+            answers = _asked(run, replace(run.order, state_dir=str(folder / "clients")))
             store(folder, answers, job, time.perf_counter() - start)
         pool = load(folder, job, reused=reused)
-    if not pool.num_synthetic and da_fl(job.experiment).train_on == "synthetic":
+    if not pool.num_synthetic and replaces_records(job.experiment.preprocess):
         raise RunError(f"no client released a synthetic record: {pool.parts[0].refused}")
-    copy = out.absolute() / pool.path.name
+    copy = run.out.absolute() / pool.path.name
     write_whole(copy, pool.path.read_bytes())
     return replace(pool, path=copy)
 
 
-def pools_root() -> Path:
-    """Return where pools are kept: $FL_SIM_POOLS, else the user's cache."""
-    return folder_of("FL_SIM_POOLS", "XDG_CACHE_HOME", "~/.cache", "pools")
+def _asked(run: Run, order: Order) -> list[tuple[torch.Tensor, str]]:
+    """Have every client release synthetic records; return, by client, (records, what it says of them).
+
+    Nobody releases more of one class than all clients hold, or records of another shape.
+    """
+    records, num_classes = run.job.dataset.train, run.job.dataset.num_classes
+    return run.ask(
+        SYNTHESIZE,
+        lambda one: releases.read_synthetic(one, records.inputs.shape[1:], num_classes, num_classes * len(records)),
+        quoted=False,
+        order=order,
+    )
 
 
 def is_made(job: Job) -> bool:

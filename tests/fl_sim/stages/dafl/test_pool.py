@@ -20,9 +20,9 @@ from fl_sim.experiment.job import job_of
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.events import from_json
 from fl_sim.simulation.client_ledgers import all_together, ledger_path
-from fl_sim.simulation.dafl.bill import statement
-from fl_sim.simulation.dafl.pool import FACTS, Pool, load, store
 from fl_sim.simulation.procedure import site_of
+from fl_sim.stages.dafl.bill import statement
+from fl_sim.stages.dafl.pool import FACTS, Pool, load, store
 
 pytestmark = pytest.mark.usefixtures("coarse_losses")
 

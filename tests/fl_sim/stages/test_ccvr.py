@@ -19,9 +19,9 @@ from fl_sim.experiment.job import job_of
 from fl_sim.interface import run as run_from_python
 from fl_sim.report.bills import bills_of
 from fl_sim.report.runs import read_all
-from fl_sim.simulation import calibration
 from fl_sim.simulation.client_ledgers import ledgers_root
 from fl_sim.simulation.run import run
+from fl_sim.stages import ccvr
 from fl_sim.store.run_directory import read_rounds
 from strategies.ccvr import CCVR
 from strategies.class_gaussians import class_gaussians
@@ -62,7 +62,7 @@ def test_a_run_that_is_stopped_in_the_stage_ends_in_the_same_bits(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(calibration, "with_trained_head", stop)
+        patched.setattr(ccvr, "with_trained_head", stop)
         with pytest.raises(KeyboardInterrupt):
             run(_experiment(), tmp_path / "broken")
     broken = json.loads((tmp_path / "broken" / "result.json").read_text())
@@ -76,17 +76,15 @@ def test_a_run_that_is_stopped_in_the_stage_ends_in_the_same_bits(
 def test_a_class_that_nobody_can_tell_a_covariance_of_is_left_out_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = calibration.summarise_after_training
+    asked = ccvr.Calibration._asked
 
     def without_class_3(*given: Any, **how: Any) -> list[Any]:
         moments = asked(*given, **how)
         return [np.where(np.arange(10)[:, None] == 3, 0.0, one) for one in moments]
 
-    monkeypatch.setattr(calibration, "summarise_after_training", without_class_3)
+    monkeypatch.setattr(ccvr.Calibration, "_asked", without_class_3)
     assert run(_experiment(), tmp_path / "one")["calibrate"]["classes_skipped"] == [3]
-    monkeypatch.setattr(
-        calibration, "summarise_after_training", lambda *given, **how: [0 * one for one in asked(*given, **how)]
-    )
+    monkeypatch.setattr(ccvr.Calibration, "_asked", lambda *given, **how: [0 * one for one in asked(*given, **how)])
     result = run(_experiment(), tmp_path / "all")
     assert result["calibrate"]["classes_skipped"] == list(range(10))
     assert result["calibrate"]["accuracy_before"] == result["final_accuracy"]
@@ -241,7 +239,7 @@ def test_noise_is_expected_of_those_alone_that_hold_records(tmp_path: Path, monk
         told.append(std)
         return class_gaussians(moments, num_features, std)
 
-    monkeypatch.setattr(calibration, "class_gaussians", spy)
+    monkeypatch.setattr(ccvr, "class_gaussians", spy)
     settings = {"kind": "ccvr", "epsilon": 8.0, "noise": "seeded"}
     experiment = _experiment(calibrate=settings, partition=f"{__name__}:ThreeHold", clients=8, rounds=1)
     run(experiment, tmp_path / "run")

@@ -1,0 +1,159 @@
+"""A stage: work before the first round or after the last, with all that a run says and pays for it, in one place.
+
+A settings class names its stage as ``stage = "module:Class"``; a user's own class may do the same. General code calls
+the methods below and knows no stage by name.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from flwr.app import RecordDict
+from flwr.serverapp import Grid
+
+from clients.client_task import ClientTask
+from fl_sim.engines.wire import Order
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.job import Job
+from fl_sim.import_path import load_object
+from fl_sim.simulation.measuring import Measuring
+from fl_sim.simulation.run_log import RunLog
+from fl_sim.types import Params, Traffic
+from strategies.algorithm import Sharing
+from strategies.answers import Asking, ask_everybody, find_population
+from strategies.flower import FederatedStrategy
+
+if TYPE_CHECKING:
+    from fl_sim.privacy.bill import Payment
+
+Answer = TypeVar("Answer")
+
+_SHARES: Final = "fl_sim.stages.shares:Shares"  # of every algorithm that shares, ours or not
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its stages see it: the server's side, from which ``ask`` is the only way to a client."""
+
+    job: Job
+    strategy: FederatedStrategy
+    grid: Grid
+    out: Path
+    log: RunLog
+
+    @property
+    def order(self) -> Order:
+        """Return what every message of the run says."""
+        return self.strategy.order
+
+    def ask(
+        self,
+        task: str,
+        read: Callable[[RecordDict], Answer],
+        *,
+        quoted: bool,
+        params: Params | None = None,
+        order: Order | None = None,
+    ) -> list[Answer]:
+        """Ask every client for ``task``, about ``params``; return what ``read`` makes of their answers, by client.
+
+        ``quoted``: whether an error may say what a client said; not where that is private. ``order``: in place of the
+        run's. Raises RunError that names the first client without a good answer.
+        """
+        timeout = self.job.experiment.round_timeout
+        if not self.strategy.population.nodes:
+            self.strategy.population = find_population(self.grid, self.strategy.num_clients, timeout)
+        asking = Asking(replace(order or self.order, task=task), timeout, quoted, params)
+        return ask_everybody(self.grid, self.strategy.population, asking, read)
+
+
+class Stage:
+    """One feature's work before or after the rounds. A method that a stage does not need stays as it is here.
+
+    One object is made for each run, and may keep in itself what ``facts`` and ``statements`` tell later.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def tasks(self) -> Mapping[str, ClientTask]:
+        """Return what clients are asked for, by name: the stage's client half."""
+        return {}
+
+    def preparing(self, log: RunLog) -> str:
+        """Say what clients do before the first round that takes time; empty for nothing."""
+        del log
+        return ""
+
+    def before(self, run: Run) -> None:
+        """Do the work before the first round; called again, and to find it done, by a run that goes on."""
+
+    def after(self, run: Run, measuring: Measuring) -> None:
+        """Do the work after the last round."""
+
+    def num_pooled(self) -> int:
+        """Return about how many records the stage gives to all clients to train on."""
+        return 0
+
+    def num_server_steps(self) -> int:
+        """Return how many minibatch steps the server takes by itself before the first round."""
+        return 0
+
+    def untimed(self) -> tuple[str, ...]:
+        """Return what of the stage takes time that is not foretold, in words."""
+        return ()
+
+    def key(self) -> str:
+        """Return the name of what is made once for all runs that need the same; empty where nothing is."""
+        return ""
+
+    def is_made(self) -> bool:
+        """Say whether an earlier run has left what ``key`` names."""
+        return False
+
+    def seconds(self) -> float:
+        """Return about how long clients work before the first round, one after another on one core."""
+        return 0.0
+
+    def kind_of_work(self) -> str:
+        """Return a text that is the same for stages for which ``seconds`` is."""
+        return ""
+
+    def traffic(self, params: Params) -> Mapping[str, Traffic]:
+        """Return the bytes of arrays to and from all clients, by what they are; ``params``: a model like the run's."""
+        del params
+        return {}
+
+    def payments(self) -> "Iterable[Payment]":
+        """Return what the stage's own releases will cost."""
+        return ()
+
+    def warnings(self) -> list[str]:
+        """Return what a user must know before anything is asked of clients."""
+        return []
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return what ``result.json`` says of the stage, by its keys there."""
+        return {}
+
+    def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+        """Return the privacy statements of a run: ``others``, and the stage's own."""
+        return list(others)
+
+
+def stages_of(job: Job) -> tuple[Stage, ...]:
+    """Return the stages of a run of ``job``, in their order."""
+    return tuple(load_object(path, "stage")(job) for path in stage_paths(job.experiment))
+
+
+def stage_paths(experiment: Experiment) -> list[str]:
+    """Return the import paths of an experiment's stages, in their order: before the rounds, in them, after them."""
+    parts: tuple[object, ...] = (experiment.preprocess, experiment.algorithm, experiment.calibrate)
+    named = [getattr(type(part), "stage", _SHARES if isinstance(part, Sharing) else "") for part in parts]
+    return [path for path in named if path]
+
+
+def tasks_of(job: Job) -> dict[str, ClientTask]:
+    """Return what clients of ``job`` may be asked beside training, by name."""
+    return {name: task for stage in stages_of(job) for name, task in stage.tasks().items()}

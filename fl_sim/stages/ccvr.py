@@ -1,0 +1,288 @@
+"""CCVR as a stage: after the last round clients send moments of their features, and the server trains the head again.
+
+Luo et al. 2021. The settings are ``strategies.ccvr``; what is released privately is ``clients.private_moments``.
+"""
+
+import hashlib
+import json
+import math
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import numpy as np
+from flwr.app import RecordDict
+from numpy.typing import NDArray
+
+from clients.class_moments import moments_of, num_moments
+from clients.client_task import Begun, Client
+from fl_sim.engines import releases, tensor_records, wire
+from fl_sim.errors import RunError, UserError
+from fl_sim.experiment.experiment import Experiment
+from fl_sim.experiment.job import Job
+from fl_sim.kinds import replaces_records
+from fl_sim.seeding import rng
+from fl_sim.simulation.measuring import Measured, Measuring
+from fl_sim.simulation.stage import Run, Stage
+from fl_sim.training.features import features_of
+from fl_sim.types import Params, Traffic
+from strategies.ccvr import CCVR, with_trained_head
+from strategies.class_gaussians import ClassGaussian, class_gaussians, draw_features
+
+if TYPE_CHECKING:
+    from clients.private_moments import Protection, Release
+    from fl_sim.privacy.bill import Payment
+    from fl_sim.simulation.client_ledgers import Together
+
+SUMMARISE: Final = "summarise"
+"""The task of sending moments of features by class."""
+
+_COVERS: Final = (
+    "the moments of features that each client sends once, after training, and what is computed from nothing but them "
+    "and the model of the last round. Each record of each client is protected; clients are disjoint, so the figure "
+    "holds for each of them."
+)
+_NOT_TRAINING: Final = (
+    "Training itself is NOT private: in every round clients train on their raw records and send updates without noise, "
+    "so the model whose head is trained again, and the features, may show any record."
+)
+_TRAINING_ELSEWHERE: Final = (
+    "Training on synthetic records, whose cost is in the other statement: both together cost the sum at most."
+)
+_PUBLIC: Final = "How many records a client holds is treated as public."
+
+
+def settings_of(job: Job) -> CCVR:
+    """Return the settings of an experiment that is calibrated."""
+    assert isinstance(job.experiment.calibrate, CCVR)
+    return job.experiment.calibrate
+
+
+@dataclass(frozen=True)
+class Summarise:
+    """The client half: moments of the client's features under the model that it is sent, with noise if so asked."""
+
+    job: Job
+    reads_records: ClassVar[bool] = False  # it asks the policy itself: private moments are paid for
+    runs_in_threads: ClassVar[bool] = False
+
+    def run(self, client: Client) -> RecordDict:
+        """Return the moments, (classes, moments a class) float64: as they are, or as one private release."""
+        protection, num_classes = settings_of(self.job).protection, self.job.dataset.num_classes
+        if client.policy and protection is None:
+            client.policy.check_training(own_records=True)
+        inputs, labels = client.records.tensors()
+        # A model of the user's own may let records look at each other: one alone then, where each is to be hidden.
+        at_once = {} if protection is None or self.job.trainer.is_stackable() else {"records_at_once": 1}
+        features = features_of(client.site.model, client.params, inputs, **at_once).numpy().astype(np.float64)
+        classes = labels.cpu().numpy()
+        if protection is None:
+            return releases.moments_content(moments_of(features, classes, num_classes))
+        from clients.private_moments import private_moments, released_moments  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
+
+        if client.ticket:
+            noise = Noise(client.ticket.key, client.ticket.simulation_only)
+            return releases.moments_content(private_moments(features, classes, num_classes, protection, noise))
+        release = moments_release(self.job, client)
+        return releases.moments_content(released_moments(features, classes, num_classes, protection, release))
+
+    def begin(self, client: Client) -> Begun | RecordDict | None:
+        """Pay for private moments where the client's ledger is: see ``PaidAtHome``."""
+        from clients.private_moments import PaidNoise, begin_release  # noqa: PLC0415 (the accountants load slowly)
+
+        if (protection := settings_of(self.job).protection) is None:
+            return None
+        release = moments_release(self.job, client)
+        begun = begin_release(len(self.job.shards[client.number]), _shape(self.job), protection, release)
+        if not isinstance(begun, PaidNoise):
+            return releases.moments_content(begun)
+        return Begun(wire.Ticket(begun.noise.key, begun.noise.simulation_only), (release, begun))
+
+    def finish(self, begun: Begun, answer: RecordDict) -> RecordDict:
+        """Keep the moments that a worker made."""
+        from clients.private_moments import finish_release  # noqa: PLC0415 (the accountants load slowly)
+
+        release, paid = begun.paid
+        finish_release(release, paid, releases.read_moments(answer, _shape(self.job)))
+        return answer
+
+
+def moments_release(job: Job, client: Client) -> "Release":
+    """Return the release of a client's moments: what it is called, and where it is kept and paid."""
+    from clients.private_moments import Release  # noqa: PLC0415 (the accountants load slowly)
+    from fl_sim.simulation.client_ledgers import ledger_path  # noqa: PLC0415
+
+    name, policy = release_name(job.experiment, client.number, client.params), client.policy
+    # What is private stays where the client wants it, not where the server says.
+    place = (policy.home if policy else client.folder("moments")) / f"moments-{name}"
+    return Release(name, place, ledger_path(job, client.number), policy, job.experiment.seed)
+
+
+def release_name(experiment: Experiment, client: int, params: Params) -> str:
+    """Return the name of the moments that ``client`` releases under ``params``: a digest of all that they depend on."""
+    names = ("data", "normalise", "features", "model", "partition", "clients", "seed", "partition_seed")
+    asked = experiment.chosen(*names)
+    calibrate = experiment.calibrate.model_dump(include={"epsilon", "delta", "clipping_norm", "noise"})
+    digest = hashlib.sha256(json.dumps([asked, calibrate, client], sort_keys=True).encode())
+    for value in params.values():
+        digest.update(value.numpy(force=True).tobytes())
+    return digest.hexdigest()[:16]
+
+
+class Calibration(Stage):
+    """The server half."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._told: dict[str, Any] = {}
+
+    def tasks(self) -> Mapping[str, Summarise]:
+        """Return the one question."""
+        return {SUMMARISE: Summarise(self.job)}
+
+    def after(self, run: Run, measuring: Measuring) -> None:
+        """Train the head of the last model again. Raises RunError where a client fails, Diverged for a bad rate.
+
+        The checkpoint keeps the model of the last round: a run that is killed here does all of this again.
+        """
+        job, log, settings = self.job, run.log, settings_of(self.job)
+        params, seed, num_classes = log.server.params, job.experiment.seed, job.dataset.num_classes
+        with _stated(run):
+            answers = self._asked(run)
+        log.after["moments"] = self._traffic_of_moments(log.server.model)
+        classes = self._classes(np.sum(answers, axis=0))
+        if classes:
+            features, labels = draw_features(classes, settings.samples_per_class, rng(seed, "class gaussians"))
+            generator = rng(seed, "calibration batches")
+            params = with_trained_head(settings, job.model(), params, features, labels, generator)
+        calibrated = replace(log.server, params=params)
+        when = "after the calibration; try a smaller calibrate.learning_rate"
+        after = measuring.measured(calibrated.model, when, is_last=True)
+        skipped = sorted(set(range(num_classes)) - {one.label for one in classes})
+        self._told = _facts(log.rounds[-1].test_accuracy, after, skipped)
+        log.server, log.measured, log.measured_again = calibrated, after, after
+
+    def _asked(self, run: Run) -> list[NDArray[np.float64]]:
+        shape, most = _shape(self.job), None if settings_of(self.job).is_private else run.strategy.most_examples
+        return run.ask(
+            SUMMARISE,
+            lambda one: releases.read_moments(one, shape, most),
+            quoted=not self.job.experiment.is_private,
+            params=run.strategy.server.model,
+        )
+
+    def _classes(self, moments: NDArray[np.float64]) -> list[ClassGaussian]:
+        settings, num_features = settings_of(self.job), self.job.num_features
+        if (protection := settings.protection) is None:
+            return class_gaussians(moments, num_features)
+        std = protection.std * math.sqrt(np.count_nonzero(self.job.shards.sizes))  # others send no noise
+        return [one.scaled(settings.clipping_norm) for one in class_gaussians(moments, num_features, std)]
+
+    def traffic(self, params: Params) -> Mapping[str, Traffic]:
+        """Return what it takes that the model goes to all clients, and the moments of their features come back."""
+        return {"moments": self._traffic_of_moments(params)}
+
+    def _traffic_of_moments(self, model: Params) -> Traffic:
+        down = tensor_records.num_bytes(wire.task_content(wire.BLANK, model, {}))
+        up = tensor_records.num_bytes(releases.moments_content(np.zeros(_shape(self.job))))
+        return Traffic(down, up) * self.job.experiment.num_clients
+
+    def payments(self) -> "Iterator[Payment]":
+        """Yield the cost of private moments; nothing where they have no noise."""
+        if (protection := settings_of(self.job).protection) is None:
+            return
+        from fl_sim.privacy.accounting import Adjacency  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.privacy.ledger import Terms  # noqa: PLC0415
+        from fl_sim.simulation.planned_payment import payment_of  # noqa: PLC0415
+
+        terms = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, protection.delta)
+        yield payment_of(terms, {protection.event: 1}, "", is_simulated=protection.noise == "seeded")
+
+    def warnings(self) -> list[str]:
+        """Say what clients send."""
+        with_noise = "with" if settings_of(self.job).is_private else "without"
+        said = "after training clients send, for every class, how many records they hold, the sum of their features and"
+        return [f"{said} that of the features' products, {with_noise} noise"]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the accuracy before and after, and the classes of which nothing was drawn."""
+        return {"calibrate": {"kind": settings_of(self.job).kind, **self._told}}
+
+
+def _shape(job: Job) -> tuple[int, int]:
+    return job.dataset.num_classes, num_moments(job.num_features)
+
+
+def _facts(accuracy_before: float | None, after: Measured, skipped: list[int]) -> dict[str, Any]:
+    return {
+        "accuracy_before": accuracy_before,
+        "accuracy_after": after.accuracy,
+        "loss_after": after.test.scores.loss if after.test else None,
+        "classes_skipped": skipped,
+    }
+
+
+@contextmanager
+def _stated(run: Run) -> Iterator[None]:
+    """State what the clients' private releases cost before any of them is asked: a run may break off in the middle."""
+    log, protection = run.log, settings_of(run.job).protection
+    if protection is None:
+        yield
+        return
+    before, identity = list(log.statements), f"moments-{secrets.token_hex(8)}"
+    log.statements = [*before, statement(run.job, protection, identity, None)]
+    yield
+    together = paid_together(run.job, protection, log.server.model)
+    log.statements = [*before, statement(run.job, protection, identity, together)]
+
+
+def statement(job: Job, protection: "Protection", identity: str, together: "Together | None") -> dict[str, object]:
+    """Return what ``result.json`` says: what one client's release costs each of its records.
+
+    ``identity``: of this run's releases, by which bills know them again. ``together``: what all releases about the same
+    records cost, None where that is not known here.
+    """
+    from fl_sim.privacy.accounting import Adjacency, none_if_infinite  # noqa: PLC0415 (the accountants load slowly)
+    from fl_sim.privacy.ledger import Ledger, Terms  # noqa: PLC0415
+    from fl_sim.simulation.client_ledgers import together_in_words  # noqa: PLC0415
+
+    on_synthetic, delta = replaces_records(job.experiment.preprocess), protection.delta
+    limits = f"{_TRAINING_ELSEWHERE if on_synthetic else _NOT_TRAINING} {_PUBLIC}"
+    ledger = Ledger(Terms("record", Adjacency.ADD_OR_REMOVE_ONE, delta))
+    ledger.charge(protection.event, release="class moments", noise="")
+    said = ledger.statement(
+        covers=_COVERS,
+        does_not_cover=limits,
+        simulation_only=protection.noise == "seeded",
+        planned={protection.event: 1},
+    )
+    others = together is None or together.shares > 1
+    return said | {
+        "ledger": identity,
+        "epsilon_together": together and none_if_infinite(together.epsilon),
+        "shares_together": together and together.shares,
+        "guarantee": str(said["guarantee"]) + (together_in_words(together, delta) if others else ""),
+    }
+
+
+def paid_together(job: Job, protection: "Protection", params: Params) -> "Together | None":
+    """Return what the clients' ledgers hold about the job's records, None where they do not hold what was released.
+
+    ``params``: the model under which clients were asked for moments. A client elsewhere has its ledger with it.
+    """
+    from clients.policy import open_ledger  # noqa: PLC0415 (the accountants load slowly)
+    from clients.private_moments import charge_name  # noqa: PLC0415
+    from fl_sim.simulation.client_ledgers import all_together, ledger_path  # noqa: PLC0415
+
+    try:
+        for client, shard in enumerate(job.shards):
+            path = ledger_path(job, client)
+            charged = charge_name(release_name(job.experiment, client, params))
+            if len(shard) and not (path.exists() and charged in {one.release for one in open_ledger(path).charges}):
+                return None
+        return all_together(job, protection.delta)
+    except (RunError, UserError):
+        return None

@@ -1,0 +1,177 @@
+"""DA-FL as a stage: before the first round clients release synthetic records, on which all of them train."""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fl_sim.engines.arrays import float32_bytes
+from fl_sim.experiment.job import Job
+from fl_sim.kinds import kind_of
+from fl_sim.report.figures.samples import write_samples
+from fl_sim.seeding import rng
+from fl_sim.simulation.capacity import fixed_threads
+from fl_sim.simulation.preparation import start_from
+from fl_sim.simulation.run_log import Pooled, RunLog
+from fl_sim.simulation.site import as_kept, to_generator
+from fl_sim.simulation.stage import Run, Stage
+from fl_sim.stages.dafl.client import SYNTHESIZE, Synthesize, settings_of
+from fl_sim.training.loop import to_tensors
+from fl_sim.types import Params, Traffic
+
+if TYPE_CHECKING:
+    from fl_sim.privacy.bill import Payment
+    from fl_sim.stages.dafl.pool import Pool
+
+_PROBE_STEPS: Final = 8
+_FURTHER_SECONDS: Final = 0.2
+"""Of a generator a few steps are timed first, and then further ones for about so long."""
+
+
+class Synthesis(Stage):
+    """The server half."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.settings = settings_of(job)
+        self.pool: Pool | None = None
+
+    def tasks(self) -> Mapping[str, Synthesize]:
+        """Return the one question."""
+        return {SYNTHESIZE: Synthesize(self.job)}
+
+    def preparing(self, log: RunLog) -> str:
+        """Say what happens before the first round."""
+        del log
+        made_by = kind_of(self.settings.generator)
+        return f"clients make synthetic records, {made_by} (once for all runs that need the same)"
+
+    def before(self, run: Run) -> None:
+        """Make the pool, or find it; let rounds train on it, and the server first where it is to."""
+        from fl_sim.stages.dafl.synthesis import prepare_pool, traffic_of, warnings_of  # noqa: PLC0415 (the accountants load slowly)
+
+        job, log = self.job, run.log
+        self.pool = pool = prepare_pool(run)
+        log.pooled = Pooled(pool.path, pool.num_synthetic)
+        log.warnings += warnings_of(pool, job)
+        log.before["synthetic_records"] = traffic_of(pool, job.dataset.input_shape)
+        counts = [part.counts for part in pool.parts]
+        if len(job.dataset.input_shape) == 3:
+            log.warnings += write_samples(run.out, pool.path, counts, job.experiment.model_dump(), job.dataset.note)
+        run.strategy.order = replace(run.order, synthetic=str(pool.path))
+        if (epochs := self.settings.server_epochs) and not log.rounds:
+            start_from(pool.path, epochs, job, run.strategy, log)
+
+    def num_pooled(self) -> int:
+        """Return about how many synthetic records all clients release."""
+        return int(self._by_client().sum())
+
+    def _by_client(self) -> NDArray[np.int64]:
+        """Return about how many synthetic records each client releases, (clients,)."""
+        gammas = np.array(self.settings.client_gammas or [self.settings.gamma])
+        return np.round(gammas * self.job.shards.sizes).astype(np.int64)
+
+    def num_server_steps(self) -> int:
+        """Return the server's steps on the pool."""
+        return self.settings.server_epochs * math.ceil(self.num_pooled() / self.job.experiment.local.batch_size)
+
+    def key(self) -> str:
+        """Return the name of the pool."""
+        from fl_sim.stages.dafl.synthesis import pool_key  # noqa: PLC0415 (the accountants load slowly)
+
+        return pool_key(self.job)
+
+    def is_made(self) -> bool:
+        """Say whether the pool is there."""
+        from fl_sim.stages.dafl.synthesis import is_made  # noqa: PLC0415 (the accountants load slowly)
+
+        return is_made(self.job)
+
+    def kind_of_work(self) -> str:
+        """Return what generators' time depends on: those of other splits, budgets and seeds take as long."""
+        alike = self.job.experiment.chosen("data", "features", "normalise", "clients")
+        generator = self.settings.model_dump(mode="json", include={"generator", "gamma"})
+        return json.dumps([alike, generator], sort_keys=True)
+
+    def seconds(self) -> float:
+        """Return about how long generators take one client after another, from a short run on public test records.
+
+        As if no earlier run had left a pool, and of clients of one class: of more they take longer.
+        """
+        from clients.dafl.generator import Generator, PrivateRecords, Shortening  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
+
+        experiment, dataset, settings = self.job.experiment, self.job.dataset, self.settings
+        num_records = len(self.job.shards.records) // experiment.num_clients
+        inputs, _ = to_tensors(dataset.test.take(np.arange(min(len(dataset.test), num_records))), dataset)
+        labels = torch.zeros(len(inputs), dtype=torch.int64)
+        records = PrivateRecords(to_generator(inputs, self.job), labels, 1)
+        counts = np.array([max(1, round(settings.gamma * len(inputs)))])
+
+        def seconds_of(generator: Generator) -> float:
+            bill = generator.bill(len(inputs), 1, math.inf, settings.delta)
+            start = time.thread_time()
+            generator.generate(records, counts, bill, Noise.seeded(0), rng(experiment.seed, "probe"))
+            return time.thread_time() - start
+
+        generator: Generator = settings.generator
+        with fixed_threads(experiment.engine.threads):
+            if not isinstance(generator, Shortening):  # what the first one loads, the others find
+                return seconds_of(generator) + (experiment.num_clients - 1) * seconds_of(generator)
+            short, share = generator.shortened(_PROBE_STEPS)
+            seconds_of(short)
+            start = min(seconds_of(short), seconds_of(short))  # most of which may be no step at all
+            further = int(_PROBE_STEPS * _FURTHER_SECONDS / max(start, 1e-6))
+            further = min(max(further, _PROBE_STEPS), 100 * _PROBE_STEPS)
+            longer, larger_share = generator.shortened(_PROBE_STEPS + further)
+            if larger_share <= share:
+                return experiment.num_clients * start
+            rate = max(0.0, seconds_of(longer) - start) / (larger_share - share)
+            return experiment.num_clients * (start + rate * (1 - share))
+
+    def traffic(self, params: Params) -> Mapping[str, Traffic]:
+        """Clients send their records as float32, and each gets all as they are kept, with a label of 8 bytes each."""
+        del params
+        numbers, released = math.prod(self.job.dataset.input_shape), self._by_client()
+        sizes, how_often = np.unique(released, return_counts=True)
+        up = sum(float32_bytes(numbers * int(size)) * int(times) for size, times in zip(sizes, how_often, strict=True))
+        kept = as_kept(torch.zeros(1, *self.job.dataset.input_shape), self.job)
+        return {"synthetic_records": Traffic(int(released.sum()) * (kept.nbytes + 8) * len(released), up)}
+
+    def payments(self) -> "Iterator[Payment]":
+        """Yield the budget: the events depend on clients' numbers of records, and the budget does not."""
+        from fl_sim.privacy.accounting import Adjacency  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.privacy.bill import Payment  # noqa: PLC0415
+
+        settings = self.settings
+        epsilon = settings.epsilon if math.isfinite(settings.epsilon) else None
+        yield Payment(
+            "record", self.key(), epsilon, settings.delta, Adjacency.ADD_OR_REMOVE_ONE,
+            simulation_only=settings.noise == "seeded",
+        )  # fmt: skip
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return how the pool came about."""
+        if self.pool is None:
+            return {}
+        from fl_sim.stages.dafl.synthesis import summary  # noqa: PLC0415 (the accountants load slowly)
+
+        return {"preprocess": summary(self.pool, self.job.experiment)}
+
+    def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+        """Add what the pool costs a record, and to what protects clients that it does not cover the pool."""
+        if self.pool is None:
+            return list(others)
+        from fl_sim.stages.dafl.bill import NOT_PER_CLIENT, statement  # noqa: PLC0415 (the accountants load slowly)
+
+        told = [
+            one | {"does_not_cover": f"{one['does_not_cover']}{NOT_PER_CLIENT}"} if one["unit"] == "client" else one
+            for one in others
+        ]
+        return [*told, statement(self.pool, self.job.experiment)]

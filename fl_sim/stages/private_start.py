@@ -1,0 +1,178 @@
+"""A private start as a stage: ask, pay, draw, and keep what was drawn, so that it is paid for once.
+
+The settings, and what is drawn from the answers, are ``strategies.private_start``.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import torch
+from flwr.app import RecordDict
+from safetensors import SafetensorError
+
+from clients.client_task import Client
+from clients.frequencies import lowest_frequencies
+from clients.frequency_sums import STEPS, Question, answer, black_frame, question_tensors, read_question, shapes_of
+from fl_sim.engines import releases, tensor_records, wire
+from fl_sim.errors import BudgetExhausted, RunError, UserError
+from fl_sim.experiment.job import Job
+from fl_sim.seeding import rng
+from fl_sim.simulation.preparation import start_from
+from fl_sim.simulation.run_log import RunLog
+from fl_sim.simulation.site import as_kept, read_pool, to_generator
+from fl_sim.simulation.stage import Run, Stage
+from fl_sim.store import run_directory
+from fl_sim.store.files import read_whole
+from fl_sim.store.tensors import save_by_content
+from fl_sim.types import Params, Traffic
+from strategies.flower import release_before_training
+from strategies.private_start import PrivateStart, classes_of, covariances_of, drawn_images, frame_of
+
+MEASURE: Final = "measure"
+"""The task of answering a question about one's records by sums."""
+
+_MOST_SAID: Final = 64 * 1024  # bytes of start.json
+
+
+def settings_of(job: Job) -> PrivateStart:
+    """Return the settings of an experiment that has a private start."""
+    assert isinstance(job.experiment.preprocess, PrivateStart)
+    return job.experiment.preprocess
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The client half: sums over the client's records, which Global DP's mechanism clips and adds noise to."""
+
+    job: Job
+    reads_records: ClassVar[bool] = True
+    runs_in_threads: ClassVar[bool] = False
+
+    def run(self, client: Client) -> RecordDict:
+        """Return the answer to the question that the message brings."""
+        inputs, labels = (tensor.cpu() for tensor in client.records.tensors())
+        question, num_classes = read_question(client.params), self.job.dataset.num_classes
+        return releases.sums_content(answer(question, to_generator(inputs, self.job), labels.numpy(), num_classes))
+
+
+class Start(Stage):
+    """The server half."""
+
+    def tasks(self) -> Mapping[str, Measure]:
+        """Return the one question, which is asked three times."""
+        return {MEASURE: Measure(self.job)}
+
+    def preparing(self, log: RunLog) -> str:
+        """Say what happens before the first round."""
+        said = "clients send sums over their images, and the server learns from images drawn from these"
+        return "" if log.rounds else said
+
+    def before(self, run: Run) -> None:
+        """Have the server learn from images that are drawn from what clients answer."""
+        run.log.before["private_start"] = None  # who was asked is secret
+        if not run.log.rounds:
+            start_from(prepare_start(run), settings_of(self.job).server_epochs, self.job, run.strategy, run.log)
+
+    def num_server_steps(self) -> int:
+        """Return the steps on the images."""
+        settings = settings_of(self.job)
+        return settings.server_epochs * math.ceil(settings.images / self.job.experiment.local.batch_size)
+
+    def untimed(self) -> tuple[str, ...]:
+        """Return what is neither training nor measuring."""
+        return ("the sums and the drawing of a private start's images",)
+
+    def traffic(self, params: Params) -> Mapping[str, Traffic]:
+        """Return the bytes of three questions that go to a cohort, and of three answers that come back."""
+        del params
+        settings, experiment = settings_of(self.job), self.job.experiment
+        shape, num_classes = self.job.dataset.input_shape, self.job.dataset.num_classes
+        number = settings.num_frequencies(shape)
+        frame, each = black_frame(shape, lowest_frequencies(shape, number)[0]), Traffic(0, 0)
+        for step in STEPS:
+            means = np.zeros((num_classes, number)) if step == max(STEPS) else None
+            question = wire.task_content(wire.BLANK, question_tensors(Question(step, 1.0, frame, means)), {})
+            sums = {name: torch.zeros(like) for name, like in shapes_of(step, num_classes, number).items()}
+            sizes = (tensor_records.num_bytes(content) for content in (question, releases.sums_content(sums)))
+            each += Traffic(*sizes)
+        return {"private_start": each * round(experiment.sampler.expected_size(experiment.num_clients))}
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return how many images were drawn, and from how many releases."""
+        settings = settings_of(self.job)
+        return {"preprocess": {"kind": settings.kind, "num_images": settings.images, "releases": len(STEPS)}}
+
+
+def prepare_start(run: Run) -> Path:
+    """Return the file of the images that the first model learns from, made now or by this run before it stopped.
+
+    Raises UserError where the budget does not afford them, RunError where clients fail or what was kept is damaged, or
+    is not in the ledger of the run.
+    """
+    kept, privacy = run.out.absolute() / run_directory.START, run.strategy.privacy
+    assert privacy is not None
+    if not kept.exists():
+        try:
+            images, labels = _made(run)
+        except BudgetExhausted as spent:
+            raise UserError(
+                f"aggregator.epsilon={privacy.aggregator.epsilon:g} does not afford the private start ({spent}): take "
+                "a larger preprocess.noise_multiplier, or a larger epsilon"
+            ) from spent
+        tensors = {"inputs": as_kept(images, run.job).contiguous(), "labels": labels}
+        path = save_by_content(kept.parent, "start", tensors)
+        said = {"images": path.name, "receipt": privacy.ledger.receipt.to_json()}
+        run_directory.write_text(kept, json.dumps(said))
+    return _checked(kept, run)
+
+
+def _made(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    """Have clients answer three questions; return images (n, *shape) in [-1, 1] and labels (n,)."""
+    job, strategy, settings = run.job, run.strategy, settings_of(run.job)
+    shape, num_classes = job.dataset.input_shape, job.dataset.num_classes
+    number, records = settings.num_frequencies(shape), len(job.dataset.train) / job.experiment.num_clients
+
+    def answered(question: Question) -> tuple[Params, float]:
+        """Return the mean answer of clients, and the standard deviation of the noise on each of its numbers."""
+        assert strategy.privacy is not None
+        template = {name: torch.zeros(like) for name, like in shapes_of(question.step, num_classes, number).items()}
+        timeout, sent = job.experiment.round_timeout, question_tensors(question)
+        sums = release_before_training(strategy, run.grid, MEASURE, question.step, sent, template, timeout)
+        release = strategy.privacy.beforehand[question.step - 1]
+        expected = strategy.sampler.expected_size(strategy.num_clients)
+        return sums, release.noise_multiplier * release.clipping_norm / expected
+
+    order, _ = lowest_frequencies(shape, number)
+    frame = frame_of(*answered(Question(1, records, black_frame(shape, order))), shape, number)
+    classes = classes_of(*answered(Question(2, records, frame)))
+    covariances = covariances_of(*answered(Question(3, records, frame, classes.means)), classes)
+    generator = rng(job.experiment.seed, "private start")
+    images, labels = drawn_images(settings, shape, frame, classes, covariances, generator)
+    return torch.from_numpy(images), torch.from_numpy(labels)
+
+
+def _checked(kept: Path, run: Run) -> Path:
+    """Return the file that ``kept`` names. Raises RunError where that is damaged, or not paid for."""
+    from fl_sim.privacy.charge_log import Receipt  # noqa: PLC0415 (the accountants load slowly)
+    from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
+
+    job, privacy = run.job, run.strategy.privacy
+    assert privacy is not None
+    try:
+        said = json.loads(read_whole(kept, _MOST_SAID))
+        receipt, path = Receipt.from_json(said["receipt"]), kept.with_name(said["images"])
+        found = read_pool(path)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError, RunError) as error:
+        raise RunError(
+            f"{kept} or the images beside it are damaged: delete it, and they are released again, which pays again"
+        ) from error
+    classes = np.arange(job.dataset.num_classes)
+    if found.inputs.shape[1:] != job.dataset.input_shape or not np.isin(found.labels, classes).all():
+        raise RunError(f"{path} holds no images of {job.experiment.data}: delete {kept}, which pays again")
+    Ledger(privacy.ledger.terms, kept.with_name(run_directory.LEDGER), receipt=receipt, holder=str(kept))
+    return path

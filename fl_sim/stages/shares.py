@@ -1,0 +1,98 @@
+"""Sharing as a stage: before the first round clients share something for an algorithm, such as FedMix's averages."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final
+
+import numpy as np
+import torch
+from flwr.app import RecordDict
+
+from clients.client_task import Client
+from fl_sim.data import is_own
+from fl_sim.engines import releases, tensor_records
+from fl_sim.engines.arrays import float32_bytes
+from fl_sim.errors import RunError
+from fl_sim.experiment.job import Job
+from fl_sim.seeding import rng, seeded_alone
+from fl_sim.simulation.site import sizes_trained_on
+from fl_sim.simulation.stage import Run, Stage, stages_of
+from fl_sim.store.tensors import save_by_content
+from fl_sim.training.loop import to_tensors
+from fl_sim.types import Params, Traffic
+from strategies.algorithm import Sharing, what_clients_share
+
+SHARE: Final = "share"
+"""The task of sharing what the algorithm makes of a client's records."""
+
+
+def sharing(job: Job) -> Sharing:
+    """Return the algorithm of an experiment whose clients share something."""
+    assert isinstance(job.experiment.algorithm, Sharing)
+    return job.experiment.algorithm
+
+
+@dataclass(frozen=True)
+class Share:
+    """The client half: what the algorithm makes of the client's records, such as averages of a few."""
+
+    job: Job
+    reads_records: ClassVar[bool] = True
+    runs_in_threads: ClassVar[bool] = False
+
+    def run(self, client: Client) -> RecordDict:
+        """Return what the client shares."""
+        inputs, labels = client.site.records(client.number, client.order.synthetic).tensors()
+        seed, num_classes = self.job.experiment.seed, self.job.dataset.num_classes
+        with seeded_alone(seed, "share", client.number):
+            generator = rng(seed, "share", client.number)
+            return releases.pool_content(sharing(self.job).share(inputs.cpu(), labels.cpu(), num_classes, generator))
+
+
+class Shares(Stage):
+    """The server half: the tensors of all clients, one after another, go to all of them."""
+
+    def tasks(self) -> Mapping[str, Share]:
+        """Return the one question."""
+        return {SHARE: Share(self.job)}
+
+    def before(self, run: Run) -> None:
+        """Ask every client to share, and keep what they shared where rounds find it."""
+        experiment, dataset = self.job.experiment, self.job.dataset
+        template = what_clients_share(sharing(self.job), dataset.input_shape, dataset.num_classes)
+        shared, up = self._shared(run, template)
+        down = tensor_records.num_bytes(releases.pool_content(shared)) * experiment.num_clients
+        run.log.before["shared_records"] = None if experiment.is_private else Traffic(down, up)
+        mode = 0o600 if is_own(experiment.data) else 0o666  # averages of a few records tell of them
+        pool = save_by_content(run.out.absolute(), "pool", shared, mode=mode)
+        run.strategy.order = replace(run.order, pool=str(pool))
+
+    def _shared(self, run: Run, template: Params) -> tuple[Params, int]:
+        """Return the tensors of all clients, concatenated in their order, and the bytes sent."""
+        most = run.strategy.most_examples
+        sent = run.ask(
+            SHARE,
+            lambda one: (releases.read_pool(one, template, most), tensor_records.num_bytes(one)),
+            quoted=not run.order.synthetic,
+        )
+        shared = [part for part, _ in sent]
+        if not any(len(part) for one in shared for part in one.values()):
+            raise RunError(
+                f"no client has records enough to share any before the first round ({self.job.experiment.algorithm}), "
+                "so this would be another algorithm: have fewer clients, or ask for fewer records in algorithm's "
+                "settings"
+            )
+        pool = {name: torch.cat([part[name] for part in shared]) for name in template}
+        return pool, sum(num_bytes for _, num_bytes in sent)
+
+    def traffic(self, params: Params) -> Mapping[str, Traffic]:
+        """Return about what goes both ways: a client of the mean size, made of public test records, sends for all."""
+        del params
+        experiment, public = self.job.experiment, self.job.dataset.test
+        pooled = sum(stage.num_pooled() for stage in stages_of(self.job))
+        size = round(float(sizes_trained_on(self.job, pooled).mean()))
+        records = to_tensors(public.take(np.arange(size) % len(public)), self.job.dataset)
+        shared = sharing(self.job).share(*records, self.job.dataset.num_classes, rng(experiment.seed, "share", 0))
+        numbers = sum(one.numel() for one in shared.values())
+        each = Traffic(float32_bytes(numbers * experiment.num_clients), float32_bytes(numbers))
+        return {"shared_records": each * experiment.num_clients}
