@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.client_task import Client, ClientTask, Grouped, Site, SiteFactory
+from clients.client_task import Client, ClientTask, Grouped, OnClient, Site, SiteFactory, Starting
 from clients.owner import Owner, client_of, discreet, owner_of
 from fl_sim.batch_norm import layers_after, placed
 from fl_sim.engines import releases, wire
@@ -22,9 +22,11 @@ from fl_sim.handed_out import HandedOut
 from fl_sim.local_plan import LocalPlan
 from fl_sim.mistakes import shortened
 from fl_sim.packed import Held, Packed
+from fl_sim.params import check_layout, layout_of, trainable
 from fl_sim.printable import in_a_line
 from fl_sim.seeding import rng, seed_process
 from fl_sim.store.tensors import load_state, save_state
+from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob
 from fl_sim.types import LocalTask, Params, Payloads, Trained
 
@@ -56,7 +58,8 @@ def build_client_app(site_of: SiteFactory, signer: wire.Signer | None = None) ->
                 if not own:
                     policy.check_pool(order.synthetic)
             turn = turns.turn(message, client, owner)
-            reply = turn.reply(turn.site.trainer.train(turn.job))
+            [trained] = turn.site.prepare([turn.job])()
+            reply = turn.reply(trained)
             turn.check_bits()
             return reply
         asked = turns.client(message, client, owner, policy)
@@ -93,7 +96,7 @@ def train_together(site_of: SiteFactory, *, stacked: bool = False) -> Play:
         with in_python:
             group = [turns.turn(message, partition_of(message)) for message in messages]
             site, jobs = group[0].site, [turn.job for turn in group]
-            train = partial(site.stacked.train, jobs) if stacked else site.trainer.prepare(jobs)
+            train = site.prepare(jobs, stacked=stacked)
         results = train()
         with in_python:
             replies = [turn.reply(result) for turn, result in zip(group, results, strict=True)]
@@ -155,6 +158,10 @@ class _Turn:
         if self.personal:  # of which the algorithm sees that they have not moved: nothing of theirs is merged
             resting = {name: task.params[name] for name in self.personal}
             trained = replace(trained, params={**trained.params, **resting})
+        whole = trained.params
+        if self.site.own:  # of which nothing travels
+            task = replace(task, params=_without(task.params, self.site.own))
+            trained = replace(trained, params=_without(whole, self.site.own))
         with self.site.drawing("finish", task.client, task.server_round):
             update = self.site.algorithm.finish(task, trained)
         self.check(self.site.algorithm.finish)
@@ -169,6 +176,8 @@ class _Turn:
                 state = wire.with_held(state, held)
         if self.personal and (state or trained.num_steps):
             state = {**state, wire.LAYERS: layers}
+        if self.site.own and (state or trained.num_steps):
+            state = {**state, wire.OWN: {name: whole[name] for name in self.site.own}}
         payloads = {**payloads, wire.LAYERS: layers} if layers else payloads
         content = wire.update_content(payloads, update.num_examples, update.loss, packed)
         if self.order.state_dir:
@@ -186,6 +195,10 @@ class _Turn:
         """Raise the same for writes that PyTorch does not count."""
         for one in self.handed_out:
             one.check_bits(self.site.algorithm.plan, self.site.algorithm.finish)
+
+
+def _without(params: Params, own: Params) -> Params:
+    return {name: value for name, value in params.items() if name not in own}
 
 
 def _with_own_layers(plan: LocalPlan, params: Params, personal: tuple[str, ...]) -> LocalPlan:
@@ -255,6 +268,9 @@ class _Turns:
         kept = _kept(order, message, client)
         state, held = wire.without_held(kept)
         broadcast = {**broadcast}
+        if site.own:
+            both = {**params, **state.pop(wire.OWN, site.own)}
+            params = {name: both[name] for name in trainable(site.model)}
         layers = broadcast.pop(wire.LAYERS, {})
         personal = tuple(name for name in layers if name in params)
         params, statistics = placed(params, state.pop(wire.LAYERS, layers))
@@ -280,12 +296,13 @@ class _Turns:
         keeps = {"the pool": task.pool} if task.pool else {}
         keeps |= {f"client state {name!r}": one for name, one in kept.items()}
         handed_out = (sent, HandedOut.of(keeps, by_bits=False)) if keeps else (sent,)
+        task = _begun(site, task, records)
         with site.drawing("plan", client, order.server_round):
             plan = site.algorithm.plan(task)
         plan = _with_own_layers(plan, task.params, personal)
         job = LocalJob(task, plan, records, generator, seeded)
         turn = _Turn(message, order, site, job, personal, held, handed_out)
-        turn.check(site.algorithm.plan)
+        turn.check(site.algorithm.plan, *([site.algorithm.start] if isinstance(site.algorithm, Starting) else ()))
         return turn
 
     def _unpacked(self, message: Message) -> tuple[wire.Order, Params, Payloads, HandedOut]:
@@ -296,6 +313,16 @@ class _Turns:
             sent = HandedOut.of({"the global model": params, **groups})
             self._last = (content, (wire.read_order(content), params, broadcast, sent))
         return self._last[1]
+
+
+def _begun(site: Site, task: LocalTask, records: Records) -> LocalTask:
+    """Return what the client begins with. Raises ValueError where its model has other names or shapes."""
+    if not isinstance(site.algorithm, Starting):
+        return task
+    with site.drawing("start", task.client, task.server_round):
+        begun = site.algorithm.start(task, OnClient(records, site.trainer))
+    check_layout("the weights that start returns", begun.params, layout_of(task.params))
+    return begun
 
 
 def _at_home(order: wire.Order, owner: Owner | None) -> wire.Order:

@@ -1,10 +1,12 @@
 """What clients are asked: one type of message, one handler, and a ``ClientTask`` for each question."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -15,16 +17,43 @@ from fl_sim.engines import wire
 from fl_sim.kinds import is_own_kind
 from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.native.kernel import load_kernel
+from fl_sim.own_code import told
 from fl_sim.packed import Packing
+from fl_sim.params import check_layout, layout_of, trainable
 from fl_sim.seeding import seeded_alone
-from fl_sim.store.tensors import read_by_content
+from fl_sim.store.tensors import load_state, read_by_content
+from fl_sim.training.evaluation import Scores
 from fl_sim.training.records import Records
-from fl_sim.training.trainer import Trainer
-from fl_sim.types import LocalSettings, Params, Precision
+from fl_sim.training.trainer import LocalJob, LocalTrainer, Trainer, Training
+from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Precision, Trained
 
 if TYPE_CHECKING:
     from clients.policy import Policy
     from fl_sim.training.stacked import StackedTrainer
+
+
+_ALONE = Lock()  # held while code of the user's own trains: nobody knows that it may run in several threads
+
+
+@dataclass(frozen=True)
+class OnClient:
+    """What an algorithm's ``start`` may use on its client."""
+
+    records: Records
+    trainer: Trainer
+
+    def scores(self, params: Params) -> Scores:
+        """Return how well a model does on the client's training records, of which there must be some."""
+        return self.trainer.evaluate(params, *self.records.tensors())
+
+
+@runtime_checkable
+class Starting(Protocol):
+    """An algorithm whose clients begin a round with something else than the server's model: one of several, say."""
+
+    def start(self, task: LocalTask, client: OnClient) -> LocalTask:
+        """Return ``task`` with what the client begins with; its ``params`` keep their names and shapes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +83,20 @@ class Client:
         """Return the tensors that the question is about, such as the global model."""
         return wire.read_task(self.content)[0]
 
+    @cached_property
+    def state(self) -> Payloads:
+        """Return what the client kept of its last round before that of the order."""
+        if self.order.state_dir:
+            return load_state(self.order.state_dir, self.number, self.order.server_round)
+        return wire.kept_in(self.content)
+
+    def model(self) -> Params:
+        """Return the model that is the client's: what the message brings, and the parameters that do not travel."""
+        if not self.site.own:
+            return self.params
+        both = {**self.params, **self.state.get(wire.OWN, self.site.own)}
+        return {name: both[name] for name in trainable(self.site.model)}
+
     def folder(self, name: str = "") -> Path:
         """Return the folder of this run in which the client keeps what must survive until its answer is out."""
         return Path(self.order.state_dir) / name / f"client-{self.number}"
@@ -63,10 +106,12 @@ class ClientTask(Protocol):
     """A question to clients: its client half. A stage or an algorithm brings it; training is one that is always there.
 
     ``reads_records``: whether the answer is made of a client's records without noise of its own, so that a policy
-    must allow it. ``runs_in_threads``: whether several clients may be asked side by side in one process.
+    must allow it. ``reads_state``: whether it looks at ``Client.state``, which then goes to workers that see no disk.
+    ``runs_in_threads``: whether several clients may be asked side by side in one process.
     """
 
     reads_records: ClassVar[bool]
+    reads_state: ClassVar[bool]
     runs_in_threads: ClassVar[bool]
 
     def run(self, client: Client) -> RecordDict:
@@ -117,7 +162,8 @@ class Site:
     ``threads``: torch threads while training; their number changes the last bits of every sum. ``precision``: how
     exactly PyTorch trains. ``graphs``: whether a GPU may be given a step of a stack as one launch.
     ``read_tensors(path)``: what is in a file that an order names.
-    ``packing``: how what clients send is compressed, if it is.
+    ``packing``: how what clients send is compressed, if it is. ``own``: parameters that do not travel, as each client
+    first has them.
     """
 
     algorithm: LocalAlgorithm
@@ -132,6 +178,7 @@ class Site:
     precision: Precision = "float32"
     graphs: bool = True
     packing: Packing | None = None
+    own: Params = field(default_factory=dict)
     trains_on_own: Callable[[str], bool] = lambda _: True
     class_counts: Callable[[int, str], tuple[int, ...]] = lambda *_: ()
     read_tensors: Callable[[str], Params] = read_by_content
@@ -151,6 +198,38 @@ class Site:
     def trainer(self) -> Trainer:
         """Return what trains this experiment's model: the native trainer, or PyTorch."""
         return Trainer(self.model, load_kernel()[0], self.precision)
+
+    @cached_property
+    def own_trainers(self) -> tuple[LocalTrainer, ...]:
+        """Return the algorithm's own trainers, which are asked first."""
+        if not isinstance(self.algorithm, Training):
+            return ()
+        return tuple(self.algorithm.trainers(copy.deepcopy(self.model)))
+
+    def prepare(self, jobs: Sequence[LocalJob], *, stacked: bool = False) -> Callable[[], list[Trained]]:
+        """Return what trains clients: each by the first trainer that supports its job, the rest of them together."""
+        chosen = [next((one for one in self.own_trainers if one.supports(job)), None) for job in jobs]
+        rest = [job for job, own in zip(jobs, chosen, strict=True) if own is None]
+        if len(rest) == len(jobs):
+            return partial(self.stacked.train, jobs) if stacked else self.trainer.prepare(jobs)
+        train_rest = self.trainer.prepare(rest) if rest else list
+
+        def train() -> list[Trained]:
+            found = iter(train_rest())
+            return [
+                next(found) if own is None else self._trained_by(own, job)
+                for job, own in zip(jobs, chosen, strict=True)
+            ]
+
+        return train
+
+    def _trained_by(self, trainer: LocalTrainer, job: LocalJob) -> Trained:
+        """Return what a trainer of the algorithm's own makes of a job, one client at a time."""
+        task, name = job.task, f"train of {type(trainer).__name__}"
+        with _ALONE, self.drawing("train", task.client, task.server_round), told(name):
+            trained = trainer.train(job)
+        check_layout(f"what {name} returns", trained.params, layout_of(task.params))
+        return trained
 
     @cached_property
     def stacked(self) -> "StackedTrainer":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fl_sim.errors import RunError, UserError
 from fl_sim.late_torch import torch
@@ -200,6 +200,32 @@ class LocalAlgorithm(Protocol):
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Say what is sent and what the client keeps."""
         ...
+
+
+@runtime_checkable
+class Sending(Protocol):
+    """An algorithm of whose model a part alone travels: the rest is each client's own, and stays with it.
+
+    The client trains the whole model; ``finish``, the server, its mean, clipping and noise see the part that travels.
+    """
+
+    def sends(self, params: Params) -> Collection[str]:
+        """Return the names that travel, of a model with the trained ``params``."""
+        ...
+
+
+def sent_by(algorithm: object, params: Params) -> Params:
+    """Return those of ``params``, a model's trained parameters, that travel. Raises UserError for unknown names."""
+    if not isinstance(algorithm, Sending):
+        return params
+    names = set(algorithm.sends(params))
+    if not names or not names <= set(params):
+        what = ", ".join(sorted(names - set(params))) or "nothing"
+        raise UserError(
+            f"sends of {type(algorithm).__name__} names {what}, and the model trains {', '.join(params)}: return some "
+            "of these names"
+        )
+    return {name: value for name, value in params.items() if name in names}
 
 
 def fields_in_use(values: LocalPlan | LocalSettings) -> frozenset[str]:

@@ -7,6 +7,7 @@ A test of a few seconds on embedded data. It says nothing about the algorithm's 
 """
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from clients.client_task import OnClient, Starting
 from fl_sim import models
 from fl_sim.data import load
 from fl_sim.errors import RunError
@@ -22,6 +24,7 @@ from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.local import Local
 from fl_sim.handed_out import HandedOut
 from fl_sim.kinds import title_of
+from fl_sim.local_plan import Sending, sent_by
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, is_finite, layout_of, num_parameters, scale
 from fl_sim.privacy.mechanisms import Noise
@@ -99,13 +102,15 @@ def _engines_agree(algorithm: Algorithm) -> None:
     with tempfile.TemporaryDirectory() as folder:
         alone = _trained(algorithm, Path(folder) / "alone", InProcess(stack=1))
         stacked = _trained(algorithm, Path(folder) / "stacked", InProcess(stack=4))
-    _expect_close(algorithm, "a stack of clients", stacked, alone, _initial())
+    _expect_close(algorithm, "a stack of clients", stacked, alone, _initial(algorithm))
     kernel, _ = load_kernel()
     if kernel is None:
         return
     server, _ = _started(algorithm)
-    compiled, by_pytorch = (_local(algorithm, server, 40, trainer=Trainer(_model(), own)) for own in (kernel, None))
-    _expect_close(algorithm, "the compiled trainer", compiled.params, by_pytorch.params, server.params)
+    compiled, by_pytorch = (
+        _local(algorithm, server, 40, trainer=Trainer(_model(algorithm), own)) for own in (kernel, None)
+    )
+    _expect_close(algorithm, "the compiled trainer", compiled.params, by_pytorch.params, _initial(algorithm))
 
 
 def _resumes_to_the_same_bits(algorithm: Algorithm) -> None:
@@ -149,24 +154,32 @@ def _release(experiment: Experiment, template: Payloads, sent: list[Payloads]) -
     return experiment.aggregator.mean(Cohort(1, replies, 4, 2.0), noise=Noise.seeded(0), template=template)
 
 
-def _model() -> torch.nn.Module:
+def _architecture(algorithm: Algorithm) -> str:
+    """Return a model to try an algorithm on: of several layers where a part of it is to stay with clients."""
+    return "mlp" if isinstance(algorithm, Sending) else "logistic"
+
+
+def _model(algorithm: Algorithm) -> torch.nn.Module:
     dataset = load("digits")
-    return models.build("logistic", dataset.input_shape, dataset.num_classes, seed=0)
+    return models.build(_architecture(algorithm), dataset.input_shape, dataset.num_classes, seed=0)
 
 
-def _initial() -> Params:
-    return detached(_model().named_parameters())
+def _initial(algorithm: Algorithm) -> Params:
+    return detached(_model(algorithm).named_parameters())
 
 
 def _started(algorithm: Algorithm) -> tuple[ServerState, Payloads]:
-    server = algorithm.init(_initial())
+    server = algorithm.init(sent_by(algorithm, _initial(algorithm)))
     return server, what_clients_send(algorithm, server)
 
 
 def _update(algorithm: Algorithm, server: ServerState, records: int, state: Payloads | None = None) -> Any:
     trained, task = _local(algorithm, server, records, state=state), _task(algorithm, server, records, state)
     handed_out = _handed_out(task)
-    update = algorithm.finish(task, trained)
+    own = set(task.params) - set(server.params)
+    part = {name: value for name, value in task.params.items() if name not in own} if own else task.params
+    travels = {name: value for name, value in trained.params.items() if name not in own} if own else trained.params
+    update = algorithm.finish(replace(task, params=part), replace(trained, params=travels))
     handed_out.check(algorithm.finish)
     handed_out.check_bits(algorithm.finish)
     return update
@@ -183,9 +196,13 @@ def _local(
     task, dataset = _task(algorithm, server, records, state), load("digits")
     inputs, labels = to_tensors(dataset.train.take(torch.arange(records).numpy()), dataset)
     handed_out = _handed_out(task)
+    used = trainer or Trainer(_model(algorithm), None)
+    if isinstance(algorithm, Starting):
+        task = algorithm.start(task, OnClient(Records.of(inputs, labels), used))
+        handed_out.check(algorithm.start)
     job = LocalJob(task, algorithm.plan(task), Records.of(inputs, labels), rng(0, "batches", 0, 1))
     handed_out.check(algorithm.plan)
-    trained = (trainer or Trainer(_model(), None)).train(job)
+    trained = used.train(job)
     handed_out.check_bits(algorithm.plan, *([job.plan.loss_term.function] if job.plan.loss_term else ()))
     return trained
 
@@ -199,8 +216,9 @@ def _handed_out(task: LocalTask) -> HandedOut:
 def _task(algorithm: Algorithm, server: ServerState, records: int, state: Payloads | None) -> LocalTask:
     settings, dataset = LocalSettings(0.1, momentum=0.9, weight_decay=1e-4, batch_size=4, epochs=2), load("digits")
     counts = np.bincount(dataset.train.labels[:records], minlength=dataset.num_classes)
+    params = {**_initial(algorithm), **server.params} if isinstance(algorithm, Sending) else server.params
     return LocalTask(
-        1, 0, 4, records, settings, server.params, server.broadcast, state or {}, _pool(algorithm),
+        1, 0, 4, records, settings, params, server.broadcast, state or {}, _pool(algorithm),
         tuple(counts.tolist()),
     )  # fmt: skip
 
@@ -216,7 +234,13 @@ def _pool(algorithm: Algorithm) -> Params:
 def _trained(algorithm: Algorithm, out: Path, engine: InProcess, observer: Silent | None = None) -> Params:
     local = Local(epochs=1, batch_size=32, learning_rate=0.1, momentum=0.9)
     experiment = Experiment(
-        algorithm=algorithm, partition=Iid(), clients=4, model="logistic", rounds=4, local=local, engine=engine
+        algorithm=algorithm,
+        partition=Iid(),
+        clients=4,
+        model=_architecture(algorithm),
+        rounds=4,
+        local=local,
+        engine=engine,
     )
     run(experiment, out, observer=observer)
     return load_file(out / "model.safetensors")

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from fl_sim.handed_out import HandedOut
 from fl_sim.kinds import Choices, kind_of
 from fl_sim.late_torch import torch
-from fl_sim.local_plan import LocalAlgorithm, LocalPlan
+from fl_sim.local_plan import LocalAlgorithm, LocalPlan, Sending, sent_by
 from fl_sim.own_code import told
 from fl_sim.params import add, scale, subtract
 from fl_sim.seeding import rng, seeded_alone
@@ -239,10 +239,11 @@ def what_clients_share(algorithm: Sharing, input_shape: tuple[int, ...], num_cla
 def what_clients_plan(algorithm: Algorithm, params: Params, pool: Params, num_classes: int) -> LocalPlan:
     """Return the plan of a client with one record in its first round; ``pool``: what clients share, no matter which."""
     with seeded_alone(0, "template"), told(f"init of {type(algorithm).__name__}"):
-        server = algorithm.init(params)
+        server = algorithm.init(sent_by(algorithm, params))
     counts = (1, *[0] * (num_classes - 1))
+    whole = {**params, **server.params} if isinstance(algorithm, Sending) else server.params
     with seeded_alone(0, "template"), told(f"plan of {type(algorithm).__name__}"):
-        return algorithm.plan(LocalTask(1, 0, 1, 1, _ONE_STEP, server.params, server.broadcast, {}, pool, counts))
+        return algorithm.plan(LocalTask(1, 0, 1, 1, _ONE_STEP, whole, server.broadcast, {}, pool, counts))
 
 
 def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) -> ClientUpdate:

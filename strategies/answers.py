@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, TypeVar
 
@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from fl_sim.engines import releases, wire
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import Malformed, RunError
-from fl_sim.types import Params
+from fl_sim.types import Params, Payloads
 
 Read = TypeVar("Read")
 
@@ -49,13 +49,14 @@ class Asking:
     """One question to every client: ``order`` names the task.
 
     ``quoted``: whether an error may say what a client said; not where it is private. ``timeout``: in seconds, for the
-    whole exchange. ``params``: the model that the question is about, if any.
+    whole exchange. ``params``: the model that the question is about, if any, and the groups of ``broadcast`` with it.
     """
 
     order: wire.Order
     timeout: float
     quoted: bool
     params: Params | None = None
+    broadcast: Payloads = field(default_factory=dict)
 
 
 def ask_everybody(grid: Grid, population: Population, asking: Asking, read: Callable[[RecordDict], Read]) -> list[Read]:
@@ -73,7 +74,7 @@ def answers_to(
 ) -> list[Read | Malformed]:
     """Return what ``read`` makes of every client's answer, or why it has none, by client."""
     order, params = asking.order, asking.params
-    content = wire.order_content(order) if params is None else wire.task_content(order, params, {})
+    content = wire.order_content(order) if params is None else wire.task_content(order, params, asking.broadcast)
     sent = [Message(content, node, wire.TRAIN) for node in population.nodes]
     answers = by_client(grid.send_and_receive(sent, timeout=asking.timeout), population.client_of, strict=asking.quoted)
     return [_read(answers.get(client, []), read) for client in range(len(population.nodes))]

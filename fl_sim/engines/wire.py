@@ -34,6 +34,9 @@ LAYERS = "batch-norm"
 """The group in which BatchNorm layers travel, both ways, and stay with clients. No algorithm has one of that name: a
 run with such a one is refused."""
 
+OWN = "own"
+"""The group of parameters that do not travel, among what a client keeps."""
+
 _ORDER, _PARAMS, _REPORT, _TICKET = "order", "params", "report", "ticket"
 _BROADCAST, _PAYLOAD, _PACKED, _KEPT, _HELD = "broadcast/", "payload/", "packed/", "kept/", "held-back/"
 _NUM_EXAMPLES, _LOSS, _MOST_STEPS = "num-examples", "loss", "most-steps"

@@ -67,7 +67,10 @@ class HomeDesk:
         client = partition_of(message)
         if order.task == wire.TRAIN:
             return wire.kept_records(load_state(order.state_dir, client, order.server_round))
-        if not isinstance(task := self._site.tasks.get(order.task), PaidAtHome):
+        task = self._site.tasks.get(order.task)
+        if task is not None and task.reads_state:
+            return wire.kept_records(load_state(order.state_dir, client, order.server_round))
+        if not isinstance(task, PaidAtHome):
             return {}
         if (order.task, client) not in self._begun:
             begun = task.begin(Client(client, self._site, order, message.content))

@@ -23,6 +23,7 @@ from fl_sim.experiment.engine import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.experiment import defined_in_script, own_modules
 from fl_sim.experiment.job import Job, check_precision, has_gpus_elsewhere
 from fl_sim.importing import settled
+from fl_sim.kinds import kind_of
 from fl_sim.local_plan import fields_in_use
 from fl_sim.native.checks import RECEIVED, unknown_settings
 from fl_sim.native.kernel import load_kernel
@@ -33,6 +34,7 @@ from fl_sim.simulation.pace import SHARE_PER_CORE, num_steps, step_seconds
 from fl_sim.simulation.procedure import procedure_of, site_of
 from fl_sim.simulation.site import local_settings, steps_by_client
 from fl_sim.simulation.stage import stages_of
+from fl_sim.training.trainer import Training
 from fl_sim.types import LocalSettings
 
 RAY_START_SECONDS = 10.0
@@ -187,6 +189,8 @@ def trains_natively(job: Job) -> bool:
 
 def trainer_line(job: Job, workers: int, stack: int = 1) -> str:
     """Return which trainer is used, and at which precision if not float32, in words."""
+    if isinstance(job.experiment.algorithm, Training):
+        return f"trainers of algorithm {kind_of(job.experiment.algorithm)}, one client after another; else PyTorch"
     precision = "" if job.experiment.local.precision == "float32" else f", {job.experiment.local.precision}"
     if stack > 1:
         return f"stacked trainer on {job.device.type}, {stack} clients as one computation{precision}"

@@ -18,7 +18,7 @@ from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
-from fl_sim.local_plan import LocalPlan
+from fl_sim.local_plan import LocalPlan, Sending, sent_by
 from fl_sim.own_code import told
 from fl_sim.params import detached, trainable
 from fl_sim.seeding import seed_process
@@ -26,13 +26,13 @@ from fl_sim.simulation.clocks import start_clock
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.preparation import prepared_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.site import site_for
+from fl_sim.simulation.site import own_parameters, site_for
 from fl_sim.simulation.stage import Run, Stage, stages_of, tasks_of
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, write_checkpoint
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.training.features import head_of
-from fl_sim.types import Payloads, ServerState, Traffic
+from fl_sim.types import Params, Payloads, ServerState, Traffic
 from strategies.algorithm import (
     Advising,
     Algorithm,
@@ -56,6 +56,12 @@ if TYPE_CHECKING:
 PERSONAL = (
     "BatchNorm layers are personal: the accuracy is that of a model which no client has, with the mean of the last "
     "cohort's layers"
+)
+
+
+OWN_PART = (
+    "a part of the model stays with each client: the accuracy is that of a model which no client has, the server's "
+    "part with the other as it was at first"
 )
 
 
@@ -85,7 +91,8 @@ class Rounds:
             if preparing := stage.preparing(log):
                 observer.preparing(preparing)
         strategy = prepared_strategy(self.job, self.algorithm, grid, out, log, observer)
-        exchange, measuring = self._exchange(strategy, grid, out, log), Measuring.of(self.job)
+        exchange, run = self._exchange(strategy, grid, out, log), Run(self.job, strategy, grid, out, log)
+        measuring = run.measuring
         rounds_before = len(log.rounds)
         for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
             if _stopped(experiment.evaluate, log.rounds):
@@ -109,14 +116,16 @@ class Rounds:
             for why, count in strategy.without_effect.items()
             if count == rounds_here
         ]
-        log.traffic, log.fixed = strategy.traffic, fixed_in(self.job.model())
+        log.traffic = strategy.traffic
+        log.fixed = {**fixed_in(self.job.model()), **own_parameters(self.job, self.algorithm)}
         last = strategy.server
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
         if log.measured is None and log.rounds:  # all of them ran before this process
-            log.measured = measuring.measured(log.server.model, _after(len(log.rounds)), is_last=True)
+            whole = replace(log.server, params=self._whole(log.server.params)).model
+            log.measured = measuring.measured(whole, _after(len(log.rounds)), is_last=True)
         for done in log.stages:
             assert isinstance(done, Stage)
-            done.after(Run(self.job, strategy, grid, out, log), measuring)
+            done.after(run)
 
     def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
         """Return what has clients train, and the server merge what they send."""
@@ -151,7 +160,8 @@ class Rounds:
         is_last = _is_last(experiment, record.round, log.privacy)
         if record.round % experiment.evaluate_every and not is_last:
             return record
-        model = replace(strategy.server, params=reported_by(self.algorithm, strategy.server)).model
+        params = self._whole(reported_by(self.algorithm, strategy.server))
+        model = replace(strategy.server, params=params).model
         when = _after(record.round)
         log.measured = measuring.measured(model, when, is_last=is_last)
         if log.measured.test is None and _stopped(experiment.evaluate, [*log.rounds, log.measured.noted_in(record)]):
@@ -241,16 +251,38 @@ class Rounds:
                 f"{type(model).__name__} is frozen: let it be trained, or take another algorithm, such as fedavg"
             )
         with told(f"init of {type(self.algorithm).__name__}"):
-            server = self.algorithm.init(detached(trainable(model).items()))
+            server = self.algorithm.init(sent_by(self.algorithm, detached(trainable(model).items())))
         sent, kept = what_clients_send(self.algorithm, server), what_clients_keep(self.algorithm, server)
         if isinstance(aggregator := self.job.experiment.aggregator, GlobalDP):
             aggregator.check_silence(self.algorithm, sent)
-        if any(name == wire.LAYERS or wire.is_held(name) for name in {*server.broadcast, *sent, *kept}):
+        if any(name in {wire.LAYERS, wire.OWN} or wire.is_held(name) for name in {*server.broadcast, *sent, *kept}):
             raise UserError(
                 f"algorithm {kind_of(self.algorithm)} sends or keeps something called {wire.LAYERS!r}, the name under "
-                "which BatchNorm layers travel, or held-back/, which is compression's: give it another name"
+                f"which BatchNorm layers travel, {wire.OWN!r}, that of parameters which do not travel, or held-back/, "
+                "which is compression's: give it another name"
             )
+        self._check_parts()
         return replace(server, layers=layers_in(model, chosen))
+
+    def _check_parts(self) -> None:
+        """Raise UserError where the whole model is needed at the server, and a part of it stays with clients."""
+        if not isinstance(self.algorithm, Sending):
+            return
+        kind, whole = kind_of(self.algorithm), [type(one).__name__ for one in stages_of(self.job) if one.trains_model()]
+        if whole:
+            raise UserError(
+                f"algorithm {kind} leaves a part of the model with each client, and {whole[0]} trains the whole model "
+                "at the server: leave out preprocess or calibrate, or take another algorithm"
+            )
+        if self.job.experiment.local.batch_norm == "personal":
+            raise UserError(
+                f"algorithm {kind} says itself which part of the model stays with each client: take "
+                "local.batch_norm=average, and let its sends leave out BatchNorm layers"
+            )
+
+    def _whole(self, params: Params) -> Params:
+        """Return the server's ``params`` with what stays with clients as these first had it."""
+        return {**own_parameters(self.job, self.algorithm), **params}
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
         """Return the names and shapes of what a client keeps from one round for its next."""
@@ -258,7 +290,8 @@ class Rounds:
         kept = what_clients_keep(self.algorithm, server)
         if packing := packing_of(self.job.experiment.compress, self.job.experiment.seed):
             kept = wire.with_held(kept, packing.held_back(what_clients_send(self.algorithm, server), server.params))
-        return {**kept, **layers}
+        own = own_parameters(self.job, self.algorithm)
+        return {**kept, **layers, **({wire.OWN: own} if own else {})}
 
     def warnings(self, log: RunLog) -> list[str]:
         """Return what a user must know before the first round."""
@@ -268,6 +301,8 @@ class Rounds:
             warnings.append(told)
         if experiment.local.batch_norm == "personal":
             warnings.append(PERSONAL)
+        if isinstance(self.algorithm, Sending):
+            warnings.append(OWN_PART)
         warnings += _idle(self.job)
         if not isinstance(experiment.aggregator, GlobalDP):
             return warnings

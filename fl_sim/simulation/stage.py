@@ -6,6 +6,7 @@ the methods below and knows no stage by name.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -19,7 +20,7 @@ from fl_sim.experiment.job import Job
 from fl_sim.import_path import load_object
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run_log import RunLog
-from fl_sim.types import Params, Traffic
+from fl_sim.types import Params, Payloads, Traffic
 from strategies.algorithm import Sharing
 from strategies.answers import Asking, ask_everybody, find_population
 from strategies.flower import FederatedStrategy
@@ -42,6 +43,11 @@ class Run:
     out: Path
     log: RunLog
 
+    @cached_property
+    def measuring(self) -> Measuring:
+        """Return what models are measured on."""
+        return Measuring.of(self.job)
+
     @property
     def order(self) -> Order:
         """Return what every message of the run says."""
@@ -54,17 +60,19 @@ class Run:
         *,
         quoted: bool,
         params: Params | None = None,
+        broadcast: Payloads | None = None,
         order: Order | None = None,
     ) -> list[Answer]:
-        """Ask every client for ``task``, about ``params``; return what ``read`` makes of their answers, by client.
+        """Ask every client for ``task``; return what ``read`` makes of their answers, by client.
 
-        ``quoted``: whether an error may say what a client said; not where that is private. ``order``: in place of the
-        run's. Raises RunError that names the first client without a good answer.
+        ``params`` and ``broadcast``: what the question is about. ``quoted``: whether an error may say what a client
+        said; not where that is private. ``order``: in place of the run's. Raises RunError that names the first client
+        without a good answer.
         """
         timeout = self.job.experiment.round_timeout
         if not self.strategy.population.nodes:
             self.strategy.population = find_population(self.grid, self.strategy.num_clients, timeout)
-        asking = Asking(replace(order or self.order, task=task), timeout, quoted, params)
+        asking = Asking(replace(order or self.order, task=task), timeout, quoted, params, broadcast or {})
         return ask_everybody(self.grid, self.strategy.population, asking, read)
 
 
@@ -89,12 +97,16 @@ class Stage:
     def before(self, run: Run) -> None:
         """Do the work before the first round; called again, and to find it done, by a run that goes on."""
 
-    def after(self, run: Run, measuring: Measuring) -> None:
+    def after(self, run: Run) -> None:
         """Do the work after the last round."""
 
     def num_pooled(self) -> int:
         """Return about how many records the stage gives to all clients to train on."""
         return 0
+
+    def trains_model(self) -> bool:
+        """Say whether the stage trains the server's model, for which it needs the whole of it."""
+        return False
 
     def num_server_steps(self) -> int:
         """Return how many minibatch steps the server takes by itself before the first round."""

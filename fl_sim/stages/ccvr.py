@@ -24,7 +24,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import replaces_records
 from fl_sim.seeding import rng
-from fl_sim.simulation.measuring import Measured, Measuring
+from fl_sim.simulation.measuring import Measured
 from fl_sim.simulation.stage import Run, Stage
 from fl_sim.training.features import features_of
 from fl_sim.types import Params, Traffic
@@ -66,6 +66,7 @@ class Summarise:
 
     job: Job
     reads_records: ClassVar[bool] = False  # it asks the policy itself: private moments are paid for
+    reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
@@ -143,7 +144,7 @@ class Calibration(Stage):
         """Return the one question."""
         return {SUMMARISE: Summarise(self.job)}
 
-    def after(self, run: Run, measuring: Measuring) -> None:
+    def after(self, run: Run) -> None:
         """Train the head of the last model again. Raises RunError where a client fails, Diverged for a bad rate.
 
         The checkpoint keeps the model of the last round: a run that is killed here does all of this again.
@@ -160,7 +161,7 @@ class Calibration(Stage):
             params = with_trained_head(settings, job.model(), params, features, labels, generator)
         calibrated = replace(log.server, params=params)
         when = "after the calibration; try a smaller calibrate.learning_rate"
-        after = measuring.measured(calibrated.model, when, is_last=True)
+        after = run.measuring.measured(calibrated.model, when, is_last=True)
         skipped = sorted(set(range(num_classes)) - {one.label for one in classes})
         self._told = _facts(log.rounds[-1].test_accuracy, after, skipped)
         log.server, log.measured, log.measured_again = calibrated, after, after
@@ -180,6 +181,10 @@ class Calibration(Stage):
             return class_gaussians(moments, num_features)
         std = protection.std * math.sqrt(np.count_nonzero(self.job.shards.sizes))  # others send no noise
         return [one.scaled(settings.clipping_norm) for one in class_gaussians(moments, num_features, std)]
+
+    def trains_model(self) -> bool:
+        """Say that it does: the head."""
+        return True
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
         """Return what it takes that the model goes to all clients, and the moments of their features come back."""

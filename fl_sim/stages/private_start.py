@@ -51,6 +51,7 @@ class Measure:
 
     job: Job
     reads_records: ClassVar[bool] = True
+    reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:
@@ -77,6 +78,10 @@ class Start(Stage):
         run.log.before["private_start"] = None  # who was asked is secret
         if not run.log.rounds:
             start_from(prepare_start(run), settings_of(self.job).server_epochs, self.job, run.strategy, run.log)
+
+    def trains_model(self) -> bool:
+        """Say that it does: all of the first model."""
+        return True
 
     def num_server_steps(self) -> int:
         """Return the steps on the images."""

@@ -38,6 +38,7 @@ class Share:
 
     job: Job
     reads_records: ClassVar[bool] = True
+    reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Lock, local
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -58,6 +59,27 @@ class LocalJob:
     def asks_for(self) -> frozenset[str]:
         """Return the fields of the settings and of the plan that a trainer must know in order to take this job."""
         return fields_in_use(self.task.settings) | fields_in_use(self.plan)
+
+
+class LocalTrainer(Protocol):
+    """What trains clients of some jobs. The first of a site's trainers that supports a job trains it."""
+
+    def supports(self, job: LocalJob) -> bool:
+        """Say whether it does all that ``job`` asks for: its settings, its plan, its records."""
+        ...
+
+    def train(self, job: LocalJob) -> Trained:
+        """Train one client; all it draws comes from ``job.generator``."""
+        ...
+
+
+@runtime_checkable
+class Training(Protocol):
+    """An algorithm with trainers of its own, which are asked before the project's."""
+
+    def trainers(self, model: nn.Module) -> Sequence[LocalTrainer]:
+        """Return them; ``model`` is theirs: it lends its architecture, and its weights may be overwritten."""
+        ...
 
 
 class Trainer:

@@ -51,7 +51,7 @@ def _records(client, synthetic):
 class _Synthesize:
     """Client i releases i records; client 3 fails."""
 
-    reads_records = runs_in_threads = False
+    reads_records = reads_state = runs_in_threads = False
 
     def run(self, client):
         [made] = self.run_together([client])
@@ -70,7 +70,7 @@ class _Synthesize:
 class _Share:
     """What the client is asked to share is its records, moved by its number."""
 
-    reads_records, runs_in_threads = True, False
+    reads_records, reads_state, runs_in_threads = True, False, False
 
     def run(self, client):
         inputs, labels = client.records.tensors()

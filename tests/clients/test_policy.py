@@ -10,7 +10,9 @@ import pytest
 import torch
 from dp_accounting import dp_event
 
+from clients.client_task import Client
 from clients.policy import Policy, read_policy
+from fl_sim.engines import releases, wire
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.privacy.accounting import epsilon_of_counts
@@ -38,10 +40,9 @@ def _order(*overrides: str) -> Experiment:
 
 def _share(policy: Policy, experiment: Experiment, client: int, folder: Path) -> torch.Tensor:
     site = site_of(experiment.model_dump_json(), "")
-    [answer] = site.synthesize([(client, folder)], lambda: None, policy)
-    if isinstance(answer, Exception):
-        raise answer
-    return answer[0]
+    order = wire.Order(experiment.model_dump_json(), 0, 0.0, "", str(folder), task="synthesize")
+    answer = site.tasks["synthesize"].run(Client(client, site, order, wire.order_content(order), policy))
+    return releases.read_made(answer)
 
 
 def test_a_policy_is_read_whole(tmp_path: Path) -> None:

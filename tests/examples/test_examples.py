@@ -9,14 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
 import fl_sim
 from fl_sim.cli.arguments import read
 from fl_sim.cli.run import parse_experiment
 from fl_sim.kinds import kind_of, title_of
+from fl_sim.local_plan import LocalPlan
+from fl_sim.params import detached
 from fl_sim.testing import check
 from fl_sim.testing_compressor import check_compressor
-from fl_sim.types import Cohort, Reply
+from fl_sim.training.records import Records
+from fl_sim.training.trainer import LocalJob, Trainer
+from fl_sim.types import Cohort, LocalSettings, LocalTask, Reply
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")
 
@@ -107,6 +113,91 @@ def test_the_sweep_draws_its_picture(tmp_path: Path) -> None:
 
     picture = sweep.sweep([0.1, 1.0], [0], {"model": "logistic", "rounds": 1}, tmp_path / "out")
     assert picture.stat().st_size > 1000
+
+
+OWN_PARTS = {"fedper": {}, "ifca": {}, "private_steps": {}, "adapters": {}}
+"""The four that show what a client may begin with, keep, train by and send."""
+
+
+def _small(name: str, out: Path, **more: Any) -> Any:
+    settings = parse_experiment(read([*COMMANDS[name], "clients=4", "rounds=3", "seed=1"])).model_dump()
+    return fl_sim.run({**settings, "engine": "inprocess", **more}, out=out, progress=False)
+
+
+@pytest.mark.parametrize("name", OWN_PARTS)
+def test_plug_ins_of_four_seams_go_on_to_the_same_bits_after_a_resume(name: str, tmp_path: Path) -> None:
+    whole = _small(name, tmp_path / "whole")
+    _small(name, tmp_path / "run", rounds=2)
+    resumed = _small(name, tmp_path / "run")  # a run with fewer rounds is extended
+    one, other = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "run"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert whole.facts.get("own_tests") == resumed.facts.get("own_tests")
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", OWN_PARTS)
+def test_plug_ins_of_four_seams_end_in_the_same_bits_on_ray(name: str, tmp_path: Path) -> None:
+    here = _small(name, tmp_path / "here")
+    there = _small(name, tmp_path / "there", engine={"kind": "ray", "actors": 2})
+    one, other = (load_file(tmp_path / folder / "model.safetensors") for folder in ("here", "there"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert here.facts.get("own_tests") == there.facts.get("own_tests")
+
+
+@pytest.mark.parametrize("name", ["fedper", "ifca", "private_steps"])
+def test_algorithms_of_the_new_seams_keep_the_laws(name: str) -> None:
+    check(experiment(name).algorithm)
+
+
+def test_what_stays_with_a_client_is_not_sent_and_is_trained(tmp_path: Path) -> None:
+    """The head keeps its first values at the server, and clients' own models beat the server's on their own records."""
+    result = _small("fedper", tmp_path / "run", rounds=20, partition="label-2", local={"learning_rate": 0.1})
+    assert (
+        result.rounds[0].bytes_up
+        < 4 * 99_750 * 4
+        < _small("fedper", tmp_path / "all", algorithm="fedavg").rounds[0].bytes_up
+    )
+    assert result.facts["own_tests"]["accuracy"] > result.final_accuracy + 0.1
+    first = load_file(tmp_path / "run" / "model.safetensors")
+    untrained = fl_sim.run({**result.experiment.model_dump(), "rounds": 1}, out=tmp_path / "one", progress=False)
+    del untrained
+    head = load_file(tmp_path / "one" / "model.safetensors")
+    assert all(torch.equal(first[key], head[key]) for key in list(first)[-2:])
+
+
+def test_each_client_of_ifca_trains_one_of_the_models(tmp_path: Path) -> None:
+    alone = _small("ifca", tmp_path / "ifca", rounds=10, partition="label-1")
+    assert alone.facts["own_tests"]["accuracy"] > 0.4
+
+
+def test_without_noise_and_clipping_private_steps_are_those_of_plain_sgd_on_the_batch(tmp_path: Path) -> None:
+    private = experiment("private_steps").algorithm
+    settings = LocalSettings(0.1, 0.0, 0.0, batch_size=100, epochs=1)
+    model = nn.Linear(3, 2)
+    params = detached(model.named_parameters())
+    inputs, labels = torch.randn(20, 3), torch.arange(20) % 2
+    task = LocalTask(1, 0, 1, 20, settings, params)
+    job = LocalJob(task, LocalPlan(), Records.of(inputs, labels), np.random.default_rng(0))
+    [trainer] = private.model_copy(update={"clipping_norm": 1e6, "noise_multiplier": 0.0}).trainers(model)
+    assert trainer.supports(job)
+    mine, plain = (
+        trainer.train(job),
+        Trainer(nn.Linear(3, 2), None).train(job),
+    )  # a rate of 1: everybody is in the batch
+    for name in params:
+        torch.testing.assert_close(mine.params[name], plain.params[name])
+    [noisy] = private.model_copy(update={"clipping_norm": 1e-3, "noise_multiplier": 0.0}).trainers(model)
+    moved = torch.cat([(noisy.train(job).params[name] - params[name]).flatten() for name in params])
+    assert float(moved.norm()) <= 0.1 * 1e-3 * (1 + 1e-5)
+
+
+def test_the_adapters_and_the_head_alone_travel(tmp_path: Path) -> None:
+    result = _small("adapters", tmp_path / "run")
+    assert result.facts["num_parameters"] == 4 * (64 + 64) + 4 * (64 + 64) + 64 * 10 + 10
+    saved = load_file(tmp_path / "run" / "model.safetensors")
+    assert saved["1.layer.weight"].shape == (64, 64)
+    assert float(saved["1.up"].abs().sum()) > 0
 
 
 def test_what_the_recipes_show_is_in_the_examples() -> None:

@@ -37,6 +37,7 @@ class Vote:
     settings: Pate
     pool: torch.Tensor
     reads_records: ClassVar[bool] = False  # votes have a rule of their own
+    reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = True
 
     def run(self, client: Client) -> RecordDict:

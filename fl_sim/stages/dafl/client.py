@@ -31,6 +31,7 @@ class Synthesize:
 
     job: Job
     reads_records: ClassVar[bool] = False  # it pays the policy, which asks for secret noise and for mechanisms of ours
+    reads_state: ClassVar[bool] = False
     runs_in_threads: ClassVar[bool] = False
 
     def run(self, client: Client) -> RecordDict:

@@ -77,6 +77,10 @@ class Synthesis(Stage):
         gammas = np.array(self.settings.client_gammas or [self.settings.gamma])
         return np.round(gammas * self.job.shards.sizes).astype(np.int64)
 
+    def trains_model(self) -> bool:
+        """Say whether the server is to take steps on the pool."""
+        return bool(self.settings.server_epochs)
+
     def num_server_steps(self) -> int:
         """Return the server's steps on the pool."""
         return self.settings.server_epochs * math.ceil(self.num_pooled() / self.job.experiment.local.batch_size)

@@ -2,8 +2,11 @@
 
 import numpy as np
 
+from clients.client_task import Client
+from fl_sim.engines import releases, wire
 from fl_sim.experiment.experiment import experiment_from, with_overrides
 from fl_sim.experiment.job import Job, job_of
+from fl_sim.simulation.pate.asking import VOTE
 from fl_sim.simulation.procedure import procedure_of
 from fl_sim.types import ServerState
 
@@ -17,7 +20,7 @@ def test_a_federated_algorithm_trains_in_every_round_and_no_client_votes() -> No
     procedure = procedure_of(job)
     server = procedure.beginning()
     site = procedure.site()
-    assert (procedure.num_trainings, site.vote) == (7, None)
+    assert (procedure.num_trainings, site.tasks) == (7, {})
     assert site.algorithm == job.experiment.algorithm
     assert server.params.keys() == dict(job.model().named_parameters()).keys()
     assert set(procedure.kept_by_clients(server)) == {"control"}
@@ -30,7 +33,7 @@ def test_teachers_train_once_vote_on_the_public_pool_and_keep_nothing() -> None:
     assert procedure.num_trainings == 1
     assert procedure.beginning() == ServerState({})
     assert procedure.kept_by_clients(ServerState({})) == {}
-    assert site.vote is not None
-    votes = site.vote(site.trainer, 2)
-    assert votes.shape == (30,)
-    assert np.array_equal(votes, site.vote(site.trainer, 2))
+    order = wire.Order(job.experiment.model_dump_json(), 0, 0.0, "", "", task=VOTE)
+    client = Client(2, site, order, wire.order_content(order))
+    first, again = (releases.read_votes(site.tasks[VOTE].run(client), 30, 10) for _ in range(2))
+    assert np.array_equal(first, again)

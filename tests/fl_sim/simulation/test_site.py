@@ -1,7 +1,7 @@
 """A site: what a worker needs to play any client, with and without a pool of synthetic records."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clients.client_task import Client
 from fl_sim.data import load
+from fl_sim.engines import releases, wire
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
@@ -68,11 +70,13 @@ def test_images_too_small_to_be_padded_by_their_own_pixels_are_refused(monkeypat
 def test_what_a_site_shares_is_seeded_by_client():
     made = _made("algorithm=fedmix", "partition=iid")
     site = site_of(made.model_dump_json(), "")
-    inputs, labels = site.records(0, "").tensors()
-    one, again, other = (site.share(inputs, labels, client)["inputs"] for client in (0, 0, 1))
+    site = replace(site, records=lambda client, synthetic: site.own_records(0))  # the same for both
+    order = wire.Order(made.model_dump_json(), 0, 0.0, "", "", task="share")
+    clients = [Client(number, site, order, wire.order_content(order)) for number in (0, 0, 1)]
+    one, again, other = (releases.read_made(site.tasks["share"].run(client)) for client in clients)
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
-    assert len(one) == len(labels) // 5
+    assert len(one) == len(site.own_records(0)) // 5
 
 
 def test_feature_noise_has_the_variance_of_the_client_in_units_of_raw_inputs():

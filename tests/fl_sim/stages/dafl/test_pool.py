@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from clients.client_task import Client
+from fl_sim.engines import releases, wire
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
@@ -22,6 +24,7 @@ from fl_sim.privacy.events import from_json
 from fl_sim.simulation.client_ledgers import all_together, ledger_path
 from fl_sim.simulation.procedure import site_of
 from fl_sim.stages.dafl.bill import statement
+from fl_sim.stages.dafl.client import SYNTHESIZE, Synthesize
 from fl_sim.stages.dafl.pool import FACTS, Pool, load, store
 
 pytestmark = pytest.mark.usefixtures("coarse_losses")
@@ -40,10 +43,13 @@ def _order(*overrides: str) -> Experiment:
 
 def _answers(experiment: Experiment, folder: Path) -> list[Answer]:
     site = site_of(experiment.model_dump_json(), "")
-    clients = [(client, folder / "clients" / str(client)) for client in range(experiment.clients)]
-    answers = site.synthesize(clients, lambda: None)
-    assert not any(isinstance(one, Exception) for one in answers)
-    return answers
+    order = wire.Order(experiment.model_dump_json(), 0, 0.0, "", str(folder / "clients"), task=SYNTHESIZE)
+    clients = [Client(client, site, order, wire.order_content(order)) for client in range(experiment.clients)]
+    task, dataset = site.tasks[SYNTHESIZE], job_of(experiment).dataset
+    assert isinstance(task, Synthesize)
+    answers = task.run_together(clients)
+    shape, classes = dataset.input_shape, dataset.num_classes
+    return [releases.read_synthetic(one, shape, classes, 10_000) for one in answers if isinstance(one, wire.RecordDict)]
 
 
 def _made(folder: Path, experiment: Experiment) -> Pool:
