@@ -298,7 +298,7 @@ def _trained(
         rounds = open_private_rounds(
             experiment.aggregator, experiment.sampler, population, setting.seed, out, clipping_norm=None
         )
-        strategy.privacy = faulty(**{one.name: getattr(rounds, one.name) for one in fields(rounds) if one.init})
+        strategy.wrap(faulty(**{one.name: getattr(rounds, one.name) for one in fields(rounds) if one.init}))
         grid, models = InProcessGrid(app, population), []
         for server_round in range(1, setting.rounds + 1):
             run_round(strategy, grid, server_round, experiment.local.learning_rate, timeout=600.0)

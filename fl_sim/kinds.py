@@ -190,6 +190,15 @@ class Computing(Protocol):
     computes_with_records: ClassVar[bool]
 
 
+def hides_clients(aggregator: object) -> bool:
+    """Say whether an aggregator promises to hide who takes part: then who holds records is secret, too.
+
+    A client without records of its own must then send zeros, so it does not train on a pool beside which others have
+    theirs, and is counted as all clients are.
+    """
+    return isinstance(aggregator, Promising) and aggregator.is_private
+
+
 def off(setting: str, instead: str) -> str:
     """Word a remark on a setting that switches off what a kind is chosen for.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeAlias
 
@@ -21,6 +22,7 @@ from fl_sim.settings import Settings
 from fl_sim.types import Reply
 from strategies.aggregators import as_rows, cohort_size, from_row
 from strategies.algorithm import Central, Dealing, Sharing
+from strategies.layer import Layer
 
 
 class Attack(Protocol):
@@ -62,6 +64,7 @@ class NoAttack(_Harmless):
 
     kind: Literal["none"] = "none"
     clients: ClassVar[int] = 0
+    layer: ClassVar[str] = ""
 
 
 class _Attack(_Harmless):
@@ -177,3 +180,33 @@ def hostile_clients(attack: Attack, num_clients: int, seed: int) -> frozenset[in
 
 def _with(reply: Reply, row: torch.Tensor) -> Reply:
     return replace(reply, payloads=from_row(row, reply.payloads))
+
+
+class HostileUpdates(Layer):
+    """Replaces what hostile clients sent by what the attack makes of it, before anybody takes a mean."""
+
+    def __init__(self, attack: Attack, hostile: frozenset[int]) -> None:
+        self._attack, self._hostile = attack, hostile
+        self._idle = False
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> HostileUpdates:
+        """Return the layer of a run: who is hostile follows from its seed."""
+        del out, progress
+        attack = experiment.attack
+        return cls(attack, hostile_clients(attack, experiment.num_clients, experiment.seed))
+
+    def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
+        """Return the round's updates with those of hostile clients as the attack forges them."""
+        replies = self.inner.received(replies)
+        hostile = [reply for reply in replies if reply.client in self._hostile and reply.num_examples > 0]
+        self._idle = not hostile and bool(self._hostile)
+        if not hostile:
+            return replies
+        forged = {reply.client: reply for reply in self._attack.forged(hostile, len(replies))}
+        return tuple(forged.get(reply.client, reply) for reply in replies)
+
+    def remarks(self) -> Sequence[str]:
+        """Say where no hostile client took part."""
+        said = off(f"attack {kind_of(self._attack)}", "no hostile client took part with records")
+        return [*self.inner.remarks(), *([said] if self._idle else [])]

@@ -3,10 +3,10 @@
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -14,16 +14,14 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fl_sim.devices.clock import Turnout
-from fl_sim.engines import releases, tensor_records, wire
+from fl_sim.engines import tensor_records, wire
 from fl_sim.errors import Diverged, Malformed
 from fl_sim.handed_out import HandedOut
-from fl_sim.kinds import kind_of, off
 from fl_sim.own_code import told
 from fl_sim.packed import Packing, Size, blank
 from fl_sim.params import flattened, is_finite, layout_of
 from fl_sim.seeding import rng, seed_process
-from fl_sim.types import Aggregate, Cohort, Params, Payloads, Reply, ServerState, Traffic
+from fl_sim.types import Aggregate, Cohort, Payloads, Reply, ServerState, Traffic
 from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, groups_of, weighting_of, what_clients_send
 from strategies.answers import (
@@ -33,49 +31,46 @@ from strategies.answers import (
     find_population,
     refusal,
 )
-from strategies.attacks import Attack, NoAttack, hostile_clients
-from strategies.global_dp import GlobalDP
-from strategies.samplers import Sampler
-
-if TYPE_CHECKING:
-    from strategies.private import PrivateRounds
-
-
-TurnoutOf: TypeAlias = Callable[[int, Sequence[int]], Turnout]
-"""(round, its cohort) -> who of it is asked and gets through in time, by a virtual clock."""
+from strategies.layer import Drawn, Layer, Layered
+from strategies.samplers import Coins, Sampler
 
 
 @dataclass
 class FederatedStrategy(Strategy):
-    """One algorithm, one aggregator, one sampler, as Flower sees them.
+    """One algorithm, one aggregator, one sampler, and the layers around them, as Flower sees them.
 
     ``server`` is the state after the last round; Flower's own ``arrays`` argument is the model in it and is not read.
     ``order`` holds what every message says; its round and learning rate are filled in per round. ``most_examples``: how
     many records a client can have at most, where that is known. ``sampling_seed``: what cohorts are drawn by, None for
-    ``seed``, by which hostile clients are chosen. ``packing``: how updates are compressed, if they are.
-    ``turnout_of``: of the virtual clock, where there is one; ``turnout`` is then the last round's, and ``cohort`` those
-    whose updates count. ``holders``: which clients hold records to train on, (clients,), as far as is known; None: all.
+    ``seed``. ``packing``: how updates are compressed, if they are. ``cohort``: those whose updates count in the last
+    round. ``layer``: the outermost one. ``holders``: which clients hold records to train on, (clients,), as far as is
+    known; None: all.
     """
 
     algorithm: Algorithm
-    aggregator: Aggregator | GlobalDP
+    aggregator: Aggregator | Layered
     sampler: Sampler
     server: ServerState
     order: wire.Order
     num_clients: int
     seed: int
-    privacy: "PrivateRounds | None" = None
     most_examples: int = sys.maxsize
-    attack: Attack = field(default_factory=NoAttack)
     sampling_seed: int | None = None
     packing: Packing | None = None
     population: Population = field(default_factory=lambda: Population(()))
     cohort: NDArray[np.int64] = field(default_factory=lambda: np.arange(0))
-    turnout_of: TurnoutOf | None = None
-    turnout: Turnout | None = None
     holders: NDArray[np.bool_] | None = None
     _sent: HandedOut | None = None
     without_effect: Counter[str] = field(default_factory=Counter)
+    layer: Layer = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with the innermost layer."""
+        self.layer = _Innermost(self)
+
+    def wrap(self, layer: Layer) -> None:
+        """Put ``layer`` around those that there are."""
+        layer.inner, self.layer = self.layer, layer
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -84,17 +79,10 @@ class FederatedStrategy(Strategy):
         del arrays
         if not self.population.nodes:
             self.population = find_population(grid, self.num_clients, timeout=60.0)
-        # Under privacy the seed is published: cohorts drawn from it would hide nobody.
-        seed = self.seed if self.sampling_seed is None else self.sampling_seed
-        coins = self.privacy.coins(server_round) if self.privacy else rng(seed, "sampler", server_round).random
         seed_process(self.seed, "sampling", server_round)
-        with told(f"sample of {type(self.sampler).__name__}"):
-            self.cohort = self.sampler.sample(self.num_clients, coins, server_round)
-        order = replace(self.order, server_round=server_round, learning_rate=float(str(config["learning-rate"])))
-        if self.turnout_of is not None:
-            self.turnout = self.turnout_of(server_round, self.cohort.tolist())
-            self.cohort = self.turnout.in_time
-            order = replace(order, most_steps=self.turnout.most_steps)
+        drawn = self.layer.cohort(server_round)
+        self.cohort, rate = drawn.clients, float(str(config["learning-rate"]))
+        order = replace(self.order, server_round=server_round, learning_rate=rate, most_steps=drawn.most_steps)
         content, self._sent = self.content(order, self.server), HandedOut.of(groups_of(self.server))
         return [Message(content, self.population.nodes[client], wire.TRAIN) for client in self.cohort]
 
@@ -110,10 +98,11 @@ class FederatedStrategy(Strategy):
             self._sent.check_bits(self.algorithm.plan, self.algorithm.finish)
         answers = self._checked(server_round, list(replies))
         seed_process(self.seed, "merging", server_round)
-        answers = self._after_attack(answers)
+        answers = self.layer.received(answers)
+        self.without_effect.update(self.layer.remarks())
         expected = self.sampler.expected_size(self.num_clients)
         cohort = Cohort(server_round, answers, self.num_clients, expected, self.num_holders(answers))
-        aggregate = self._aggregate(cohort)
+        aggregate = self.layer.aggregate(cohort, self.algorithm, self.server)
         if aggregate is not None:
             self.without_effect.update([aggregate.without_effect] if aggregate.without_effect else [])
             payloads = dict(aggregate.payloads)
@@ -125,7 +114,7 @@ class FederatedStrategy(Strategy):
             handed_out.check_bits(self.algorithm.merge)
             check_finite({"params": server.params, "layers": layers}, server_round)
             self.server = replace(server, layers=layers)
-        if self.privacy is not None:  # how many came and how they fared is theirs: it leaves only in the noised mean
+        if self.layer.hides_clients:  # how many came and how they fared is theirs: it leaves only in the noised mean
             return tensor_records.to_arrays(self.server.model), None
         metrics = MetricRecord({"cohort": len(answers)})
         if (loss := mean_loss(answers)) is not None:
@@ -183,31 +172,6 @@ class FederatedStrategy(Strategy):
             self.holders[reply.client] |= reply.num_examples > 0
         return int(self.holders.sum())
 
-    def _after_attack(self, answers: tuple[Reply, ...]) -> tuple[Reply, ...]:
-        """Return the round's updates with those of hostile clients as the attack forges them."""
-        who = hostile_clients(self.attack, self.num_clients, self.seed)
-        if not (hostile := [reply for reply in answers if reply.client in who and reply.num_examples > 0]):
-            if who:
-                self.without_effect.update(
-                    [off(f"attack {kind_of(self.attack)}", "no hostile client took part with records")]
-                )
-            return answers
-        forged = {reply.client: reply for reply in self.attack.forged(hostile, len(answers))}
-        return tuple(forged.get(reply.client, reply) for reply in answers)
-
-    def _aggregate(self, cohort: Cohort) -> Aggregate | None:
-        if isinstance(self.aggregator, GlobalDP):
-            assert self.privacy is not None
-            return self.privacy.release(cohort, self.algorithm, self.server)
-        weighting = weighting_of(self.algorithm)
-        assert isinstance(weighting, str) or isinstance(self.aggregator, WeightedMean)  # others are refused
-        sent = {f"what client {one.client} sent": part for one in cohort.replies for part in one.payloads.values()}
-        handed_out = HandedOut.of({**sent, **groups_of(self.server)}, by_bits=False)
-        with told(f"mean of {type(self.aggregator).__name__}"):
-            aggregate = self.aggregator.mean(cohort, weighting)  # type: ignore[arg-type]  # as asserted
-        handed_out.check(self.aggregator.mean)
-        return aggregate
-
     @property
     def _layers(self) -> Payloads:
         return {wire.LAYERS: self.server.layers} if self.server.layers else {}
@@ -236,7 +200,7 @@ class FederatedStrategy(Strategy):
 
     def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:
         """Return the updates of the round's clients; under privacy without those that are missing or malformed."""
-        answers = by_client(replies, self.population.client_of, strict=self.privacy is None)
+        answers = by_client(replies, self.population.client_of, strict=not self.layer.hides_clients)
         updates: list[Reply] = []
         failed: dict[int, Malformed] = {}
         for client in map(int, self.cohort):
@@ -244,12 +208,77 @@ class FederatedStrategy(Strategy):
                 updates.append(self.read(client, answers.get(client, []), server_round))
             except Malformed as reason:
                 failed[client] = reason
-        if self.privacy is not None:
-            self.privacy.note(failed, answered=bool(updates))
-        elif failed:
-            client, error = next(iter(failed.items()))
-            raise refusal(f"client {client} in round {server_round}", error, quoted=not self.order.synthetic)
+        self.layer.lost(server_round, failed, answered=bool(updates))
         return tuple(updates)
+
+
+@dataclass
+class _Innermost(Layer):
+    """Draws the cohort by the run's seed, and takes the mean."""
+
+    strategy: FederatedStrategy
+
+    def begin(self, server_round: int) -> None:
+        """Do nothing."""
+
+    def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
+        """Draw who is asked."""
+        strategy = self.strategy
+        if coins is None:
+            seed = strategy.seed if strategy.sampling_seed is None else strategy.sampling_seed
+            coins = rng(seed, "sampler", server_round).random
+        with told(f"sample of {type(strategy.sampler).__name__}"):
+            return Drawn(strategy.sampler.sample(strategy.num_clients, coins, server_round))
+
+    def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
+        """Return all of them."""
+        return replies
+
+    def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
+        """Raise RunError that names the first of them."""
+        del answered
+        for client, error in failed.items():
+            who = f"client {client} in round {server_round}"
+            raise refusal(who, error, quoted=not self.strategy.order.synthetic)
+
+    def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        """Return the aggregator's mean, which writes to nothing that it is handed."""
+        aggregator: Any = self.strategy.aggregator
+        weighting = weighting_of(algorithm)
+        assert isinstance(weighting, str) or isinstance(aggregator, WeightedMean)  # others are refused
+        sent = {f"what client {one.client} sent": part for one in cohort.replies for part in one.payloads.values()}
+        handed_out = HandedOut.of({**sent, **groups_of(server)}, by_bits=False)
+        with told(f"mean of {type(aggregator).__name__}"):
+            aggregate: Aggregate | None = aggregator.mean(cohort, weighting)
+        handed_out.check(aggregator.mean)
+        return aggregate
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def remarks(self) -> Sequence[str]:
+        """Return nothing."""
+        return ()
+
+    def affords(self, server_round: int) -> bool:
+        """Say that rounds are free."""
+        del server_round
+        return True
+
+    @property
+    def hides_clients(self) -> bool:
+        """Say that nobody is promised anything."""
+        return False
+
+    def progress(self) -> Mapping[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def statements(self, rounds: int) -> list[dict[str, object]]:
+        """Return nothing."""
+        del rounds
+        return []
 
 
 def check_finite(groups: Payloads, server_round: int) -> None:
@@ -267,8 +296,10 @@ def mean_loss(replies: Iterable[Reply]) -> float | None:
 
 @dataclass(frozen=True)
 class Round:
-    """What a round did, apart from evaluation. ``traffic``: of all its clients; None where who they are is secret.
+    """What a round did, apart from evaluation.
 
+    ``traffic``: of all its clients; None where who they are is secret. ``epsilon``: what all rounds so far cost a
+    client, where that is counted.
     By the virtual clock, where there is one: how many ``virtual_seconds`` it lasted, how many clients were ``late``, so
     that their updates are lost, and how many steps of the server old the models were, on average, that clients trained.
     """
@@ -278,6 +309,7 @@ class Round:
     train_loss: float | None
     traffic: Traffic | None
     seconds: float
+    epsilon: float | None = None
     virtual_seconds: float | None = None
     late: int | None = None
     staleness: float | None = None
@@ -294,59 +326,16 @@ def run_round(
     start = time.perf_counter()
     if not strategy.population.nodes:  # before anything is paid: on Flower's runtime nodes may be missing
         strategy.population = find_population(grid, strategy.num_clients, timeout)
-    if strategy.privacy is not None:
-        strategy.privacy.pay(server_round)
+    strategy.layer.begin(server_round)
     config = ConfigRecord({"learning-rate": learning_rate})
     messages = list(strategy.configure_train(server_round, ArrayRecord(), config, grid))
     replies = grid.send_and_receive(messages, timeout=timeout) if messages else []
     _, metrics = strategy.aggregate_train(server_round, replies)
     loss = float(str(metrics["train_loss"])) if metrics and "train_loss" in metrics else None
-    size = None if strategy.privacy else len(messages)
+    size, told_of = None if strategy.layer.hides_clients else len(messages), strategy.layer.metrics()
     each = strategy.traffic_with(messages[0].content) if messages else strategy.traffic
     traffic = None if size is None else each * size
     done = Round(server_round, size, loss, traffic, time.perf_counter() - start)
-    if (turnout := strategy.turnout) is None or traffic is None:
-        return done
-    traffic += Traffic(each.down, 0) * turnout.num_late  # a model went to them, and nothing came back
-    return replace(done, traffic=traffic, virtual_seconds=turnout.seconds, late=turnout.num_late)
-
-
-def release_before_training(
-    strategy: FederatedStrategy,
-    grid: Grid,
-    task: str,
-    number: int,
-    question: Params,
-    template: Params,
-    timeout: float,
-) -> Params:
-    """Pay for release ``number`` of those before the first round, ask a cohort, and return the noised mean answer.
-
-    ``task``: what clients are asked for; ``question``: what each is sent; ``template``: the names and shapes of an
-    answer. Who fails or answers something else counts as zeros, as in a round. Raises BudgetExhausted, with nothing
-    done, where the budget does not afford it.
-    """
-    privacy = strategy.privacy
-    assert privacy is not None
-    server_round = number - len(privacy.beforehand)  # 0 and below: with noise and coins of its own
-    if not strategy.population.nodes:
-        strategy.population = find_population(grid, strategy.num_clients, timeout)
-    privacy.pay_beforehand(number)
-    cohort = strategy.sampler.sample(strategy.num_clients, privacy.coins(server_round), server_round)
-    content = wire.task_content(replace(strategy.order, server_round=server_round, task=task), question, {})
-    messages = [Message(content, strategy.population.nodes[client], wire.TRAIN) for client in cohort]
-    sent = grid.send_and_receive(messages, timeout=timeout) if messages else []
-    answers = by_client(sent, strategy.population.client_of, strict=False)
-    replies: list[Reply] = []
-    failed: dict[int, Malformed] = {}
-    for client in map(int, cohort):
-        try:
-            sums = releases.read_sums(content_of(answers.get(client, [])), template)
-            replies.append(Reply(client, {"sums": sums}, 0, None))
-        except Malformed as reason:
-            failed[client] = reason
-    privacy.note(failed, answered=bool(replies))
-    expected = strategy.sampler.expected_size(strategy.num_clients)
-    answered = Cohort(server_round, tuple(replies), strategy.num_clients, expected)
-    release = privacy.beforehand[number - 1]
-    return release.mean(answered, noise=privacy.noise, template={"sums": template}).payloads["sums"]
+    if traffic is not None:
+        traffic += Traffic(each.down, 0) * told_of.get("late", 0)  # a model went to them, and nothing came back
+    return replace(done, traffic=traffic, **told_of)

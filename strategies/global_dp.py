@@ -115,6 +115,7 @@ class GlobalDP(Settings):
 
     kind: Literal["global-dp"] = "global-dp"
     is_private: ClassVar[bool] = True
+    layer: ClassVar[str] = "strategies.private:PrivateRounds"
     starts_with: ClassVar[Mapping[str, Any]] = {"sampler": {"kind": "poisson"}}
     noise_multiplier: float = Field(1.0, ge=0)
     clipping_norm: float = Field(1.0, gt=0)

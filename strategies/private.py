@@ -12,17 +12,21 @@ from dp_accounting.dp_event import DpEvent
 
 from fl_sim.errors import Malformed, RunError, UserError
 from fl_sim.privacy.accounting import Accountant, Adjacency, epsilon_of_counts
+from fl_sim.privacy.bill import Payment
 from fl_sim.privacy.charge_log import Receipt
 from fl_sim.privacy.ledger import Ledger, Terms
 from fl_sim.privacy.mechanisms import Noise
-from fl_sim.privacy.planning import least_noise
+from fl_sim.privacy.planned import payment_of
+from fl_sim.privacy.planning import delta_advice, least_noise
 from fl_sim.privacy.rounding import rounded_up
-from fl_sim.store.run_directory import LEDGER
-from fl_sim.types import Aggregate, Cohort, ServerState
+from fl_sim.store.files import read_whole
+from fl_sim.store.run_directory import LEDGER, read_rounds
+from fl_sim.types import Aggregate, Cohort, Payloads, ServerState
 from strategies.algorithm import Algorithm, what_clients_send
 from strategies.answers import UNQUOTED, in_words
 from strategies.correlated_noise import CorrelatedNoise
 from strategies.global_dp import COVERS, DOES_NOT_COVER, GlobalDP, releases_beforehand
+from strategies.layer import Drawn, Layer
 from strategies.samplers import AnySampler, Coins, FixedSize, Poisson
 
 UNIT = "client"
@@ -35,8 +39,10 @@ BEFOREHAND = (
 
 
 @dataclass
-class PrivateRounds:
-    """Global DP over the rounds of a run. ``clipping_norm`` is the next round's: it moves where clipping adapts.
+class PrivateRounds(Layer):
+    """Global DP over the rounds of a run: the layer that pays, draws secret cohorts, and releases in place of the mean.
+
+    ``clipping_norm`` is the next round's: it moves where clipping adapts.
 
     ``beforehand``: what is released before the first round, each to a cohort of its own as a round's.
     ``failed``: which clients failed since one last answered well, and why. PRIVATE.
@@ -54,6 +60,96 @@ class PrivateRounds:
 
     def __post_init__(self) -> None:
         self.correlated = CorrelatedNoise(self.aggregator.noise_bands)
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> "PrivateRounds":
+        """Start, or go on with, the rounds of the run in ``out``."""
+        aggregator = experiment.aggregator
+        return open_private_rounds(
+            aggregator, experiment.sampler, experiment.num_clients, experiment.seed, out,
+            progress.get("clipping_norm"), progress.get("receipt"),
+            beforehand=releases_beforehand(experiment.preprocess, aggregator),
+        )  # fmt: skip
+
+    @classmethod
+    def payments(cls, experiment: Any) -> Sequence[Payment]:
+        """Return the cost of all rounds, and of what is released before them. Takes seconds by PLD."""
+        aggregator, sampler = experiment.aggregator, experiment.sampler
+        terms, charges = terms_of(aggregator, sampler), _charges_of(experiment, aggregator)
+        return (payment_of(terms, charges, "", is_simulated=aggregator.noise == "seeded"),)
+
+    @classmethod
+    def told(cls, experiment: Any) -> Sequence[str]:
+        """Say who takes part, and what all rounds spend of a budget."""
+        return told_beforehand(experiment)
+
+    @classmethod
+    def warnings(cls, experiment: Any, rounds_done: int) -> Sequence[str]:
+        """Say the same, and where noise begins anew, or delta is large."""
+        aggregator, said = experiment.aggregator, list[str]()
+        if aggregator.noise_bands > 1 and rounds_done:
+            said.append(
+                f"the noise of the first {rounds_done} rounds was kept nowhere, for safety, so the correlation of "
+                "the noise begins anew here: less accurate than a run without a stop, and as private"
+            )
+        advice = delta_advice(aggregator.delta, experiment.num_clients)
+        return [*said, *told_beforehand(experiment), *([advice] if advice else [])]
+
+    @classmethod
+    def check_sent(cls, experiment: Any, sent: Payloads) -> None:
+        """Raise UserError where a client without records sends something else than zeros."""
+        experiment.aggregator.check_silence(experiment.algorithm, sent)
+
+    @classmethod
+    def check_directory(cls, experiment: Any, out: Path) -> None:
+        """Raise RunError where rounds were released, but are not in the ledger any more.
+
+        The receipt in the checkpoint says more, but not of a round that was seen in the log and has no checkpoint.
+        """
+        released, path = len(read_rounds(out)), out / LEDGER
+        charges = read_whole(path).count(b"\n") - 1 if path.exists() else 0
+        beforehand = len(releases_beforehand(experiment.preprocess, experiment.aggregator))
+        if released and (charges - beforehand) * experiment.sampler.rounds_apart < released:
+            raise RunError(
+                f"{path} holds {charges} charges, but {released} rounds were released: put an unchanged copy of it "
+                "back, or start a new run in a fresh directory, which pays again"
+            )
+
+    def begin(self, server_round: int) -> None:
+        """Charge a round before anything of it happens. Raises BudgetExhausted as ``pay`` does."""
+        self.pay(server_round)
+        self.inner.begin(server_round)
+
+    def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
+        """Draw a cohort that the seed does not give: nobody hides in one that is published."""
+        return self.inner.cohort(server_round, coins or self.coins(server_round))
+
+    def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
+        """Let those who failed count as zeros, until nobody answers well any more."""
+        del server_round
+        self.note(failed, answered=answered)
+
+    def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        """Return the noised mean."""
+        return self.release(cohort, algorithm, server)
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return what all rounds so far cost a client."""
+        return {**self.inner.metrics(), "epsilon": self.ledger.epsilon}
+
+    @property
+    def hides_clients(self) -> bool:
+        """Say yes: how many came leaves the rounds in the noised mean alone."""
+        return True
+
+    def progress(self) -> Mapping[str, Any]:
+        """Return the next round's clipping norm, and what was paid."""
+        receipt = self.ledger.receipt.to_json()
+        return {**self.inner.progress(), "clipping_norm": self.clipping_norm, "receipt": receipt}
+
+    def statements(self, rounds: int) -> list[dict[str, object]]:
+        """Add what the rounds cost a client."""
+        return [*self.inner.statements(rounds), self.statement(rounds)]
 
     def pay(self, server_round: int) -> float | None:
         """Charge a round before anything of it happens, and return the epsilon spent after it (None: no guarantee).

@@ -11,7 +11,7 @@ from threadpoolctl import threadpool_limits
 from fl_sim.errors import UserError
 from fl_sim.experiment.engine import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.job import Job
-from strategies.global_dp import GlobalDP
+from fl_sim.kinds import hides_clients
 from strategies.servers import Synchronous
 
 STACK_ON_GPU = 100
@@ -61,11 +61,12 @@ def threads_of(engine: Engine, job: Job) -> int:
 def stack_of(engine: Engine, job: Job) -> int:
     """Return how many clients ``engine`` trains as one computation; 1 means it does not stack them.
 
-    Always 1 under Global DP: the last bits of a client in a stack depend on the others, by which one client would move
-    every update; and where clients work at their own pace, as who is in a stack then depends on where a run stopped.
+    Always 1 where the aggregator hides clients: the last bits of a client in a stack depend on the others, by which one
+    client would move every update; and where clients work at their own pace, as who is in a stack then depends on where
+    a run stopped.
     Raises UserError where more are asked for than the model allows.
     """
-    if isinstance(engine, Auto) or engine.stack == 1 or isinstance(job.experiment.aggregator, GlobalDP):
+    if isinstance(engine, Auto) or engine.stack == 1 or hides_clients(job.experiment.aggregator):
         return 1
     if not isinstance(job.experiment.server, Synchronous):
         return 1

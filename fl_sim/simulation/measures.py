@@ -111,7 +111,7 @@ def _bytes(log: RunLog) -> dict[str, Any]:
     total = _sum([in_rounds, *others.values()])
     left_out = {what: _PRIVATE for what, traffic in others.items() if traffic is None}
     if in_rounds is None:
-        left_out["rounds"] = _UNTOLD if log.privacy is not None else _EARLIER
+        left_out["rounds"] = _UNTOLD if log.layer is not None and log.layer.hides_clients else _EARLIER
     return {
         "each_client_in_a_round": _table(log.traffic),
         "rounds": _table(in_rounds),

@@ -16,11 +16,12 @@ from fl_sim.engines.wire import Order
 from fl_sim.errors import Diverged
 from fl_sim.experiment.job import Job
 from fl_sim.experiment.own_records import public_facts
+from fl_sim.kinds import hides_clients
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import is_finite
 from fl_sim.seeding import process_kept, rng, seed_process
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.site import hides_clients, local_settings, read_pool, sizes_trained_on
+from fl_sim.simulation.site import local_settings, read_pool, sizes_trained_on
 from fl_sim.simulation.stage import Run, stages_of
 from fl_sim.store import run_directory
 from fl_sim.training.loop import resident
@@ -29,7 +30,7 @@ from fl_sim.types import LocalTask, ServerState, Trained
 from strategies.algorithm import Algorithm
 from strategies.compression.settings import packing_of
 from strategies.flower import FederatedStrategy
-from strategies.global_dp import GlobalDP, releases_beforehand
+from strategies.layer import layer_kinds
 
 MOST_HELD = 10**9
 """The most records that a node may say it holds, where these may be its own."""
@@ -72,23 +73,13 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
         order,
         experiment.num_clients,
         experiment.seed,
-        attack=experiment.attack,
         sampling_seed=experiment.sampling_seed,
         packing=packing_of(experiment.compress, experiment.seed),
     )
-    if isinstance(experiment.aggregator, GlobalDP):
-        from strategies.private import open_private_rounds  # noqa: PLC0415 (the accountants load slowly)
-
-        strategy.privacy = log.privacy = open_private_rounds(
-            experiment.aggregator,
-            experiment.sampler,
-            experiment.num_clients,
-            experiment.seed,
-            out,
-            log.clipping_norm,
-            log.receipt,
-            beforehand=releases_beforehand(experiment.preprocess, experiment.aggregator),
-        )
+    progress = {"clipping_norm": log.clipping_norm, "receipt": log.receipt}
+    for kind in layer_kinds(experiment):
+        strategy.wrap(kind.of(experiment, out, progress))
+    log.layer = strategy.layer
     start = time.perf_counter()
     held = len(job.dataset.train) if isinstance(grid, LocalGrid) else MOST_HELD
     log.stages = stages = stages_of(job)
@@ -106,7 +97,7 @@ def _holders(job: Job, num_synthetic: int, log: RunLog) -> NDArray[np.bool_] | N
     """Return which clients hold records to train on, (clients,); None where all do, or all are to count."""
     holders: NDArray[np.bool_] = sizes_trained_on(job, num_synthetic) > 0
     without = int((~holders).sum())
-    if not without or hides_clients(job.experiment):
+    if not without or hides_clients(job.experiment.aggregator):
         return None
     if not log.counts_holders:
         log.warnings.append(

@@ -165,8 +165,8 @@ def _privacy(job: Job, log: RunLog) -> list[dict[str, object]]:
     """Return a statement for each unit that something was paid for."""
     experiment = job.experiment
     statements = [*log.statements]
-    if log.privacy is not None:
-        statements.append(log.privacy.statement(experiment.rounds))
+    if log.layer is not None:
+        statements += log.layer.statements(experiment.rounds)
     for stage in log.stages:
         statements = stage.statements(statements)
     if not statements:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_sim.data import fingerprint, is_own
-from fl_sim.errors import RunError, UserError
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_of_run
 from fl_sim.experiment.identity import CURE, Identity, edited_code, identity_of
 from fl_sim.experiment.job import Job
@@ -19,10 +19,10 @@ from fl_sim.simulation.procedure import Procedure
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import CHECKPOINT, read_checkpoint
-from fl_sim.store.files import is_partial, read_whole
+from fl_sim.store.files import is_partial
 from fl_sim.store.locks import LOCK
 from fl_sim.store.seal import open_seal
-from strategies.global_dp import GlobalDP, releases_beforehand
+from strategies.layer import layer_kinds
 
 _BELIEVED = (run_directory.RESULT, run_directory.ROUNDS, run_directory.START, CHECKPOINT)
 """Without any of these a directory holds nothing that a run of the same settings would take over."""
@@ -126,9 +126,8 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
         _check_records(out, log, now)
     if there is not None and there.rounds != experiment.rounds:
         extend(procedure, out, there)
-    if isinstance(experiment.aggregator, GlobalDP):
-        beforehand = len(releases_beforehand(experiment.preprocess, experiment.aggregator))
-        _check_paid(out, getattr(experiment.sampler, "rounds_apart", 1), beforehand)
+    for kind in layer_kinds(experiment):
+        kind.check_directory(experiment, out)
     checkpoint = read_checkpoint(out, log.server)
     if there is not None and checkpoint is not None:
         progress, log.server = checkpoint
@@ -212,22 +211,6 @@ def _other_settings(experiment: Experiment, found: Experiment) -> str:
 def _settings(experiment: Experiment) -> dict[str, Any]:
     """Return what two runs must have in common for one to be the other, or to be where the other goes on."""
     return experiment.model_dump(exclude={"engine", "round_timeout", "rounds"})
-
-
-def _check_paid(out: Path, rounds_of_a_charge: int, beforehand: int) -> None:
-    """Raise RunError where rounds of a private run were released, but are not in its ledger any more.
-
-    ``beforehand``: the number of charges before the first round. The receipt in the checkpoint says more, but not of a
-    round that was seen in the log and has no checkpoint.
-    """
-    released = len(run_directory.read_rounds(out))
-    path = out / run_directory.LEDGER
-    charges = read_whole(path).count(b"\n") - 1 if path.exists() else 0
-    if released and (charges - beforehand) * rounds_of_a_charge < released:
-        raise RunError(
-            f"{path} holds {charges} charges, but {released} rounds were released: put an unchanged copy of it back, "
-            "or start a new run in a fresh directory, which pays again"
-        )
 
 
 def _clear(out: Path) -> None:

@@ -15,7 +15,6 @@ from fl_sim.devices.settings import NoDevices, fleet_of_clients
 from fl_sim.engines import wire
 from fl_sim.errors import BudgetExhausted, Diverged, RunError, UserError
 from fl_sim.experiment.evaluate import Evaluate
-from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan, Sending, sent_by
@@ -47,11 +46,10 @@ from strategies.algorithm import (
 from strategies.attacks import hostile_clients
 from strategies.compression.settings import packing_of
 from strategies.flower import FederatedStrategy, Round, run_round
-from strategies.global_dp import GlobalDP
+from strategies.layer import layer_kinds
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
-    from strategies.private import PrivateRounds
 
 PERSONAL = (
     "BatchNorm layers are personal: the accuracy is that of a model which no client has, with the mean of the last "
@@ -141,9 +139,8 @@ class Rounds:
         experiment, start = self.job.experiment, time.perf_counter()
         rate = experiment.local.rate_in(server_round, experiment.rounds)
         done = exchange(server_round, rate)
-        epsilon = strategy.privacy.ledger.epsilon if strategy.privacy else None
         record = RoundRecord(
-            server_round, None, None, done.train_loss, epsilon, done.cohort_size, rate, None,
+            server_round, None, None, done.train_loss, done.epsilon, done.cohort_size, rate, None,
             virtual_seconds=done.virtual_seconds, late=done.late, staleness=done.staleness,
         )  # fmt: skip
         if done.traffic is not None:
@@ -157,7 +154,7 @@ class Rounds:
         """Return a round's record with what its model is measured to be, where that is due."""
         experiment, log.measured = self.job.experiment, None
         seed_process(experiment.seed, "evaluation", record.round)
-        is_last = _is_last(experiment, record.round, log.privacy)
+        is_last = record.round == experiment.rounds or not strategy.layer.affords(record.round + 1)
         if record.round % experiment.evaluate_every and not is_last:
             return record
         params = self._whole(reported_by(self.algorithm, strategy.server))
@@ -215,11 +212,7 @@ class Rounds:
     def payments(self) -> "tuple[Payment, ...]":
         """Return the cost of noisy rounds, nothing where rounds have no noise."""
         experiment = self.job.experiment
-        if not isinstance(experiment.aggregator, GlobalDP):
-            return ()
-        from fl_sim.simulation.planned_payment import cost_of_rounds  # noqa: PLC0415 (the accountants load slowly)
-
-        return (cost_of_rounds(experiment, experiment.aggregator),)
+        return tuple(payment for kind in layer_kinds(experiment) for payment in kind.payments(experiment))
 
     def typical_plan(self) -> LocalPlan:
         """Return what clients' plans look like, to be held against what trainers take."""
@@ -253,8 +246,8 @@ class Rounds:
         with told(f"init of {type(self.algorithm).__name__}"):
             server = self.algorithm.init(sent_by(self.algorithm, detached(trainable(model).items())))
         sent, kept = what_clients_send(self.algorithm, server), what_clients_keep(self.algorithm, server)
-        if isinstance(aggregator := self.job.experiment.aggregator, GlobalDP):
-            aggregator.check_silence(self.algorithm, sent)
+        for kind in layer_kinds(self.job.experiment):
+            kind.check_sent(self.job.experiment, sent)
         if any(name in {wire.LAYERS, wire.OWN} or wire.is_held(name) for name in {*server.broadcast, *sent, *kept}):
             raise UserError(
                 f"algorithm {kind_of(self.algorithm)} sends or keeps something called {wire.LAYERS!r}, the name under "
@@ -304,19 +297,9 @@ class Rounds:
         if isinstance(self.algorithm, Sending):
             warnings.append(OWN_PART)
         warnings += _idle(self.job)
-        if not isinstance(experiment.aggregator, GlobalDP):
-            return warnings
-        if experiment.aggregator.noise_bands > 1 and log.rounds:
-            warnings.append(
-                f"the noise of the first {len(log.rounds)} rounds was kept nowhere, for safety, so the correlation of "
-                "the noise begins anew here: less accurate than a run without a stop, and as private"
-            )
-        from fl_sim.privacy.planning import delta_advice  # noqa: PLC0415 (the accountants load slowly)
-        from strategies.private import told_beforehand  # noqa: PLC0415
-
-        warnings += told_beforehand(experiment)
-        advice = delta_advice(experiment.aggregator.delta, experiment.num_clients)
-        return [*warnings, advice] if advice else warnings
+        for kind in layer_kinds(experiment):
+            warnings += kind.warnings(experiment, len(log.rounds))
+        return warnings
 
 
 def _idle(job: Job) -> list[str]:
@@ -374,10 +357,6 @@ def _spent(log: RunLog, spent: BudgetExhausted) -> str:
     ) from spent
 
 
-def _is_last(experiment: Experiment, server_round: int, privacy: "PrivateRounds | None") -> bool:
-    return server_round == experiment.rounds or (privacy is not None and not privacy.affords(server_round + 1))
-
-
 def _keep(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundRecord) -> None:
     """Put a finished round on the disk. The checkpoint comes last: whoever finds it finds all that it counts on."""
     if log.seal is not None:
@@ -386,8 +365,8 @@ def _keep(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundReco
     log.chain = run_directory.append_round(out, record, log.chain)
     log.rounds.append(record)
     holders = strategy.holders is not None
-    progress = Progress(record.round, log.chain, records=log.records, versions=log.versions, counts_holders=holders)
-    if strategy.privacy is not None:
-        receipt = strategy.privacy.ledger.receipt.to_json()
-        progress = Progress(record.round, log.chain, strategy.privacy.clipping_norm, receipt, log.records)
+    progress = Progress(
+        record.round, log.chain,
+        records=log.records, versions=log.versions, counts_holders=holders, **strategy.layer.progress(),
+    )  # fmt: skip
     write_checkpoint(out, progress, log.server)

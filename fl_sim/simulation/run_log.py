@@ -3,16 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.simulation.measuring import Measured
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.store.seal import Seal
 from fl_sim.types import Params, ServerState, Traffic
-
-if TYPE_CHECKING:
-    from strategies.private import PrivateRounds
+from strategies.layer import Layer
 
 
 @dataclass(frozen=True)
@@ -41,13 +39,13 @@ class RunLog:
 
     ``engine``: its kind; ``trainer``: who trains clients, in words. ``measured``: the last model that was;
     ``measured_again``: after a stage that changed the model of the last round. ``pooled``: what all clients train on.
-    ``stages``: of the run. ``traffic``: of each client in a round, None where there was none; ``before`` and ``after``
-    the rounds: of all clients, by what it was, None where that depends on private records. ``facts`` and
-    ``statements`` (of privacy) are a procedure's own: they go into ``result.json`` as they are. ``records``: a digest
-    of the user's own records, for the checkpoint.
-    ``versions``: {round: digest} of the models that are kept for clients still at work on them. ``counts_holders``:
-    whether clients without records are left out where an algorithm counts all clients. ``fixed``: what of the model
-    nobody trains, which is saved beside what the server has.
+    ``stages``: of the run; ``layer``: the outermost one of its rounds. ``traffic``: of each client in a round, None
+    where there was none; ``before`` and ``after`` the rounds: of all clients, by what it was, None where that depends
+    on private records. ``facts`` and ``statements`` (of privacy) are a procedure's own: they go into ``result.json`` as
+    they are. ``records``: a digest of the user's own records, for the checkpoint. ``versions``: {round: digest} of the
+    models that are kept for clients still at work on them. ``counts_holders``: whether clients without records are left
+    out where an algorithm counts all clients. ``fixed``: what of the model nobody trains, which is saved beside what
+    the server has.
     """
 
     server: ServerState
@@ -56,7 +54,7 @@ class RunLog:
     engine: str = ""
     trainer: str = ""
     stopped: str = ""
-    privacy: "PrivateRounds | None" = None
+    layer: Layer | None = None
     pooled: Pooled | None = None
     stages: tuple[Telling, ...] = ()
     measured: Measured | None = None

@@ -15,7 +15,7 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.engine import InProcess
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
-from fl_sim.kinds import Promising, kind_of, replaces_records
+from fl_sim.kinds import hides_clients, kind_of, replaces_records
 from fl_sim.local_plan import LocalAlgorithm, Sending, sent_by
 from fl_sim.params import detached, trainable
 from fl_sim.seeding import rng
@@ -112,7 +112,7 @@ def sizes_trained_on(job: Job, num_synthetic: int) -> NDArray[np.int64]:
         return own
     if not _trains_on_own(job.experiment, "a pool"):
         return np.full_like(own, num_synthetic)
-    return own + num_synthetic * ((own > 0) | (not hides_clients(job.experiment)))
+    return own + num_synthetic * ((own > 0) | (not hides_clients(job.experiment.aggregator)))
 
 
 def _augment(job: Job) -> Augment:
@@ -229,17 +229,7 @@ def _records(
     if not _trains_on_own(experiment, synthetic):
         return pool(synthetic)
     mine = own(client)
-    return mine + pool(synthetic) if len(mine) or not hides_clients(experiment) else mine
-
-
-def hides_clients(experiment: Experiment) -> bool:
-    """Say whether the aggregator promises to hide who takes part: then who holds records is secret, too.
-
-    A client without records of its own must then send zeros, so it does not train on a pool beside which others have
-    theirs, and is counted as all clients are.
-    """
-    aggregator = experiment.aggregator
-    return isinstance(aggregator, Promising) and aggregator.is_private
+    return mine + pool(synthetic) if len(mine) or not hides_clients(experiment.aggregator) else mine
 
 
 def _trains_on_own(experiment: Experiment, synthetic: str) -> bool:

@@ -201,7 +201,7 @@ class Calibration(Stage):
             return
         from fl_sim.privacy.accounting import Adjacency  # noqa: PLC0415 (the accountants load slowly)
         from fl_sim.privacy.ledger import Terms  # noqa: PLC0415
-        from fl_sim.simulation.planned_payment import payment_of  # noqa: PLC0415
+        from fl_sim.privacy.planned import payment_of  # noqa: PLC0415
 
         terms = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, protection.delta)
         yield payment_of(terms, {protection.event: 1}, "", is_simulated=protection.noise == "seeded")

@@ -6,20 +6,20 @@ The settings, and what is drawn from the answers, are ``strategies.private_start
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 import torch
-from flwr.app import RecordDict
+from flwr.app import Message, RecordDict
 from safetensors import SafetensorError
 
 from clients.client_task import Client
 from clients.frequencies import lowest_frequencies
 from clients.frequency_sums import STEPS, Question, answer, black_frame, question_tensors, read_question, shapes_of
 from fl_sim.engines import releases, tensor_records, wire
-from fl_sim.errors import BudgetExhausted, RunError, UserError
+from fl_sim.errors import BudgetExhausted, Malformed, RunError, UserError
 from fl_sim.experiment.job import Job
 from fl_sim.seeding import rng
 from fl_sim.simulation.preparation import start_from
@@ -29,9 +29,13 @@ from fl_sim.simulation.stage import Run, Stage
 from fl_sim.store import run_directory
 from fl_sim.store.files import read_whole
 from fl_sim.store.tensors import save_by_content
-from fl_sim.types import Params, Traffic
-from strategies.flower import release_before_training
+from fl_sim.types import Cohort, Params, Reply, Traffic
+from strategies.answers import by_client, content_of, find_population
+from strategies.layer import found_in
 from strategies.private_start import PrivateStart, classes_of, covariances_of, drawn_images, frame_of
+
+if TYPE_CHECKING:
+    from strategies.private import PrivateRounds
 
 MEASURE: Final = "measure"
 """The task of answering a question about one's records by sums."""
@@ -119,8 +123,7 @@ def prepare_start(run: Run) -> Path:
     Raises UserError where the budget does not afford them, RunError where clients fail or what was kept is damaged, or
     is not in the ledger of the run.
     """
-    kept, privacy = run.out.absolute() / run_directory.START, run.strategy.privacy
-    assert privacy is not None
+    kept, privacy = run.out.absolute() / run_directory.START, privacy_of(run)
     if not kept.exists():
         try:
             images, labels = _made(run)
@@ -136,6 +139,44 @@ def prepare_start(run: Run) -> Path:
     return _checked(kept, run)
 
 
+def privacy_of(run: Run) -> "PrivateRounds":
+    """Return what pays for the releases: the rounds' Global DP."""
+    from strategies.private import PrivateRounds  # noqa: PLC0415 (the accountants load slowly)
+
+    return found_in(run.strategy.layer, PrivateRounds)
+
+
+def released(run: Run, number: int, question: Params, template: Params) -> Params:
+    """Pay for release ``number`` of those before the first round, ask a cohort, and return the noised mean answer.
+
+    ``question``: what each is sent; ``template``: the names and shapes of an answer. Who fails or answers something
+    else counts as zeros, as in a round. Raises BudgetExhausted, with nothing done, where the budget does not afford it.
+    """
+    strategy, privacy, timeout = run.strategy, privacy_of(run), run.job.experiment.round_timeout
+    server_round = number - len(privacy.beforehand)  # 0 and below: with noise and coins of its own
+    if not strategy.population.nodes:
+        strategy.population = find_population(run.grid, strategy.num_clients, timeout)
+    privacy.pay_beforehand(number)
+    cohort = strategy.sampler.sample(strategy.num_clients, privacy.coins(server_round), server_round)
+    content = wire.task_content(replace(strategy.order, server_round=server_round, task=MEASURE), question, {})
+    messages = [Message(content, strategy.population.nodes[client], wire.TRAIN) for client in cohort]
+    sent = run.grid.send_and_receive(messages, timeout=timeout) if messages else []
+    answers = by_client(sent, strategy.population.client_of, strict=False)
+    replies: list[Reply] = []
+    failed: dict[int, Malformed] = {}
+    for client in map(int, cohort):
+        try:
+            sums = releases.read_sums(content_of(answers.get(client, [])), template)
+            replies.append(Reply(client, {"sums": sums}, 0, None))
+        except Malformed as reason:
+            failed[client] = reason
+    privacy.note(failed, answered=bool(replies))
+    expected = strategy.sampler.expected_size(strategy.num_clients)
+    answered = Cohort(server_round, tuple(replies), strategy.num_clients, expected)
+    release = privacy.beforehand[number - 1]
+    return release.mean(answered, noise=privacy.noise, template={"sums": template}).payloads["sums"]
+
+
 def _made(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     """Have clients answer three questions; return images (n, *shape) in [-1, 1] and labels (n,)."""
     job, strategy, settings = run.job, run.strategy, settings_of(run.job)
@@ -144,11 +185,9 @@ def _made(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
 
     def answered(question: Question) -> tuple[Params, float]:
         """Return the mean answer of clients, and the standard deviation of the noise on each of its numbers."""
-        assert strategy.privacy is not None
         template = {name: torch.zeros(like) for name, like in shapes_of(question.step, num_classes, number).items()}
-        timeout, sent = job.experiment.round_timeout, question_tensors(question)
-        sums = release_before_training(strategy, run.grid, MEASURE, question.step, sent, template, timeout)
-        release = strategy.privacy.beforehand[question.step - 1]
+        sums = released(run, question.step, question_tensors(question), template)
+        release = privacy_of(run).beforehand[question.step - 1]
         expected = strategy.sampler.expected_size(strategy.num_clients)
         return sums, release.noise_multiplier * release.clipping_norm / expected
 
@@ -166,8 +205,7 @@ def _checked(kept: Path, run: Run) -> Path:
     from fl_sim.privacy.charge_log import Receipt  # noqa: PLC0415 (the accountants load slowly)
     from fl_sim.privacy.ledger import Ledger  # noqa: PLC0415
 
-    job, privacy = run.job, run.strategy.privacy
-    assert privacy is not None
+    job, privacy = run.job, privacy_of(run)
     try:
         said = json.loads(read_whole(kept, _MOST_SAID))
         receipt, path = Receipt.from_json(said["receipt"]), kept.with_name(said["images"])

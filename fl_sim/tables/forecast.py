@@ -15,10 +15,10 @@ from fl_sim.simulation.engine_choice import check_trainer
 from fl_sim.simulation.estimate import Estimate, estimate_of
 from fl_sim.simulation.pace import Pace, kind_of_work, pace_of
 from fl_sim.simulation.planned_bill import planned
-from fl_sim.simulation.planned_payment import told_of
 from fl_sim.simulation.stage import stages_of
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.tables.workers import finished_result
+from strategies.layer import layer_kinds
 
 START_SECONDS = 4.0
 """What a process takes until it trains: Python, torch and the data."""
@@ -79,7 +79,7 @@ def forecast(
         is_timed = paces is not None and not is_finished and (timed_own_models or ":" not in job.experiment.model)
         pace = _pace(job, paces) if paces is not None and is_timed else None
         estimate = estimate_of(job, pace, has_pool=has_pool, making=making, counted=billed)
-        paid, told = (planned(job), told_of(job.experiment)) if billed else (None, ())
+        paid, told = (planned(job), _told_of(job.experiment)) if billed else (None, ())
         done = rounds_done(cells / name)
         found.append(Forecast(name, job.experiment.rounds, done, is_finished, estimate, has_pool, paid, told))
     return found
@@ -126,6 +126,10 @@ def in_time(seconds: float) -> str:
     if seconds < 100:
         return f"{max(1, round(seconds))} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def _told_of(experiment: Experiment) -> tuple[str, ...]:
+    return tuple(said for kind in layer_kinds(experiment) for said in kind.told(experiment))
 
 
 def _pace(job: Job, known: dict[str, Pace | None]) -> Pace | None:

@@ -30,7 +30,7 @@ def _strategy(strategy_of, sampler, out, **settings):
     out.mkdir(exist_ok=True)
     strategy = strategy_of(FedAvg(), MODEL, CLIENTS, sampler, seed=7)
     strategy.aggregator = GlobalDP(**settings)
-    strategy.privacy = open_private_rounds(strategy.aggregator, sampler, CLIENTS, 7, out, None)
+    strategy.wrap(open_private_rounds(strategy.aggregator, sampler, CLIENTS, 7, out, None))
     return strategy
 
 
@@ -63,12 +63,12 @@ def test_a_seeded_run_draws_the_cohorts_again_and_says_that_it_is_a_simulation(s
     first = _strategy(strategy_of, sampler, tmp_path, noise="seeded")
     again = _strategy(strategy_of, sampler, tmp_path, noise="seeded")
     assert _cohorts(first) == _cohorts(again)
-    assert "who takes part in a round" in str(again.privacy.statement(ROUNDS)["does_not_cover"])
+    assert "who takes part in a round" in str(again.layer.statement(ROUNDS)["does_not_cover"])
 
 
 def test_a_round_is_paid_for_before_anybody_is_asked_or_anything_released(strategy_of, tmp_path) -> None:
     strategy = _strategy(strategy_of, FixedSize(cohort_size=40), tmp_path)
-    rounds, log = strategy.privacy, tmp_path / "ledger.jsonl"
+    rounds, log = strategy.layer, tmp_path / "ledger.jsonl"
     seen = []
 
     class Watching(InProcessGrid):
@@ -86,11 +86,11 @@ def test_a_round_that_the_budget_does_not_afford_asks_nobody(strategy_of, tmp_pa
     strategy = _strategy(strategy_of, Poisson(sampling_rate=0.3), tmp_path, epsilon=0.01)
     with pytest.raises(BudgetExhausted):
         run_round(strategy, None, 1, 0.1, timeout=1.0)  # no grid: whoever asks fails
-    assert strategy.privacy.ledger.charges == ()
+    assert strategy.layer.ledger.charges == ()
 
 
 def test_every_draw_of_a_round_has_coins_of_its_own(strategy_of, tmp_path) -> None:
-    coins = _strategy(strategy_of, SAMPLERS[0], tmp_path).privacy.coins(3)
+    coins = _strategy(strategy_of, SAMPLERS[0], tmp_path).layer.coins(3)
     first, second = coins(50), coins(50)
     assert not np.isin(first, second).any()
 
@@ -115,10 +115,10 @@ def test_whatever_one_client_sends_counts_as_zeros_and_is_charged_as_ever(strate
     for name, odd in {"missing": None, **_malformed(good)}.items():
         strategy = _strategy(strategy_of, SAMPLERS[0], tmp_path / name.replace(" ", "-"), noise="seeded")
         strategy.cohort = np.array([0, 1])
-        strategy.privacy.pay(1)
+        strategy.layer.pay(1)
         strategy.aggregate_train(1, [reply_of(0, good), *([reply_of(1, odd)] if odd is not None else [])])
         models[name] = strategy.server.params["w"].tolist()
-        assert len(strategy.privacy.ledger.charges) == 1
+        assert len(strategy.layer.ledger.charges) == 1
     assert all(model == models["missing"] for model in models.values()), models
 
 

@@ -381,7 +381,7 @@ def test_where_all_clients_fail_the_run_stops_and_what_they_said_is_for_the_owne
 def test_a_client_that_fails_counts_as_zeros_over_the_expected_cohort(tmp_path, strategy_of, reply_of) -> None:
     strategy = strategy_of(FedAvg(), {"w": torch.zeros(2)}, 2)
     strategy.aggregator = GlobalDP(noise_multiplier=0.0, clipping_norm=10.0, noise="seeded")
-    strategy.privacy = open_private_rounds(strategy.aggregator, Everyone(), 2, 0, tmp_path, None)
+    strategy.wrap(open_private_rounds(strategy.aggregator, Everyone(), 2, 0, tmp_path, None))
     good = reply_of(0, wire.update_content({"delta": {"w": torch.tensor([2.0, 4.0])}}, 5, 0.1))
     sent = Message(releases.who_content(0), 1001, wire.TRAIN)
     sent.metadata.__dict__["_message_id"] = "sent"

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,12 @@ from fl_sim.privacy.accounting import amplify_fixed_size, amplify_poisson, epsil
 from fl_sim.simulation import preparation
 from fl_sim.simulation.planned_bill import planned
 from fl_sim.simulation.run import Silent, run
+from fl_sim.simulation.stage import Run
 from fl_sim.stages import private_start
 from fl_sim.stages.private_start import MEASURE
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.types import Params
 from strategies.fedavg import FedAvg
-from strategies.flower import release_before_training
 from strategies.global_dp import GlobalDP, releases_beforehand
 from strategies.private import open_private_rounds
 from strategies.private_start import PrivateStart
@@ -245,12 +246,10 @@ def _released(
     strategy = strategy_of(FedAvg(), {"w": torch.zeros(2)}, CLIENTS, sampler, seed=seed)
     strategy.aggregator = GlobalDP(noise="seeded")
     beforehand = releases_beforehand(PrivateStart(noise_multiplier=1.0), strategy.aggregator)
-    strategy.privacy = open_private_rounds(
-        strategy.aggregator, sampler, CLIENTS, seed, out, None, beforehand=beforehand
-    )
+    strategy.wrap(open_private_rounds(strategy.aggregator, sampler, CLIENTS, seed, out, None, beforehand=beforehand))
     question = question_tensors(Question(2, 10.0, black_frame(SHAPE, np.arange(SIZE))))
-    grid = Answering(answers)
-    found = release_before_training(strategy, grid, MEASURE, 2, question, TEMPLATE, 60.0)
+    grid, job = Answering(answers), SimpleNamespace(experiment=SimpleNamespace(round_timeout=60.0))
+    found = private_start.released(Run(job, strategy, grid, out, None), 2, question, TEMPLATE)
     assert charges(out) == ["before round 1: 2 of 3"]
     assert set(map(wire.task_of, grid.asked)) == {MEASURE}
     assert {wire.read_order(message.content).server_round for message in grid.asked} == {-1}  # no round has its noise

@@ -1,0 +1,142 @@
+"""Layers: what wraps every round, such as Global DP, hostile clients and the virtual clock. One object for each.
+
+A layer is around the next inner one, and each of its methods hands on to that by default; the innermost one draws the
+cohort and takes the mean. From the inside out: the aggregator's layer, the attack's, that of devices (``ORDER``). So
+noise is added to what hostile clients sent, and a client that is late has sent nothing. A settings class names its
+layer as ``layer = "module:Class"``; a user's own class may do the same.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.errors import Malformed
+from fl_sim.import_path import load_object
+from fl_sim.types import Aggregate, Cohort, Payloads, Reply, ServerState
+from strategies.algorithm import Algorithm
+from strategies.samplers import Coins
+
+if TYPE_CHECKING:
+    from fl_sim.privacy.bill import Payment
+
+Kind = TypeVar("Kind", bound="Layer")
+
+ORDER: Final = ("aggregator", "attack")
+"""The settings whose layers wrap the rounds, from the inside out; that of devices, which needs a clock, comes last."""
+
+
+_USUAL: Final = {"attack": "strategies.attacks:HostileUpdates"}  # of a kind of the user's own that names none
+
+
+class Layered(Protocol):
+    """A kind that names a layer, which does the work in its place."""
+
+    layer: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Who is asked in a round: ``clients``, ascending; ``most_steps``: {client: how many steps it has time for}."""
+
+    clients: NDArray[np.int64]
+    most_steps: Mapping[int, int] = field(default_factory=dict)
+
+
+class Layer:
+    """Wraps every round. ``inner``: the next layer inwards, set where the layer is put around it."""
+
+    inner: "Layer"
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> "Layer":
+        """Return the layer of a run of ``experiment`` in ``out``; ``progress``: what it left in the checkpoint."""
+        raise NotImplementedError
+
+    @classmethod
+    def payments(cls, experiment: Any) -> "Sequence[Payment]":
+        """Return what all rounds will cost."""
+        del experiment
+        return ()
+
+    @classmethod
+    def told(cls, experiment: Any) -> Sequence[str]:
+        """Say what there is to know of the rounds' privacy before the run, beside what they cost; sentences."""
+        del experiment
+        return ()
+
+    @classmethod
+    def warnings(cls, experiment: Any, rounds_done: int) -> Sequence[str]:
+        """Say what a user must know before the next round; ``rounds_done``: by an earlier process."""
+        del experiment, rounds_done
+        return ()
+
+    @classmethod
+    def check_sent(cls, experiment: Any, sent: Payloads) -> None:
+        """Raise UserError where ``sent``, by a client without records, does not go with the layer."""
+
+    @classmethod
+    def check_directory(cls, experiment: Any, out: Path) -> None:
+        """Raise RunError where ``out`` lacks what the rounds that it holds have left there."""
+
+    def begin(self, server_round: int) -> None:
+        """Do what comes before anything of a round. Raises BudgetExhausted to end the run before it."""
+        self.inner.begin(server_round)
+
+    def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
+        """Return who is asked; ``coins``: what it is drawn with, None for the run's seed."""
+        return self.inner.cohort(server_round, coins)
+
+    def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
+        """Return the updates that count, sorted by client."""
+        return self.inner.received(replies)
+
+    def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
+        """Hear which clients failed in a round, and whether any answered well. Raises RunError to end the run."""
+        self.inner.lost(server_round, failed, answered=answered)
+
+    def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        """Return one of many updates, None where there is none."""
+        return self.inner.aggregate(cohort, algorithm, server)
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return what the round's line in ``rounds.jsonl`` says of it: fields of ``RoundRecord``."""
+        return self.inner.metrics()
+
+    def remarks(self) -> Sequence[str]:
+        """Say what had no effect in the last round."""
+        return self.inner.remarks()
+
+    def affords(self, server_round: int) -> bool:
+        """Say whether a round can be paid for."""
+        return self.inner.affords(server_round)
+
+    @property
+    def hides_clients(self) -> bool:
+        """Say whether who takes part is secret: how many came, and how they fared, is then told nowhere."""
+        return self.inner.hides_clients
+
+    def progress(self) -> Mapping[str, Any]:
+        """Return what goes into the checkpoint: fields of ``Progress``."""
+        return self.inner.progress()
+
+    def statements(self, rounds: int) -> list[dict[str, object]]:
+        """Return privacy statements of a run that was to have ``rounds`` rounds."""
+        return self.inner.statements(rounds)
+
+
+def found_in(layer: Layer, kind: type[Kind]) -> Kind:
+    """Return the layer of that ``kind`` among ``layer`` and those within it. There is one."""
+    while not isinstance(layer, kind):
+        layer = layer.inner
+    return layer
+
+
+def layer_kinds(experiment: Any) -> list[type[Layer]]:
+    """Return the layers of an experiment's rounds, from the inside out."""
+    kinds = {name: type(getattr(experiment, name)) for name in ORDER}
+    paths = (getattr(kind, "layer", _USUAL.get(name, "")) for name, kind in kinds.items())
+    return [load_object(path, "layer") for path in paths if path]
