@@ -6,9 +6,9 @@ import json
 from fl_sim.experiment.job import Job
 from fl_sim.privacy.bill import Payment
 from fl_sim.privacy.ledger import Terms
+from fl_sim.privacy.planned import payment_of
 from fl_sim.simulation.pate.ensemble import votes_key
 from fl_sim.simulation.pate.statements import neighbours
-from fl_sim.simulation.planned_payment import payment_of
 from strategies.pate.settings import Pate
 
 
