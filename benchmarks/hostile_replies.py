@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,11 @@ from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.terms import Terms
+from fl_sim.simulation.pate.asking import ask_teachers
+from fl_sim.simulation.stage import Run
+from fl_sim.stages.ccvr import SUMMARISE
+from fl_sim.stages.dafl import synthesis
+from fl_sim.stages.shares import Shares
 from fl_sim.types import Examples, Payloads
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import what_clients_send, what_clients_share
@@ -47,14 +54,7 @@ from strategies.fedavg import FedAvg
 from strategies.fedmix import FedMix, NaiveMix
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
-from strategies.flower import (
-    FederatedStrategy,
-    ask_teachers,
-    run_round,
-    share_before_training,
-    summarise_after_training,
-    synthesize_before_training,
-)
+from strategies.flower import FederatedStrategy, run_round
 from strategies.global_dp import AdaptiveClipping, GlobalDP
 from strategies.private import PrivateRounds
 from strategies.samplers import Everyone
@@ -194,28 +194,36 @@ def _strategy(
     )  # fmt: skip
     if isinstance(aggregator, GlobalDP):
         ledger = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, aggregator.delta))
-        strategy.privacy = PrivateRounds(aggregator, Everyone(), CLIENTS, ledger, Noise.seeded(0), 1.0)
+        strategy.wrap(PrivateRounds(aggregator, Everyone(), CLIENTS, ledger, Noise.seeded(0), 1.0))
     return strategy
 
 
 def _train(algorithm: Any, aggregator: Any, grid: Replying, packing: Packing | None = None) -> bytes:
     strategy = _strategy(algorithm, aggregator, packing)
     done = run_round(strategy, grid, 1, 0.1, timeout=1.0)
-    assert strategy.privacy is None or len(strategy.privacy.ledger.charges) == 1
+    layer = strategy.layer
+    assert not isinstance(layer, PrivateRounds) or len(layer.ledger.charges) == 1
     loss = b"" if done.train_loss is None else str(done.train_loss).encode()
     return b"".join(value.numpy().tobytes() for value in strategy.server.params.values()) + loss
 
 
+def _run(algorithm: Any, grid: Replying) -> Run:
+    records = Examples(np.zeros((RECORDS, *SHAPE), np.float32), np.zeros(RECORDS, np.int64))
+    dataset = SimpleNamespace(train=records, num_classes=CLASSES)
+    job: Any = SimpleNamespace(experiment=SimpleNamespace(round_timeout=1.0, algorithm=algorithm), dataset=dataset)
+    log: Any = None
+    return Run(job, _strategy(algorithm), grid, Path(), log)
+
+
 def _share(algorithm: Any, grid: Replying) -> bytes:
     template = what_clients_share(algorithm, SHAPE, CLASSES)
-    pool, _ = share_before_training(_strategy(algorithm), grid, template, 1.0)
+    run = _run(algorithm, grid)
+    pool, _ = Shares(run.job).gathered(run, template)
     return b"".join(value.numpy().tobytes() for value in pool.values())
 
 
 def _synthesize(grid: Replying) -> bytes:
-    records = Examples(np.zeros((RECORDS, *SHAPE), np.float32), np.zeros(RECORDS, np.int64))
-    order = wire.Order("", 0, 0.0, "", "")
-    made = synthesize_before_training(_strategy(FedAvg()), grid, order, records, CLASSES, 1.0)
+    made = synthesis.ask_clients(_run(FedAvg(), grid), wire.Order("", 0, 0.0, "", ""))
     return b"".join(inputs.numpy().tobytes() + str(json.loads(said)["counts"]).encode() for inputs, said in made)
 
 
@@ -226,7 +234,9 @@ def _vote(grid: Replying, *, private: bool) -> bytes:
 
 
 def _summarise(grid: Replying, *, private: bool) -> bytes:
-    moments = summarise_after_training(_strategy(FedAvg()), grid, (CLASSES, 3), 1.0, noisy=private, quoted=not private)
+    most = None if private else RECORDS
+    run = _run(FedAvg(), grid)
+    moments = run.ask(SUMMARISE, lambda one: releases.read_moments(one, (CLASSES, 3), most), quoted=not private)
     return b"".join(one.tobytes() for one in moments)
 
 

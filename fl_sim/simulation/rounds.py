@@ -275,7 +275,8 @@ class Rounds:
 
     def _whole(self, params: Params) -> Params:
         """Return the server's ``params`` with what stays with clients as these first had it."""
-        return {**own_parameters(self.job, self.algorithm), **params}
+        own = own_parameters(self.job, self.algorithm)
+        return {**own, **params} if own else params
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
         """Return the names and shapes of what a client keeps from one round for its next."""

@@ -61,14 +61,14 @@ class Shares(Stage):
         """Ask every client to share, and keep what they shared where rounds find it."""
         experiment, dataset = self.job.experiment, self.job.dataset
         template = what_clients_share(sharing(self.job), dataset.input_shape, dataset.num_classes)
-        shared, up = self._shared(run, template)
+        shared, up = self.gathered(run, template)
         down = tensor_records.num_bytes(releases.pool_content(shared)) * experiment.num_clients
         run.log.before["shared_records"] = None if experiment.is_private else Traffic(down, up)
         mode = 0o600 if is_own(experiment.data) else 0o666  # averages of a few records tell of them
         pool = save_by_content(run.out.absolute(), "pool", shared, mode=mode)
         run.strategy.order = replace(run.order, pool=str(pool))
 
-    def _shared(self, run: Run, template: Params) -> tuple[Params, int]:
+    def gathered(self, run: Run, template: Params) -> tuple[Params, int]:
         """Return the tensors of all clients, concatenated in their order, and the bytes sent."""
         most = run.strategy.most_examples
         sent = run.ask(

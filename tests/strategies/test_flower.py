@@ -183,7 +183,7 @@ def test_a_round_with_an_empty_poisson_cohort_sends_nothing_and_changes_nothing(
 
 def _shared(strategy, grid):
     job = SimpleNamespace(experiment=SimpleNamespace(round_timeout=10.0, algorithm="fedmix"))
-    return Shares(job)._shared(Run(job, strategy, grid, Path(), None), ROWS)
+    return Shares(job).gathered(Run(job, strategy, grid, Path(), None), ROWS)
 
 
 def test_what_clients_share_is_concatenated_in_the_order_of_clients(strategy_of):
@@ -350,6 +350,6 @@ def test_a_client_that_fails_to_release_records_is_not_quoted(strategy_of):
     job = SimpleNamespace(experiment=SimpleNamespace(round_timeout=5.0), dataset=dataset)
     asking = Run(job, strategy_of(FedAvg(), MODEL, 2), InProcessGrid(app, 2), Path(), None)
     with pytest.raises(RunError, match="client 0, asked to synthesize, failed; what clients say") as caught:
-        synthesis._asked(asking, wire.Order("", 0, 0.0, "", ""))
+        synthesis.ask_clients(asking, wire.Order("", 0, 0.0, "", ""))
     assert "0.25" not in str(caught.value)
     assert "client 0, asked to synthesize, failed: ValueError: bad record [0.25]" in caught.value.private

@@ -46,7 +46,7 @@ def prepare_pool(run: Run) -> Pool:
         reused = (folder / FACTS).exists()
         if not reused:
             start = time.perf_counter()
-            answers = _asked(run, replace(run.order, state_dir=str(folder / "clients")))
+            answers = ask_clients(run, replace(run.order, state_dir=str(folder / "clients")))
             store(folder, answers, job, time.perf_counter() - start)
         pool = load(folder, job, reused=reused)
     if not pool.num_synthetic and replaces_records(job.experiment.preprocess):
@@ -56,7 +56,7 @@ def prepare_pool(run: Run) -> Pool:
     return replace(pool, path=copy)
 
 
-def _asked(run: Run, order: Order) -> list[tuple[torch.Tensor, str]]:
+def ask_clients(run: Run, order: Order) -> list[tuple[torch.Tensor, str]]:
     """Have every client release synthetic records; return, by client, (records, what it says of them).
 
     Nobody releases more of one class than all clients hold, or records of another shape.

@@ -79,7 +79,7 @@ def test_a_run_states_what_its_pool_costs_a_record_and_that_the_main_task_is_not
 
 def test_runs_that_differ_in_the_method_share_one_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run(_made(), tmp_path / "first")
-    monkeypatch.setattr(synthesis, "_asked", lambda *_: pytest.fail("the pool was made again"))
+    monkeypatch.setattr(synthesis, "ask_clients", lambda *_: pytest.fail("the pool was made again"))
     second = run(_made("algorithm=scaffold", "rounds=3"), tmp_path / "second")
     assert not first["preprocess"]["reused"]
     assert second["preprocess"]["reused"]
