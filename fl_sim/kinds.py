@@ -1,6 +1,6 @@
 """Kinds: what a settings class is called, what it is made of, how it is written, and what it may say of itself."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, Final, Protocol, get_args, get_origin, runtime_checkable
 
@@ -181,6 +181,19 @@ class Supplying(Protocol):
 def replaces_records(kind: object) -> bool:
     """Say whether clients train on records that ``kind`` gives them, and not on their own."""
     return isinstance(kind, Supplying) and kind.replaces_records
+
+
+@runtime_checkable
+class Captioned(Protocol):
+    """A kind of which a table must say more than its name, below its rows."""
+
+    @classmethod
+    def captions(cls, chosen: Sequence[Any], values: Callable[[Iterable[Any]], str]) -> list[str]:
+        """Return what is said of the table's settings of this kind, a sentence a line.
+
+        ``values``: writes what they have in one place, each value once.
+        """
+        ...
 
 
 @runtime_checkable

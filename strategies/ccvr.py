@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,13 +11,12 @@ from pydantic import Field, model_validator
 
 from clients.class_moments import num_moments
 from fl_sim.errors import Diverged, UserError
-from fl_sim.kinds import Choices, kind_of, replaces_records
+from fl_sim.kinds import Choices, hides_clients, kind_of, replaces_records
 from fl_sim.late_torch import torch
 from fl_sim.params import is_finite, trainable
 from fl_sim.settings import Settings
 from fl_sim.types import Params
 from strategies.algorithm import Central
-from strategies.global_dp import GlobalDP
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,6 +66,18 @@ class CCVR(Settings):
             )
         return self
 
+    @classmethod
+    def captions(cls, chosen: Sequence[CCVR], values: Callable[[Iterable[Any]], str]) -> list[str]:
+        """Say what the head is trained on again."""
+        samples, rates, epochs = (
+            values([getattr(one, name) for one in chosen]) for name in ("samples_per_class", "learning_rate", "epochs")
+        )
+        line = (
+            f"CCVR: after the last round the head is trained again on {samples} features a class, drawn from normal "
+            f"distributions, at learning rate {rates}, epochs {epochs}; last is the accuracy after that."
+        )
+        return [line]
+
     @property
     def is_private(self) -> bool:
         """Say whether the moments are a private release."""
@@ -88,7 +100,7 @@ class CCVR(Settings):
                 f"calibrate ccvr undoes what differing labels of clients do to the head of their common model, and "
                 f"algorithm {kind_of(algorithm)} has no model that clients train together: leave calibrate out"
             )
-        if isinstance(experiment.aggregator, GlobalDP):
+        if hides_clients(experiment.aggregator):
             raise ValueError(
                 "calibrate ccvr cannot run under aggregator global-dp, which protects all records of a client together:"
                 " moments leave each client by itself, and their noise hides single records at most; set calibrate=none"

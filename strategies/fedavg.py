@@ -3,11 +3,10 @@
 from typing import ClassVar, Literal
 
 from clients.dafl.settings import NoPreprocess
-from fl_sim.kinds import Choices
+from fl_sim.kinds import Choices, hides_clients
 from fl_sim.local_plan import LocalPlan
 from fl_sim.types import ClientUpdate, LocalTask, Trained
 from strategies.algorithm import Averaging
-from strategies.global_dp import GlobalDP
 from strategies.samplers import Everyone
 
 
@@ -31,7 +30,7 @@ class Centralized(Averaging):
         """Raise ValueError for what only clients can do: take part at times, hide in a crowd, make records."""
         if not isinstance(experiment.sampler, Everyone):
             raise ValueError("algorithm centralized has a single client that is always there: leave sampler at full")
-        if isinstance(experiment.aggregator, GlobalDP):
+        if hides_clients(experiment.aggregator):
             raise ValueError("algorithm centralized has one client: client-level privacy would hide all of its data")
         if not isinstance(experiment.preprocess, NoPreprocess):
             raise ValueError("algorithm centralized has all records in one place: preprocess da-fl is for clients")

@@ -4,12 +4,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from fl_sim.kinds import Choices, kind_of
+from fl_sim.kinds import Choices, hides_clients, kind_of
 from fl_sim.late_torch import torch
 from fl_sim.params import add, flattened, scale
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
 from strategies.algorithm import Averaging, Weighting
-from strategies.global_dp import GlobalDP
 
 
 class FedExP(Averaging):
@@ -30,7 +29,7 @@ class FedExP(Averaging):
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError where the noise on squared norms would be the step."""
-        if isinstance(experiment.aggregator, GlobalDP):
+        if hides_clients(experiment.aggregator):
             raise ValueError(
                 "algorithm fedexp cannot run under aggregator global-dp: clients send the squared norm of their update "
                 "beside it, which joint clipping and noise make useless; take fedavg, fedavgm or fedadam"

@@ -6,12 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from fl_sim.kinds import Choices
+from fl_sim.kinds import Choices, hides_clients
 from fl_sim.late_torch import torch
 from fl_sim.params import add, scale, subtract
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, ServerState, Trained
 from strategies.algorithm import Averaging, accumulated_momentum, check_sgd
-from strategies.global_dp import GlobalDP
 
 
 class FedNova(Averaging):
@@ -27,7 +26,7 @@ class FedNova(Averaging):
     def check(self, experiment: Choices) -> None:
         """Raise ValueError where noise would drown what clients send, or clients do not step by SGD."""
         check_sgd(self, experiment, "it divides updates by how far steps of SGD move a model")
-        if isinstance(experiment.aggregator, GlobalDP) and self.tau_eff is None:
+        if hides_clients(experiment.aggregator) and self.tau_eff is None:
             raise ValueError(
                 "algorithm fednova under aggregator global-dp needs a public algorithm.tau_eff, such as the usual "
                 "number of local steps: otherwise clients send their a_i, which drowns the update in the joint clip"

@@ -5,13 +5,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from fl_sim.kinds import Choices, off
+from fl_sim.kinds import Choices, hides_clients, off
 from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalPlan, Pull
 from fl_sim.params import add, head_shape
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
 from strategies.algorithm import FEDAVG, Averaging
-from strategies.global_dp import GlobalDP
 
 
 class FedProto(Averaging):
@@ -33,7 +32,7 @@ class FedProto(Averaging):
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError where sums of features would share the clipping norm with the update."""
-        if isinstance(experiment.aggregator, GlobalDP):
+        if hides_clients(experiment.aggregator):
             raise ValueError(
                 "algorithm fedproto cannot run under aggregator global-dp: sums of features are far longer than the "
                 "update that they would be clipped with, and drown it; take fedavg, fedprox or scaffold"

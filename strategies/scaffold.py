@@ -7,13 +7,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from fl_sim.kinds import Choices
+from fl_sim.kinds import Choices, hides_clients
 from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import add, scale, subtract, zeros_like
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
 from strategies.algorithm import Averaging, Weighting, accumulated_momentum, check_sgd
-from strategies.global_dp import GlobalDP
 from strategies.samplers import Everyone
 
 
@@ -42,7 +41,7 @@ class Scaffold(Averaging):
     def check(self, experiment: Choices) -> None:
         """Raise ValueError where clients cannot count by their records, or do not step by SGD."""
         check_sgd(self, experiment, "its control variates are what K steps of SGD moved the model by, over K eta")
-        if self.variant == "niid-bench" and isinstance(experiment.aggregator, GlobalDP):
+        if self.variant == "niid-bench" and hides_clients(experiment.aggregator):
             raise ValueError(
                 "algorithm.variant=niid-bench weights models by their clients' records, and under aggregator global-dp "
                 "every client counts the same: take variant=paper"

@@ -5,8 +5,8 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -18,7 +18,7 @@ from clients.dafl.marginals import Marginals
 from clients.dafl.mean_embedding import MeanEmbedding
 from fl_sim.data.unit_range import check_unit_range
 from fl_sim.errors import UserError
-from fl_sim.kinds import Choices
+from fl_sim.kinds import Choices, kind_of
 from fl_sim.settings import OneOf, Settings
 from fl_sim.types import Dataset
 
@@ -59,6 +59,22 @@ class DaFl(Settings):
     train_on: Literal["own-and-synthetic", "synthetic"] = "own-and-synthetic"
     server_epochs: int = Field(0, ge=0)
     noise: Literal["secret", "seeded"] = "secret"
+
+    @classmethod
+    def captions(cls, chosen: Sequence["DaFl"], values: Callable[[Iterable[Any]], str]) -> list[str]:
+        """Say what clients release before the first round, and within which budget."""
+        gammas = values([one.client_gammas or one.gamma for one in chosen])
+        made_by = values([kind_of(one.generator) for one in chosen])
+        epsilon, delta = (values([getattr(one, name) for one in chosen]) for name in ("epsilon", "delta"))
+        line = (
+            f"DA-FL: before the first round every client releases synthetic records, gamma = {gammas} times as many as "
+            f"it holds, made by {made_by} within a budget of epsilon = {epsilon} at delta = {delta} for labels and "
+            f"generator together; clients train on {values([one.train_on for one in chosen])} records."
+        )
+        if any(one.server_epochs for one in chosen):
+            epochs = values([one.server_epochs for one in chosen])
+            line += f" Epochs the server trains the first model on the pool: {epochs}."
+        return [line]
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError unless each client has a gamma."""

@@ -15,7 +15,6 @@ from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import CHECKPOINT
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.tables.names import run_name
-from strategies.ccvr import NoCalibration
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def goes_on(experiment: Experiment) -> bool:
     schedule, rounds = experiment.local.schedule, experiment.rounds
     return (
         not experiment.is_private
-        and type(experiment.calibrate) is NoCalibration
+        and experiment.calibrate.kind == "none"
         and all(schedule.factor(each, rounds) == schedule.factor(each, rounds + 1) for each in range(1, rounds + 1))
     )
 

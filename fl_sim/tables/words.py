@@ -4,14 +4,12 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.data.naming import short_label
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.local import Local
-from fl_sim.kinds import field_defaults, is_settings, kind_of, short_form, title_of
+from fl_sim.kinds import Captioned, field_defaults, is_settings, kind_of, short_form, title_of
 from fl_sim.tables.seeds import spread
 from strategies.algorithm import Advising, Noted
-from strategies.ccvr import CCVR
 from strategies.servers import Synchronous
 
 _DATA = {
@@ -41,15 +39,16 @@ def method(experiment: Experiment, varied: Collection[str] = ()) -> str:
     name = label(experiment.algorithm)
     if experiment.server != Synchronous():
         name = f"{name}, {label(experiment.server)}"
-    if isinstance(experiment.preprocess, NoPreprocess):
+    if experiment.preprocess.kind == "none":
         return name
     return f"{label(experiment.preprocess, varied)} + {name}"
 
 
 def differences(experiments: Iterable[Experiment]) -> frozenset[str]:
     """Return the parameters in which the preprocessing of ``experiments`` differs: each row must say its own."""
-    chosen = [e.preprocess for e in experiments if isinstance(e.preprocess, DaFl)]
-    return frozenset(name for name in DaFl.model_fields if len({str(getattr(one, name)) for one in chosen}) > 1)
+    chosen = [e.preprocess for e in experiments if isinstance(e.preprocess, Captioned)]
+    fields = {name for one in chosen for name in field_defaults(type(one))}
+    return frozenset(name for name in fields if len({str(getattr(one, name, "")) for one in chosen}) > 1)
 
 
 def label(settings: Any, also: Collection[str] = ()) -> str:
@@ -124,9 +123,9 @@ def caption(
         f"Test accuracy in percent, {spread(experiments)}. {measures}.",
         f"{_values(data_label(e.data) for e in experiments)}; {_federation(experiments)}; {_training(experiments)}.",
         *_largest_class(shares),
-        *_preprocessing([e.preprocess for e in experiments if isinstance(e.preprocess, DaFl)]),
+        *_captions([e.preprocess for e in experiments]),
         *dict.fromkeys(e.algorithm.note() for e in experiments if isinstance(e.algorithm, Noted)),
-        *_calibration([e.calibrate for e in experiments if isinstance(e.calibrate, CCVR)]),
+        *_captions([e.calibrate for e in experiments]),
         *filter(None, dict.fromkeys(_advice(e) for e in experiments)),
         *(f"{name} here: {note}." for name, note in noted.items() if note),
         *([bound] if has_bound else []),
@@ -212,36 +211,16 @@ def _beyond_defaults(local: Sequence[Local]) -> str:
     return "".join(f", {words} {_values(found)}" for words, found in values.items() if {*found} - {0, "none"})
 
 
-def _preprocessing(chosen: Sequence[DaFl]) -> list[str]:
-    if not chosen:
-        return []
-    epsilon, gamma = _values(_short(one.epsilon) for one in chosen), _values(_short(_gammas(one)) for one in chosen)
-    delta, trained_on = _values(_short(one.delta) for one in chosen), _values(one.train_on for one in chosen)
-    line = (
-        f"DA-FL: before the first round every client releases synthetic records, gamma = {gamma} times as many as it "
-        f"holds, made by {_values(kind_of(one.generator) for one in chosen)} within a budget of epsilon = {epsilon} at "
-        f"delta = {delta} for labels and generator together; clients train on {trained_on} records."
-    )
-    if any(one.server_epochs for one in chosen):
-        epochs = _values(one.server_epochs for one in chosen)
-        line += f" Epochs the server trains the first model on the pool: {epochs}."
-    return [line]
-
-
-def _calibration(chosen: Sequence[CCVR]) -> list[str]:
-    if not chosen:
-        return []
-    samples, epochs = _values(one.samples_per_class for one in chosen), _values(one.epochs for one in chosen)
-    rates = _values(one.learning_rate for one in chosen)
-    line = (
-        f"CCVR: after the last round the head is trained again on {samples} features a class, drawn from normal "
-        f"distributions, at learning rate {rates}, epochs {epochs}; last is the accuracy after that."
-    )
-    return [line]
-
-
-def _gammas(chosen: DaFl) -> Any:
-    return chosen.client_gammas or chosen.gamma
+def _captions(chosen: Sequence[Any]) -> list[str]:
+    """Return what is to be said of settings of one place, kind by kind."""
+    kinds = dict.fromkeys(type(one) for one in chosen if isinstance(one, Captioned))
+    return [
+        said
+        for kind in kinds
+        for said in kind.captions(
+            [one for one in chosen if type(one) is kind], lambda found: _values(map(_short, found))
+        )
+    ]
 
 
 def _values(values: Iterable[Any]) -> str:
