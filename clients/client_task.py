@@ -208,10 +208,10 @@ class Site:
 
     def prepare(self, jobs: Sequence[LocalJob], *, stacked: bool = False) -> Callable[[], list[Trained]]:
         """Return what trains clients: each by the first trainer that supports its job, the rest of them together."""
+        if not self.own_trainers:
+            return partial(self.stacked.train, jobs) if stacked else self.trainer.prepare(jobs)
         chosen = [next((one for one in self.own_trainers if one.supports(job)), None) for job in jobs]
         rest = [job for job, own in zip(jobs, chosen, strict=True) if own is None]
-        if len(rest) == len(jobs):
-            return partial(self.stacked.train, jobs) if stacked else self.trainer.prepare(jobs)
         train_rest = self.trainer.prepare(rest) if rest else list
 
         def train() -> list[Trained]:
