@@ -19,6 +19,7 @@ from fl_sim.engines.grid import partition_of, raised
 from fl_sim.engines.pieces import Play, Release
 from fl_sim.errors import RunError
 from fl_sim.handed_out import HandedOut
+from fl_sim.kinds import is_own_kind
 from fl_sim.local_plan import LocalPlan
 from fl_sim.mistakes import shortened
 from fl_sim.packed import Held, Packed
@@ -165,6 +166,8 @@ class _Turn:
         with self.site.drawing("finish", task.client, task.server_round):
             update = self.site.algorithm.finish(task, trained)
         self.check(self.site.algorithm.finish)
+        for kept in self.handed_out[1:]:
+            kept.check_bits(self.site.algorithm.plan, self.site.algorithm.finish)
         payloads, state = update.payloads, update.state
         packed: dict[str, Packed] = {}
         if self.site.packing:
@@ -295,7 +298,8 @@ class _Turns:
         seeded = partial(seed_process, site.seed, "local", client, order.server_round)
         keeps = {"the pool": task.pool} if task.pool else {}
         keeps |= {f"client state {name!r}": one for name, one in kept.items()}
-        handed_out = (sent, HandedOut.of(keeps, by_bits=False)) if keeps else (sent,)
+        # Ours are held to the law by fl_sim.testing.check; a sum over a large pool takes time for each client.
+        handed_out = (sent, HandedOut.of(keeps, by_bits=is_own_kind(site.algorithm))) if keeps else (sent,)
         task = _begun(site, task, records)
         with site.drawing("plan", client, order.server_round):
             plan = site.algorithm.plan(task)

@@ -15,7 +15,8 @@ from fl_sim.data.checked import as_labels, known_dataset, looks_channels_first, 
 from fl_sim.data.known import KnownSet
 from fl_sim.data.listed import listed_classes, read_off_classes
 from fl_sim.data.naming import OwnName
-from fl_sim.data.npz_clients import CLIENTS, with_clients
+from fl_sim.data.npz_clients import CLIENTS, client_names, with_clients
+from fl_sim.data.spelling import told_doubles
 from fl_sim.data.tokens import MOST_TOKENS, tokens_in
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
@@ -87,7 +88,8 @@ def read_own(name: str, own: OwnName, path: Path) -> Dataset:
         raise UserError(f"{path}: std must be above 0, got {min(std)}")
     listed, inferred = listed_classes(own), images_inferred(arrays["x_train"].shape) if is_image else ()
     made = own_dataset(name, train, test, mean, std, str(path), listed=listed)
-    made = replace(made, vocabulary=vocabulary, inferred=inferred, read_off=read_off_classes(listed))
+    counted = tuple(filter(None, [told_doubles("clients", client_names(arrays), with_names=False)]))
+    made = replace(made, vocabulary=vocabulary, inferred=inferred, read_off=read_off_classes(listed), counted=counted)
     return with_validation(made, _validation(path, arrays), str(path))
 
 

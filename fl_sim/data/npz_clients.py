@@ -39,6 +39,12 @@ def with_clients(
     return replace(train, groups=numbers[: len(train)]), replace(test, groups=numbers[len(train) :])
 
 
+def client_names(arrays: Mapping[str, NDArray[np.generic]]) -> list[str]:
+    """Return the names of all clients, where the file has texts for them."""
+    given = [arrays[name] for name in (*CLIENTS, "client_test") if name in arrays]
+    return sorted({str(name) for one in given if one.dtype.kind == "U" for name in np.unique(one)})
+
+
 def _clients(path: Path, name: str, clients: NDArray[np.generic], num_records: int) -> NDArray[np.generic]:
     if clients.dtype.kind not in "iuU" or clients.shape != (num_records,):
         raise UserError(

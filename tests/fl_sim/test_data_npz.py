@@ -266,3 +266,10 @@ def test_what_unpacks_to_far_more_than_it_is_is_refused_before_it_is_read(tmp_pa
         assert tracemalloc.get_traced_memory()[1] < 2**24
     finally:
         tracemalloc.stop()
+
+
+def test_clients_spelled_in_two_ways_are_told_without_their_names(tmp_path):
+    of_train = np.array(["ward 1", "Ward 1", "ward 2", "ward 2", "ward 3", "ward 3"])
+    dataset, _ = load_from(tmp_path, client_train=of_train)
+    assert dataset.counted == ("of clients, 1 are spelled in several ways (case, spaces), which count as different ones",)
+    assert load_from(tmp_path, client_train=np.array(list("aabbcc")))[0].counted == ()

@@ -131,6 +131,27 @@ class Keeping(Quiet):
         return LocalPlan()
 
 
+class KeepingByNumpy(Quiet):
+    """The same in a way that PyTorch does not see."""
+
+    def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
+        for value in task.state.get("head", {}).values():
+            value.numpy()[:] = 0
+        return super().finish(task, trained)
+
+
+class Pooling(Quiet):
+    """``plan`` writes into what all clients shared, in a way that PyTorch does not see."""
+
+    def share(self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: Any) -> dict[str, Any]:
+        return {"means": inputs.flatten(1)[:3]}
+
+    def plan(self, task: LocalTask) -> LocalPlan:
+        if task.pool:
+            task.pool["means"].numpy()[:] += 1
+        return LocalPlan()
+
+
 class Broadcasting(Quiet):
     """``plan`` writes into what the server sends beside the model."""
 
@@ -171,6 +192,7 @@ class Merging(Quiet):
 
 LEAKS = {
     Leak: "Leak.plan", LeakByNumpy: "LeakByNumpy.plan", Finishing: "Finishing.finish", Keeping: "Keeping.plan",
+    KeepingByNumpy: "KeepingByNumpy.finish", Pooling: "Pooling.plan",
     Broadcasting: "Broadcasting.plan", Losing: "_shrinking", Merging: "Merging.merge",
 }  # fmt: skip
 
