@@ -152,7 +152,7 @@ def told_doubles(what: str, texts: Iterable[str], *, with_names: bool = True) ->
     if not found:
         return ""
     if not with_names:
-        return f"of {what}, {len(found):,} are spelled in several ways (case, spaces), which count as different ones"
+        return f"{len(found):,} {what} are spelled in several ways (case, spaces), which count as different ones"
     some = ", ".join(" and ".join(map(repr, group[:3])) for group in found[:3])
     more = f" and {len(found) - 3:,} more" if len(found) > 3 else ""
     return f"{what} that differ in case or spaces alone count as different ones: {some}{more}"

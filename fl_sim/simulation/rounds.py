@@ -16,7 +16,7 @@ from fl_sim.engines import wire
 from fl_sim.errors import BudgetExhausted, Diverged, RunError, UserError
 from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.experiment.job import Job
-from fl_sim.kinds import kind_of
+from fl_sim.kinds import hides_clients, is_own_kind, kind_of, replaces_records
 from fl_sim.local_plan import LocalPlan, Sending, sent_by
 from fl_sim.own_code import told
 from fl_sim.params import detached, trainable
@@ -255,6 +255,7 @@ class Rounds:
                 "which is compression's: give it another name"
             )
         self._check_parts()
+        self._check_asked()
         return replace(server, layers=layers_in(model, chosen))
 
     def _check_parts(self) -> None:
@@ -272,6 +273,19 @@ class Rounds:
                 f"algorithm {kind} says itself which part of the model stays with each client: take "
                 "local.batch_norm=average, and let its sends leave out BatchNorm layers"
             )
+
+    def _check_asked(self) -> None:
+        """Raise UserError where code of the user's own asks clients for what no noise covers in a private run."""
+        experiment = self.job.experiment
+        if not (hides_clients(experiment.aggregator) or replaces_records(experiment.preprocess)):
+            return
+        for name, task in tasks_of(self.job).items():
+            if is_own_kind(task):
+                raise UserError(
+                    f"{type(task).__name__}, code of your own, asks clients for {name!r}, and this run promises "
+                    "privacy: no noise covers what they answer, so no epsilon could be printed; leave its stage out, "
+                    "or the promise"
+                )
 
     def _whole(self, params: Params) -> Params:
         """Return the server's ``params`` with what stays with clients as these first had it."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
 from fl_sim.params import detached
+from fl_sim.simulation import rounds
 from fl_sim.simulation.engine_choice import client_app
 from fl_sim.simulation.pate.asking import VOTE
 from fl_sim.stages.ccvr import SUMMARISE
@@ -78,6 +80,24 @@ def test_a_node_with_a_policy_sends_nothing_made_from_its_raw_records(
     with pytest.raises(RunError, match="policy allows no updates and no averages made from its own records"):
         ask(task, "epsilon = 10.0", *asked)
     assert wire.error_of(ask(wire.TRAIN, "epsilon = 10.0\nallow_raw_updates = true")) is None
+
+
+class Talkative:
+    """A question of somebody else's that says it reads no records."""
+
+    reads_records = reads_state = runs_in_threads = False
+
+    def run(self, client: Any) -> RecordDict:
+        return releases.pool_content({"inputs": client.records.tensors()[0]})
+
+
+def test_a_node_with_a_policy_takes_no_foreign_word_for_what_an_answer_is_made_of(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "tasks_of", lambda job: {"talk": Talkative()})
+    assert wire.error_of(ask("talk", "", "seed=11")) is None
+    with pytest.raises(RunError, match="policy allows no updates and no averages made from its own records"):
+        ask("talk", "epsilon = 10.0", "seed=11")
 
 
 def test_a_node_with_a_policy_does_not_vote(ask: Ask) -> None:

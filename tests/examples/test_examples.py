@@ -166,6 +166,20 @@ def test_what_stays_with_a_client_is_not_sent_and_is_trained(tmp_path: Path) -> 
     assert all(torch.equal(first[key], head[key]) for key in list(first)[-2:])
 
 
+@pytest.mark.parametrize(
+    "promise",
+    [
+        {"aggregator": {"kind": "global-dp", "noise": "seeded"}},
+        {"preprocess": {"kind": "da-fl", "generator": "mean-embedding", "train_on": "synthetic"}},
+    ],
+)
+def test_in_a_private_run_no_code_of_ones_own_asks_clients_for_anything(
+    promise: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(fl_sim.UserError, match="EvaluateOwn, code of your own, asks clients for 'evaluate-own'"):
+        _small("fedper", tmp_path / "run", **promise)
+
+
 def test_each_client_of_ifca_trains_one_of_the_models(tmp_path: Path) -> None:
     alone = _small("ifca", tmp_path / "ifca", rounds=10, partition="label-1")
     assert alone.facts["own_tests"]["accuracy"] > 0.4

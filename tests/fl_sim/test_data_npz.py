@@ -271,5 +271,6 @@ def test_what_unpacks_to_far_more_than_it_is_is_refused_before_it_is_read(tmp_pa
 def test_clients_spelled_in_two_ways_are_told_without_their_names(tmp_path):
     of_train = np.array(["ward 1", "Ward 1", "ward 2", "ward 2", "ward 3", "ward 3"])
     dataset, _ = load_from(tmp_path, client_train=of_train)
-    assert dataset.counted == ("of clients, 1 are spelled in several ways (case, spaces), which count as different ones",)
+    (said,) = dataset.counted
+    assert said.startswith("1 clients are spelled in several ways")
     assert load_from(tmp_path, client_train=np.array(list("aabbcc")))[0].counted == ()
