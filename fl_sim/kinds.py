@@ -212,6 +212,15 @@ def hides_clients(aggregator: object) -> bool:
     return isinstance(aggregator, Promising) and aggregator.is_private
 
 
+def path_in(kind: type, name: str) -> str:
+    """Return the import path ``module:Class`` that a kind has as its ``stage``, ``layer`` or ``procedure``; or nothing.
+
+    A parameter of that name, of a kind of the user's own, is none.
+    """
+    path = getattr(kind, name, "")
+    return path if isinstance(path, str) and ":" in path else ""
+
+
 def off(setting: str, instead: str) -> str:
     """Word a remark on a setting that switches off what a kind is chosen for.
 

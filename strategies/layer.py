@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fl_sim.errors import Malformed
 from fl_sim.import_path import load_object
+from fl_sim.kinds import path_in
 from fl_sim.types import Aggregate, Cohort, Payloads, Reply, ServerState
 from strategies.algorithm import Algorithm
 from strategies.samplers import Coins
@@ -138,5 +139,5 @@ def found_in(layer: Layer, kind: type[Kind]) -> Kind:
 def layer_kinds(experiment: Any) -> list[type[Layer]]:
     """Return the layers of an experiment's rounds, from the inside out."""
     kinds = {name: type(getattr(experiment, name)) for name in ORDER}
-    paths = (getattr(kind, "layer", _USUAL.get(name, "")) for name, kind in kinds.items())
+    paths = (path_in(kind, "layer") if hasattr(kind, "layer") else _USUAL.get(name, "") for name, kind in kinds.items())
     return [load_object(path, "layer") for path in paths if path]

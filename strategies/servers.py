@@ -58,6 +58,8 @@ class Arrival:
 class _Asynchronous(Settings):
     """What FedAsync and FedBuff go together with."""
 
+    procedure: ClassVar[str] = "fl_sim.simulation.asynchronous:at_own_pace"
+
     if TYPE_CHECKING:  # fields of both, whose first is what their short form sets
         concurrency: int
         staleness_exponent: float

@@ -245,6 +245,16 @@ class Experiment(Settings):
         return isinstance(self.algorithm, Central) and self.algorithm.is_central
 
     @property
+    def is_timed(self) -> bool:
+        """Say whether a virtual clock says how long clients take."""
+        return not isinstance(self.devices, NoDevices)
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Say whether the server waits in every round for the clients that it has asked."""
+        return isinstance(self.server, Synchronous)
+
+    @property
     def num_clients(self) -> int:
         """Return the number of simulated clients: one where training is centralized."""
         return 1 if self.is_central else self.clients

@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 from fl_sim.devices.schedule import Schedule, ServerStep, Turn
 from fl_sim.engines import wire
 from fl_sim.errors import Malformed, UserError
+from fl_sim.experiment.job import Job
 from fl_sim.handed_out import HandedOut
 from fl_sim.own_code import told
 from fl_sim.seeding import rng, seed_process
@@ -20,7 +21,7 @@ from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, read_state, write_state
 from fl_sim.types import Reply, ServerState, Traffic
-from strategies.algorithm import groups_of
+from strategies.algorithm import Algorithm, groups_of
 from strategies.answers import find_population, refusal
 from strategies.flower import FederatedStrategy, Round, check_finite, mean_loss
 from strategies.samplers import in_random_order
@@ -33,6 +34,13 @@ over its workers, and some of them are trained before their updates are due."""
 
 SENT = "sent-in-round-"
 """How the files begin that hold a model which clients in flight were sent."""
+
+
+def at_own_pace(job: Job, algorithm: Algorithm) -> "AtOwnPace":
+    """Return the procedure of a run whose server is one of both."""
+    server = job.experiment.server
+    assert isinstance(server, FedAsync | FedBuff)
+    return AtOwnPace(job, algorithm, server)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.engine import Auto, Engine, InProcess, Ray
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import hides_clients
-from strategies.servers import Synchronous
 
 STACK_ON_GPU = 100
 """Clients that are trained as one computation on a GPU unless the experiment says otherwise."""
@@ -68,7 +67,7 @@ def stack_of(engine: Engine, job: Job) -> int:
     """
     if isinstance(engine, Auto) or engine.stack == 1 or hides_clients(job.experiment.aggregator):
         return 1
-    if not isinstance(job.experiment.server, Synchronous):
+    if not job.experiment.is_synchronous:
         return 1
     asked = engine.stack or _stack_on_gpu(engine, job)
     stackable = asked == 1 or job.trainer.is_stackable()

@@ -1,4 +1,4 @@
-"""How a run proceeds: in federated rounds, by a vote, or on synthetic records alone. Chosen here, and nowhere else."""
+"""How a run proceeds: in federated rounds, or as its algorithm or its server says by ``procedure = "module:Class"``."""
 
 import json
 from functools import lru_cache
@@ -8,22 +8,16 @@ from typing import TYPE_CHECKING, Protocol
 from flwr.serverapp import Grid
 
 from clients.client_task import Site
-from fl_sim.devices.settings import NoDevices
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.experiment.own_records import own_job
-from fl_sim.kinds import kind_of
+from fl_sim.import_path import load_object
+from fl_sim.kinds import kind_of, path_in
 from fl_sim.local_plan import LocalPlan
-from fl_sim.simulation.asynchronous import AtOwnPace
-from fl_sim.simulation.pate.procedure import Voting
 from fl_sim.simulation.rounds import Rounds
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.tstr import OnSynthetic
 from fl_sim.types import Payloads, ServerState, Traffic
-from strategies.pate.settings import Pate
-from strategies.servers import Synchronous
-from strategies.tstr import Tstr
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
@@ -97,16 +91,21 @@ class Procedure(Protocol):
 def procedure_of(job: Job) -> Procedure:
     """Return how a run of ``job`` proceeds. Raises UserError where nothing of it goes by a clock that it has."""
     experiment, algorithm = job.experiment, job.experiment.algorithm
-    if isinstance(algorithm, Pate | Tstr):
-        if not isinstance(experiment.devices, NoDevices):
+    if path := path_in(type(algorithm), "procedure"):
+        if experiment.is_timed:
             raise UserError(
                 f"devices={kind_of(experiment.devices)} has no place beside algorithm {kind_of(algorithm)}, which has "
                 "no rounds whose time could be simulated: leave devices out"
             )
-        return Voting(job, algorithm) if isinstance(algorithm, Pate) else OnSynthetic(job, algorithm)
-    if isinstance(experiment.server, Synchronous):
-        return Rounds(job, algorithm)
-    return AtOwnPace(job, algorithm, experiment.server)
+        return _imported(path, job, algorithm)
+    if path := path_in(type(experiment.server), "procedure"):
+        return _imported(path, job, algorithm)
+    return Rounds(job, algorithm)
+
+
+def _imported(path: str, job: Job, algorithm: object) -> Procedure:
+    procedure: Procedure = load_object(path, "procedure")(job, algorithm)
+    return procedure
 
 
 @lru_cache(maxsize=2)

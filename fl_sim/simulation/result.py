@@ -20,7 +20,6 @@ from fl_sim.store import run_directory
 from fl_sim.store.run_directory import coarse
 from fl_sim.store.tensors import write_private
 from strategies.algorithm import Reporting
-from strategies.servers import Synchronous
 
 VERSIONS = ("fl-sim", "flwr", "torch", "numpy")
 
@@ -71,7 +70,7 @@ def result_of(job: Job, log: RunLog, status: str, seconds: float) -> dict[str, A
 def _titles(experiment: Experiment) -> dict[str, str]:
     """Return how the method's parts are written. A server that waits for each round's clients is not mentioned."""
     titles = {"algorithm": title_of(experiment.algorithm), "preprocess": title_of(experiment.preprocess)}
-    return titles if isinstance(experiment.server, Synchronous) else {**titles, "server": title_of(experiment.server)}
+    return titles if experiment.is_synchronous else {**titles, "server": title_of(experiment.server)}
 
 
 @dataclass(frozen=True)

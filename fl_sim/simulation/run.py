@@ -9,7 +9,6 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from fl_sim.devices.settings import NoDevices
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
@@ -46,7 +45,7 @@ def run(
     together; what is finished stays.
     """
     observer = observer or Silent()
-    if grid is not None and not isinstance(experiment.devices, NoDevices):
+    if grid is not None and experiment.is_timed:
         raise UserError(
             f"devices={kind_of(experiment.devices)} simulates how long clients take, and on Flower's own runtime they "
             "take the time they take: leave devices and server out, or use fl-sim run"

@@ -18,6 +18,7 @@ from fl_sim.engines.wire import Order
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.import_path import load_object
+from fl_sim.kinds import path_in
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.types import Params, Payloads, Traffic
@@ -162,7 +163,7 @@ def stages_of(job: Job) -> tuple[Stage, ...]:
 def stage_paths(experiment: Experiment) -> list[str]:
     """Return the import paths of an experiment's stages, in their order: before the rounds, in them, after them."""
     parts: tuple[object, ...] = (experiment.preprocess, experiment.algorithm, experiment.calibrate)
-    named = [getattr(type(part), "stage", _SHARES if isinstance(part, Sharing) else "") for part in parts]
+    named = [path_in(type(part), "stage") or (_SHARES if isinstance(part, Sharing) else "") for part in parts]
     return [path for path in named if path]
 
 
