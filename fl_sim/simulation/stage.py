@@ -163,8 +163,8 @@ def stages_of(job: Job) -> tuple[Stage, ...]:
 def stage_paths(experiment: Experiment) -> list[str]:
     """Return the import paths of an experiment's stages, in their order: before the rounds, in them, after them."""
     parts: tuple[object, ...] = (experiment.preprocess, experiment.algorithm, experiment.calibrate)
-    named = [path_in(type(part), "stage") or (_SHARES if isinstance(part, Sharing) else "") for part in parts]
-    return [path for path in named if path]
+    named = [(path_in(type(part), "stage"), _SHARES if isinstance(part, Sharing) else "") for part in parts]
+    return [path for both in named for path in both if path]
 
 
 def tasks_of(job: Job) -> dict[str, ClientTask]:
