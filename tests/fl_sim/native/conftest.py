@@ -1,7 +1,9 @@
 """The compiled trainer as these tests' checkout has it."""
 
+import os
 import platform
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,13 +18,15 @@ from fl_sim.native.compiling import (
     processor,
 )
 from fl_sim.native.kernel import Kernel, load_kernel
+from fl_sim.store.locks import alone_in
 
 
 @pytest.fixture(scope="session", params=["native", pytest.param("avx2", marks=pytest.mark.slow), "neon"])
 def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     """The kernel of this checkout's source, compiled unless it lies there already; its half for AVX2; that for ARM."""
     if request.param == "neon":
-        return on_arm(tmp_path_factory.mktemp("neon"))
+        base = tmp_path_factory.getbasetemp()
+        return on_arm((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "neon")
     lanes = lanes_of(processor())
     if not lanes:
         pytest.skip(f"this processor has no {missing_in(processor())}")
@@ -50,8 +54,9 @@ def kernels(kernel: Kernel) -> list[Kernel]:
     return [replace(kernel, lanes=lanes) for lanes in ARCHITECTURES[platform.machine()] if lanes <= kernel.lanes]
 
 
+@cache
 def on_arm(folder: Path) -> Kernel:
-    """The kernel for 64-bit ARM, in an emulator."""
+    """The kernel for 64-bit ARM, in an emulator; compiled into ``folder`` once for all workers of a run of tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parent)
         import emulated  # noqa: PLC0415 (it lies beside this file)
@@ -60,7 +65,11 @@ def on_arm(folder: Path) -> Kernel:
         pytest.skip("no aarch64-linux-gnu-g++ or no qemu-aarch64: g++-aarch64-linux-gnu and qemu-user have them")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", compiler)
-        compile_kernel(folder / "kernel.so", architecture="aarch64")
-    kernel = Kernel(emulated.EmulatedLibrary(folder / "kernel.so", folder), 4)
+        folder.mkdir(exist_ok=True)
+        with alone_in(folder):
+            if not (folder / "kernel.so").exists():
+                compile_kernel(folder / "kernel.so", architecture="aarch64")
+            library = emulated.EmulatedLibrary(folder / "kernel.so", folder)
+    kernel = Kernel(library, 4)
     assert kernel.is_this_versions()
     return kernel

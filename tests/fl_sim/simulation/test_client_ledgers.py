@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from dp_accounting import dp_event
 
+from clients.client_task import Client
 from clients.policy import Policy, open_ledger
 from fl_sim.data import fingerprint
+from fl_sim.engines import wire
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.privacy.accounting import compose, epsilon_of_counts, epsilon_of_curve
@@ -23,7 +25,8 @@ from fl_sim.simulation.client_ledgers import (
     ledgers_root,
     together_in_words,
 )
-from fl_sim.simulation.site import _own_records, releasing_client
+from fl_sim.simulation.procedure import procedure_of
+from fl_sim.stages.dafl.client import releasing_client
 from partitions import Parts
 
 pytestmark = pytest.mark.usefixtures("quick_accounting")
@@ -122,7 +125,9 @@ def test_a_share_that_a_client_kept_under_its_earlier_name_is_not_made_again(tab
     policy = Policy(tmp_path / "policy.toml", 10.0, DELTA, allow_raw_updates=False, allow_votes=False)
 
     def folder() -> Path:
-        return releasing_client(one, lambda client: _own_records(one, client), 0, tmp_path / "unused", policy).folder
+        order = wire.Order("", 0, 0.0, "", str(tmp_path / "unused"))
+        client = Client(0, procedure_of(one).site(), order, wire.order_content(order), policy)
+        return releasing_client(one, client).folder
 
     now, place = folder(), earlier_place(one)
     assert now.parent == policy.home
