@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from torch import nn
 
-from clients import app
+from clients import client_task
 from fl_sim import models
 from fl_sim.engines.ray_token import choose_token
 from fl_sim.experiment.experiment import AnyAlgorithm, Experiment, experiment_from
@@ -117,7 +117,7 @@ def write_records(folder: Path) -> None:
 @contextmanager
 def without_kernel() -> Iterator[None]:
     """Let PyTorch train whatever the compiled trainer would."""
-    with mock.patch.object(app, "load_kernel", return_value=(None, "it is hidden")):
+    with mock.patch.object(client_task, "load_kernel", return_value=(None, "it is hidden")):
         yield
 
 
