@@ -46,10 +46,27 @@ LONGEST = (
 """Files that take half a minute and more, much of it in waiting for processes."""
 
 
+COVERED_ELSEWHERE = (
+    "docs", "examples", "test_agreement_benchmark.py", "test_canary_audit.py", "test_damaged_directories.py",
+    "test_disk_limits.py", "test_engines_agree.py", "test_fuzz_files.py", "test_fuzz_settings.py",
+    "test_gallery_runs.py", "test_gallery_tables.py", "test_hostile_replies.py", "test_kill9.py",
+    "test_membership_audit.py", "test_mutants.py", "test_peers.py", "test_release_audit.py",
+    "test_roofline_benchmark.py", "test_scale_benchmarks.py", "test_workloads.py", "strategies/test_defaults.py",
+    "strategies/test_robust_pairs.py", "fl_sim/privacy/test_accounting_reference.py",
+    "fl_sim/privacy/test_small_delta.py", "fl_sim/simulation/test_noise_from_epsilon.py",
+    "fl_sim/simulation/test_whole_run_bills.py", "fl_sim/native/test_fuzz.py",
+)  # fmt: skip
+"""Long tests of what other tests go through as well: measuring their coverage takes half of their time again."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, so that no worker is left alone with one of them in the end."""
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+    uncovered = {Path(__file__).parent / name for name in COVERED_ELSEWHERE}
+    for item in items:
+        if uncovered & {item.path, *item.path.parents}:
+            item.add_marker("no_cover")
 
 
 @pytest.fixture(scope="session")
