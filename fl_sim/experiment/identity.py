@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_sim import own_sources
-from fl_sim.data import fingerprint, is_own
+from fl_sim.data import fingerprint, is_own, sealed_content
 from fl_sim.data.naming import own_name
 from fl_sim.experiment.experiment import Experiment, own_paths, paths_in
 from fl_sim.store import secret_key
@@ -20,11 +20,14 @@ class Identity:
 
     ``code``: {module: digest} of the user's own, an empty digest where nobody can tell. ``is_private``: whether the
     digest of the records may be published under a key alone: whoever knows all records but one could find that one.
+    ``data``, ``root``: where the records are found.
     """
 
     records: str
     code: Mapping[str, str]
     is_private: bool
+    data: str = ""
+    root: Path | None = None
 
     def written(self) -> dict[str, Any]:
         """Return what a run directory records; nothing where neither records nor code are the user's own."""
@@ -32,6 +35,16 @@ class Identity:
         if self.is_private and records:
             records = secret_key.keyed(self.records)
         return {name: value for name, value in (("records", records), ("code", dict(self.code))) if value}
+
+    def is_of_others(self, sealed: str) -> bool:
+        """Say whether the records of a finished result, ``sealed`` as it has them, are others than those of now.
+
+        False where that cannot be told: of an older version, or another machine.
+        """
+        if not sealed or not self.data:
+            return False
+        now = sealed_content(self.data, self.root, make_key=False)
+        return now.partition(":")[0] == sealed.partition(":")[0] and now != sealed
 
     def changed(self, recorded: Mapping[str, Any]) -> str:
         """Say what is other than in ``recorded``, in words; empty where nothing is, as far as that tells."""
@@ -72,7 +85,7 @@ def identity_of(experiment: Experiment, data_root: Path | None) -> Identity:
     """Return the identity of ``experiment`` as records and code are now; code that was imported, as it was then."""
     data = experiment.data
     records = fingerprint(data, data_root, with_test=True) if is_own(data) else ""
-    return Identity(records, own_sources.digests(_modules(experiment)), experiment.is_private)
+    return Identity(records, own_sources.digests(_modules(experiment)), experiment.is_private, data, data_root)
 
 
 def code_in(settings: Mapping[str, Any]) -> list[dict[str, str]]:

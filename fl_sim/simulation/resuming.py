@@ -47,6 +47,8 @@ def finished_result(experiment: Experiment, out: Path, now: Identity) -> dict[st
         return None
     _check_whole(out, result)
     _check_same(out, now)
+    if now.is_of_others(str(result.get("records", ""))):
+        raise UserError(f"{out} holds a run of other records (the files of {experiment.data} have changed): {CURE}")
     return result
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import fl_sim
 from fl_sim.errors import UserError
+from fl_sim.experiment import identity
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import job_of
@@ -194,3 +195,19 @@ def test_pools_are_of_the_code_that_made_them(code: Path, tmp_path: Path) -> Non
     (code / "own_split.py").write_text((code / "own_split.py").read_text() + "# another\n")
     sys.modules.pop("own_split")
     assert pool_key(job_of(settings)) != before
+
+
+def test_a_finished_run_of_public_records_whose_files_were_changed_is_not_given_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its result has their content under this machine's key; under another's nobody can tell."""
+    experiment = experiment_from({"model": "logistic", "rounds": 1})
+    first = run(experiment, tmp_path / "run")
+    key, _, content = str(first["records"]).partition(":")
+    assert content
+    assert run(experiment, tmp_path / "run") == first
+    monkeypatch.setattr(identity, "sealed_content", lambda *_, **__: f"another:{'0' * 32}")
+    assert run(experiment, tmp_path / "run") == first
+    monkeypatch.setattr(identity, "sealed_content", lambda *_, **__: f"{key}:{'0' * 32}")
+    with pytest.raises(UserError, match="a run of other records .the files of digits have changed.: --again"):
+        run(experiment, tmp_path / "run")
