@@ -209,5 +209,5 @@ def test_a_finished_run_of_public_records_whose_files_were_changed_is_not_given_
     monkeypatch.setattr(identity, "sealed_content", lambda *_, **__: f"another:{'0' * 32}")
     assert run(experiment, tmp_path / "run") == first
     monkeypatch.setattr(identity, "sealed_content", lambda *_, **__: f"{key}:{'0' * 32}")
-    with pytest.raises(UserError, match="a run of other records .the files of digits have changed.: --again"):
+    with pytest.raises(UserError, match=r"a run of other records \(the files of digits have changed\): --again"):
         run(experiment, tmp_path / "run")
