@@ -3,7 +3,7 @@
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from flwr.serverapp import Grid
 
@@ -88,6 +88,9 @@ class Procedure(Protocol):
         ...
 
 
+_ROUNDS: Final = "fl_sim.simulation.rounds:Rounds"
+
+
 def procedure_of(job: Job) -> Procedure:
     """Return how a run of ``job`` proceeds. Raises UserError where nothing of it goes by a clock that it has."""
     experiment, algorithm = job.experiment, job.experiment.algorithm
@@ -98,9 +101,8 @@ def procedure_of(job: Job) -> Procedure:
                 "no rounds whose time could be simulated: leave devices out"
             )
         return _imported(path, job, algorithm)
-    if path := path_in(type(experiment.server), "procedure"):
-        return _imported(path, job, algorithm)
-    return Rounds(job, algorithm)
+    path = path_in(type(experiment.server), "procedure")
+    return _imported(path or _ROUNDS, job, algorithm)
 
 
 def _imported(path: str, job: Job, algorithm: object) -> Procedure:
