@@ -102,18 +102,9 @@ class PrivateRounds(Layer):
 
     @classmethod
     def check_directory(cls, experiment: Any, out: Path) -> None:
-        """Raise RunError where rounds were released, but are not in the ledger any more.
-
-        The receipt in the checkpoint says more, but not of a round that was seen in the log and has no checkpoint.
-        """
-        released, path = len(read_rounds(out)), out / LEDGER
-        charges = read_whole(path).count(b"\n") - 1 if path.exists() else 0
+        """Raise RunError where rounds were released, but are not in the ledger any more."""
         beforehand = len(releases_beforehand(experiment.preprocess, experiment.aggregator))
-        if released and (charges - beforehand) * experiment.sampler.rounds_apart < released:
-            raise RunError(
-                f"{path} holds {charges} charges, but {released} rounds were released: put an unchanged copy of it "
-                "back, or start a new run in a fresh directory, which pays again"
-            )
+        check_paid(out, experiment.sampler.rounds_apart, beforehand)
 
     def begin(self, server_round: int) -> None:
         """Charge a round before anything of it happens. Raises BudgetExhausted as ``pay`` does."""
@@ -218,6 +209,21 @@ class PrivateRounds(Layer):
         apart = self.sampler.rounds_apart
         first = (server_round - 1) // apart * apart + 1
         return f"round {first}" if apart == 1 else f"rounds {first} to {first + apart - 1}"
+
+
+def check_paid(out: Path, rounds_of_a_charge: int, beforehand: int) -> None:
+    """Raise RunError where rounds of a private run were released, but are not in its ledger any more.
+
+    ``beforehand``: the number of charges before the first round. The receipt in the checkpoint says more, but not of a
+    round that was seen in the log and has no checkpoint.
+    """
+    released, path = len(read_rounds(out)), out / LEDGER
+    charges = read_whole(path).count(b"\n") - 1 if path.exists() else 0
+    if released and (charges - beforehand) * rounds_of_a_charge < released:
+        raise RunError(
+            f"{path} holds {charges} charges, but {released} rounds were released: put an unchanged copy of it back, "
+            "or start a new run in a fresh directory, which pays again"
+        )
 
 
 def planned_charges(

@@ -18,6 +18,7 @@ from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import CHECKPOINT
 from fl_sim.types import ServerState
+from strategies.private import check_paid
 
 NOBODYS = Identity("", {}, is_private=False)
 
@@ -170,19 +171,19 @@ def test_every_round_that_was_released_is_in_the_ledger_after_the_charges_before
     """A ledger has a line more than charges; three rounds were released."""
     (finished / run_directory.LEDGER).write_text("{}\n" * (charges + 1))
     if is_paid:
-        resuming._check_paid(finished, rounds_of_a_charge, beforehand)
+        check_paid(finished, rounds_of_a_charge, beforehand)
     else:
         with pytest.raises(RunError, match=f"holds {charges} charges, but 3 rounds were released"):
-            resuming._check_paid(finished, rounds_of_a_charge, beforehand)
+            check_paid(finished, rounds_of_a_charge, beforehand)
 
 
 def test_where_nothing_was_released_nothing_has_to_be_paid_for(tmp_path: Path) -> None:
-    resuming._check_paid(tmp_path, 1, 4)
+    check_paid(tmp_path, 1, 4)
 
 
 def test_a_ledger_that_is_gone_has_no_charges(finished: Path) -> None:
     with pytest.raises(RunError, match="holds 0 charges, but 3 rounds were released"):
-        resuming._check_paid(finished, 1, 0)
+        check_paid(finished, 1, 0)
 
 
 def test_what_is_recorded_stays_where_it_tells_all_and_nothing_has_changed(finished: Path) -> None:
