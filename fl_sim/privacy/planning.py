@@ -108,9 +108,9 @@ def _least(spent: Callable[[float], float], target: float, start: float) -> floa
             raise UserError(f"epsilon {target:g} is out of reach at this delta: no noise multiplier up to 1e7 gives it")
     low = high
     while spent(low) <= target:
-        low *= 0.8
-        if low < _LEAST_NOISE:
-            return _LEAST_NOISE if spent(_LEAST_NOISE) <= target else high
+        if low <= _LEAST_NOISE:
+            return _LEAST_NOISE
+        low = max(0.8 * low, _LEAST_NOISE)
 
     def gap(log_noise: float) -> float:
         return math.log(min(max(spent(math.exp(log_noise)), 1e-12), 1e12) / target)

@@ -1,5 +1,6 @@
 """Planning never spends more than it was given, and wastes little."""
 
+import math
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fl_sim.errors import UserError
+from fl_sim.privacy import planning
 from fl_sim.privacy.accounting import (
     Accountant,
     amplify_fixed_size,
@@ -92,6 +94,43 @@ def test_not_even_one_step_may_fit() -> None:
 
 def test_a_generous_budget_needs_almost_no_noise() -> None:
     assert noise_multiplier(partial(amplify_poisson, sampling_rate=1.0), 1, 1e6, DELTA) <= 0.01
+
+
+@pytest.mark.parametrize("needed", [0.0101, 0.0113, 0.0116, 0.02, 0.3, 1.0, 2.5, 60.0, 150.0, 5e6])
+def test_noise_is_at_most_a_ten_thousandth_above_what_is_needed_wherever_that_lies(needed: float) -> None:
+    found = least_noise(lambda noise, _: 2 * needed / noise, 2.0, "rdp")
+    assert needed <= found <= needed * (1 + 1e-4)
+    assert found == needed or needed != 1.0  # the first one that is tried costs just what is given
+
+
+def test_no_noise_is_below_a_hundredth_or_above_ten_millions() -> None:
+    for needed in (1e-9, 0.0099, 0.01):
+        assert least_noise(lambda noise, _, needed=needed: 2 * needed / noise, 2.0, "rdp") == 0.01  # type: ignore[misc]
+    with pytest.raises(UserError, match="out of reach"):
+        least_noise(lambda noise, _: 4e7 / noise, 2.0, "rdp")
+
+
+def test_noise_is_found_between_a_cost_without_bound_and_none() -> None:
+    found = [
+        least_noise(lambda noise, _: 5.2 / noise if noise > 2.5 else math.inf, 2.0, "rdp"),
+        least_noise(lambda noise, _: max(5.2 / noise - 1.5, 0.0), 0.5, "rdp"),
+    ]
+    assert found == pytest.approx([2.6, 2.6], rel=1e-4)
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_steps_fit_that_cost_just_the_target(monkeypatch: pytest.MonkeyPatch, accountant: Accountant) -> None:
+    prices = {"rdp": 0.5, "pld": 0.25}
+    monkeypatch.setattr(
+        planning,
+        "epsilon_of_counts",
+        lambda counts, delta, *, accountant="rdp": prices[accountant] * counts.popitem()[1],
+    )
+    for fit in (0, 1, 2, 3, 4, 7, 8, 15, 31, 32, 33, 100, 1023, 1024, 5000, 10**6 + 1):
+        for rest in (0.0, 0.125):
+            target = prices[accountant] * fit + rest
+            if target:
+                assert steps_that_fit(Gaussian(1.0), target, DELTA, accountant=accountant) == fit
 
 
 def test_impossible_and_senseless_targets_are_refused() -> None:
