@@ -96,9 +96,12 @@ def test_every_method_gets_the_same_trials_and_rounds_and_the_best_of_its_last_r
     assert len(set(rates[0])) == 4
 
 
-def test_a_search_with_more_rounds_than_another_of_the_table_climbs_all_of_its_rungs(tmp_path: Path) -> None:
-    chosen = settings(grid={"algorithm": ["fedavg"], "rounds": [1, 4]})
-    short, long = searched(chosen, tmp_path)
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_search_with_more_rounds_than_another_of_the_table_climbs_all_of_its_rungs(
+    tmp_path: Path, order: int
+) -> None:
+    chosen = settings(grid={"algorithm": ["fedavg"], "rounds": [1, 4][::order]})
+    short, long = searched(chosen, tmp_path)[::order]
     assert Counter((line["row"], line["rung"], line["rounds"]) for line in log_of(tmp_path)) == {
         ("FedAvg, rounds=1", "1", "1"): 4, ("FedAvg, rounds=4", "1", "2"): 4, ("FedAvg, rounds=4", "2", "4"): 2,
     }  # fmt: skip

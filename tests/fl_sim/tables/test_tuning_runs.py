@@ -74,6 +74,16 @@ def test_a_rung_pays_for_the_rounds_after_those_of_the_rung_before_and_the_first
         assert outcome_in(four, trial(rounds), after, None) == Outcome(accuracy, rounds - after, seconds)
 
 
+def test_a_run_that_diverged_after_its_last_round_did_so_for_a_trial_of_all_rounds_and_for_no_shorter_one(
+    four: Path,
+) -> None:
+    told(four, status="failed", diverged=True, error="the loss is nan")
+    found = [outcome_in(four, trial(rounds), 0, None) for rounds in (1, 2, 3, 4)]
+    assert [one and (one.accuracy, one.trained, one.error) for one in found] == [
+        (0.5, 1, ""), (0.25, 2, ""), (0.75, 3, ""), (None, 4, "the loss is nan"),
+    ]  # fmt: skip
+
+
 def test_rounds_that_are_not_all_timed_take_the_time_of_the_whole_run(four: Path) -> None:
     rewritten(four, seconds=[1.0, None, 4.0, 8.0])
     found = [outcome_in(four, trial(4), after, None) for after in (0, 1, 2)]

@@ -82,3 +82,24 @@ def test_one_row_under_privacy_is_enough_to_ask_for_public_records(order: int) -
     with pytest.raises(UserError, match=r"row FedAvg, .*global-dp.* promises privacy"):
         searches(chosen)
     assert len(searches(settings(grid={"algorithm": ["scaffold"]}))) == 1
+
+
+def test_own_test_records_are_public_where_a_private_trial_is_judged_by_them_and_public_ones_are_not_the_users() -> (
+    None
+):
+    private = {"aggregator": "global-dp", "sampler": "poisson:0.5"}
+    for data, base, public in (
+        ("npz:public.npz", private, True), ("mnist", private, False), ("npz:public.npz", {}, False),
+        ("mnist", {}, False),
+    ):  # fmt: skip
+        chosen = settings(base=base, data=data)
+        search = Search(plan_table(chosen).cells[0], {}, ())
+        assert experiment_of(chosen, Trial(search, 1, {}), 5).evaluate.test_is_public is public
+
+
+def test_what_a_row_sets_beside_the_defaults_is_not_searched_for_and_its_defaults_are() -> None:
+    for algorithm, key in (("fedprox:2", "algorithm.mu"), ({"kind": "fedprox", "mu": 0.5}, "algorithm.mu")):
+        with pytest.raises(UserError, match=f"sets algorithm.* and tune searches for {key}"):
+            searches(settings(grid={"algorithm": [algorithm]}, space={key: [0.1, 1.0]}))
+    (search,) = searches(settings(grid={"algorithm": ["fedprox"]}, space={"algorithm.mu": [0.1, 1.0]}))
+    assert [*search.space] == ["algorithm.mu"]
