@@ -46,8 +46,7 @@ def clock_of(job: Job, strategy: FederatedStrategy, log: RunLog) -> Clock:
     """Return the clock by which clients take their turns. Raises UserError for devices that do not fit the run."""
     experiment = job.experiment
     assert not isinstance(experiment.devices, NoDevices)
-    pooled = log.pooled.count if log.pooled else 0
-    sizes = pooled + (0 if replaces_records(experiment.preprocess) else 1) * job.shards.sizes
+    sizes = log.num_pooled + (0 if replaces_records(experiment.preprocess) else 1) * job.shards.sizes
     settings = local_settings(job, experiment.local.learning_rate)
     fleet = fleet_of_clients(experiment.devices, experiment.num_clients, experiment.seed)
     return Clock(fleet, sizes, settings, strategy.traffic, experiment.seed)

@@ -84,18 +84,17 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
     held = len(job.dataset.train) if isinstance(grid, LocalGrid) else MOST_HELD
     log.stages = stages = stages_of(job)
     for stage in stages:
-        strategy.most_examples = held + (log.pooled.count if log.pooled else 0)
+        strategy.most_examples = held + log.num_pooled
         stage.before(Run(job, strategy, grid, out, log))
-    pooled = log.pooled.count if log.pooled else 0
-    strategy.most_examples = held + pooled
-    strategy.holders = _holders(job, pooled, log)
+    strategy.most_examples = held + log.num_pooled
+    strategy.holders = _holders(job, log)
     log.preprocess_seconds = time.perf_counter() - start
     return strategy
 
 
-def _holders(job: Job, num_synthetic: int, log: RunLog) -> NDArray[np.bool_] | None:
+def _holders(job: Job, log: RunLog) -> NDArray[np.bool_] | None:
     """Return which clients hold records to train on, (clients,); None where all do, or all are to count."""
-    holders: NDArray[np.bool_] = sizes_trained_on(job, num_synthetic) > 0
+    holders: NDArray[np.bool_] = sizes_trained_on(job, log.num_pooled) > 0
     without = int((~holders).sum())
     if not without or hides_clients(job.experiment.aggregator):
         return None

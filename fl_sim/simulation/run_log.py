@@ -76,6 +76,11 @@ class RunLog:
     identity: dict[str, Any] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
 
+    @property
+    def num_pooled(self) -> int:
+        """Return how many records the pool has that all clients train on; 0 where there is none."""
+        return self.pooled.count if self.pooled else 0
+
 
 class Observer(Protocol):
     """Whoever shows progress."""
