@@ -42,8 +42,7 @@ BEFOREHAND = (
 class PrivateRounds(Layer):
     """Global DP over the rounds of a run: the layer that pays, draws secret cohorts, and releases in place of the mean.
 
-    ``clipping_norm`` is the next round's: it moves where clipping adapts.
-
+    ``clipping_norm``: of the next round, since it moves where clipping adapts.
     ``beforehand``: what is released before the first round, each to a cohort of its own as a round's.
     ``failed``: which clients failed since one last answered well, and why. PRIVATE.
     """
