@@ -55,7 +55,7 @@ class Layer:
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> "Layer":
         """Return the layer of a run of ``experiment`` in ``out``; ``progress``: what it left in the checkpoint."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{cls.__name__} is a layer without `of`, the classmethod that makes it for a run")
 
     @classmethod
     def payments(cls, experiment: Any) -> "Sequence[Payment]":

@@ -94,6 +94,14 @@ def test_a_layer_of_ones_own_takes_part_in_every_round(tmp_path: Path, attack: s
     assert [record.virtual_seconds for record in read_rounds(tmp_path / "half")] == [7.0]
 
 
+def test_a_layer_that_no_run_can_make_is_told_what_it_lacks(tmp_path: Path) -> None:
+    class Unmade(Layer):
+        """Lacks `of`."""
+
+    with pytest.raises(NotImplementedError, match="Unmade is a layer without `of`"):
+        Unmade.of(None, tmp_path, {})
+
+
 def test_a_layer_is_found_among_those_within_it() -> None:
     inner, outer = Nothing(), Halving()
     outer.inner = inner
