@@ -15,6 +15,7 @@ from flwr.serverapp import Grid
 
 from clients.client_task import ClientTask
 from fl_sim.engines.wire import Order
+from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.import_path import load_object
@@ -168,5 +169,13 @@ def stage_paths(experiment: Experiment) -> list[str]:
 
 
 def tasks_of(job: Job) -> dict[str, ClientTask]:
-    """Return what clients of ``job`` may be asked beside training, by name."""
-    return {name: task for stage in stages_of(job) for name, task in stage.tasks().items()}
+    """Return what clients of ``job`` may be asked beside training, by name. Raises UserError for a name used twice."""
+    tasks: dict[str, ClientTask] = {}
+    for stage in stages_of(job):
+        if twice := tasks.keys() & stage.tasks().keys():
+            raise UserError(
+                f"{type(stage).__name__} asks clients for {min(twice)!r}, as another stage of the run does: give its "
+                "task another name"
+            )
+        tasks.update(stage.tasks())
+    return tasks
