@@ -21,7 +21,7 @@ from flwr.app import Message
 from fl_sim.engines import tensor_records, wire
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.params import FlatParams, flattened
-from fl_sim.types import Cohort, Reply
+from fl_sim.types import ClientUpdate, Cohort, Reply
 from strategies.aggregators import WeightedMean
 from strategies.fedavg import FedAvg
 from strategies.flower import FederatedStrategy
@@ -67,7 +67,7 @@ def strategy_and_replies(updates: list[FlatParams]) -> tuple[FederatedStrategy, 
     strategy = FederatedStrategy(algorithm, WeightedMean(), Everyone(), server, order, len(updates), 0)
     sent = strategy.configure_train(1, tensor_records.to_arrays({}), wire.ConfigRecord({"learning-rate": 0.1}), grid)
     replies = [
-        Message(wire.update_content({"delta": update}, 1 + client % 7, 0.5), reply_to=message)
+        Message(wire.update_content(ClientUpdate({"delta": update}, 1 + client % 7, 0.5)), reply_to=message)
         for client, (update, message) in enumerate(zip(updates, sent, strict=True))
     ]
     return strategy, replies[::-1]

@@ -54,7 +54,7 @@ from fl_sim.seeding import rng
 from fl_sim.simulation.engine_choice import client_app
 from fl_sim.training.evaluation import evaluate
 from fl_sim.training.loop import to_tensors
-from fl_sim.types import Aggregate, Cohort, Params, ServerState
+from fl_sim.types import Aggregate, ClientUpdate, Cohort, Params, ServerState
 from strategies.algorithm import Algorithm
 from strategies.flower import FederatedStrategy, run_round
 from strategies.global_dp import GlobalDP
@@ -147,7 +147,7 @@ class CanaryClients(ClientApp):
             raise ConnectionError("nobody here")
         parts = torch.split(self._directions[canary] * self._norm, [v.numel() for v in self._template.values()])
         delta = {name: part.reshape(v.shape) for (name, v), part in zip(self._template.items(), parts, strict=True)}
-        return Message(wire.update_content({"delta": delta}, 1, None), reply_to=message)
+        return Message(wire.update_content(ClientUpdate({"delta": delta}, 1)), reply_to=message)
 
 
 @dataclass

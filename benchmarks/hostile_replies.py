@@ -18,7 +18,7 @@ import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,10 +41,11 @@ from fl_sim.simulation.stage import Run
 from fl_sim.stages.ccvr import SUMMARISE
 from fl_sim.stages.dafl import synthesis
 from fl_sim.stages.shares import Shares
-from fl_sim.types import Examples, Payloads
+from fl_sim.types import ClientUpdate, Examples, Payloads
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import what_clients_send, what_clients_share
 from strategies.answers import find_population
+from strategies.compression.layer import ClientCompression
 from strategies.compression.power_sgd import PowerSGD
 from strategies.compression.qsgd import QSGD
 from strategies.compression.rand_k import RandK
@@ -177,10 +178,11 @@ def _updates(algorithm: Any, packing: Packing | None = None) -> tuple[RecordDict
                 for group, params in sent.items()}  # fmt: skip
 
     def content(client: int) -> RecordDict:
-        whole, packed = payloads(client), {}
+        update = ClientUpdate(payloads(client), 5 + client, 0.5)
         if packing:
-            whole, packed, _ = packing.pack(whole, MODEL, {}, client, 1)
-        return wire.update_content(whole, 5 + client, 0.5, packed)
+            whole, packed, _ = packing.pack(update.payloads, MODEL, {}, client, 1)
+            update = replace(update, payloads=whole, packed=packed)
+        return wire.update_content(update)
 
     return tuple(content(client) for client in range(CLIENTS))
 
@@ -190,7 +192,7 @@ def _strategy(
 ) -> FederatedStrategy:
     strategy = FederatedStrategy(
         algorithm, aggregator, Everyone(), algorithm.init(MODEL), wire.Order("", 0, 0.0, "", ""), CLIENTS, 0,
-        most_examples=RECORDS, packing=packing,
+        most_examples=RECORDS, on_clients=(ClientCompression(packing),) if packing else (),
     )  # fmt: skip
     if isinstance(aggregator, GlobalDP):
         ledger = Ledger(Terms("client", Adjacency.ADD_OR_REMOVE_ONE, aggregator.delta))

@@ -34,7 +34,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
         "fl_sim.simulation.starting",
     ),
     "devices": ("fl_sim.devices", "fl_sim.simulation.clocks", "fl_sim.simulation.asynchronous", "strategies.servers"),
-    "BatchNorm": ("fl_sim.batch_norm",),
+    "BatchNorm": ("fl_sim.batch_norm", "strategies.batch_norm"),
     "PATE": ("strategies.pate", "fl_sim.simulation.pate", "fl_sim.privacy.pate", "clients.teacher", "clients.forest"),
     "TSTR": ("strategies.tstr", "fl_sim.simulation.tstr"),
     "attacks": ("strategies.attacks",),

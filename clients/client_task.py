@@ -13,13 +13,14 @@ import torch
 from flwr.app import RecordDict
 from torch import nn
 
+from clients.client_layer import ClientLayer
 from fl_sim.engines import wire
+from fl_sim.handed_out import HandedOut
 from fl_sim.kinds import is_own_kind
 from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.native.kernel import load_kernel
 from fl_sim.own_code import told
-from fl_sim.packed import Packing
-from fl_sim.params import check_layout, layout_of, trainable
+from fl_sim.params import check_layout, layout_of
 from fl_sim.seeding import seeded_alone
 from fl_sim.store.tensors import load_state, read_by_content
 from fl_sim.training.evaluation import Scores
@@ -57,12 +58,26 @@ class Starting(Protocol):
 
 
 @dataclass(frozen=True)
+class Sent:
+    """The tensors of a message: what it is about, and the groups that go along."""
+
+    params: Params
+    broadcast: Payloads
+
+    @cached_property
+    def handed_out(self) -> HandedOut:
+        """Return a note of what they are now, to find out later who wrote to them."""
+        groups = {f"the server's {name!r}": one for name, one in self.broadcast.items()}
+        return HandedOut.of({"the global model": self.params, **groups})
+
+
+@dataclass(frozen=True)
 class Client:
     """What a task may use of the client on which it runs.
 
     ``content``: the message's records. ``policy``: of the node's owner, where there is one. ``ticket``: says that a
     release was paid for at home, where the client's files are elsewhere. ``check``: called now and then by tasks that
-    take long; what it raises ends them.
+    take long; what it raises ends them. ``read``: unpacks the tensors, which the clients of a round may share.
     """
 
     number: int
@@ -72,6 +87,7 @@ class Client:
     policy: "Policy | None" = None
     ticket: wire.Ticket | None = None
     check: Callable[[], None] = lambda: None
+    read: "Callable[[RecordDict], Sent]" = lambda content: Sent(*wire.read_task(content))
 
     @property
     def records(self) -> Records:
@@ -79,9 +95,14 @@ class Client:
         return self.site.own_records(self.number)
 
     @cached_property
+    def sent(self) -> "Sent":
+        """Return the tensors of the message."""
+        return self.read(self.content)
+
+    @property
     def params(self) -> Params:
         """Return the tensors that the question is about, such as the global model."""
-        return wire.read_task(self.content)[0]
+        return self.sent.params
 
     @cached_property
     def state(self) -> Payloads:
@@ -92,10 +113,10 @@ class Client:
 
     def model(self) -> Params:
         """Return the model that is the client's: what the message brings, and the parameters that do not travel."""
-        if not self.site.own:
-            return self.params
-        both = {**self.params, **self.state.get(wire.OWN, self.site.own)}
-        return {name: both[name] for name in trainable(self.site.model)}
+        params = self.params
+        for layer in reversed(self.site.layers):
+            params = layer.model(params, self.state)
+        return params
 
     def folder(self, name: str = "") -> Path:
         """Return the folder of this run in which the client keeps what must survive until its answer is out."""
@@ -116,6 +137,15 @@ class ClientTask(Protocol):
 
     def run(self, client: Client) -> RecordDict:
         """Return the client's answer."""
+        ...
+
+
+@runtime_checkable
+class Guarded(Protocol):
+    """A task of ours that depends on more than ``reads_records`` for whether a policy allows it."""
+
+    def check(self, client: Client) -> None:
+        """Raise RunError where the client's policy, which it has, does not."""
         ...
 
 
@@ -162,8 +192,7 @@ class Site:
     ``threads``: torch threads while training; their number changes the last bits of every sum. ``precision``: how
     exactly PyTorch trains. ``graphs``: whether a GPU may be given a step of a stack as one launch.
     ``read_tensors(path)``: what is in a file that an order names.
-    ``packing``: how what clients send is compressed, if it is. ``own``: parameters that do not travel, as each client
-    first has them.
+    ``layers``: the client halves of the layers, from the inside out.
     """
 
     algorithm: LocalAlgorithm
@@ -177,8 +206,7 @@ class Site:
     threads: int = 1
     precision: Precision = "float32"
     graphs: bool = True
-    packing: Packing | None = None
-    own: Params = field(default_factory=dict)
+    layers: tuple[ClientLayer, ...] = ()
     trains_on_own: Callable[[str], bool] = lambda _: True
     class_counts: Callable[[int, str], tuple[int, ...]] = lambda *_: ()
     read_tensors: Callable[[str], Params] = read_by_content

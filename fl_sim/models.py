@@ -8,10 +8,10 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from fl_sim.batch_norm import all_norms_in, norms_in
 from fl_sim.errors import UserError
 from fl_sim.model_names import GRU, known_model
 from fl_sim.own_model import build_own
+from fl_sim.running_statistics import all_norms_in, norms_in
 from fl_sim.seeding import seed_torch, torch_alone
 from fl_sim.sequences import GatedRecurrent
 from fl_sim.types import BatchNorm

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fl_sim.batch_norm import running_in
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line, load_object
 from fl_sim.own_code import with_place
+from fl_sim.running_statistics import running_in
 from fl_sim.seeding import process_alone, seed_process
 from fl_sim.sequences import tokens_like
 from fl_sim.types import BatchNorm

@@ -1,4 +1,4 @@
-"""Updates that travel packed: what a way to compress them is, and the stage between an algorithm and the wire.
+"""Updates that travel packed: what a way to compress them is, and what it does between an algorithm and the wire.
 
 A client packs what its algorithm sends, the server unpacks it before anything else looks at it. So algorithms and
 aggregators know nothing of it.
@@ -9,42 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fl_sim.late_torch import torch
 from fl_sim.params import FlatParams, Layout, flattened, is_finite, layout_of, zeros_like
 from fl_sim.seeding import rng
-from fl_sim.types import Params, Payloads
+from fl_sim.types import Packed, Params, Payloads, Size
+
+__all__ = ["Coins", "Compressor", "Held", "Packed", "Packing", "Size"]
 
 Coins: TypeAlias = Callable[[], np.random.Generator]
 """Starts anew, on each call, the random numbers that a client and the server have in common for one packed group."""
 
 Held: TypeAlias = Mapping[str, Payloads]
 """What a client holds back for its next round, by the group of its update: {"delta": {"error": ...}}."""
-
-
-class Size(NamedTuple):
-    """How much a packed group takes: float32 ``numbers``, and bytes of ``bits``."""
-
-    numbers: int
-    bits: int = 0
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A group of tensors as it travels. ``numbers``: float32, (numbers,). ``bits``: uint8, (bytes,)."""
-
-    numbers: torch.Tensor
-    bits: NDArray[np.uint8]
-
-    @staticmethod
-    def of(numbers: torch.Tensor | NDArray[np.float32], bits: NDArray[np.uint8] | None = None) -> Packed:
-        """Return float32 ``numbers`` and ``bits``, if there are any, as they travel."""
-        kept = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(numbers)
-        return Packed(kept, np.zeros(0, np.uint8) if bits is None else bits)
 
 
 class Compressor(Protocol):
@@ -74,7 +54,7 @@ class Compressor(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """The stage of one run. ``seed``: what the random numbers that both sides share are derived from.
+    """The compression of one run. ``seed``: what the random numbers that both sides share are derived from.
 
     Groups of an update that have the model's own names and shapes are packed, each by itself: the model's change, and
     SCAFFOLD's change of a control variate. All others travel whole.
@@ -112,11 +92,6 @@ class Packing:
 
     def _coins(self, name: str, client: int, server_round: int) -> Coins:
         return partial(rng, self.seed, f"compress {name}", client, server_round)
-
-
-def blank(size: Size) -> Packed:
-    """Return zeros of a size."""
-    return Packed(torch.zeros(size.numbers), np.zeros(size.bits, np.uint8))
 
 
 def _on_cpu(update: FlatParams) -> FlatParams:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from fl_sim.errors import UserError
 from fl_sim.late_torch import torch
-from fl_sim.types import Params, Payloads
+from fl_sim.types import Params, Payloads, Trained
 
 Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes of tensors that lie one behind the other in a vector."""
@@ -169,6 +169,18 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     architecture, which everybody builds, as a buffer is.
     """
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def placed(params: Params, layers: Params) -> tuple[Params, Params]:
+    """Return the parameters and the running statistics of a model with ``params`` that has a server's ``layers``."""
+    own = {name: value for name, value in layers.items() if name in params}
+    statistics = {name: value for name, value in layers.items() if name not in params}
+    return ({**params, **own} if own else params), statistics
+
+
+def layers_after(trained: Trained, names: Iterable[str]) -> Params:
+    """Return the layers of a trained model; ``names``: of the parameters among them."""
+    return {**{name: trained.params[name] for name in names}, **trained.statistics}
 
 
 def placed_in(model: torch.nn.Module, params: Collection[str]) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -253,27 +253,56 @@ class Trained:
     statistics: Params = field(default_factory=dict)
 
 
+class Size(NamedTuple):
+    """How much a packed group takes: float32 ``numbers``, and bytes of ``bits``."""
+
+    numbers: int
+    bits: int = 0
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A group of tensors as it travels. ``numbers``: float32, (numbers,). ``bits``: uint8, (bytes,)."""
+
+    numbers: torch.Tensor
+    bits: NDArray[np.uint8]
+
+    @staticmethod
+    def of(numbers: torch.Tensor | NDArray[np.float32], bits: NDArray[np.uint8] | None = None) -> Packed:
+        """Return float32 ``numbers`` and ``bits``, if there are any, as they travel."""
+        kept = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(numbers)
+        return Packed(kept, np.zeros(0, np.uint8) if bits is None else bits)
+
+    @staticmethod
+    def blank(size: Size) -> Packed:
+        """Return zeros of a size."""
+        return Packed(torch.zeros(size.numbers), np.zeros(size.bits, np.uint8))
+
+
 @dataclass(frozen=True)
 class ClientUpdate:
     """What a client sends (``payloads``) and what stays with it for its next round (``state``).
 
     ``num_examples`` is its weight in the mean, zero for an empty shard. ``loss``: the mean training loss, if any.
+    ``packed``: groups that travel packed in place of whole.
     """
 
     payloads: Payloads
     num_examples: int
     loss: float | None = None
     state: Payloads = field(default_factory=dict)
+    packed: Mapping[str, Packed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One client's update as the server received it."""
+    """One client's update as the server received it. ``packed``: groups that came packed, until they are unpacked."""
 
     client: int
     payloads: Payloads
     num_examples: int
     loss: float | None
+    packed: Mapping[str, Packed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

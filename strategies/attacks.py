@@ -196,6 +196,21 @@ class HostileUpdates(Layer):
         attack = experiment.attack
         return cls(attack, hostile_clients(attack, experiment.num_clients, experiment.seed))
 
+    @classmethod
+    def applies(cls, experiment: Any) -> bool:
+        """Say whether there are hostile clients."""
+        return not isinstance(experiment.attack, NoAttack)
+
+    @classmethod
+    def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
+        """Say how many hostile clients have nothing to do harm with."""
+        del rounds_done
+        hostile = hostile_clients(experiment.attack, experiment.num_clients, experiment.seed)
+        if not (harmless := len(hostile.intersection(idle))):
+            return []
+        told = f"{harmless} of the {len(hostile)} hostile clients hold no records, so they do nothing: set a larger "
+        return [f"{told}attack.clients, another seed, or a split that leaves no client empty"]
+
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
         """Return the round's updates with those of hostile clients as the attack forges them."""
         replies = self.inner.received(replies)

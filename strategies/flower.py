@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,14 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
+from clients.client_layer import ClientLayer
 from fl_sim.engines import tensor_records, wire
 from fl_sim.errors import Diverged, Malformed
 from fl_sim.handed_out import HandedOut
 from fl_sim.own_code import told
-from fl_sim.packed import Packing, Size, blank
-from fl_sim.params import flattened, is_finite, layout_of
+from fl_sim.params import flattened, is_finite
 from fl_sim.seeding import rng, seed_process
-from fl_sim.types import Aggregate, Cohort, Payloads, Reply, ServerState, Traffic
+from fl_sim.types import Aggregate, ClientUpdate, Cohort, Packed, Payloads, Reply, ServerState, Size, Traffic
 from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, groups_of, weighting_of, what_clients_send
 from strategies.answers import (
@@ -42,7 +42,7 @@ class FederatedStrategy(Strategy):
     ``server`` is the state after the last round; Flower's own ``arrays`` argument is the model in it and is not read.
     ``order`` holds what every message says; its round and learning rate are filled in per round. ``most_examples``: how
     many records a client can have at most, where that is known. ``sampling_seed``: what cohorts are drawn by, None for
-    ``seed``. ``packing``: how updates are compressed, if they are. ``cohort``: those whose updates count in the last
+    ``seed``. ``on_clients``: the client halves of the layers. ``cohort``: those whose updates count in the last
     round. ``layer``: the outermost one. ``holders``: which clients hold records to train on, (clients,), as far as is
     known; None: all.
     """
@@ -56,7 +56,7 @@ class FederatedStrategy(Strategy):
     seed: int
     most_examples: int = sys.maxsize
     sampling_seed: int | None = None
-    packing: Packing | None = None
+    on_clients: tuple[ClientLayer, ...] = ()
     population: Population = field(default_factory=lambda: Population(()))
     cohort: NDArray[np.int64] = field(default_factory=lambda: np.arange(0))
     holders: NDArray[np.bool_] | None = None
@@ -105,15 +105,9 @@ class FederatedStrategy(Strategy):
         aggregate = self.layer.aggregate(cohort, self.algorithm, self.server)
         if aggregate is not None:
             self.without_effect.update([aggregate.without_effect] if aggregate.without_effect else [])
-            payloads = dict(aggregate.payloads)
-            layers = payloads.pop(wire.LAYERS, {})
-            handed_out = HandedOut.of(groups_of(self.server))
-            with told(f"merge of {type(self.algorithm).__name__}"):
-                server = self.algorithm.merge(self.server, replace(aggregate, payloads=payloads))
-            handed_out.check(self.algorithm.merge)
-            handed_out.check_bits(self.algorithm.merge)
-            check_finite({"params": server.params, "layers": layers}, server_round)
-            self.server = replace(server, layers=layers)
+            server = self.layer.merge(self.algorithm, self.server, aggregate)
+            check_finite({"params": server.params, "layers": server.layers}, server_round)
+            self.server = server
         if self.layer.hides_clients:  # how many came and how they fared is theirs: it leaves only in the noised mean
             return tensor_records.to_arrays(self.server.model), None
         metrics = MetricRecord({"cohort": len(answers)})
@@ -150,19 +144,23 @@ class FederatedStrategy(Strategy):
 
     @cached_property
     def _bytes_up(self) -> int:
-        whole = {name: params for name, params in self._template.items() if name not in self._packed_sizes}
-        packed = {name: blank(size) for name, size in self._packed_sizes.items()}
-        return tensor_records.num_bytes(wire.update_content(whole, 0, None, packed))
+        whole = {name: params for name, params in self._template.items() if name not in self._packed}
+        packed = {name: Packed.blank(size) for name, size in self._packed.items()}
+        return tensor_records.num_bytes(wire.update_content(ClientUpdate(whole, 0, packed=packed)))
 
     def content(self, order: wire.Order, server: ServerState) -> RecordDict:
         """Return what a client is sent by a server in that state."""
-        layers = {wire.LAYERS: server.layers} if server.layers else {}
-        return wire.task_content(order, server.params, {**server.broadcast, **layers})
+        groups = {**server.broadcast}
+        for half in self.on_clients:
+            groups |= half.broadcast(server)
+        return wire.task_content(order, server.params, groups)
 
     def read(self, client: int, replies: Sequence[Message], server_round: int) -> Reply:
         """Return the update that is in a client's replies, of which there must be one. Raises Malformed otherwise."""
-        unpackings = self._unpackings(client, server_round)
-        return wire.read_update(client, content_of(replies), self._template, self.most_examples, unpackings)
+        reply = wire.read_update(client, content_of(replies), self._template, self.most_examples, self._packed)
+        for half in reversed(self.on_clients):
+            reply = half.unpacked(reply, self._template, server_round)
+        return reply
 
     def num_holders(self, answers: Sequence[Reply]) -> int | None:
         """Return how many clients can ever take part, those of ``answers`` among them; None: all."""
@@ -172,31 +170,18 @@ class FederatedStrategy(Strategy):
             self.holders[reply.client] |= reply.num_examples > 0
         return int(self.holders.sum())
 
-    @property
-    def _layers(self) -> Payloads:
-        return {wire.LAYERS: self.server.layers} if self.server.layers else {}
-
     @cached_property
     def _template(self) -> Payloads:
-        template = {**what_clients_send(self.algorithm, self.server), **self._layers}
+        template = {**what_clients_send(self.algorithm, self.server)}
+        for half in self.on_clients:
+            template |= half.adds(self.server)
         return {name: flattened(params) for name, params in template.items()}
 
     @cached_property
-    def _packed_sizes(self) -> dict[str, Size]:
+    def _packed(self) -> dict[str, Size]:
         """Return how much the groups take that travel packed."""
-        return self.packing.sizes(self._template, self.server.params) if self.packing else {}
-
-    def _unpackings(self, client: int, server_round: int) -> dict[str, wire.Unpacking]:
-        if self.packing is None:
-            return {}
-        layouts = {name: layout_of(self._template[name]) for name in self._packed_sizes}
-        return {
-            name: wire.Unpacking(
-                self._packed_sizes[name],
-                partial(self.packing.unpack, name, layout=layout, client=client, server_round=server_round),
-            )
-            for name, layout in layouts.items()
-        }
+        sizes = (half.packs(self._template, self.server.params) for half in self.on_clients)
+        return {name: size for one in sizes for name, size in one.items()}
 
     def _checked(self, server_round: int, replies: list[Message]) -> tuple[Reply, ...]:
         """Return the updates of the round's clients; under privacy without those that are missing or malformed."""
@@ -252,6 +237,15 @@ class _Innermost(Layer):
             aggregate: Aggregate | None = aggregator.mean(cohort, weighting)
         handed_out.check(aggregator.mean)
         return aggregate
+
+    def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Return what the algorithm makes of it, which writes to nothing that it is handed."""
+        handed_out = HandedOut.of(groups_of(server))
+        with told(f"merge of {type(algorithm).__name__}"):
+            merged = algorithm.merge(server, aggregate)
+        handed_out.check(algorithm.merge)
+        handed_out.check_bits(algorithm.merge)
+        return replace(merged, layers={})
 
     def metrics(self) -> Mapping[str, Any]:
         """Return nothing."""

@@ -1,22 +1,26 @@
 """Layers: what wraps every round, such as Global DP, hostile clients and the virtual clock. One object for each.
 
 A layer is around the next inner one, and each of its methods hands on to that by default; the innermost one draws the
-cohort and takes the mean. From the inside out: the aggregator's layer, the attack's, that of devices (``ORDER``). So
-noise is added to what hostile clients sent, and a client that is late has sent nothing. A settings class names its
-layer as ``layer = "module:Class"``; a user's own class may do the same.
+cohort, takes the mean and merges it. From the inside out: ``ORDER``. So noise is added to what hostile clients sent,
+and a client that is late has sent nothing. What a layer does on clients is its client half, in the same order: the
+outermost is the first to see a task and the last to see an update. A settings class names its layer as
+``layer = "module:Class"``; a user's own class may do the same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
-from fl_sim.errors import Malformed
+from clients.client_layer import ClientLayer
+from fl_sim.errors import Malformed, UserError
 from fl_sim.import_path import load_object
-from fl_sim.kinds import path_in
+from fl_sim.kinds import kind_of, path_in
+from fl_sim.local_plan import LocalPlan
 from fl_sim.types import Aggregate, Cohort, Payloads, Reply, ServerState
 from strategies.algorithm import Algorithm
 from strategies.samplers import Coins
@@ -26,11 +30,16 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind", bound="Layer")
 
-ORDER: Final = ("aggregator", "attack")
+ORDER: Final = ("compress", "local", "algorithm", "aggregator", "attack")
 """The settings whose layers wrap the rounds, from the inside out; that of devices, which needs a clock, comes last."""
 
 
-_USUAL: Final = {"attack": "strategies.attacks:HostileUpdates"}  # of a kind of the user's own that names none
+_USUAL: Final = {
+    "compress": "strategies.compression.layer:Compression",
+    "local": "strategies.batch_norm:BatchNormLayers",
+    "algorithm": "strategies.own_part:OwnPart",
+    "attack": "strategies.attacks:HostileUpdates",
+}  # of a kind that names none
 
 
 class Layered(Protocol):
@@ -47,15 +56,56 @@ class Drawn:
     most_steps: Mapping[int, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """What a run starts from, as layers check it.
+
+    ``plan``: what clients' plans look like. ``sent``: what a client without records sends. ``kept``: names and shapes
+    of the algorithm's client state. ``whole``: names of stages that train the whole model at the server.
+    """
+
+    server: ServerState
+    plan: LocalPlan
+    sent: Payloads
+    kept: Payloads
+    whole: Sequence[str] = ()
+
+
 class Layer:
-    """Wraps every round. ``inner``: the next layer inwards, set where the layer is put around it."""
+    """Wraps every round. ``inner``: the next layer inwards, set where the layer is put around it.
+
+    A layer that does all of its work on clients, by ``on_clients``, is one that hands everything on here.
+    """
 
     inner: "Layer"
+    reserved: ClassVar[str] = ""
+    """The name of its group among those that travel or are client state; one that ends in / begins several names."""
+
+    @classmethod
+    def applies(cls, experiment: Any) -> bool:
+        """Say whether the rounds of ``experiment`` have this layer."""
+        del experiment
+        return True
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> "Layer":
         """Return the layer of a run of ``experiment`` in ``out``; ``progress``: what it left in the checkpoint."""
+        del experiment, out, progress
+        if cls.__init__ is object.__init__:
+            return cls()
         raise NotImplementedError(f"{cls.__name__} is a layer without `of`, the classmethod that makes it for a run")
+
+    @classmethod
+    def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer | None:
+        """Return the client half; None where the layer has none. ``model``: makes a fresh one of the run's."""
+        del experiment, algorithm, model
+        return None
+
+    @classmethod
+    def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
+        """Return what the server starts from: ``server``, which the algorithm made, with what the layer has of it."""
+        del experiment, model
+        return server
 
     @classmethod
     def payments(cls, experiment: Any) -> "Sequence[Payment]":
@@ -70,14 +120,17 @@ class Layer:
         return ()
 
     @classmethod
-    def warnings(cls, experiment: Any, rounds_done: int) -> Sequence[str]:
-        """Say what a user must know before the next round; ``rounds_done``: by an earlier process."""
-        del experiment, rounds_done
+    def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
+        """Say what a user must know before the next round.
+
+        ``rounds_done``: by an earlier process. ``idle``: clients without records; none where that is private.
+        """
+        del experiment, rounds_done, idle
         return ()
 
     @classmethod
-    def check_sent(cls, experiment: Any, sent: Payloads) -> None:
-        """Raise UserError where ``sent``, by a client without records, does not go with the layer."""
+    def check(cls, experiment: Any, beginning: Beginning) -> None:
+        """Raise UserError where what the run starts from does not go with the layer."""
 
     @classmethod
     def check_directory(cls, experiment: Any, out: Path) -> None:
@@ -102,6 +155,10 @@ class Layer:
     def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
         """Return one of many updates, None where there is none."""
         return self.inner.aggregate(cohort, algorithm, server)
+
+    def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Return the server's next state."""
+        return self.inner.merge(algorithm, server, aggregate)
 
     def metrics(self) -> Mapping[str, Any]:
         """Return what the round's line in ``rounds.jsonl`` says of it: fields of ``RoundRecord``."""
@@ -138,6 +195,27 @@ def found_in(layer: Layer, kind: type[Kind]) -> Kind:
 
 def layer_kinds(experiment: Any) -> list[type[Layer]]:
     """Return the layers of an experiment's rounds, from the inside out."""
+    return [kind for kind in _all_kinds(experiment) if kind.applies(experiment)]
+
+
+def check_names(experiment: Any, names: Iterable[str]) -> None:
+    """Raise UserError where an algorithm's groups are called ``names``, and a layer's own group is, too."""
+    reserved = [kind.reserved for kind in _all_kinds(experiment) if kind.reserved]
+    begin = tuple(name for name in reserved if name.endswith("/"))
+    if taken := [name for name in names if name in reserved or name.startswith(begin)]:
+        raise UserError(
+            f"algorithm {kind_of(experiment.algorithm)} sends or keeps something called {taken[0]!r}, and the names "
+            f"{', '.join(reserved)} are those of layers' own groups: give it another name"
+        )
+
+
+def _all_kinds(experiment: Any) -> list[type[Layer]]:
     kinds = {name: type(getattr(experiment, name)) for name in ORDER}
-    paths = (path_in(kind, "layer") if hasattr(kind, "layer") else _USUAL.get(name, "") for name, kind in kinds.items())
+    paths = (path_in(kind, "layer") or _USUAL.get(name, "") for name, kind in kinds.items())
     return [load_object(path, "layer") for path in paths if path]
+
+
+def client_layers(experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> tuple[ClientLayer, ...]:
+    """Return the client halves of an experiment's layers, from the inside out. ``model``: makes a fresh one."""
+    halves = (kind.on_clients(experiment, algorithm, model) for kind in layer_kinds(experiment))
+    return tuple(half for half in halves if half is not None)

@@ -21,12 +21,12 @@ from fl_sim.privacy.planning import delta_advice, least_noise
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.store.files import read_whole
 from fl_sim.store.run_directory import LEDGER, read_rounds
-from fl_sim.types import Aggregate, Cohort, Payloads, ServerState
+from fl_sim.types import Aggregate, Cohort, ServerState
 from strategies.algorithm import Algorithm, what_clients_send
 from strategies.answers import UNQUOTED, in_words
 from strategies.correlated_noise import CorrelatedNoise
 from strategies.global_dp import COVERS, DOES_NOT_COVER, GlobalDP, releases_beforehand
-from strategies.layer import Drawn, Layer
+from strategies.layer import Beginning, Drawn, Layer
 from strategies.samplers import AnySampler, Coins, FixedSize, Poisson
 
 UNIT = "client"
@@ -83,8 +83,9 @@ class PrivateRounds(Layer):
         return told_beforehand(experiment)
 
     @classmethod
-    def warnings(cls, experiment: Any, rounds_done: int) -> Sequence[str]:
+    def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
         """Say the same, and where noise begins anew, or delta is large."""
+        del idle
         aggregator, said = experiment.aggregator, list[str]()
         if aggregator.noise_bands > 1 and rounds_done:
             said.append(
@@ -95,9 +96,9 @@ class PrivateRounds(Layer):
         return [*said, *told_beforehand(experiment), *([advice] if advice else [])]
 
     @classmethod
-    def check_sent(cls, experiment: Any, sent: Payloads) -> None:
+    def check(cls, experiment: Any, beginning: Beginning) -> None:
         """Raise UserError where a client without records sends something else than zeros."""
-        experiment.aggregator.check_silence(experiment.algorithm, sent)
+        experiment.aggregator.check_silence(experiment.algorithm, beginning.sent)
 
     @classmethod
     def check_directory(cls, experiment: Any, out: Path) -> None:

@@ -18,9 +18,8 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from fl_sim.engines.arrays import TensorArray, numbers_in, tensor_in
 from fl_sim.engines.arrays import num_bytes as array_bytes
 from fl_sim.errors import Malformed
-from fl_sim.packed import Packed, Size
 from fl_sim.params import FlatParams, Layout, flattened, is_finite, num_in
-from fl_sim.types import Params
+from fl_sim.types import Packed, Params, Size
 
 _NUMBERS: Final = "numbers"
 _BITS: Final = "bits"

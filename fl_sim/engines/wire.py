@@ -12,9 +12,10 @@ import json
 import math
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -22,23 +23,15 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 
 from fl_sim.engines.tensor_records import exactly, pack, packed_record, read_group, read_packed, unpack, whole
 from fl_sim.errors import Malformed, RunError
-from fl_sim.packed import Held, Packed, Size
 from fl_sim.params import layout_of
-from fl_sim.types import Params, Payloads, Reply
+from fl_sim.types import ClientUpdate, Params, Payloads, Reply, Size
 
 TRAIN, WHO = "train", "query"
 """The types of messages: a task for a client, and which partition a node holds. Which task it is says the order; one
 round's local training is called as its message is."""
 
-LAYERS = "batch-norm"
-"""The group in which BatchNorm layers travel, both ways, and stay with clients. No algorithm has one of that name: a
-run with such a one is refused."""
-
-OWN = "own"
-"""The group of parameters that do not travel, among what a client keeps."""
-
 _ORDER, _PARAMS, _REPORT, _TICKET = "order", "params", "report", "ticket"
-_BROADCAST, _PAYLOAD, _PACKED, _KEPT, _HELD = "broadcast/", "payload/", "packed/", "kept/", "held-back/"
+_BROADCAST, _PAYLOAD, _PACKED, _KEPT = "broadcast/", "payload/", "packed/", "kept/"
 _NUM_EXAMPLES, _LOSS, _MOST_STEPS = "num-examples", "loss", "most-steps"
 
 _LARGEST_LOSS: Final = float(np.finfo(np.float32).max)
@@ -144,14 +137,6 @@ NO_TICKET: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Unpacking:
-    """How a group that travels compressed is read: how much it takes, and what it stands for."""
-
-    size: Size
-    unpack: Callable[[Packed], Params]
-
-
 def task_content(order: Order, params: Params, broadcast: Payloads) -> RecordDict:
     """Pack a round's message; all clients of a round share one."""
     records = RecordDict({_ORDER: _config(order), _PARAMS: pack(params)})
@@ -231,17 +216,15 @@ def read_task(content: RecordDict) -> tuple[Params, Payloads]:
     return unpack(content[_PARAMS]), groups
 
 
-def update_content(
-    payloads: Payloads, num_examples: int, loss: float | None, packed: Mapping[str, Packed] | None = None
-) -> RecordDict:
-    """Pack a client's update; ``packed``: those of its groups that travel compressed."""
-    report = MetricRecord({_NUM_EXAMPLES: num_examples})
-    if loss is not None:
-        report[_LOSS] = loss
+def update_content(update: ClientUpdate) -> RecordDict:
+    """Pack a client's update, without what stays with it."""
+    report = MetricRecord({_NUM_EXAMPLES: update.num_examples})
+    if update.loss is not None:
+        report[_LOSS] = update.loss
     content = RecordDict({_REPORT: report})
-    for name, params in payloads.items():
+    for name, params in update.payloads.items():
         content[_PAYLOAD + name] = pack(params)
-    for name, group in (packed or {}).items():
+    for name, group in update.packed.items():
         content[_PACKED + name] = packed_record(group)
     return content
 
@@ -251,14 +234,13 @@ def read_update(
     content: RecordDict,
     template: Payloads,
     most_examples: int = sys.maxsize,
-    packed: Mapping[str, Unpacking] | None = None,
+    packed: Mapping[str, Size] = MappingProxyType({}),
 ) -> Reply:
     """Unpack a client's update, which has the names and shapes of ``template``, from at most that many records.
 
-    ``packed``: how to read those of its groups that travel compressed. A loss may be infinite or NaN, as training that
+    ``packed``: how much those of its groups take that travel packed. A loss may be infinite or NaN, as training that
     diverges makes it. Raises Malformed for anything else.
     """
-    packed = packed or {}
     exactly(content, {_REPORT, *((_PACKED if name in packed else _PAYLOAD) + name for name in template)})
     report = content[_REPORT]
     if not isinstance(report, MetricRecord) or not {_NUM_EXAMPLES} <= set(report) <= {_NUM_EXAMPLES, _LOSS}:
@@ -267,34 +249,12 @@ def read_update(
     if not isinstance(loss, float | int | None) or (loss is not None and _LARGEST_LOSS < abs(loss) < math.inf):
         raise Malformed("sent a loss that training in float32 cannot have")
     payloads = {
-        name: packed[name].unpack(read_packed(content[_PACKED + name], packed[name].size))
-        if name in packed
-        else read_group(content[_PAYLOAD + name], layout_of(params))
+        name: read_group(content[_PAYLOAD + name], layout_of(params))
         for name, params in template.items()
+        if name not in packed
     }
-    return Reply(client, payloads, count, None if loss is None else float(loss))
-
-
-def with_held(state: Payloads, held: Held) -> Payloads:
-    """Return what a client keeps for its next round: what its algorithm does, and what compression holds back."""
-    return {**state, **{f"{_HELD}{group}/{part}": value for group, of in held.items() for part, value in of.items()}}
-
-
-def without_held(state: Payloads) -> tuple[Payloads, dict[str, Payloads]]:
-    """Return (what the algorithm kept, what compression held back by the group of the update)."""
-    own, held = {}, dict[str, Payloads]()
-    for name, value in state.items():
-        if is_held(name):
-            group, _, part = name.removeprefix(_HELD).rpartition("/")
-            held.setdefault(group, {})[part] = value
-        else:
-            own[name] = value
-    return own, held
-
-
-def is_held(name: str) -> bool:
-    """Say whether a client keeps under this name what compression holds back."""
-    return name.startswith(_HELD)
+    groups = {name: read_packed(content[_PACKED + name], size) for name, size in packed.items()}
+    return Reply(client, payloads, count, None if loss is None else float(loss), groups)
 
 
 def error_of(message: Message) -> str | None:

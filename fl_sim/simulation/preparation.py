@@ -10,7 +10,6 @@ import numpy as np
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from fl_sim.batch_norm import layers_after, placed
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.engines.wire import Order
 from fl_sim.errors import Diverged
@@ -18,7 +17,7 @@ from fl_sim.experiment.job import Job
 from fl_sim.experiment.own_records import public_facts
 from fl_sim.kinds import hides_clients
 from fl_sim.local_plan import LocalPlan
-from fl_sim.params import is_finite
+from fl_sim.params import is_finite, layers_after, placed
 from fl_sim.seeding import process_kept, rng, seed_process
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import local_settings, read_pool, sizes_trained_on
@@ -28,9 +27,8 @@ from fl_sim.training.loop import resident
 from fl_sim.training.trainer import LocalJob
 from fl_sim.types import LocalTask, ServerState, Trained
 from strategies.algorithm import Algorithm
-from strategies.compression.settings import packing_of
 from strategies.flower import FederatedStrategy
-from strategies.layer import layer_kinds
+from strategies.layer import client_layers, layer_kinds
 
 MOST_HELD = 10**9
 """The most records that a node may say it holds, where these may be its own."""
@@ -74,7 +72,7 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
         experiment.num_clients,
         experiment.seed,
         sampling_seed=experiment.sampling_seed,
-        packing=packing_of(experiment.compress, experiment.seed),
+        on_clients=client_layers(experiment, algorithm, job.model),
     )
     progress = {"clipping_norm": log.clipping_norm, "receipt": log.receipt}
     for kind in layer_kinds(experiment):

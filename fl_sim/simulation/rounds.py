@@ -3,29 +3,33 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 from flwr.serverapp import Grid
 
+from clients.client_layer import ClientLayer
 from clients.client_task import Site
-from fl_sim.batch_norm import fixed_in, layers_in
 from fl_sim.devices.settings import NoDevices, fleet_of_clients
 from fl_sim.engines import wire
 from fl_sim.errors import BudgetExhausted, Diverged, RunError, UserError
 from fl_sim.experiment.evaluate import Evaluate
+from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import hides_clients, is_own_kind, kind_of, replaces_records
-from fl_sim.local_plan import LocalPlan, Sending, sent_by
+from fl_sim.local_plan import LocalPlan, sent_by
 from fl_sim.own_code import told
 from fl_sim.params import detached, trainable
+from fl_sim.running_statistics import fixed_in
 from fl_sim.seeding import seed_process
 from fl_sim.simulation.clocks import start_clock
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.preparation import prepared_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.site import own_parameters, site_for
+from fl_sim.simulation.site import site_for
 from fl_sim.simulation.stage import Run, Stage, stages_of, tasks_of
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, write_checkpoint
@@ -43,25 +47,11 @@ from strategies.algorithm import (
     what_clients_send,
     what_clients_share,
 )
-from strategies.attacks import hostile_clients
-from strategies.compression.settings import packing_of
 from strategies.flower import FederatedStrategy, Round, run_round
-from strategies.layer import layer_kinds
+from strategies.layer import Beginning, check_names, client_layers, layer_kinds
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
-
-PERSONAL = (
-    "BatchNorm layers are personal: the accuracy is that of a model which no client has, with the mean of the last "
-    "cohort's layers"
-)
-
-
-OWN_PART = (
-    "a part of the model stays with each client: the accuracy is that of a model which no client has, the server's "
-    "part with the other as it was at first"
-)
-
 
 Exchange: TypeAlias = Callable[[int, float], Round]
 """(round, its learning rate) -> what it did; the strategy has the server's new state. Raises what run_round raises."""
@@ -115,8 +105,8 @@ class Rounds:
             if count == rounds_here
         ]
         log.traffic = strategy.traffic
-        log.fixed = {**fixed_in(self.job.model()), **own_parameters(self.job, self.algorithm)}
         last = strategy.server
+        log.fixed = {**fixed_in(self.job.model()), **self._kept_at_first(last)}
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
         if log.measured is None and log.rounds:  # all of them ran before this process
             whole = replace(log.server, params=self._whole(log.server.params)).model
@@ -205,7 +195,7 @@ class Rounds:
         strategy = FederatedStrategy(
             self.algorithm, experiment.aggregator, experiment.sampler, self.beginning(),
             wire.BLANK, experiment.num_clients, experiment.seed,
-            packing=packing_of(experiment.compress, experiment.seed),
+            on_clients=self._on_clients,
         )  # fmt: skip
         return strategy.traffic
 
@@ -231,14 +221,9 @@ class Rounds:
         """Return what the server starts from: the model with its initial weights."""
         if not isinstance(devices := self.job.experiment.devices, NoDevices):
             fleet_of_clients(devices, self.job.experiment.num_clients, self.job.experiment.seed)  # told at once
-        model, chosen = self.job.model(), self.job.experiment.local.batch_norm
-        if chosen == "personal" and (scale := self.typical_plan().gradient_scale) != 1:
-            raise UserError(
-                f"algorithm {kind_of(self.algorithm)} takes {scale:g} of every gradient and the rest from what all "
-                "clients did, which personal BatchNorm layers are no part of: take local.batch_norm=average, or "
-                "another algorithm"
-            )
-        if self.typical_plan().class_features and not trainable(head_of(model)):
+        model, experiment = self.job.model(), self.job.experiment
+        plan = self.typical_plan()
+        if plan.class_features and not trainable(head_of(model)):
             raise UserError(
                 f"algorithm {kind_of(self.algorithm)} looks at the features of a head that learns, and that of "
                 f"{type(model).__name__} is frozen: let it be trained, or take another algorithm, such as fedavg"
@@ -246,33 +231,13 @@ class Rounds:
         with told(f"init of {type(self.algorithm).__name__}"):
             server = self.algorithm.init(sent_by(self.algorithm, detached(trainable(model).items())))
         sent, kept = what_clients_send(self.algorithm, server), what_clients_keep(self.algorithm, server)
-        for kind in layer_kinds(self.job.experiment):
-            kind.check_sent(self.job.experiment, sent)
-        if any(name in {wire.LAYERS, wire.OWN} or wire.is_held(name) for name in {*server.broadcast, *sent, *kept}):
-            raise UserError(
-                f"algorithm {kind_of(self.algorithm)} sends or keeps something called {wire.LAYERS!r}, the name under "
-                f"which BatchNorm layers travel, {wire.OWN!r}, that of parameters which do not travel, or held-back/, "
-                "which is compression's: give it another name"
-            )
-        self._check_parts()
+        check_names(experiment, {**server.broadcast, **sent, **kept})
+        whole = [type(one).__name__ for one in stages_of(self.job) if one.trains_model()]
+        for layer in layer_kinds(experiment):
+            layer.check(experiment, Beginning(server, plan, sent, kept, whole))
+            server = layer.begun(experiment, model, server)
         self._check_asked()
-        return replace(server, layers=layers_in(model, chosen))
-
-    def _check_parts(self) -> None:
-        """Raise UserError where the whole model is needed at the server, and a part of it stays with clients."""
-        if not isinstance(self.algorithm, Sending):
-            return
-        kind, whole = kind_of(self.algorithm), [type(one).__name__ for one in stages_of(self.job) if one.trains_model()]
-        if whole:
-            raise UserError(
-                f"algorithm {kind} leaves a part of the model with each client, and {whole[0]} trains the whole model "
-                "at the server: leave out preprocess or calibrate, or take another algorithm"
-            )
-        if self.job.experiment.local.batch_norm == "personal":
-            raise UserError(
-                f"algorithm {kind} says itself which part of the model stays with each client: take "
-                "local.batch_norm=average, and let its sends leave out BatchNorm layers"
-            )
+        return server
 
     def _check_asked(self) -> None:
         """Raise UserError where code of the user's own asks clients for what no noise covers in a private run."""
@@ -287,19 +252,26 @@ class Rounds:
                     "or the promise"
                 )
 
+    @cached_property
+    def _on_clients(self) -> tuple[ClientLayer, ...]:
+        return client_layers(self.job.experiment, self.algorithm, self.job.model)
+
     def _whole(self, params: Params) -> Params:
         """Return the server's ``params`` with what stays with clients as these first had it."""
-        own = own_parameters(self.job, self.algorithm)
-        return {**own, **params} if own else params
+        for half in reversed(self._on_clients):
+            params = half.model(params, {})
+        return params
+
+    def _kept_at_first(self, server: ServerState) -> Params:
+        """Return what stays with clients of the model, as these first had it."""
+        return {name: value for name, value in self._whole(server.params).items() if name not in server.params}
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
         """Return the names and shapes of what a client keeps from one round for its next."""
-        layers = {wire.LAYERS: server.layers} if self.job.experiment.local.batch_norm == "personal" else {}
-        kept = what_clients_keep(self.algorithm, server)
-        if packing := packing_of(self.job.experiment.compress, self.job.experiment.seed):
-            kept = wire.with_held(kept, packing.held_back(what_clients_send(self.algorithm, server), server.params))
-        own = own_parameters(self.job, self.algorithm)
-        return {**kept, **layers, **({wire.OWN: own} if own else {})}
+        kept, sent = what_clients_keep(self.algorithm, server), what_clients_send(self.algorithm, server)
+        for half in self._on_clients:
+            kept = half.kept(kept, sent, server)
+        return kept
 
     def warnings(self, log: RunLog) -> list[str]:
         """Return what a user must know before the first round."""
@@ -307,35 +279,23 @@ class Rounds:
         warnings = [said for stage in stages_of(self.job) for said in stage.warnings()]
         if isinstance(self.algorithm, Advising) and (told := self.algorithm.advice(experiment.local.momentum)):
             warnings.append(told)
-        if experiment.local.batch_norm == "personal":
-            warnings.append(PERSONAL)
-        if isinstance(self.algorithm, Sending):
-            warnings.append(OWN_PART)
-        warnings += _idle(self.job)
+        # How many records clients hold is their own affair under privacy.
+        idle = [] if experiment.is_private else np.flatnonzero(self.job.shards.sizes == 0).tolist()
         for kind in layer_kinds(experiment):
-            warnings += kind.warnings(experiment, len(log.rounds))
-        return warnings
+            warnings += kind.warnings(experiment, len(log.rounds), idle)
+        return warnings + _drawn_idle(experiment, len(idle))
 
 
-def _idle(job: Job) -> list[str]:
-    """Return what is said of clients without records where these are drawn or chosen as others are, in words."""
-    experiment, idle = job.experiment, job.shards.sizes == 0
-    without, everybody = int(idle.sum()), experiment.num_clients
-    if not without or experiment.is_private:  # how many records clients hold is their own affair there
+def _drawn_idle(experiment: Experiment, without: int) -> list[str]:
+    """Return what is said of ``without`` clients without records where these are drawn as others are."""
+    everybody = experiment.num_clients
+    if not without or (cohort := experiment.sampler.expected_size(everybody)) == everybody:
         return []
-    told = []
-    hostile = hostile_clients(experiment.attack, everybody, experiment.seed)
-    if harmless := sum(bool(idle[client]) for client in hostile):
-        told.append(
-            f"{harmless} of the {len(hostile)} hostile clients hold no records, so they do nothing: set a larger "
-            "attack.clients, another seed, or a split that leaves no client empty"
-        )
-    if (cohort := experiment.sampler.expected_size(everybody)) < everybody:
-        told.append(
-            f"{without:,} of {everybody:,} clients hold no records and are drawn as others are: of {cohort:g} clients "
-            f"in a round about {cohort * (1 - without / everybody):.3g} train"
-        )
-    return told
+    share = cohort * (1 - without / everybody)
+    told = (
+        f"{without:,} of {everybody:,} clients hold no records and are drawn as others are: of {cohort:g} clients in a "
+    )
+    return [f"{told}round about {share:.3g} train"]
 
 
 def _after(server_round: int) -> str:

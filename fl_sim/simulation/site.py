@@ -16,15 +16,14 @@ from fl_sim.experiment.engine import InProcess
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import hides_clients, kind_of, replaces_records
-from fl_sim.local_plan import LocalAlgorithm, Sending, sent_by
-from fl_sim.params import detached, trainable
+from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.seeding import rng
 from fl_sim.training.loop import resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Scale, Source
 from fl_sim.types import Augment, Dataset, Examples, LocalSettings, Params
 from partitions import EvaluationSkew, FeatureSkew
 from strategies.attacks import hostile_clients
-from strategies.compression.settings import packing_of
+from strategies.layer import client_layers
 
 PADDING = 4
 """Pixels on every side of an image of which a window is cut out, as the field has it since He et al. 2016."""
@@ -72,22 +71,12 @@ def site_for(job: Job, algorithm: LocalAlgorithm, tasks: Mapping[str, ClientTask
         local_settings=lru_cache(maxsize=8)(partial(local_settings, job)),  # the same for all clients of a round
         num_clients=experiment.num_clients,
         seed=experiment.seed,
-        packing=packing_of(experiment.compress, experiment.seed),
-        own=own_parameters(job, algorithm),
+        layers=client_layers(experiment, algorithm, job.model),
         threads=experiment.engine.threads,
         precision=job.precision,
         graphs=not isinstance(experiment.engine, InProcess) or experiment.engine.graphs,
         read_tensors=job.read,
     )
-
-
-def own_parameters(job: Job, algorithm: object) -> Params:
-    """Return the parameters that stay with each client, as it first has them; none where all travel."""
-    if not isinstance(algorithm, Sending):
-        return {}
-    params = detached(trainable(job.model()).items())
-    travel = sent_by(algorithm, params)
-    return {name: value for name, value in params.items() if name not in travel}
 
 
 def local_settings(job: Job, learning_rate: float) -> LocalSettings:

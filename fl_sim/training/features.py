@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fl_sim.batch_norm import running_in
 from fl_sim.errors import UserError
 from fl_sim.local_plan import Batch
 from fl_sim.params import trainable
+from fl_sim.running_statistics import running_in
 from fl_sim.types import Params
 
 _BATCH = 500

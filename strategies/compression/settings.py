@@ -3,7 +3,6 @@
 from typing import TypeAlias
 
 from fl_sim.kinds import Choices, kind_of
-from fl_sim.packed import Packing
 from strategies.algorithm import Central, Dealing
 from strategies.attacks import ALittleIsEnough
 from strategies.compression.none import NoCompression
@@ -20,11 +19,6 @@ from strategies.trimmed_mean import TrimmedMean
 from strategies.tstr import Tstr
 
 AnyCompressor: TypeAlias = NoCompression | TopK | RandK | QSGD | PowerSGD | SignSGD
-
-
-def packing_of(compress: object, seed: int) -> Packing | None:
-    """Return the stage that compresses the updates of a run with ``seed``; None where they travel whole."""
-    return None if isinstance(compress, NoCompression) else Packing(compress, seed)  # type: ignore[arg-type]
 
 
 def check_compression(experiment: Choices) -> None:

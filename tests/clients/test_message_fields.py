@@ -31,6 +31,7 @@ from fl_sim.stages.ccvr import SUMMARISE
 from fl_sim.stages.dafl.client import SYNTHESIZE
 from fl_sim.stages.private_start import MEASURE
 from fl_sim.stages.shares import SHARE
+from fl_sim.types import ClientUpdate
 
 PAGE = Path(__file__).parents[2] / "docs/privacy/messages.md"
 CLIENT, TASKS = 3, (wire.TRAIN, SHARE, SYNTHESIZE, VOTE, SUMMARISE, MEASURE, "nothing")
@@ -45,7 +46,7 @@ SERVERS = {
 }
 PACKED = {"delta": Packed(torch.zeros(2), np.zeros(3, np.uint8))}
 CLIENTS = {
-    "update_content": wire.update_content({"delta": GROUP}, 5, 0.5, PACKED),
+    "update_content": wire.update_content(ClientUpdate({"delta": GROUP}, 5, 0.5, packed=PACKED)),
     "kept_records": SERVERS["kept_records"],
     "pool_content": releases.pool_content(GROUP),
     "made_content": releases.made_content(torch.zeros(1, 2)),
@@ -261,13 +262,17 @@ def test_a_run_that_is_called_like_a_path_leads_nowhere(tmp_path: Path) -> None:
 
 
 TEMPLATE = {"delta": {"w": torch.zeros(2)}}
-UNPACKING = {"delta": wire.Unpacking(Size(2, 3), lambda packed: {"w": packed.numbers})}
+SIZES = {"delta": Size(2, 3)}
 TWO = ArrayRecord({'[["w", [2]]]': Array(np.zeros(2, np.float32))})
 
 
 def _update(**changes: Any) -> RecordDict:
     report = MetricRecord({"num-examples": 5, "loss": 0.5})
     return RecordDict({"report": report, "payload/delta": TWO, **changes})
+
+
+def _packed(numbers: int, bits: int) -> RecordDict:
+    return wire.update_content(ClientUpdate({}, 5, 0.5, packed={"delta": Packed.blank(Size(numbers, bits))}))
 
 
 def _said(**changes: Any) -> RecordDict:
@@ -284,12 +289,10 @@ ANSWERS: dict[str, Callable[[], Any]] = {
     ),
     "payload/*": lambda: wire.read_update(3, _update(**{"payload/more": TWO}), TEMPLATE, 100),
     "packed/*.numbers": lambda: wire.read_update(
-        3, wire.update_content({}, 5, 0.5, {"delta": Packed(torch.zeros(3), np.zeros(3, np.uint8))}), TEMPLATE, 100,
-        UNPACKING,
+        3, _packed(3, 3), TEMPLATE, 100, SIZES,
     ),
     "packed/*.bits": lambda: wire.read_update(
-        3, wire.update_content({}, 5, 0.5, {"delta": Packed(torch.zeros(2), np.zeros(4, np.uint8))}), TEMPLATE, 100,
-        UNPACKING,
+        3, _packed(2, 4), TEMPLATE, 100, SIZES,
     ),
     "kept/*": lambda: wire.read_update(3, _update(**{"kept/control": TWO}), TEMPLATE, 100),
     "pool": lambda: releases.read_synthetic(releases.synthetic_content(torch.zeros(9, 2), "{}"), (2,), 2, 8),

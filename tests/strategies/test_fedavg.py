@@ -12,6 +12,7 @@ from torch.nn import functional
 from fl_sim.engines import wire
 from fl_sim.params import detached
 from fl_sim.seeding import rng
+from fl_sim.types import ClientUpdate
 from strategies.fedavg import Centralized, FedAvg
 
 
@@ -51,7 +52,8 @@ def test_aggregate_agrees_with_flowers_own_fedavg_on_the_same_replies(strategy_o
 
     strategy = strategy_of(FedAvg(), model, len(sizes))
     ours, metrics = strategy.aggregate_train(
-        1, [reply_of(i, wire.update_content({"delta": deltas[i]}, n, 0.5 * i)) for i, n in enumerate(sizes)]
+        1,
+        [reply_of(i, wire.update_content(ClientUpdate({"delta": deltas[i]}, n, 0.5 * i))) for i, n in enumerate(sizes)],
     )
     theirs, their_metrics = FlowerFedAvg().aggregate_train(
         1,
@@ -78,7 +80,9 @@ def test_the_order_of_replies_changes_no_bit(strategy_of, reply_of):
     model = {"w": torch.randn(1000, generator=generator)}
     deltas = [torch.randn(1000, generator=generator) for _ in range(9)]
     assert not torch.equal(sum(deltas), sum(reversed(deltas)))  # plain sums do depend on the order
-    updates = [wire.update_content({"delta": {"w": delta}}, 3 * i + 1, 0.1 * i) for i, delta in enumerate(deltas)]
+    updates = [
+        wire.update_content(ClientUpdate({"delta": {"w": delta}}, 3 * i + 1, 0.1 * i)) for i, delta in enumerate(deltas)
+    ]
     results = []
     for seed in range(4):
         strategy = strategy_of(FedAvg(), model, 9)

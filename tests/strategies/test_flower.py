@@ -20,7 +20,7 @@ from fl_sim.errors import RunError
 from fl_sim.simulation.stage import Run
 from fl_sim.stages.dafl import synthesis
 from fl_sim.stages.shares import SHARE, Shares
-from fl_sim.types import Examples
+from fl_sim.types import ClientUpdate, Examples
 from strategies.answers import Population, find_population
 from strategies.fedavg import FedAvg
 from strategies.flower import run_round
@@ -33,7 +33,7 @@ ROWS = {"inputs": torch.empty(0, 2), "labels": torch.empty(0, 3)}
 
 
 def _update(client, num_examples=1, loss=1.0):
-    return wire.update_content({"delta": {"w": torch.tensor([client, -client])}}, num_examples, loss)
+    return wire.update_content(ClientUpdate({"delta": {"w": torch.tensor([client, -client])}}, num_examples, loss))
 
 
 def _app():
@@ -47,7 +47,7 @@ def _app():
             return share(message, context)
         params, _ = wire.read_task(message.content)
         delta = {name: torch.full_like(value, (client + 1) * order.learning_rate) for name, value in params.items()}
-        return Message(wire.update_content({"delta": delta}, 1, float(client)), reply_to=message)
+        return Message(wire.update_content(ClientUpdate({"delta": delta}, 1, float(client))), reply_to=message)
 
     def share(message, context):
         client = context.node_config["partition-id"]
@@ -121,7 +121,7 @@ def test_replies_in_any_order_by_reference_or_as_bytes_give_the_same_bits(strate
     for shuffle in range(3):
         strategy = strategy_of(FedAvg(), start, 6)
         replies = [
-            way(reply_of(client, wire.update_content({"delta": update}, client + 1, 0.5)))
+            way(reply_of(client, wire.update_content(ClientUpdate({"delta": update}, client + 1, 0.5))))
             for client, update in enumerate(sent)
         ]
         random.Random(shuffle).shuffle(replies)

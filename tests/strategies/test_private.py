@@ -13,6 +13,7 @@ from fl_sim.engines.grid import LocalGrid
 from fl_sim.engines.inprocess import InProcessGrid
 from fl_sim.errors import BudgetExhausted, RunError
 from fl_sim.seeding import rng
+from fl_sim.types import ClientUpdate
 from strategies.fedavg import FedAvg
 from strategies.flower import run_round
 from strategies.global_dp import GlobalDP
@@ -99,9 +100,9 @@ def _malformed(good: RecordDict) -> dict[str, RecordDict]:
     ((name, array),) = good["payload/delta"].items()
     nan = {"w": torch.tensor([1.0, math.nan])}
     return {
-        "NaN": wire.update_content({"delta": nan}, 5, 0.1),
+        "NaN": wire.update_content(ClientUpdate({"delta": nan}, 5, 0.1)),
         "nothing": RecordDict(),
-        "another shape": wire.update_content({"delta": {"w": torch.ones(3)}}, 5, 0.1),
+        "another shape": wire.update_content(ClientUpdate({"delta": {"w": torch.ones(3)}}, 5, 0.1)),
         "foreign": RecordDict({**good, "payload/more": good["payload/delta"]}),
         "two arrays": RecordDict({**good, "payload/delta": ArrayRecord({name: array, "more": array})}),
         "records": RecordDict({**good, "report": MetricRecord({"num-examples": -1})}),
@@ -110,7 +111,7 @@ def _malformed(good: RecordDict) -> dict[str, RecordDict]:
 
 
 def test_whatever_one_client_sends_counts_as_zeros_and_is_charged_as_ever(strategy_of, reply_of, tmp_path) -> None:
-    good = wire.update_content({"delta": {"w": torch.tensor([0.3, 0.4])}}, 5, 0.1)
+    good = wire.update_content(ClientUpdate({"delta": {"w": torch.tensor([0.3, 0.4])}}, 5, 0.1))
     models = {}
     for name, odd in {"missing": None, **_malformed(good)}.items():
         strategy = _strategy(strategy_of, SAMPLERS[0], tmp_path / name.replace(" ", "-"), noise="seeded")
@@ -123,7 +124,7 @@ def test_whatever_one_client_sends_counts_as_zeros_and_is_charged_as_ever(strate
 
 
 def test_answers_that_nobody_asked_for_count_nothing(strategy_of, reply_of, tmp_path) -> None:
-    good = wire.update_content({"delta": {"w": torch.tensor([0.3, 0.4])}}, 5, 0.1)
+    good = wire.update_content(ClientUpdate({"delta": {"w": torch.tensor([0.3, 0.4])}}, 5, 0.1))
     models = []
     for name, others in (("a", ()), ("b", (2, 1000)), ("c", (1, 1))):  # outside the cohort, no client, twice
         strategy = _strategy(strategy_of, SAMPLERS[0], tmp_path / name, noise="seeded")
@@ -137,7 +138,7 @@ def test_no_single_client_stops_a_run_and_two_that_fail_with_nobody_answering_do
     strategy_of, reply_of, tmp_path
 ) -> None:
     strategy = _strategy(strategy_of, SAMPLERS[0], tmp_path)
-    good = wire.update_content({"delta": {"w": torch.tensor([0.3, 0.4])}}, 5, 0.1)
+    good = wire.update_content(ClientUpdate({"delta": {"w": torch.tensor([0.3, 0.4])}}, 5, 0.1))
     for server_round, (cohort, sent) in enumerate([([3], []), ([3], []), ([4], [4]), ([5], []), ([], [])], 1):
         strategy.cohort = np.array(cohort, dtype=np.int64)
         strategy.aggregate_train(server_round, [reply_of(client, good) for client in sent])

@@ -11,12 +11,15 @@ from hypothesis.extra import numpy as hnp
 
 from fl_sim.engines import releases, tensor_records, wire
 from fl_sim.params import flattened
+from fl_sim.types import ClientUpdate
 
 FLOATS = hnp.arrays(np.float32, hnp.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=4))
 
 
 def _round_trip(params):
-    return wire.read_update(0, wire.update_content({"delta": params}, 1, None), {"delta": params}).payloads["delta"]
+    return wire.read_update(0, wire.update_content(ClientUpdate({"delta": params}, 1)), {"delta": params}).payloads[
+        "delta"
+    ]
 
 
 @given(FLOATS, FLOATS)
@@ -31,7 +34,7 @@ def test_float32_tensors_of_every_shape_come_back_bit_for_bit(first, second):
 
 def test_inside_one_process_a_vector_travels_by_reference():
     sent = flattened({"w": torch.ones(3), "b": torch.zeros(2)})
-    content = wire.update_content({"delta": sent}, 1, None)
+    content = wire.update_content(ClientUpdate({"delta": sent}, 1))
     first, second = (wire.read_update(0, content, {"delta": sent}).payloads["delta"] for _ in range(2))
     assert first.flat.data_ptr() == second.flat.data_ptr() == sent.flat.data_ptr()
     assert first["b"].data_ptr() == sent["b"].data_ptr()
@@ -40,14 +43,14 @@ def test_inside_one_process_a_vector_travels_by_reference():
 
 def test_separate_tensors_are_copied_when_they_are_sent():
     sent = {"w": torch.ones(3)}
-    content = wire.update_content({"delta": sent}, 1, None)
+    content = wire.update_content(ClientUpdate({"delta": sent}, 1))
     sent["w"] += 1
     assert wire.read_update(0, content, {"delta": sent}).payloads["delta"]["w"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_what_leaves_the_process_is_a_plain_array_of_flowers_own_bytes():
     sent = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(())}
-    content = wire.update_content({"delta": sent}, 1, None)
+    content = wire.update_content(ClientUpdate({"delta": sent}, 1))
     arrived = pickle.loads(pickle.dumps(content))
     for left, right in zip(content["payload/delta"].values(), arrived["payload/delta"].values(), strict=True):
         assert type(right) is Array
@@ -97,7 +100,7 @@ def test_a_task_comes_back_whole():
 @pytest.mark.parametrize("loss", [None, 0.1 + 0.2, float("inf")])
 def test_an_update_comes_back_whole(loss):
     payloads = {"delta": {"a": torch.ones(2, 2)}, "control_delta": {"a": torch.zeros(2, 2)}}
-    reply = wire.read_update(5, wire.update_content(payloads, 12, loss), payloads)
+    reply = wire.read_update(5, wire.update_content(ClientUpdate(payloads, 12, loss)), payloads)
     assert (reply.client, reply.num_examples, reply.loss) == (5, 12, loss)
     assert reply.payloads.keys() == payloads.keys()
     assert all(torch.equal(reply.payloads[name]["a"], payloads[name]["a"]) for name in payloads)

@@ -27,6 +27,7 @@ from fl_sim.simulation.engine_choice import client_app
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
+from fl_sim.types import ClientUpdate
 from strategies.algorithm import what_clients_send
 from strategies.fedavg import FedAvg
 from strategies.fednova import FedNova
@@ -382,7 +383,7 @@ def test_a_client_that_fails_counts_as_zeros_over_the_expected_cohort(tmp_path, 
     strategy = strategy_of(FedAvg(), {"w": torch.zeros(2)}, 2)
     strategy.aggregator = GlobalDP(noise_multiplier=0.0, clipping_norm=10.0, noise="seeded")
     strategy.wrap(open_private_rounds(strategy.aggregator, Everyone(), 2, 0, tmp_path, None))
-    good = reply_of(0, wire.update_content({"delta": {"w": torch.tensor([2.0, 4.0])}}, 5, 0.1))
+    good = reply_of(0, wire.update_content(ClientUpdate({"delta": {"w": torch.tensor([2.0, 4.0])}}, 5, 0.1)))
     sent = Message(releases.who_content(0), 1001, wire.TRAIN)
     sent.metadata.__dict__["_message_id"] = "sent"
     _, metrics = strategy.aggregate_train(1, [good, failure(sent, CLIENT_RAISED, "ValueError: broken")])

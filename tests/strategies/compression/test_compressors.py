@@ -14,11 +14,12 @@ from fl_sim.engines import tensor_records, wire
 from fl_sim.errors import Malformed, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.kinds import kinds
-from fl_sim.packed import Coins, Compressor, Packed, Packing, Size, blank
+from fl_sim.packed import Coins, Compressor, Packed, Packing, Size
 from fl_sim.params import FlatParams, Layout, num_in
 from fl_sim.seeding import rng
-from fl_sim.types import Payloads
+from fl_sim.types import ClientUpdate, Payloads
 from strategies.compression.bits import bits_for, pack, pack_digits, unpack, unpack_digits
+from strategies.compression.layer import ClientCompression
 from strategies.compression.power_sgd import PowerSGD
 from strategies.compression.qsgd import QSGD
 from strategies.compression.rand_k import RandK
@@ -73,7 +74,7 @@ def test_the_bytes_on_the_wire_are_those_of_the_packed_arrays(name: str) -> None
     size, (packed, _) = way.size(LAYOUT), way.pack(update_of(), {}, coins())
     assert (packed.numbers.dtype, tuple(packed.numbers.shape)) == (torch.float32, (size.numbers,))
     assert (packed.bits.dtype, packed.bits.shape) == (np.uint8, (size.bits,))
-    content = wire.update_content({}, 1, None, {"delta": packed})
+    content = wire.update_content(ClientUpdate({}, 1, packed={"delta": packed}))
     headers = 128 * (bool(size.numbers) + bool(size.bits))
     assert tensor_records.num_bytes(content) == headers + 4 * size.numbers + size.bits
 
@@ -85,11 +86,9 @@ def test_an_update_comes_through_the_wire_as_it_was_packed(name: str) -> None:
     assert list(whole) == ["few"]  # what has not the model's shapes travels as it is
     assert bool(held["delta"]) is ALL[name].keeps_error
     template = {"delta": update, "few": {"a": torch.zeros(2)}}
-    reading = wire.Unpacking(
-        packing.sizes(template, update)["delta"],
-        partial(packing.unpack, "delta", layout=LAYOUT, client=5, server_round=7),
-    )
-    reply = wire.read_update(5, wire.update_content(whole, 9, 0.5, packed), template, packed={"delta": reading})
+    content = wire.update_content(ClientUpdate(whole, 9, 0.5, packed=packed))
+    reply = wire.read_update(5, content, template, packed=packing.sizes(template, update))
+    reply = ClientCompression(packing).unpacked(reply, template, 7)
     assert list(reply.payloads) == ["delta", "few"]
     got = reply.payloads["delta"]
     assert isinstance(got, FlatParams)
@@ -297,10 +296,10 @@ def test_what_no_client_packs_is_malformed(name: str, change: Any, reason: str) 
 @every
 def test_a_message_of_other_sizes_or_parts_is_malformed(name: str) -> None:
     size, template = ALL[name].size(LAYOUT), {"delta": update_of()}
-    reading = {"delta": wire.Unpacking(size, lambda packed: ALL[name].unpack(packed, LAYOUT, coins()))}
+    reading = {"delta": size}
     for other in (Size(size.numbers + 1, size.bits), Size(size.numbers, size.bits + 1), Size(0, size.bits), Size(0)):
-        content = wire.update_content({}, 1, None, {"delta": blank(other)})
+        content = wire.update_content(ClientUpdate({}, 1, packed={"delta": Packed.blank(other)}))
         with pytest.raises(Malformed):
             wire.read_update(0, content, template, packed=reading)
     with pytest.raises(Malformed, match="other records"):  # whole, where it was to be packed
-        wire.read_update(0, wire.update_content(template, 1, None), template, packed=reading)
+        wire.read_update(0, wire.update_content(ClientUpdate(template, 1)), template, packed=reading)

@@ -1,17 +1,13 @@
-"""BatchNorm layers: their running statistics, which no gradient moves, and what of them stays with a client.
+"""Running statistics: what of a model no gradient moves, and who trains it. BatchNorm layers have some."""
 
-What goes to clients and back beside the method's own payloads are a model's *layers*: the running statistics, and where
-they are personal (FedBN, Li et al. 2021), the parameters of the BatchNorm layers, too.
-"""
-
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fl_sim.params import check_layout, detached, layout_of, trainable
-from fl_sim.types import BatchNorm, Params, Trained
+from fl_sim.params import check_layout, detached, layout_of
+from fl_sim.types import Params
 
 
 def all_norms_in(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -79,27 +75,3 @@ def load_statistics(model: nn.Module, statistics: Params) -> None:
     for name, buffer in running.items():
         value = statistics[name]
         buffer.copy_(value if buffer.is_floating_point() else value.round())
-
-
-def layers_in(model: nn.Module, chosen: BatchNorm) -> Params:
-    """Return the layers of ``model`` where ``chosen`` becomes of BatchNorm, on the CPU."""
-    if chosen != "personal":
-        return statistics_of(model)
-    weights = {
-        f"{name}.{key}".removeprefix("."): weight
-        for name, layer in all_norms_in(model).items()
-        for key, weight in trainable(layer).items()
-    }
-    return {**detached(weights.items()), **statistics_of(model)}
-
-
-def placed(params: Params, layers: Params) -> tuple[Params, Params]:
-    """Return the parameters and the running statistics of a model with ``params`` that has the ``layers``."""
-    own = {name: value for name, value in layers.items() if name in params}
-    statistics = {name: value for name, value in layers.items() if name not in params}
-    return ({**params, **own} if own else params), statistics
-
-
-def layers_after(trained: Trained, personal: Iterable[str]) -> Params:
-    """Return the layers of a new model; ``personal``: the names of the parameters among them."""
-    return {**{name: trained.params[name] for name in personal}, **trained.statistics}

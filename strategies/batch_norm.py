@@ -1,0 +1,152 @@
+"""BatchNorm layers in federated rounds: their running statistics are averaged, or the layers are personal.
+
+What goes to clients and back beside the method's own payloads are a model's *layers*: the running statistics, and where
+they are personal (FedBN, Li et al. 2021), the parameters of the BatchNorm layers, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final
+
+from torch import nn
+
+from clients.client_layer import ClientLayer
+from fl_sim.errors import UserError
+from fl_sim.kinds import kind_of
+from fl_sim.local_plan import LocalPlan
+from fl_sim.params import detached, layers_after, placed, trainable
+from fl_sim.running_statistics import all_norms_in, statistics_of
+from fl_sim.types import (
+    Aggregate,
+    BatchNorm,
+    ClientUpdate,
+    LocalTask,
+    Params,
+    Payloads,
+    ServerState,
+    Trained,
+)
+from strategies.algorithm import Algorithm
+from strategies.layer import Beginning, Layer
+
+LAYERS: Final = "batch-norm"
+"""The group in which layers travel, both ways, and stay with clients."""
+
+PERSONAL: Final = (
+    "BatchNorm layers are personal: the accuracy is that of a model which no client has, with the mean of the last "
+    "cohort's layers"
+)
+
+
+class BatchNormLayers(Layer):
+    """Takes the mean of the layers out of what the algorithm merges, and gives them to the server's next state."""
+
+    reserved: ClassVar[str] = LAYERS
+
+    @classmethod
+    def applies(cls, experiment: Any) -> bool:
+        """Say whether models may have BatchNorm layers."""
+        return bool(experiment.local.batch_norm != "none")
+
+    @classmethod
+    def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:
+        """Return what sends layers, and keeps those that are personal."""
+        del algorithm, model
+        return ClientBatchNorm(experiment.local.batch_norm)
+
+    @classmethod
+    def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
+        """Return ``server`` with the layers of a fresh model."""
+        return replace(server, layers=layers_in(model, experiment.local.batch_norm))
+
+    @classmethod
+    def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:
+        """Say whose accuracy is measured where layers are personal."""
+        del rounds_done, idle
+        return [PERSONAL] if experiment.local.batch_norm == "personal" else []
+
+    @classmethod
+    def check(cls, experiment: Any, beginning: Beginning) -> None:
+        """Raise UserError where a part of every step is what all clients did, and layers are personal."""
+        if experiment.local.batch_norm == "personal" and (scale := beginning.plan.gradient_scale) != 1:
+            raise UserError(
+                f"algorithm {kind_of(experiment.algorithm)} takes {scale:g} of every gradient and the rest from what "
+                "all clients did, which personal BatchNorm layers are no part of: take local.batch_norm=average, or "
+                "another algorithm"
+            )
+
+    def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Merge without the layers, which are then those of the new state."""
+        payloads = dict(aggregate.payloads)
+        layers = payloads.pop(LAYERS, {})
+        return replace(self.inner.merge(algorithm, server, replace(aggregate, payloads=payloads)), layers=layers)
+
+
+@dataclass(frozen=True)
+class ClientBatchNorm(ClientLayer):
+    """Has a client train with the layers that it was sent or, where they are personal, with its own."""
+
+    chosen: BatchNorm
+
+    def received(self, task: LocalTask) -> LocalTask:
+        """Put the layers into the model."""
+        broadcast, state = {**task.broadcast}, {**task.state}
+        layers = broadcast.pop(LAYERS, {})
+        params, statistics = placed(task.params, state.pop(LAYERS, layers))
+        return replace(task, params=params, statistics=statistics, broadcast=broadcast, state=state)
+
+    def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
+        """Put the client's own layers into its previous model: the algorithm saw them as they were before."""
+        if plan.contrast is None or not (names := self._personal(came)):
+            return plan
+        params = self.received(came).params
+        previous = {**plan.contrast.previous, **{name: params[name] for name in names}}
+        return replace(plan, contrast=replace(plan.contrast, previous=previous))
+
+    def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
+        """Let personal layers rest: the algorithm sees that they have not moved, so nothing of theirs is merged."""
+        if not (names := self._personal(came)):
+            return task, trained
+        resting = {name: task.params[name] for name in names}
+        return task, replace(trained, params={**trained.params, **resting})
+
+    def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
+        """Send the layers, and keep them where they are personal."""
+        del task
+        names = self._personal(came)
+        if not (layers := layers_after(trained, names)):
+            return update
+        keeps = bool(names) and bool(update.state or trained.num_steps)
+        state = {**update.state, LAYERS: layers} if keeps else update.state
+        return replace(update, payloads={**update.payloads, LAYERS: layers}, state=state)
+
+    def broadcast(self, server: ServerState) -> Payloads:
+        """Return the server's layers."""
+        return {LAYERS: server.layers} if server.layers else {}
+
+    def adds(self, server: ServerState) -> Payloads:
+        """Return the same: clients send as many."""
+        return self.broadcast(server)
+
+    def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
+        """Add the layers where they are personal."""
+        del template
+        return {**state, LAYERS: server.layers} if self.chosen == "personal" else state
+
+    def _personal(self, came: LocalTask) -> tuple[str, ...]:
+        """Return the names of the parameters that stay with the client."""
+        return tuple(name for name in came.broadcast.get(LAYERS, {}) if name in came.params)
+
+
+def layers_in(model: nn.Module, chosen: BatchNorm) -> Params:
+    """Return the layers of ``model`` where ``chosen`` becomes of BatchNorm, on the CPU."""
+    if chosen != "personal":
+        return statistics_of(model)
+    weights = {
+        f"{name}.{key}".removeprefix("."): weight
+        for name, layer in all_norms_in(model).items()
+        for key, weight in trainable(layer).items()
+    }
+    return {**detached(weights.items()), **statistics_of(model)}
