@@ -5,7 +5,6 @@ in the chain followed by the charge. So a log that was cut, edited or exchanged 
 it. The chain is no signature: whoever rewrites a log and every receipt for it is not found out.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, NoReturn
 
 from dp_accounting import dp_event
+from filelock import lock_descriptor
 
 from fl_sim.errors import RunError, UserError
 from fl_sim.privacy import events
@@ -25,6 +25,7 @@ from fl_sim.store.files import sync_folder
 
 _FORMAT: Final = 2
 _LONGEST_LINE: Final = 64 * 1024  # bytes; what this program writes has a few hundred
+_PAUSE: Final = 0.01  # seconds between two tries for the lock
 _LARGEST: Final = 256 * 1024**2  # bytes: most of a million charges
 _WAYS_ON: Final = "put an unchanged copy of it back, or start a new run in a fresh directory, which pays again"
 
@@ -132,7 +133,7 @@ class ChargeLog:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
                 raise RunError(f"{self._path} is not a privacy ledger, but something else or far too large: {_WAYS_ON}")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock_descriptor(descriptor, poll_interval=_PAUSE)
             yield file
 
     def _catch_up(self, file: BinaryIO) -> list[Charge]:

@@ -4,20 +4,18 @@ The lock is a file ``.lock`` in the folder, which names its holder and is gone w
 its owner alone, and no link is followed to it.
 """
 
-import errno
-import fcntl
 import json
 import math
 import os
 import platform
-import stat
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
+
+from filelock import FileLock, Timeout
 
 from fl_sim.errors import RunError
 from fl_sim.printable import in_a_line
@@ -26,6 +24,8 @@ from fl_sim.store.files import remove_partial
 LOCK: Final = ".lock"
 _PATIENCE: Final = 2.0  # seconds of waiting in silence
 _PAUSE: Final = 0.02  # seconds between two tries
+_A_FEW_TRIES: Final = 5 * _PAUSE  # one may meet a file that its last holder is about to remove
+_FOR_EVER: Final = -1.0
 _SKEW: Final = 60.0  # seconds by which a clock may have been set since
 _TIME: Final = "%Y-%m-%d %H:%M:%S UTC"
 
@@ -36,13 +36,13 @@ def alone_in(folder: Path) -> Iterator[None]:
 
     Says on standard error who is waited for after two seconds. Raises RunError where the folder cannot be locked.
     """
-    path, start, told = folder / LOCK, time.monotonic(), False
-    while (lock := _try(path)) is None:
-        if not told and time.monotonic() - start > _PATIENCE:
-            sys.stderr.write(in_a_line(f"fl-sim: waiting for {_holder(path)}, which is working in {folder}") + "\n")
-            told = True
-        time.sleep(_PAUSE)
-    with _held(path, lock):
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_locked(folder, _PATIENCE))
+        except Timeout:
+            said = f"fl-sim: waiting for {_holder(folder / LOCK)}, which is working in {folder}"
+            sys.stderr.write(in_a_line(said) + "\n")
+            stack.enter_context(_locked(folder, _FOR_EVER))
         yield
 
 
@@ -52,11 +52,12 @@ def sole_run(folder: Path) -> Iterator[None]:
 
     Raises RunError, with the first one's process number and start, where there is one already.
     """
-    path = folder / LOCK
-    lock = _try(path)
-    if lock is None:
-        raise RunError(f"{folder} is being written by {_holder(path)}: wait for it, or stop it")
-    with _held(path, lock):
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_locked(folder, _A_FEW_TRIES))
+        except Timeout:
+            holder = _holder(folder / LOCK)
+            raise RunError(f"{folder} is being written by {holder}: wait for it, or stop it") from None
         yield
 
 
@@ -88,55 +89,40 @@ def _began(pid: int) -> float:
     return float(int(started.split()[1]) + ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def _try(path: Path) -> int | None:
-    """Return the locked file's descriptor, None where another process holds it."""
-    while True:
-        lock = _open(path)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            return None
-        if _is(path, lock):
-            return lock
-        os.close(lock)  # its last holder has removed it since it was opened
-
-
-def _open(path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        lock = os.open(path, flags, 0o600)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise RunError(f"{path} is a link, which a lock never is: remove it") from error
-        raise RunError(f"{path} cannot be made or opened, so the folder cannot be locked ({error.strerror})") from error
-    if not stat.S_ISREG(os.fstat(lock).st_mode):
-        os.close(lock)
-        raise RunError(f"{path} is not a plain file, which a lock is: remove it")
-    return lock
-
-
-def _is(path: Path, lock: int) -> bool:
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(lock))
-    except FileNotFoundError:
-        return False
-
-
 @contextmanager
-def _held(path: Path, lock: int) -> Iterator[None]:
-    try:
+def _locked(folder: Path, timeout: float) -> Iterator[None]:
+    """Hold the lock of ``folder``. Raises Timeout where another process holds it for ``timeout`` seconds."""
+    path, mine = folder / LOCK, []
+
+    def sign(descriptor: int) -> None:
+        mine.append(os.fstat(descriptor))
         with suppress(OSError):  # a full disk: the lock holds, it merely does not name its holder
             said = {"pid": os.getpid(), "started": datetime.now(UTC).strftime(_TIME), "machine": platform.node()}
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, json.dumps(said).encode(), 0)
-        remove_partial(path.parent)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(said).encode(), 0)
+
+    lock = FileLock(
+        path, timeout, 0o600, thread_local=False, poll_interval=_PAUSE, preserve_lock_file=True, on_acquired=sign
+    )
+    try:
+        folder.stat()  # FileLock would make the folder
+        if path.is_symlink():
+            raise RunError(f"{path} is a link, which a lock never is: remove it")
+        if path.exists() and not path.is_file():
+            raise RunError(f"{path} is not a plain file, which a lock is: remove it")
+        lock.acquire()
+    except Timeout:
+        raise
+    except OSError as error:
+        raise RunError(f"{path} cannot be made or opened, so the folder cannot be locked ({error.strerror})") from error
+    try:
+        remove_partial(folder)
         yield
     finally:
         with suppress(OSError):
-            if _is(path, lock):
+            if os.path.samestat(path.lstat(), mine[0]):
                 path.unlink()
-        os.close(lock)
+        lock.release()
 
 
 def _holder(path: Path) -> str:

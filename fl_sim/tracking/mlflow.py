@@ -1,12 +1,13 @@
 """MLflow: a run at the server, or in the database, that ``$MLFLOW_TRACKING_URI`` names."""
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from filelock import lock_descriptor
 
 from fl_sim.report.measures import of_round
 from fl_sim.store.run_directory import RoundRecord
@@ -89,7 +90,7 @@ def _alone_at(uri: str) -> Iterator[None]:
         return
     descriptor = os.open(Path(path).absolute().parent, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock_descriptor(descriptor)
         yield
     finally:
         os.close(descriptor)

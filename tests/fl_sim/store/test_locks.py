@@ -1,5 +1,7 @@
 """Locks: one at a time, named to those who wait or are refused, gone with their process, deaf to links."""
 
+import errno
+import fcntl
 import os
 import re
 import subprocess
@@ -105,10 +107,17 @@ def test_a_file_that_its_last_holder_removes_at_that_moment_is_no_lock(
         if len(locked) == 1:
             (tmp_path / ".lock").unlink()
 
-    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with lock(tmp_path):  # type: ignore[operator]
         assert len(locked) == 2
         assert (tmp_path / ".lock").exists()
+
+
+def test_whoever_lets_go_leaves_the_lock_of_another_alone(tmp_path: Path) -> None:
+    with sole_run(tmp_path):
+        (tmp_path / ".lock").unlink()
+        (tmp_path / ".lock").write_text("of another")
+    assert (tmp_path / ".lock").read_text() == "of another"
 
 
 @pytest.mark.parametrize("lock", [sole_run, alone_in])
@@ -124,6 +133,22 @@ def test_no_link_is_followed_and_nothing_else_is_taken_for_a_lock(tmp_path: Path
     with pytest.raises(RunError, match="not a plain file"), lock(tmp_path):  # type: ignore[operator]
         pass
     with pytest.raises(RunError, match="cannot be locked"), lock(tmp_path / "nowhere"):  # type: ignore[operator]
+        pass
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_thread_that_waits_for_itself_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "_PATIENCE", 0.05)
+    with alone_in(tmp_path), pytest.raises(RuntimeError, match="Deadlock"), alone_in(tmp_path):
+        pass
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(RunError, match=r"cannot be locked \(No locks available\)"), sole_run(tmp_path):
         pass
 
 
