@@ -135,6 +135,8 @@ def _poisson_curve(event: dp_event.DpEvent, rate: float, noise: float, series: N
     With A(a) = exp((a - 1) D_a), at a whole order A - 1 is a sum of positive terms, so that a tiny divergence keeps its
     digits; log A is convex, so between whole orders a straight line is above it.
     """
+    # dp_accounting alone will not do. It adds to A itself, so where A is near 1 its divergence is rounded, also
+    # downwards: by 1e-9 of it at a rate of 0.01, by 1e-5 at 1e-6, at orders between 1 and 2 by all of it.
     logs = _log_moments(rate, noise)
     below = np.floor(_ORDERS).astype(int)
     share = _ORDERS - below

@@ -95,7 +95,11 @@ with importing():
     from fl_sim.tables.worker import work
 work(int(sys.argv[2]))
 """
-"""A worker's program. multiprocessing's would import the caller's main module again: a script would run twice."""
+"""A worker's program. multiprocessing's would import the caller's main module again: a script would run twice.
+
+Nor is concurrent.futures' pool of processes one for tables: where one process dies all runs fail, nobody learns of what
+it died, and where the parent is killed its processes stay.
+"""
 
 
 def finished_result(directory: Path, experiment: Experiment, data_root: Path | None) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """Curves of single releases against closed forms, next to where one formula takes over from another."""
 
+import mpmath
 import numpy as np
 import pytest
 from dp_accounting import dp_event
@@ -36,6 +37,21 @@ def test_sampling_never_costs_more_than_taking_all_and_less_where_few_are_drawn(
             curve = rdp_curve(sampled)
             assert (curve <= whole * (1 + 1e-12)).all()
             assert (curve < whole / 2).any() or not is_less
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-4, 0.01, 0.3, 0.99])
+@pytest.mark.parametrize("noise", [0.1, 0.7, 3.0, 100.0])
+def test_a_sampled_gaussian_has_the_divergence_of_sixty_digits_and_never_less(rate: float, noise: float) -> None:
+    curve = rdp_curve(amplify_poisson(Gaussian(noise), rate))
+    with mpmath.workdps(60):
+        q, z = mpmath.mpf(rate), mpmath.mpf(noise)
+        for order in (2, 5, 16, 64, 256):
+            moment = mpmath.fsum(
+                mpmath.binomial(order, k) * (1 - q) ** (order - k) * q**k * mpmath.exp(k * (k - 1) / (2 * z**2))
+                for k in range(order + 1)
+            )
+            exact = min(mpmath.log(moment) / (order - 1), order / (2 * z**2))
+            assert curve[ORDERS.index(order)] == pytest.approx(float(exact), rel=1e-12, abs=0.0)
 
 
 def test_where_a_quadrature_would_take_too_many_points_nothing_is_amplified(monkeypatch: pytest.MonkeyPatch) -> None:
