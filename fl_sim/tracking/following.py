@@ -60,60 +60,51 @@ def following_of(track: str | Iterable[str]) -> Following:
     return Following(tuple(name for name in names if ":" not in name), paths)
 
 
-class Several:
+class _Passing:
+    """Hears everything, and passes it on under the name that it was told by."""
+
+    def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
+        """Tell where the run begins."""
+        self._tell("started", experiment, engine, first_round)
+
+    def preparing(self, what: str) -> None:
+        """Tell what happens before the first round."""
+        self._tell("preparing", what)
+
+    def replied(self, replies: int) -> None:
+        """Tell how many clients have answered."""
+        self._tell("replied", replies)
+
+    def finished_round(self, record: RoundRecord) -> None:
+        """Tell of a round."""
+        self._tell("finished_round", record)
+
+    def ended(self, facts: Mapping[str, Any]) -> None:
+        """Tell what the run came to."""
+        self._tell("ended", facts)
+
+    def _tell(self, what: str, *news: object) -> None:
+        raise NotImplementedError
+
+
+class Several(_Passing):
     """Tells all of ``observers``, one after another."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
         self.has_started = False
 
-    def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
-        """Tell where the run begins."""
-        self.has_started = True
+    def _tell(self, what: str, *news: object) -> None:
+        self.has_started |= what == "started"
         for observer in self._observers:
-            observer.started(experiment, engine, first_round)
-
-    def preparing(self, what: str) -> None:
-        """Tell what happens before the first round."""
-        for observer in self._observers:
-            observer.preparing(what)
-
-    def replied(self, replies: int) -> None:
-        """Tell how many clients have answered."""
-        for observer in self._observers:
-            observer.replied(replies)
-
-    def finished_round(self, record: RoundRecord) -> None:
-        """Tell of a round."""
-        for observer in self._observers:
-            observer.finished_round(record)
-
-    def ended(self, facts: Mapping[str, Any]) -> None:
-        """Tell what the run came to."""
-        for observer in self._observers:
-            observer.ended(facts)
+            getattr(observer, what)(*news)
 
 
-class _Own:
+class _Own(_Passing):
     """A user's observer, which has the methods that it wants; what it raises stops the run, in one line."""
 
     def __init__(self, name: str, observer: object) -> None:
         self._name, self._observer = name, observer
-
-    def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
-        self._tell("started", experiment, engine, first_round)
-
-    def preparing(self, what: str) -> None:
-        self._tell("preparing", what)
-
-    def replied(self, replies: int) -> None:
-        self._tell("replied", replies)
-
-    def finished_round(self, record: RoundRecord) -> None:
-        self._tell("finished_round", record)
-
-    def ended(self, facts: Mapping[str, Any]) -> None:
-        self._tell("ended", facts)
 
     def _tell(self, what: str, *news: object) -> None:
         hear: Callable[..., object] | None = getattr(self._observer, what, None)

@@ -2,15 +2,13 @@
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from filelock import lock_descriptor
 
-from fl_sim.report.measures import of_round
-from fl_sim.store.run_directory import RoundRecord
 from fl_sim.tracking.subject import PROJECT, Subject
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ _MOST_METRICS, _MOST_PARAMS = 1000, 100  # in one request
 _STATUS: Final = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
-class Entry:
+class Tracker:
     """The run's entry, found again by its identity."""
 
     def __init__(self, subject: Subject) -> None:
@@ -45,13 +43,18 @@ class Entry:
         self.place = f"run {subject.name} at {self._client.tracking_uri}"
         self._describe(subject, run)
 
-    def send(self, records: Sequence[RoundRecord]) -> None:
+    def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
         """Send the rounds' numbers, many in one request."""
-        self._send([(name, value, record.round) for record in records for name, value in of_round(record).items()])
+        from mlflow.entities import Metric  # noqa: PLC0415 (an extra)
+
+        now = int(1000 * time.time())
+        metrics = [Metric(name, one, now, step) for step, numbers in rounds.items() for name, one in numbers.items()]
+        for first in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[first : first + _MOST_METRICS])
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
         """Send the results, and close the run."""
-        self._send([(name, value, last_round) for name, value in results.items()])
+        self.send({last_round: results})
         self._client.set_terminated(self._id, _STATUS.get(status, "FAILED"))
 
     def _describe(self, subject: Subject, run: "Run") -> None:
@@ -68,17 +71,6 @@ class Entry:
             self._client.log_batch(self._id, params=params[first : first + _MOST_PARAMS])
         changed = {name for name in settings if there.get(name, settings[name]) != settings[name]}
         self._client.log_batch(self._id, tags=[RunTag(f"now.{name}", settings[name]) for name in sorted(changed)])
-
-    def _send(self, numbers: Sequence[tuple[str, float, int]]) -> None:
-        from mlflow.entities import Metric  # noqa: PLC0415 (an extra)
-
-        now = int(1000 * time.time())
-        metrics = [Metric(name, value, now, step) for name, value, step in numbers]
-        for first in range(0, len(metrics), _MOST_METRICS):
-            self._client.log_batch(self._id, metrics=metrics[first : first + _MOST_METRICS])
-
-
-open_session = Entry
 
 
 @contextmanager

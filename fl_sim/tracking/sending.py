@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.import_path import in_one_line
+from fl_sim.report.measures import of_round
 from fl_sim.simulation.run_log import Silent
 from fl_sim.store.run_directory import RoundRecord, read_result, read_rounds
 from fl_sim.tracking.subject import Session, Subject, is_sent, note_ended, note_sent, results_of, subject_of
@@ -48,7 +49,7 @@ class Sender:
         for tracker, session in list(self.sessions.items()):
             if new := [record for record in records if record.round > session.last_round]:
                 with self._going_on(tracker):
-                    session.send(new)
+                    session.send({record.round: of_round(record) for record in new})
                     note_sent(self.directory, tracker, new[-1].round)
 
     def end(self, facts: Mapping[str, Any]) -> None:
@@ -157,5 +158,5 @@ def _opened(tracker: str, directory: Path, first_round: int) -> Session:
 def _open(tracker: str, subject: Subject) -> Session:
     """Open a session; the library of no other tracker is imported."""
     module: Any = importlib.import_module(f"fl_sim.tracking.{tracker}")
-    session: Session = module.open_session(subject)
+    session: Session = module.Tracker(subject)
     return session

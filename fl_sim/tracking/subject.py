@@ -1,7 +1,7 @@
 """What a tracker is told of a run: nothing but what the run's own files say, under the names of ``rounds.csv``."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Protocol
@@ -12,7 +12,7 @@ from fl_sim.errors import UserError
 from fl_sim.report.measures import Value, flat_settings, measures
 from fl_sim.settings_file import read_table
 from fl_sim.store.files import read_whole, write_whole
-from fl_sim.store.run_directory import CONFIG, RoundRecord
+from fl_sim.store.run_directory import CONFIG
 
 PROJECT: Final = "fl-sim"
 """What runs are filed under unless the tracker's own environment variable says otherwise."""
@@ -59,8 +59,8 @@ class Session(Protocol):
         """Return where a user finds the run, in words."""
         ...
 
-    def send(self, records: Sequence[RoundRecord]) -> None:
-        """Show further rounds."""
+    def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
+        """Show the numbers of further rounds, by round and name."""
         ...
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:

@@ -1,16 +1,14 @@
 """Trackio: a local database, or the server that ``$TRACKIO_SERVER_URL`` names, for ``trackio show``."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 
-from fl_sim.report.measures import of_round
-from fl_sim.store.run_directory import RoundRecord
 from fl_sim.tracking.subject import PROJECT, Subject
 
 
-class Logged:
+class Tracker:
     """The run of Trackio, which is found again by its name: that of the directory and the run's identity."""
 
     def __init__(self, subject: Subject) -> None:
@@ -26,16 +24,13 @@ class Logged:
         self.last_round = subject.mark.sent
         self.place = f"trackio show --project {project}"
 
-    def send(self, records: Sequence[RoundRecord]) -> None:
+    def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
         """Log the rounds' numbers."""
-        for record in records:
-            self._run.log(of_round(record), step=record.round)
+        for step, numbers in rounds.items():
+            self._run.log(dict(numbers), step=step)
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
         """Log the results beside the last round, and wait until all is written."""
         self._run.log({**results, "status": status}, step=last_round)
         with redirect_stdout(StringIO()):
             self._run.finish()
-
-
-open_session = Logged

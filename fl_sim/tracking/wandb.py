@@ -1,14 +1,12 @@
 """Weights & Biases: offline files in the run's directory, unless ``$WANDB_MODE`` says otherwise."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from fl_sim.report.measures import of_round
-from fl_sim.store.run_directory import RoundRecord
 from fl_sim.tracking.subject import PROJECT, Subject
 
 
-class Logged:
+class Tracker:
     """The run of wandb. What it says of the machine, the program and the code by itself is switched off."""
 
     def __init__(self, subject: Subject) -> None:
@@ -27,16 +25,13 @@ class Logged:
         self.last_round = subject.mark.sent
         self.place = f"wandb sync {subject.directory}/wandb/offline-run-*" if self._run.offline else str(self._run.url)
 
-    def send(self, records: Sequence[RoundRecord]) -> None:
+    def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
         """Log the rounds' numbers."""
-        for record in records:
-            self._run.log(of_round(record), step=record.round)
+        for step, numbers in rounds.items():
+            self._run.log(dict(numbers), step=step)
 
     def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
         """Put the results into the summary, and close the run."""
         del last_round
         self._run.summary.update({**results, "status": status})
         self._run.finish(exit_code=int(status != "finished"))
-
-
-open_session = Logged
