@@ -92,10 +92,13 @@ def _began(pid: int) -> float:
 @contextmanager
 def _locked(folder: Path, timeout: float) -> Iterator[None]:
     """Hold the lock of ``folder``. Raises Timeout where another process holds it for ``timeout`` seconds."""
-    path, mine = folder / LOCK, []
+    path = folder / LOCK
+    mine: list[os.stat_result] = []
 
     def sign(descriptor: int) -> None:
-        mine.append(os.fstat(descriptor))
+        mine[:] = [os.fstat(descriptor)]
+        if not _is(path, mine[0]):
+            raise _RemovedError
         with suppress(OSError):  # a full disk: the lock holds, it merely does not name its holder
             said = {"pid": os.getpid(), "started": datetime.now(UTC).strftime(_TIME), "machine": platform.node()}
             os.ftruncate(descriptor, 0)
@@ -106,11 +109,11 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
     )
     try:
         folder.stat()  # FileLock would make the folder
-        if path.is_symlink():
-            raise RunError(f"{path} is a link, which a lock never is: remove it")
-        if path.exists() and not path.is_file():
-            raise RunError(f"{path} is not a plain file, which a lock is: remove it")
-        lock.acquire()
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise RunError(f"{path} is a link, or not a plain file, which a lock is: remove it")
+        while not lock.is_locked:
+            with suppress(_RemovedError):
+                lock.acquire()
     except Timeout:
         raise
     except OSError as error:
@@ -120,9 +123,20 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            if os.path.samestat(path.lstat(), mine[0]):
+            if _is(path, mine[0]):
                 path.unlink()
         lock.release()
+
+
+class _RemovedError(Exception):
+    """The last holder removed the file between opening and locking; on NFS it has another name then, not none."""
+
+
+def _is(path: Path, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), status)
+    except FileNotFoundError:
+        return False
 
 
 def _holder(path: Path) -> str:

@@ -95,17 +95,24 @@ def test_many_that_wait_are_alone_one_after_the_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lock", [sole_run, alone_in])
+@pytest.mark.parametrize("is_renamed", [False, True])
 def test_a_file_that_its_last_holder_removes_at_that_moment_is_no_lock(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     lock: AbstractContextManager,  # type: ignore[type-arg]
+    is_renamed: bool,  # noqa: FBT001
 ) -> None:
+    """NFS renames a removed file that is open."""
     locked = []
 
     def flock(descriptor: int, how: int) -> None:
+        if how == fcntl.LOCK_UN:
+            return
         locked.append(descriptor)
         if len(locked) == 1:
-            (tmp_path / ".lock").unlink()
+            (tmp_path / ".lock").rename(tmp_path / ".nfs1")
+            if not is_renamed:
+                (tmp_path / ".nfs1").unlink()
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with lock(tmp_path):  # type: ignore[operator]
