@@ -33,7 +33,10 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
         "strategies.private_start", "clients.frequency_sums", "fl_sim.stages.private_start",
         "fl_sim.simulation.starting",
     ),
-    "devices": ("fl_sim.devices", "fl_sim.simulation.clocks", "fl_sim.simulation.asynchronous", "strategies.servers"),
+    "devices": (
+        "fl_sim.devices", "strategies.timed", "strategies.servers", "fl_sim.simulation.asynchronous",
+        "fl_sim.simulation.clocks",
+    ),
     "BatchNorm": ("fl_sim.batch_norm", "strategies.batch_norm"),
     "PATE": ("strategies.pate", "fl_sim.simulation.pate", "fl_sim.privacy.pate", "clients.teacher", "clients.forest"),
     "TSTR": ("strategies.tstr", "fl_sim.simulation.tstr"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeAlias
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, Promising, kind_of, off
 from fl_sim.late_torch import torch
 from fl_sim.seeding import rng
@@ -22,7 +24,7 @@ from fl_sim.settings import Settings
 from fl_sim.types import Reply
 from strategies.aggregators import as_rows, cohort_size, from_row
 from strategies.algorithm import Central, Dealing, Sharing
-from strategies.layer import Layer
+from strategies.layer import Layer, Relabel
 
 
 class Attack(Protocol):
@@ -178,6 +180,18 @@ def hostile_clients(attack: Attack, num_clients: int, seed: int) -> frozenset[in
     return frozenset(rng(seed, "hostile clients").choice(num_clients, attack.clients, replace=False).tolist())
 
 
+def _poisoned(attack: Attack, num_classes: int, labels: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return what an attack, which may be the user's own, makes of ``labels``. Raises UserError for other labels."""
+    poisoned = np.asarray(attack.poisoned(labels.copy(), num_classes))
+    is_like = poisoned.shape == labels.shape and poisoned.dtype.kind in "iu"
+    if not is_like or not ((poisoned >= 0) & (poisoned < num_classes)).all():
+        raise UserError(
+            f"attack {kind_of(attack)}: poisoned gave {poisoned.dtype} of shape {poisoned.shape}; wanted is a label "
+            f"from 0 to {num_classes - 1} for each of {len(labels)} records"
+        )
+    return poisoned.astype(np.int64)
+
+
 def _with(reply: Reply, row: torch.Tensor) -> Reply:
     return replace(reply, payloads=from_row(row, reply.payloads))
 
@@ -200,6 +214,12 @@ class HostileUpdates(Layer):
     def applies(cls, experiment: Any) -> bool:
         """Say whether there are hostile clients."""
         return not isinstance(experiment.attack, NoAttack)
+
+    @classmethod
+    def relabels(cls, experiment: Any, num_classes: int) -> Mapping[int, Relabel]:
+        """Let hostile clients train on the labels that the attack poisons."""
+        hostile = hostile_clients(experiment.attack, experiment.num_clients, experiment.seed)
+        return dict.fromkeys(hostile, partial(_poisoned, experiment.attack, num_classes))
 
     @classmethod
     def warnings(cls, experiment: Any, rounds_done: int, idle: Sequence[int]) -> Sequence[str]:

@@ -21,6 +21,7 @@ from fl_sim.handed_out import HandedOut
 from fl_sim.own_code import told
 from fl_sim.params import flattened, is_finite
 from fl_sim.seeding import rng, seed_process
+from fl_sim.store.run_directory import RoundRecord
 from fl_sim.types import Aggregate, ClientUpdate, Cohort, Packed, Payloads, Reply, ServerState, Size, Traffic
 from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, groups_of, weighting_of, what_clients_send
@@ -31,7 +32,7 @@ from strategies.answers import (
     find_population,
     refusal,
 )
-from strategies.layer import Drawn, Layer, Layered
+from strategies.layer import Drawn, Layer, Layered, Workload
 from strategies.samplers import Coins, Sampler
 
 
@@ -203,6 +204,9 @@ class _Innermost(Layer):
 
     strategy: FederatedStrategy
 
+    def ready(self, work: Workload) -> None:
+        """Do nothing."""
+
     def begin(self, server_round: int) -> None:
         """Do nothing."""
 
@@ -254,6 +258,16 @@ class _Innermost(Layer):
     def remarks(self) -> Sequence[str]:
         """Return nothing."""
         return ()
+
+    def ended(self, rounds: Sequence[RoundRecord]) -> str:
+        """Let it go on."""
+        del rounds
+        return ""
+
+    def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
+        """Return nothing."""
+        del rounds
+        return []
 
     def affords(self, server_round: int) -> bool:
         """Say that rounds are free."""
@@ -314,8 +328,8 @@ def run_round(
 ) -> Round:
     """Run one round: pay where privacy costs, sample, send, check, aggregate, merge.
 
-    ``timeout`` in seconds is for the whole exchange. Raises BudgetExhausted, with nothing done, where the privacy
-    budget does not afford the round.
+    ``timeout`` in seconds is for the whole exchange. Raises Stop, with nothing done, where a layer
+    ends the run before the round.
     """
     start = time.perf_counter()
     if not strategy.population.nodes:  # before anything is paid: on Flower's runtime nodes may be missing

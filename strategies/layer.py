@@ -10,7 +10,7 @@ outermost is the first to see a task and the last to see an update. A settings c
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,8 @@ from fl_sim.errors import Malformed, UserError
 from fl_sim.import_path import load_object
 from fl_sim.kinds import kind_of, path_in
 from fl_sim.local_plan import LocalPlan
-from fl_sim.types import Aggregate, Cohort, Payloads, Reply, ServerState
+from fl_sim.store.run_directory import RoundRecord
+from fl_sim.types import Aggregate, Cohort, LocalSettings, Payloads, Reply, ServerState, Traffic
 from strategies.algorithm import Algorithm
 from strategies.samplers import Coins
 
@@ -30,8 +31,11 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind", bound="Layer")
 
-ORDER: Final = ("compress", "local", "algorithm", "aggregator", "attack")
-"""The settings whose layers wrap the rounds, from the inside out; that of devices, which needs a clock, comes last."""
+Relabel: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""Labels -> as many other ones."""
+
+ORDER: Final = ("compress", "local", "algorithm", "aggregator", "attack", "devices", "evaluate")
+"""The settings whose layers wrap the rounds, from the inside out."""
 
 
 _USUAL: Final = {
@@ -39,6 +43,8 @@ _USUAL: Final = {
     "local": "strategies.batch_norm:BatchNormLayers",
     "algorithm": "strategies.own_part:OwnPart",
     "attack": "strategies.attacks:HostileUpdates",
+    "devices": "strategies.timed:TimedRounds",
+    "evaluate": "strategies.early_stopping:EarlyStopping",
 }  # of a kind that names none
 
 
@@ -71,6 +77,23 @@ class Beginning:
     whole: Sequence[str] = ()
 
 
+@dataclass(frozen=True)
+class Workload:
+    """What every client does in a round.
+
+    ``sizes``: how many records it trains on, (clients,). ``settings``: how it trains. ``traffic``: what goes to it and
+    what comes back.
+    """
+
+    sizes: NDArray[np.int64]
+    settings: LocalSettings
+    traffic: Traffic
+
+
+class Stop(Exception):  # noqa: N818 (an outcome of a run, not an error in it)
+    """The run ends before the next round, of which nothing has happened. Says why."""
+
+
 class Layer:
     """Wraps every round. ``inner``: the next layer inwards, set where the layer is put around it.
 
@@ -88,8 +111,11 @@ class Layer:
         return True
 
     @classmethod
-    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> "Layer":
-        """Return the layer of a run of ``experiment`` in ``out``; ``progress``: what it left in the checkpoint."""
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> "Layer | None":
+        """Return the layer of a run of ``experiment`` in ``out``, None where that has no need of one.
+
+        ``progress``: what the layer left in the checkpoint.
+        """
         del experiment, out, progress
         if cls.__init__ is object.__init__:
             return cls()
@@ -100,6 +126,12 @@ class Layer:
         """Return the client half; None where the layer has none. ``model``: makes a fresh one of the run's."""
         del experiment, algorithm, model
         return None
+
+    @classmethod
+    def relabels(cls, experiment: Any, num_classes: int) -> Mapping[int, Relabel]:
+        """Return {client: what it makes of its labels}, of those who train on other labels than they hold."""
+        del experiment, num_classes
+        return {}
 
     @classmethod
     def begun(cls, experiment: Any, model: nn.Module, server: ServerState) -> ServerState:
@@ -136,8 +168,12 @@ class Layer:
     def check_directory(cls, experiment: Any, out: Path) -> None:
         """Raise RunError where ``out`` lacks what the rounds that it holds have left there."""
 
+    def ready(self, work: Workload) -> None:
+        """Hear, before the first round and after all stages before it, what clients will do."""
+        self.inner.ready(work)
+
     def begin(self, server_round: int) -> None:
-        """Do what comes before anything of a round. Raises BudgetExhausted to end the run before it."""
+        """Do what comes before anything of a round. Raises Stop to end the run before it."""
         self.inner.begin(server_round)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
@@ -167,6 +203,14 @@ class Layer:
     def remarks(self) -> Sequence[str]:
         """Say what had no effect in the last round."""
         return self.inner.remarks()
+
+    def ended(self, rounds: Sequence[RoundRecord]) -> str:
+        """Say why a run that has these rounds ends before its last one; empty where it goes on."""
+        return self.inner.ended(rounds)
+
+    def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
+        """Say what there is to warn of after the last of these rounds."""
+        return self.inner.conclusions(rounds)
 
     def affords(self, server_round: int) -> bool:
         """Say whether a round can be paid for."""

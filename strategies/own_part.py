@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from torch import nn
@@ -35,6 +36,11 @@ class OwnPart(Layer):
     def applies(cls, experiment: Any) -> bool:
         """Say whether the algorithm leaves a part of the model with clients."""
         return isinstance(experiment.algorithm, Sending)
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> None:
+        """Return nothing: the server's rounds are those of any other run."""
+        del experiment, out, progress
 
     @classmethod
     def on_clients(cls, experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> ClientLayer:

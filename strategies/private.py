@@ -10,7 +10,7 @@ from typing import Any
 
 from dp_accounting.dp_event import DpEvent
 
-from fl_sim.errors import Malformed, RunError, UserError
+from fl_sim.errors import BudgetExhausted, Malformed, RunError, UserError
 from fl_sim.privacy.accounting import Accountant, Adjacency, epsilon_of_counts
 from fl_sim.privacy.bill import Payment
 from fl_sim.privacy.charge_log import Receipt
@@ -26,7 +26,7 @@ from strategies.algorithm import Algorithm, what_clients_send
 from strategies.answers import UNQUOTED, in_words
 from strategies.correlated_noise import CorrelatedNoise
 from strategies.global_dp import COVERS, DOES_NOT_COVER, GlobalDP, releases_beforehand
-from strategies.layer import Beginning, Drawn, Layer
+from strategies.layer import Beginning, Drawn, Layer, Stop
 from strategies.samplers import AnySampler, Coins, FixedSize, Poisson
 
 UNIT = "client"
@@ -107,8 +107,19 @@ class PrivateRounds(Layer):
         check_paid(out, experiment.sampler.rounds_apart, beforehand)
 
     def begin(self, server_round: int) -> None:
-        """Charge a round before anything of it happens. Raises BudgetExhausted as ``pay`` does."""
-        self.pay(server_round)
+        """Charge a round before anything of it happens. Raises Stop where the budget does not afford it.
+
+        Raises RunError where that is the first round.
+        """
+        try:
+            self.pay(server_round)
+        except BudgetExhausted as spent:
+            if server_round > 1:
+                raise Stop(f"privacy budget spent after {server_round - 1} rounds ({spent})") from spent
+            raise RunError(
+                f"the privacy budget does not afford the first round ({spent}): what a run that was stopped has paid "
+                "here before counts; take a larger budget and another --out"
+            ) from spent
         self.inner.begin(server_round)
 
     def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:

@@ -4,20 +4,22 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fl_sim.devices.schedule import Schedule, ServerStep, Turn
+from fl_sim.devices.settings import fleet_of_clients
 from fl_sim.engines import wire
 from fl_sim.errors import Malformed, UserError
 from fl_sim.experiment.job import Job
 from fl_sim.handed_out import HandedOut
 from fl_sim.own_code import told
 from fl_sim.seeding import rng, seed_process
-from fl_sim.simulation.clocks import clock_of
 from fl_sim.simulation.rounds import Exchange, Rounds
 from fl_sim.simulation.run_log import RunLog
+from fl_sim.simulation.site import workload_of
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, read_state, write_state
 from fl_sim.types import Reply, ServerState, Traffic
@@ -26,6 +28,7 @@ from strategies.answers import find_population, refusal
 from strategies.flower import FederatedStrategy, Round, check_finite, mean_loss
 from strategies.samplers import in_random_order
 from strategies.servers import Arrival, FedAsync, FedBuff
+from strategies.timed import clock_of
 
 TOGETHER = 64
 """About how many clients are trained in one exchange, where so many are known to have started: the engine spreads them
@@ -51,7 +54,9 @@ class AtOwnPace(Rounds):
 
     def beginning(self) -> ServerState:
         """Return what the server starts from. Raises UserError where clients are sent more than a model."""
-        begun = super().beginning()
+        begun, experiment = super().beginning(), self.job.experiment
+        devices: Any = experiment.devices
+        fleet_of_clients(devices, experiment.num_clients, experiment.seed)  # what is wrong is told at once
         try:
             self.server.check_broadcast(self.algorithm, begun)
         except ValueError as error:
@@ -83,7 +88,7 @@ class AtOwnPace(Rounds):
             coins = rng(experiment.seed_of_sampling, "sampler", server_round).random
             return map(int, in_random_order(experiment.num_clients, coins))
 
-        clock = clock_of(self.job, strategy, log)
+        clock = clock_of(experiment, workload_of(self.job, log.num_pooled, strategy.traffic))
         return Schedule(clock, order_of, self.server.concurrency, self.server.step_size)
 
 

@@ -76,7 +76,8 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
     )
     progress = {"clipping_norm": log.clipping_norm, "receipt": log.receipt}
     for kind in layer_kinds(experiment):
-        strategy.wrap(kind.of(experiment, out, progress))
+        if layer := kind.of(experiment, out, progress):
+            strategy.wrap(layer)
     log.layer = strategy.layer
     start = time.perf_counter()
     held = len(job.dataset.train) if isinstance(grid, LocalGrid) else MOST_HELD

@@ -1,7 +1,7 @@
 """Federated rounds: the main loop, and what a run with a federated algorithm needs beside it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +13,8 @@ from flwr.serverapp import Grid
 
 from clients.client_layer import ClientLayer
 from clients.client_task import Site
-from fl_sim.devices.settings import NoDevices, fleet_of_clients
 from fl_sim.engines import wire
-from fl_sim.errors import BudgetExhausted, Diverged, RunError, UserError
-from fl_sim.experiment.evaluate import Evaluate
+from fl_sim.errors import Diverged, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import hides_clients, is_own_kind, kind_of, replaces_records
@@ -25,11 +23,10 @@ from fl_sim.own_code import told
 from fl_sim.params import detached, trainable
 from fl_sim.running_statistics import fixed_in
 from fl_sim.seeding import seed_process
-from fl_sim.simulation.clocks import start_clock
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.preparation import prepared_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.site import site_for
+from fl_sim.simulation.site import site_for, workload_of
 from fl_sim.simulation.stage import Run, Stage, stages_of, tasks_of
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, write_checkpoint
@@ -48,7 +45,7 @@ from strategies.algorithm import (
     what_clients_share,
 )
 from strategies.flower import FederatedStrategy, Round, run_round
-from strategies.layer import Beginning, check_names, client_layers, layer_kinds
+from strategies.layer import Beginning, Stop, check_names, client_layers, layer_kinds
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
@@ -83,21 +80,17 @@ class Rounds:
         measuring = run.measuring
         rounds_before = len(log.rounds)
         for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
-            if _stopped(experiment.evaluate, log.rounds):
+            if strategy.layer.ended(log.rounds):
                 break
             try:
                 record = self._round(server_round, strategy, exchange, log, measuring)
-            except BudgetExhausted as spent:
-                log.stopped = _spent(log, spent)
+            except Stop as why:
+                log.stopped = str(why)
                 break
             _keep(out, log, strategy, record)
             observer.finished_round(record)
-        log.stopped = log.stopped or _stopped(experiment.evaluate, log.rounds)
-        if empty := [one.round for one in log.rounds if one.late is not None and not one.cohort]:
-            log.warnings.append(
-                f"in {len(empty)} of {len(log.rounds)} rounds no client was there and in time, first in round "
-                f"{empty[0]}: they left the model as it was"
-            )
+        log.stopped = log.stopped or strategy.layer.ended(log.rounds)
+        log.warnings += strategy.layer.conclusions(log.rounds)
         rounds_here = len(log.rounds) - rounds_before
         log.warnings += [
             f"{why} (in each of the last {rounds_here} rounds)"
@@ -118,14 +111,14 @@ class Rounds:
     def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
         """Return what has clients train, and the server merge what they send."""
         del out
-        start_clock(self.job, strategy, log)
+        strategy.layer.ready(workload_of(self.job, log.num_pooled, strategy.traffic))
         timeout = self.job.experiment.round_timeout
         return lambda server_round, rate: run_round(strategy, grid, server_round, rate, timeout)
 
     def _round(
         self, server_round: int, strategy: FederatedStrategy, exchange: Exchange, log: RunLog, measuring: Measuring
     ) -> RoundRecord:
-        """Train, and evaluate where that is due. Raises BudgetExhausted where the privacy budget does not afford it."""
+        """Train, and evaluate where that is due. Raises Stop where a layer ends the run before it."""
         experiment, start = self.job.experiment, time.perf_counter()
         rate = experiment.local.rate_in(server_round, experiment.rounds)
         done = exchange(server_round, rate)
@@ -151,7 +144,7 @@ class Rounds:
         model = replace(strategy.server, params=params).model
         when = _after(record.round)
         log.measured = measuring.measured(model, when, is_last=is_last)
-        if log.measured.test is None and _stopped(experiment.evaluate, [*log.rounds, log.measured.noted_in(record)]):
+        if log.measured.test is None and strategy.layer.ended([*log.rounds, log.measured.noted_in(record)]):
             log.measured = measuring.measured(model, when, is_last=True)
         return log.measured.noted_in(record)
 
@@ -219,8 +212,6 @@ class Rounds:
 
     def beginning(self) -> ServerState:
         """Return what the server starts from: the model with its initial weights."""
-        if not isinstance(devices := self.job.experiment.devices, NoDevices):
-            fleet_of_clients(devices, self.job.experiment.num_clients, self.job.experiment.seed)  # told at once
         model, experiment = self.job.model(), self.job.experiment
         plan = self.typical_plan()
         if plan.class_features and not trainable(head_of(model)):
@@ -300,36 +291,6 @@ def _drawn_idle(experiment: Experiment, without: int) -> list[str]:
 
 def _after(server_round: int) -> str:
     return f"after round {server_round}: training diverges, try smaller learning rates"
-
-
-def _stopped(settings: Evaluate, rounds: Sequence[RoundRecord]) -> str:
-    """Say why a run that has these rounds ends before its last one; empty where it goes on."""
-    validated = [(one.round, one.validation_accuracy) for one in rounds if one.validation_accuracy is not None]
-    if not validated:
-        return ""
-    last, accuracy = validated[-1]
-    best, highest = max(validated, key=lambda one: one[1])  # the first of equals
-    if settings.target_accuracy and accuracy >= settings.target_accuracy:
-        return (
-            f"validation accuracy {100 * accuracy:.2f} % after round {last} reaches the target of "
-            f"{100 * settings.target_accuracy:g} %"
-        )
-    if settings.patience and last - best >= settings.patience:
-        return (
-            f"no validation accuracy above the {100 * highest:.2f} % of round {best} in the {last - best} rounds after "
-            f"it (evaluate.patience={settings.patience})"
-        )
-    return ""
-
-
-def _spent(log: RunLog, spent: BudgetExhausted) -> str:
-    """Say where the budget ended. Raises RunError where that is before the first round."""
-    if log.rounds:
-        return f"privacy budget spent after {len(log.rounds)} rounds ({spent})"
-    raise RunError(
-        f"the privacy budget does not afford the first round ({spent}): what a run that was stopped has paid here "
-        "before counts; take a larger budget and another --out"
-    ) from spent
 
 
 def _keep(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundRecord) -> None:

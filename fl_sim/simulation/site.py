@@ -1,6 +1,6 @@
 """What a worker needs to play any client of an experiment: its records, and those of a pool."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -20,10 +20,9 @@ from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.seeding import rng
 from fl_sim.training.loop import resident, stays_bytes, to_tensors
 from fl_sim.training.records import Records, Scale, Source
-from fl_sim.types import Augment, Dataset, Examples, LocalSettings, Params
+from fl_sim.types import Augment, Dataset, Examples, LocalSettings, Params, Traffic
 from partitions import EvaluationSkew, FeatureSkew
-from strategies.attacks import hostile_clients
-from strategies.layer import client_layers
+from strategies.layer import Relabel, Workload, client_layers, layer_kinds
 
 PADDING = 4
 """Pixels on every side of an image of which a window is cut out, as the field has it since He et al. 2016."""
@@ -94,6 +93,12 @@ def steps_by_client(job: Job, num_synthetic: int = 0) -> NDArray[np.int64]:
     return np.array([settings.num_steps(size) for size in sizes.tolist()], dtype=np.int64)[which]
 
 
+def workload_of(job: Job, num_synthetic: int, traffic: Traffic) -> Workload:
+    """Return what every client does in a round; ``num_synthetic``: records of a pool for all."""
+    settings = local_settings(job, job.experiment.local.learning_rate)
+    return Workload(sizes_trained_on(job, num_synthetic), settings, traffic)
+
+
 def sizes_trained_on(job: Job, num_synthetic: int) -> NDArray[np.int64]:
     """Return how many records every client trains on where ``num_synthetic`` are shared: its own, these, or both."""
     own: NDArray[np.int64] = job.shards.sizes
@@ -142,8 +147,9 @@ def as_kept(records: torch.Tensor, job: Job) -> torch.Tensor:
 
 
 def _own_records(job: Job, client: int) -> Records:
-    hostile = [slice(None)] if client in _hostile(job) else []
-    examples = _after_attack(job, job.dataset.train.take(job.shards[client]), hostile)
+    examples = job.dataset.train.take(job.shards[client])
+    if relabel := _relabels(job).get(client):
+        examples = replace(examples, labels=relabel(examples.labels))
     if not _is_skewed(job.experiment):
         return resident(examples, job.dataset, job.device).whole()
     inputs, labels = to_tensors(examples, job.dataset)
@@ -157,8 +163,13 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
     def rows(client: int) -> range:
         return range(int(bounds[client]), int(bounds[client + 1]))
 
-    hostile = [slice(*bounds[client : client + 2]) for client in _hostile(job)]
-    everybody = _after_attack(job, job.dataset.train.take(job.shards.records), hostile)
+    everybody = job.dataset.train.take(job.shards.records)
+    if changed := _relabels(job):
+        trained_on = everybody.labels.copy()
+        for client, relabel in changed.items():
+            place = slice(*bounds[client : client + 2])
+            trained_on[place] = relabel(trained_on[place])
+        everybody = replace(everybody, labels=trained_on)
     if _is_skewed(job.experiment):
         inputs, labels = to_tensors(everybody, job.dataset)
         for client, own in enumerate(torch.split(inputs, job.shards.sizes.tolist())):
@@ -169,31 +180,10 @@ def _in_memory(job: Job) -> Callable[[int], Records]:
     return lambda client: Records(((source, rows(client)),))
 
 
-def _hostile(job: Job) -> frozenset[int]:
-    return hostile_clients(job.experiment.attack, job.experiment.num_clients, job.experiment.seed)
-
-
-def _after_attack(job: Job, examples: Examples, hostile: Sequence[slice]) -> Examples:
-    """Return ``examples`` with the labels that hostile clients, who have these places among them, train on."""
-    if not hostile:
-        return examples
-    labels = examples.labels.copy()
-    for place in hostile:
-        labels[place] = _checked_labels(job, labels[place])
-    return replace(examples, labels=labels)
-
-
-def _checked_labels(job: Job, labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return what an attack, which may be the user's own, makes of ``labels``. Raises UserError for other labels."""
-    attack, num_classes = job.experiment.attack, job.dataset.num_classes
-    poisoned = np.asarray(attack.poisoned(labels.copy(), num_classes))
-    is_like = poisoned.shape == labels.shape and poisoned.dtype.kind in "iu"
-    if not is_like or not ((poisoned >= 0) & (poisoned < num_classes)).all():
-        raise UserError(
-            f"attack {kind_of(attack)}: poisoned gave {poisoned.dtype} of shape {poisoned.shape}; wanted is a label "
-            f"from 0 to {num_classes - 1} for each of {len(labels)} records"
-        )
-    return poisoned.astype(np.int64)
+def _relabels(job: Job) -> dict[int, Relabel]:
+    """Return {client: what it makes of its labels}, of those who train on other labels than they hold."""
+    kinds, num_classes = layer_kinds(job.experiment), job.dataset.num_classes
+    return {client: relabel for kind in kinds for client, relabel in kind.relabels(job.experiment, num_classes).items()}
 
 
 def _num_bytes(job: Job) -> int:

@@ -1,0 +1,47 @@
+"""Early stopping: a run ends once validation accuracy reaches a target, or has not risen for some rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_sim.store.run_directory import RoundRecord
+from strategies.layer import Layer
+
+
+class EarlyStopping(Layer):
+    """Ends a run by validation accuracy. ``target``: 0 for none; ``patience``: in rounds, 0 for any number."""
+
+    def __init__(self, target: float, patience: int) -> None:
+        self._target, self._patience = target, patience
+
+    @classmethod
+    def applies(cls, experiment: Any) -> bool:
+        """Say whether one of both is set."""
+        return bool(experiment.evaluate.target_accuracy or experiment.evaluate.patience)
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> EarlyStopping:
+        """Return the layer of a run: all it knows is in the log of rounds."""
+        del out, progress
+        return cls(experiment.evaluate.target_accuracy, experiment.evaluate.patience)
+
+    def ended(self, rounds: Sequence[RoundRecord]) -> str:
+        """Say why a run that has these rounds ends before its last one; empty where it goes on."""
+        validated = [(one.round, one.validation_accuracy) for one in rounds if one.validation_accuracy is not None]
+        if not validated:
+            return self.inner.ended(rounds)
+        last, accuracy = validated[-1]
+        best, highest = max(validated, key=lambda one: one[1])  # the first of equals
+        if self._target and accuracy >= self._target:
+            return (
+                f"validation accuracy {100 * accuracy:.2f} % after round {last} reaches the target of "
+                f"{100 * self._target:g} %"
+            )
+        if self._patience and last - best >= self._patience:
+            return (
+                f"no validation accuracy above the {100 * highest:.2f} % of round {best} in the {last - best} rounds "
+                f"after it (evaluate.patience={self._patience})"
+            )
+        return self.inner.ended(rounds)

@@ -1,0 +1,71 @@
+"""Rounds by a virtual clock: who is there is asked, and who is through by the deadline counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fl_sim.devices.clock import Clock, Turnout, turnout
+from fl_sim.devices.settings import fleet_of_clients
+from fl_sim.store.run_directory import RoundRecord
+from strategies.layer import Beginning, Drawn, Layer, Workload
+from strategies.samplers import Coins
+
+
+class TimedRounds(Layer):
+    """Has the clock say who takes part in a round, and how many steps these have time for."""
+
+    def __init__(self, experiment: Any) -> None:
+        self._experiment = experiment
+        self._clock: Clock | None = None
+        self._last: Turnout | None = None
+
+    @classmethod
+    def applies(cls, experiment: Any) -> bool:
+        """Say whether rounds go by a clock."""
+        return bool(experiment.is_timed and experiment.is_synchronous)
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> Layer | None:
+        """Return the layer of a run; none where one holder has all records, which is no client."""
+        del out, progress
+        return None if experiment.is_central else cls(experiment)
+
+    @classmethod
+    def check(cls, experiment: Any, beginning: Beginning) -> None:
+        """Raise UserError for devices that nobody can have."""
+        del beginning
+        fleet_of_clients(experiment.devices, experiment.num_clients, experiment.seed)
+
+    def ready(self, work: Workload) -> None:
+        """Start the clock."""
+        self._clock = clock_of(self._experiment, work)
+        self.inner.ready(work)
+
+    def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
+        """Return those of the inner cohort who are there, and through by the deadline."""
+        assert self._clock is not None, "rounds begin when the layer is ready"
+        drawn, server = self.inner.cohort(server_round, coins).clients.tolist(), self._experiment.server
+        is_partial = server.late == "partial"
+        self._last = turnout(self._clock, server_round, drawn, deadline=server.deadline, partial=is_partial)
+        return Drawn(self._last.in_time, self._last.most_steps)
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return how long the round lasted, and how many updates came too late."""
+        timed = {} if self._last is None else {"virtual_seconds": self._last.seconds, "late": self._last.num_late}
+        return {**self.inner.metrics(), **timed}
+
+    def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
+        """Say in how many rounds nobody took part."""
+        told = self.inner.conclusions(rounds)
+        if not (empty := [one.round for one in rounds if one.late is not None and not one.cohort]):
+            return told
+        where = f"in {len(empty)} of {len(rounds)} rounds no client was there and in time, first in round {empty[0]}"
+        return [*told, f"{where}: they left the model as it was"]
+
+
+def clock_of(experiment: Any, work: Workload) -> Clock:
+    """Return the clock by which clients take their turns. Raises UserError for devices that do not fit the run."""
+    fleet = fleet_of_clients(experiment.devices, experiment.num_clients, experiment.seed)
+    return Clock(fleet, work.sizes, work.settings, work.traffic, experiment.seed)
