@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-_REACHES = 1 << 20, 1 << 25  # bytes behind a pointer
-_SEGMENTATION_FAULT = -11
+_REACHES = 1 << 20, 1 << 25, 1 << 25  # bytes behind a pointer; a busy machine ends the emulator now and then
 _PAGE = mmap.PAGESIZE
 _GAP = 1 << 22  # bytes behind each range of memory that a call must not touch
 _NUMBERS, _REALS, _TEXT = 12, 8, 256
@@ -69,7 +68,7 @@ class _Function:
     def __call__(self, *arguments: Any) -> Any:
         for reach in _REACHES:
             code, found = self._run(arguments, reach)
-            if code != _SEGMENTATION_FAULT:
+            if not code:
                 break
         if code:
             raise RuntimeError(f"{self._command[-1]} in the emulator: {code} {found}")

@@ -25,7 +25,7 @@ from fl_sim.training import loop
 from fl_sim.training.loop import to_tensors
 from fl_sim.types import Examples, LocalSettings
 from partitions import Iid
-from strategies.attacks import LabelFlip
+from strategies.attacks import LabelFlip, hostile_clients
 
 
 def _made(*overrides):
@@ -254,7 +254,7 @@ class Poison(LabelFlip):
 
 def test_an_own_attack_changes_the_labels_of_hostile_clients() -> None:
     job = job_of(Experiment(attack=Poison(clients=1), clients=4, partition=Iid()))
-    [hostile] = wiring._hostile(job)
+    [hostile] = hostile_clients(job.experiment.attack, 4, job.experiment.seed)
     for client in range(4):
         labels = procedure_of(job).site().records(client, "").tensors()[1].numpy()
         moved = (labels - job.dataset.train.labels[job.shards[client]]) % 10
