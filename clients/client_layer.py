@@ -6,10 +6,17 @@ and hands the update through all of them again; the server knows from them what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
 
+from fl_sim.errors import Malformed, RunError
 from fl_sim.local_plan import LocalPlan
+from fl_sim.own_code import told
 from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, Reply, ServerState, Size, Trained
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
 
 class ClientLayer:
@@ -66,3 +73,63 @@ class ClientLayer:
         """Return the names and shapes of client state: ``state``, which is the algorithm's, and the layer's own."""
         del template, server
         return state
+
+
+@dataclass(frozen=True)
+class OwnClientLayer(ClientLayer):
+    """Stands around a client half of the user's own: what it raises is told with its name, file and line."""
+
+    half: ClientLayer
+
+    def received(self, task: LocalTask) -> LocalTask:
+        """Return what it makes of a task."""
+        return self._told(LocalTask, self.half.received, task)
+
+    def planned(self, came: LocalTask, plan: LocalPlan) -> LocalPlan:
+        """Return what it makes of a plan."""
+        return self._told(LocalPlan, self.half.planned, came, plan)
+
+    def finishing(self, came: LocalTask, task: LocalTask, trained: Trained) -> tuple[LocalTask, Trained]:
+        """Return what it lets ``finish`` see."""
+        return self._told(tuple, self.half.finishing, came, task, trained)
+
+    def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
+        """Return what it lets leave the client."""
+        return self._told(ClientUpdate, self.half.sent, came, task, trained, update)
+
+    def model(self, params: Params, state: Payloads) -> Params:
+        """Return what it takes for the client's model."""
+        return self._told(Mapping, self.half.model, params, state)
+
+    def broadcast(self, server: ServerState) -> Payloads:
+        """Return what it sends along."""
+        return self._told(dict, self.half.broadcast, server)
+
+    def adds(self, server: ServerState) -> Payloads:
+        """Return what it adds to an update."""
+        return self._told(dict, self.half.adds, server)
+
+    def packs(self, template: Payloads, model: Params) -> Mapping[str, Size]:
+        """Return what it packs."""
+        return self._told(Mapping, self.half.packs, template, model)
+
+    def unpacked(self, reply: Reply, template: Payloads, server_round: int) -> Reply:
+        """Return what it unpacks."""
+        return self._told(Reply, self.half.unpacked, reply, template, server_round)
+
+    def kept(self, state: Payloads, template: Payloads, server: ServerState) -> Payloads:
+        """Return what it keeps."""
+        return self._told(dict, self.half.kept, state, template, server)
+
+    def _told(self, wanted: Any, method: Callable[_Given, _Made], *given: _Given.args, **named: _Given.kwargs) -> _Made:
+        name = f"{method.__name__} of {type(self.half).__name__}"
+        try:
+            made = method(*given, **named)
+        except Malformed:  # which is said of the client that sent it
+            raise
+        except Exception:
+            with told(name):
+                raise
+        if not isinstance(made, wanted):
+            raise RunError(f"{name} gave {type(made).__name__}; wanted is {wanted.__name__}")
+        return made

@@ -264,7 +264,12 @@ def kind_of(value: Any) -> str:
 
 def is_own_kind(value: Any) -> bool:
     """Say whether a settings value is of a class of the user's own."""
-    return type(value).__module__.partition(".")[0] not in _OURS
+    return is_own(type(value))
+
+
+def is_own(kind: type) -> bool:
+    """Say whether a class is the user's own."""
+    return kind.__module__.partition(".")[0] not in _OURS
 
 
 def title_of(value: Any) -> str:

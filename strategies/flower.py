@@ -18,6 +18,7 @@ from clients.client_layer import ClientLayer
 from fl_sim.engines import tensor_records, wire
 from fl_sim.errors import Diverged, Malformed
 from fl_sim.handed_out import HandedOut
+from fl_sim.kinds import is_own_kind
 from fl_sim.own_code import told
 from fl_sim.params import flattened, is_finite
 from fl_sim.seeding import rng, seed_process
@@ -33,6 +34,7 @@ from strategies.answers import (
     refusal,
 )
 from strategies.layer import Drawn, Layer, Layered, Workload
+from strategies.own_layer import OwnLayer
 from strategies.samplers import Coins, Sampler
 
 
@@ -44,8 +46,8 @@ class FederatedStrategy(Strategy):
     ``order`` holds what every message says; its round and learning rate are filled in per round. ``most_examples``: how
     many records a client can have at most, where that is known. ``sampling_seed``: what cohorts are drawn by, None for
     ``seed``. ``on_clients``: the client halves of the layers. ``cohort``: those whose updates count in the last
-    round. ``layer``: the outermost one. ``holders``: which clients hold records to train on, (clients,), as far as is
-    known; None: all.
+    round. ``layer``: the outermost one of ``layers``. ``holders``: which clients hold records to train on, (clients,),
+    as far as is known; None: all.
     """
 
     algorithm: Algorithm
@@ -64,6 +66,7 @@ class FederatedStrategy(Strategy):
     _sent: HandedOut | None = None
     without_effect: Counter[str] = field(default_factory=Counter)
     layer: Layer = field(init=False)
+    layers: list[Layer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Begin with the innermost layer."""
@@ -72,6 +75,9 @@ class FederatedStrategy(Strategy):
     def wrap(self, layer: Layer) -> None:
         """Put ``layer`` around those that there are."""
         layer.inner, self.layer = self.layer, layer
+        self.layers.append(layer)
+        if is_own_kind(layer):
+            self.layer = OwnLayer(layer, self.num_clients)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -278,10 +284,6 @@ class _Innermost(Layer):
     def hides_clients(self) -> bool:
         """Say that nobody is promised anything."""
         return False
-
-    def progress(self) -> Mapping[str, Any]:
-        """Return nothing."""
-        return {}
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
         """Return nothing."""

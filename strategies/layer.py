@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from clients.client_layer import ClientLayer
+from clients.client_layer import ClientLayer, OwnClientLayer
 from fl_sim.errors import Malformed, UserError
 from fl_sim.import_path import load_object
-from fl_sim.kinds import kind_of, path_in
+from fl_sim.kinds import is_own_kind, kind_of, path_in
 from fl_sim.local_plan import LocalPlan
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.types import Aggregate, Cohort, LocalSettings, Payloads, Reply, ServerState, Traffic
@@ -114,7 +114,7 @@ class Layer:
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> "Layer | None":
         """Return the layer of a run of ``experiment`` in ``out``, None where that has no need of one.
 
-        ``progress``: what the layer left in the checkpoint.
+        ``progress``: what the layer's ``state`` was in the checkpoint that the run goes on from; nothing at first.
         """
         del experiment, out, progress
         if cls.__init__ is object.__init__:
@@ -221,9 +221,9 @@ class Layer:
         """Say whether who takes part is secret: how many came, and how they fared, is then told nowhere."""
         return self.inner.hides_clients
 
-    def progress(self) -> Mapping[str, Any]:
-        """Return what goes into the checkpoint: fields of ``Progress``."""
-        return self.inner.progress()
+    def state(self) -> Mapping[str, Any]:
+        """Return the layer's own part of the checkpoint, JSON values by name; ``of`` gets it when a run goes on."""
+        return {}
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
         """Return privacy statements of a run that was to have ``rounds`` rounds."""
@@ -235,6 +235,11 @@ def found_in(layer: Layer, kind: type[Kind]) -> Kind:
     while not isinstance(layer, kind):
         layer = layer.inner
     return layer
+
+
+def name_of(kind: type[Layer]) -> str:
+    """Return the name of a layer's state in the checkpoint."""
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def layer_kinds(experiment: Any) -> list[type[Layer]]:
@@ -262,4 +267,4 @@ def _all_kinds(experiment: Any) -> list[type[Layer]]:
 def client_layers(experiment: Any, algorithm: object, model: Callable[[], nn.Module]) -> tuple[ClientLayer, ...]:
     """Return the client halves of an experiment's layers, from the inside out. ``model``: makes a fresh one."""
     halves = (kind.on_clients(experiment, algorithm, model) for kind in layer_kinds(experiment))
-    return tuple(half for half in halves if half is not None)
+    return tuple(OwnClientLayer(half) if is_own_kind(half) else half for half in halves if half is not None)

@@ -144,10 +144,9 @@ class PrivateRounds(Layer):
         """Say yes: how many came leaves the rounds in the noised mean alone."""
         return True
 
-    def progress(self) -> Mapping[str, Any]:
+    def state(self) -> Mapping[str, Any]:
         """Return the next round's clipping norm, and what was paid."""
-        receipt = self.ledger.receipt.to_json()
-        return {**self.inner.progress(), "clipping_norm": self.clipping_norm, "receipt": receipt}
+        return {"clipping_norm": self.clipping_norm, "receipt": self.ledger.receipt.to_json()}
 
     def statements(self, rounds: int) -> list[dict[str, object]]:
         """Add what the rounds cost a client."""

@@ -28,7 +28,7 @@ from fl_sim.training.trainer import LocalJob
 from fl_sim.types import LocalTask, ServerState, Trained
 from strategies.algorithm import Algorithm
 from strategies.flower import FederatedStrategy
-from strategies.layer import client_layers, layer_kinds
+from strategies.layer import client_layers, layer_kinds, name_of
 
 MOST_HELD = 10**9
 """The most records that a node may say it holds, where these may be its own."""
@@ -74,9 +74,8 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
         sampling_seed=experiment.sampling_seed,
         on_clients=client_layers(experiment, algorithm, job.model),
     )
-    progress = {"clipping_norm": log.clipping_norm, "receipt": log.receipt}
     for kind in layer_kinds(experiment):
-        if layer := kind.of(experiment, out, progress):
+        if layer := kind.of(experiment, out, log.layer_states.get(name_of(kind), {})):
             strategy.wrap(layer)
     log.layer = strategy.layer
     start = time.perf_counter()

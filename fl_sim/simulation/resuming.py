@@ -134,7 +134,7 @@ def take_up(procedure: Procedure, out: Path) -> tuple[RunLog, int]:
     if there is not None and checkpoint is not None:
         progress, log.server = checkpoint
         log.rounds = run_directory.keep_rounds(out, progress.last_round, progress.chain)
-        log.chain, log.clipping_norm, log.receipt = progress.chain, progress.clipping_norm, progress.receipt
+        log.chain, log.layer_states = progress.chain, progress.layers
         log.versions, log.counts_holders = progress.versions, progress.counts_holders
         log.doubts = [said for said in (on_trust(out, now),) if said]
     else:

@@ -17,7 +17,7 @@ from fl_sim.engines import wire
 from fl_sim.errors import Diverged, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
-from fl_sim.kinds import hides_clients, is_own_kind, kind_of, replaces_records
+from fl_sim.kinds import hides_clients, is_own, is_own_kind, kind_of, replaces_records
 from fl_sim.local_plan import LocalPlan, sent_by
 from fl_sim.own_code import told
 from fl_sim.params import detached, trainable
@@ -46,6 +46,7 @@ from strategies.algorithm import (
 )
 from strategies.flower import FederatedStrategy, Round, run_round
 from strategies.layer import Beginning, Stop, check_names, client_layers, layer_kinds
+from strategies.own_layer import states_of
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
@@ -233,6 +234,11 @@ class Rounds:
     def _check_asked(self) -> None:
         """Raise UserError where code of the user's own asks clients for what no noise covers in a private run."""
         experiment = self.job.experiment
+        if hides_clients(experiment.aggregator) and (own := [one for one in layer_kinds(experiment) if is_own(one)]):
+            raise UserError(
+                f"{own[0].__name__}, a layer of your own, sees clients' updates without noise, and this run promises "
+                "privacy: no epsilon could be printed; leave it out, or the promise"
+            )
         if not (hides_clients(experiment.aggregator) or replaces_records(experiment.preprocess)):
             return
         for name, task in tasks_of(self.job).items():
@@ -303,6 +309,6 @@ def _keep(out: Path, log: RunLog, strategy: FederatedStrategy, record: RoundReco
     holders = strategy.holders is not None
     progress = Progress(
         record.round, log.chain,
-        records=log.records, versions=log.versions, counts_holders=holders, **strategy.layer.progress(),
+        records=log.records, versions=log.versions, counts_holders=holders, layers=states_of(strategy.layers),
     )  # fmt: skip
     write_checkpoint(out, progress, log.server)

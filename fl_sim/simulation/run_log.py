@@ -39,7 +39,8 @@ class RunLog:
 
     ``engine``: its kind; ``trainer``: who trains clients, in words. ``measured``: the last model that was;
     ``measured_again``: after a stage that changed the model of the last round. ``pooled``: what all clients train on.
-    ``stages``: of the run; ``layer``: the outermost one of its rounds. ``traffic``: of each client in a round, None
+    ``stages``: of the run; ``layer``: the outermost one of its rounds; ``layer_states``: {layer: its part of the
+    checkpoint}. ``traffic``: of each client in a round, None
     where there was none; ``before`` and ``after`` the rounds: of all clients, by what it was, None where that depends
     on private records. ``facts`` and ``statements`` (of privacy) are a procedure's own: they go into ``result.json`` as
     they are. ``records``: a digest of the user's own records, for the checkpoint. ``versions``: {round: digest} of the
@@ -66,8 +67,7 @@ class RunLog:
     statements: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     chain: str = ""
-    clipping_norm: float | None = None
-    receipt: dict[str, Any] | None = None
+    layer_states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     seal: Seal | None = None
     records: str = ""
     versions: dict[int, str] = field(default_factory=dict)

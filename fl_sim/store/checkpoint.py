@@ -25,21 +25,20 @@ class Progress:
     """How far a run is.
 
     ``last_round``: the last finished one. ``chain``: the hash over the run's settings and its log up to that round.
-    ``clipping_norm``: the next round's, where the run is private. ``receipt``: the privacy ledger's, as plain JSON.
     ``records``: a digest of the user's own records that the run trains on, empty where they are public. ``versions``:
     {round: digest} of the states before some rounds, which lie in files beside it (``write_state``).
-    ``counts_holders``: whether clients without records are left out where an algorithm counts all clients.
+    ``counts_holders``: whether clients without records are left out where an algorithm counts all clients. ``layers``:
+    {layer: its own part, JSON values by name}.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     last_round: int
     chain: str
-    clipping_norm: float | None = None
-    receipt: dict[str, Any] | None = None
     records: str = ""
     versions: dict[int, str] = field(default_factory=dict)
     counts_holders: bool = False
+    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 _PROGRESS = TypeAdapter(Progress)
@@ -54,7 +53,9 @@ def write_state(path: Path, progress: Progress, server: ServerState) -> str:
     """Keep a state of the server in a file, whole or not at all; return the SHA-256 of what is in it."""
     # safetensors sorts by name; numbers first keep our order, on which last bits and the noise of privacy depend.
     named = {f"{number:06}/{name}": value for number, (name, value) in enumerate(_named(server))}
-    unused = {name for name in ("versions", "counts_holders") if not getattr(progress, name)}  # which came later
+    unused = {
+        name for name in ("versions", "counts_holders", "layers") if not getattr(progress, name)
+    }  # which came later
     facts = _PROGRESS.dump_json(progress, exclude=unused).decode()
     digest = digest_of(facts, named)
     write_whole(path, save(named, {"progress": facts, "sha256": digest}))
@@ -79,7 +80,7 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
     content = read_whole(path)
     try:
         found, said = load(content), metadata_in(content)
-        progress = _PROGRESS.validate_json(said["progress"])
+        progress = _PROGRESS.validate_python(_as_now(json.loads(said["progress"])))
         now = digest_of(said["progress"], dict(sorted(found.items())))
         if not said["sha256"] == now == (digest or now):
             raise ValueError("its checksum is another")  # noqa: TRY301 (one message for all that is wrong with a file)
@@ -93,6 +94,14 @@ def read_state(path: Path, like: ServerState, digest: str = "") -> tuple[Progres
     parts = _grouped(tensors)
     layers = parts.get("layers", {}).get("", {})
     return progress, ServerState(parts["params"][""], parts.get("broadcast", {}), parts.get("memory", {}), layers)
+
+
+def _as_now(progress: dict[str, Any]) -> dict[str, Any]:
+    """Return a progress as it is written now: once it had fields of one layer."""
+    private = {name: progress.pop(name) for name in ("clipping_norm", "receipt") if name in progress}
+    if any(value is not None for value in private.values()):
+        progress["layers"] = {"strategies.private:PrivateRounds": private}
+    return progress
 
 
 def _named(server: ServerState) -> Iterator[tuple[str, torch.Tensor]]:

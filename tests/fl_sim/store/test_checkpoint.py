@@ -1,5 +1,6 @@
 """The server's state on disk: it comes back bit for bit, or not at all."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fl_sim.errors import UserError
-from fl_sim.store.checkpoint import Progress, read_checkpoint, write_checkpoint
+from fl_sim.store.checkpoint import Progress, digest_of, read_checkpoint, write_checkpoint
 from fl_sim.types import ServerState
 
-PROGRESS = Progress(7, "ab" * 32, 0.1 + 0.2, {"ledger": "id", "charges": 3, "digest": "cd"})
+RECEIPT = {"ledger": "id", "charges": 3, "digest": "cd"}
+PRIVATE = {"clipping_norm": 0.1 + 0.2, "receipt": RECEIPT}
+PROGRESS = Progress(7, "ab" * 32, layers={"strategies.private:PrivateRounds": PRIVATE, "mine:Counting": {"seen": [1]}})
 
 
 def _state(seed: int = 0) -> ServerState:
@@ -44,6 +47,19 @@ def test_it_comes_back_bit_for_bit_in_its_order(tmp_path: Path) -> None:
     assert progress == PROGRESS
     assert _same(state, _state())
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.safetensors"]  # no partial files
+
+
+def test_a_checkpoint_of_a_version_without_parts_of_layers_is_read_as_it_was_meant(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    for private, layers in ((PRIVATE, {"strategies.private:PrivateRounds": PRIVATE}),
+                            (dict.fromkeys(PRIVATE), {})):  # fmt: skip
+        write_checkpoint(tmp_path, Progress(7, "ab" * 32), _state())
+        tensors = load_file(path)
+        facts = json.dumps({"last_round": 7, "chain": "ab" * 32, **private, "records": ""})
+        save_file(tensors, path, {"progress": facts, "sha256": digest_of(facts, dict(sorted(tensors.items())))})
+        progress, state = read_checkpoint(tmp_path, _state(1)) or (None, ServerState({}))
+        assert progress == Progress(7, "ab" * 32, layers=layers)
+        assert _same(state, _state())
 
 
 def test_without_a_file_there_is_none(tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""A layer of somebody else's: where it fails or answers something else than it must, that is said with its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from fl_sim.errors import Malformed, RunError
+from fl_sim.own_code import told
+from fl_sim.params import layout_of
+from fl_sim.store.run_directory import RoundRecord
+from fl_sim.types import Aggregate, Cohort, Payloads, Reply, ServerState
+from strategies.algorithm import Algorithm
+from strategies.layer import Drawn, Layer, Workload, name_of
+from strategies.samplers import Coins
+
+_NUMBERS: Final = {"epsilon", "virtual_seconds", "late", "staleness"}
+"""What a layer may say in a round's line; the rest of it is the loop's."""
+
+
+class OwnLayer(Layer):
+    """Stands around ``inner``, a layer of the user's own, and checks what it does."""
+
+    def __init__(self, inner: Layer, num_clients: int) -> None:
+        self.inner, self._name, self._num_clients = inner, type(inner).__name__, num_clients
+
+    def ready(self, work: Workload) -> None:
+        """Tell the layer."""
+        with self._told("ready"):
+            self.inner.ready(work)
+
+    def begin(self, server_round: int) -> None:
+        """Begin a round."""
+        with self._told("begin"):
+            self.inner.begin(server_round)
+
+    def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
+        """Return the clients that it draws, which must be some of the run's, ascending."""
+        with self._told("cohort"):
+            drawn = self.inner.cohort(server_round, coins)
+        chosen = np.asarray(drawn.clients) if isinstance(drawn, Drawn) else np.array([0.5])
+        whole = chosen.ndim == 1 and chosen.dtype.kind in "iu"
+        if not whole or (np.diff(chosen, prepend=-1, append=self._num_clients) < 1).any():
+            raise self._wrong("cohort", f"{drawn!r}", f"Drawn(clients) with numbers from 0 to {self._num_clients - 1}, "
+                              "ascending, none twice")  # fmt: skip
+        return drawn
+
+    def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
+        """Return the updates that it lets through, each with the names and shapes of what was received."""
+        with self._told("received"):
+            answered = tuple(self.inner.received(replies))
+        before = {one.client: _layouts(one.payloads) for one in replies}
+        clients = [one.client for one in answered]
+        if clients != [client for client in before if client in clients]:
+            raise self._wrong("received", f"updates of {clients}", f"some of {list(before)}, in their order")
+        for one in answered:
+            if _layouts(one.payloads) != before[one.client]:
+                raise self._wrong("received", f"tensors of {_layouts(one.payloads)}", f"{before[one.client]}")
+        return answered
+
+    def lost(self, server_round: int, failed: Mapping[int, Malformed], *, answered: bool) -> None:
+        """Hear who failed."""
+        with self._told("lost"):
+            self.inner.lost(server_round, failed, answered=answered)
+
+    def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        """Return one of many, with the names and shapes of what each client sent."""
+        with self._told("aggregate"):
+            made = self.inner.aggregate(cohort, algorithm, server)
+        wanted = _layouts(cohort.replies[0].payloads) if cohort.replies else None
+        if made is not None and (not isinstance(made, Aggregate) or wanted not in (None, _layouts(made.payloads))):
+            got = _layouts(made.payloads) if isinstance(made, Aggregate) else repr(made)
+            raise self._wrong("aggregate", f"{got}", f"an Aggregate of {wanted}, or None")
+        return made
+
+    def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
+        """Return the next state, whose model has the names and shapes of the last one's."""
+        with self._told("merge"):
+            merged = self.inner.merge(algorithm, server, aggregate)
+        if not isinstance(merged, ServerState) or layout_of(merged.params) != layout_of(server.params):
+            got = layout_of(merged.params) if isinstance(merged, ServerState) else repr(merged)
+            raise self._wrong("merge", f"{got}", f"a ServerState whose params are {layout_of(server.params)}")
+        return merged
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return what a round's line says."""
+        with self._told("metrics"):
+            said = {**self.inner.metrics()}
+        if unknown := set(said) - _NUMBERS:
+            raise self._wrong(
+                "metrics", f"{min(unknown)!r}", f"fields of a round's line: {', '.join(sorted(_NUMBERS))}"
+            )
+        return said
+
+    def ended(self, rounds: Sequence[RoundRecord]) -> str:
+        """Say why the run ends."""
+        with self._told("ended"):
+            return str(self.inner.ended(rounds) or "")
+
+    def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
+        """Say what to warn of."""
+        with self._told("conclusions"):
+            return [str(one) for one in self.inner.conclusions(rounds)]
+
+    def _told(self, method: str) -> Any:
+        return told(f"{method} of {self._name}")
+
+    def _wrong(self, method: str, got: str, wanted: str) -> RunError:
+        return RunError(f"{method} of layer {self._name} gave {got}; wanted is {wanted}")
+
+
+def states_of(layers: Sequence[Layer]) -> dict[str, dict[str, Any]]:
+    """Return the layers' parts of the checkpoint, by their names. Raises RunError for what is no JSON."""
+    states = {name_of(type(layer)): layer.state() for layer in layers}
+    for name, state in states.items():
+        try:
+            again = json.loads(json.dumps(state, allow_nan=False))
+        except (TypeError, ValueError):
+            again = None
+        if again != state:
+            raise RunError(
+                f"state of layer {name} gave {state!r}; wanted is a dict of JSON values by name, as the checkpoint "
+                "holds them"
+            )
+    return {name: dict(state) for name, state in states.items() if state}
+
+
+def _layouts(payloads: Payloads) -> dict[str, dict[str, tuple[int, ...]]]:
+    return {group: dict(layout_of(params)) for group, params in payloads.items()}

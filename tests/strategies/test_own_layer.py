@@ -1,0 +1,249 @@
+"""A layer of the user's own: its answers are checked, its errors are told with their place, its state comes back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from clients.client_layer import ClientLayer
+from fl_sim.errors import RunError, UserError
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.simulation.run import run
+from fl_sim.simulation.run_log import Silent
+from fl_sim.store.run_directory import RoundRecord, read_rounds
+from fl_sim.types import Aggregate, ClientUpdate, Cohort, LocalTask, Payloads, Reply, ServerState, Trained
+from strategies.aggregators import WeightedMean
+from strategies.algorithm import Algorithm
+from strategies.fedavg import FedAvg
+from strategies.layer import Drawn, Layer
+from strategies.samplers import Coins
+
+QUICK = {"model": "logistic", "clients": 4, "rounds": 3, "partition": "iid", "engine": "inprocess"}
+
+
+class Faulty(Layer):
+    """Does one thing wrong."""
+
+    def __init__(self, fault: str) -> None:
+        self._fault = fault
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> Layer:
+        return cls(experiment.aggregator.fault)
+
+    def begin(self, server_round: int) -> None:
+        if self._fault == "raises":
+            raise ZeroDivisionError("no way on")
+        self.inner.begin(server_round)
+
+    def cohort(self, server_round: int, coins: Coins | None = None) -> Drawn:
+        drawn = self.inner.cohort(server_round, coins)
+        clients: Any = {"a stranger": [0, 4], "one twice": [1, 1], "below": [-1, 0], "backwards": [2, 1],
+                        "shares": [0.5, 1.5]}.get(self._fault)  # fmt: skip
+        made: Any = clients if self._fault == "a list" else drawn
+        return made if clients is None else Drawn(np.array(clients))
+
+    def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
+        first, *others = self.inner.received(replies)
+        if self._fault == "another shape":
+            first = replace(first, payloads={"delta": {"w": torch.zeros(2)}})
+        if self._fault == "a made-up client":
+            first = replace(first, client=9)
+        if self._fault == "another order":
+            return (*others, first)
+        return (first, *others)
+
+    def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        mean = self.inner.aggregate(cohort, algorithm, server)
+        assert mean is not None
+        if self._fault == "a smaller mean":
+            return replace(mean, payloads={"delta": {}})
+        made: Any = 0.5 if self._fault == "a number" else mean
+        return made
+
+    def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
+        merged = self.inner.merge(algorithm, server, aggregate)
+        return replace(merged, params={}) if self._fault == "no model" else merged
+
+    def metrics(self) -> Mapping[str, Any]:
+        return {**self.inner.metrics(), **({"seconds": 1.0} if self._fault == "a strange metric" else {})}
+
+    def state(self) -> Mapping[str, Any]:
+        made: Any = {"tensor": {"t": torch.zeros(1)}, "nan": {"n": float("nan")}, "keys": {1: 2}}
+        return dict(made.get(self._fault, {}))
+
+
+class FaultyMean(WeightedMean):
+    """The mean, with a faulty layer around it."""
+
+    layer: ClassVar[str] = f"{__name__}:Faulty"
+    fault: str = "none"
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("raises", r"begin of Faulty failed with ZeroDivisionError: no way on \(.*test_own_layer.py:\d+, in begin\)"),
+        ("a stranger", "cohort of layer Faulty gave .* numbers from 0 to 3"),
+        ("one twice", "cohort of layer Faulty gave"),
+        ("below", "cohort of layer Faulty gave"),
+        ("backwards", "cohort of layer Faulty gave"),
+        ("shares", "cohort of layer Faulty gave"),
+        ("another shape", "received of layer Faulty gave tensors of"),
+        ("a made-up client", r"received of layer Faulty gave updates of \[9, 1, 2, 3\]; wanted is some of \[0, 1"),
+        ("another order", "received of layer Faulty gave updates of"),
+        ("a smaller mean", "aggregate of layer Faulty gave"),
+        ("a number", "aggregate of layer Faulty gave 0.5"),
+        ("no model", "merge of layer Faulty gave"),
+        ("a strange metric", "metrics of layer Faulty gave 'seconds'"),
+        ("tensor", "state of layer .*:Faulty gave"),
+        ("nan", "state of layer .*:Faulty gave"),
+        ("keys", "state of layer .*:Faulty gave"),
+    ],
+)  # fmt: skip
+def test_what_a_layer_does_wrong_is_told_in_a_line_with_its_name(fault: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=told) as caught:
+        run(experiment_from({**QUICK, "aggregator": FaultyMean(fault=fault)}), tmp_path / "run")
+    assert "\n" not in str(caught.value)
+
+
+def test_one_that_does_nothing_wrong_is_let_through(tmp_path: Path) -> None:
+    run(experiment_from({**QUICK, "aggregator": FaultyMean()}), tmp_path / "own")
+    run(experiment_from(QUICK), tmp_path / "plain")
+    own, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "plain"))
+    assert all(torch.equal(own[name], plain[name]) for name in plain)
+
+
+class Ending(Layer):
+    """Ends the run when it has seen as many updates as are allowed, which it counts over processes."""
+
+    def __init__(self, most: int, seen: Sequence[int]) -> None:
+        self.most, self.seen = most, list(seen)
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> Layer:
+        return cls(experiment.aggregator.most, progress.get("seen", []))
+
+    def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
+        self.seen.append(len(replies))
+        return self.inner.received(replies)
+
+    def ended(self, rounds: Sequence[RoundRecord]) -> str:
+        return "enough" if sum(self.seen) >= self.most else ""
+
+    def conclusions(self, rounds: Sequence[RoundRecord]) -> list[str]:
+        return [f"seen: {self.seen} in {len(rounds)} rounds"]
+
+    def state(self) -> Mapping[str, Any]:
+        return {"seen": self.seen}
+
+
+class EndingMean(WeightedMean):
+    """The mean, for so many updates."""
+
+    layer: ClassVar[str] = f"{__name__}:Ending"
+    most: int = 8
+
+
+class Break(Silent):
+    """Breaks off after a round."""
+
+    def finished_round(self, record: RoundRecord) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_layers_state_comes_back_in_the_process_that_goes_on(tmp_path: Path) -> None:
+    experiment = experiment_from({**QUICK, "aggregator": EndingMean(most=8)})
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, tmp_path / "run", observer=Break())
+    result = run(experiment, tmp_path / "run")
+    assert result["rounds"] == 2
+    assert result["stopped"] == "enough"
+    assert "seen: [4, 4] in 2 rounds" in result["warnings"]
+
+
+class Marking(ClientLayer):
+    """Adds a group to every update, and does one thing wrong."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def received(self, task: LocalTask) -> LocalTask:
+        if self.fault == "raises":
+            raise ZeroDivisionError("no way on")
+        made: Any = None if self.fault == "nothing" else task
+        return made
+
+    def adds(self, server: ServerState) -> Payloads:
+        return {"mark": {"one": torch.zeros(1)}}
+
+    def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
+        if self.fault == "forgets":
+            return update
+        return replace(update, payloads={**update.payloads, "mark": {"one": torch.full((1,), 7.0)}})
+
+
+class Marks(Layer):
+    """Takes the marks out again."""
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> Layer:
+        return cls()
+
+    @classmethod
+    def on_clients(cls, experiment: Any, algorithm: object, model: Any) -> ClientLayer:
+        return Marking(experiment.aggregator.fault)
+
+    def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
+        payloads = dict(aggregate.payloads)
+        assert payloads.pop("mark")["one"].tolist() == [7.0]
+        return self.inner.merge(algorithm, server, replace(aggregate, payloads=payloads))
+
+
+class MarkingMean(WeightedMean):
+    """The mean of updates that are marked."""
+
+    layer: ClassVar[str] = f"{__name__}:Marks"
+    fault: str = "none"
+
+
+def test_a_client_half_adds_to_updates_what_its_layer_takes_out_again(tmp_path: Path) -> None:
+    run(experiment_from({**QUICK, "aggregator": MarkingMean()}), tmp_path / "own")
+    run(experiment_from(QUICK), tmp_path / "plain")
+    own, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "plain"))
+    assert all(torch.equal(own[name], plain[name]) for name in plain)
+    marked, whole = (read_rounds(tmp_path / name)[0].bytes_up for name in ("own", "plain"))
+    assert marked is not None
+    assert whole is not None
+    assert marked - whole == 4 * (128 + 4)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("raises", r"received of Marking failed with ZeroDivisionError: no way on \(.*test_own_layer.py:\d+"),
+        ("nothing", "received of Marking gave NoneType; wanted is LocalTask"),
+        ("forgets", "client 0 .* sent other records than .*payload/mark"),
+    ],
+)
+def test_what_a_client_half_does_wrong_is_told_with_its_name(fault: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=told):
+        run(experiment_from({**QUICK, "aggregator": MarkingMean(fault=fault)}), tmp_path / "run")
+
+
+class Watched(FedAvg):
+    """An algorithm with a layer of the user's own."""
+
+    layer: ClassVar[str] = f"{__name__}:Marks"
+
+
+def test_a_layer_of_ones_own_has_no_place_in_a_run_that_hides_its_clients(tmp_path: Path) -> None:
+    private = {"aggregator": {"kind": "global-dp", "noise": "seeded"}, "algorithm": Watched()}
+    with pytest.raises(UserError, match="Marks, a layer of your own, sees clients' updates without noise"):
+        run(experiment_from({**QUICK, **private}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
