@@ -8,8 +8,11 @@
 
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fl_sim.moved import Finder
 
 if TYPE_CHECKING:
     from fl_sim.errors import RunError, UserError
@@ -58,3 +61,4 @@ def _refuse_shadows() -> None:
 
 
 _refuse_shadows()
+sys.meta_path.insert(0, Finder())

@@ -1,0 +1,52 @@
+"""Modules that have moved: their old import paths work for one release, with a warning that names the new one."""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+from typing import Final
+
+MOVED: Final[Mapping[str, str]] = {
+    "fl_sim.batch_norm": "fl_sim.running_statistics",
+    "fl_sim.simulation.calibration": "fl_sim.stages.ccvr",
+    "fl_sim.simulation.clocks": "strategies.timed",
+    "fl_sim.simulation.dafl": "fl_sim.stages.dafl",
+    "fl_sim.simulation.dafl.bill": "fl_sim.stages.dafl.bill",
+    "fl_sim.simulation.dafl.pool": "fl_sim.stages.dafl.pool",
+    "fl_sim.simulation.dafl.synthesis": "fl_sim.stages.dafl.synthesis",
+    "fl_sim.simulation.moments_bill": "fl_sim.stages.ccvr",
+    "fl_sim.simulation.starting": "fl_sim.stages.private_start",
+    "fl_sim.simulation.summaries": "fl_sim.stages.ccvr",
+}
+"""{where a module was: where what was in it is now}."""
+
+
+class _Moved(Loader):
+    """Puts the module of a new path in the place of the old one."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Leave it to Python to make a module, whose place another one takes."""
+        del spec
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Import the new one, and warn."""
+        old, new = module.__name__, MOVED[module.__name__]
+        sys.modules[old] = importlib.import_module(new)
+        told = f"{old} has moved to {new}: import it from there, as the old path goes with the next release"
+        warnings.warn(told, DeprecationWarning, stacklevel=2)
+
+
+class Finder(MetaPathFinder):
+    """Finds modules at their old paths. Asked first: a part of a folder that has moved would be found a second time."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return where a module that has moved comes from; None for all others."""
+        del path, target
+        return spec_from_loader(fullname, _Moved(), is_package=True) if fullname in MOVED else None
