@@ -21,7 +21,7 @@ from fl_sim.params import is_finite, layers_after, placed
 from fl_sim.seeding import process_kept, rng, seed_process
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import local_settings, read_pool, sizes_trained_on
-from fl_sim.simulation.stage import Run, stages_of
+from fl_sim.simulation.stage import Run, done, stages_of
 from fl_sim.store import run_directory
 from fl_sim.training.loop import resident
 from fl_sim.training.trainer import LocalJob
@@ -83,7 +83,7 @@ def federated_strategy(job: Job, algorithm: Algorithm, grid: Grid, out: Path, lo
     log.stages = stages = stages_of(job)
     for stage in stages:
         strategy.most_examples = held + log.num_pooled
-        stage.before(Run(job, strategy, grid, out, log))
+        done(stage, Run(job, strategy, grid, out, log), "before")
     strategy.most_examples = held + log.num_pooled
     strategy.holders = _holders(job, log)
     log.preprocess_seconds = time.perf_counter() - start

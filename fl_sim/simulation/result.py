@@ -16,6 +16,7 @@ from fl_sim.kinds import kind_of, short_form, title_of
 from fl_sim.params import num_parameters
 from fl_sim.simulation.measures import measures_of
 from fl_sim.simulation.run_log import RunLog
+from fl_sim.simulation.stage import is_json
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import coarse
 from fl_sim.store.tensors import write_private
@@ -156,7 +157,8 @@ def _of_stages(experiment: Experiment, log: RunLog) -> dict[str, Any]:
     """Return what was done before and after the rounds; of what was not done its kind alone."""
     told: dict[str, Any] = {name: {"kind": getattr(experiment, name).kind} for name in ("preprocess", "calibrate")}
     for stage in log.stages:
-        told |= stage.facts()
+        facts = stage.facts()
+        told |= facts if is_json(facts) else {}  # where they are not, the run has failed of it
     return told
 
 

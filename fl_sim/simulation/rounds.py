@@ -27,7 +27,7 @@ from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.preparation import prepared_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import site_for, workload_of
-from fl_sim.simulation.stage import Run, Stage, stages_of, tasks_of
+from fl_sim.simulation.stage import Run, Stage, done, stages_of, tasks_of
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, write_checkpoint
 from fl_sim.store.run_directory import RoundRecord
@@ -105,9 +105,9 @@ class Rounds:
         if log.measured is None and log.rounds:  # all of them ran before this process
             whole = replace(log.server, params=self._whole(log.server.params)).model
             log.measured = measuring.measured(whole, _after(len(log.rounds)), is_last=True)
-        for done in log.stages:
-            assert isinstance(done, Stage)
-            done.after(run)
+        for last_stage in log.stages:
+            assert isinstance(last_stage, Stage)
+            done(last_stage, run, "after")
 
     def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
         """Return what has clients train, and the server merge what they send."""
@@ -122,13 +122,13 @@ class Rounds:
         """Train, and evaluate where that is due. Raises Stop where a layer ends the run before it."""
         experiment, start = self.job.experiment, time.perf_counter()
         rate = experiment.local.rate_in(server_round, experiment.rounds)
-        done = exchange(server_round, rate)
+        made = exchange(server_round, rate)
         record = RoundRecord(
-            server_round, None, None, done.train_loss, done.epsilon, done.cohort_size, rate, None,
-            virtual_seconds=done.virtual_seconds, late=done.late, staleness=done.staleness,
+            server_round, None, None, made.train_loss, made.epsilon, made.cohort_size, rate, None,
+            virtual_seconds=made.virtual_seconds, late=made.late, staleness=made.staleness,
         )  # fmt: skip
-        if done.traffic is not None:
-            record = replace(record, bytes_down=done.traffic.down, bytes_up=done.traffic.up)
+        if made.traffic is not None:
+            record = replace(record, bytes_down=made.traffic.down, bytes_up=made.traffic.up)
         record = self._evaluated(record, strategy, log, measuring)
         return record if experiment.is_private else replace(record, seconds=time.perf_counter() - start)
 

@@ -4,22 +4,25 @@ A settings class names its stage as ``stage = "module:Class"``; a user's own cla
 the methods below and knows no stage by name.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
 from clients.client_task import ClientTask
 from fl_sim.engines.wire import Order
-from fl_sim.errors import UserError
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.import_path import load_object
-from fl_sim.kinds import path_in
+from fl_sim.kinds import is_own_kind, path_in
+from fl_sim.own_code import told
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.types import Params, Payloads, Traffic
@@ -31,6 +34,15 @@ if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
 
 Answer = TypeVar("Answer")
+
+RESULT: Final = frozenset({
+    "status", "algorithm", "titles", "data", "data_note", "features", "image_shape", "partition", "clients",
+    "is_private", "records", "model", "evaluated_model", "num_parameters", "seed", "engine", "trainer", "precision",
+    "rounds", "final_accuracy", "best_accuracy", "best_round", "best_chosen_on", "validation",
+    "measures", "bytes", "error", "diverged", "privacy", "stopped", "warnings", "chain", "identity", "seconds",
+    "versions",
+})  # fmt: skip
+"""What ``result.json`` says of every run, so that no stage may call a fact like that."""
 
 _SHARES: Final = "fl_sim.stages.shares:Shares"  # of every algorithm that shares, ours or not
 
@@ -148,12 +160,36 @@ class Stage:
         return []
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what ``result.json`` says of the stage, by its keys there."""
+        """Return what ``result.json`` says of the stage, by names that nothing else there has."""
         return {}
 
     def statements(self, others: Sequence[dict[str, object]]) -> list[dict[str, object]]:
         """Return the privacy statements of a run: ``others``, and the stage's own."""
         return list(others)
+
+
+def done(stage: Stage, run: Run, method: Literal["before", "after"]) -> None:
+    """Have a stage do its work, and check what it says of it. Raises RunError that names a stage of the user's own."""
+    with told(f"{method} of {type(stage).__name__}") if is_own_kind(stage) else nullcontext():
+        stage.before(run) if method == "before" else stage.after(run)
+    said: dict[str, str] = dict.fromkeys(RESULT, "the result itself")
+    for one in run.log.stages:
+        name = type(one).__name__
+        with told(f"facts of {name}"):
+            facts = one.facts()
+        if twice := sorted(said.keys() & facts.keys()):
+            raise RunError(f"facts of {name} say {twice[0]!r}, as {said[twice[0]]} does: give it another name")
+        said |= dict.fromkeys(facts, name)
+        if is_own_kind(one) and not is_json(facts):
+            raise RunError(f"facts of {name} gave {facts!r}; wanted is a dict of JSON values by name")
+
+
+def is_json(facts: Mapping[str, Any]) -> bool:
+    """Say whether ``facts`` are JSON values by name."""
+    try:
+        return bool(json.loads(json.dumps(facts, allow_nan=False)) == facts)
+    except (TypeError, ValueError):
+        return False
 
 
 def stages_of(job: Job) -> tuple[Stage, ...]:
