@@ -28,14 +28,14 @@ from torch import nn
 from clients import client_task
 from fl_sim import models
 from fl_sim.engines.ray_token import choose_token
-from fl_sim.experiment.experiment import AnyAlgorithm, Experiment, experiment_from
+from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
-from fl_sim.kinds import kinds
 from fl_sim.params import detached
+from fl_sim.settings import kinds_of
 from fl_sim.simulation.run import run
 from fl_sim.types import Params
 
-ALGORITHMS = tuple(kind for kind in kinds(AnyAlgorithm) if kind not in {"pate", "tstr"})
+ALGORITHMS = tuple(kind for kind in kinds_of("algorithm") if kind not in {"pate", "tstr"})
 """All that train in rounds."""
 
 BOUNDS = {"logistic": 1e-5, "mlp": 1e-2, "niid-cnn": 1e-3, "dafl-cnn": 3e-2, "resnet": 3e-2}

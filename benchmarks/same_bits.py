@@ -84,11 +84,10 @@ def quick(name: str, *settings: str, rounds: int = 3, stop_after: int = 0, first
 
 def every_kind() -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield (setting, kind, settings that make an experiment of it) for all kinds of all open settings."""
-    from fl_sim.experiment.experiment import Experiment
-    from fl_sim.kinds import kinds
+    from fl_sim.settings import kinds_of
 
     for setting in OPEN:
-        for kind in kinds(Experiment.model_fields[setting].annotation):
+        for kind in kinds_of(setting):
             yield setting, kind, (f"{setting}={kind}", *KINDS.get((setting, kind), ()))
 
 

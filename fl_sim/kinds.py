@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar, Final, Protocol, get_args, get_origin, runtime_checkable
+from typing import Any, ClassVar, Final, Protocol, Self, get_args, get_origin, runtime_checkable
 
 from pydantic import BaseModel
 
@@ -80,6 +80,11 @@ class Choices(Protocol):
         ...
 
     @property
+    def sampling_seed(self) -> int | None:
+        """Return the seed of the cohorts, where it is given."""
+        ...
+
+    @property
     def local(self) -> LocalChoices:
         """Return how clients train."""
         ...
@@ -121,6 +126,28 @@ class Checking(Protocol):
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError, in a line that says what to change, for an ``experiment`` that it has no place in."""
+        ...
+
+
+@runtime_checkable
+class Completing(Protocol):
+    """A kind with a setting that may be left to be found from the whole experiment, as noise is from a budget."""
+
+    @classmethod
+    def completed(cls, given: Mapping[str, Any], made: Callable[[Mapping[str, Any]], Any]) -> Mapping[str, Any]:
+        """Return the ``given`` table of settings of this kind with what was found in its place.
+
+        ``made``: the experiment of another such table. Raises UserError where nothing can be found.
+        """
+        ...
+
+
+@runtime_checkable
+class Sealing(Protocol):
+    """A kind that reads a file of the user's, and by whose digest a changed file is noticed."""
+
+    def sealed(self) -> Self:
+        """Return these settings with the file's digest. Raises UserError where the file cannot be read."""
         ...
 
 
@@ -197,6 +224,19 @@ class Captioned(Protocol):
 
 
 @runtime_checkable
+class Choosing(Protocol):
+    """What a field is marked with whose kinds are not the union that annotates it alone."""
+
+    def known(self, annotation: Any) -> Mapping[str, type]:
+        """Return {kind: class}."""
+        ...
+
+    def names(self, annotation: Any) -> list[str]:
+        """Return the names that a user may choose from."""
+        ...
+
+
+@runtime_checkable
 class Computing(Protocol):
     """A kind that may compute with the numbers of a record, which makes no sense of tokens."""
 
@@ -210,6 +250,11 @@ def hides_clients(aggregator: object) -> bool:
     theirs, and is counted as all clients are.
     """
     return isinstance(aggregator, Promising) and aggregator.is_private
+
+
+def is_none(kind: object) -> bool:
+    """Say whether a setting holds its kind "none": there is no compression, no attack, no clock, no stage."""
+    return kind_of(kind) == "none"
 
 
 def path_in(kind: type, name: str) -> str:

@@ -7,6 +7,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, lru_cache
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from fl_sim.errors import RunError, UserError
 from fl_sim.late_torch import torch
 from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Params, Trained
@@ -199,6 +201,17 @@ class LocalAlgorithm(Protocol):
 
     def finish(self, task: LocalTask, trained: Trained) -> ClientUpdate:
         """Say what is sent and what the client keeps."""
+        ...
+
+
+@runtime_checkable
+class Sharing(Protocol):
+    """An algorithm whose clients share something derived from their records before the first round."""
+
+    def share(
+        self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
+    ) -> dict[str, torch.Tensor]:
+        """Return what one client shares; the server concatenates the clients' tensors name by name."""
         ...
 
 

@@ -6,7 +6,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
-from fl_sim.kinds import field_defaults, is_settings, kinds
+from fl_sim.kinds import Choosing, field_defaults, is_settings, kinds
 from fl_sim.other_words import elsewhere
 
 MOST_MISTAKES, MOST_CHARACTERS, MOST_OF_A_MISTAKE, MOST_OF_A_VALUE = 5, 900, 600, 240
@@ -46,7 +46,7 @@ def _explain_one(detail: Any, settings: type, what: str) -> str:
         meant = elsewhere(path[-1]) or guess(path[-1], valid)
         return f"unknown key {where!r}{meant}; valid here: {', '.join(valid)}"
     if detail["type"] in {"union_tag_not_found", "union_tag_invalid"}:
-        known = kinds(_union(_members(_annotation(group, path[-1]))))
+        known = _names(group, path[-1])
         given = detail["input"].get("kind")
         return (
             f"{where} needs a kind, one of {', '.join(known)}; got {shortened(repr(given))}{guess(str(given), known)}"
@@ -76,12 +76,27 @@ def _locate(location: list[str], settings: type) -> tuple[list[str], type]:
         path.append(part)
         if part not in field_defaults(settings):
             continue
+        if (choosing := _choosing(settings, part)) is not None:
+            settings = choosing.known(_annotation(settings, part)).get(next(parts, ""), settings)
+            continue
         members = [member for member in _members(_annotation(settings, part)) if _has_kind_or_fields(member)]
         if len(members) > 1:
             settings = kinds(_union(members)).get(next(parts, ""), settings)
         elif members:
             settings = members[0]
     return path, settings
+
+
+def _names(settings: type, field: str) -> list[str]:
+    """Return the kinds to choose from in a ``field``."""
+    annotation, choosing = _annotation(settings, field), _choosing(settings, field)
+    return list(kinds(_union(_members(annotation)))) if choosing is None else choosing.names(annotation)
+
+
+def _choosing(settings: type, field: str) -> Choosing | None:
+    if not issubclass(settings, BaseModel):
+        return None
+    return next((one for one in settings.model_fields[field].metadata if isinstance(one, Choosing)), None)
 
 
 def _annotation(settings: type, field: str) -> Any:

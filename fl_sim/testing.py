@@ -133,14 +133,15 @@ def _resumes_to_the_same_bits(algorithm: Algorithm) -> None:
 
 
 def _is_clipped_whole(algorithm: Algorithm) -> None:
+    aggregator = GlobalDP(noise_multiplier=0.0)
     try:
-        experiment = Experiment(algorithm=algorithm, aggregator=GlobalDP(noise_multiplier=0.0), clients=4)
+        Experiment(algorithm=algorithm, aggregator=aggregator, clients=4)
     except ValueError:
         return  # refused, which keeps the law
     server, wanted = _started(algorithm)
     honest = [_update(algorithm, server, records).payloads for records in (3, 5)]
     loud = {name: scale(params, 1e6) for name, params in honest[0].items()}
-    released = [_release(experiment, wanted, payloads) for payloads in (honest, [loud, honest[1]], honest[1:])]
+    released = [_release(aggregator, wanted, payloads) for payloads in (honest, [loud, honest[1]], honest[1:])]
     limit = 2 * 1.0 / len(honest)  # sums of two clients, each clipped to norm 1, divided by 2
     for one, other in ((released[0], released[1]), (released[1], released[2])):
         if (moved := _distance(one.payloads, other.payloads)) > limit * (1 + 1e-6):
@@ -148,10 +149,9 @@ def _is_clipped_whole(algorithm: Algorithm) -> None:
     algorithm.merge(server, released[0])
 
 
-def _release(experiment: Experiment, template: Payloads, sent: list[Payloads]) -> Aggregate:
-    assert isinstance(experiment.aggregator, GlobalDP)
+def _release(aggregator: GlobalDP, template: Payloads, sent: list[Payloads]) -> Aggregate:
     replies = tuple(Reply(client, payloads, 1, None) for client, payloads in enumerate(sent))
-    return experiment.aggregator.mean(Cohort(1, replies, 4, 2.0), noise=Noise.seeded(0), template=template)
+    return aggregator.mean(Cohort(1, replies, 4, 2.0), noise=Noise.seeded(0), template=template)
 
 
 def _architecture(algorithm: Algorithm) -> str:

@@ -1,7 +1,5 @@
 """Ways to split a data set over clients: labels in, disjoint index arrays out. Needs numpy alone."""
 
-from typing import TypeAlias
-
 from partitions.assign import label_counts
 from partitions.dirichlet import Dirichlet
 from partitions.errors import ImpossibleSplit
@@ -14,11 +12,7 @@ from partitions.quantity import Quantity
 from partitions.scheme import ByGroup, EvaluationSkew, FeatureSkew, Scheme
 from partitions.shards import Shards
 
-AnyScheme: TypeAlias = LabelK | Dirichlet | Iid | Shards | Quantity | FeatureNoise | Natural
-"""Every scheme that comes with fl-sim; ``kind`` tells them apart."""
-
 __all__ = [
-    "AnyScheme",
     "ByGroup",
     "Dirichlet",
     "EvaluationSkew",

@@ -13,7 +13,7 @@ from fl_sim.native.mean import weighted_mean
 from fl_sim.params import FlatParams, flattened, is_finite
 from fl_sim.settings import Settings
 from fl_sim.types import Aggregate, Cohort, Payloads, Reply
-from strategies.algorithm import MeanOnly, Weigh, Weighting
+from strategies.algorithm import MeanOnly, Weigh, Weighing, Weighting
 from strategies.samplers import Sampler
 
 
@@ -55,6 +55,15 @@ class WeightedMean(Settings):
         for reply in apart if is_finite(payloads) else cohort.replies:
             _check_finite(reply, cohort.server_round)
         return Aggregate(payloads, participation=cohort.participation(len(trained))) if trained else None
+
+
+def check_weighing(experiment: Choices) -> None:
+    """Raise ValueError where an algorithm weighs clients itself, and an aggregator does not ask it."""
+    if isinstance(experiment.algorithm, Weighing) and type(experiment.aggregator) is not WeightedMean:
+        raise ValueError(
+            f"algorithm {kind_of(experiment.algorithm)} weighs clients by what they declare of themselves: of the "
+            "aggregators only mean does that; leave aggregator out"
+        )
 
 
 def weights_of(replies: Sequence[Reply], weighting: Weighting) -> list[float]:

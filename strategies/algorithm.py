@@ -13,6 +13,7 @@ from fl_sim.handed_out import HandedOut
 from fl_sim.kinds import Choices, kind_of
 from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan, Sending, sent_by
+from fl_sim.local_plan import Sharing as Sharing  # noqa: PLC0414 (said so for mypy: it is one of these protocols)
 from fl_sim.own_code import told
 from fl_sim.params import add, scale, subtract
 from fl_sim.seeding import rng, seeded_alone
@@ -64,17 +65,6 @@ class Algorithm(LocalAlgorithm, Protocol):
 
     def merge(self, server: ServerState, aggregate: Aggregate) -> ServerState:
         """Return the server's state after a round."""
-        ...
-
-
-@runtime_checkable
-class Sharing(Protocol):
-    """An algorithm whose clients share something derived from their records before the first round."""
-
-    def share(
-        self, inputs: torch.Tensor, labels: torch.Tensor, num_classes: int, generator: np.random.Generator
-    ) -> dict[str, torch.Tensor]:
-        """Return what one client shares; the server concatenates the clients' tensors name by name."""
         ...
 
 

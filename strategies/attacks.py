@@ -10,14 +10,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from fl_sim.errors import UserError
-from fl_sim.kinds import Choices, Promising, kind_of, off
+from fl_sim.kinds import Choices, Promising, is_none, kind_of, off
 from fl_sim.late_torch import torch
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings
@@ -139,6 +139,16 @@ class ALittleIsEnough(_Attack):
     title: ClassVar[str] = "ALIE"
     before: ClassVar[Mapping[str, Any]] = {"deviations": "formula"}
 
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError where no client could send what it forges."""
+        super().check(experiment)
+        if not is_none(experiment.compress):
+            raise ValueError(
+                f"attack alie cannot run with compress {kind_of(experiment.compress)}: what it forges would not travel "
+                "through that, so no hostile client could send it; take attack sign-flip or label-flip, or leave "
+                "compress out"
+            )
+
     def remarks(self, experiment: Choices) -> list[str]:
         """Say where hostile clients send what honest ones would."""
         size = cohort_size(experiment)
@@ -168,9 +178,6 @@ class ALittleIsEnough(_Attack):
         needed, honest = count // 2 + 1 - hostile, count - hostile
         share = (honest - needed) / honest if honest else 1.0
         return NormalDist().inv_cdf(min(max(share, 0.5), 0.999))
-
-
-AnyAttack: TypeAlias = NoAttack | LabelFlip | SignFlip | ALittleIsEnough
 
 
 def hostile_clients(attack: Attack, num_clients: int, seed: int) -> frozenset[int]:
@@ -213,7 +220,7 @@ class HostileUpdates(Layer):
     @classmethod
     def applies(cls, experiment: Any) -> bool:
         """Say whether there are hostile clients."""
-        return not isinstance(experiment.attack, NoAttack)
+        return not is_none(experiment.attack)
 
     @classmethod
     def relabels(cls, experiment: Any, num_classes: int) -> Mapping[int, Relabel]:

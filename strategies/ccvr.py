@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     from clients.private_moments import Protection
 
 _LONGEST: Final = 2**28  # bytes of a client's moments; messages of Flower's runtime may have twice as many
-
-
-class NoCalibration(Settings):
-    """The model stays as the last round left it."""
-
-    kind: Literal["none"] = "none"
 
 
 class CCVR(Settings):
@@ -133,9 +127,6 @@ class CCVR(Settings):
             check_noise(self.protection, num_classes * num_moments(num_features))
         except UserError as error:
             raise UserError(f"calibrate.epsilon={self.epsilon:g} affords no moments: {error}") from error
-
-
-AnyCalibration: TypeAlias = NoCalibration | CCVR
 
 
 def with_trained_head(

@@ -2,8 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from clients.dafl.settings import NoPreprocess
-from fl_sim.kinds import Choices, hides_clients
+from fl_sim.kinds import Choices, hides_clients, is_none
 from fl_sim.local_plan import LocalPlan
 from fl_sim.types import ClientUpdate, LocalTask, Trained
 from strategies.algorithm import Averaging
@@ -32,7 +31,7 @@ class Centralized(Averaging):
             raise ValueError("algorithm centralized has a single client that is always there: leave sampler at full")
         if hides_clients(experiment.aggregator):
             raise ValueError("algorithm centralized has one client: client-level privacy would hide all of its data")
-        if not isinstance(experiment.preprocess, NoPreprocess):
+        if not is_none(experiment.preprocess):
             raise ValueError("algorithm centralized has all records in one place: preprocess da-fl is for clients")
 
     def mean_only(self) -> str:

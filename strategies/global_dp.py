@@ -8,15 +8,17 @@ Where clients take part in turns, the noise may be correlated over rounds (``str
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
 from fl_sim.errors import UserError
-from fl_sim.kinds import Choices, kind_of, off
+from fl_sim.import_path import load_object
+from fl_sim.kinds import Choices, is_own_kind, kind_of, off
 from fl_sim.late_torch import torch
+from fl_sim.local_plan import Sharing
 from fl_sim.params import FlatParams, layout_of, num_in, num_parameters, vector_in
 from fl_sim.privacy.mechanisms import (
     Noise,
@@ -149,9 +151,54 @@ class GlobalDP(Settings):
             raise ValueError(f"noise_bands={self.noise_bands} has no noise to correlate at noise_multiplier=0")
         return self
 
+    @classmethod
+    def completed(cls, given: Mapping[str, Any], made: Callable[[Mapping[str, Any]], Any]) -> Mapping[str, Any]:
+        """Put the noise that the budget asks for in the place of ``noise_multiplier="from-epsilon"``."""
+        if given.get("noise_multiplier") != FROM_EPSILON:
+            return given
+        without = {name: value for name, value in given.items() if name != "noise_multiplier"}
+        experiment = made(without)
+        fitted = load_object("strategies.private:fitted", "accountant")  # as its layer: the accountants load slowly
+        return {**without, "noise_multiplier": fitted(experiment)}
+
+    def check_unchanged(self) -> None:
+        """Raise ValueError for a class of the user's own, which may inherit from this one: nothing is proven of it."""
+        if type(self) is not GlobalDP:
+            raise ValueError(
+                f"aggregator {kind_of(self)} changes global-dp, so what it protects is not known here and "
+                "no epsilon could be printed: take global-dp itself, or derive from WeightedMean, without a guarantee"
+            )
+
     def check(self, experiment: Choices) -> None:
+        """Raise ValueError for what would make the guarantee another one than the ledger's."""
+        self.check_unchanged()
+        sampler, stack = experiment.sampler, getattr(experiment.engine, "stack", 0)
+        if is_own_kind(sampler) or not isinstance(sampler, Amplifying):
+            raise ValueError(
+                f"sampler {kind_of(sampler)} cannot run under aggregator global-dp: how much it amplifies privacy "
+                "is not proven here; take full, fixed-size, poisson or cyclic"
+            )
+        if experiment.sampling_seed is not None:
+            raise ValueError(
+                f"sampling_seed={experiment.sampling_seed} has no place under aggregator global-dp: cohorts are drawn "
+                "with the noise's secret key, since nobody hides in a cohort that a seed tells; leave it out"
+            )
+        if isinstance(experiment.algorithm, Sharing):
+            raise ValueError(
+                f"algorithm {kind_of(experiment.algorithm)} cannot run under aggregator global-dp: its clients share "
+                "averages of their records without noise, which no noise on the updates makes good; take fedavg, "
+                "fedprox, scaffold or another"
+            )
+        if stack > 1:
+            raise ValueError(
+                f"engine.stack={stack} has no place under aggregator global-dp: in a stack the last bits "
+                "of a client's update depend on who else is in it, and no noise hides that; leave engine.stack out, "
+                "clients then train one by one"
+            )
+        self._check_turns(sampler)
+
+    def _check_turns(self, sampler: object) -> None:
         """Raise UserError where a client may take part twice within ``noise_bands`` rounds."""
-        sampler = experiment.sampler
         if self.noise_bands > 1 and not (isinstance(sampler, Cyclic) and sampler.groups >= self.noise_bands):
             raise UserError(
                 f"aggregator.noise_bands={self.noise_bands} is private where a client takes part at most once in any "

@@ -202,3 +202,4 @@ class Cyclic(Settings):
 
 
 AnySampler: TypeAlias = Everyone | FixedSize | Poisson | Cyclic
+"""The samplers of which the accountants know what they make of a round's cost."""

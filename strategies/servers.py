@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from fl_sim.devices.settings import NoDevices
-from fl_sim.kinds import Choices, kind_of, off
+from fl_sim.kinds import Choices, is_none, kind_of, off
 from fl_sim.params import add, scale
 from fl_sim.settings import Settings
 from fl_sim.types import Cohort, Params, Reply, ServerState
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import Algorithm, Averaging, Weighing, Weighting
-from strategies.attacks import NoAttack
-from strategies.compression.none import NoCompression
-from strategies.samplers import Everyone
 
 
 class Synchronous(Settings):
@@ -34,7 +30,7 @@ class Synchronous(Settings):
 
     def check(self, experiment: Choices) -> None:
         """Raise ValueError for a deadline without a clock, and for what it alone decides without it."""
-        if self.deadline and isinstance(experiment.devices, NoDevices):
+        if self.deadline and is_none(experiment.devices):
             raise ValueError(_without_clock(f"server.deadline={self.deadline:g}"))
         if self.late != "drop" and not self.deadline:
             raise ValueError(
@@ -72,7 +68,7 @@ class _Asynchronous(Settings):
     def check(self, experiment: Choices) -> None:
         """Raise ValueError for what has no meaning, or another one, where clients work at their own pace."""
         chosen = f"server={kind_of(self)}"
-        if isinstance(experiment.devices, NoDevices):
+        if is_none(experiment.devices):
             raise ValueError(_without_clock(chosen))
         if experiment.hides_time:
             raise ValueError(
@@ -91,19 +87,19 @@ class _Asynchronous(Settings):
 
     def _check_parts(self, experiment: Choices, chosen: str) -> None:
         parts = {
-            "sampler": (experiment.sampler, Everyone, "server.concurrency says how many clients train at a time"),
-            "aggregator": (experiment.aggregator, WeightedMean, "updates here are changes of different models"),
-            "attack": (experiment.attack, NoAttack, "what hostile clients would do at their own pace is not modelled"),
+            "sampler": (experiment.sampler, "full", "server.concurrency says how many clients train at a time"),
+            "aggregator": (experiment.aggregator, "mean", "updates here are changes of different models"),
+            "attack": (experiment.attack, "none", "what hostile clients would do at their own pace is not modelled"),
         }
         for name, (part, wanted, why) in parts.items():
-            if type(part) is not wanted:
+            if kind_of(part) != wanted:
                 raise ValueError(f"{chosen} has no place for {name} {kind_of(part)}: {why}; leave {name} out")
         if experiment.local.batch_norm != "none":
             raise ValueError(
                 f"{chosen} has no place for local.batch_norm={experiment.local.batch_norm}: running statistics are no "
                 "change of a model that could be weighed by its age; take a model with nn.GroupNorm"
             )
-        if type(experiment.compress) is not NoCompression and experiment.compress.keeps_error:
+        if not is_none(experiment.compress) and experiment.compress.keeps_error:
             raise ValueError(
                 f"{chosen} has no place for compress {kind_of(experiment.compress)}: clients keep what was left out "
                 "for their next round, by when the model is another; take one without error feedback, such as "
@@ -236,9 +232,6 @@ class FedBuff(_Asynchronous):
         if weight == 1:
             return reply
         return replace(reply, payloads={"delta": scale(reply.payloads["delta"], weight)})
-
-
-AnyServer: TypeAlias = Synchronous | FedAsync | FedBuff
 
 
 def _without_clock(chosen: str) -> str:

@@ -9,9 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from clients.dafl.settings import DaFl
 from fl_sim.errors import UserError
-from fl_sim.kinds import Choices, kind_of
+from fl_sim.kinds import Choices, kind_of, replaces_records
 from fl_sim.model_names import known_model
 from fl_sim.settings import Settings
 from fl_sim.types import Dataset
@@ -54,7 +53,7 @@ class Tstr(Settings):
     def check(self, experiment: Choices) -> None:
         """Raise ValueError for what has no place where no client trains."""
         preprocess = experiment.preprocess
-        if not isinstance(preprocess, DaFl) or preprocess.train_on != "synthetic" or preprocess.server_epochs:
+        if not replaces_records(preprocess) or getattr(preprocess, "server_epochs", False):
             raise ValueError(
                 "algorithm tstr trains on synthetic records alone, at the server: take preprocess=da-fl with "
                 "preprocess.train_on=synthetic and without preprocess.server_epochs"

@@ -36,6 +36,34 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture
+def install_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, dict[str, dict[str, str]]], Path]:
+    """Install a package that consists of entry points, {group: {name: path}}, in front of all others."""
+    from fl_sim import entry_points, settings
+
+    def install(name: str, groups: dict[str, dict[str, str]]) -> Path:
+        folder = tmp_path / f"of {name}"
+        metadata = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        lines = [f"[{group}]\n" + "".join(f"{one} = {path}\n" for one, path in names.items())
+                 for group, names in groups.items()]  # fmt: skip
+        (metadata / "entry_points.txt").write_text("\n".join(lines))
+        monkeypatch.syspath_prepend(folder)
+        forget()
+        return folder
+
+    def forget() -> None:
+        for kept in (entry_points._installed, settings._loaded, settings.default_of):
+            kept.cache_clear()
+
+    yield install
+    monkeypatch.undo()
+    forget()
+
+
 choose_token()  # for tests that start a Ray of their own, before any test imports Ray
 
 LONGEST = (

@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
-from fl_sim.experiment.experiment import AnyAlgorithm
-from fl_sim.kinds import field_defaults, kinds
-from strategies.attacks import AnyAttack
+from fl_sim.kinds import field_defaults
+from fl_sim.settings import kinds_of
 
 PAGE = (Path(__file__).parents[1] / "docs" / "methods.md").read_text()
 ROWS = {
@@ -29,7 +28,7 @@ NAMED_ALONE = {
 def test_the_tables_have_every_method_and_every_attack_with_its_defaults() -> None:
     there = {
         kind: {name: str(value).lower() for name, value in field_defaults(settings).items() if name != "kind"}
-        for kind, settings in {**kinds(AnyAlgorithm), **kinds(AnyAttack)}.items()
+        for kind, settings in {**kinds_of("algorithm"), **kinds_of("attack")}.items()
         if settings.__name__ not in NAMED_ALONE | {"Centralized", "Pate", "Tstr", "NoAttack"}
     }
     found = {kind: {name: _as_written(value) for name, value in values.items()} for kind, values in ROWS.items()}

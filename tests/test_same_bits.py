@@ -3,8 +3,7 @@
 import pytest
 
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
-from fl_sim.kinds import kinds
-from fl_sim.settings import OneOf
+from fl_sim.settings import OneOf, kinds_of
 
 
 @pytest.fixture
@@ -23,7 +22,7 @@ def test_every_kind_makes_an_experiment_and_is_resumed(same_bits, tmp_path):
     same_bits.write_inputs(tmp_path)
     cases = {case.name: case for case in same_bits.cases()}
     for setting in same_bits.OPEN:
-        for kind in kinds(Experiment.model_fields[setting].annotation):
+        for kind in kinds_of(setting):
             plain, resumed = cases[f"{setting} {kind}"], cases[f"{setting} {kind}, resumed"]
             given = [one.format(inputs=tmp_path) for one in plain.settings]
             assert getattr(experiment_from(with_overrides({}, given)), setting).kind == kind
@@ -33,9 +32,7 @@ def test_every_kind_makes_an_experiment_and_is_resumed(same_bits, tmp_path):
 
 
 def test_names_of_settings_that_need_more_are_names_of_kinds(same_bits):
-    known = {
-        (setting, kind) for setting in same_bits.OPEN for kind in kinds(Experiment.model_fields[setting].annotation)
-    }
+    known = {(setting, kind) for setting in same_bits.OPEN for kind in kinds_of(setting)}
     assert set(same_bits.KINDS) <= known
 
 

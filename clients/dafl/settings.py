@@ -25,12 +25,6 @@ from fl_sim.types import Dataset
 AnyGenerator: TypeAlias = DpCgan | MeanEmbedding | Marginals | Gaussian
 
 
-class NoPreprocess(Settings):
-    """Clients start with their own records and nothing else."""
-
-    kind: Literal["none"] = "none"
-
-
 class DaFl(Settings):
     """Every client releases about ``gamma`` times as many synthetic records as it holds, before the main task.
 

@@ -13,9 +13,8 @@ from mkdocs.structure.files import File, Files
 
 from fl_sim.cli.settings import title_of
 from fl_sim.cli.verbs import app
-from fl_sim.experiment.experiment import AnyAlgorithm
 from fl_sim.experiment.reference import Group, groups
-from fl_sim.kinds import kinds
+from fl_sim.settings import kinds_of
 
 TOP = Path(__file__).resolve().parents[2]
 DOCS = TOP / "docs"
@@ -106,7 +105,7 @@ def _knobs() -> str:
     """Return which settings to turn where a method diverges, as its message says."""
     rows = [
         f"| {kind} | {_cell(method.knobs)} |"
-        for kind, method in kinds(AnyAlgorithm).items()
+        for kind, method in kinds_of("algorithm").items()
         if hasattr(method, "knobs")
     ]
     return "\n".join(["| method | what its message says |", "|---|---|", *rows])

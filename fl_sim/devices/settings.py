@@ -137,15 +137,14 @@ class Profile(Settings):
 
     def sealed(self) -> Self:
         """Return these settings with the file's digest. Raises UserError where the file cannot be read."""
+        if self.digest:
+            return self
         return self.model_validate({**self.model_dump(), "digest": digest_of(self.path)})
 
 
-AnyDevices: TypeAlias = NoDevices | Constant | Uniform | LogNormal | Profile
-
-
 def check_public(experiment: Choices) -> None:
-    """Raise ValueError where clients have devices, and the time that these take would tell what is private."""
-    if not isinstance(experiment.devices, NoDevices) and experiment.hides_time:
+    """Raise ValueError where the time that clients' devices take would tell what is private."""
+    if experiment.hides_time:
         raise ValueError(
             f"devices={kind_of(experiment.devices)} has no place in a run that promises privacy: how long a client "
             "takes tells how many records it holds, how long a round takes who was in it, and a client that is too "

@@ -3,75 +3,36 @@
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from clients.dafl.settings import DaFl, NoPreprocess
 from fl_sim.data import Features
 from fl_sim.data.naming import as_table, from_table
-from fl_sim.devices.settings import AnyDevices, Devices, NoDevices, check_public
 from fl_sim.errors import UserError
 from fl_sim.experiment.engine import Auto, Engine
 from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.experiment.local import Local, goes_by_steps
 from fl_sim.import_path import IMPORT_PATH
-from fl_sim.kinds import Checking, Promising, Remarking, kind_of, replaces_records
+from fl_sim.kinds import Checking, Completing, Promising, Remarking, is_none, path_in, replaces_records
 from fl_sim.mistakes import explain, shortened
 from fl_sim.model_names import known_model
-from fl_sim.packed import Compressor
-from fl_sim.settings import InOneLine, OneOf, Settings, chosen_class, group_in
-from fl_sim.settings_file import MOST_LEVELS
-from partitions import AnyScheme, LabelK, Scheme
-from strategies.aggregators import Aggregator, WeightedMean
-from strategies.algorithm import Algorithm, Central, Sharing, Weighing
-from strategies.attacks import AnyAttack, Attack, NoAttack
-from strategies.balanced_softmax import BalancedSoftmax
-from strategies.ccvr import AnyCalibration, NoCalibration
-from strategies.compression.none import NoCompression
-from strategies.compression.settings import AnyCompressor, check_compression
-from strategies.coordinate_median import CoordinateMedian
-from strategies.fedavg import Centralized, FedAvg
-from strategies.fedcm import FedCM
-from strategies.feddisco import FedDisco
-from strategies.feddyn import FedDyn
-from strategies.fedexp import FedExP
-from strategies.fedlc import FedLC
-from strategies.fedmix import FedMix, NaiveMix
-from strategies.fednova import FedNova
-from strategies.fedntd import FedNTD
-from strategies.fedproto import FedProto
-from strategies.fedprox import FedProx
-from strategies.fedrs import FedRS
-from strategies.fedsam import FedSAM
-from strategies.fedspeed import FedSpeed
-from strategies.fedvls import FedVLS
-from strategies.geometric_median import GeometricMedian
-from strategies.global_dp import FROM_EPSILON, GlobalDP
-from strategies.krum import Krum, MultiKrum
-from strategies.mofedsam import MoFedSAM
-from strategies.moon import MOON
-from strategies.norm_bound import NormBound
-from strategies.pate.settings import Pate
-from strategies.private_start import PrivateStart
-from strategies.samplers import AnySampler, Cyclic, Everyone, FixedSize, Poisson, Sampler
-from strategies.scaffold import Scaffold
-from strategies.server_opt import FedAdagrad, FedAdam, FedAvgM, FedYogi
-from strategies.servers import AnyServer, Synchronous
-from strategies.trimmed_mean import TrimmedMean
-from strategies.tstr import Tstr
-
-AnyAlgorithm: TypeAlias = (
-    FedAvg | FedProx | Scaffold | FedNova | FedMix | NaiveMix | FedAvgM | FedAdagrad | FedAdam | FedYogi | FedDyn
-    | FedLC | FedRS | BalancedSoftmax | FedNTD | FedVLS | FedSAM | FedCM | MoFedSAM | FedSpeed | MOON | FedExP
-    | FedProto | FedDisco | Centralized | Pate | Tstr
-)  # fmt: skip
-
-Partition: TypeAlias = Annotated[AnyScheme, OneOf("partition", Scheme)]
-AnyAggregator: TypeAlias = (
-    WeightedMean | GlobalDP | CoordinateMedian | TrimmedMean | Krum | MultiKrum | NormBound | GeometricMedian
+from fl_sim.settings import (
+    InOneLine,
+    OneOf,
+    Settings,
+    by_default,
+    check_choices,
+    choices_in,
+    chosen_class,
+    default_of,
+    group_in,
 )
-Preprocess: TypeAlias = NoPreprocess | DaFl | PrivateStart
+from fl_sim.settings_file import MOST_LEVELS
+from partitions import Scheme
+from strategies.aggregators import Aggregator
+from strategies.algorithm import Algorithm, Central
+from strategies.samplers import Sampler
 
 
 class Experiment(Settings):
@@ -105,20 +66,20 @@ class Experiment(Settings):
     """
 
     data: Annotated[str, InOneLine(as_table, from_table)] = "digits"
-    partition: Partition = LabelK(k=1)
+    partition: Annotated[Scheme, OneOf("partition", group="fl_sim.partition")] = by_default("label-1")
     clients: int = Field(10, ge=1, le=1_000_000)
     model: Annotated[str, AfterValidator(known_model)] = ""
     normalise: Literal["published", "none", "unit"] = "published"
     features: Features = "none"
-    algorithm: Annotated[AnyAlgorithm, OneOf("algorithm", Algorithm)] = FedAvg()
-    aggregator: Annotated[AnyAggregator, OneOf("aggregator", Aggregator)] = WeightedMean()
-    sampler: Annotated[AnySampler, OneOf("sampler", Sampler)] = Everyone()
-    compress: Annotated[AnyCompressor, OneOf("compress", Compressor)] = NoCompression()
-    preprocess: Annotated[Preprocess, OneOf("preprocess")] = NoPreprocess()
-    attack: Annotated[AnyAttack, OneOf("attack", Attack)] = NoAttack()
-    calibrate: Annotated[AnyCalibration, OneOf("calibrate")] = NoCalibration()
-    devices: Annotated[AnyDevices, OneOf("devices", Devices)] = NoDevices()
-    server: Annotated[AnyServer, OneOf("server")] = Synchronous()
+    algorithm: Annotated[Algorithm, OneOf("algorithm", group="fl_sim.algorithm")] = by_default("fedavg")
+    aggregator: Annotated[Aggregator, OneOf("aggregator", group="fl_sim.aggregator")] = by_default("mean")
+    sampler: Annotated[Sampler, OneOf("sampler", group="fl_sim.sampler")] = by_default("full")
+    compress: Annotated[Any, OneOf("compress", group="fl_sim.compress")] = by_default("none")
+    preprocess: Annotated[Any, OneOf("preprocess", group="fl_sim.preprocess")] = by_default("none")
+    attack: Annotated[Any, OneOf("attack", group="fl_sim.attack")] = by_default("none")
+    calibrate: Annotated[Any, OneOf("calibrate", group="fl_sim.calibrate")] = by_default("none")
+    devices: Annotated[Any, OneOf("devices", group="fl_sim.devices")] = by_default("none")
+    server: Annotated[Any, OneOf("server", group="fl_sim.server")] = by_default("synchronous")
     local: Local = Local()
     rounds: int = Field(20, ge=1, le=10**9)
     evaluate_every: int = Field(1, ge=1)
@@ -150,21 +111,10 @@ class Experiment(Settings):
 
     @model_validator(mode="after")
     def _compatible(self) -> Self:
-        chosen = (self.algorithm, self.aggregator, self.sampler, self.partition, self.preprocess, self.attack)
-        for part in (*chosen, self.calibrate, self.compress, self.server, self.devices):
+        for part in self._parts:
             if isinstance(part, Checking):
                 part.check(self)
-        check_compression(self)
-        check_public(self)
-        if isinstance(self.algorithm, Weighing) and type(self.aggregator) is not WeightedMean:
-            raise ValueError(
-                f"algorithm {kind_of(self.algorithm)} weighs clients by what they declare of themselves: of the "
-                "aggregators only mean does that; leave aggregator out"
-            )
-        if isinstance(self.aggregator, GlobalDP):
-            self._private()
-        if self.local.batch_norm != "none":
-            self._averages_statistics()
+        check_choices(self)
         if self.evaluate.measures_nothing and not self.is_private:
             raise ValueError(
                 "evaluate.test=never without evaluate.validation measures nothing: hold records out, for example "
@@ -179,65 +129,17 @@ class Experiment(Settings):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _with_noise_found(cls, table: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
-        """Put the noise that the budget asks for in the place of ``noise_multiplier="from-epsilon"``."""
-        aggregator = table.get("aggregator") if isinstance(table, dict) else None
-        if not isinstance(aggregator, dict) or aggregator.get("noise_multiplier") != FROM_EPSILON:
+    def _completed(cls, table: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
+        """Let a kind find what it was left to find, such as noise from a budget."""
+        if not isinstance(table, dict):
             return validated(table)
-        without = {name: value for name, value in aggregator.items() if name != "noise_multiplier"}
-        found = validated({**table, "aggregator": without})
-        if not isinstance(found.aggregator, GlobalDP):
-            return validated(table)  # which says that there is no such setting
-        from strategies.private import fitted  # noqa: PLC0415 (the accountants load slowly)
-
-        return validated({**table, "aggregator": {**without, "noise_multiplier": fitted(found)}})
-
-    def _averages_statistics(self) -> None:
-        chosen = f"local.batch_norm={self.local.batch_norm}"
-        if isinstance(self.aggregator, GlobalDP):
-            raise ValueError(
-                f"{chosen} cannot run under aggregator global-dp: running statistics are means over a client's "
-                "records, which clipping its update does not bound; take a model with nn.GroupNorm"
-            )
-        if type(self.aggregator) is not WeightedMean:
-            raise ValueError(
-                f"{chosen} goes with aggregator mean alone: {kind_of(self.aggregator)} looks at single updates, and "
-                "running statistics are none; leave aggregator out, or take a model with nn.GroupNorm"
-            )
-        if type(self.attack) is not NoAttack:
-            raise ValueError(
-                f"{chosen} cannot run with attack {kind_of(self.attack)}: what hostile clients would send as running "
-                "statistics is not modelled; leave attack out, or take a model with nn.GroupNorm"
-            )
-
-    def _private(self) -> None:
-        kind = kind_of(self.algorithm)
-        if type(self.aggregator) is not GlobalDP:
-            raise ValueError(
-                f"aggregator {kind_of(self.aggregator)} changes global-dp, so what it protects is not known here and "
-                "no epsilon could be printed: take global-dp itself, or derive from WeightedMean, without a guarantee"
-            )
-        if type(self.sampler) not in {Everyone, FixedSize, Poisson, Cyclic}:
-            raise ValueError(
-                f"sampler {kind_of(self.sampler)} cannot run under aggregator global-dp: how much it amplifies privacy "
-                "is not proven here; take full, fixed-size, poisson or cyclic"
-            )
-        if self.sampling_seed is not None:
-            raise ValueError(
-                f"sampling_seed={self.sampling_seed} has no place under aggregator global-dp: cohorts are drawn with "
-                "the noise's secret key, since nobody hides in a cohort that a seed tells; leave it out"
-            )
-        if isinstance(self.algorithm, Sharing):
-            raise ValueError(
-                f"algorithm {kind} cannot run under aggregator global-dp: its clients share averages of their records "
-                "without noise, which no noise on the updates makes good; take fedavg, fedprox, scaffold or another"
-            )
-        if not isinstance(self.engine, Auto) and self.engine.stack > 1:
-            raise ValueError(
-                f"engine.stack={self.engine.stack} has no place under aggregator global-dp: in a stack the last bits "
-                "of a client's update depend on who else is in it, and no noise hides that; leave engine.stack out, "
-                "clients then train one by one"
-            )
+        for name in choices_in(cls):
+            given = table.get(name)
+            if isinstance(given, dict) and isinstance(kind := chosen_class(cls, table, name), Completing):
+                others = {key: value for key, value in table.items() if key != name}
+                found = kind.completed(given, lambda part, name=name, others=others: validated({**others, name: part}))
+                table = {**others, name: found}
+        return validated(table)
 
     @property
     def is_central(self) -> bool:
@@ -247,12 +149,12 @@ class Experiment(Settings):
     @property
     def is_timed(self) -> bool:
         """Say whether a virtual clock says how long clients take."""
-        return not isinstance(self.devices, NoDevices)
+        return not is_none(self.devices)
 
     @property
     def is_synchronous(self) -> bool:
         """Say whether the server waits in every round for the clients that it has asked."""
-        return isinstance(self.server, Synchronous)
+        return not path_in(type(self.server), "procedure")
 
     @property
     def num_clients(self) -> int:
@@ -294,17 +196,13 @@ class Experiment(Settings):
     @property
     def _unused_newcomers(self) -> set[str]:
         """Return settings that came later and are not made use of."""
-        fields = type(self).model_fields
-        return {
-            name
-            for name in ("features", "compress", "devices", "server")
-            if getattr(self, name) == fields[name].default
-        }
+        newcomers = ("features", "compress", "devices", "server")
+        return {name for name in newcomers if getattr(self, name) == default_of(type(self), name)}
 
     @property
     def remarks(self) -> list[str]:
         """Sentences on settings that have no effect in this experiment, or another one than their names say."""
-        parts = [*(getattr(self, name) for name in type(self).model_fields), self.local.schedule]
+        parts = [*self._parts, self.local.schedule]
         return [said for part in parts if isinstance(part, Remarking) for said in part.remarks(self)]
 
     @property
@@ -319,6 +217,10 @@ class Experiment(Settings):
         Not where everybody trains on a pool of synthetic records alone, which all know.
         """
         return any(not replaces_records(part) for part in self._promising)
+
+    @property
+    def _parts(self) -> list[object]:
+        return [getattr(self, name) for name in type(self).model_fields]
 
     @property
     def _promising(self) -> list[object]:

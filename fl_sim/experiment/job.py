@@ -14,13 +14,12 @@ from torch import nn
 from fl_sim import models
 from fl_sim.data import load
 from fl_sim.data.naming import is_own, own_name, without_settings
-from fl_sim.devices.settings import Profile
 from fl_sim.errors import UserError
 from fl_sim.experiment.engine import Auto, Ray
 from fl_sim.experiment.evaluate import held_out
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.import_path import in_one_line
-from fl_sim.kinds import Computing, is_own_kind, kind_of
+from fl_sim.kinds import Computing, Sealing, is_own_kind, kind_of
 from fl_sim.native.kernel import load_kernel
 from fl_sim.seeding import rng, seeded_alone
 from fl_sim.store.tensors import read_by_content
@@ -209,11 +208,10 @@ def _resolved(experiment: Experiment, dataset: Dataset) -> Experiment:
     filled: dict[str, Any] = {
         "model": experiment.model or models.default_model(dataset.input_shape, dataset.vocabulary)
     }
-    if isinstance(experiment.devices, Profile) and not experiment.devices.digest:
-        filled["devices"] = experiment.devices.sealed()
     if isinstance(experiment.algorithm, Bounded):
         filled |= {"rounds": experiment.algorithm.bound_rounds(experiment.rounds, dataset)}
     given = {name: getattr(experiment, name) for name in Experiment.model_fields}
+    filled |= {name: part.sealed() for name, part in given.items() if isinstance(part, Sealing)}
     return experiment_from({**given, **filled})
 
 

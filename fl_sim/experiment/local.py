@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, Field, PlainSerializer, model_validator
 
-from fl_sim.kinds import Choices, off
+from fl_sim.kinds import Choices, hides_clients, is_none, kind_of, off
 from fl_sim.settings import OneOf, Settings
 from fl_sim.types import BatchNorm, Optimizer, Precision
 
@@ -138,6 +138,27 @@ class Local(Settings):
     def rate_in(self, server_round: int, rounds: int) -> float:
         """Return the learning rate of one of ``rounds`` rounds, after the schedule."""
         return self.learning_rate * self.schedule.factor(server_round, rounds)
+
+    def check(self, experiment: Choices) -> None:
+        """Raise ValueError where running statistics, which are no update, would be treated as one."""
+        aggregator, attack, chosen = experiment.aggregator, experiment.attack, f"local.batch_norm={self.batch_norm}"
+        if self.batch_norm == "none":
+            return
+        if hides_clients(aggregator):
+            raise ValueError(
+                f"{chosen} cannot run under aggregator global-dp: running statistics are means over a client's "
+                "records, which clipping its update does not bound; take a model with nn.GroupNorm"
+            )
+        if kind_of(aggregator) != "mean":
+            raise ValueError(
+                f"{chosen} goes with aggregator mean alone: {kind_of(aggregator)} looks at single updates, and "
+                "running statistics are none; leave aggregator out, or take a model with nn.GroupNorm"
+            )
+        if not is_none(attack):
+            raise ValueError(
+                f"{chosen} cannot run with attack {kind_of(attack)}: what hostile clients would send as running "
+                "statistics is not modelled; leave attack out, or take a model with nn.GroupNorm"
+            )
 
     @model_validator(mode="before")
     @classmethod

@@ -16,8 +16,8 @@ from pydantic_core import PydanticUndefined
 from fl_sim.data.naming import OPTIONS
 from fl_sim.data.naming_words import ABOUT, SETTINGS
 from fl_sim.experiment.experiment import Experiment
-from fl_sim.kinds import field_defaults, is_numbered, kind_of, kinds, short_form
-from fl_sim.settings import OneOf
+from fl_sim.kinds import field_defaults, is_numbered, kind_of, short_form
+from fl_sim.settings import OneOf, default_of
 
 _SENTENCE: Final = re.compile(r"(?<=[.)])\s+(?=[A-Z`\"])")
 _NAME: Final = re.compile(r"``(\w+)``")
@@ -72,9 +72,10 @@ def _groups(settings: type, name: str, kind: str, within: str, defaults: Mapping
     inside: list[tuple[type, str, str, Mapping[str, Any]]] = []
     for field, annotation, extras, own_default in _fields(settings):
         default = defaults.get(field, own_default)
-        choices = kinds(annotation) if any(isinstance(extra, OneOf) for extra in extras) else {}
+        one_of = next((extra for extra in extras if isinstance(extra, OneOf)), None)
+        choices = one_of.known(annotation) if one_of is not None else {}
         if choices:
-            takes = one_of(
+            takes = either(
                 [choice.replace("-k", "-K") if is_numbered(choice, choices[choice]) else choice for choice in choices]
             )
             inside += [(own, f"{prefix}{field}", choice, {}) for choice, own in choices.items()]
@@ -102,7 +103,8 @@ def _fields(settings: type) -> Iterator[tuple[str, Any, tuple[Any, ...], Any]]:
     defaults = field_defaults(settings)
     for name, (annotation, extras) in found.items():
         if name != "kind":
-            yield name, annotation, extras, defaults[name]
+            default = default_of(settings, name) if issubclass(settings, BaseModel) else defaults[name]
+            yield name, annotation, extras, default
 
 
 def _documentation(settings: type) -> str:
@@ -139,7 +141,7 @@ def meaning(documentation: str, field: str, known: set[str]) -> str:
     return text[:1].upper() + text[1:]
 
 
-def one_of(names: Sequence[Any]) -> str:
+def either(names: Sequence[Any]) -> str:
     """Return "a, b or c"."""
     *first, last = map(str, names)
     return f"{', '.join(first)} or {last}" if first else last
@@ -149,7 +151,7 @@ def _takes(annotation: Any, extras: tuple[Any, ...]) -> str:
     """Say what values a field takes, such as "whole number, at least 1"."""
     parts, origin = get_args(annotation), get_origin(annotation)
     if origin is Literal:
-        return one_of(parts)
+        return either(parts)
     if origin is tuple:
         return f"list of: {_takes(*_narrowed(parts[0]))}"
     if parts:

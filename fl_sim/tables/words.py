@@ -8,9 +8,9 @@ from fl_sim.data.naming import short_label
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.local import Local
 from fl_sim.kinds import Captioned, field_defaults, is_settings, kind_of, short_form, title_of
+from fl_sim.settings import default_of
 from fl_sim.tables.seeds import spread
 from strategies.algorithm import Advising, Noted
-from strategies.servers import Synchronous
 
 _DATA = {
     "mnist": "MNIST",
@@ -37,7 +37,7 @@ def method(experiment: Experiment, varied: Collection[str] = ()) -> str:
     ``varied``: parameters of the first that are named even where they have their default value.
     """
     name = label(experiment.algorithm)
-    if experiment.server != Synchronous():
+    if experiment.server != default_of(Experiment, "server"):
         name = f"{name}, {label(experiment.server)}"
     if experiment.preprocess.kind == "none":
         return name

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Final
 from torch import nn
 
 from clients.client_layer import ClientLayer
+from fl_sim.kinds import is_none
 from fl_sim.packed import Held, Packing
 from fl_sim.params import layout_of
 from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, Reply, ServerState, Size, Trained
-from strategies.compression.none import NoCompression
 from strategies.layer import Layer
 
 HELD: Final = "held-back/"
@@ -28,7 +28,7 @@ class Compression(Layer):
     @classmethod
     def applies(cls, experiment: Any) -> bool:
         """Say whether updates are compressed."""
-        return not isinstance(experiment.compress, NoCompression)
+        return not is_none(experiment.compress)
 
     @classmethod
     def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> None:

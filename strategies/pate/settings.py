@@ -4,7 +4,7 @@ Papernot et al. 2017 and 2018. With student "resnet" and a public pool out of th
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +12,9 @@ from pydantic import Field, model_validator
 
 from clients.teacher import AnyTeacher, Network
 from fl_sim.errors import UserError
-from fl_sim.kinds import Choices, kind_of, kinds
-from fl_sim.settings import OneOf, Settings
+from fl_sim.kinds import Choices, is_own_kind, kind_of
+from fl_sim.settings import OneOf, Settings, kinds_of
 from fl_sim.types import Dataset
-from partitions import AnyScheme
 from strategies.algorithm import Split
 from strategies.pate.labelling import Labelling
 from strategies.pate.mechanisms import LNMax, NoNoise
@@ -99,12 +98,12 @@ class Pate(Settings):
                 f"algorithm pate cannot run with local.batch_norm={batch_norm}: no model is averaged in it; leave it "
                 "out, and take a model without running statistics"
             )
-        if type(experiment.partition) in get_args(AnyScheme) or isinstance(self.labelling.mechanism, NoNoise):
+        if not is_own_kind(experiment.partition) or isinstance(self.labelling.mechanism, NoNoise):
             return
         raise ValueError(
             f"algorithm pate over partition {kind_of(experiment.partition)}: how many teachers one record more can "
             "change is not known of a split of your own, so no epsilon could be printed; take one of "
-            f"{', '.join(kinds(AnyScheme))}, or algorithm.labelling.mechanism=none"
+            f"{', '.join(kinds_of('partition'))}, or algorithm.labelling.mechanism=none"
         )
 
     def check_budget(self, experiment: Choices, records: Sequence[int], num_classes: int) -> None:

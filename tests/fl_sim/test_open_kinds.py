@@ -1,6 +1,5 @@
 """Kinds of the user's own: by import path, from a table, by a package's short name, and as objects from Python."""
 
-import importlib.metadata
 import json
 import sys
 import tomllib
@@ -21,7 +20,7 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.experiment.job import job_of
 from fl_sim.kinds import kind_of, short_form, title_of
 from fl_sim.params import scale
-from fl_sim.settings import ENTRY_POINTS, Settings
+from fl_sim.settings import Settings
 from fl_sim.simulation.engine_choice import choose
 from fl_sim.simulation.run import run
 from fl_sim.types import Aggregate, ClientUpdate, Cohort, LocalTask, Trained
@@ -156,13 +155,13 @@ def test_one_of_ours_by_its_path_is_one_of_ours() -> None:
     assert Experiment(partition=LabelK(2)).model_dump()["partition"] == {"kind": "label-k", "k": 2}
 
 
-def test_a_package_gives_its_kinds_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = importlib.metadata.EntryPoint("feddouble", f"{HERE}:Doubled", ENTRY_POINTS)
-
-    def installed(*, group: str, name: str) -> list[importlib.metadata.EntryPoint]:
-        return [named] if (group, name) == (ENTRY_POINTS, "feddouble") else []
-
-    monkeypatch.setattr(importlib.metadata, "entry_points", installed)
+@pytest.mark.parametrize("group", ["fl_sim.kinds", "fl_sim.algorithm"])
+def test_a_package_gives_its_kinds_short_names(install_package: Any, group: str) -> None:
+    install_package("fed-double", {group: {"feddouble": f"{HERE}:Doubled"}})
+    assert experiment_from({"algorithm": {"kind": "feddouble", "factor": 3}}).algorithm == Doubled(factor=3.0)
+    assert experiment_from(with_overrides({}, ["algorithm=feddouble", "algorithm.factor=3"])).algorithm == Doubled(
+        factor=3.0
+    )
     assert experiment_from({"algorithm": "feddouble:3"}) == Experiment(algorithm=Doubled(factor=3.0))
     assert experiment_from({"algorithm": "feddouble"}).model_dump()["algorithm"]["kind"] == f"{HERE}:Doubled"
 

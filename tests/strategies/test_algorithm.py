@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_sim.experiment.experiment import AnyAlgorithm
-from fl_sim.kinds import kinds
+from fl_sim.settings import kinds_of
 from fl_sim.testing import check
 from strategies.algorithm import Sharing, accumulated_momentum
 from strategies.balanced_softmax import BalancedSoftmax
@@ -89,20 +88,23 @@ def test_defaults_are_the_published_ones(algorithm, published):
     assert algorithm.model_dump(exclude={"kind"}) == published
 
 
-@pytest.mark.parametrize("kind", sorted(kinds(AnyAlgorithm).keys() - {"pate", "tstr"}))  # which have no rounds to merge
+WITHOUT_ROUNDS = {"pate", "tstr"}
+
+
+@pytest.mark.parametrize("kind", sorted(kinds_of("algorithm").keys() - WITHOUT_ROUNDS))
 def test_every_kind_keeps_the_laws(kind):
-    check(kinds(AnyAlgorithm)[kind]())
+    check(kinds_of("algorithm")[kind]())
 
 
-@pytest.mark.parametrize("kind", sorted(kinds(AnyAlgorithm).keys() - {"pate"}))
+@pytest.mark.parametrize("kind", sorted(kinds_of("algorithm").keys() - {"pate"}))
 def test_an_algorithm_takes_sixty_lines_of_code_at_most(kind):
     """Imports, comments, docstrings, blank lines and remarks aside; a file may hold several algorithms."""
-    file = inspect.getfile(kinds(AnyAlgorithm)[kind])
+    file = inspect.getfile(kinds_of("algorithm")[kind])
     source = Path(file).read_text()
     aside = [node for node in ast.walk(ast.parse(source)) if _is_no_code(node)]
     counted = {number for number, line in enumerate(source.splitlines(), 1) if line.strip() and line.strip()[0] != "#"}
     counted -= {number for node in aside for number in range(node.lineno, node.end_lineno + 1)}
-    assert 3 < len(counted) <= 60 * sum(inspect.getfile(one) == file for one in kinds(AnyAlgorithm).values())
+    assert 3 < len(counted) <= 60 * sum(inspect.getfile(one) == file for one in kinds_of("algorithm").values())
 
 
 def _is_no_code(node):

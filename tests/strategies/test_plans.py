@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import AnyAlgorithm, experiment_from
-from fl_sim.kinds import kinds
+from fl_sim.experiment.experiment import experiment_from
 from fl_sim.local_plan import fields_in_use
 from fl_sim.seeding import torch_kept
+from fl_sim.settings import kinds_of
 from fl_sim.types import LocalSettings, LocalTask
 from strategies.balanced_softmax import BalancedSoftmax
 from strategies.fedavg import FedAvg
@@ -195,7 +195,7 @@ def test_what_global_dp_cannot_clip_with_the_update_is_refused(kind: str, messag
 
 
 def test_what_to_turn_where_training_diverges_is_there() -> None:
-    steered = [made for made in kinds(AnyAlgorithm).values() if hasattr(made, "knobs")]
+    steered = [made for made in kinds_of("algorithm").values() if hasattr(made, "knobs")]
     assert len(steered) >= 10
     for made in steered:
         names = re.findall(r"\balgorithm\.(\w+)", made.knobs)

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import AnyAggregator, AnyAlgorithm, experiment_from
-from fl_sim.kinds import kinds
+from fl_sim.experiment.experiment import experiment_from
 from fl_sim.params import num_parameters, scale
+from fl_sim.settings import kinds_of
 from fl_sim.types import Cohort, Params, Reply, ServerState
 from strategies.aggregators import Robust, WeightedMean
 from strategies.algorithm import MeanOnly, what_clients_send
 
-ALGORITHMS = kinds(AnyAlgorithm)
-ROBUST = [kind for kind, made in kinds(AnyAggregator).items() if issubclass(made, Robust)]
+ALGORITHMS = kinds_of("algorithm")
+ROBUST = [kind for kind, made in kinds_of("aggregator").items() if issubclass(made, Robust)]
 REFUSED = {
     "scaffold": "mean of all c_i",
     "feddyn": "h is the mean",
@@ -35,7 +35,7 @@ HOSTILE = 2
 
 
 def test_the_robust_aggregators_are_known_as_such() -> None:
-    assert set(kinds(AnyAggregator)) == {"mean", "global-dp", *ROBUST}
+    assert set(kinds_of("aggregator")) == {"mean", "global-dp", *ROBUST}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

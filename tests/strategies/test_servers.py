@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import AnyAlgorithm, experiment_from
-from fl_sim.kinds import kinds
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.settings import kinds_of
 from fl_sim.types import Reply, ServerState
 from strategies.fedavg import FedAvg
 from strategies.server_opt import FedAvgM
@@ -70,7 +70,7 @@ def test_a_client_without_records_changes_nothing(kind: Any) -> None:
     assert kind.step(before, FedAvg(), [arrival(0.0, start=1.0, staleness=2, count=0)], 4, 5) is before
 
 
-@pytest.mark.parametrize("kind", sorted(kinds(AnyAlgorithm)))
+@pytest.mark.parametrize("kind", sorted(kinds_of("algorithm")))
 def test_an_algorithm_composes_only_where_clients_send_what_changed_and_keep_nothing(kind: str) -> None:
     table = {"algorithm": kind, "devices": "constant", "server": "fedbuff"}
     if kind in TAKEN or kind in {"fedcm", "mofedsam"}:  # whose broadcast is found with the model

@@ -129,7 +129,7 @@ def answer(question: Question, counts: labelling_cost.Counts) -> tuple[dict[str,
 def release(question: Question, counts: labelling_cost.Counts) -> dict[str, Any]:
     """Return a noisy upper bound on the data-dependent epsilon, for everybody; every call is a release of its own."""
     cost = question.cost()
-    if isinstance(cost, labelling_cost.ConfidentCost):
+    if question.mechanism == "confident":
         raise UserError(
             "--release of confident must know which queries were answered, and votes do not tell: run algorithm=pate "
             "with algorithm.publish_cost=true, or leave --release out"

@@ -92,7 +92,8 @@ def votes_key(job: Job) -> str:
     experiment = job.experiment
     names = ("partition", "clients", "seed", "partition_seed", "model_seed", "model", "local", "features")
     settings = experiment.chosen(*names)
-    pate = experiment.algorithm.model_dump(mode="json", include={"teachers", "public", "public_records", "overlap"})
+    algorithm = experiment.chosen("algorithm")["algorithm"]
+    pate = {name: algorithm[name] for name in ("teachers", "public", "public_records", "overlap")}
     records = fingerprint(experiment.data, job.root, with_test=True)
     determining = [_FORMAT, settings, pate, records, *code_in({**settings, "pate": pate})]
     digest = hashlib.sha256(json.dumps(determining, sort_keys=True).encode())

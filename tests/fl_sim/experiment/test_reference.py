@@ -7,9 +7,10 @@ from pydantic import BaseModel
 
 from fl_sim.data.naming import OPTIONS
 from fl_sim.data.naming_words import SETTINGS
-from fl_sim.experiment.experiment import AnyAlgorithm, Experiment, experiment_from, with_overrides
+from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.reference import Group, groups, meaning
-from fl_sim.kinds import field_defaults, kinds
+from fl_sim.kinds import field_defaults
+from fl_sim.settings import kinds_of
 
 
 def group(name: str, kind: str = "") -> Group:
@@ -29,7 +30,7 @@ def test_no_field_of_the_tree_is_left_out() -> None:
     for one in groups():
         written.setdefault(f"{one.name}={one.kind}", set()).update(setting.name for setting in one.settings)
     assert written["="] == set(Experiment.model_fields)
-    for kind, algorithm in kinds(AnyAlgorithm).items():
+    for kind, algorithm in kinds_of("algorithm").items():
         assert written[f"algorithm={kind}"] == {
             f"algorithm.{name}" for name in field_defaults(algorithm) if name != "kind"
         }
@@ -66,7 +67,7 @@ def test_what_a_setting_takes_is_in_words() -> None:
     assert takes["clients"] == "whole number, at least 1, at most 1,000,000"
     assert takes["device"] == "auto, cpu or cuda"
     assert takes["local.momentum"] == "number, at least 0, below 1"
-    assert takes["partition"].startswith("label-K, dirichlet,")
+    assert takes["partition"] == "dirichlet, feature-noise, iid, label-K, natural, quantity or shards"
 
 
 def test_a_meaning_is_what_the_docstring_says_of_the_field_alone() -> None:

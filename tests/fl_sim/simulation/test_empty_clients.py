@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from fl_sim.experiment.experiment import AnyAlgorithm, Experiment, experiment_from
+from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
+from fl_sim.settings import kinds_of
 from fl_sim.simulation.procedure import procedure_of
 from fl_sim.simulation.run import Silent, run
 from fl_sim.simulation.run_log import RunLog
@@ -20,7 +21,7 @@ from strategies.algorithm import Averaging
 from strategies.attacks import hostile_clients
 
 HOLDERS = 3
-KINDS = sorted(one.model_fields["kind"].default for one in get_args(AnyAlgorithm) if issubclass(one, Averaging))
+KINDS = sorted(one.model_fields["kind"].default for one in kinds_of("algorithm").values() if issubclass(one, Averaging))
 QUICK: dict[str, Any] = {
     "model": "logistic", "rounds": 3, "engine": "inprocess", "data": "digits",
     "local": {"momentum": 0.0, "learning_rate": 0.05, "batch_size": 64},

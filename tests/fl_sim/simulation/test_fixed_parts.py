@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import AnyAlgorithm, experiment_from
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.settings import kinds_of
 from fl_sim.simulation.run import run
 from strategies.algorithm import Averaging
 from strategies.fedproto import FedProto
@@ -75,7 +76,7 @@ def expect_the_same(tmp_path: Path, **changes: Any) -> None:
     assert said["bytes"] == other["bytes"]
 
 
-KINDS = sorted(one.model_fields["kind"].default for one in get_args(AnyAlgorithm) if issubclass(one, Averaging))
+KINDS = sorted(one.model_fields["kind"].default for one in kinds_of("algorithm").values() if issubclass(one, Averaging))
 
 
 @pytest.mark.parametrize("algorithm", KINDS)

@@ -9,14 +9,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import AnyAlgorithm, Experiment, experiment_from
+from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.settings import kinds_of
 from fl_sim.simulation.run import run
 from fl_sim.types import Aggregate, ClientUpdate, Cohort, LocalTask, Payloads, Trained
 from strategies.algorithm import Averaging
@@ -182,7 +183,7 @@ def refused(**changes: Any) -> str:
     return ""
 
 
-KINDS = [kind for one in get_args(AnyAlgorithm) if not refused(algorithm=(kind := one.model_fields["kind"].default))]
+KINDS = [kind for kind in kinds_of("algorithm") if not refused(algorithm=kind)]
 
 
 def test_most_algorithms_may_be_private() -> None:

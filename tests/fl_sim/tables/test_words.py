@@ -5,8 +5,8 @@ import inspect
 import pytest
 
 from clients.dafl.settings import DaFl
-from fl_sim.experiment.experiment import AnyAlgorithm, experiment_from
-from fl_sim.kinds import kinds
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.settings import kinds_of
 from fl_sim.tables.words import caption, label, took
 from strategies.global_dp import AdaptiveClipping, GlobalDP
 from strategies.pate.labelling import Labelling
@@ -42,9 +42,9 @@ def test_an_algorithm_that_has_nothing_to_say_of_momentum_leaves_no_line_behind(
     assert not [line for line in lines if len(line) < 10]
 
 
-@pytest.mark.parametrize("kind", kinds(AnyAlgorithm))
+@pytest.mark.parametrize("kind", kinds_of("algorithm"))
 def test_who_advises_on_momentum_is_asked_for_nothing_else(kind: str) -> None:
-    advice = getattr(kinds(AnyAlgorithm)[kind], "advice", None)
+    advice = getattr(kinds_of("algorithm")[kind], "advice", None)
     assert advice is None or list(inspect.signature(advice).parameters) == ["self", "momentum"]
 
 

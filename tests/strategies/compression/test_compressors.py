@@ -13,17 +13,16 @@ from hypothesis.extra import numpy as hnp
 from fl_sim.engines import tensor_records, wire
 from fl_sim.errors import Malformed, UserError
 from fl_sim.experiment.experiment import experiment_from
-from fl_sim.kinds import kinds
 from fl_sim.packed import Coins, Compressor, Packed, Packing, Size
 from fl_sim.params import FlatParams, Layout, num_in
 from fl_sim.seeding import rng
 from fl_sim.types import ClientUpdate, Payloads
+from fl_sim.settings import kinds_of
 from strategies.compression.bits import bits_for, pack, pack_digits, unpack, unpack_digits
 from strategies.compression.layer import ClientCompression
 from strategies.compression.power_sgd import PowerSGD
 from strategies.compression.qsgd import QSGD
 from strategies.compression.rand_k import RandK
-from strategies.compression.settings import AnyCompressor
 from strategies.compression.sign_sgd import SignSGD
 from strategies.compression.top_k import TopK
 
@@ -53,7 +52,7 @@ def sent(way: Compressor, update: FlatParams, held: Payloads | None = None, *key
 
 
 def test_the_laws_here_are_held_by_every_kind() -> None:
-    assert {name.partition(",")[0] for name in ALL} == set(kinds(AnyCompressor)) - {"none"}
+    assert {name.partition(",")[0] for name in ALL} == set(kinds_of("compress")) - {"none"}
 
 
 def test_what_travels_has_the_bits_of_the_formulas() -> None:

@@ -9,12 +9,12 @@ import pytest
 
 from fl_sim import models
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import AnyAlgorithm, experiment_from
-from fl_sim.kinds import kinds, title_of
+from fl_sim.experiment.experiment import experiment_from
+from fl_sim.kinds import title_of
 from fl_sim.packed import Compressor, Size
 from fl_sim.params import detached, layout_of, num_in
+from fl_sim.settings import kinds_of
 from fl_sim.types import Params
-from strategies.compression.settings import AnyCompressor
 
 PROJECT = Path(__file__).parents[3]
 PAGE = (PROJECT / "docs" / "compression.md").read_text()
@@ -31,17 +31,17 @@ def rows_below(heading: str) -> list[list[str]]:
 
 def test_every_kind_has_a_row() -> None:
     named = [re.sub(r"[`:].*", "", cells[0].strip("`")) for cells in rows_below("# Compressed updates")]
-    assert named == list(kinds(AnyCompressor))
+    assert named == list(kinds_of("compress"))
 
 
 def test_every_method_has_its_row_and_is_refused_where_the_page_says_so() -> None:
     told: dict[str, list[str]] = {}
     for names, *cells in rows_below("## What travels compressed"):
         told |= {name.strip().strip("`").lower(): cells for name in names.split(",")}
-    assert set(told) == {title_of(made()).lower() for made in kinds(AnyAlgorithm).values()}
-    for kind, made in kinds(AnyAlgorithm).items():
+    assert set(told) == {title_of(made()).lower() for made in kinds_of("algorithm").values()}
+    for kind, made in kinds_of("algorithm").items():
         refused = told[title_of(made()).lower()][2]
-        for compress in set(kinds(AnyCompressor)) - {"none"}:
+        for compress in set(kinds_of("compress")) - {"none"}:
             if refused.startswith("all:") or (refused and compress in {"qsgd", "rand-k"}):
                 with pytest.raises(UserError, match="compress"):
                     experiment_from({"algorithm": kind, "compress": compress})

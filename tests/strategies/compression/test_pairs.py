@@ -7,17 +7,16 @@ import pytest
 import torch
 
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import AnyAggregator, AnyAlgorithm, experiment_from
-from fl_sim.kinds import kinds
+from fl_sim.experiment.experiment import experiment_from
 from fl_sim.packed import Packing
 from fl_sim.params import FlatParams, flattened, layout_of
 from fl_sim.privacy.mechanisms import Noise, clip_factor
+from fl_sim.settings import kinds_of
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.types import Cohort, Payloads, Reply
 from strategies.algorithm import what_clients_send
 from strategies.compression.rand_k import RandK
-from strategies.compression.settings import AnyCompressor
 from strategies.global_dp import GlobalDP
 
 ON_AVERAGE = {"rand-k": "rand-k:0.3", "qsgd": "qsgd"}
@@ -41,10 +40,10 @@ def settings(compress: Any, **others: Any) -> Any:
 
 
 def test_every_kind_is_here() -> None:
-    assert {"none", *ON_AVERAGE, *WITH_FEEDBACK} == set(kinds(AnyCompressor))
+    assert {"none", *ON_AVERAGE, *WITH_FEEDBACK} == set(kinds_of("compress"))
 
 
-@pytest.mark.parametrize("algorithm", kinds(AnyAlgorithm))
+@pytest.mark.parametrize("algorithm", kinds_of("algorithm"))
 def test_every_algorithm_runs_or_is_refused_with_the_reason(algorithm: str, tmp_path: Any) -> None:
     for kind, compress in {**ON_AVERAGE, **WITH_FEEDBACK}.items():
         reason = REFUSED.get(algorithm, "drift apart" if algorithm in DRIFTS and kind in ON_AVERAGE else "")
@@ -62,7 +61,7 @@ def test_rand_k_with_error_feedback_goes_with_what_must_not_drift() -> None:
         settings({"kind": "rand-k", "correction": "error-feedback"}, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("aggregator", sorted(set(kinds(AnyAggregator)) - {"mean", "global-dp"}))
+@pytest.mark.parametrize("aggregator", sorted(set(kinds_of("aggregator")) - {"mean", "global-dp"}))
 def test_robust_aggregators_look_at_what_was_unpacked_or_are_refused(aggregator: str, tmp_path: Any) -> None:
     robust = {"aggregator": {"kind": aggregator}, "clients": 8}
     run(settings("qsgd", **robust), tmp_path / "qsgd")

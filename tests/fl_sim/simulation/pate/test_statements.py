@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +13,11 @@ from fl_sim.privacy.accounting import Adjacency, compose, epsilon_of_counts, eps
 from fl_sim.privacy.pate import smooth_sensitivity
 from fl_sim.privacy.renyi import ORDERS
 from fl_sim.seeding import rng
+from fl_sim.settings import kinds_of
 from fl_sim.simulation.pate.ensemble import Votes
 from fl_sim.simulation.pate.noisy_labels import Released, release_labels
 from fl_sim.simulation.pate.statements import neighbours, statements_of
-from partitions import AnyScheme, Dirichlet, FeatureNoise, Iid, LabelK, Natural, Quantity, Scheme, Shards
+from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Natural, Quantity, Scheme, Shards
 from strategies.pate.labelling import UNANSWERED
 from strategies.pate.mechanisms import LNMax
 
@@ -213,7 +214,7 @@ def test_one_record_in_the_place_of_another_stays_with_its_teacher_wherever_that
 
 
 def test_of_every_split_it_is_said_whichneighbours_it_keeps_apart():
-    assert {type(scheme()).__name__: neighbours(scheme())[0].value for scheme in get_args(AnyScheme)} == {
+    assert {type(scheme()).__name__: neighbours(scheme())[0].value for scheme in kinds_of("partition").values()} == {
         "Iid": "replace-one", "Quantity": "replace-one", "FeatureNoise": "replace-one",
         "Natural": "add-or-remove-one",
         "LabelK": "add-or-remove-one", "Dirichlet": "add-or-remove-one", "Shards": "add-or-remove-one",
