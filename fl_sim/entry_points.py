@@ -1,13 +1,16 @@
 """Names that installed packages give to kinds: fl-sim's own, and those of any other package, by entry points.
 
-A package's metadata tells the names of a group and where each kind is defined, without importing any of it.
+A package's metadata tell the names of a group and where each kind is defined, without importing any of it; ours are in
+pyproject.toml.
 """
 
 import importlib.metadata
+import tomllib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 from fl_sim.errors import UserError
@@ -20,6 +23,7 @@ OURS: Final = "fl-sim"
 SHORT_NAMES: Final = "fl_sim.kinds"
 """The group of short names for kinds of any setting."""
 
+_PYPROJECT: Final = Path(__file__).parents[1] / "pyproject.toml"
 _PREFIX: Final = "fl_sim."
 _AGAIN: Final = "run 'pip install' again where its code is, for example 'pip install -e .'"
 
@@ -95,9 +99,28 @@ def _group(group: str) -> Mapping[str, tuple[Named, ...]]:
 
 @cache
 def _installed() -> Mapping[str, Mapping[str, tuple[Named, ...]]]:
-    """Return {group: {name: entry points}} of all installed packages; of one that is there twice, as it is imported."""
+    """Return {group: {name: entry points}} of all installed packages, and of ours, be it installed or not."""
     found: dict[str, dict[str, tuple[Named, ...]]] = defaultdict(dict)
-    seen = set[str]()
+    beside = _beside()
+    for named in (*beside, *_of_metadata({OURS} if beside else set())):
+        found[named.group][named.name] = (*found[named.group].get(named.name, ()), named)
+    return found
+
+
+def _beside() -> list[Named]:
+    """Return our entry points by the pyproject.toml beside the code: in a checkout, and in Flower's copy of it.
+
+    There the code runs without an installation, or with one of another version.
+    """
+    if not _PYPROJECT.exists():
+        return []
+    project = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
+    groups = project.get("entry-points", {}) if project.get("name") == OURS else {}
+    return [Named(group, name, path, OURS) for group, names in groups.items() for name, path in names.items()]
+
+
+def _of_metadata(seen: set[str]) -> Iterator[Named]:
+    """Yield the entry points of installed packages but those ``seen``; of one that is there twice the first."""
     for distribution in importlib.metadata.distributions():
         if f"[{_PREFIX}" not in (text := distribution.read_text("entry_points.txt") or ""):
             continue
@@ -108,6 +131,4 @@ def _installed() -> Mapping[str, Mapping[str, tuple[Named, ...]]]:
         seen.add(package)
         for point in distribution.entry_points:
             if point.group.startswith(_PREFIX):
-                named = Named(point.group, point.name, point.value, package)
-                found[point.group][point.name] = (*found[point.group].get(point.name, ()), named)
-    return found
+                yield Named(point.group, point.name, point.value, package)

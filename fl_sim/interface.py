@@ -18,9 +18,9 @@ from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.identity import edited_code, identity_of
 from fl_sim.experiment.job import resolved
 from fl_sim.kinds import is_settings, kind_of, short_form
+from fl_sim.one_of import as_table
 from fl_sim.report.progress import RunProgress
 from fl_sim.report.release import Release
-from fl_sim.settings import as_table
 from fl_sim.simulation import run as simulation
 from fl_sim.simulation.repeating import set_aside
 from fl_sim.simulation.resuming import on_trust

@@ -41,7 +41,7 @@ def install_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str, dict[str, dict[str, str]]], Path]:
     """Install a package that consists of entry points, {group: {name: path}}, in front of all others."""
-    from fl_sim import entry_points, settings
+    from fl_sim import entry_points, one_of, settings
 
     def install(name: str, groups: dict[str, dict[str, str]]) -> Path:
         folder = tmp_path / f"of {name}"
@@ -56,7 +56,7 @@ def install_package(
         return folder
 
     def forget() -> None:
-        for kept in (entry_points._installed, settings._loaded, settings.default_of):
+        for kept in (entry_points._installed, one_of._loaded, settings.default_of):
             kept.cache_clear()
 
     yield install
