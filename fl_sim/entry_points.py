@@ -50,6 +50,7 @@ def names_in(group: str) -> list[str]:
     return [*ours_in(group), *sorted(_group(group).keys() - ours_in(group).keys())]
 
 
+@cache
 def ours_in(group: str) -> Mapping[str, Named]:
     """Return {name: entry point} of the kinds that come with fl-sim. Raises UserError as ``names_in`` does."""
     own = {name: named for name, all_named in _group(group).items() for named in all_named if named.package == OURS}

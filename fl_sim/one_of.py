@@ -68,7 +68,9 @@ class OneOf:
             return in_union(value) if type(value) in members else self._checked(value)
 
         def serialize(value: Any, in_union: Callable[[Any], Any], info: Any) -> Any:
-            return in_union(value) if type(value) in members else as_table(value, info.mode)
+            if type(value) in members:
+                return in_union(value)
+            return as_table(value, info.mode, exclude_none=info.exclude_none)
 
         shown = core_schema.wrap_serializer_function_ser_schema(serialize, info_arg=True, schema=union)
         return core_schema.no_info_wrap_validator_function(validate, union, serialization=shown)
@@ -86,7 +88,9 @@ class OneOf:
             if not isinstance(kind, str) or kind not in known:
                 tags = {"discriminator": "'kind'", "tag": str(kind), "expected_tags": ", ".join(known)}
                 raise PydanticKnownError("union_tag_invalid", tags)
-            return _alone(known[kind], kind).validate_python(dict(table))
+            return (
+                _plain(self.group, kind) if len(table) == 1 else _alone(known[kind], kind).validate_python(dict(table))
+            )
 
         def validate(value: Any) -> Any:
             if isinstance(value, str):
@@ -97,7 +101,7 @@ class OneOf:
 
         def serialize(value: Any, info: Any) -> Any:
             if not is_ours(value):
-                return as_table(value, info.mode)
+                return as_table(value, info.mode, exclude_none=info.exclude_none)
             ours = _alone(known[value.kind], value.kind)
             return ours.dump_python(value, mode=info.mode, exclude_none=info.exclude_none)
 
@@ -236,9 +240,11 @@ class OneOf:
         return protocol
 
 
-def as_table(value: Any, mode: str = "python") -> Json:
-    """Return the table with a ``kind`` that stands for a settings object; ``mode`` is pydantic's."""
-    content: Json = TypeAdapter[Any](type(value)).dump_python(value, mode="json" if mode == "json" else "python")
+def as_table(value: Any, mode: str = "python", *, exclude_none: bool = False) -> Json:
+    """Return the table with a ``kind`` that stands for a settings object; the other arguments are pydantic's."""
+    content: Json = TypeAdapter[Any](type(value)).dump_python(
+        value, mode="json" if mode == "json" else "python", exclude_none=exclude_none
+    )
     return {"kind": kind_of(value), **{name: part for name, part in content.items() if name != "kind"}}
 
 
@@ -274,6 +280,12 @@ class OurKinds(Mapping[str, type]):
 @cache
 def _loaded(group: str, kind: str) -> type:
     return entry_points.load_kind(entry_points.ours_in(group)[kind])
+
+
+@cache
+def _plain(group: str, kind: str) -> Any:
+    """Return the value of a kind that is told by its name alone, always the same one, as it is frozen."""
+    return _alone(_loaded(group, kind), kind).validate_python({"kind": kind})
 
 
 @cache

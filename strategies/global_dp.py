@@ -162,9 +162,9 @@ class GlobalDP(Settings):
         return {**without, "noise_multiplier": fitted(experiment)}
 
     def check_unchanged(self) -> None:
-        """Raise ValueError for a class of the user's own, which may inherit from this one: nothing is proven of it."""
+        """Raise UserError for a class of the user's own that inherits from this one: nothing is proven of it."""
         if type(self) is not GlobalDP:
-            raise ValueError(
+            raise UserError(
                 f"aggregator {kind_of(self)} changes global-dp, so what it protects is not known here and "
                 "no epsilon could be printed: take global-dp itself, or derive from WeightedMean, without a guarantee"
             )

@@ -298,7 +298,7 @@ def _turns_in_words(sampler: AnySampler) -> str:
 
 
 def terms_of(aggregator: GlobalDP, sampler: AnySampler) -> Terms:
-    """Return under which terms the ledger of such rounds is held. Raises ValueError for a class of the user's own."""
+    """Return under which terms the ledger of such rounds is held. Raises UserError for a class of the user's own."""
     aggregator.check_unchanged()
     adjacency = Adjacency.REPLACE_ONE if isinstance(sampler, FixedSize) else Adjacency.ADD_OR_REMOVE_ONE
     return Terms(UNIT, adjacency, aggregator.delta, aggregator.epsilon, aggregator.accountant)

@@ -56,7 +56,7 @@ def install_package(
         return folder
 
     def forget() -> None:
-        for kept in (entry_points._installed, one_of._loaded, settings.default_of):
+        for kept in (entry_points._installed, entry_points.ours_in, one_of._loaded, one_of._plain, settings.default_of):
             kept.cache_clear()
 
     yield install

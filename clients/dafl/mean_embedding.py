@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from clients.dafl.clamped import before_clamping
+from clients.clamped import before_clamping
 from clients.dafl.generator import Bill, PrivateRecords
-from clients.dafl.warping import warped
 from clients.frequencies import clamped, frequencies_of, images_of, lowest_frequencies
 from clients.symmetric import Array, products, shrunk, symmetric
+from clients.warping import warped
 from fl_sim.errors import UserError
 from fl_sim.late_torch import torch
 from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_norm_on_grid

@@ -55,6 +55,7 @@ def test_metadata_of_a_wheel_name_the_same_kinds_as_pyproject(without_pyproject:
     folder = install_package("fl-sim", NAMED)
     (folder / "fl_sim-1.0.dist-info" / "entry_points.txt").write_text(lines)
     entry_points._installed.cache_clear()
+    entry_points.ours_in.cache_clear()
     installed = {group: {name: one.path for name, one in entry_points.ours_in(group).items()} for group in NAMED}
     assert installed == NAMED
     assert experiment_from({"algorithm": "fedprox"}).algorithm == FedProx()

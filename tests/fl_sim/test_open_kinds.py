@@ -142,6 +142,19 @@ def test_what_is_written_down_is_read_back_equal(field: str, value: Any, paramet
     assert experiment_from(json.loads(experiment.model_dump_json())) == experiment
 
 
+class Maybe(Averaging):
+    """Has a parameter that may be left out."""
+
+    limit: float | None = None
+
+
+def test_a_parameter_that_is_left_out_is_written_as_that() -> None:
+    experiment = Experiment(algorithm=Maybe())
+    assert experiment.as_written()["algorithm"] == {"kind": f"{HERE}:Maybe"}
+    assert experiment_from(tomllib.loads(tomli_w.dumps(experiment.as_written()))) == experiment
+    assert experiment.model_dump()["algorithm"] == {"kind": f"{HERE}:Maybe", "limit": None}
+
+
 def test_a_subclass_of_one_of_ours_is_its_own_kind() -> None:
     experiment = Experiment(algorithm=Renamed())
     assert type(experiment.algorithm) is Renamed
@@ -260,6 +273,13 @@ class Quiet(GlobalDP):
         return GlobalDP(noise_multiplier=10.0).event()
 
 
+class Unasked(Quiet):
+    """Global DP without its noise, and without its refusals."""
+
+    def check(self, experiment: Any) -> None:
+        return
+
+
 class EveryClass(LabelK):
     """One of ours, dealt otherwise."""
 
@@ -283,6 +303,13 @@ def test_where_an_epsilon_would_rest_on_code_that_nobody_here_has_proven_it_is_r
 ) -> None:
     with pytest.raises(UserError, match=message):
         experiment_from(settings)
+
+
+def test_of_an_aggregator_that_refuses_nothing_any_more_no_epsilon_is_stated(tmp_path: Path) -> None:
+    settings = {"aggregator": Unasked(noise="seeded"), "clients": 20, "rounds": 1, "engine": "inprocess"}
+    with pytest.raises(UserError, match="Unasked changes global-dp, so what it protects is not known here"):
+        run(experiment_from(settings), tmp_path / "run")
+    assert not list(tmp_path.rglob("result.json"))
 
 
 def test_a_student_says_how_many_steps_it_takes() -> None:

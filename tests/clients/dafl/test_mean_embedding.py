@@ -11,8 +11,8 @@ from dp_accounting import dp_event
 
 from clients.dafl.generator import PrivateRecords
 from clients.dafl.mean_embedding import MeanEmbedding, Release
-from clients.dafl.warping import warped
 from clients.frequencies import frequencies_of, lowest_frequencies
+from clients.warping import warped
 from fl_sim.privacy.accounting import epsilon
 from fl_sim.privacy.mechanisms import Noise
 

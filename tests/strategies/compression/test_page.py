@@ -31,7 +31,7 @@ def rows_below(heading: str) -> list[list[str]]:
 
 def test_every_kind_has_a_row() -> None:
     named = [re.sub(r"[`:].*", "", cells[0].strip("`")) for cells in rows_below("# Compressed updates")]
-    assert named == list(kinds_of("compress"))
+    assert sorted(named) == sorted(kinds_of("compress"))
 
 
 def test_every_method_has_its_row_and_is_refused_where_the_page_says_so() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from clients.dafl.clamped import before_clamping
+from clients.clamped import before_clamping
 from clients.symmetric import Array
 
 

@@ -5,8 +5,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from clients.dafl import warping
-from clients.dafl.warping import warped
+from clients import warping
+from clients.warping import warped
 
 HEIGHT, WIDTH = 24, 40
 ROWS, COLUMNS = np.mgrid[:HEIGHT, :WIDTH]
