@@ -54,6 +54,9 @@ def test_flowers_app_bundle_holds_what_runs_and_nothing_else(tmp_path: Path) -> 
     tables = {path.relative_to(PROJECT).as_posix() for path in (PROJECT / "fl_sim").rglob("*.toml")}
     assert names == {"pyproject.toml", ".info/CONTENT", "LICENSE", "README.md", *code, *tables}
     assert PYPROJECT["tool"]["flwr"]["app"]["fab-format-version"] == 1
+    with zipfile.ZipFile(io.BytesIO(bundle)) as file:
+        project = tomllib.loads(file.read("pyproject.toml").decode())["project"]
+    assert project["entry-points"] == PYPROJECT["project"]["entry-points"]  # the names of kinds, where it runs
 
 
 @pytest.fixture(scope="module")
