@@ -1,6 +1,6 @@
 """What no way to compress updates goes together with, and the stage that compresses a run's."""
 
-from fl_sim.kinds import Choices, hides_clients, is_none, kind_of, path_in
+from fl_sim.kinds import Choices, hides_clients, kind_of, path_in
 from strategies.algorithm import Central, Dealing
 from strategies.compression.rand_k import RandK
 from strategies.compression.top_k import TopK

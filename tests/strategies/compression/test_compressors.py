@@ -16,8 +16,8 @@ from fl_sim.experiment.experiment import experiment_from
 from fl_sim.packed import Coins, Compressor, Packed, Packing, Size
 from fl_sim.params import FlatParams, Layout, num_in
 from fl_sim.seeding import rng
-from fl_sim.types import ClientUpdate, Payloads
 from fl_sim.settings import kinds_of
+from fl_sim.types import ClientUpdate, Payloads
 from strategies.compression.bits import bits_for, pack, pack_digits, unpack, unpack_digits
 from strategies.compression.layer import ClientCompression
 from strategies.compression.power_sgd import PowerSGD
