@@ -120,6 +120,13 @@ class Choices(Protocol):
         ...
 
 
+class Staged(Protocol):
+    """A kind whose work is a stage: before the first round, or after the last."""
+
+    stage: ClassVar[str]
+    """Where the stage is, as "module:Class"."""
+
+
 @runtime_checkable
 class Checking(Protocol):
     """A kind that does not go together with everything else."""

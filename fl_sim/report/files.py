@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from fl_sim.report.release import Release
 
@@ -58,6 +58,12 @@ class PrivatelyStarted(Facts):
     kind: Literal["private-start"]
 
 
+def _preprocess_in(table: Any) -> str:
+    """Return which settings a table holds; those of a user's own kind, named by an import path, are any."""
+    kind = str(table.get("kind")) if isinstance(table, dict) else str(getattr(table, "kind", ""))
+    return "own" if ":" in kind else kind
+
+
 class RunConfig(Facts):
     """What a report needs of ``config.toml``."""
 
@@ -68,7 +74,13 @@ class RunConfig(Facts):
     model: str
     algorithm: Kind
     partition: Kind
-    preprocess: Annotated[NoPreprocess | Synthesis | PrivatelyStarted, Field(discriminator="kind")] = NoPreprocess()
+    preprocess: Annotated[
+        Annotated[NoPreprocess, Tag("none")]
+        | Annotated[Synthesis, Tag("da-fl")]
+        | Annotated[PrivatelyStarted, Tag("private-start")]
+        | Annotated[Kind, Tag("own")],
+        Discriminator(_preprocess_in),
+    ] = NoPreprocess()
     server: Kind = Kind(kind="synchronous")
     features: str = "none"
 

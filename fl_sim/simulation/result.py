@@ -155,7 +155,7 @@ def _seconds(experiment: Experiment, log: RunLog, total: float) -> dict[str, flo
 
 def _of_stages(experiment: Experiment, log: RunLog) -> dict[str, Any]:
     """Return what was done before and after the rounds; of what was not done its kind alone."""
-    told: dict[str, Any] = {name: {"kind": getattr(experiment, name).kind} for name in ("preprocess", "calibrate")}
+    told: dict[str, Any] = {name: {"kind": kind_of(getattr(experiment, name))} for name in ("preprocess", "calibrate")}
     for stage in log.stages:
         facts = stage.facts()
         told |= facts if is_json(facts) else {}  # where they are not, the run has failed of it

@@ -7,7 +7,7 @@ from typing import Any
 from fl_sim.data.naming import short_label
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.local import Local
-from fl_sim.kinds import Captioned, field_defaults, is_settings, kind_of, short_form, title_of
+from fl_sim.kinds import Captioned, field_defaults, is_none, is_settings, kind_of, short_form, title_of
 from fl_sim.settings import default_of
 from fl_sim.tables.seeds import spread
 from strategies.algorithm import Advising, Noted
@@ -39,7 +39,7 @@ def method(experiment: Experiment, varied: Collection[str] = ()) -> str:
     name = label(experiment.algorithm)
     if experiment.server != default_of(Experiment, "server"):
         name = f"{name}, {label(experiment.server)}"
-    if experiment.preprocess.kind == "none":
+    if is_none(experiment.preprocess):
         return name
     return f"{label(experiment.preprocess, varied)} + {name}"
 

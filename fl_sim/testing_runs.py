@@ -1,0 +1,214 @@
+"""Does a run with a layer or a stage keep the laws that every run must keep? For those of this project and for yours.
+
+    from fl_sim.testing_runs import check_run
+    check_run(aggregator=MyAggregator(), rounds=3)
+
+The laws of algorithms are in ``fl_sim.testing``. A test of some seconds on embedded data.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from fl_sim.engines import wire
+from fl_sim.engines.grid import LocalGrid
+from fl_sim.errors import RunError
+from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.job import job_of
+from fl_sim.mistakes import shortened
+from fl_sim.simulation.procedure import procedure_of
+from fl_sim.simulation.run import run
+from fl_sim.simulation.run_log import Silent
+from fl_sim.simulation.stage import stages_of
+from fl_sim.store import run_directory
+from fl_sim.store.run_directory import RoundRecord
+from fl_sim.testing import BrokenLaw
+from fl_sim.types import Params
+from partitions import Iid
+
+_MEASURED = {"test_accuracy", "test_loss", "validation_accuracy", "validation_loss", "epsilon"}
+"""What a round's line says of the model, or of what was paid."""
+
+
+@dataclass(frozen=True)
+class Without:
+    """Deals records as ``iid`` does, and then takes those of one client away; -1 for none."""
+
+    kind: ClassVar[str] = "fl_sim.testing_runs:Without"
+    client: int = -1
+
+    def split(
+        self, labels: NDArray[np.int64], num_partitions: int, rng: np.random.Generator
+    ) -> Sequence[NDArray[np.int64]]:
+        """Return the parts."""
+        parts = [*Iid().split(labels, num_partitions, rng)]
+        return [part[:0] if client == self.client else part for client, part in enumerate(parts)]
+
+
+def check_run(*, ray: bool = False, **settings: Any) -> None:
+    """Hold a run with these ``settings`` to the laws. Raises BrokenLaw with the first one that it breaks.
+
+    1. The settings can be written down and read back. 2. A second run, and one with two workers, end in the same bits;
+    with ``ray`` one on Ray does, too. 3. A run that is broken off after any round goes on to the same bits: model, log
+    and result. 4. Where rounds or stages say what they will cost, no client answers before something is charged.
+    5. In a run that promises privacy nothing that is shown, but measures of the model, depends on whether one client
+    has records: neither texts nor whole numbers of the log and the result.
+
+    What is not given is small: three rounds of four clients with a linear model. Noise must be seeded.
+    """
+    usual = {"model": "logistic", "clients": 4, "rounds": 3, "partition": Without(), "engine": {"kind": "inprocess"}}
+    experiment = experiment_from({**usual, **settings})
+    if experiment_from(experiment.model_dump(mode="json")) != experiment:
+        raise BrokenLaw("settings written down and read back are others")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _check(experiment, Path(folder), ray=ray)
+        except RunError as error:
+            raise BrokenLaw(str(error)) from error
+
+
+def _check(experiment: Experiment, folder: Path, *, ray: bool) -> None:
+    with _charged_first(experiment, folder):
+        first = _ran(experiment, folder / "first")
+    engines: dict[str, Mapping[str, Any]] = {
+        "a second run": {"kind": "inprocess", "workers": 1},
+        "a run with two workers": {"kind": "inprocess", "workers": 2},
+        **({"a run on Ray": {"kind": "ray", "workers": 2}} if ray else {}),
+    }
+    for who, engine in engines.items():
+        other = experiment_from({**experiment.model_dump(), "engine": engine})
+        _expect_same(who, first, _ran(other, folder / who))
+    for last in range(1, len(first.rounds)):
+        out = folder / f"until {last}"
+        try:
+            run(experiment, out, observer=_Break(last))
+        except KeyboardInterrupt:
+            _expect_same(f"a run that was broken off after round {last}", first, _ran(experiment, out))
+    if experiment.is_private and isinstance(experiment.partition, Without):
+        lacking = experiment_from({**experiment.model_dump(), "partition": Without(client=1)})
+        _expect_as_shown(first, _ran(lacking, folder / "lacking"))
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What a run has left: its model, the lines of its log, its result."""
+
+    model: Params
+    rounds: list[dict[str, Any]]
+    result: dict[str, Any]
+
+
+def _ran(experiment: Experiment, out: Path) -> _Ran:
+    result = run(experiment, out)
+    lines = [json.loads(line) for line in (out / run_directory.ROUNDS).read_text("utf-8").splitlines()]
+    return _Ran(load_file(out / run_directory.MODEL), _lasting(lines), _lasting(result))
+
+
+def _lasting(told: Any) -> Any:
+    """Return what was told without what another run of the same experiment says otherwise: times, ids, the engine."""
+    if isinstance(told, dict):
+        passing = {"seconds", "engine", "trainer", "chain", "ledger", "warnings"}
+        return {name: _lasting(value) for name, value in told.items() if name not in passing}
+    return [_lasting(value) for value in told] if isinstance(told, list) else told
+
+
+@dataclass
+class _Break(Silent):
+    """Breaks a run off after a round."""
+
+    last: int
+
+    def finished_round(self, record: RoundRecord) -> None:
+        """End it here."""
+        if record.round == self.last:
+            raise KeyboardInterrupt
+
+
+def _expect_same(who: str, one: _Ran, other: _Ran) -> None:
+    if any(not torch.equal(one.model[name], other.model[name]) for name in one.model):
+        raise BrokenLaw(
+            f"{who} ends in another model: what rounds hand on must be in the states of server, clients and layers, "
+            "and all that is random follow from the seed, never from a clock"
+        )
+    for number, (line, again) in enumerate(zip(one.rounds, other.rounds, strict=False), start=1):
+        if changed := _changed(line, again):
+            raise BrokenLaw(_said(f"{who} says in round {number}", changed[0], line, again))
+    if len(one.rounds) != len(other.rounds):
+        raise BrokenLaw(f"{who} has {len(other.rounds)} rounds, not {len(one.rounds)}")
+    if changed := _changed(one.result, other.result):
+        raise BrokenLaw(_said(f"{who} says in its result", changed[0], one.result, other.result))
+
+
+def _said(who: str, name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    return f"{who} of {name}: {shortened(repr(other.get(name)))}, not {shortened(repr(one.get(name)))}"
+
+
+def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+
+
+@contextmanager
+def _charged_first(experiment: Experiment, folder: Path) -> Iterator[None]:
+    """Raise BrokenLaw where a run that says what it will cost hears a client before anything is charged."""
+    job = job_of(experiment)
+    payments = [*(procedure_of(job).payments() or ()), *(one for stage in stages_of(job) for one in stage.payments())]
+    send = LocalGrid.send_and_receive
+
+    def watched(grid: LocalGrid, messages: Iterable[Any], **how: Any) -> Iterable[Any]:
+        asked = [*messages]
+        answers = [*send(grid, asked, **how)]
+        if any(one.metadata.message_type == wire.TRAIN for one in asked) and not _charges(folder):
+            raise BrokenLaw("clients answered before anything was charged to a ledger of the run, which says it costs")
+        return answers
+
+    if not payments:
+        yield
+        return
+    with patch.object(LocalGrid, "send_and_receive", watched):
+        yield
+
+
+def _charges(folder: Path) -> int:
+    """Return how many charges there are on the ledgers in a folder, whose first line says what they are of."""
+    lines = (path.read_bytes().count(b"\n") for path in folder.rglob("*ledger*.jsonl"))
+    return sum(max(0, number - 1) for number in lines)
+
+
+def _expect_as_shown(one: _Ran, other: _Ran) -> None:
+    for number, (line, again) in enumerate(zip(one.rounds, other.rounds, strict=False), start=1):
+        if changed := _told_apart(line, again, _MEASURED):
+            raise BrokenLaw(f"round {number} tells whether a client has records: {changed}")
+    if len(one.rounds) != len(other.rounds):
+        raise BrokenLaw("how many rounds there were tells whether a client has records")
+    if changed := _told_apart(
+        one.result, other.result, {"partition", "identity", "best_round", "confusion", "reached"}
+    ):
+        raise BrokenLaw(f"the result tells whether a client has records: {changed}")
+
+
+def _told_apart(one: Any, other: Any, apart: Iterable[str]) -> str:
+    """Return the place of the first text or whole number that differs; floats are measures of a noised model.
+
+    ``apart``: names of what may differ, here or further in.
+    """
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in {**one, **other}:
+            if name not in apart and (place := _told_apart(one.get(name), other.get(name), apart)):
+                return f"{name}.{place}".rstrip(".")
+        return ""
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return next(
+            (place for left, right in zip(one, other, strict=True) if (place := _told_apart(left, right, apart))), ""
+        )
+    same = (isinstance(one, float) and isinstance(other, float)) or one == other
+    return "" if same else f" {one!r} or {other!r}"

@@ -1,0 +1,164 @@
+"""The laws of runs: ours keep them, and each broken one is found."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from fl_sim.params import scale
+from fl_sim.settings import Settings
+from fl_sim.simulation.stage import Run, Stage
+from fl_sim.testing import BrokenLaw
+from fl_sim.testing_runs import check_run
+from fl_sim.types import Aggregate, Cohort, ServerState
+from strategies import private
+from strategies.aggregators import WeightedMean
+from strategies.algorithm import Algorithm
+from strategies.layer import Layer
+
+PRIVATE = {"kind": "global-dp", "noise": "seeded"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"aggregator": PRIVATE},
+        {"aggregator": {**PRIVATE, "adaptive_clipping": {}, "epsilon": 9.0}},
+        {"compress": "top-k:0.1"},
+        {"attack": "sign-flip"},
+        {"devices": "log-normal", "server": {"deadline": 3.0, "late": "partial"}},
+        {"evaluate": {"validation": 0.2, "patience": 1}},
+        {"algorithm": "fedmix"},
+        {"calibrate": "ccvr"},
+        {"preprocess": "private-start", "aggregator": PRIVATE, "model": "mlp"},
+    ],
+    ids=str,
+)
+def test_our_layers_and_stages_keep_the_laws(settings: dict[str, Any]) -> None:
+    check_run(**settings)
+
+
+class Scaled(Layer):
+    """Scales the mean by what ``factor`` says in each round."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    @classmethod
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> Layer:
+        return cls()
+
+    def aggregate(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate | None:
+        mean = self.inner.aggregate(cohort, algorithm, server)
+        assert mean is not None
+        return replace(mean, payloads={name: scale(params, self.factor()) for name, params in mean.payloads.items()})
+
+    def factor(self) -> float:
+        self.rounds += 1
+        return 1 / self.rounds
+
+
+class ByTheClock(Scaled):
+    """Scales by the time of day."""
+
+    def factor(self) -> float:
+        return time.time() % 1
+
+
+class ByChance(Scaled):
+    """Scales by a generator of its own that nobody has seeded."""
+
+    def factor(self) -> float:
+        return float(np.random.default_rng().random())
+
+
+class OwnMean(WeightedMean):
+    """The mean, with one of these layers."""
+
+
+class Forgetful(OwnMean):
+    layer: ClassVar[str] = f"{__name__}:Scaled"
+
+
+class Timed(OwnMean):
+    layer: ClassVar[str] = f"{__name__}:ByTheClock"
+
+
+class Random(OwnMean):
+    layer: ClassVar[str] = f"{__name__}:ByChance"
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "told"),
+    [
+        (Forgetful(), "broken off after round 1 ends in another model"),
+        (Timed(), "a second run ends in another model"),
+        (Random(), "a second run ends in another model"),
+    ],
+)
+def test_a_layer_that_forgets_or_goes_by_the_clock_is_found(aggregator: WeightedMean, told: str) -> None:
+    with pytest.raises(BrokenLaw, match=told):
+        check_run(aggregator=aggregator)
+
+
+class Noting(Stage):
+    """Tells the time in the result."""
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"noted": time.time_ns()}
+
+
+class Notes(Settings):
+    """A preprocessing that notes the time."""
+
+    kind: ClassVar[str] = f"{__name__}:Notes"
+    stage: ClassVar[str] = f"{__name__}:Noting"
+
+
+def test_a_stage_whose_facts_go_by_the_clock_is_found() -> None:
+    with pytest.raises(BrokenLaw, match="a second run says in its result of noted"):
+        check_run(preprocess=Notes())
+
+
+def test_rounds_that_are_not_charged_before_clients_answer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private.PrivateRounds, "pay", lambda self, server_round: None)
+    with pytest.raises(BrokenLaw, match="answered before anything was charged"):
+        check_run(aggregator=PRIVATE)
+
+
+def test_a_private_run_that_shows_who_has_records_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def metrics(self: private.PrivateRounds) -> Mapping[str, Any]:
+        return {"late": self.inner.counted, "epsilon": self.ledger.epsilon}  # type: ignore[attr-defined]
+
+    def received(self: private.PrivateRounds, replies: tuple[Any, ...]) -> tuple[Any, ...]:
+        self.inner.counted = sum(one.num_examples > 0 for one in replies)  # type: ignore[attr-defined]
+        return self.inner.received(replies)
+
+    monkeypatch.setattr(private.PrivateRounds, "metrics", metrics)
+    monkeypatch.setattr(private.PrivateRounds, "received", received)
+    with pytest.raises(BrokenLaw, match="round 1 tells whether a client has records: late"):
+        check_run(aggregator=PRIVATE, sampler="full")
+
+
+class Broken(Stage):
+    """Raises."""
+
+    def before(self, run: Run) -> None:
+        raise ZeroDivisionError("no way on")
+
+
+class Breaks(Settings):
+    """A preprocessing that raises."""
+
+    kind: ClassVar[str] = f"{__name__}:Breaks"
+    stage: ClassVar[str] = f"{__name__}:Broken"
+
+
+def test_a_stage_that_raises_is_told_with_its_place() -> None:
+    with pytest.raises(BrokenLaw, match=r"before of Broken failed with ZeroDivisionError: no way on"):
+        check_run(preprocess=Breaks())
