@@ -187,9 +187,10 @@ def done(stage: Stage, run: Run, method: Literal["before", "after"]) -> None:
 def is_json(facts: Mapping[str, Any]) -> bool:
     """Say whether ``facts`` are JSON values by name."""
     try:
-        return bool(json.loads(json.dumps(facts, allow_nan=False)) == facts)
+        json.dumps(facts, allow_nan=False)
     except (TypeError, ValueError):
         return False
+    return all(isinstance(name, str) for name in facts)
 
 
 def stages_of(job: Job) -> tuple[Stage, ...]:

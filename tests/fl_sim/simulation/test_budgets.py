@@ -1,18 +1,20 @@
 """A budget that affords nothing ends in an error before anything is trained, in one line that names the cure."""
 
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from fl_sim.errors import BudgetExhausted, RunError, UserError
+from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.privacy.accounting import amplify_poisson, epsilon_of_counts
 from fl_sim.simulation import run as running
-from fl_sim.simulation.rounds import _spent
 from fl_sim.simulation.run import run
 from strategies.global_dp import GlobalDP
+from strategies.layer import Stop
+from strategies.private import open_private_rounds
 from strategies.private_start import PrivateStart
+from strategies.samplers import Everyone
 
 QUICK = ("data=digits", "model=logistic", "clients=5", "rounds=2", "engine=inprocess")
 GLOBAL_DP = ("aggregator=global-dp", "sampler=poisson:0.5")
@@ -98,8 +100,17 @@ def test_one_client_that_can_release_is_enough() -> None:
         given.preprocess.check_budget(given, [30, 20], 10)
 
 
-def test_a_budget_spent_by_an_attempt_that_was_stopped_is_an_error_too() -> None:
-    spent = BudgetExhausted(num_releases=3, spent=1.0, would_be=1.5, budget=1.2, delta=1e-5)
-    with pytest.raises(RunError, match="does not afford the first round"):
-        _spent(SimpleNamespace(rounds=[]), spent)
-    assert "spent after 1 rounds" in _spent(SimpleNamespace(rounds=[object()]), spent)
+def test_a_budget_spent_by_an_attempt_that_was_stopped_is_an_error_too(tmp_path: Path) -> None:
+    one_round = epsilon_of_counts({GlobalDP().event(): 1}, 1e-5)
+    for budget, name in ((one_round / 2, "none"), (one_round * 1.01, "one")):
+        (tmp_path / name).mkdir()
+        rounds = open_private_rounds(GlobalDP(epsilon=budget), Everyone(), 4, 0, tmp_path / name, None)
+        rounds.inner = Mock()
+        if name == "none":
+            with pytest.raises(RunError, match="does not afford the first round"):
+                rounds.begin(1)
+            continue
+        rounds.begin(1)
+        with pytest.raises(Stop, match="spent after 1 rounds"):
+            rounds.begin(2)
+
