@@ -1,12 +1,17 @@
 """``fl-sim plan``: what a run or a table will take, before anything runs."""
 
 import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fl_sim.cli.arguments import Given
 from fl_sim.cli.run import parse_experiment
-from fl_sim.cli.screen import say
+from fl_sim.cli.screen import say as say_line
+from fl_sim.cli.waiting import waiting
 from fl_sim.data.places import look_for
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
@@ -17,29 +22,50 @@ if TYPE_CHECKING:
     from fl_sim.tables.tuning_trials import Search
 
 
+ANSWER_SECONDS: Final = 20.0
+"""After so long no PLD is begun any more, and after a third of it none of a single run's."""
+
+
 def show_plan(
     given: Given, out: Path | None, jobs: int | None, data_root: Path | None, *, quick: bool, json_output: bool
 ) -> None:
     """Print every run that was typed, or that the table's file holds, with what it takes, and their bill."""
-    path = given.path
-    if path is None or not {"base", "grid", "tune"} & set(given.table):
-        if jobs is not None:
-            raise UserError(f"--jobs {jobs} is for the cells of a table, and this is one run: leave it out")
-        runs, cells = _one_run(given, out, data_root)
-        side_by_side, table = 1, None
-    else:
-        table = _searched(table_settings(given.table, given.overrides, str(path)), out, path.stem, data_root)
-        runs, cells, side_by_side = _table(table.plan.runs, out, path.stem, jobs)
-    with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
-        from fl_sim.cli.printed_plan import as_json, print_plan  # noqa: PLC0415
-        from fl_sim.tables.forecast import forecast  # noqa: PLC0415
-        from fl_sim.tables.tuning_forecast import search_forecasts  # noqa: PLC0415
-    found = forecast(runs, cells, data_root, None if quick else {}, billed=True)
-    searches = search_forecasts(table.settings, table.searches, cells.parent, data_root, found) if table else []
+    path, deadline = given.path, time.monotonic() + ANSWER_SECONDS
+    with waiting() as say, redirect_stdout(sys.stderr):  # whatever code of the user's prints
+        if path is None or not {"base", "grid", "tune"} & set(given.table):
+            if jobs is not None:
+                raise UserError(f"--jobs {jobs} is for the cells of a table, and this is one run: leave it out")
+            runs, cells = _one_run(given, out, data_root)
+            side_by_side, table = 1, None
+        else:
+            table = _searched(table_settings(given.table, given.overrides, str(path)), out, path.stem, data_root, say)
+            runs, cells, side_by_side = _table(table.plan.runs, out, path.stem, jobs)
+        with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
+            from fl_sim.cli.printed_plan import Shown  # noqa: PLC0415
+            from fl_sim.privacy.loss_distribution import begun_only_if  # noqa: PLC0415
+            from fl_sim.simulation.stopwatch import Stopwatch  # noqa: PLC0415
+            from fl_sim.tables.forecast import bills_of, forecast  # noqa: PLC0415
+            from fl_sim.tables.tuning_forecast import search_forecasts  # noqa: PLC0415
+        watch, refused = None if quick else Stopwatch(), list[float]()
+
+        def in_time(before: float) -> Callable[[], bool]:
+            def is_in_time() -> bool:
+                refused.extend([before] if (now := time.monotonic()) >= before else [])
+                return now < before
+
+            return is_in_time
+
+        with begun_only_if(in_time(deadline - 2 * ANSWER_SECONDS / 3)):
+            found = forecast(runs, cells, data_root, watch, billed=True, say=say)
+        searches = search_forecasts(table.settings, table.searches, cells.parent, data_root, found) if table else []
+        say("adding up what all runs cost in privacy")
+        with begun_only_if(in_time(deadline)):
+            bills = bills_of(found)
+        shown = Shown(found, searches, side_by_side, bills, watch, is_rough=bool(refused))
     if json_output:
-        say(json.dumps({"directory": str(cells), **as_json(found, searches, side_by_side)}))
+        say_line(json.dumps({"directory": str(cells), **shown.to_json()}))
     else:
-        print_plan(found, searches, side_by_side)
+        shown.print()
 
 
 class _Table(NamedTuple):
@@ -50,8 +76,10 @@ class _Table(NamedTuple):
     searches: "tuple[Search, ...]"
 
 
-def _searched(settings: TableSettings, out: Path | None, name: str, data_root: Path | None) -> _Table:
-    plan = plan_table(settings, data_root)
+def _searched(
+    settings: TableSettings, out: Path | None, name: str, data_root: Path | None, say: Callable[[str], object]
+) -> _Table:
+    plan = plan_table(settings, data_root, say)
     if settings.tune is None:
         return _Table(settings, plan, ())
     with importing():

@@ -26,6 +26,7 @@ from fl_sim.privacy.accounting import (
     none_if_infinite,
     under_replacement,
 )
+from fl_sim.privacy.loss_distribution import NoTimeError
 from fl_sim.privacy.rounding import rounded_up
 
 Counts: TypeAlias = Counter[dp_event.DpEvent]
@@ -237,7 +238,7 @@ def _of_a_record(payment: Payment, relation: Adjacency) -> Payment:
         return mine
     try:
         charged = tuple(_under_replacement(counts) for counts in payment.charged or payment.plan)
-        costs = [bounds(counts, payment.delta).least for counts in charged]
+        costs = [_least(counts, payment.delta) for counts in charged]
     except UserError:
         charged, costs = (), []
     if costs:
@@ -376,9 +377,15 @@ def _composed(charged: Sequence[tuple[Counts, ...]], delta: float) -> float:
     counts: Counts = Counter()
     for [only] in charged:
         counts += only
-    if len(counts) <= _MOST_BY_PLD:
+    return _least(counts, delta) if len(counts) <= _MOST_BY_PLD else epsilon_of_counts(counts, delta)
+
+
+def _least(counts: Counts, delta: float) -> float:
+    """Return the smaller of both accountants' epsilons; that of RDP where there is no time for a PLD."""
+    try:
         return bounds(counts, delta).least
-    return epsilon_of_counts(counts, delta)
+    except NoTimeError:
+        return epsilon_of_counts(counts, delta)
 
 
 def _cost(total: Total) -> str:

@@ -7,6 +7,9 @@ show. So delta is asked for less a bound on that rounding, and no PLD is told wh
 
 import math
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Final, TypeAlias
 
@@ -27,6 +30,26 @@ _LEAST_RATE: Final = 1e-15  # and the inverse of this
 _MOST_EPSILON: Final = 200.0
 _ERROR_OF_EVENT: Final = 2.0**-40  # what rounding takes off delta, for each kind of event,
 _ERROR_OF_RELEASE: Final = 2.0**-50  # and for each release: 20 times and more of what was found in 1,568 compositions
+
+
+_may_begin: ContextVar[Callable[[], bool] | None] = ContextVar("may_begin", default=None)
+
+
+class NoTimeError(Exception):
+    """A PLD was not begun, as the time that a forecast gives to such is up."""
+
+
+@contextmanager
+def begun_only_if(may_begin: Callable[[], bool]) -> Iterator[None]:
+    """Begin a PLD that is not known yet only where ``may_begin`` says so, else raise NoTimeError.
+
+    For what is foretold alone: nothing that is charged or stated is any other for want of time.
+    """
+    token = _may_begin.set(may_begin)
+    try:
+        yield
+    finally:
+        _may_begin.reset(token)
 
 
 def supported(event: dp_event.DpEvent, relation: NeighboringRelation) -> bool:
@@ -58,8 +81,10 @@ def why_not(steps: Steps, delta: float, by_rdp: float) -> str:
 def epsilon(steps: Steps, relation: NeighboringRelation, delta: float, by_rdp: float) -> float:
     """Return the epsilon of ``steps`` at ``delta``; ``inf`` where the grid proves none.
 
-    Only where ``why_not`` has nothing to say.
+    Only where ``why_not`` has nothing to say. Raises NoTimeError as ``begun_only_if`` says.
     """
+    if (may_begin := _may_begin.get()) is not None and not may_begin():
+        raise NoTimeError
     found = _epsilon(steps, relation, delta, by_rdp)
     if plain := _without_amplification(steps):
         found = min(found, _epsilon(plain, relation, delta, by_rdp))

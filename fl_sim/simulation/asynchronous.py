@@ -1,7 +1,7 @@
 """FedAsync and FedBuff as a procedure: clients work at their own pace, and the server goes on as updates come."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from fl_sim.experiment.job import Job
 from fl_sim.handed_out import HandedOut
 from fl_sim.own_code import told
 from fl_sim.seeding import rng, seed_process
+from fl_sim.simulation.forecast import work_of_rounds
 from fl_sim.simulation.rounds import Exchange, Rounds
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.simulation.site import workload_of
+from fl_sim.simulation.work import Work
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, read_state, write_state
 from fl_sim.types import Reply, ServerState, Traffic
@@ -63,17 +65,17 @@ class AtOwnPace(Rounds):
             raise UserError(str(error)) from error
         return begun
 
-    @property
-    def num_trainings(self) -> float:
-        """Return how often a client trains, on average."""
-        return self.job.experiment.rounds * self.server.step_size / self.job.experiment.num_clients
+    def work(self) -> Sequence[Work]:
+        """Return training and measuring, by the updates that all steps of the server take."""
+        experiment = self.job.experiment
+        return work_of_rounds(self, self.algorithm, experiment.rounds * self.server.step_size / experiment.num_clients)
 
-    def traffic(self) -> Traffic | None:
+    def traffic(self) -> dict[str, Traffic]:
         """Return the bytes of arrays to and from all clients, about those of the turns that are not over in the end."""
-        each, experiment, size = self._traffic_of_a_turn(), self.job.experiment, self.server.step_size
+        experiment, size = self.job.experiment, self.server.step_size
         in_the_end = min(self.server.concurrency - 1, experiment.num_clients - size)
         updates = experiment.rounds * size
-        return Traffic(each.down * (updates + in_the_end), each.up * updates)
+        return self._traffic_of(updates, in_the_end)
 
     def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
         strategy.population = find_population(grid, strategy.num_clients, self.job.experiment.round_timeout)

@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -30,10 +30,11 @@ from fl_sim.native.kernel import load_kernel
 from fl_sim.params import num_parameters
 from fl_sim.printable import in_a_line
 from fl_sim.simulation.capacity import cores, generator_threads, stack_of, workers_of
-from fl_sim.simulation.pace import SHARE_PER_CORE, num_steps, step_seconds
 from fl_sim.simulation.procedure import procedure_of, site_of
 from fl_sim.simulation.site import local_settings, steps_by_client
 from fl_sim.simulation.stage import stages_of
+from fl_sim.simulation.stopwatch import Stopwatch
+from fl_sim.simulation.work import Work, side_by_side
 from fl_sim.training.trainer import Training
 from fl_sim.types import LocalSettings
 
@@ -156,9 +157,8 @@ def choose(job: Job) -> tuple[Engine, str]:
     alone = InProcess(threads=engine.threads)
     if why := _why_alone(job, workers):
         return alone, f"engine inprocess: {why}"
-    beforehand = sum(stage.seconds() for stage in stages_of(job)) / (1 + (workers - 1) * SHARE_PER_CORE)
-    seconds = estimated_seconds(job)
-    parallel = RAY_START_SECONDS + seconds / (1 + (workers - 1) * SHARE_PER_CORE) + beforehand
+    seconds, beforehand = estimated_seconds(job), seconds_beforehand(job) / side_by_side(workers)
+    parallel = RAY_START_SECONDS + seconds / side_by_side(workers) + beforehand
     seconds += beforehand  # threads share them out in process, too
     times = f"about {seconds:.0f} s of training in process, {parallel:.0f} s with {workers} Ray actors and their start"
     if parallel < seconds:
@@ -233,4 +233,15 @@ def _typical_settings(job: Job) -> LocalSettings:
 
 def estimated_seconds(job: Job) -> float:
     """Return about how long local training takes one client after another, from timed steps on public test records."""
-    return num_steps(job) * step_seconds(job)
+    return _seconds_of(work for work in procedure_of(job).work() if work.turns and not work.makes)
+
+
+def seconds_beforehand(job: Job) -> float:
+    """Return about how long clients work before the first round, one after another."""
+    return _seconds_of(work for stage in stages_of(job) for work in stage.work())
+
+
+def _seconds_of(works: Iterable[Work]) -> float:
+    alone, watch = [replace(work, at_once=1.0) for work in works], Stopwatch()
+    watch.time_all(alone)
+    return sum(map(watch.seconds, alone))

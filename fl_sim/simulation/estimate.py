@@ -1,12 +1,10 @@
 """What a run will take, before it runs: seconds on this machine, and bytes on the wire."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fl_sim.experiment.job import Job
-from fl_sim.simulation.pace import Pace, clients_at_once, num_steps
-from fl_sim.simulation.procedure import procedure_of
-from fl_sim.simulation.stage import stages_of
+from fl_sim.simulation.stopwatch import Stopwatch
+from fl_sim.simulation.work import Work
 from fl_sim.types import Traffic
 
 
@@ -14,10 +12,11 @@ from fl_sim.types import Traffic
 class Estimate:
     """What a whole run is expected to take.
 
-    ``seconds``: on this machine, by itself; None where that was not timed. ``synthetic_seconds``: those of them that go
-    into making synthetic records. ``traffic``: bytes of arrays to and from all clients in all rounds; None where there
-    are none (PATE and TSTR), and where it was not counted. ``once``: those of what travels before or after the rounds,
-    about, by what it is. ``left_out``: what is not in the time, in words.
+    ``seconds``: on this machine, by itself; None where nothing was timed, and ``at_least`` where not all was.
+    ``synthetic_seconds``: those of them that go into what is made once for several runs, synthetic records.
+    ``traffic``: bytes of arrays to and from all clients in all rounds; None where there are none (PATE and TSTR), and
+    where it was not counted. ``once``: those of what travels before or after the rounds, about, by what it is.
+    ``left_out``: what is not in the time, or only in part, in words.
     """
 
     seconds: float | None
@@ -25,6 +24,7 @@ class Estimate:
     once: Mapping[str, Traffic] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     synthetic_seconds: float = 0.0
+    at_least: bool = False
 
     @property
     def total(self) -> Traffic | None:
@@ -33,29 +33,31 @@ class Estimate:
         return sum(counted, Traffic(0, 0)) if counted else None
 
 
-def seconds_beforehand(job: Job) -> float:
-    """Return about how long clients work before the first round, one after another."""
-    return sum(stage.seconds() for stage in stages_of(job))
-
-
 def estimate_of(
-    job: Job,
-    pace: Pace | None,
+    works: Sequence[Work],
+    watch: Stopwatch | None,
+    traffic: Mapping[str, Traffic],
     *,
-    has_pool: bool,
-    making: Callable[[Job], float] = seconds_beforehand,
-    counted: bool = True,
+    made: Collection[str] = (),
 ) -> Estimate:
-    """Return what a run of ``job`` takes; without its ``pace`` only what needs no timing.
+    """Return what ``works`` take by what ``watch`` has timed; None: nothing was.
 
-    ``has_pool``: whether its synthetic records are there already. ``making`` says how long one core makes them.
-    ``counted``: whether bytes are, for which the model is built.
+    ``traffic``: bytes by what they are, those of ``rounds`` among them. ``made``: names of what is there already.
     """
-    seconds, made, procedure = None, 0.0, procedure_of(job)
-    if pace is not None:
-        work = num_steps(job) * pace.step + procedure.num_measured * pace.record
-        made = 0.0 if has_pool else making(job) / clients_at_once(job)
-        seconds = work / clients_at_once(job) + made + procedure.num_server_steps * pace.step
-    if not counted:
-        return Estimate(seconds, None, {}, procedure.untimed, made)
-    return Estimate(seconds, procedure.traffic(), procedure.traffic_once(), procedure.untimed, made)
+    once = dict(traffic)
+    of_rounds = once.pop("rounds", None)
+    ahead = [work for work in works if (work.turns or work.pieces) and work.makes not in made]
+    if watch is None:
+        return Estimate(None, of_rounds, once, tuple(work.what for work in ahead if not work.ready))
+    timings = [(work, watch.timing(work)) for work in ahead]
+    untimed = [work.what for work, timing in timings if timing.why_not]
+    partly = [f"most of {work.what}" for work, timing in timings if timing.at_least]
+    seconds = sum(map(watch.seconds, ahead)) if len(untimed) < len(ahead) else None
+    return Estimate(
+        seconds,
+        of_rounds,
+        once,
+        (*untimed, *partly),
+        sum(watch.seconds(work) for work in ahead if work.makes),
+        at_least=bool(partly) or any(timing.why_not and work.ready for work, timing in timings),
+    )

@@ -1,6 +1,7 @@
 """How a run proceeds: in federated rounds, or as its algorithm or its server says by ``procedure = "module:Class"``."""
 
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -21,6 +22,7 @@ from fl_sim.types import Payloads, ServerState, Traffic
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
+    from fl_sim.simulation.work import Work
 
 
 class Procedure(Protocol):
@@ -31,32 +33,16 @@ class Procedure(Protocol):
         """Return what is run."""
         ...
 
-    @property
-    def num_trainings(self) -> float:
-        """Return how often a client that is always there trains."""
+    def work(self) -> "Sequence[Work]":
+        """Return what takes time in the whole run, by its kinds: what is timed, and what cannot be."""
         ...
 
-    @property
-    def num_measured(self) -> int:
-        """Return on how many records a model is measured, the whole run together."""
-        ...
+    def traffic(self) -> dict[str, Traffic]:
+        """Return the bytes of arrays to and from all clients, by what they are.
 
-    @property
-    def num_server_steps(self) -> int:
-        """Return how many steps of training the server takes by itself before the first round."""
-        ...
-
-    @property
-    def untimed(self) -> tuple[str, ...]:
-        """Return what takes time beside training and measuring, in words."""
-        ...
-
-    def traffic(self) -> Traffic | None:
-        """Return the bytes of arrays to and from all clients, all rounds together; None where there are none."""
-        ...
-
-    def traffic_once(self) -> dict[str, Traffic]:
-        """Return the bytes of what travels once, before or after the rounds, by what it is; foretold, so about."""
+        Those of all ``rounds`` together, where there are rounds; others travel once, before or after the rounds, and
+        are foretold, so about.
+        """
         ...
 
     def payments(self) -> "tuple[Payment, ...] | None":

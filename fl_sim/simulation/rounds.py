@@ -23,11 +23,13 @@ from fl_sim.own_code import told
 from fl_sim.params import detached, trainable
 from fl_sim.running_statistics import fixed_in
 from fl_sim.seeding import seed_process
+from fl_sim.simulation.forecast import work_of_rounds
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.preparation import prepared_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import site_for, workload_of
 from fl_sim.simulation.stage import Run, Stage, done, stages_of, tasks_of
+from fl_sim.simulation.work import Work
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import Progress, write_checkpoint
 from fl_sim.store.run_directory import RoundRecord
@@ -149,49 +151,26 @@ class Rounds:
             log.measured = measuring.measured(model, when, is_last=True)
         return log.measured.noted_in(record)
 
-    @property
-    def num_trainings(self) -> float:
-        """Return how often a client that is always there trains."""
-        return self.job.experiment.rounds
+    def work(self) -> Sequence[Work]:
+        """Return training and measuring, and what the stages do."""
+        return work_of_rounds(self, self.algorithm, self.job.experiment.rounds)
 
-    @property
-    def num_measured(self) -> int:
-        """Return on how many records the model is measured, all rounds together."""
+    def traffic(self) -> dict[str, Traffic]:
+        """Return the bytes of arrays to and from all clients, in the rounds, before and after."""
         experiment = self.job.experiment
-        times = -(-experiment.rounds // experiment.evaluate_every)  # the last round is measured in any case
-        tested = {"rounds": times, "last": 1, "never": 0}[experiment.evaluate.test]
-        return tested * len(self.job.dataset.test) + times * self.job.num_validated
+        updates = experiment.rounds * experiment.sampler.expected_size(experiment.num_clients)
+        return self._traffic_of(updates)
 
-    @property
-    def num_server_steps(self) -> int:
-        """Return the steps of the server alone that make the first model."""
-        return sum(stage.num_server_steps() for stage in stages_of(self.job))
-
-    @property
-    def untimed(self) -> tuple[str, ...]:
-        """Return what of the stages is not timed: all that rounds do is training and measuring."""
-        return tuple(part for stage in stages_of(self.job) for part in stage.untimed())
-
-    def traffic(self) -> Traffic | None:
-        """Return the bytes of arrays to and from all clients in all rounds."""
-        experiment = self.job.experiment
-        cohort = experiment.sampler.expected_size(experiment.num_clients)
-        return self._traffic_of_a_turn() * round(experiment.rounds * cohort)
-
-    def traffic_once(self) -> dict[str, Traffic]:
-        """Return what is shared before the first round, and what is asked for after the last."""
-        stages = stages_of(self.job)
-        model = self.beginning().model if stages else {}
-        return {what: traffic for stage in stages for what, traffic in stage.traffic(model).items()}
-
-    def _traffic_of_a_turn(self) -> Traffic:
-        experiment = self.job.experiment
-        strategy = FederatedStrategy(
-            self.algorithm, experiment.aggregator, experiment.sampler, self.beginning(),
+    def _traffic_of(self, updates: float, more_sent: int = 0) -> dict[str, Traffic]:
+        """Return the bytes of ``updates``, and those of the stages; ``more_sent``: models that none comes back for."""
+        experiment, server = self.job.experiment, self.beginning()
+        each = FederatedStrategy(
+            self.algorithm, experiment.aggregator, experiment.sampler, server,
             wire.BLANK, experiment.num_clients, experiment.seed,
             on_clients=self._on_clients,
-        )  # fmt: skip
-        return strategy.traffic
+        ).traffic  # fmt: skip
+        once = {what: sent for stage in stages_of(self.job) for what, sent in stage.traffic(server.model).items()}
+        return {"rounds": each * round(updates) + Traffic(each.down * more_sent, 0), **once}
 
     def payments(self) -> "tuple[Payment, ...]":
         """Return the cost of noisy rounds, nothing where rounds have no noise."""

@@ -32,6 +32,7 @@ from strategies.flower import FederatedStrategy
 
 if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
+    from fl_sim.simulation.work import Work
 
 Answer = TypeVar("Answer")
 
@@ -126,8 +127,8 @@ class Stage:
         """Return how many minibatch steps the server takes by itself before the first round."""
         return 0
 
-    def untimed(self) -> tuple[str, ...]:
-        """Return what of the stage takes time that is not foretold, in words."""
+    def work(self) -> "Sequence[Work]":
+        """Return what takes time in the stage beside the server's steps: what is timed, and what cannot be."""
         return ()
 
     def key(self) -> str:
@@ -137,14 +138,6 @@ class Stage:
     def is_made(self) -> bool:
         """Say whether an earlier run has left what ``key`` names."""
         return False
-
-    def seconds(self) -> float:
-        """Return about how long clients work before the first round, one after another on one core."""
-        return 0.0
-
-    def kind_of_work(self) -> str:
-        """Return a text that is the same for stages for which ``seconds`` is."""
-        return ""
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
         """Return the bytes of arrays to and from all clients, by what they are; ``params``: a model like the run's."""

@@ -22,11 +22,13 @@ from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, is_finite
 from fl_sim.seeding import process_kept, rng, seed_process
+from fl_sim.simulation.forecast import measuring
 from fl_sim.simulation.measuring import Measured, Tested
 from fl_sim.simulation.preparation import prepared_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import evaluation_records, local_settings, read_pool, site_for
 from fl_sim.simulation.stage import stages_of, tasks_of
+from fl_sim.simulation.work import Work
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.training.discriminant import QuadraticDiscriminant, linear_discriminant, quadratic_discriminant
@@ -160,31 +162,17 @@ class OnSynthetic:
         distance = frechet_distance(scale * torch.from_numpy(made), scale * torch.from_numpy(real))
         return {"distance": distance, "features": version_of(kept), "synthetic": len(made), "real": len(real)}
 
-    @property
-    def num_trainings(self) -> int:
-        """Return how often a client trains: never."""
-        return 0
+    def work(self) -> tuple[Work, ...]:
+        """Return what clients make, the measuring of classifiers, and their training, which is not timed."""
+        measured = len(self.settings.names(self.job.experiment.model)) * len(self.job.dataset.test)
+        made = (work for stage in stages_of(self.job) for work in stage.work())
+        return (
+            *made,
+            measuring(self, measured),
+            Work("the classifiers' training", pieces=1.0),
+        )
 
-    @property
-    def num_measured(self) -> int:
-        """Return on how many real records classifiers are measured."""
-        return len(self.settings.names(self.job.experiment.model)) * len(self.job.dataset.test)
-
-    @property
-    def num_server_steps(self) -> int:
-        """Return 0: how many a classifier takes depends on which one it is."""
-        return 0
-
-    @property
-    def untimed(self) -> tuple[str, ...]:
-        """Return what takes time at the server."""
-        return ("the classifiers' training",)
-
-    def traffic(self) -> Traffic | None:
-        """Return None: there are no rounds."""
-        return None
-
-    def traffic_once(self) -> dict[str, Traffic]:
+    def traffic(self) -> dict[str, Traffic]:
         """Return what the release of the records takes."""
         foretold = (stage.traffic({}) for stage in stages_of(self.job))
         return {what: Traffic(0, traffic.up) for once in foretold for what, traffic in once.items()}

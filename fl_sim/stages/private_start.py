@@ -26,6 +26,7 @@ from fl_sim.simulation.preparation import start_from
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.simulation.site import as_kept, read_pool, to_generator
 from fl_sim.simulation.stage import Run, Stage
+from fl_sim.simulation.work import Work
 from fl_sim.store import run_directory
 from fl_sim.store.files import read_whole
 from fl_sim.store.tensors import save_by_content
@@ -92,9 +93,9 @@ class Start(Stage):
         settings = settings_of(self.job)
         return settings.server_epochs * math.ceil(settings.images / self.job.experiment.local.batch_size)
 
-    def untimed(self) -> tuple[str, ...]:
-        """Return what is neither training nor measuring."""
-        return ("the sums and the drawing of a private start's images",)
+    def work(self) -> tuple[Work, ...]:
+        """Return what is neither training nor measuring, and is not timed."""
+        return (Work("the sums and the drawing of a private start's images", pieces=1.0),)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
         """Return the bytes of three questions that go to a cohort, and of three answers that come back."""

@@ -20,7 +20,7 @@ from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_rounds, write_table
 from fl_sim.report.table_progress import TableProgress
 from fl_sim.simulation.capacity import cores
-from fl_sim.simulation.pace import Pace
+from fl_sim.simulation.stopwatch import Stopwatch
 from fl_sim.tables.budget import Budget
 from fl_sim.tables.forecast import Forecast, forecast, time_in_words
 from fl_sim.tables.plan import Cell, Plan, TableSettings, tuned
@@ -164,7 +164,7 @@ class _Runner:
     jobs: int | None
     data_root: Path | None
     deadline: float
-    paces: dict[str, Pace | None] = field(default_factory=dict)
+    watch: Stopwatch = field(default_factory=Stopwatch)
     progress: bool = field(default=True, kw_only=True)
     again: bool = field(default=False, kw_only=True)
 
@@ -205,7 +205,7 @@ class _Runner:
 
     def _forecast(self, folder: Path, runs: Mapping[str, Experiment], jobs: int) -> list[Forecast]:
         shared = {name: with_share_of_cores(experiment, jobs) for name, experiment in runs.items()}
-        return forecast(shared, folder, self.data_root, self.paces, timed_own_models=False)
+        return forecast(shared, folder, self.data_root, self.watch, timed_own_models=False)
 
     def _looked_ahead(
         self, folder: Path, runs: Mapping[str, Experiment], jobs: int, shown: TableProgress

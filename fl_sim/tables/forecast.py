@@ -1,23 +1,28 @@
 """What runs will take, before they run: what is there already, seconds and bytes of the rest, and the privacy bill."""
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.privacy.bill import Bill, Paid, bills
+from fl_sim.privacy.loss_distribution import NoTimeError
 from fl_sim.simulation.engine_choice import check_trainer
 from fl_sim.simulation.estimate import Estimate, estimate_of
-from fl_sim.simulation.pace import Pace, kind_of_work, pace_of
 from fl_sim.simulation.planned_bill import planned
+from fl_sim.simulation.procedure import procedure_of
 from fl_sim.simulation.stage import stages_of
+from fl_sim.simulation.stopwatch import Say, Stopwatch
+from fl_sim.simulation.work import Work
 from fl_sim.store.run_directory import read_rounds
+from fl_sim.tables.plan import by_records
 from fl_sim.tables.workers import finished_result
+from fl_sim.types import Traffic
 from strategies.layer import layer_kinds
 
 START_SECONDS = 4.0
@@ -54,35 +59,65 @@ def forecast(
     runs: Mapping[str, Experiment],
     cells: Path,
     data_root: Path | None,
-    paces: dict[str, Pace | None] | None,
+    watch: Stopwatch | None,
     *,
     billed: bool = False,
     timed_own_models: bool = True,
+    say: Say = lambda _: None,
 ) -> list[Forecast]:
     """Return what each of ``runs`` {directory in ``cells``: experiment} takes.
 
-    ``paces``: of the kinds of work that were timed already, None for those that failed, to which new ones are added; or
-    None: nothing is timed. ``billed``: whether it is worked out what private runs cost, and which bytes
-    travel, which takes time. ``timed_own_models``: whether models of the user's own are tried, which may end this
-    process. Nothing is trained but the timed steps, on public test records, and nothing is written.
+    ``watch``: times each kind of work once, unless it has before; None: nothing is timed. ``billed``: whether it is
+    worked out what private runs cost, and which bytes travel, which takes time. ``timed_own_models``: whether models of
+    the user's own are tried, which may end this process. ``say`` hears what is done next. Nothing is trained but the
+    timed pieces, on public test records, and nothing is written.
     Raises UserError where a run cannot train here at the precision that it asks for.
     """
-    pools: set[str] = set()
-    making = partial(_seconds_of_making, {})
-    found = []
-    for name, experiment in runs.items():
+    seen: set[str] = set()
+    kinds: dict[str, Work] = {}
+    looked_at: dict[int, _LookedAt] = {}
+    in_turn = by_records(runs.items(), lambda run: (run[1].data, run[1].features))
+    for number, (place, (name, experiment)) in enumerate(in_turn, 1):
+        say(f"looking at run {number:,} of {len(runs):,}")
         job = job_of(experiment, data_root)
         is_finished = finished_result(cells / name, job.experiment, data_root) is not None
         if not is_finished:
             check_trainer(job)
-        has_pool = _has_pool(job, pools)
-        is_timed = paces is not None and not is_finished and (timed_own_models or ":" not in job.experiment.model)
-        pace = _pace(job, paces) if paces is not None and is_timed else None
-        estimate = estimate_of(job, pace, has_pool=has_pool, making=making, counted=billed)
-        paid, told = (planned(job), _told_of(job.experiment)) if billed else (None, ())
-        done = rounds_done(cells / name)
-        found.append(Forecast(name, job.experiment.rounds, done, is_finished, estimate, has_pool, paid, told))
-    return found
+        procedure, made = procedure_of(job), _made(job, seen)
+        works = () if is_finished else tuple(procedure.work())
+        is_timed = watch is not None and (timed_own_models or ":" not in job.experiment.model)
+        for work in works if is_timed else ():
+            if work.makes not in made:
+                kinds.setdefault(work.kind, work)
+        known = Forecast(
+            name, job.experiment.rounds, rounds_done(cells / name), is_finished, Estimate(None, None), bool(made),
+            planned(job) if billed else None, _told_of(job.experiment) if billed else (),
+        )  # fmt: skip
+        # Without its job: thousands of splits would fill the memory.
+        works = tuple(replace(work, ready=work.ready and _forgotten) for work in works)
+        traffic = procedure.traffic() if billed else {}
+        looked_at[place] = _LookedAt(known, works, made, traffic, watch if is_timed else None)
+    if watch is not None:
+        watch.time_all(kinds.values(), say)
+    return [looked_at[place].forecast() for place in range(len(looked_at))]
+
+
+class _LookedAt(NamedTuple):
+    """A run of which all is known but what its ``works`` take; ``made``: names of what is there already."""
+
+    known: Forecast
+    works: tuple[Work, ...]
+    made: frozenset[str]
+    traffic: Mapping[str, Traffic]
+    watch: Stopwatch | None
+
+    def forecast(self) -> Forecast:
+        """Return it with what its work takes by what ``watch`` has timed."""
+        return replace(self.known, estimate=estimate_of(self.works, self.watch, self.traffic, made=self.made))
+
+
+def _forgotten(*_: int) -> Callable[[], object]:
+    raise AssertionError("each kind of work is timed by the first run that has it")
 
 
 def seconds_together(found: Iterable[Forecast], jobs: int) -> float | None:
@@ -107,7 +142,8 @@ def time_in_words(found: Sequence[Forecast], jobs: int) -> str:
     if not (seconds := seconds_together(found, jobs)):
         return told
     beside = f" with {jobs} side by side" if jobs > 1 else ""
-    told += f"; the rest takes about {in_time(seconds)}{beside}, by steps that were timed just now"
+    about = "at least" if any(one.estimate.at_least for one in found) else "about"
+    told += f"; the rest takes {about} {in_time(seconds)}{beside}, by steps that were timed just now"
     unknown = sum(one.seconds_left is None for one in found)
     return f"{told} ({unknown} of them were not, and come on top)" if unknown else told
 
@@ -129,33 +165,16 @@ def in_time(seconds: float) -> str:
 
 
 def _told_of(experiment: Experiment) -> tuple[str, ...]:
-    return tuple(said for kind in layer_kinds(experiment) for said in kind.told(experiment))
+    with suppress(NoTimeError):  # for a PLD that some of it takes
+        return tuple(said for kind in layer_kinds(experiment) for said in kind.told(experiment))
+    return ()
 
 
-def _pace(job: Job, known: dict[str, Pace | None]) -> Pace | None:
-    kind = kind_of_work(job.experiment)
-    if kind not in known:
-        known[kind] = None
-        with suppress(Exception):  # what is wrong with the model or the method is told by the run itself
-            known[kind] = pace_of(job)
-    return known[kind]
-
-
-def _seconds_of_making(known: dict[str, float], job: Job) -> float:
-    """Return how long clients work before the first round; what is of one kind takes as long in all runs."""
-    total = 0.0
-    for stage in stages_of(job):
-        kind = stage.kind_of_work()
-        if not kind or kind not in known:
-            known[kind] = stage.seconds()
-        total += known[kind]
-    return total
-
-
-def _has_pool(job: Job, seen: set[str]) -> bool:
-    made = [(stage.key(), stage) for stage in stages_of(job) if stage.key()]
-    there = bool(made) and all(key in seen or stage.is_made() for key, stage in made)
-    seen.update(key for key, _ in made)
+def _made(job: Job, seen: set[str]) -> frozenset[str]:
+    """Return the names of what stages need not make: it is there, or an earlier run in the list makes it."""
+    needed = [(stage.key(), stage) for stage in stages_of(job) if stage.key()]
+    there = frozenset(key for key, stage in needed if key in seen or stage.is_made())
+    seen.update(key for key, _ in needed)
     return there
 
 

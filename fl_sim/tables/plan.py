@@ -1,10 +1,10 @@
 """A grid of experiments: methods in rows, data sets and splits in columns; every cell is checked before one runs."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import BeforeValidator, Field, ValidationError
@@ -33,6 +33,8 @@ from fl_sim.tables.words import caption, data_label, differences, label, method,
 
 MOST_CELLS = 10_000
 """A table of more cells would be checked for minutes before the first one runs, and nobody could read it."""
+
+T = TypeVar("T")
 
 _IN_THE_NAME = ("algorithm", "preprocess", "server")
 
@@ -144,8 +146,10 @@ def _with_tune(table: Mapping[str, Any], overrides: list[str]) -> tuple[dict[str
     return {**table, **({"tune": tune} if ours else {})}, [one for one in overrides if one not in ours]
 
 
-def plan_table(settings: TableSettings, data_root: Path | None = None) -> Plan:
-    """Expand the grid and check every cell: its settings, its data, its split and its model.
+def plan_table(
+    settings: TableSettings, data_root: Path | None = None, say: Callable[[str], object] = lambda _: None
+) -> Plan:
+    """Expand the grid and check every cell: its settings, its data, its split and its model; ``say`` hears how far.
 
     Raises UserError that names the first cell that could not run.
     """
@@ -155,7 +159,7 @@ def plan_table(settings: TableSettings, data_root: Path | None = None) -> Plan:
             raise UserError(f"grid.{key} = {values!r}: give a list of one or more values, such as {key} = [{values!r}]")
     if (num_cells := sum(math.prod(map(len, grid.values())) for grid in grids)) > MOST_CELLS:
         raise UserError(f"the grid has {num_cells:,} cells, a table at most {MOST_CELLS:,}: make several tables of it")
-    placed = [(point, _placed(settings, point, data_root)) for point in _points(settings)]
+    placed = _all_placed(settings, data_root, say)
     varied, over = differences([cell.experiment for _, cell in placed]), seed_of_means(_values_of_all(grids))
     cells: dict[tuple[str, str, int], Cell] = {}
     bounds: dict[str, None] = {}
@@ -245,6 +249,29 @@ def _placed(settings: TableSettings, point: Point, data_root: Path | None) -> _P
     labels, note = job.dataset.test.labels, job.dataset.note
     largest_class = float(np.bincount(labels).max() / len(labels))
     return _Placed(column, job.experiment, run_name(job.experiment, job.dataset), note, largest_class)
+
+
+def _all_placed(
+    settings: TableSettings, data_root: Path | None, say: Callable[[str], object]
+) -> list[tuple[Point, _Placed]]:
+    """Return every point with what it stands for. Points on the same records follow each other: these are kept."""
+    given, placed = list(_points(settings)), dict[int, _Placed]()
+    for number, (place, point) in enumerate(by_records(given, lambda one: (one.get("data"), one.get("features"))), 1):
+        say(f"checking cell {number:,} of {len(given):,}")
+        placed[place] = _placed(settings, point, data_root)
+    return [(point, placed[place]) for place, point in enumerate(given)]
+
+
+def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tuple[int, T]]:
+    """Return (place, one) of all that is ``given``, those on the same records together.
+
+    >>> by_records(["b1", "a1", "b2"], lambda one: one[0])
+    [(0, 'b1'), (2, 'b2'), (1, 'a1')]
+    """
+    groups: dict[str, list[tuple[int, T]]] = {}
+    for place, one in enumerate(given):
+        groups.setdefault(str(records_of(one)), []).append((place, one))
+    return [each for group in groups.values() for each in group]
 
 
 def _further(point: Point, over: str) -> list[str]:

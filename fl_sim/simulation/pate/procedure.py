@@ -1,5 +1,7 @@
 """PATE as a procedure: what a teacher does on a worker. The run itself is in ``run`` beside this."""
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,10 +18,12 @@ from fl_sim import models
 from fl_sim.engines import releases
 from fl_sim.experiment.job import Job
 from fl_sim.local_plan import LocalPlan
+from fl_sim.simulation.forecast import measuring, training
 from fl_sim.simulation.pate.asking import VOTE, traffic_of_votes
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import local_settings, site_for
-from fl_sim.training.loop import to_tensors
+from fl_sim.simulation.work import Work, answers_at_once, public
+from fl_sim.training.loop import resident, to_tensors
 from fl_sim.types import Payloads, ServerState, Traffic
 from strategies.fedavg import FedAvg
 from strategies.pate.public_split import PublicSplit
@@ -71,31 +75,30 @@ class Voting:
 
         run_pate(self.job, self.settings, grid, out, log, say=observer.preparing, finished=observer.finished_round)
 
-    @property
-    def num_trainings(self) -> int:
-        """Return how often a teacher trains: once."""
-        return 1
+    def work(self) -> tuple[Work, ...]:
+        """Return the training and the votes of the teachers, and the student's training, which is not timed."""
+        student = Work("the student's training", pieces=1.0)
+        if isinstance(self.settings.teachers, RandomForest):
+            return (self._forests(self.settings.teachers), student)
+        votes = measuring(self, self.job.experiment.clients * len(self._split().pool))
+        return (training(self, FedAvg(), 1), votes, student)
 
-    @property
-    def num_measured(self) -> int:
-        """Return how many votes are cast: one a teacher and record of the pool."""
-        return self.job.experiment.clients * len(self._split().pool)
+    def _forests(self, teachers: RandomForest) -> Work:
+        """Return forests that are grown, each on a client's records, and vote on the pool."""
+        job = self.job
+        records, votes = max(1, round(float(job.shards.sizes.mean()))), len(self._split().pool)
 
-    @property
-    def num_server_steps(self) -> int:
-        """Return 0: students train after the votes, in ways of their own."""
-        return 0
+        def ready(size: int, _: int) -> Callable[[], object]:
+            own = resident(public(job, size), job.dataset, torch.device("cpu")).whole()
+            pool = to_tensors(public(job, votes), job.dataset)[0]
+            return lambda: forest_votes(teachers, own, pool, client=0, seed=job.experiment.seed)
 
-    @property
-    def untimed(self) -> tuple[str, ...]:
-        """Return what is timed by nobody: the student."""
-        return ("the student's training",)
+        alike = job.experiment.chosen("data", "features", "normalise")
+        kind = json.dumps([alike, teachers.model_dump(mode="json"), votes, records], sort_keys=True)
+        what, clients = f"a teacher's {teachers.kind} ({records} records)", job.experiment.clients
+        return Work(what, kind, clients, clients, ready, records, at_once=answers_at_once(job))
 
-    def traffic(self) -> Traffic | None:
-        """Return None: there are no rounds."""
-        return None
-
-    def traffic_once(self) -> dict[str, Traffic]:
+    def traffic(self) -> dict[str, Traffic]:
         """Return what the teachers' votes take."""
         return {"votes": traffic_of_votes(len(self._split().pool), self.job.experiment.clients)}
 

@@ -2,8 +2,7 @@
 
 import json
 import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,11 +15,11 @@ from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.report.figures.samples import write_samples
 from fl_sim.seeding import rng
-from fl_sim.simulation.capacity import fixed_threads
 from fl_sim.simulation.preparation import start_from
 from fl_sim.simulation.run_log import Pooled, RunLog
 from fl_sim.simulation.site import as_kept, to_generator
 from fl_sim.simulation.stage import Run, Stage
+from fl_sim.simulation.work import Work, answers_at_once, public
 from fl_sim.stages.dafl.client import SYNTHESIZE, Synthesize, settings_of
 from fl_sim.training.loop import to_tensors
 from fl_sim.types import Params, Traffic
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
     from fl_sim.privacy.bill import Payment
     from fl_sim.stages.dafl.pool import Pool
 
-_PROBE_STEPS: Final = 8
-_FURTHER_SECONDS: Final = 0.2
-"""Of a generator a few steps are timed first, and then further ones for about so long."""
+_MOST_STEPS: Final = 400
+"""Steps of a generator that are timed at most."""
 
 
 class Synthesis(Stage):
@@ -97,47 +95,44 @@ class Synthesis(Stage):
 
         return is_made(self.job)
 
-    def kind_of_work(self) -> str:
-        """Return what generators' time depends on: those of other splits, budgets and seeds take as long."""
-        alike = self.job.experiment.chosen("data", "features", "normalise", "clients")
-        generator = self.settings.model_dump(mode="json", include={"generator", "gamma"})
-        return json.dumps([alike, generator], sort_keys=True)
+    def work(self) -> tuple[Work, ...]:
+        """Return the clients' generators: a turn is one client's, and its pieces are steps, where there are any.
 
-    def seconds(self) -> float:
-        """Return about how long generators take one client after another, from a short run on public test records.
-
-        As if no earlier run had left a pool, and of clients of one class: of more they take longer.
+        As if all clients held records of one class: of more they take longer. Those of other splits, budgets and seeds
+        take as long.
         """
-        from clients.dafl.generator import Generator, PrivateRecords, Shortening  # noqa: PLC0415 (the accountants load slowly)
-        from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
+        from clients.dafl.generator import Shortening  # noqa: PLC0415 (the accountants load slowly)
 
-        experiment, dataset, settings = self.job.experiment, self.job.dataset, self.settings
-        num_records = len(self.job.shards.records) // experiment.num_clients
-        inputs, _ = to_tensors(dataset.test.take(np.arange(min(len(dataset.test), num_records))), dataset)
-        labels = torch.zeros(len(inputs), dtype=torch.int64)
-        records = PrivateRecords(to_generator(inputs, self.job), labels, 1)
-        counts = np.array([max(1, round(settings.gamma * len(inputs)))])
+        job, settings, clients = self.job, self.settings, self.job.experiment.num_clients
+        records, steps = max(1, len(job.shards.records) // clients), 1.0
+        if isinstance(settings.generator, Shortening):
+            steps = 1 / settings.generator.shortened(1)[1]
+        alike = job.experiment.chosen("data", "features", "normalise", "clients")
+        generator = settings.model_dump(mode="json", include={"generator", "gamma"})
+        return (
+            Work(
+                f"{'a step' if steps > 1 else 'a release'} of {kind_of(settings.generator)} ({records} records)",
+                json.dumps([alike, generator], sort_keys=True), clients, clients * steps,
+                self._release, records, min(_MOST_STEPS, round(steps)), answers_at_once(job), self.key(),
+                job.experiment.engine.threads,
+            ),
+        )  # fmt: skip
 
-        def seconds_of(generator: Generator) -> float:
-            bill = generator.bill(len(inputs), 1, math.inf, settings.delta)
-            start = time.thread_time()
-            generator.generate(records, counts, bill, Noise.seeded(0), rng(experiment.seed, "probe"))
-            return time.thread_time() - start
+    def _release(self, size: int, steps: int) -> Callable[[], object]:
+        """Make ready the release of a client that holds ``size`` records, by a generator that takes ``steps`` steps."""
+        from clients.dafl.generator import Generator, PrivateRecords, Shortening  # noqa: PLC0415 (as above)
+        from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415 (as above)
 
+        job, settings = self.job, self.settings
         generator: Generator = settings.generator
-        with fixed_threads(experiment.engine.threads):
-            if not isinstance(generator, Shortening):  # what the first one loads, the others find
-                return seconds_of(generator) + (experiment.num_clients - 1) * seconds_of(generator)
-            short, share = generator.shortened(_PROBE_STEPS)
-            seconds_of(short)
-            start = min(seconds_of(short), seconds_of(short))  # most of which may be no step at all
-            further = int(_PROBE_STEPS * _FURTHER_SECONDS / max(start, 1e-6))
-            further = min(max(further, _PROBE_STEPS), 100 * _PROBE_STEPS)
-            longer, larger_share = generator.shortened(_PROBE_STEPS + further)
-            if larger_share <= share:
-                return experiment.num_clients * start
-            rate = max(0.0, seconds_of(longer) - start) / (larger_share - share)
-            return experiment.num_clients * (start + rate * (1 - share))
+        if isinstance(generator, Shortening):
+            generator, _ = generator.shortened(steps)
+        inputs, _ = to_tensors(public(job, size), job.dataset)
+        records = PrivateRecords(to_generator(inputs, job), torch.zeros(size, dtype=torch.int64), 1)
+        counts = np.array([max(1, round(settings.gamma * size))])
+        bill = generator.bill(size, 1, math.inf, settings.delta)
+        coins = rng(job.experiment.seed, "probe")
+        return lambda: generator.generate(records, counts, bill, Noise.seeded(0), coins)
 
     def traffic(self, params: Params) -> Mapping[str, Traffic]:
         """Clients send their records as float32, and each gets all as they are kept, with a label of 8 bytes each."""

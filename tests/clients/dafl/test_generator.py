@@ -12,7 +12,7 @@ from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.settings import Settings
-from fl_sim.simulation.estimate import seconds_beforehand
+from fl_sim.simulation.engine_choice import seconds_beforehand
 
 
 class Grey(Settings):

@@ -14,6 +14,7 @@ from fl_sim.__main__ import main
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.simulation.run import Silent, run
+from fl_sim.simulation.stopwatch import Stopwatch
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.tables.plan import plan_table, read_settings, tuned
 from fl_sim.tables.tuning import tune, values_of
@@ -107,7 +108,7 @@ def test_people_read_a_line_a_run_and_quick_times_nothing(
     grid: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = ["algorithm=fedavg,scaffold", "seed=0,1", "rounds=2"]
-    monkeypatch.setattr("fl_sim.tables.forecast.pace_of", pytest.fail)
+    monkeypatch.setattr(Stopwatch, "time_all", pytest.fail)
     assert typed(monkeypatch, "grid.toml", *overrides, "--quick") == 0
     told = capsys.readouterr().out
     assert all(name in told for name in names_of(grid, *overrides))

@@ -12,7 +12,7 @@ from clients.dafl import mean_embedding
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation.capacity import fixed_threads
-from fl_sim.simulation.estimate import seconds_beforehand
+from fl_sim.simulation.engine_choice import seconds_beforehand
 from fl_sim.simulation.run import run
 
 DA_FL = {

@@ -1,5 +1,7 @@
 """``engine=auto`` counts the time that clients' generators take."""
 
+from dataclasses import replace
+
 import pytest
 
 from clients.dafl.dpcgan.settings import DpCgan
@@ -7,8 +9,8 @@ from fl_sim.experiment.engine import Auto, InProcess, Ray
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation import engine_choice
-from fl_sim.simulation.engine_choice import choose
-from fl_sim.simulation.estimate import seconds_beforehand
+from fl_sim.simulation.engine_choice import choose, seconds_beforehand
+from fl_sim.simulation.stopwatch import Stopwatch
 from fl_sim.stages.dafl import stage
 
 
@@ -23,9 +25,8 @@ def test_the_generators_time_is_that_of_all_steps_of_all_clients() -> None:
 
 
 def test_what_a_generator_does_before_its_first_step_counts_once_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No second passes: the thread's clock is the generator's own."""
+    """No second passes: the clock is the generator's own."""
     clock = [0.0]
-    monkeypatch.setattr(stage.time, "thread_time", lambda: clock[0])
 
     def generate(self: DpCgan, *_: object) -> None:
         clock[0] += 3.0 + 0.01 * self.discriminator_steps
@@ -34,7 +35,10 @@ def test_what_a_generator_does_before_its_first_step_counts_once_a_client(monkey
     for steps in (5, 20, 1000):
         made = {"kind": "dp-cgan", "discriminator_steps": steps}
         job = job_of(experiment_from({"clients": 7, "preprocess": {"kind": "da-fl", "generator": made}}))
-        assert seconds_beforehand(job) == pytest.approx(7 * (3.0 + 0.01 * steps))
+        [work] = stage.Synthesis(job).work()
+        watch = Stopwatch(1000.0, clock=lambda: clock[0])
+        watch.time_all([replace(work, clock=lambda: clock[0])])
+        assert watch.seconds(replace(work, at_once=1.0)) == pytest.approx(7 * (3.0 + 0.01 * steps))
 
 
 def test_a_generator_of_one_release_is_timed_as_a_whole() -> None:
@@ -50,7 +54,7 @@ def test_threads_train_generators_in_process_so_that_they_alone_do_not_call_for_
     monkeypatch.setattr(engine_choice, "trains_natively", lambda *_: False)
     monkeypatch.setattr(engine_choice.importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(engine_choice, "estimated_seconds", lambda *_: training)
-    monkeypatch.setattr(stage.Synthesis, "seconds", lambda _: 370.0)
+    monkeypatch.setattr(engine_choice, "seconds_beforehand", lambda _: 370.0)
     engine, why = choose(job_of(experiment_from({"engine": Auto().model_dump(), "preprocess": "da-fl"})))
     assert isinstance(engine, kind)
     assert f"about {training + 100:.0f} s of training in process" in why

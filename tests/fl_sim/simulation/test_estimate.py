@@ -7,15 +7,15 @@ import pytest
 
 from fl_sim.engines import releases, tensor_records, wire
 from fl_sim.experiment.experiment import Experiment, experiment_from
-from fl_sim.experiment.job import job_of
+from fl_sim.experiment.job import Job, job_of
 from fl_sim.privacy.bill import bills
-from fl_sim.simulation import pace
 from fl_sim.simulation.estimate import estimate_of
-from fl_sim.simulation.pace import Pace, kind_of_work, num_steps, pace_of
 from fl_sim.simulation.planned_bill import planned
+from fl_sim.simulation.procedure import procedure_of
 from fl_sim.simulation.run import run
+from fl_sim.simulation.stopwatch import Stopwatch, Timing
+from fl_sim.simulation.work import Work
 from fl_sim.store.run_directory import read_rounds
-from fl_sim.training.evaluation import Scores
 from fl_sim.training.trainer import Trainer
 from fl_sim.types import Params, Traffic, Trained
 
@@ -26,8 +26,27 @@ def quick(**changes: object) -> Experiment:
     return experiment_from({**QUICK, **changes})
 
 
-def estimated(known: Pace | None = None, **changes: object) -> Any:
-    return estimate_of(job_of(quick(**changes)), known, has_pool=False)
+class Paced(Stopwatch):
+    """A stopwatch by which a step and the measuring of a record take given seconds, and nothing else any."""
+
+    def __init__(self, *, step: float = 0.0, record: float = 0.0) -> None:
+        super().__init__()
+        self._step, self._record = step, record
+
+    def timing(self, work: Work) -> Timing:
+        if work.makes or not work.ready:
+            return Timing()
+        return Timing(piece=self._record if work.what.startswith("measuring") else self._step)
+
+
+def estimated(known: Stopwatch | None = None, **changes: object) -> Any:
+    procedure = procedure_of(job_of(quick(**changes)))
+    return estimate_of(procedure.work(), known, procedure.traffic())
+
+
+def num_steps(job: Job) -> float:
+    """Return how many steps all clients are expected to take in all rounds."""
+    return procedure_of(job).work()[0].pieces
 
 
 def steps_taken(monkeypatch: pytest.MonkeyPatch, experiment: Experiment, tmp_path: Path) -> int:
@@ -161,9 +180,9 @@ def test_steps_on_synthetic_records_are_counted(tmp_path: Path, monkeypatch: pyt
 def test_epochs_of_the_server_come_on_top_and_are_those_of_one_core(
     settings: dict[str, Any], server_steps: int
 ) -> None:
-    at, two = Pace(step=2.0, record=0.0), {"kind": "inprocess", "workers": 2}
+    at, two = Paced(step=2.0, record=0.0), {"kind": "inprocess", "workers": 2}
     job = job_of(quick(engine=two, partition="iid", **settings))
-    found = estimate_of(job, at, has_pool=True)
+    found = estimate_of(procedure_of(job).work(), at, {})
     assert found.seconds == pytest.approx(2.0 * num_steps(job) / 1.9 + 2.0 * server_steps)
 
 
@@ -174,32 +193,45 @@ def test_the_steps_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_seconds_are_those_of_steps_and_of_records_that_are_measured() -> None:
     """Digits over ten clients: 50 steps a round (144 records each or fewer, batches of 32), 360 test records."""
-    assert estimated(Pace(step=2.0, record=0.0)).seconds == 2 * 150
-    assert estimated(Pace(step=0.0, record=1.0)).seconds == 3 * 360
-    assert estimated(Pace(step=0.0, record=1.0), evaluate_every=2).seconds == 2 * 360
-    assert estimated(Pace(step=0.0, record=1.0), evaluate={"test": "last"}).seconds == 360
+    assert estimated(Paced(step=2.0, record=0.0)).seconds == 2 * 150
+    assert estimated(Paced(step=0.0, record=1.0)).seconds == 3 * 360
+    assert estimated(Paced(step=0.0, record=1.0), evaluate_every=2).seconds == 2 * 360
+    assert estimated(Paced(step=0.0, record=1.0), evaluate={"test": "last"}).seconds == 360
     two = {"kind": "inprocess", "workers": 2}
-    assert estimated(Pace(step=2.0, record=0.0), engine=two).seconds == pytest.approx(300 / 1.9)
+    assert estimated(Paced(step=2.0, record=0.0), engine=two).seconds == pytest.approx(300 / 1.9)
     assert estimated().seconds is None
 
 
-def test_a_pace_is_that_of_eight_steps_and_of_their_records_by_the_jobs_own_trainer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    worked: list[object] = []
-    monkeypatch.setattr(pace, "_seconds", lambda _, work: worked.append(work()) or 32.0)
-    assert pace_of(job_of(quick(local={"batch_size": 4}))) == Pace(step=32.0 / 8, record=32.0 / 32)
-    [trained], scores = worked
-    assert isinstance(trained, Trained)
-    assert trained.num_steps == 8
-    assert isinstance(scores, Scores)
+def test_a_turn_that_is_timed_is_one_of_the_jobs_own_trainer_on_public_records() -> None:
+    steps, _, measuring, *_ = procedure_of(job_of(quick(local={"batch_size": 4}))).work()
+    assert steps.ready is not None
+    assert measuring.ready is not None
+    [trained] = _trained(steps, 3)
+    assert (trained.num_steps, steps.records, steps.turns) == (3, 4, 3 * 10)
+    scores: Any = measuring.ready(1, 32)()
     assert len(scores.labels) == 32
-    stacked = quick(engine={"kind": "inprocess", "stack": 3}, local={"batch_size": 4})
-    assert pace_of(job_of(stacked)).step == 32.0 / (3 * 8)
+    stacked, *_ = procedure_of(job_of(quick(engine={"kind": "inprocess", "stack": 3}, local={"batch_size": 4}))).work()
+    assert len(_trained(stacked, 2)) == 3
+    assert stacked.pieces == steps.pieces / 3
+
+
+def _trained(work: Work, steps: int) -> list[Trained]:
+    assert work.ready is not None
+    done: Any = work.ready(work.records, steps)()
+    return list(done)
+
+
+def test_a_step_has_no_more_records_than_a_client_has() -> None:
+    steps, *_ = procedure_of(job_of(quick(clients=100, partition="iid", local={"batch_size": 32}))).work()
+    assert (steps.records, steps.pieces) == (14, 300)
 
 
 def test_work_that_takes_as_long_has_one_name() -> None:
+    def kind_of_work(experiment: Experiment) -> str:
+        return procedure_of(job_of(experiment)).work()[0].kind
+
     assert kind_of_work(quick()) == kind_of_work(quick(rounds=9, seed=3, partition="iid", sampler="fixed-size:2"))
+    assert kind_of_work(quick()) == kind_of_work(quick(algorithm="fedadam"))  # differs at the server alone
     assert kind_of_work(quick()) != kind_of_work(quick(algorithm="scaffold"))
     assert kind_of_work(quick()) != kind_of_work(quick(local={"batch_size": 2}))
     assert kind_of_work(quick()) != kind_of_work(quick(local={"label_smoothing": 0.1}))  # PyTorch trains then

@@ -20,7 +20,8 @@ def test_a_federated_algorithm_trains_in_every_round_and_no_client_votes() -> No
     procedure = procedure_of(job)
     server = procedure.beginning()
     site = procedure.site()
-    assert (procedure.num_trainings, site.tasks) == (7, {})
+    clients, *_ = procedure.work()
+    assert (clients.turns, site.tasks) == (7 * 4, {})
     assert site.algorithm == job.experiment.algorithm
     assert server.params.keys() == dict(job.model().named_parameters()).keys()
     assert set(procedure.kept_by_clients(server)) == {"control"}
@@ -30,7 +31,7 @@ def test_teachers_train_once_vote_on_the_public_pool_and_keep_nothing() -> None:
     job = _job("algorithm=pate", "algorithm.public_records=30", "local.epochs=1")
     procedure = procedure_of(job)
     site = procedure.site()
-    assert procedure.num_trainings == 1
+    assert procedure.work()[0].turns == 4
     assert procedure.beginning() == ServerState({})
     assert procedure.kept_by_clients(ServerState({})) == {}
     order = wire.Order(job.experiment.model_dump_json(), 0, 0.0, "", "", task=VOTE)

@@ -13,8 +13,8 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.table import Table, notes
 from fl_sim.report.watching import Watcher
 from fl_sim.simulation.estimate import Estimate
-from fl_sim.simulation.pace import Pace
 from fl_sim.simulation.run import run
+from fl_sim.simulation.stopwatch import Stopwatch, Timing
 from fl_sim.tables import filling
 from fl_sim.tables.budget import Budget
 from fl_sim.tables.filling import Board, TimeIsUp, fill
@@ -136,7 +136,7 @@ def test_a_search_is_foretold_for_as_many_runs_side_by_side_as_there_will_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cores: int, jobs: int
 ) -> None:
     monkeypatch.setattr(filling, "cores", lambda: cores)
-    monkeypatch.setattr("fl_sim.tables.forecast.pace_of", lambda job: Pace(step=1.0, record=0.0))
+    monkeypatch.setattr(Stopwatch, "timing", lambda *_: Timing(piece=1.0))
     tuned = {"trials": 2, "space": {"local.learning_rate": [0.1, 0.2]}}
     settings = TableSettings.model_validate({"grid": {"seed": [0, 1, 2]}, "centralized": False, "tune": tuned})
     filling._Runner(tmp_path, None, None, math.inf).tell_of_search(settings, plan_table(settings))

@@ -7,9 +7,8 @@ import pytest
 
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.simulation.estimate import Estimate
-from fl_sim.simulation.pace import pace_of
+from fl_sim.simulation.stopwatch import Stopwatch, Timing
 from fl_sim.stages.dafl.stage import Synthesis
-from fl_sim.tables import forecast as forecasting
 from fl_sim.tables.forecast import START_SECONDS, Forecast, forecast, in_time, seconds_together, time_in_words
 
 
@@ -80,27 +79,69 @@ def test_a_model_that_fails_is_not_timed_and_one_that_might_end_the_process_is_n
 ) -> None:
     (tmp_path / f"faulty_{own}.py").write_text(FAULTY)
     monkeypatch.syspath_prepend(tmp_path)
-    timed: list[str] = []
-    monkeypatch.setattr(forecasting, "pace_of", lambda job: timed.append(job.experiment.model) or pace_of(job))
+    watch = Stopwatch()
     runs = {name: Experiment(model=name) for name in (f"faulty_{own}:factory", "logistic")}
-    faulty, fine = forecast(runs, tmp_path, None, {}, timed_own_models=own)
+    faulty, fine = forecast(runs, tmp_path, None, watch, timed_own_models=own)
     assert faulty.seconds_left is None
     assert fine.seconds_left is not None
-    assert timed == (list(runs) if own else ["logistic"])
+    failed = [timing.why_not for _, timing in watch.told if timing.why_not]
+    assert failed == (["it failed: no"] * 2 if own else [])
+    assert (
+        faulty.estimate.left_out
+        == (
+            "a step of faulty_True:factory (plain, 64 records)",
+            "measuring faulty_True:factory on a record",
+        )
+        if own
+        else True
+    )
 
 
 def test_synthetic_records_are_timed_once_for_all_splits_budgets_and_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed = []
-    monkeypatch.setattr(Synthesis, "seconds", lambda stage: timed.append(stage.settings) or 100.0)
+    timed: list[tuple[float, float]] = []
+
+    def release(stage: Synthesis, *_: int) -> Any:
+        timed.append((stage.settings.gamma, stage.settings.epsilon))
+        return lambda: None
+
+    monkeypatch.setattr(Synthesis, "_release", release)
+    monkeypatch.setattr(Stopwatch, "timing", lambda _, work: Timing(piece=10.0 if work.makes else 0.0))
 
     def cell(seed: int, **preprocess: Any) -> Experiment:
         settings = {"kind": "da-fl", "generator": "mean-embedding", **preprocess}
         return experiment_from({"model": "logistic", "engine": "inprocess", "seed": seed, "preprocess": settings})
 
     alike = {"a": cell(0), "b": cell(1), "c": cell(0, epsilon=1), "d": cell(0, train_on="synthetic")}
-    found = forecast({**alike, "more": cell(0, gamma=0.5), "none": experiment_from({})}, tmp_path, None, {})
-    assert [(settings.gamma, settings.epsilon) for settings in timed] == [(0.05, 10.0), (0.5, 10.0)]
-    made = {one.name: (one.estimate.seconds or 0) > 40 for one in found}
+    runs = {**alike, "more": cell(0, gamma=0.5), "none": experiment_from({})}
+    found = forecast(runs, tmp_path, None, Stopwatch())
+    assert list(dict.fromkeys(timed)) == [(0.05, 10.0), (0.5, 10.0)]
+    made = {one.name: one.estimate.synthetic_seconds > 40 for one in found}
     assert made == {"a": True, "b": True, "c": True, "d": False, "more": True, "none": False}, "d has the pool of a"
+
+
+def test_runs_whose_steps_are_alike_share_one_timing_and_are_told_in_the_order_they_came(tmp_path: Path) -> None:
+    """FedAvg and those that differ from it at the server alone take the same steps, whatever the split and the rate."""
+    alike: dict[str, Any] = {"model": "logistic", "engine": "inprocess"}
+    changes: list[dict[str, Any]] = [
+        {}, {"seed": 3}, {"algorithm": "fedadam"}, {"partition": "iid"}, {"local": {"learning_rate": 0.5}},
+    ]  # fmt: skip
+    runs = {f"{number}": experiment_from({**alike, **one}) for number, one in enumerate(changes)}
+    runs["other"] = experiment_from({**alike, "algorithm": "scaffold"})
+    watch = Stopwatch()
+    assert [one.name for one in forecast(runs, tmp_path, None, watch)] == list(runs)
+    assert [what for what, _ in watch.told] == [
+        "a step of logistic (plain, 64 records)", "measuring logistic on a record",
+        "a step of logistic (scaffold, 64 records)",
+    ]  # fmt: skip
+
+
+def test_what_a_slow_network_leaves_untimed_is_a_lower_bound_by_name(tmp_path: Path) -> None:
+    """The clock moves by a minute whenever it is looked at: no piece of work fits."""
+    ticks = iter(range(0, 10**9, 60))
+    watch = Stopwatch(12.0, clock=lambda: float(next(ticks)))
+    runs = {"one": experiment_from({"model": "logistic", "engine": "inprocess"})}
+    [found] = forecast(runs, tmp_path, None, watch)
+    assert found.estimate.at_least or found.estimate.seconds is None
+    assert set(found.estimate.left_out) == {"a step of logistic (plain, 64 records)", "measuring logistic on a record"}

@@ -18,8 +18,8 @@ from fl_sim.errors import Diverged, RunError, UserError
 from fl_sim.experiment import job as wiring
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.runs import find
-from fl_sim.simulation.pace import Pace
 from fl_sim.simulation.run import run
+from fl_sim.simulation.stopwatch import Stopwatch, Timing
 from fl_sim.tables import tuning, tuning_optuna
 from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
@@ -357,7 +357,7 @@ def test_the_tables_own_runs_have_the_chosen_values_all_records_and_one_test(tmp
 def test_how_long_a_search_takes_is_told_before_it_begins_and_not_where_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fl_sim.tables.forecast.pace_of", lambda job: Pace(step=1.0, record=0.0))
+    monkeypatch.setattr(Stopwatch, "timing", lambda *_: Timing(piece=1.0))
     chosen = settings(grid={"algorithm": ["fedavg"]}, trials=2)
     for told in (True, False):
         filled(chosen, tmp_path, progress=True)

@@ -1,0 +1,149 @@
+"""Times small pieces of work within a budget: each kind once, from a few records up to a whole piece, then several."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from fl_sim.mistakes import shortened
+from fl_sim.printable import in_a_line
+from fl_sim.seeding import torch_kept
+from fl_sim.simulation.capacity import fixed_threads
+from fl_sim.simulation.work import Work
+
+Say: TypeAlias = Callable[[str], object]
+Clock: TypeAlias = Callable[[], float]
+
+MEASURING_SECONDS: Final = 12.0
+"""For all measuring of a plan together."""
+
+_FEWEST: Final = 2
+"""Records of the first piece: BatchNorm takes no single one."""
+_GROWTH: Final = 8
+_LEAST_GROWTH: Final = 1.5
+_CHEAP: Final = 0.25
+"""Of what is left for a kind of work: a piece that takes no more is not led up to."""
+_LONG_ENOUGH: Final = 0.05
+"""Seconds: work that takes less is timed several times."""
+_MOST_TIMES: Final = 5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a kind of work takes: ``turn`` seconds for a turn, and ``piece`` seconds for each piece in it.
+
+    ``at_least``: a whole piece had no place in the budget, so these are the seconds of one of fewer records.
+    ``why_not``: why nothing was timed, in words.
+    """
+
+    turn: float = 0.0
+    piece: float = 0.0
+    at_least: bool = False
+    why_not: str = ""
+
+
+NO_TIME: Final = Timing(why_not="no time was left for it")
+
+
+class Stopwatch:
+    """Keeps the timings of kinds of work, which many runs share.
+
+    ``budget``: seconds for one call of ``time_all``, by ``clock``.
+    """
+
+    def __init__(self, budget: float = MEASURING_SECONDS, *, clock: Clock = time.monotonic) -> None:
+        self.budget, self.clock = budget, clock
+        self.timings: dict[str, Timing] = {}
+        self._what: dict[str, str] = {}
+
+    def time_all(self, works: Iterable[Work], say: Say = lambda _: None) -> None:
+        """Time each kind of ``works`` that is not known yet, until the budget is used up; ``say`` hears what is next.
+
+        Each has an equal share of what is left, and those that need more share at the end what others have left.
+        """
+        new = {work.kind: work for work in works if work.ready and work.kind not in self.timings}
+        self._what |= {work.kind: work.what for work in new.values()}
+        deadline = self.clock() + self.budget
+        waiting = [_Ladder(work, self.clock) for work in new.values()]
+        with torch_kept():
+            for shares in (True, False):
+                for place, ladder in enumerate(waiting):
+                    left = deadline - self.clock()
+                    if left > 0:
+                        say(f"timing {ladder.work.what}")
+                    ladder.climb(left / (len(waiting) - place) if shares else left)
+                    self.timings[ladder.work.kind] = ladder.found
+                waiting = [one for one in waiting if one.found == NO_TIME or one.found.at_least]
+
+    @property
+    def told(self) -> tuple[tuple[str, Timing], ...]:
+        """Return each kind of work in words, with what it takes."""
+        return tuple((what, self.timings[kind]) for kind, what in self._what.items())
+
+    def timing(self, work: Work) -> Timing:
+        """Return what is known of a kind of work."""
+        return self.timings.get(work.kind, NO_TIME) if work.ready else Timing(why_not="it is not timed beforehand")
+
+    def seconds(self, work: Work) -> float:
+        """Return about how long all of ``work`` takes; 0 where nothing was timed."""
+        timing = self.timing(work)
+        return (work.turns * timing.turn + work.pieces * timing.piece) / work.at_once
+
+
+class _Ladder:
+    """One kind of work on its way from a piece of few records to a whole piece, and then to several in a turn.
+
+    ``size``: records of the largest piece so far, and what it took by both clocks.
+    """
+
+    def __init__(self, work: Work, clock: Clock) -> None:
+        self.work, self.found = work, NO_TIME
+        self._clock, self._size, self._waited = clock, 0, 0.0
+
+    def climb(self, seconds: float) -> None:
+        """Time larger and larger pieces while the next one has a place in ``seconds``, by what the last one took."""
+        deadline = self._clock() + seconds
+        try:
+            with fixed_threads(self.work.threads):
+                while self._size < self.work.records:
+                    if not (size := self._next(deadline - self._clock())):
+                        return
+                    taken = self._timed(size, 1, deadline)
+                    self._size, self.found = size, Timing(piece=taken, at_least=size < self.work.records)
+                self._time_several(deadline)
+        except Exception as error:  # noqa: BLE001 (what is wrong with a model or a method is told by the run itself)
+            self.found = Timing(why_not=f"it failed: {in_a_line(shortened(str(error) or type(error).__name__))}")
+
+    def _next(self, left: float) -> int:
+        """Return how many records the next piece has, 0 where there is no time for one."""
+        records = self.work.records
+        if not self._size:
+            return min(_FEWEST, records) if left > 0 else 0
+        if self._waited * records / self._size <= _CHEAP * left:
+            return records
+        growth = min(_GROWTH, left / max(self._waited, 1e-9))  # work may well grow less than its records
+        return min(records, int(growth * self._size)) if growth >= _LEAST_GROWTH else 0
+
+    def _time_several(self, deadline: float) -> None:
+        """Tell a turn's own time from that of its pieces, where a turn of several is cheap."""
+        one, affordable = self.found.piece, _CHEAP * (deadline - self._clock()) / max(self._waited, 1e-9)
+        if (pieces := int(min(self.work.most, affordable))) < 2:
+            return
+        several = self._timed(self.work.records, pieces, deadline)
+        piece = (several - one) / (pieces - 1)
+        # Of work that is lost in the noise of the clock, all is in the pieces.
+        self.found = Timing(one - piece, piece) if 0 < piece < one else Timing(0.0, several / pieces)
+
+    def _timed(self, size: int, pieces: int, deadline: float) -> float:
+        """Return the seconds of a turn: the least of several, as the first one loads what others find."""
+        assert self.work.ready is not None
+        turn, taken, waited = self.work.ready(size, pieces), list[float](), list[float]()
+        while len(taken) < _MOST_TIMES:
+            before, start = self._clock(), self.work.clock()
+            turn()
+            taken.append(self.work.clock() - start)
+            waited.append(self._clock() - before)
+            if before + 2 * waited[-1] > deadline or (len(taken) > 1 and sum(taken) > _LONG_ENOUGH):
+                break
+        self._waited = min(waited)
+        return min(taken)
