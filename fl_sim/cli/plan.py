@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 ANSWER_SECONDS: Final = 20.0
-"""After so long no PLD is begun any more, and after a third of it none of a single run's."""
+"""After so long no PLD is begun any more."""
 
 
 def show_plan(
@@ -46,20 +46,16 @@ def show_plan(
             from fl_sim.simulation.stopwatch import Stopwatch  # noqa: PLC0415
             from fl_sim.tables.forecast import bills_of, forecast  # noqa: PLC0415
             from fl_sim.tables.tuning_forecast import search_forecasts  # noqa: PLC0415
-        watch, refused = None if quick else Stopwatch(), list[float]()
+        watch, refused = None if quick else Stopwatch(), list[bool]()
 
-        def in_time(before: float) -> Callable[[], bool]:
-            def is_in_time() -> bool:
-                refused.extend([before] if (now := time.monotonic()) >= before else [])
-                return now < before
-
+        def in_time() -> bool:
+            refused.extend([] if (is_in_time := time.monotonic() < deadline) else [True])
             return is_in_time
 
-        with begun_only_if(in_time(deadline - 2 * ANSWER_SECONDS / 3)):
-            found = forecast(runs, cells, data_root, watch, billed=True, say=say)
+        found = forecast(runs, cells, data_root, watch, billed=in_time, say=say)
         searches = search_forecasts(table.settings, table.searches, cells.parent, data_root, found) if table else []
         say("adding up what all runs cost in privacy")
-        with begun_only_if(in_time(deadline)):
+        with begun_only_if(in_time):
             bills = bills_of(found)
         shown = Shown(found, searches, side_by_side, bills, watch, is_rough=bool(refused))
     if json_output:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from fl_sim.simulation.stopwatch import Stopwatch
 from fl_sim.simulation.work import Work
@@ -31,6 +32,10 @@ class Estimate:
         """Return all bytes together; None where none were counted."""
         counted = [*([self.traffic] if self.traffic else []), *self.once.values()]
         return sum(counted, Traffic(0, 0)) if counted else None
+
+
+NOTHING: Final = Estimate(None, None)
+"""Where nothing was timed nor counted."""
 
 
 def estimate_of(

@@ -85,8 +85,9 @@ def training(procedure: Foretold, algorithm: LocalAlgorithm, trainings: float) -
     is_plain = not fields_in_use(plan) and not isinstance(algorithm, Training)
     how = "plain" if is_plain else kind_of(experiment.algorithm)
     beside = "" if stack == 1 else f" of {stack} clients at once"
+    size = f"{records} record{'' if records == 1 else 's'}"
     return Work(
-        f"a step{beside} of {experiment.model} ({how}, {records} {'record' if records == 1 else 'records'})",
+        f"a step{beside} of {experiment.model} on {experiment.data} ({how}, {size})",
         _kind(experiment, "" if is_plain else experiment.algorithm.model_dump(mode="json"), records, stack),
         turns * float(np.mean(steps > 0)) / stack,
         turns * int(steps.sum()) / len(steps) / stack,
@@ -103,8 +104,9 @@ def measuring(procedure: Foretold, records: int) -> Work:
     """Return the measuring of models on ``records`` records, all together."""
     job = procedure.job
     at_once = side_by_side(threads_of(here(job.experiment.engine), job))
+    what = f"measuring {job.experiment.model} on a record of {job.experiment.data}"
     return Work(
-        f"measuring {job.experiment.model} on a record", _kind(job.experiment, "measuring"), 0.0, records,
+        what, _kind(job.experiment, "measuring"), 0.0, records,
         lambda size, pieces: _measured(procedure, size * pieces), most=MOST_MEASURED, at_once=at_once,
         threads=job.experiment.engine.threads, clock=_clock_of(job),
     )  # fmt: skip

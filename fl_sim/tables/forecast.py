@@ -11,9 +11,9 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.privacy.bill import Bill, Paid, bills
-from fl_sim.privacy.loss_distribution import NoTimeError
+from fl_sim.privacy.loss_distribution import NoTimeError, begun_only_if
 from fl_sim.simulation.engine_choice import check_trainer
-from fl_sim.simulation.estimate import Estimate, estimate_of
+from fl_sim.simulation.estimate import NOTHING, Estimate, estimate_of
 from fl_sim.simulation.planned_bill import planned
 from fl_sim.simulation.procedure import procedure_of
 from fl_sim.simulation.stage import stages_of
@@ -61,14 +61,15 @@ def forecast(
     data_root: Path | None,
     watch: Stopwatch | None,
     *,
-    billed: bool = False,
+    billed: Callable[[], bool] | None = None,
     timed_own_models: bool = True,
     say: Say = lambda _: None,
 ) -> list[Forecast]:
     """Return what each of ``runs`` {directory in ``cells``: experiment} takes.
 
-    ``watch``: times each kind of work once, unless it has before; None: nothing is timed. ``billed``: whether it is
-    worked out what private runs cost, and which bytes travel, which takes time. ``timed_own_models``: whether models of
+    ``watch``: times each kind of work once, unless it has before; None: nothing is timed. ``billed``: whether a
+    further PLD may be begun to say what private runs cost, which is said by RDP at first; None: neither that is worked
+    out nor which bytes travel. ``timed_own_models``: whether models of
     the user's own are tried, which may end this process. ``say`` hears what is done next. Nothing is trained but the
     timed pieces, on public test records, and nothing is written.
     Raises UserError where a run cannot train here at the precision that it asks for.
@@ -76,6 +77,7 @@ def forecast(
     seen: set[str] = set()
     kinds: dict[str, Work] = {}
     looked_at: dict[int, _LookedAt] = {}
+    rough: dict[int, Experiment] = {}
     in_turn = by_records(runs.items(), lambda run: (run[1].data, run[1].features))
     for number, (place, (name, experiment)) in enumerate(in_turn, 1):
         say(f"looking at run {number:,} of {len(runs):,}")
@@ -89,16 +91,22 @@ def forecast(
         for work in works if is_timed else ():
             if work.makes not in made:
                 kinds.setdefault(work.kind, work)
-        known = Forecast(
-            name, job.experiment.rounds, rounds_done(cells / name), is_finished, Estimate(None, None), bool(made),
-            planned(job) if billed else None, _told_of(job.experiment) if billed else (),
-        )  # fmt: skip
+        known = Forecast(name, job.experiment.rounds, rounds_done(cells / name), is_finished, NOTHING, bool(made))
+        if billed:
+            known, is_exact = _priced(known, job, lambda: False)
+            rough.update({} if is_exact else {place: experiment})
         # Without its job: thousands of splits would fill the memory.
         works = tuple(replace(work, ready=work.ready and _forgotten) for work in works)
         traffic = procedure.traffic() if billed else {}
         looked_at[place] = _LookedAt(known, works, made, traffic, watch if is_timed else None)
     if watch is not None:
         watch.time_all(kinds.values(), say)
+    for place, experiment in rough.items():
+        if not (billed and billed()):
+            break
+        say(f"adding up what {looked_at[place].known.name} costs in privacy")
+        known, _ = _priced(looked_at[place].known, job_of(experiment, data_root), billed)
+        looked_at[place] = looked_at[place]._replace(known=known)
     return [looked_at[place].forecast() for place in range(len(looked_at))]
 
 
@@ -114,6 +122,18 @@ class _LookedAt(NamedTuple):
     def forecast(self) -> Forecast:
         """Return it with what its work takes by what ``watch`` has timed."""
         return replace(self.known, estimate=estimate_of(self.works, self.watch, self.traffic, made=self.made))
+
+
+def _priced(known: Forecast, job: Job, may_begin: Callable[[], bool]) -> tuple[Forecast, bool]:
+    """Return a run with what it costs, by RDP alone where no PLD ``may_begin``, and whether each had its time."""
+    refused: list[bool] = []
+
+    def noted() -> bool:
+        refused.extend([] if (may := may_begin()) else [True])
+        return may
+
+    with begun_only_if(noted):
+        return replace(known, paid=planned(job), told=_told_of(job.experiment)), not refused
 
 
 def _forgotten(*_: int) -> Callable[[], object]:

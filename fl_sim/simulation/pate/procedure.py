@@ -95,7 +95,10 @@ class Voting:
 
         alike = job.experiment.chosen("data", "features", "normalise")
         kind = json.dumps([alike, teachers.model_dump(mode="json"), votes, records], sort_keys=True)
-        what, clients = f"a teacher's {teachers.kind} ({records} records)", job.experiment.clients
+        what, clients = (
+            f"a teacher's {teachers.kind} on {job.experiment.data} ({records} records)",
+            job.experiment.clients,
+        )
         return Work(what, kind, clients, clients, ready, records, at_once=answers_at_once(job))
 
     def traffic(self) -> dict[str, Traffic]:

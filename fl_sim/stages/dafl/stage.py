@@ -109,9 +109,10 @@ class Synthesis(Stage):
             steps = 1 / settings.generator.shortened(1)[1]
         alike = job.experiment.chosen("data", "features", "normalise", "clients")
         generator = settings.model_dump(mode="json", include={"generator", "gamma"})
+        piece = f"{'a step' if steps > 1 else 'a release'} of {kind_of(settings.generator)}"
         return (
             Work(
-                f"{'a step' if steps > 1 else 'a release'} of {kind_of(settings.generator)} ({records} records)",
+                f"{piece} on {job.experiment.data} ({records} records)",
                 json.dumps([alike, generator], sort_keys=True), clients, clients * steps,
                 self._release, records, min(_MOST_STEPS, round(steps)), answers_at_once(job), self.key(),
                 job.experiment.engine.threads,

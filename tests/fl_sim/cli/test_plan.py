@@ -14,7 +14,7 @@ from fl_sim.__main__ import main
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.simulation.run import Silent, run
-from fl_sim.simulation.stopwatch import Stopwatch
+from fl_sim.simulation.stopwatch import Stopwatch, Timing
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.tables.plan import plan_table, read_settings, tuned
 from fl_sim.tables.tuning import tune, values_of
@@ -187,3 +187,67 @@ def test_mistakes_exit_with_2(
 ) -> None:
     assert typed(monkeypatch, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_was_timed_is_listed_and_json_is_one_object_whatever_a_model_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "chatty.py").write_text(
+        "from torch import nn\n\ndef factory(input_shape, num_classes):\n    print('hello')\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert typed(monkeypatch, "model=chatty:factory", "rounds=2", "--json") == 0
+    shown, told = capsys.readouterr()
+    found = json.loads(shown)
+    assert "hello" in told
+    assert [(one["what"], one["at_least"], one["why_not"]) for one in found["timed"]] == [
+        ("a step of chatty:factory on digits (plain, 64 records)", False, None),
+        ("measuring chatty:factory on a record of digits", False, None),
+    ]
+    assert all(one["seconds"] > 0 for one in found["timed"])
+    assert (found["seconds_at_least"], found["bill_by_rdp_alone"]) == (False, False)
+    assert typed(monkeypatch, "model=logistic", "rounds=2") == 0
+    said = capsys.readouterr().out
+    assert re.search(
+        r"Timed just now: a step of logistic on digits \(plain, 64 records\): [\d.]+ [mu]?s; measuring", said
+    )
+
+
+def test_what_found_no_time_is_a_lower_bound_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def only_part(self: Stopwatch, works: Any, _: object) -> None:
+        self.timings = {work.kind: Timing(piece=3.0, at_least=True) for work in works}
+        self._what = dict.fromkeys(self.timings, "a step of a huge network")
+
+    monkeypatch.setattr(Stopwatch, "time_all", only_part)
+    assert typed(monkeypatch, "model=logistic", "rounds=2") == 0
+    said = capsys.readouterr().out
+    assert "the rest takes at least" in said
+    assert "a lower bound: a step of a huge network: over 3 s" in said
+    assert "not counted: most of a step of logistic on digits" in said
+
+
+def test_ctrl_c_ends_a_plan_cleanly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stopwatch, "time_all", interrupted)
+    assert typed(monkeypatch, "model=logistic", "--json") == 130
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("quick_accounting")
+def test_where_the_time_is_up_epsilons_are_by_rdp_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private = ("model=logistic", "rounds=7", "aggregator=global-dp", "sampler=poisson:0.3", "--quick", "--json")
+    monkeypatch.setattr("fl_sim.cli.plan.ANSWER_SECONDS", 0.0)
+    assert typed(monkeypatch, *private) == 0
+    rough = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr("fl_sim.cli.plan.ANSWER_SECONDS", 1e6)
+    assert typed(monkeypatch, *private) == 0
+    exact = json.loads(capsys.readouterr().out)
+    assert (rough["bill_by_rdp_alone"], exact["bill_by_rdp_alone"]) == (True, False)
+    assert rough["bill"][0]["epsilon"] > exact["bill"][0]["epsilon"]

@@ -89,8 +89,8 @@ def test_a_model_that_fails_is_not_timed_and_one_that_might_end_the_process_is_n
     assert (
         faulty.estimate.left_out
         == (
-            "a step of faulty_True:factory (plain, 64 records)",
-            "measuring faulty_True:factory on a record",
+            "a step of faulty_True:factory on digits (plain, 64 records)",
+            "measuring faulty_True:factory on a record of digits",
         )
         if own
         else True
@@ -132,8 +132,8 @@ def test_runs_whose_steps_are_alike_share_one_timing_and_are_told_in_the_order_t
     watch = Stopwatch()
     assert [one.name for one in forecast(runs, tmp_path, None, watch)] == list(runs)
     assert [what for what, _ in watch.told] == [
-        "a step of logistic (plain, 64 records)", "measuring logistic on a record",
-        "a step of logistic (scaffold, 64 records)",
+        "a step of logistic on digits (plain, 64 records)", "measuring logistic on a record of digits",
+        "a step of logistic on digits (scaffold, 64 records)",
     ]  # fmt: skip
 
 
@@ -144,4 +144,7 @@ def test_what_a_slow_network_leaves_untimed_is_a_lower_bound_by_name(tmp_path: P
     runs = {"one": experiment_from({"model": "logistic", "engine": "inprocess"})}
     [found] = forecast(runs, tmp_path, None, watch)
     assert found.estimate.at_least or found.estimate.seconds is None
-    assert set(found.estimate.left_out) == {"a step of logistic (plain, 64 records)", "measuring logistic on a record"}
+    assert set(found.estimate.left_out) == {
+        "a step of logistic on digits (plain, 64 records)",
+        "measuring logistic on a record of digits",
+    }
