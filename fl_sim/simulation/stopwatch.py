@@ -1,5 +1,6 @@
 """Times small pieces of work within a budget: each kind once, from a few records up to a whole piece, then several."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,11 +22,18 @@ _FEWEST: Final = 2
 """Records of the first piece: BatchNorm takes no single one."""
 _GROWTH: Final = 8
 _LEAST_GROWTH: Final = 1.5
+_FLAT: Final = 1.5
+"""Work that grew by less than this while its records grew eightfold is tried on many more."""
 _CHEAP: Final = 0.25
 """Of what is left for a kind of work: a piece that takes no more is not led up to."""
 _LONG_ENOUGH: Final = 0.05
 """Seconds: work that takes less is timed several times."""
 _MOST_TIMES: Final = 5
+_SHARES: Final = (1.0, 1.0, 4.0, math.inf)
+_MOST_OF_A_TURN: Final = 0.5
+"""Seconds that a turn takes beside its pieces, where that could not be timed,"""
+_LONG_PIECE: Final = 2.0
+"""and of a piece from which they need not be told."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +67,19 @@ class Stopwatch:
     def time_all(self, works: Iterable[Work], say: Say = lambda _: None) -> None:
         """Time each kind of ``works`` that is not known yet, until the budget is used up; ``say`` hears what is next.
 
-        Each has an equal share of what is left, and those that need more share at the end what others have left.
+        Each has an equal share of what is left; those that need more then have larger shares of what others have left.
         """
         new = {work.kind: work for work in works if work.ready and work.kind not in self.timings}
         self._what |= {work.kind: work.what for work in new.values()}
         deadline = self.clock() + self.budget
         waiting = [_Ladder(work, self.clock) for work in new.values()]
         with torch_kept():
-            for shares in (True, False):
+            for shares in _SHARES:
                 for place, ladder in enumerate(waiting):
                     left = deadline - self.clock()
                     if left > 0:
                         say(f"timing {ladder.work.what}")
-                    ladder.climb(left / (len(waiting) - place) if shares else left)
+                    ladder.climb(left * min(1.0, shares / (len(waiting) - place)))
                     self.timings[ladder.work.kind] = ladder.found
                 waiting = [one for one in waiting if one.found == NO_TIME or one.found.at_least]
 
@@ -98,7 +106,7 @@ class _Ladder:
 
     def __init__(self, work: Work, clock: Clock) -> None:
         self.work, self.found = work, NO_TIME
-        self._clock, self._size, self._waited = clock, 0, 0.0
+        self._clock, self._size, self._waited, self._waited_before = clock, 0, 0.0, 0.0
 
     def climb(self, seconds: float) -> None:
         """Time larger and larger pieces while the next one has a place in ``seconds``, by what the last one took."""
@@ -108,9 +116,11 @@ class _Ladder:
                 while self._size < self.work.records:
                     if not (size := self._next(deadline - self._clock())):
                         return
-                    taken = self._timed(size, 1, deadline)
-                    self._size, self.found = size, Timing(piece=taken, at_least=size < self.work.records)
-                self._time_several(deadline)
+                    taken, self._size = self._timed(size, 1, deadline), size
+                    own = _MOST_OF_A_TURN if self.work.most > 1 and taken < _LONG_PIECE else 0.0
+                    self.found = Timing(min(own, taken), max(0.0, taken - own), size < self.work.records or own > 0)
+                if self.work.most > 1:
+                    self._time_several(deadline)
         except Exception as error:  # noqa: BLE001 (what is wrong with a model or a method is told by the run itself)
             self.found = Timing(why_not=f"it failed: {in_a_line(shortened(str(error) or type(error).__name__))}")
 
@@ -122,13 +132,16 @@ class _Ladder:
         if self._waited * records / self._size <= _CHEAP * left:
             return records
         growth = min(_GROWTH, left / max(self._waited, 1e-9))  # work may well grow less than its records
+        if self._waited < _FLAT * self._waited_before and 2 * _FLAT * self._waited < left:
+            growth = _GROWTH**2
         return min(records, int(growth * self._size)) if growth >= _LEAST_GROWTH else 0
 
     def _time_several(self, deadline: float) -> None:
         """Tell a turn's own time from that of its pieces, where a turn of several is cheap."""
-        one, affordable = self.found.piece, _CHEAP * (deadline - self._clock()) / max(self._waited, 1e-9)
-        if (pieces := int(min(self.work.most, affordable))) < 2:
+        one, affordable = self.found.turn + self.found.piece, (deadline - self._clock()) / max(self._waited, 1e-9)
+        if affordable < 2:
             return
+        pieces = max(2, int(min(self.work.most, _CHEAP * affordable)))
         several = self._timed(self.work.records, pieces, deadline)
         piece = (several - one) / (pieces - 1)
         # Of work that is lost in the noise of the clock, all is in the pieces.
@@ -138,12 +151,14 @@ class _Ladder:
         """Return the seconds of a turn: the least of several, as the first one loads what others find."""
         assert self.work.ready is not None
         turn, taken, waited = self.work.ready(size, pieces), list[float](), list[float]()
+        is_on_the_way = bool(self._size) and size < self.work.records
         while len(taken) < _MOST_TIMES:
             before, start = self._clock(), self.work.clock()
             turn()
             taken.append(self.work.clock() - start)
             waited.append(self._clock() - before)
-            if before + 2 * waited[-1] > deadline or (len(taken) > 1 and sum(taken) > _LONG_ENOUGH):
+            is_long = sum(taken) > _LONG_ENOUGH and len(taken) > 1
+            if is_on_the_way or is_long or before + 2 * waited[-1] > deadline:
                 break
-        self._waited = min(waited)
+        self._waited_before, self._waited = self._waited, min(waited)
         return min(taken)
