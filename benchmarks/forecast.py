@@ -7,6 +7,7 @@ Start-up is in neither. Exits with 1 where a forecast is wrong by more than a fa
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -50,6 +51,7 @@ def main() -> None:
     for name, settings in CASES.items():
         experiment = experiment_from(settings)
         with tempfile.TemporaryDirectory() as folder:
+            os.environ |= {name: f"{folder}/{name}" for name in ("FL_SIM_POOLS", "FL_SIM_LEDGERS")}  # nothing is made
             run(experiment_from({**settings, **FIRST}), Path(folder) / "first")  # which loads what is needed
             [foretold] = forecast({"run": experiment}, Path(folder), None, Stopwatch())
             took = processor_seconds(experiment, Path(folder))

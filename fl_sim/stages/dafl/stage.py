@@ -113,7 +113,7 @@ class Synthesis(Stage):
         return (
             Work(
                 f"{piece} on {job.experiment.data} ({records} records)",
-                json.dumps([alike, generator], sort_keys=True), clients, clients * steps,
+                json.dumps([alike, generator, math.isfinite(settings.epsilon)], sort_keys=True), clients, clients * steps,
                 self._release, records, min(_MOST_STEPS, round(steps)), answers_at_once(job), self.key(),
                 job.experiment.engine.threads,
             ),
@@ -131,7 +131,9 @@ class Synthesis(Stage):
         inputs, _ = to_tensors(public(job, size), job.dataset)
         records = PrivateRecords(to_generator(inputs, job), torch.zeros(size, dtype=torch.int64), 1)
         counts = np.array([max(1, round(settings.gamma * size))])
-        bill = generator.bill(size, 1, math.inf, settings.delta)
+        # What is clipped and noised takes longer, however large the noise is, and the least takes a search to find.
+        noise = 1.0 if math.isfinite(settings.epsilon) else 0.0
+        bill = replace(generator.bill(size, 1, math.inf, settings.delta), noise_multiplier=noise)
         coins = rng(job.experiment.seed, "probe")
         return lambda: generator.generate(records, counts, bill, Noise.seeded(0), coins)
 
