@@ -110,14 +110,13 @@ class Synthesis(Stage):
         alike = job.experiment.chosen("data", "features", "normalise", "clients")
         generator = settings.model_dump(mode="json", include={"generator", "gamma"})
         piece = f"{'a step' if steps > 1 else 'a release'} of {kind_of(settings.generator)}"
-        return (
-            Work(
-                f"{piece} on {job.experiment.data} ({records} records)",
-                json.dumps([alike, generator, math.isfinite(settings.epsilon)], sort_keys=True), clients, clients * steps,
-                self._release, records, min(_MOST_STEPS, round(steps)), answers_at_once(job), self.key(),
-                job.experiment.engine.threads,
-            ),
+        kind = json.dumps([alike, generator, math.isfinite(settings.epsilon)], sort_keys=True)
+        made = Work(
+            f"{piece} on {job.experiment.data} ({records} records)", kind, clients, clients * steps,
+            self._release, records, min(_MOST_STEPS, round(steps)), answers_at_once(job), self.key(),
+            job.experiment.engine.threads,
         )  # fmt: skip
+        return (made,)
 
     def _release(self, size: int, steps: int) -> Callable[[], object]:
         """Make ready the release of a client that holds ``size`` records, by a generator that takes ``steps`` steps."""
