@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
@@ -15,7 +15,7 @@ from fl_sim.privacy.loss_distribution import NoTimeError, begun_only_if
 from fl_sim.simulation.engine_choice import check_trainer
 from fl_sim.simulation.estimate import NOTHING, Estimate, estimate_of
 from fl_sim.simulation.planned_bill import planned
-from fl_sim.simulation.procedure import procedure_of
+from fl_sim.simulation.procedure import Procedure, procedure_of
 from fl_sim.simulation.stage import stages_of
 from fl_sim.simulation.stopwatch import Say, Stopwatch
 from fl_sim.simulation.work import Work
@@ -24,6 +24,8 @@ from fl_sim.tables.plan import by_records
 from fl_sim.tables.workers import finished_result
 from fl_sim.types import Traffic
 from strategies.layer import layer_kinds
+
+_NOT_OF_A_MESSAGE: Final = {"partition", "seed", "partition_seed", "model_seed", "sampling_seed"}
 
 START_SECONDS = 4.0
 """What a process takes until it trains: Python, torch and the data."""
@@ -78,6 +80,7 @@ def forecast(
     kinds: dict[str, Work] = {}
     looked_at: dict[int, _LookedAt] = {}
     rough: dict[int, Experiment] = {}
+    messages: dict[str, Mapping[str, Traffic]] = {}
     in_turn = by_records(runs.items(), lambda run: (run[1].data, run[1].features))
     for number, (place, (name, experiment)) in enumerate(in_turn, 1):
         say(f"looking at run {number:,} of {len(runs):,}")
@@ -97,7 +100,7 @@ def forecast(
             rough.update({} if is_exact else {place: experiment})
         # Without its job: thousands of splits would fill the memory.
         works = tuple(replace(work, ready=work.ready and _forgotten) for work in works)
-        traffic = procedure.traffic() if billed else {}
+        traffic = _traffic_of(procedure, messages) if billed else {}
         looked_at[place] = _LookedAt(known, works, made, traffic, watch if is_timed else None)
     if watch is not None:
         watch.time_all(kinds.values(), say)
@@ -122,6 +125,16 @@ class _LookedAt(NamedTuple):
     def forecast(self) -> Forecast:
         """Return it with what its work takes by what ``watch`` has timed."""
         return replace(self.known, estimate=estimate_of(self.works, self.watch, self.traffic, made=self.made))
+
+
+def _traffic_of(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> Mapping[str, Traffic]:
+    """Return the bytes of a run; without stages they are those of all runs that differ in split and seeds alone."""
+    if stages_of(procedure.job):
+        return procedure.traffic()
+    alike = procedure.job.experiment.model_dump_json(exclude=_NOT_OF_A_MESSAGE)
+    if alike not in known:
+        known[alike] = procedure.traffic()
+    return known[alike]
 
 
 def _priced(known: Forecast, job: Job, may_begin: Callable[[], bool]) -> tuple[Forecast, bool]:

@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from fl_sim.experiment.experiment import Experiment, experiment_from
+from fl_sim.experiment.job import job_of
 from fl_sim.simulation.estimate import Estimate
+from fl_sim.simulation.procedure import procedure_of
+from fl_sim.simulation.rounds import Rounds
 from fl_sim.simulation.stopwatch import Stopwatch, Timing
 from fl_sim.stages.dafl.stage import Synthesis
 from fl_sim.tables.forecast import START_SECONDS, Forecast, forecast, in_time, seconds_together, time_in_words
@@ -148,3 +151,22 @@ def test_what_a_slow_network_leaves_untimed_is_a_lower_bound_by_name(tmp_path: P
         "a step of logistic on digits (plain, 64 records)",
         "measuring logistic on a record of digits",
     }
+
+
+def test_a_message_is_made_once_for_runs_that_differ_in_split_and_seeds_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    traffic = Rounds.traffic
+    monkeypatch.setattr(
+        Rounds, "traffic", lambda self: made.append(self.job.experiment.algorithm.kind) or traffic(self)
+    )
+    runs = {
+        f"{number}": experiment_from({"model": "logistic", **one})
+        for number, one in enumerate([{}, {"seed": 3, "partition": "iid"}, {"algorithm": "scaffold"}, {"rounds": 3}])
+    }
+    found = forecast(runs, tmp_path, None, None, billed=lambda: True)
+    assert made == ["fedavg", "scaffold", "fedavg"]
+    assert [one.estimate.traffic for one in found] == [
+        procedure_of(job_of(one)).traffic()["rounds"] for one in runs.values()
+    ]
