@@ -30,10 +30,6 @@ _LONG_ENOUGH: Final = 0.05
 """Seconds: work that takes less is timed several times."""
 _MOST_TIMES: Final = 5
 _SHARES: Final = (1.0, 1.0, 4.0, math.inf)
-_MOST_OF_A_TURN: Final = 0.5
-"""Seconds that a turn takes beside its pieces, where that could not be timed,"""
-_LONG_PIECE: Final = 2.0
-"""and of a piece from which they need not be told."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ class _Ladder:
 
     def __init__(self, work: Work, clock: Clock) -> None:
         self.work, self.found = work, NO_TIME
-        self._clock, self._size, self._waited, self._waited_before = clock, 0, 0.0, 0.0
+        self._clock, self._size, self._waited, self._waited_before, self._least = clock, 0, 0.0, 0.0, 0.0
 
     def climb(self, seconds: float) -> None:
         """Time larger and larger pieces while the next one has a place in ``seconds``, by what the last one took."""
@@ -117,8 +113,11 @@ class _Ladder:
                     if not (size := self._next(deadline - self._clock())):
                         return
                     taken, self._size = self._timed(size, 1, deadline), size
-                    own = _MOST_OF_A_TURN if self.work.most > 1 and taken < _LONG_PIECE else 0.0
-                    self.found = Timing(min(own, taken), max(0.0, taken - own), size < self.work.records or own > 0)
+                    if self.work.most == 1:
+                        self.found = Timing(piece=taken, at_least=size < self.work.records)
+                    else:  # until a turn's own time is told from that of its pieces, these take what fewer records do
+                        self._least = max(self._least, self._least_of_a_piece(size, taken, deadline))
+                        self.found = Timing(taken - self._least, self._least, at_least=True)
                 if self.work.most > 1:
                     self._time_several(deadline)
         except Exception as error:  # noqa: BLE001 (what is wrong with a model or a method is told by the run itself)
@@ -135,6 +134,15 @@ class _Ladder:
         if self._waited < _FLAT * self._waited_before and 2 * _FLAT * self._waited < left:
             growth = _GROWTH**2
         return min(records, int(growth * self._size)) if growth >= _LEAST_GROWTH else 0
+
+    def _least_of_a_piece(self, size: int, one: float, deadline: float) -> float:
+        """Return what a second piece of ``size`` records adds to a turn; 0 where it is not known, and not cheap."""
+        waited = self._waited, self._waited_before
+        if size == self.work.records or 2 * self._waited > _CHEAP * (deadline - self._clock()):
+            return 0.0
+        two = self._timed(size, 2, deadline)
+        self._waited, self._waited_before = waited
+        return min(one, max(0.0, two - one))
 
     def _time_several(self, deadline: float) -> None:
         """Tell a turn's own time from that of its pieces, where a turn of several is cheap."""

@@ -42,8 +42,7 @@ def test_what_is_drawn_out_follows_from_the_costs(costs: str, drawn_out: str, un
 
 def test_bytes_of_a_round_are_as_the_page_has_them() -> None:
     job = job_of(experiment_from({"model": "2nn", "clients": 10, "rounds": 1}))
-    traffic = procedure_of(job).traffic()
+    traffic = procedure_of(job).traffic()["rounds"]
     parameters = sum(weights.numel() for weights in job.model().parameters())
-    assert traffic is not None
     said = cost("bytes a round, to clients and back (exact)", m=10, P=parameters, K=10)
     assert traffic.down + traffic.up == said
