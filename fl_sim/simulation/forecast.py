@@ -16,6 +16,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan, fields_in_use
+from fl_sim.one_of import as_table
 from fl_sim.params import detached, trainable
 from fl_sim.seeding import rng
 from fl_sim.simulation.capacity import stack_of, threads_of
@@ -88,7 +89,7 @@ def training(procedure: Foretold, algorithm: LocalAlgorithm, trainings: float) -
     size = f"{records} record{'' if records == 1 else 's'}"
     return Work(
         f"a step{beside} of {experiment.model} on {experiment.data} ({how}, {size})",
-        _kind(experiment, "" if is_plain else experiment.algorithm.model_dump(mode="json"), records, stack),
+        _kind(experiment, "" if is_plain else as_table(experiment.algorithm, "json"), records, stack),
         turns * float(np.mean(steps > 0)) / stack,
         turns * int(steps.sum()) / len(steps) / stack,
         lambda size, pieces: _turn(job, algorithm, plan, size, pieces),

@@ -1,7 +1,7 @@
 """Federated rounds: the main loop, and what a run with a federated algorithm needs beside it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path

@@ -97,8 +97,8 @@ class Stopwatch:
 class _Ladder:
     """One kind of work on its way from a piece of few records to a whole piece, and then to several in a turn.
 
-    ``_size``: records of the largest piece so far. ``_waited`` and ``_waited_before``: how long it and the one before it
-    kept us waiting. ``_least``: what a piece takes at least, in a turn that has more.
+    ``_size``: records of the largest piece so far. ``_waited`` and ``_waited_before``: how long it and the one before
+    it kept us waiting. ``_least``: what a piece takes at least, in a turn that has more.
     """
 
     def __init__(self, work: Work, clock: Clock) -> None:

@@ -113,4 +113,3 @@ def test_a_budget_spent_by_an_attempt_that_was_stopped_is_an_error_too(tmp_path:
         rounds.begin(1)
         with pytest.raises(Stop, match="spent after 1 rounds"):
             rounds.begin(2)
-
