@@ -36,10 +36,10 @@ from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.terms import Terms
-from fl_sim.simulation.pate.asking import ask_teachers
 from fl_sim.simulation.stage import Run
 from fl_sim.stages.ccvr import SUMMARISE
 from fl_sim.stages.dafl import synthesis
+from fl_sim.stages.pate.asking import ask_teachers
 from fl_sim.stages.shares import Shares
 from fl_sim.types import ClientUpdate, Examples, Payloads
 from strategies.aggregators import WeightedMean

@@ -34,12 +34,16 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
         "fl_sim.simulation.starting",
     ),
     "devices": (
-        "fl_sim.devices", "strategies.timed", "strategies.servers", "fl_sim.simulation.asynchronous",
+        "fl_sim.devices", "strategies.timed", "strategies.servers", "fl_sim.stages.asynchronous",
+        "fl_sim.simulation.asynchronous",
         "fl_sim.simulation.clocks",
     ),
     "BatchNorm": ("fl_sim.batch_norm", "strategies.batch_norm"),
-    "PATE": ("strategies.pate", "fl_sim.simulation.pate", "fl_sim.privacy.pate", "clients.teacher", "clients.forest"),
-    "TSTR": ("strategies.tstr", "fl_sim.simulation.tstr"),
+    "PATE": (
+        "strategies.pate", "fl_sim.stages.pate", "fl_sim.simulation.pate", "fl_sim.privacy.pate", "clients.teacher",
+        "clients.forest",
+    ),
+    "TSTR": ("strategies.tstr", "fl_sim.stages.tstr", "fl_sim.simulation.tstr"),
     "attacks": ("strategies.attacks",),
 }  # fmt: skip
 """{feature: its own modules}, now and before they had folders of their own."""

@@ -11,7 +11,10 @@ from types import ModuleType
 from typing import Final
 
 MOVED: Final[Mapping[str, str]] = {
+    "clients.dafl.clamped": "clients.clamped",
+    "clients.dafl.warping": "clients.warping",
     "fl_sim.batch_norm": "fl_sim.running_statistics",
+    "fl_sim.simulation.asynchronous": "fl_sim.stages.asynchronous",
     "fl_sim.simulation.calibration": "fl_sim.stages.ccvr",
     "fl_sim.simulation.clocks": "strategies.timed",
     "fl_sim.simulation.dafl": "fl_sim.stages.dafl",
@@ -19,8 +22,19 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.simulation.dafl.pool": "fl_sim.stages.dafl.pool",
     "fl_sim.simulation.dafl.synthesis": "fl_sim.stages.dafl.synthesis",
     "fl_sim.simulation.moments_bill": "fl_sim.stages.ccvr",
+    "fl_sim.simulation.pace": "fl_sim.simulation.stopwatch",
+    "fl_sim.simulation.pate": "fl_sim.stages.pate",
+    "fl_sim.simulation.pate.asking": "fl_sim.stages.pate.asking",
+    "fl_sim.simulation.pate.ensemble": "fl_sim.stages.pate.ensemble",
+    "fl_sim.simulation.pate.noisy_labels": "fl_sim.stages.pate.noisy_labels",
+    "fl_sim.simulation.pate.planned": "fl_sim.stages.pate.planned",
+    "fl_sim.simulation.pate.procedure": "fl_sim.stages.pate.procedure",
+    "fl_sim.simulation.pate.run": "fl_sim.stages.pate.run",
+    "fl_sim.simulation.pate.standing": "fl_sim.stages.pate.standing",
+    "fl_sim.simulation.pate.statements": "fl_sim.stages.pate.statements",
     "fl_sim.simulation.starting": "fl_sim.stages.private_start",
     "fl_sim.simulation.summaries": "fl_sim.stages.ccvr",
+    "fl_sim.simulation.tstr": "fl_sim.stages.tstr",
 }
 """{where a module was: where what was in it is now}."""
 

@@ -54,7 +54,7 @@ class Arrival:
 class _Asynchronous(Settings):
     """What FedAsync and FedBuff go together with."""
 
-    procedure: ClassVar[str] = "fl_sim.simulation.asynchronous:at_own_pace"
+    procedure: ClassVar[str] = "fl_sim.stages.asynchronous:at_own_pace"
 
     if TYPE_CHECKING:  # fields of both, whose first is what their short form sets
         concurrency: int

@@ -68,7 +68,7 @@ choose_token()  # for tests that start a Ray of their own, before any test impor
 
 LONGEST = (
     "fl_sim/engines/test_ray.py", "test_engines_agree.py", "fl_sim/simulation/test_flower_deployment.py",
-    "fl_sim/cli/test_table.py", "fl_sim/simulation/pate/test_run.py", "strategies/test_algorithm.py",
+    "fl_sim/cli/test_table.py", "fl_sim/stages/pate/test_run.py", "strategies/test_algorithm.py",
     "fl_sim/simulation/test_flower_app.py", "fl_sim/engines/test_ray_doors.py",
 )  # fmt: skip
 """Files that take half a minute and more, much of it in waiting for processes."""

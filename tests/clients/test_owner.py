@@ -18,7 +18,7 @@ from fl_sim.experiment.job import job_of
 from fl_sim.experiment.own_records import public_facts
 from fl_sim.params import detached
 from fl_sim.simulation.engine_choice import client_app
-from fl_sim.simulation.pate.asking import VOTE
+from fl_sim.stages.pate.asking import VOTE
 from strategies.scaffold import Scaffold
 
 Ask = Callable[..., Message]

@@ -16,11 +16,11 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.experiment.job import job_of
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.report.runs import read_run
-from fl_sim.simulation.pate import ensemble, noisy_labels
-from fl_sim.simulation.pate.asking import ask_teachers
-from fl_sim.simulation.pate.ensemble import votes_key
-from fl_sim.simulation.pate.run import evaluate
 from fl_sim.simulation.run import Silent, run
+from fl_sim.stages.pate import ensemble, noisy_labels
+from fl_sim.stages.pate.asking import ask_teachers
+from fl_sim.stages.pate.ensemble import votes_key
+from fl_sim.stages.pate.run import evaluate
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.tables.words import caption, label
 from fl_sim.training.loop import to_tensors

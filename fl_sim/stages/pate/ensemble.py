@@ -25,8 +25,8 @@ from fl_sim.engines.wire import Order
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.identity import code_in
 from fl_sim.experiment.job import Job
-from fl_sim.simulation.pate.asking import ask_teachers
 from fl_sim.simulation.pools import pools_root
+from fl_sim.stages.pate.asking import ask_teachers
 from fl_sim.store.files import explain, read_whole
 from fl_sim.store.locks import alone_in
 from fl_sim.store.tensors import write_private

@@ -7,8 +7,8 @@ from fl_sim.experiment.job import Job
 from fl_sim.privacy.bill import Payment
 from fl_sim.privacy.ledger import Terms
 from fl_sim.privacy.planned import payment_of
-from fl_sim.simulation.pate.ensemble import votes_key
-from fl_sim.simulation.pate.statements import neighbours
+from fl_sim.stages.pate.ensemble import votes_key
+from fl_sim.stages.pate.statements import neighbours
 from strategies.pate.settings import Pate
 
 

@@ -19,10 +19,10 @@ from fl_sim.engines import releases
 from fl_sim.experiment.job import Job
 from fl_sim.local_plan import LocalPlan
 from fl_sim.simulation.forecast import measuring, training
-from fl_sim.simulation.pate.asking import VOTE, traffic_of_votes
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.simulation.site import local_settings, site_for
 from fl_sim.simulation.work import Work, answers_at_once, public
+from fl_sim.stages.pate.asking import VOTE, traffic_of_votes
 from fl_sim.training.loop import resident, to_tensors
 from fl_sim.types import Payloads, ServerState, Traffic
 from strategies.fedavg import FedAvg
@@ -71,7 +71,7 @@ class Voting:
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
         """Have the teachers vote, release the labels, train the student."""
-        from fl_sim.simulation.pate.run import run_pate  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.stages.pate.run import run_pate  # noqa: PLC0415 (the accountants load slowly)
 
         run_pate(self.job, self.settings, grid, out, log, say=observer.preparing, finished=observer.finished_round)
 
@@ -107,7 +107,7 @@ class Voting:
 
     def payments(self) -> "tuple[Payment, ...] | None":
         """Return the cost of the labels, which runs that differ in the student alone share."""
-        from fl_sim.simulation.pate.planned import cost_of_labels  # noqa: PLC0415 (the accountants load slowly)
+        from fl_sim.stages.pate.planned import cost_of_labels  # noqa: PLC0415 (the accountants load slowly)
 
         return None if self.settings.publish_cost else (cost_of_labels(self.job, self.settings),)
 

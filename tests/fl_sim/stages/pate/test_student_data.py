@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from fl_sim.simulation.pate.run import student_data
+from fl_sim.stages.pate.run import student_data
 from strategies.pate.labelling import UNANSWERED, Labelled
 
 

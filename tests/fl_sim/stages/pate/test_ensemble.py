@@ -16,8 +16,8 @@ from fl_sim.engines.wire import Order
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
-from fl_sim.simulation.pate import ensemble
-from fl_sim.simulation.pate.ensemble import Votes, prepare_votes
+from fl_sim.stages.pate import ensemble
+from fl_sim.stages.pate.ensemble import Votes, prepare_votes
 
 ORDER = Order("", 0, 0.0, "", "")
 EXPERIMENT = experiment_from({"algorithm": {"kind": "pate", "public_records": 40, "queries": 10}, "clients": 5})

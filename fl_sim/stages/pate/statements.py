@@ -14,8 +14,8 @@ from fl_sim.privacy.planning import noise_beyond
 from fl_sim.privacy.renyi import ORDERS, Curve
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.privacy.statement import Words, promised_releases, statement
-from fl_sim.simulation.pate.ensemble import Votes
-from fl_sim.simulation.pate.noisy_labels import Released, publish_cost
+from fl_sim.stages.pate.ensemble import Votes
+from fl_sim.stages.pate.noisy_labels import Released, publish_cost
 from partitions import Dirichlet, FeatureNoise, Iid, LabelK, Natural, Quantity, Scheme, Shards
 from strategies.pate.labelling import COVERS, DOES_NOT_COVER, UNANSWERED, Labelling
 from strategies.pate.mechanisms import NoNoise

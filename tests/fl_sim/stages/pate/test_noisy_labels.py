@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fl_sim.errors import RunError
-from fl_sim.simulation.pate import noisy_labels
-from fl_sim.simulation.pate.ensemble import Votes
-from fl_sim.simulation.pate.noisy_labels import Released, publish_cost, release_labels
+from fl_sim.stages.pate import noisy_labels
+from fl_sim.stages.pate.ensemble import Votes
+from fl_sim.stages.pate.noisy_labels import Released, publish_cost, release_labels
 from strategies.pate.labelling import UNANSWERED
 from strategies.pate.settings import Pate
 

@@ -20,13 +20,13 @@ from fl_sim.kinds import kind_of
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.seeding import seed_torch, torch_kept
 from fl_sim.simulation.measuring import Measured, Tested
-from fl_sim.simulation.pate.asking import traffic_of_votes
-from fl_sim.simulation.pate.ensemble import Votes, as_npy, prepare_votes, write_private_votes
-from fl_sim.simulation.pate.noisy_labels import LEDGER, Released, release_labels
-from fl_sim.simulation.pate.standing import Standing, put_back, read_standing, write_standing
-from fl_sim.simulation.pate.statements import data_dependent, statements_of
 from fl_sim.simulation.preparation import order_of
 from fl_sim.simulation.run_log import RunLog
+from fl_sim.stages.pate.asking import traffic_of_votes
+from fl_sim.stages.pate.ensemble import Votes, as_npy, prepare_votes, write_private_votes
+from fl_sim.stages.pate.noisy_labels import LEDGER, Released, release_labels
+from fl_sim.stages.pate.standing import Standing, put_back, read_standing, write_standing
+from fl_sim.stages.pate.statements import data_dependent, statements_of
 from fl_sim.store import run_directory
 from fl_sim.store.files import write_whole
 from fl_sim.store.run_directory import RoundRecord, coarse

@@ -22,7 +22,7 @@ from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.privacy.pate import smooth_sensitivity
 from fl_sim.privacy.pate.labelling_cost import ConfidentCost, GNMaxCost, LNMaxCost
-from fl_sim.simulation.pate.ensemble import Votes, alone_in_cache
+from fl_sim.stages.pate.ensemble import Votes, alone_in_cache
 from fl_sim.store.files import read_whole
 from fl_sim.store.tensors import write_private
 from strategies.pate.labelling import UNANSWERED, Labelled, Labelling, answer_to, label

@@ -140,7 +140,7 @@ def test_results_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
 def test_training_ahead_of_time_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = experiment(devices="log-normal", server={**FEDBUFF, "concurrency": 8})
     run(chosen, tmp_path / "ahead")
-    monkeypatch.setattr("fl_sim.simulation.asynchronous.TOGETHER", 0)
+    monkeypatch.setattr("fl_sim.stages.asynchronous.TOGETHER", 0)
     run(chosen, tmp_path / "due")
     assert same(tmp_path / "ahead", tmp_path / "due")
 
