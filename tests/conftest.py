@@ -74,7 +74,7 @@ LONGEST = (
 """Files that take half a minute and more, much of it in waiting for processes."""
 
 
-COVERED_ELSEWHERE = (
+LONG = (
     "docs", "examples", "test_agreement_benchmark.py", "test_canary_audit.py", "test_damaged_directories.py",
     "test_disk_limits.py", "test_engines_agree.py", "test_fuzz_files.py", "test_fuzz_settings.py",
     "test_gallery_runs.py", "test_gallery_tables.py", "test_hostile_replies.py", "test_kill9.py",
@@ -84,17 +84,19 @@ COVERED_ELSEWHERE = (
     "fl_sim/privacy/test_small_delta.py", "fl_sim/simulation/test_noise_from_epsilon.py",
     "fl_sim/simulation/test_whole_run_bills.py", "fl_sim/native/test_fuzz.py",
 )  # fmt: skip
-"""Long tests of what other tests go through as well: measuring their coverage takes half of their time again."""
+"""Long tests of what other tests go through as well: benchmarks, pages, galleries, fuzzers and audits. CI runs them
+beside those marked ``cluster``, without coverage."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not selected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, so that no worker is left alone with one of them in the end."""
+    """Mark the long tests, and begin with the longest files: no worker is left alone with one of them in the end."""
+    long = {Path(__file__).parent / name for name in LONG}
+    for item in items:
+        if long & {item.path, *item.path.parents}:
+            item.add_marker("long")
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
-    uncovered = {Path(__file__).parent / name for name in COVERED_ELSEWHERE}
-    for item in items:
-        if uncovered & {item.path, *item.path.parents}:
-            item.add_marker("no_cover")
 
 
 @pytest.fixture(scope="session")

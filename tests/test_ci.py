@@ -4,6 +4,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 PROJECT = Path(__file__).parents[1]
 LEFT_OUT = {"slow"}
 """Marked tests that CI does not run."""
@@ -15,15 +17,19 @@ def test_ci_runs_whatever_is_not_selected_by_default() -> None:
     deselected = set(re.findall(r"not (\w+)", selected))
     assert selected == " and ".join(f"not {marker}" for marker in re.findall(r"not (\w+)", selected))
     commands = (PROJECT / ".ci/run").read_text()
-    by_ci = set(re.findall(r'^\S*python -m pytest -m "(\w+) and not slow"$', commands, re.MULTILINE))
-    assert by_ci == deselected - LEFT_OUT
-    assert "cluster" in by_ci
+    [chosen] = re.findall(r'^\S*python -m pytest -m "\((.*)\) and not slow"$', commands, re.MULTILINE)
+    assert set(chosen.split(" or ")) == deselected - LEFT_OUT == {"cluster", "long"}
+
+
+def test_each_file_that_is_called_long_is_there(request: pytest.FixtureRequest) -> None:
+    [listing] = [plugin for plugin in request.config.pluginmanager.get_plugins() if hasattr(plugin, "LONGEST")]
+    assert [name for name in (*listing.LONG, *listing.LONGEST) if not (PROJECT / "tests" / name).exists()] == []
 
 
 def test_ci_installs_the_browser_that_the_tests_of_the_page_need_before_it_runs_them() -> None:
     commands = (PROJECT / ".ci/run").read_text()
     [asked] = re.finditer(r"^command -v chromium .*\|\| (\w+)\+=\(chromium\)$", commands, re.MULTILINE)
     [installed] = re.finditer(rf'apt-get .*install -y "\$\{{{asked[1]}\[@\]\}}"', commands)
-    assert asked.end() < installed.start() < commands.index('python -m pytest -m "cluster and not slow"')
+    assert asked.end() < installed.start() < commands.index('python -m pytest -m "(cluster or long) and not slow"')
     extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert any(one.startswith("playwright") for one in extras["dev"])
