@@ -24,6 +24,8 @@ from fl_sim.engines.ray_token import choose_token
 from fl_sim.importing import leave_out
 from fl_sim.native import compiling
 
+pytest_plugins = ["fl_sim.testing_fixtures"]
+
 hypothesis_settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis_settings.load_profile("repeatable")
 
@@ -147,35 +149,16 @@ def _own_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_power_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for the disk after every round and charge: it is most of a small run's time, and no power is cut."""
-    monkeypatch.setattr(os, "fsync", lambda file: None)
-
-
-@pytest.fixture(scope="session")
-def _finest() -> tuple[Any, ...]:
-    from clients.dafl.dpcgan.settings import _least_noise
-    from fl_sim.privacy import loss_distribution, renyi
-
-    return loss_distribution, loss_distribution._INTERVAL, renyi, renyi._SERIES, _least_noise
+def _no_power_cuts(no_fsync: None) -> None:
+    """Do not wait for the disk: no power is cut."""
 
 
 @pytest.fixture(autouse=True)
-def _fineness_of_accounting(request: pytest.FixtureRequest, _finest: tuple[Any, ...]) -> None:
+def _fineness_of_accounting(request: pytest.FixtureRequest, set_fineness: Callable[..., None]) -> None:
     """Let the accountants work as finely as the test asks for; what they remember lasts until a test asks otherwise."""
-    losses, interval, renyi, series, least_noise = _finest
     quick = "quick_accounting" in request.fixturenames
-    if quick or "coarse_losses" in request.fixturenames:
-        interval *= 100
-    if interval != losses._INTERVAL:
-        losses._INTERVAL = interval
-        losses.epsilon.cache_clear()
-    if quick:
-        series = series[::16]
-    if len(renyi._SERIES) != len(series):
-        renyi._SERIES = series
-        renyi.rdp_curve.cache_clear()
-        least_noise.cache_clear()
+    coarse = quick or "coarse_losses" in request.fixturenames
+    set_fineness(losses=100 if coarse else 1, orders=16 if quick else 1)
 
 
 @pytest.fixture

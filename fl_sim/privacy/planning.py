@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Final
 
 from dp_accounting import dp_event
 from scipy.optimize import brentq
 
 from fl_sim.errors import UserError
-from fl_sim.privacy.accounting import Accountant, epsilon_of_counts, searching_epsilon
+from fl_sim.privacy.accounting import Accountant, amplify_poisson, epsilon_of_counts, searching_epsilon
 
 _TOLERANCE: Final = 1e-4
 _MOST_NOISE: Final = 1e7
@@ -44,6 +45,13 @@ def noise_multiplier(
         found = _least(lambda noise: spent(noise, "pld"), target_epsilon, start=found)
     assert spent(found, accountant) <= target_epsilon
     return found
+
+
+@lru_cache(maxsize=256)
+def poisson_noise_multiplier(sampling_rate: float, steps: int, target_epsilon: float, delta: float) -> float:
+    """Return ``noise_multiplier`` under Poisson sampling. Clients that hold equally many records need one search."""
+    amplify = partial(amplify_poisson, sampling_rate=sampling_rate)
+    return noise_multiplier(amplify, steps, target_epsilon, delta)
 
 
 def least_noise(spent: Callable[[float, Accountant], float], target_epsilon: float, accountant: Accountant) -> float:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fl_sim.data import load, reading, version_of, whitening
+from fl_sim.data import load, version_of
 from fl_sim.data.made_images import dead_leaves, made_images, pink_noise
 from fl_sim.data.scattering import features_of
 from fl_sim.data.whitening import whitening_of
@@ -13,19 +13,14 @@ SHAPE = (1, 8, 8)
 
 
 @pytest.fixture
-def few(tmp_path, monkeypatch):
+def few(tmp_path, monkeypatch, fewer_images):
     """Fewer made-up images: another whitening than the one of its name, so no features go from or to other tests.
 
     Neither by a file nor by what this process remembers.
     """
     monkeypatch.setenv("FL_SIM_FEATURES", str(tmp_path))
-    monkeypatch.setattr(whitening, "_NUMBER", 700)
-    remembered = whitening_of, reading._features_once
-    for one in remembered:
-        one.cache_clear()
-    yield whitening_of(SHAPE)
-    for one in remembered:
-        one.cache_clear()
+    fewer_images(whitened=700)
+    return whitening_of(SHAPE)
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 12, 9)])

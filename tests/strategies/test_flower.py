@@ -21,6 +21,7 @@ from fl_sim.simulation.stage import Run
 from fl_sim.stages.dafl import synthesis
 from fl_sim.stages.shares import SHARE, Shares
 from fl_sim.types import ClientUpdate, Examples
+from fl_sim.testing_engine import FakeEngine, played_by
 from strategies.answers import Population, find_population
 from strategies.fedavg import FedAvg
 from strategies.flower import run_round
@@ -195,11 +196,8 @@ def test_what_clients_share_is_concatenated_in_the_order_of_clients(strategy_of)
 
 
 def test_the_order_of_clients_does_not_depend_on_the_order_of_replies(strategy_of):
-    class Shuffled(InProcessGrid):
-        def _exchange(self, messages, timeout):
-            return random.Random(1).sample(super()._exchange(messages, timeout), len(messages))
-
-    pool, _ = _shared(strategy_of(FedAvg(), MODEL, 4), Shuffled(_app(), 4))
+    grid = FakeEngine(4, played_by(_app(), 4), order=lambda replies: random.Random(1).sample(replies, len(replies)))
+    pool, _ = _shared(strategy_of(FedAvg(), MODEL, 4), grid)
     assert pool["inputs"][:, 0].tolist() == [0.0] + [1.0] * 2 + [2.0] * 3 + [3.0] * 4
 
 
@@ -211,12 +209,10 @@ def test_a_client_that_fails_to_share_is_named(strategy_of):
 
 
 def test_a_client_that_does_not_share_in_time_is_named(strategy_of):
-    class Losing(InProcessGrid):
-        def _exchange(self, messages, timeout):
-            return super()._exchange(messages[:-1], timeout)
-
+    plays = played_by(_app(), 3)
+    grid = FakeEngine(3, lambda client, message: plays(client, message) if client != 2 else None)
     with pytest.raises(RunError, match="client 2, asked to share, did not answer in time"):
-        _shared(strategy_of(FedAvg(), MODEL, 3), Losing(_app(), 3))
+        _shared(strategy_of(FedAvg(), MODEL, 3), grid)
 
 
 class _Remote:
@@ -296,9 +292,7 @@ def test_an_update_that_cannot_be_used_is_named_with_client_and_round(strategy_o
     strategy = strategy_of(FedAvg(), MODEL, 3)
     strategy.most_examples = 50
     bad = _update(1.0, 51)
-    with pytest.raises(
-        RunError, match="client 1 in round 6 sent a number of records that is not a whole number from 0 to 50"
-    ):
+    with pytest.raises(RunError, match=r"client 1 in round 6 .* 0 to 50"):
         strategy.aggregate_train(6, [reply_of(0, _update(0.0)), reply_of(1, bad), reply_of(2, _update(2.0))])
     assert strategy.server.params is MODEL
 

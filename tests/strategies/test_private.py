@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 
 from fl_sim.engines import wire
 from fl_sim.engines.grid import LocalGrid
-from fl_sim.engines.inprocess import InProcessGrid
 from fl_sim.errors import RunError
 from fl_sim.seeding import rng
 from fl_sim.types import ClientUpdate
+from fl_sim.testing_engine import FakeEngine
 from strategies.fedavg import FedAvg
 from strategies.flower import run_round
 from strategies.global_dp import GlobalDP
@@ -72,13 +71,12 @@ def test_a_round_is_paid_for_before_anybody_is_asked_or_anything_released(strate
     rounds, log = strategy.layer, tmp_path / "ledger.jsonl"
     seen = []
 
-    class Watching(InProcessGrid):
-        def _exchange(self, messages, timeout):
-            seen.append(("asked", len(log.read_text().splitlines()) - 1))
-            raise KeyboardInterrupt
+    def watching(client, message):
+        seen.append(("asked", len(log.read_text().splitlines()) - 1))
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_round(strategy, Watching(ClientApp(), CLIENTS), 1, 0.1, timeout=1.0)
+        run_round(strategy, FakeEngine(CLIENTS, watching), 1, 0.1, timeout=1.0)
     assert seen == [("asked", 1)]
     assert [charge.release for charge in rounds.ledger.charges] == ["round 1"]
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -86,13 +85,14 @@ class DpCgan(Settings):
         from dp_accounting import dp_event  # noqa: PLC0415
 
         from fl_sim.privacy.accounting import amplify_poisson  # noqa: PLC0415
+        from fl_sim.privacy.planning import poisson_noise_multiplier  # noqa: PLC0415
 
         if num_records == 0:
             return Bill(dp_event.NoOpDpEvent(), 0, 0.0, 0.0, refused="the client holds no records")
         rate = min(1.0, self.batch_size / num_records)
         if epsilon == math.inf:
             return Bill(dp_event.NonPrivateDpEvent(), self.discriminator_steps, 0.0, rate)
-        noise = _least_noise(rate, self.discriminator_steps, epsilon, delta)
+        noise = poisson_noise_multiplier(rate, self.discriminator_steps, epsilon, delta)
         refused = ""
         if noise > rate * num_records:
             refused = (
@@ -176,12 +176,3 @@ class DpCgan(Settings):
         others = [client for client in clients if not client.kernel and self.networks != "paper"]
         for steps in sorted({client.bill.steps for client in others}):
             yield steps, Training(self, [client for client in others if client.bill.steps == steps]).step
-
-
-@lru_cache(maxsize=256)
-def _least_noise(sampling_rate: float, steps: int, epsilon: float, delta: float) -> float:
-    """Return the noise multiplier of a bill. Clients that hold equally many records need one search."""
-    from fl_sim.privacy.accounting import amplify_poisson  # noqa: PLC0415 (as above)
-    from fl_sim.privacy.planning import noise_multiplier  # noqa: PLC0415 (as above)
-
-    return noise_multiplier(partial(amplify_poisson, sampling_rate=sampling_rate), steps, epsilon, delta)

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from fl_sim.cli import pictures
 from fl_sim.cli.verbs import report
-from fl_sim.data import images_of_features
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.report.figures.found import PICTURES
 from fl_sim.report.runs import find
@@ -29,12 +28,8 @@ SETTINGS = {
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(images_of_features, "STEPS", 3)
-    monkeypatch.setattr(images_of_features, "_MADE", 20)
-    images_of_features._regression.cache_clear()
-    yield
-    images_of_features._regression.cache_clear()
+def quick(fewer_images):
+    fewer_images(steps=3, made=20)
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +88,12 @@ VECTORS = np.zeros((1, 324), dtype=np.float32)
 
 
 def test_a_run_that_does_not_tell_the_shape_of_its_images_is_refused(finished, tmp_path):
-    with pytest.raises(ValueError, match="does not tell the shape of the images that it had features of: run it again"):
+    with pytest.raises(ValueError, match=r"shape of the images.* run it again"):
         pictures.find_images(changed(finished[0], tmp_path, image_shape=None), VECTORS)
 
 
 def test_features_that_this_version_does_not_know_are_refused(finished, tmp_path):
-    with pytest.raises(ValueError, match="features=wavelets is nothing that this version of fl-sim knows"):
+    with pytest.raises(ValueError, match="features=wavelets"):
         pictures.find_images(changed(finished[0], tmp_path, features="wavelets"), VECTORS)
 
 

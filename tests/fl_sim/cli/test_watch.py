@@ -69,33 +69,32 @@ class Interrupting(Silent):
             self.seen = watched(self.path)
 
 
-def test_ctrl_c_ends_the_watching_alone(tmp_path, monkeypatch):
+def test_ctrl_c_ends_the_watching_alone(tmp_path, fake_clock):
     def interrupt(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(watching.time, "sleep", interrupt)
+    fake_clock(watching).at_sleep = interrupt
     interrupting = Interrupting(tmp_path)
     run_experiment(experiment_from(SETTINGS), tmp_path / "one", observer=interrupting)
     assert "1 run: 1 running" in interrupting.seen
     assert json.loads((tmp_path / "one" / "result.json").read_text())["status"] == "finished"
 
 
-def test_a_terminal_is_shown_what_runs_until_it_has_ended(tmp_path, monkeypatch):
+def test_a_terminal_is_shown_what_runs_until_it_has_ended(tmp_path, monkeypatch, fake_clock):
     run_experiment(experiment_from(SETTINGS), tmp_path / "one")
     (tmp_path / "one" / "result.json").rename(tmp_path / "result.json")
     said = {"pid": os.getpid(), "started": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", "machine": os.uname().nodename}
     (tmp_path / "one" / ".lock").write_text(json.dumps(said))
-    screen, waited = io.StringIO(), []
+    screen, clock = io.StringIO(), fake_clock(watching)
 
     def finish(seconds):
-        waited.append(seconds)
         (tmp_path / "result.json").rename(tmp_path / "one" / "result.json")
         (tmp_path / "one" / ".lock").unlink()
 
     monkeypatch.setattr(watching, "Console", lambda **_: Console(file=screen, force_terminal=True, width=80, height=24))
-    monkeypatch.setattr(watching.time, "sleep", finish)
+    clock.at_sleep = finish
     watching.watch_directory(tmp_path, every=3.0, once=False, json_output=False)
-    assert waited == [3.0]
+    assert clock.slept == [3.0]
     first, last = screen.getvalue().split("1 run: 1 running")[0], screen.getvalue().splitlines()[-1]
     assert "fedavg, seed 0" in first
     assert last == "1 run: 1 finished"

@@ -33,6 +33,7 @@ from fl_sim.privacy.accounting import (
     under_replacement,
     unrolled,
 )
+from fl_sim.testing_fixtures import SetFineness
 
 Gaussian = dp_event.GaussianDpEvent
 
@@ -271,11 +272,10 @@ def test_the_profile_leaves_room_for_rounding_where_next_to_nothing_is_left() ->
     assert 2.0**-40 <= delta < 2.0**-39
 
 
-def test_pld_stays_an_upper_bound_when_its_grid_is_coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pld_stays_an_upper_bound_when_its_grid_is_coarse(set_fineness: SetFineness) -> None:
     counts = {poisson(0.1, 1.0): 50}
     fine = epsilon_of_counts(counts, DELTA, accountant="pld")
-    loss_distribution.epsilon.cache_clear()
-    monkeypatch.setattr(loss_distribution, "_INTERVAL", 1e-2)
+    set_fineness(losses=100)
     assert fine < epsilon_of_counts(counts, DELTA, accountant="pld") <= 1.05 * fine
 
 

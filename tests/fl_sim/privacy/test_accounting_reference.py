@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from dp_accounting import dp_event
 from dp_accounting.rdp import compute_epsilon
 
-from fl_sim.privacy import loss_distribution
 from fl_sim.privacy.accounting import (
     ORDERS,
     amplify_fixed_size,
@@ -21,6 +19,7 @@ from fl_sim.privacy.accounting import (
     rdp_curve,
 )
 from fl_sim.privacy.planning import noise_multiplier, steps_that_fit
+from fl_sim.testing_fixtures import SetFineness
 
 _DEFAULT = Path(__file__).resolve().parents[4] / "shared" / "reference"
 _FILE = Path(os.environ.get("FL_SIM_REFERENCE", _DEFAULT)) / "accounting.json"
@@ -33,12 +32,9 @@ _POINTS = _REFERENCE.get("calibration", [{}])
 
 
 @pytest.fixture
-def wide_interval(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def wide_interval(set_fineness: SetFineness) -> None:
     """Take a tenth of the PLD's points: still within 3e-4 of the reference, in a fifth of the time."""
-    monkeypatch.setattr(loss_distribution, "_INTERVAL", 1e-3)
-    loss_distribution.epsilon.cache_clear()
-    yield
-    loss_distribution.epsilon.cache_clear()
+    set_fineness(losses=10)
 
 
 def _note(row: dict[str, Any]) -> str:

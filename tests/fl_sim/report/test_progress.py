@@ -9,28 +9,35 @@ import pytest
 from fl_sim.report import progress
 from fl_sim.report.progress import RunProgress
 from fl_sim.store.run_directory import RoundRecord
+from fl_sim.testing_fixtures import FakeClock
+
+
+@pytest.fixture
+def clock(fake_clock) -> FakeClock:
+    return fake_clock(progress)
 
 
 def _record(number: int) -> RoundRecord:
     return RoundRecord(number, 0.5, 1.0, None, None, None, 0.01, 2.0)
 
 
-def _shown(monkeypatch: pytest.MonkeyPatch, seconds_between_lines: float) -> str:
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", seconds_between_lines)
+def _shown(clock: FakeClock, seconds_between_calls: float) -> str:
     stream = io.StringIO()
     with RunProgress("title", 3, stream) as shown:
         shown.started(1)
         shown.preparing("clients make synthetic records")
-        shown.replied(1)
-        shown.replied(2)
+        for replies in (1, 2):
+            clock.now += seconds_between_calls
+            shown.replied(replies)
         for number in (1, 2, 3):
+            clock.now += seconds_between_calls
             shown.finished_round(_record(number))
             shown.replied(1)
     return stream.getvalue()
 
 
-def test_every_step_is_a_line_where_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = _shown(monkeypatch, -1.0)
+def test_every_step_is_a_line_where_there_is_time(clock: FakeClock) -> None:
+    text = _shown(clock, 2.1)
     assert text.splitlines() == [
         "before the first round: clients make synthetic records",
         "1 clients are done",
@@ -39,25 +46,26 @@ def test_every_step_is_a_line_where_there_is_time(monkeypatch: pytest.MonkeyPatc
     ]
 
 
-def test_fast_rounds_are_left_out_but_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, last = _shown(monkeypatch, 1e9).splitlines()
+def test_fast_rounds_are_left_out_but_for_the_last(clock: FakeClock) -> None:
+    first, client, last = _shown(clock, 0.3).splitlines()
     assert first == "before the first round: clients make synthetic records"
+    assert client == "1 clients are done"
     assert last == "round 3/3  accuracy 0.5000  2.00 s/round"
 
 
-def test_what_is_held_out_is_shown_beside_the_test_or_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", -1.0)
+def test_what_is_held_out_is_shown_beside_the_test_or_alone(clock: FakeClock) -> None:
     stream, both = io.StringIO(), replace(_record(1), validation_accuracy=0.25)
     with RunProgress("title", 3, stream) as shown:
+        clock.now += 2.1
         shown.finished_round(both)
+        clock.now += 2.1
         shown.finished_round(replace(both, round=2, test_accuracy=None))
     assert stream.getvalue().splitlines() == [
         "round 1/3  accuracy 0.5000  validation 0.2500  2.00 s/round", "round 2/3  validation 0.2500  2.00 s/round",
     ]  # fmt: skip
 
 
-def test_where_time_is_private_none_is_shown_and_it_does_not_choose_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 1e9)
+def test_where_time_is_private_none_is_shown_and_it_does_not_choose_the_lines(clock: FakeClock) -> None:
     stream = io.StringIO()
     with RunProgress("title", 70, stream, timed=False) as shown:
         shown.started(1)
@@ -108,6 +116,8 @@ def test_round_accuracy_and_time_left_are_shown_at_every_width(monkeypatch: pyte
         assert (text in line) or width < needed, (text, line)
 
 
-def test_a_stream_of_the_callers_is_written_to_in_a_notebook_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_of_the_callers_is_written_to_in_a_notebook_as_well(
+    monkeypatch: pytest.MonkeyPatch, clock: FakeClock
+) -> None:
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    assert len(_shown(monkeypatch, -1.0).splitlines()) == 6
+    assert len(_shown(clock, 2.1).splitlines()) == 6

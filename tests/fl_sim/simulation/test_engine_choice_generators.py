@@ -12,6 +12,7 @@ from fl_sim.simulation import engine_choice
 from fl_sim.simulation.engine_choice import choose, seconds_beforehand
 from fl_sim.simulation.stopwatch import Stopwatch
 from fl_sim.stages.dafl import stage
+from fl_sim.testing_fixtures import FakeClock
 
 
 def test_the_generators_time_is_that_of_all_steps_of_all_clients() -> None:
@@ -26,18 +27,18 @@ def test_the_generators_time_is_that_of_all_steps_of_all_clients() -> None:
 
 def test_what_a_generator_does_before_its_first_step_counts_once_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """No second passes: the clock is the generator's own."""
-    clock = [0.0]
+    clock = FakeClock()
 
     def generate(self: DpCgan, *_: object) -> None:
-        clock[0] += 3.0 + 0.01 * self.discriminator_steps
+        clock.now += 3.0 + 0.01 * self.discriminator_steps
 
     monkeypatch.setattr(DpCgan, "generate", generate)
     for steps in (5, 20, 1000):
         made = {"kind": "dp-cgan", "discriminator_steps": steps}
         job = job_of(experiment_from({"clients": 7, "preprocess": {"kind": "da-fl", "generator": made}}))
         [work] = stage.Synthesis(job).work()
-        watch = Stopwatch(1000.0, clock=lambda: clock[0])
-        watch.time_all([replace(work, clock=lambda: clock[0])])
+        watch = Stopwatch(1000.0, clock=clock.thread_time)
+        watch.time_all([replace(work, clock=clock.thread_time)])
         assert watch.seconds(replace(work, at_once=1.0)) == pytest.approx(7 * (3.0 + 0.01 * steps))
 
 

@@ -1,18 +1,17 @@
 """What a run measures of its models, by what it calls a round the best, and when it stops early."""
 
 import pickle
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, Message, RecordDict
 from safetensors.torch import load_file
 
 from fl_sim.data import Features, load
-from fl_sim.engines.inprocess import InProcessGrid
 from fl_sim.errors import UserError
 from fl_sim.experiment import job as wiring
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
@@ -25,6 +24,7 @@ from fl_sim.simulation.run_log import RunLog, Silent
 from fl_sim.simulation.site import evaluation_records, validation_records
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
+from fl_sim.testing_engine import FakeEngine, played_by
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.measures import Confusion, Holdings
 from fl_sim.types import Dataset, ServerState
@@ -259,19 +259,8 @@ def test_under_privacy_nothing_is_told_that_follows_from_whose_records_are_where
     assert all(step["bytes"] is step["seconds"] is None for step in taken)
 
 
-class Counting(InProcessGrid):
-    """Counts what really travels, by pickling every message's arrays."""
-
-    down = up = 0
-
-    def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
-        replies = super()._exchange(messages, timeout)
-        self.down += sum(map(_weight, messages))
-        self.up += sum(map(_weight, replies))
-        return replies
-
-
 def _weight(message: Message) -> int:
+    """Return what a message weighs, by pickling its arrays."""
     groups = [one for one in message.content.values() if isinstance(one, ArrayRecord)]
     return sum(len(pickle.loads(pickle.dumps(array)).data) for group in groups for array in group.values())
 
@@ -287,10 +276,17 @@ def _weight(message: Message) -> int:
 )
 def test_the_bytes_of_a_run_are_those_that_travel(tmp_path: Path, chosen: list[str]) -> None:
     experiment = quick(*chosen, "rounds=2")
-    grid = Counting(client_app(), 10)
-    told = run(experiment, tmp_path / "run", grid=grid)["bytes"]
+    plays, travelled = played_by(client_app(), 10), Counter[str]()
+
+    def counted(client: int, message: Message) -> RecordDict | Message | None:
+        reply = plays(client, message)
+        assert isinstance(reply, Message)
+        travelled.update(down=_weight(message), up=_weight(reply))
+        return reply
+
+    told = run(experiment, tmp_path / "run", grid=FakeEngine(10, counted))["bytes"]
     pool = told["before"].get("shared_records", {"down": 0})["down"]  # lies on a disk, which all clients read
-    assert told["total"] == {"down": grid.down + pool, "up": grid.up}
+    assert told["total"] == {"down": travelled["down"] + pool, "up": travelled["up"]}
     each, cohort = told["each_client_in_a_round"], read_rounds(tmp_path / "run")[0].cohort or 0
     assert told["rounds"] == {way: 2 * cohort * count for way, count in each.items()}
     if "algorithm=scaffold" in chosen:

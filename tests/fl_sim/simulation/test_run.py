@@ -7,17 +7,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from safetensors.torch import load_file
 
 from fl_sim.__main__ import main
 from fl_sim.data import load
-from fl_sim.engines.inprocess import TOO_LATE, InProcessGrid, failure
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment import job
 from fl_sim.experiment.experiment import Experiment, experiment_from
@@ -27,6 +26,7 @@ from fl_sim.simulation.engine_choice import client_app
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store import files, run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
+from fl_sim.testing_engine import FakeEngine, played_by
 from fl_sim.training.loop import to_tensors
 from partitions import Dirichlet, Iid, LabelK
 
@@ -226,18 +226,17 @@ def test_divergence_stops_the_run_names_client_and_round_and_keeps_what_there_is
 
 
 def test_a_client_that_does_not_answer_in_a_rounds_time_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    waited: list[float | None] = []
+    plays = played_by(client_app(), 10)
 
-    class Hanging(InProcessGrid):
-        def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
-            waited.append(timeout)
-            late = failure(messages[3], TOO_LATE, "no answer within 7 s: it was still training")
-            replies = super()._exchange(messages, timeout)
-            return replies if len(waited) == 1 else [*replies[:3], late, *replies[4:]]
+    def late(client: int, message: Message) -> RecordDict | Message | None:
+        if client == 3 and len(grid.waits) == 2:
+            raise TimeoutError("no answer within 7 s: it was still training")
+        return plays(client, message)
 
-    with pytest.raises(RunError, match="client 3 in round 2 failed: no answer within 7 s: it was still training"):
-        run(quick(round_timeout=7), tmp_path / "run", grid=Hanging(client_app(), 10))
-    assert waited == [7, 7]
+    grid = FakeEngine(10, late)
+    with pytest.raises(RunError, match=r"client 3 in round 2 .* within 7 s"):
+        run(quick(round_timeout=7), tmp_path / "run", grid=grid)
+    assert grid.waits == [7, 7]
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["status"], result["rounds"]) == ("failed", 1)
     assert [record.round for record in read_rounds(tmp_path / "run")] == [1]

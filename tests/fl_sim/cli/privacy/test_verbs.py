@@ -12,8 +12,8 @@ from fl_sim.cli.privacy import audit
 from fl_sim.cli.privacy.audit import TRUE_MECHANISM, TRUE_SAMPLING, Finding, audit_global_dp
 from fl_sim.cli.privacy.verbs import app
 from fl_sim.errors import UserError
-from fl_sim.privacy import loss_distribution
 from fl_sim.privacy.mechanisms import Noise
+from fl_sim.testing_fixtures import SetFineness
 
 POISSON = ("global-dp", "--sampling-rate", "0.1")
 FIXED = ("global-dp", "--clients", "1000", "--cohort", "30")
@@ -151,11 +151,10 @@ def test_mistakes_are_named_with_their_fix(arguments: Sequence[str], said: str) 
 
 
 @pytest.fixture(scope="module")
-def findings() -> list[Finding]:
+def findings(set_fineness: SetFineness) -> list[Finding]:
     """An audit whose noise is seeded, so that it ends the same every time; its faults are far beyond the limits."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loss_distribution, "_INTERVAL", 1e-2)  # the claim is still an upper bound
-        return audit_global_dp(1.0, num_runs=250, noise=Noise.seeded(0))
+    set_fineness(losses=100)  # the claim is still an upper bound
+    return audit_global_dp(1.0, num_runs=250, noise=Noise.seeded(0))
 
 
 def test_the_audit_clears_the_real_aggregator_and_catches_every_planted_fault(findings: list[Finding]) -> None:
