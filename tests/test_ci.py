@@ -30,6 +30,8 @@ def test_ci_installs_the_browser_that_the_tests_of_the_page_need_before_it_runs_
     commands = (PROJECT / ".ci/run").read_text()
     [asked] = re.finditer(r"^command -v chromium .*\|\| (\w+)\+=\(chromium\)$", commands, re.MULTILINE)
     [installed] = re.finditer(rf'apt-get .*install -y "\$\{{{asked[1]}\[@\]\}}"', commands)
-    assert asked.end() < installed.start() < commands.index('python -m pytest -m "(cluster or long) and not slow"')
+    [waited] = re.finditer(r"^wait$", commands, re.MULTILINE)
+    used = commands.index('python -m pytest -m "(cluster or long) and not slow"')
+    assert asked.end() < installed.start() < waited.start() < used
     extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert any(one.startswith("playwright") for one in extras["dev"])

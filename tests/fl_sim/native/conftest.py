@@ -20,8 +20,10 @@ from fl_sim.native.compiling import (
 from fl_sim.native.kernel import Kernel, load_kernel
 from fl_sim.store.locks import alone_in
 
+PROCESSORS = ["native", pytest.param("avx2", marks=pytest.mark.slow), pytest.param("neon", marks=pytest.mark.long)]
 
-@pytest.fixture(scope="session", params=["native", pytest.param("avx2", marks=pytest.mark.slow), "neon"])
+
+@pytest.fixture(scope="session", params=PROCESSORS)
 def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     """The kernel of this checkout's source, compiled unless it lies there already; its half for AVX2; that for ARM."""
     if request.param == "neon":

@@ -108,7 +108,13 @@ def with_products(model: nn.Module, kernel: Kernel, kinds: dict[str, str] | None
     return model
 
 
-@pytest.fixture(scope="module", params=["native", "native, AMX", "emulated", "emulated, AMX"])
+PROCESSORS = [
+    "native", "native, AMX", pytest.param("emulated", marks=pytest.mark.long),
+    pytest.param("emulated, AMX", marks=pytest.mark.long),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=PROCESSORS)
 def halves(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
     """A trainer with products of bfloat16: this processor's, and one that does without such instructions."""
     has_amx = "AMX" in request.param
