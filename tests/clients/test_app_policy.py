@@ -77,7 +77,7 @@ def test_a_node_without_a_policy_obeys(ask: Ask) -> None:
 def test_a_node_with_a_policy_sends_nothing_made_from_its_raw_records(
     ask: Ask, task: str, asked: tuple[str, ...]
 ) -> None:
-    with pytest.raises(RunError, match="policy allows no updates and no averages made from its own records"):
+    with pytest.raises(RunError, match=r"policy allows no updates .*its own records"):
         ask(task, "epsilon = 10.0", *asked)
     assert wire.error_of(ask(wire.TRAIN, "epsilon = 10.0\nallow_raw_updates = true")) is None
 
@@ -96,7 +96,7 @@ def test_a_node_with_a_policy_takes_no_foreign_word_for_what_an_answer_is_made_o
 ) -> None:
     monkeypatch.setattr(rounds, "tasks_of", lambda job: {"talk": Talkative()})
     assert wire.error_of(ask("talk", "", "seed=11")) is None
-    with pytest.raises(RunError, match="policy allows no updates and no averages made from its own records"):
+    with pytest.raises(RunError, match=r"policy allows no updates .*its own records"):
         ask("talk", "epsilon = 10.0", "seed=11")
 
 
@@ -107,13 +107,13 @@ def test_a_node_with_a_policy_does_not_vote(ask: Ask) -> None:
 
 def test_a_node_pays_for_all_pools_together(ask: Ask) -> None:
     assert wire.error_of(ask(SYNTHESIZE, "epsilon = 10.0", *POOLED)) is None
-    with pytest.raises(RunError, match=r"policy allows epsilon 10 at delta 1e-05 .*, and the order would exceed it"):
+    with pytest.raises(RunError, match=r"epsilon 10 at delta 1e-05 .*exceed"):
         ask(SYNTHESIZE, "epsilon = 10.0", *POOLED, "seed=1")
 
 
 def test_a_node_sends_moments_of_its_features_only_as_its_policy_allows(ask: Ask) -> None:
     assert wire.error_of(ask(SUMMARISE, "", "calibrate=ccvr")) is None
-    with pytest.raises(RunError, match="policy allows no updates and no averages made from its own records"):
+    with pytest.raises(RunError, match=r"policy allows no updates .*its own records"):
         ask(SUMMARISE, "epsilon = 10.0", "calibrate=ccvr")
     private = ("calibrate=ccvr", "calibrate.epsilon=8")
     first = ask(SUMMARISE, "epsilon = 10.0", *private)
@@ -121,7 +121,7 @@ def test_a_node_sends_moments_of_its_features_only_as_its_policy_allows(ask: Ask
     assert wire.error_of(first) is None
     read = [releases.read_moments(message.content, (10, 1 + 64 + 64 * 65 // 2)) for message in (first, again)]
     assert (read[0] == read[1]).all()
-    with pytest.raises(RunError, match=r"policy allows epsilon 10 at delta 1e-05 .*, and the order would exceed it"):
+    with pytest.raises(RunError, match=r"epsilon 10 at delta 1e-05 .*exceed"):
         ask(SUMMARISE, "epsilon = 10.0", *private, "calibrate.clipping_norm=3")
     with pytest.raises(RunError, match="policy allows secret noise only"):
         ask(SUMMARISE, "epsilon = 10.0", *private, "calibrate.noise=seeded")

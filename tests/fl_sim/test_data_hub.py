@@ -102,9 +102,7 @@ def test_several_labels_and_records_without_one_are_refused(tmp_path):
 
 def test_what_is_not_on_this_machine_is_told_so_and_nothing_is_fetched_offline(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        UserError, match=r"hf:nobody/nothing cannot be read by datasets .*FL_SIM_OFFLINE is set"
-    ) as caught:
+    with pytest.raises(UserError, match=r"hf:nobody/nothing .*FL_SIM_OFFLINE") as caught:
         load("hf:nobody/nothing")
     assert "\n" not in str(caught.value)
 
@@ -140,9 +138,7 @@ def test_classes_of_a_test_part_are_told_by_name_not_by_code(tmp_path, names):
 
 def test_other_columns_of_classes_and_images_are_told_by_name_too(tmp_path):
     colours = [["red", "green"], ["green", "blue", "red"]]
-    with pytest.raises(
-        UserError, match=r"has the class 'blue'.* its classes are red, green, and here green, blue, red"
-    ):
+    with pytest.raises(UserError, match=r"'blue'.* red, green,.* green, blue, red"):
         load(
             saved(
                 tmp_path,

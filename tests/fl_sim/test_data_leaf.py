@@ -103,10 +103,10 @@ def test_damaged_missing_and_huge_files_are_refused_by_name(tmp_path, monkeypatc
     with pytest.raises(UserError, match=r"test holds no \*\.json; wanted are LEAF's folders"):
         load(f"leaf:{tmp_path}")
     written(tmp_path, GOOD, GOOD, GOOD)
-    with pytest.raises(UserError, match=r"train/b\.json: user 'a' is in .*train/a\.json, too; keep one of both"):
+    with pytest.raises(UserError, match=r"train/b\.json: user 'a' .*train/a\.json.* keep one"):
         load(f"leaf:{tmp_path}")
     monkeypatch.setattr(leaf, "most_bytes", lambda: 100)
-    with pytest.raises(UserError, match=r"a\.json has .* bytes, too many to read at once on this machine"):
+    with pytest.raises(UserError, match=r"a\.json has .* bytes, too many"):
         load(f"leaf:{tmp_path}")
 
 
@@ -133,7 +133,7 @@ def test_another_alphabet_is_a_setting(tmp_path):
     assert found.classes[6] == repr("\u00e9")
     assert "1 users are spelled in several ways" in "; ".join(found.counted)
     assert found.inferred[0] == "9 characters of data.alphabet are the classes, and the tokens from 1"
-    with pytest.raises(UserError, match=r"has the character '\u00e9', which is none of the 2 in data.alphabet"):
+    with pytest.raises(UserError, match=r"'\u00e9', .* 2 in data.alphabet"):
         load(f"leaf:{folder}:alphabet=ab")
     with pytest.raises(UserError, match="names the character 'a' twice"):
         load(f"leaf:{folder}:alphabet=aba")

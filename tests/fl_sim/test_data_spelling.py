@@ -73,7 +73,7 @@ def test_a_comma_that_may_be_either_sign_is_told_with_both_readings():
     ],
 )  # fmt: skip
 def test_numbers_with_units_and_signs_are_refused_with_the_cure(tmp_path, cells):
-    with pytest.raises(UserError, match="looks like a number in another spelling: write the cells as plain numbers"):
+    with pytest.raises(UserError, match=r"another spelling.* write the cells as plain numbers"):
         load(table(tmp_path, cells))
     assert load(table(tmp_path, cells, more=":text=a")).names == tuple(
         f"a={cell}" for cell in sorted(cells, key=lambda text: (not text.isdigit(), text))
@@ -230,11 +230,9 @@ def test_texts_in_parquet_that_are_all_numbers_are_refused_or_kept_as_codes(tmp_
         pyarrow.parquet.write_table(pa.table({**columns, "label": ["x", "y"] * 10}), tmp_path / "n.parquet")
         return f"parquet:{tmp_path}/n.parquet:test=0.3"
 
-    with pytest.raises(
-        UserError, match=r"row 2, column 'a': the file says that the column holds texts, and '0.5' is a"
-    ):
+    with pytest.raises(UserError, match=r"row 2, column 'a'.*'0.5'"):
         load(named(a=["1", "0.5"] * 10))
-    with pytest.raises(UserError, match=r"'0,5' looks like a number in another spelling: write the column as numbers"):
+    with pytest.raises(UserError, match=r"'0,5' .*write the column as numbers"):
         load(named(a=["1", "0,5"] * 10))
     assert load(named(a=["10", "2"] * 10, b=range(20))).names == ("a=2", "a=10", "b")
 
@@ -260,10 +258,10 @@ def test_test_files_whose_codes_or_types_mean_another_thing_are_refused(tmp_path
         part("2.parquet", ["bee", "ant"]),
         part("3.parquet", ["ant", "bee"]),
     )
-    with pytest.raises(UserError, match=r"codes of column 'label' stand for bee, ant, and in .*1.parquet for ant, bee"):
+    with pytest.raises(UserError, match=r"'label' .*bee, ant.*1.parquet .*ant, bee"):
         load(f"parquet:{train}:test_file={other}")
     assert len(load(f"parquet:{train}:test_file={same}").test) == 8
     times = pa.table({"a": pa.array([0] * 8, pa.timestamp("s")), "label": [0, 1] * 4})
     pyarrow.parquet.write_table(times, tmp_path / "4.parquet")
-    with pytest.raises(UserError, match=r"column 'a' holds dates or times, and .* has other cells there"):
+    with pytest.raises(UserError, match=r"column 'a' .*dates or times"):
         load(f"parquet:{train}:test_file={tmp_path}/4.parquet")

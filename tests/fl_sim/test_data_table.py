@@ -124,7 +124,7 @@ def test_scaling_by_the_records_is_asked_for_and_said_and_refused_where_privacy_
     assert "scaled by the training records' mean and deviation: age" in found.note
     settings = {"data": name, "partition": "natural", "clients": 2, "evaluate": {"test_is_public": True}}
     assert job_of(experiment_from(settings)).dataset.mean[0] == 50.0
-    with pytest.raises(UserError, match=r"data\.scale=records takes mean and deviation.*this run promises privacy"):
+    with pytest.raises(UserError, match=r"data\.scale=records .* privacy"):
         job_of(experiment_from({**settings, "aggregator": "global-dp", "sampler": "poisson:0.5"}))
 
 
@@ -209,19 +209,17 @@ def test_what_is_no_classification_data_is_refused_in_one_line(tmp_path, text, s
 def test_dates_names_and_lists_are_refused_with_the_way_out(tmp_path):
     labels = ["a", "b"] * 150
     names = written(tmp_path, "name,label\n" + "".join(f"n{i},{label}\n" for i, label in enumerate(labels)))
-    with pytest.raises(UserError, match=r"'name' holds more than 200 different texts: leave it out by data\.drop=name"):
+    with pytest.raises(UserError, match=r"'name' .*200.* data\.drop=name"):
         load(f"csv:{names}:test=0.1")
     dates = written(tmp_path, "day,label\n" + "".join(f"2020-01-{i % 9 + 1:02},{x}\n" for i, x in enumerate(labels)))
-    with pytest.raises(UserError, match=r"'day' holds dates, such as 2020-01-01: leave it out by data\.drop=day"):
+    with pytest.raises(UserError, match=r"'day' .*2020-01-01.* data\.drop=day"):
         load(f"csv:{dates}:test=0.1")
     days = pa.array([0] * 300, pa.date32())
     with pytest.raises(UserError, match="'day' holds dates or times: leave it out"):
         load(f"{as_parquet(tmp_path, day=days, label=labels)}:test=0.1")
     with pytest.raises(UserError, match="'x' holds lists or other cells"):
         load(f"{as_parquet(tmp_path, x=[[1]] * 300, label=labels)}:test=0.1")
-    with pytest.raises(
-        UserError, match=r"'label' holds lists, wanted are .*; several labels a record \(multi-label\) are not"
-    ):
+    with pytest.raises(UserError, match=r"'label' holds lists.*multi-label"):
         load(f"{as_parquet(tmp_path, x=[1] * 300, label=[['a']] * 300)}:test=0.1")
     with pytest.raises(UserError, match=r"more than 1,000 different entries: .*regression"):
         load(f"{as_parquet(tmp_path, x=[1] * 1500, label=list(range(1500)))}:test=0.1")
@@ -242,9 +240,7 @@ def test_texts_that_are_no_utf8_are_refused(tmp_path):
 
 def test_a_table_that_would_fill_the_memory_is_refused_before(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "most_bytes", lambda: 100)
-    with pytest.raises(
-        UserError, match=r"6 records of 3 numbers take 72 bytes twice, more than half of this machine's"
-    ):
+    with pytest.raises(UserError, match=r"6 records of 3 numbers take 72 bytes"):
         load(f"csv:{written(tmp_path)}:{SAME}")
 
 

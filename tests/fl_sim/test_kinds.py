@@ -61,7 +61,7 @@ def test_global_dp_starts_with_poisson_in_every_form(form: Any) -> None:
 
 
 def test_a_kind_refuses_what_it_has_no_place_in() -> None:
-    with pytest.raises(UserError, match="Gathered has one holder, who is always there: leave sampler out"):
+    with pytest.raises(UserError, match=r"Gathered .* leave sampler out"):
         experiment_from({"algorithm": GATHERED, "sampler": "poisson:0.5"})
 
 

@@ -121,7 +121,7 @@ def test_what_computes_with_numbers_has_no_place_with_tokens(tmp_path, settings,
 
 
 def test_the_model_of_sequences_takes_nothing_else():
-    with pytest.raises(UserError, match="model 'gru' alone is for sequences of tokens, and it is given none here"):
+    with pytest.raises(UserError, match=r"'gru' .*sequences of tokens"):
         job_of(experiment_from({"model": "gru"})).model()
 
 

@@ -84,7 +84,7 @@ def test_krum_among_too_few_clients_is_refused_with_the_number_it_needs(aggregat
      ({"aggregator": "krum:2", "sampler": "fixed-size:6"}, "krum needs 7 .* have 6")],
 )  # fmt: skip
 def test_krum_in_rounds_of_too_few_clients_is_refused_before_anything_runs(settings, message):
-    with pytest.raises(UserError, match=f"aggregator {message}: set a smaller aggregator.hostile, or more clients"):
+    with pytest.raises(UserError, match=f"aggregator {message}: .*smaller aggregator.hostile, or more clients"):
         experiment_from({"clients": 10, **settings})
 
 

@@ -191,7 +191,7 @@ def test_an_app_that_cannot_be_made_fails_all_messages_with_its_reason(misbehavi
 
 
 def test_what_the_cluster_does_not_have_is_the_users_mistake(misbehaving: ModuleType) -> None:
-    with pytest.raises(UserError, match=r"64 Ray actors with engine\.cpus=1 each do not fit a cluster of 3 processors"):
+    with pytest.raises(UserError, match=r"64 Ray actors with engine\.cpus=1 .* 3 processors"):
         RayGrid(misbehaving.client_app, 99, RayResources(actors=64))
     with pytest.raises(UserError, match=r"set engine\.gpus=0"):
         RayGrid(misbehaving.client_app, 2, RayResources(gpus=0.5))

@@ -302,7 +302,7 @@ def test_a_receipt_that_is_none_is_refused(value: object) -> None:
 def test_a_charge_in_the_log_is_of_the_ledgers_adjacency(path: Path) -> None:
     Ledger(TERMS, path)
     append(path, Charge("round 1", "key", amplify_fixed_size(dp_event.GaussianDpEvent(4.0), 30, 1000), 0.1))
-    with pytest.raises(UserError, match="replace-one cannot be charged to a ledger under add-or-remove-one"):
+    with pytest.raises(UserError, match=r"replace-one .*ledger under add-or-remove-one"):
         Ledger(TERMS, path)
 
 

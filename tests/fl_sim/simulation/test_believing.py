@@ -77,7 +77,7 @@ def test_a_finished_run_of_other_records_is_not_given_again(tmp_path: Path) -> N
     assert run(made(data=name), tmp_path / "run")["final_accuracy"] > 0.9
     assert run(made(data=name), tmp_path / "run")["final_accuracy"] > 0.9
     table(tmp_path / "t.csv", noise=True)
-    with pytest.raises(UserError, match=r"holds a run of other records \(what its data name has.*; --again .* another"):
+    with pytest.raises(UserError, match=r"other records \(what its data name.*--again .* another"):
         run(made(data=name), tmp_path / "run")
     assert fl_sim.run(made(data=name), out=tmp_path / "run", again=True, progress=False).final_accuracy < 0.8
     assert run(made(data=name), tmp_path / "fresh")["final_accuracy"] < 0.8  # in one process, too
@@ -100,7 +100,7 @@ def test_a_run_of_other_code_is_neither_given_again_nor_gone_on_with(code: Path,
     assert set(first["identity"]["code"]) == {"own_method", "own_factor"}
     write_method(code, 0.0)
     for rounds in (2, 4):
-        with pytest.raises(UserError, match=r"holds a run of other code \(own_factor changed since\): put that back"):
+        with pytest.raises(UserError, match=r"other code \(own_factor .* put that back"):
             run(made(**settings, rounds=rounds), tmp_path / "run")
     write_method(code, 1.0)
     assert run(made(**settings, rounds=4), tmp_path / "run")["rounds"] == 4
@@ -164,7 +164,7 @@ def test_a_cut_log_is_refused_with_its_number_of_rounds(tmp_path: Path) -> None:
     run(made(data="digits", rounds=3), tmp_path / "run")
     log = tmp_path / "run" / "rounds.jsonl"
     log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:2]))
-    with pytest.raises(UserError, match=r"rounds.jsonl holds 2 rounds, and result.json beside it is of 3: put the"):
+    with pytest.raises(UserError, match=r"rounds.jsonl holds 2 .*result.json .*3: put the"):
         run(made(data="digits", rounds=3), tmp_path / "run")
 
 
@@ -209,5 +209,5 @@ def test_a_finished_run_of_public_records_whose_files_were_changed_is_not_given_
     monkeypatch.setattr(identity, "sealed_content", lambda *_, **__: f"another:{'0' * 32}")
     assert run(experiment, tmp_path / "run") == first
     monkeypatch.setattr(identity, "sealed_content", lambda *_, **__: f"{key}:{'0' * 32}")
-    with pytest.raises(UserError, match=r"a run of other records \(the files of digits have changed\): --again"):
+    with pytest.raises(UserError, match=r"other records \(the files of digits .*: --again"):
         run(experiment, tmp_path / "run")

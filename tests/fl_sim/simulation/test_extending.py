@@ -82,7 +82,7 @@ def test_a_stopped_run_does_not_become_one_of_no_more_rounds_than_it_has(tmp_pat
 
     with pytest.raises(KeyboardInterrupt):
         run(quick(algorithm="scaffold", rounds=4), tmp_path / "run", observer=Stopping())
-    with pytest.raises(UserError, match=r"holds 2 rounds of this run already, so rounds=2 cannot be what it goes on"):
+    with pytest.raises(UserError, match=r"2 rounds of this run already.* rounds=2"):
         run(quick(algorithm="scaffold", rounds=2), tmp_path / "run")
     assert run(quick(algorithm="scaffold", rounds=3), tmp_path / "run")["rounds"] == 3
 
@@ -92,7 +92,7 @@ def test_the_first_round_of_another_learning_rate_is_the_one_that_is_told(tmp_pa
     done = [
         RoundRecord(number, 0.5, 1.0, None, None, 10, earlier.local.rate_in(number, 3), 0.1) for number in (1, 2, 3)
     ]
-    with pytest.raises(UserError, match=r"round 2 has the learning rate 0.0075 with rounds=3, .* 0.00904508 with"):
+    with pytest.raises(UserError, match=r"round 2 .*0.0075 with rounds=3, .* 0.00904508"):
         extending.check_extension(longer, tmp_path, earlier, done)
 
 
@@ -170,7 +170,7 @@ def test_a_run_that_promises_privacy_gets_no_further_rounds_and_keeps_nothing_fo
     ledger = (tmp_path / "run" / "ledger.jsonl").read_bytes()
     assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
     assert not (tmp_path / "run" / "clients").exists()
-    with pytest.raises(UserError, match=r"rounds=2, which promises privacy .* choose another --out, .* pays from the"):
+    with pytest.raises(UserError, match=r"rounds=2, .* another --out"):
         run(quick(**private, rounds=4), tmp_path / "run")
     assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == ledger
 
@@ -208,9 +208,7 @@ def test_a_run_does_not_go_on_with_records_that_have_changed(tmp_path: Path) -> 
     run(quick(**settings), tmp_path / "run")
     before = (tmp_path / "run" / "config.toml").read_bytes()
     table(tmp_path / "t.csv", 0.5)
-    with pytest.raises(
-        UserError, match=r"holds a run of other records \(what its data name has changed since\): put that"
-    ):
+    with pytest.raises(UserError, match=r"other records \(what its data name.* put that"):
         run(quick(**settings, rounds=3), tmp_path / "run")
     assert (tmp_path / "run" / "config.toml").read_bytes() == before
     table(tmp_path / "t.csv")

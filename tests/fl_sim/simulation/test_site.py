@@ -63,7 +63,7 @@ def test_images_are_moved_as_asked_for_over_black_that_is_a_byte_of_0(chosen, ex
 
 def test_images_too_small_to_be_padded_by_their_own_pixels_are_refused(monkeypatch):
     monkeypatch.setattr(wiring, "PADDING", 8)
-    with pytest.raises(UserError, match=r"pads images by 8 of their own pixels, .*take local.augment=crop-flip"):
+    with pytest.raises(UserError, match=r"by 8 of their own pixels, .*local.augment=crop-flip"):
         wiring.local_settings(job_of(_made("local.augment=reflect-crop-flip")), 0.1)
 
 

@@ -220,5 +220,5 @@ class Loud(Averaging):
 
 def test_an_algorithm_whose_clients_send_something_without_records_is_refused(tmp_path: Path) -> None:
     loud = experiment("there", algorithm=f"{__name__}:Loud")
-    with pytest.raises(UserError, match=r"Loud cannot run under aggregator global-dp: a client without records sends"):
+    with pytest.raises(UserError, match=r"Loud .* global-dp: .*without records"):
         run(loud, tmp_path / "run")

@@ -93,7 +93,7 @@ def test_a_class_that_nobody_can_tell_a_covariance_of_is_left_out_in_words(
 def test_a_client_whose_moments_are_malformed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = releases.moments_content
     monkeypatch.setattr(releases, "moments_content", lambda moments: content(moments + np.inf))
-    with pytest.raises(RunError, match="client 0, asked to summarise, sent moments of features that are not finite"):
+    with pytest.raises(RunError, match=r"client 0, asked to summarise, .* not finite"):
         run(_experiment(), tmp_path / "run")
 
 

@@ -118,7 +118,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, bad: float) -> 
     state = _state()
     state.memory["first"]["z.weight"][1, 2] = bad
     write_checkpoint(tmp_path, PROGRESS, state)
-    with pytest.raises(UserError, match=r"tensor memory/first/z\.weight holds numbers that are not finite"):
+    with pytest.raises(UserError, match=r"memory/first/z\.weight .*not finite"):
         read_checkpoint(tmp_path, _state())
 
 

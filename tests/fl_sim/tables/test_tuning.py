@@ -154,7 +154,7 @@ def test_what_diverges_counts_as_the_worst(tmp_path: Path) -> None:
 
 def test_a_search_of_which_all_diverges_is_refused_by_the_name_of_its_row(tmp_path: Path) -> None:
     chosen = settings(grid={"algorithm": ["fedavg", "fedprox"]}, trials=2, space={"local.learning_rate": [1e30, 1e31]})
-    with pytest.raises(RunError, match=r"tuning FedAvg, digits 2-Label: all 2 trials of 2 rounds diverged.*smaller"):
+    with pytest.raises(RunError, match=r"FedAvg, digits 2-Label: all 2 trials .*smaller"):
         searched(chosen, tmp_path)
     assert len(log_of(tmp_path)) == 4
 
@@ -414,7 +414,7 @@ def test_public_records_to_tune_on_are_other_records_and_not_another_name_of_the
     (tmp_path / "link.npz").symlink_to(tmp_path / "own.npz")
     for public in (copy, swapped, f"npz:{tmp_path}/../{tmp_path.name}/own.npz", f"npz:{tmp_path}/link.npz"):
         chosen = settings(base={"data": own, "partition": "iid"}, data=public)
-        with pytest.raises(UserError, match=r"holds records of npz:.*own.npz, which is what the table itself is about"):
+        with pytest.raises(UserError, match=r"npz:.*own.npz, .*the table itself"):
             searches_of(chosen, plan_table(chosen), None)
 
 

@@ -56,7 +56,7 @@ def test_a_worker_that_cannot_start_ends_the_table_and_blames_no_cell(
 ) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libnothing.so is not there')")
     monkeypatch.syspath_prepend(tmp_path)  # workers have their parent's path
-    with pytest.raises(RunError, match=r"could not start \(exit code 1\): it prints the reason itself.* goes on from"):
+    with pytest.raises(RunError, match=r"exit code 1.* goes on from"):
         list(run_all(RUNS, tmp_path / "out", 2, None))
     assert "libnothing.so is not there" in capfd.readouterr().err
     assert not list((tmp_path / "out").glob("*/result.json"))
@@ -67,7 +67,7 @@ def test_no_more_processes_is_a_message(tmp_path: Path, monkeypatch: pytest.Monk
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(workers.subprocess, "Popen", none_left)
-    with pytest.raises(RunError, match=r"could not be started: .*temporarily unavailable; fewer --jobs"):
+    with pytest.raises(RunError, match=r"could not be started: .*fewer --jobs"):
         list(run_all(RUNS, tmp_path / "out", 2, None))
 
 

@@ -212,7 +212,7 @@ def test_moves_that_do_not_fit_are_refused_before_the_compiled_trainer_reads_the
         kernel.train(stack, [given._replace(draws=replace(draws, moves=draws.moves[:2]))])
     for augment in (Augment(2, flip=True, black=BLACK[:1]), Augment(-1, flip=True, black=BLACK)):
         task = replace(job.task, settings=replace(SETTINGS, augment=augment))
-        with pytest.raises(ValueError, match="images of 2 channels are moved over a black for each, by a crop of at"):
+        with pytest.raises(ValueError, match=r"images of 2 channels .*black for each"):
             kernel.train(stack, [given._replace(task=task)])
     far = replace(draws, moves=np.full_like(draws.moves, 2**62))  # read as the farthest that there is
     for augment in (BOTH, REFLECTED, replace(REFLECTED, crop=99)):

@@ -74,7 +74,7 @@ def test_training_starts_from_the_received_statistics_and_anew_without_any() -> 
     step = replace(SETTINGS, epochs=0, steps=1)
     on, anew = trained(network, step, statistics=received).statistics, trained(network, step).statistics
     torch.testing.assert_close(on["1.running_mean"] - anew["1.running_mean"], 0.9 * received["1.running_mean"])
-    with pytest.raises(ValueError, match=r"the running statistics do not fit the model: 1\.running_var is missing"):
+    with pytest.raises(ValueError, match=r"running statistics .*1\.running_var is missing"):
         trained(network, statistics={"1.running_mean": received["1.running_mean"]})
 
 

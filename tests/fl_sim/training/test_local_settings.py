@@ -204,7 +204,7 @@ def test_smoothed_mixing_is_mixing_with_smoothed_labels(*, linearise: bool) -> N
 @pytest.mark.parametrize("trained_by", [by_loop, lambda given: StackedTrainer(model()).train(given)])
 def test_labels_are_not_spread_over_classes_that_are_not_in_the_softmax(trained_by: Any) -> None:
     plan = LocalPlan(logit_shift=torch.tensor([0.0, 0.0, -torch.inf]))
-    with pytest.raises(UserError, match=r"local\.label_smoothing=0\.3 gives every class a part of a label"):
+    with pytest.raises(UserError, match=r"local\.label_smoothing=0\.3 .*every class"):
         trained_by(jobs(replace(SETTINGS, label_smoothing=0.3), plan))
 
 
@@ -244,5 +244,5 @@ def test_adam_starts_anew_in_every_round_of_a_stack() -> None:
 def test_adam_has_no_place_for_momentum_nor_a_warm_start(trained_by: Any) -> None:
     warm = LocalPlan(momentum_buffers=detached(model().named_parameters()))
     for given in (jobs(replace(SETTINGS, optimizer="adam")), jobs(replace(SETTINGS, **ADAM), warm)):
-        with pytest.raises(UserError, match=r"no place beside optimizer=adam, whose running means start anew"):
+        with pytest.raises(UserError, match=r"no place beside optimizer=adam"):
             trained_by(given)

@@ -215,7 +215,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 def test_votes_are_counted_and_a_vote_for_no_class_is_refused() -> None:
     predictions = np.array([[0, 2], [0, 1], [1, 2]])
     assert count_votes(predictions, 3).tolist() == [[2, 1, 0], [0, 1, 2]]
-    with pytest.raises(UserError, match="a vote is for a class that does not exist: classes are 0 to 1"):
+    with pytest.raises(UserError, match=r"class that does not exist: .*0 to 1"):
         count_votes(predictions, 2)
     with pytest.raises(UserError, match="adds up to 3"):
         labelled(np.array([[2, 1], [2, 2]]), Labelling())

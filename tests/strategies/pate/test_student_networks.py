@@ -93,7 +93,7 @@ def test_the_rate_of_a_residual_student_falls_in_steps() -> None:
 
 
 def test_a_residual_student_needs_images() -> None:
-    with pytest.raises(UserError, match=r"needs images of at least 4x4, these records have shape \(61,\)"):
+    with pytest.raises(UserError, match=r"at least 4x4, .*shape \(61,\)"):
         ResidualStudent().network((61,), 2)
 
 

@@ -293,7 +293,7 @@ def test_clients_that_release_nothing_are_warned_about_and_the_run_goes_on(tmp_p
 def test_a_budget_within_which_no_client_can_release_anything_is_refused_beforehand(tmp_path: Path) -> None:
     chosen = ("preprocess.epsilon=0.101", "preprocess.generator.discriminator_steps=50", "preprocess.generator=dp-cgan")
     for further in ((), ("preprocess.train_on=synthetic",)):
-        with pytest.raises(UserError, match=r"preprocess.epsilon=0.101 lets no client release a synthetic record"):
+        with pytest.raises(UserError, match=r"preprocess.epsilon=0.101 .*no client"):
             run(_made(*chosen, *further), tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
@@ -358,14 +358,14 @@ def test_what_does_not_fit_the_data_is_refused_before_anything_is_written(tmp_pa
     labels = np.arange(40) % 2
     np.savez(tmp_path / "f.npz", x_train=features, y_train=labels, x_test=features, y_test=labels)
     table = (f"data=npz:{tmp_path / 'f.npz'}", "partition=iid", "model=mlp")
-    with pytest.raises(UserError, match=r"mean-embedding makes images, and these records have shape \(5,\)"):
+    with pytest.raises(UserError, match=r"mean-embedding .*images, .*shape \(5,\)"):
         run(_made(*table), tmp_path / "run")
     with pytest.raises(UserError, match='networks "paper" need images'):
         run(_made(*table, "preprocess.generator=dp-cgan", "preprocess.generator.networks=paper"), tmp_path / "run")
     with pytest.raises(UserError, match="marginals is for tables"):
         run(_made("preprocess.generator=marginals"), tmp_path / "run")
     np.savez(tmp_path / "wide.npz", x_train=3 * features, y_train=labels, x_test=features, y_test=labels)
-    with pytest.raises(UserError, match=r"takes numbers from 0 to 1, and npz:.* has others: scale every column"):
+    with pytest.raises(UserError, match=r"0 to 1, .*npz:.* scale every column"):
         run(_made(f"data=npz:{tmp_path / 'wide.npz'}", *table[1:], "preprocess.generator=marginals"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

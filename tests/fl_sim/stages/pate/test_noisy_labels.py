@@ -81,7 +81,7 @@ def test_a_run_directory_remembers_charges_that_the_cache_has_lost(tmp_path: Pat
     (tmp_path / "out" / "ledger.jsonl").write_bytes(first.charges)
     for name in ("ledger.jsonl", "labels.json"):
         kept(tmp_path, name).unlink()
-    with pytest.raises(RunError, match=r"shows charges for labels about these records .* choose another --out"):
+    with pytest.raises(RunError, match=r"charges for labels .* another --out"):
         released(tmp_path)
     assert not list((tmp_path / "cache").glob("labels-*/labels.json"))
     assert released(tmp_path, out="fresh").ledger.epsilon == first.ledger.epsilon
@@ -117,9 +117,7 @@ DAMAGES = {
 def test_labels_that_are_damaged_are_refused_in_one_line(tmp_path: Path, damage) -> None:
     released(tmp_path)
     damage(kept(tmp_path, "labels.json"))
-    with pytest.raises(
-        RunError, match=r"labels.json is damaged: put an unchanged copy of it back, or delete it"
-    ) as one:
+    with pytest.raises(RunError, match=r"labels.json .*unchanged copy.* or delete it") as one:
         released(tmp_path)
     assert "\n" not in str(one.value)
 

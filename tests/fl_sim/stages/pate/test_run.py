@@ -206,7 +206,7 @@ def test_damaged_votes_are_refused(tmp_path: Path) -> None:
     content = bytearray(votes.read_bytes())
     content[-1] ^= 1
     votes.write_bytes(content)
-    with pytest.raises(UserError, match=r"the votes in .* are damaged: delete votes.npy and votes.json there"):
+    with pytest.raises(UserError, match=r"votes in .* damaged: delete votes.npy and votes.json"):
         run(pate(), tmp_path / "second")
 
 
@@ -214,7 +214,7 @@ def test_the_budget_stops_the_labelling(tmp_path: Path) -> None:
     result = run(pate("algorithm.labelling.mechanism=gnmax:6", "algorithm.labelling.epsilon=3"), tmp_path / "run")
     assert 0 < result["pate"]["queries_asked"] < 60
     assert result["privacy"][0]["epsilon"] <= 3
-    with pytest.raises(UserError, match=r"algorithm.labelling.epsilon=0.01 does not afford one query, which costs 4"):
+    with pytest.raises(UserError, match=r"algorithm.labelling.epsilon=0.01 .* costs 4"):
         run(pate("algorithm.labelling.epsilon=0.01"), tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
@@ -332,12 +332,12 @@ def test_a_teacher_that_fails_stops_no_private_run_but_one_without_noise(
     result = run(pate("algorithm.keep_private=true"), tmp_path / "run")
     assert result["status"] == "finished"
     assert np.load(tmp_path / "run" / "votes.npy").sum(axis=1).tolist() == [6] * 60
-    with pytest.raises(RunError, match=r"teachers 4 failed when the votes in .* were made: delete votes.npy"):
+    with pytest.raises(RunError, match=r"teachers 4 failed .* delete votes.npy"):
         run(pate("algorithm.labelling.mechanism=none"), tmp_path / "plain")
 
 
 def test_where_every_teacher_fails_the_reason_comes_from_none(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"none of 6 teachers voted: local.learning_rate may be too large"):
+    with pytest.raises(RunError, match=r"none of 6 teachers voted: local.learning_rate"):
         run(pate("local.learning_rate=1e30"), tmp_path / "run")
     assert read_run(tmp_path / "run").status == "failed"
     with pytest.raises(RunError, match=r"teacher 0.*not finite"):
@@ -399,7 +399,7 @@ def _own_data(path: Path, shared: int) -> str:
 
 def test_private_records_in_the_public_pool_are_found_by_their_content(tmp_path: Path) -> None:
     data = _own_data(tmp_path / "own.npz", 3)
-    with pytest.raises(UserError, match=r"3 of 600 private records .* \(the first is training record 5\)"):
+    with pytest.raises(UserError, match=r"3 of 600 private records .*record 5"):
         run(pate(f"data={data}"), tmp_path / "run")
     result = run(
         pate(f"data={data}", "algorithm.overlap=drop-private", "evaluate.test_is_public=true"), tmp_path / "run"
