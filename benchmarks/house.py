@@ -87,8 +87,9 @@ def foreign(top: Path) -> dict[str, set[str]]:
     """Return, by feature, the modules that are not its own and import one of its modules."""
     found: dict[str, set[str]] = defaultdict(set)
     for name, tree in modules(top):
+        others = [one for one in imported(tree) if one.startswith(TOPS)]
         for feature, own in FEATURES.items():
-            if not is_of(name, own) and any(is_of(one, own) for one in imported(tree)):
+            if not is_of(name, own) and any(is_of(one, own) for one in others):
                 found[feature].add(name)
     return found
 

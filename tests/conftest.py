@@ -69,11 +69,12 @@ def install_package(
 choose_token()  # for tests that start a Ray of their own, before any test imports Ray
 
 LONGEST = (
-    "fl_sim/engines/test_ray.py", "test_engines_agree.py", "fl_sim/simulation/test_flower_deployment.py",
-    "fl_sim/cli/test_table.py", "fl_sim/stages/pate/test_run.py", "strategies/test_algorithm.py",
-    "fl_sim/simulation/test_flower_app.py", "fl_sim/engines/test_ray_doors.py",
+    "fl_sim/engines/test_ray.py", "fl_sim/native/test_kernel.py", "test_engines_agree.py", "fl_sim/native/test_fuzz.py",
+    "fl_sim/simulation/test_flower_deployment.py", "fl_sim/cli/test_table.py", "test_release_audit.py",
+    "fl_sim/simulation/test_flower_app.py", "fl_sim/simulation/test_noise_from_epsilon.py",
+    "fl_sim/engines/test_ray_doors.py", "fl_sim/stages/pate/test_run.py", "strategies/test_algorithm.py",
 )  # fmt: skip
-"""Files that take half a minute and more, much of it in waiting for processes."""
+"""Files that take half a minute and more: those that wait for processes beside those that compute."""
 
 
 LONG = (

@@ -11,8 +11,8 @@ from fl_sim.engines import wire
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError
 from fl_sim.seeding import rng
-from fl_sim.types import ClientUpdate
 from fl_sim.testing_engine import FakeEngine
+from fl_sim.types import ClientUpdate
 from strategies.fedavg import FedAvg
 from strategies.flower import run_round
 from strategies.global_dp import GlobalDP

@@ -111,6 +111,7 @@ def test_a_tables_file_to_begin_with_can_be_run_and_is_never_overwritten(
     assert Path("skew.toml").read_text() == text
 
 
+@pytest.mark.usefixtures("quick_accounting")
 @pytest.mark.parametrize(
     ("commented", "count"), [(r"sampler|\{ algorithm", 3), (r"evaluate|\[tune[.a-z]*\]$|trials|rounds|\"local", 6)]
 )
