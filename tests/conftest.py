@@ -94,7 +94,7 @@ beside those marked ``cluster``, without coverage."""
 COVERED_ELSEWHERE = (
     "clients/dafl/dpcgan/test_stack.py", "fl_sim/native/test_bfloat16.py", "fl_sim/native/test_terms.py",
     "fl_sim/privacy/pate/test_labelling_cost.py", "fl_sim/privacy/pate/test_smooth_sensitivity.py",
-    "fl_sim/privacy/test_accounting.py", "fl_sim/report/test_damage.py", "fl_sim/simulation/pate/test_statements.py",
+    "fl_sim/privacy/test_accounting.py", "fl_sim/report/test_damage.py", "fl_sim/stages/pate/test_statements.py",
     "fl_sim/simulation/test_empty_clients.py", "fl_sim/simulation/test_fixed_parts.py",
     "fl_sim/simulation/test_measuring.py", "fl_sim/simulation/test_run.py", "fl_sim/simulation/test_two_worlds.py",
     "fl_sim/stages/dafl/test_synthesis.py", "fl_sim/training/test_stacked_step.py",
