@@ -1,9 +1,10 @@
 """Federated rounds: the main loop, and what a run with a federated algorithm needs beside it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -65,33 +66,45 @@ class Rounds:
     algorithm: Algorithm
 
     def run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
-        """Run every round that ``log`` does not have yet: train, evaluate, record, checkpoint."""
-        try:
-            self._run(grid, out, log, observer)
-        except Diverged as error:
-            if not isinstance(self.algorithm, Steered):
-                raise
-            raise Diverged(f"{error}; {self.algorithm.knobs}", private=error.private) from error
+        """Run every round that ``log`` does not have yet: begin, draw, ask, aggregate, merge, measure, record.
 
-    def _run(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> None:
-        experiment = self.job.experiment
+        The first five are the exchange, ``strategies.flower.run_round``; layers have a part in each of them.
+        """
+        with _knobs_told(self.algorithm):
+            experiment, rounds_before = self.job.experiment, len(log.rounds)
+            strategy = self._prepared(grid, out, log, observer)
+            run, exchange = Run(self.job, strategy, grid, out, log), self._exchange(strategy, grid, out, log)
+            while len(log.rounds) < experiment.rounds and not strategy.layer.ended(log.rounds):
+                start, server_round = time.perf_counter(), len(log.rounds) + 1
+                rate = experiment.local.rate_in(server_round, experiment.rounds)
+                try:
+                    made = exchange(server_round, rate)
+                except Stop as why:
+                    log.stopped = str(why)
+                    break
+                record = self._measured(_recorded(made, rate), strategy, log, run.measuring)
+                seconds = None if experiment.is_private else time.perf_counter() - start
+                record = replace(record, seconds=seconds)
+                _keep(out, log, strategy, record)
+                observer.finished_round(record)
+            self._conclude(run, rounds_before)
+
+    def _prepared(self, grid: Grid, out: Path, log: RunLog, observer: Observer) -> FederatedStrategy:
+        """Return the Strategy, after the work of stages before the first round."""
         for stage in stages_of(self.job):
             if preparing := stage.preparing(log):
                 observer.preparing(preparing)
-        strategy = prepared_strategy(self.job, self.algorithm, grid, out, log, observer)
-        exchange, run = self._exchange(strategy, grid, out, log), Run(self.job, strategy, grid, out, log)
-        measuring = run.measuring
-        rounds_before = len(log.rounds)
-        for server_round in range(len(log.rounds) + 1, experiment.rounds + 1):
-            if strategy.layer.ended(log.rounds):
-                break
-            try:
-                record = self._round(server_round, strategy, exchange, log, measuring)
-            except Stop as why:
-                log.stopped = str(why)
-                break
-            _keep(out, log, strategy, record)
-            observer.finished_round(record)
+        return prepared_strategy(self.job, self.algorithm, grid, out, log, observer)
+
+    def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
+        """Return what has clients train, and the server merge what they send."""
+        del out
+        strategy.layer.ready(workload_of(self.job, log.num_pooled, strategy.traffic))
+        return partial(run_round, strategy, grid, timeout=self.job.experiment.round_timeout)
+
+    def _conclude(self, run: Run, rounds_before: int) -> None:
+        """Say what there is to say of all rounds, and have the stages do their work after the last."""
+        strategy, log = run.strategy, run.log
         log.stopped = log.stopped or strategy.layer.ended(log.rounds)
         log.warnings += strategy.layer.conclusions(log.rounds)
         rounds_here = len(log.rounds) - rounds_before
@@ -106,35 +119,12 @@ class Rounds:
         log.server = strategy.server = replace(last, params=reported_by(self.algorithm, last))
         if log.measured is None and log.rounds:  # all of them ran before this process
             whole = replace(log.server, params=self._whole(log.server.params)).model
-            log.measured = measuring.measured(whole, _after(len(log.rounds)), is_last=True)
-        for last_stage in log.stages:
-            assert isinstance(last_stage, Stage)
-            done(last_stage, run, "after")
+            log.measured = run.measuring.measured(whole, _after(len(log.rounds)), is_last=True)
+        for stage in log.stages:
+            assert isinstance(stage, Stage)
+            done(stage, run, "after")
 
-    def _exchange(self, strategy: FederatedStrategy, grid: Grid, out: Path, log: RunLog) -> Exchange:
-        """Return what has clients train, and the server merge what they send."""
-        del out
-        strategy.layer.ready(workload_of(self.job, log.num_pooled, strategy.traffic))
-        timeout = self.job.experiment.round_timeout
-        return lambda server_round, rate: run_round(strategy, grid, server_round, rate, timeout)
-
-    def _round(
-        self, server_round: int, strategy: FederatedStrategy, exchange: Exchange, log: RunLog, measuring: Measuring
-    ) -> RoundRecord:
-        """Train, and evaluate where that is due. Raises Stop where a layer ends the run before it."""
-        experiment, start = self.job.experiment, time.perf_counter()
-        rate = experiment.local.rate_in(server_round, experiment.rounds)
-        made = exchange(server_round, rate)
-        record = RoundRecord(
-            server_round, None, None, made.train_loss, made.epsilon, made.cohort_size, rate, None,
-            virtual_seconds=made.virtual_seconds, late=made.late, staleness=made.staleness,
-        )  # fmt: skip
-        if made.traffic is not None:
-            record = replace(record, bytes_down=made.traffic.down, bytes_up=made.traffic.up)
-        record = self._evaluated(record, strategy, log, measuring)
-        return record if experiment.is_private else replace(record, seconds=time.perf_counter() - start)
-
-    def _evaluated(
+    def _measured(
         self, record: RoundRecord, strategy: FederatedStrategy, log: RunLog, measuring: Measuring
     ) -> RoundRecord:
         """Return a round's record with what its model is measured to be, where that is due."""
@@ -260,6 +250,27 @@ class Rounds:
         for kind in layer_kinds(experiment):
             warnings += kind.warnings(experiment, len(log.rounds), idle)
         return warnings + _drawn_idle(experiment, len(idle))
+
+
+@contextmanager
+def _knobs_told(algorithm: object) -> Iterator[None]:
+    """Say of a run that diverges which settings of its algorithm may be to blame."""
+    try:
+        yield
+    except Diverged as error:
+        if not isinstance(algorithm, Steered):
+            raise
+        raise Diverged(f"{error}; {algorithm.knobs}", private=error.private) from error
+
+
+def _recorded(made: Round, rate: float) -> RoundRecord:
+    """Return the line of a round before its model is measured; ``rate``: the learning rate."""
+    down, up = (made.traffic.down, made.traffic.up) if made.traffic is not None else (None, None)
+    return RoundRecord(
+        made.server_round, None, None, made.train_loss, made.epsilon, made.cohort_size, rate, None,
+        bytes_down=down, bytes_up=up,
+        virtual_seconds=made.virtual_seconds, late=made.late, staleness=made.staleness,
+    )  # fmt: skip
 
 
 def _drawn_idle(experiment: Experiment, without: int) -> list[str]:
