@@ -22,9 +22,9 @@ from fl_sim.privacy.planning import noise_multiplier, steps_that_fit
 Gaussian = dp_event.GaussianDpEvent
 SAMPLED = [
     (0.004, 1.3, 3600), (0.02, 4.0, 20_000), (0.0143, 2.518, 534_320), (0.004, 1.64, 55_000), (0.014, 1.65, 7700),
-    (0.5, 8.0, 1000),
+    (0.5, 8.0, 1000), (0.01, 0.78, 24_000),
 ]  # fmt: skip
-DELTAS = [1e-5, 1e-8, 1e-9, 1e-10, 1e-12, 1e-14]
+DELTAS = [1e-5, 1e-8, 1e-9, 1e-10, 1e-11, 1e-12, 1e-13, 3e-14, 1e-14]
 PURE = [(0.05, 2000), (0.1, 400)]
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -96,6 +97,21 @@ def test_a_private_run_measures_on_no_test_records_that_nobody_says_are_public(s
     with pytest.raises(UserError, match=f"{way}.*set evaluate.test_is_public=true where"):
         job_of(experiment_from({**usual, **settings}))
     job_of(experiment_from({**usual, **settings, "evaluate": settings.get("evaluate", {}) | PUBLIC}))
+
+
+@pytest.mark.parametrize("own", [{}, {"client_test": np.repeat(np.arange(2), 5)}], ids=["one test part", "by client"])
+def test_nor_on_those_of_an_npz_file_be_they_of_all_or_of_each_client(own, tmp_path):
+    drawn = np.random.default_rng(0)
+    x, labels = drawn.random((50, 4), dtype=np.float32), np.arange(50) % 2
+    clients = {"client_train": np.repeat(np.arange(2), 20)} if own else {}
+    np.savez(tmp_path / "own.npz", x_train=x[:40], y_train=labels[:40], x_test=x[40:], y_test=labels[40:],
+             **clients, **own)  # fmt: skip
+    split = {"partition": "natural", "clients": 2} if own else {"partition": "iid", "clients": 2}
+    private = {"data": f"npz:{tmp_path / 'own.npz'}:classes=2", "model": "logistic", "sampler": "full", **split,
+               "aggregator": {"kind": "global-dp", "noise_multiplier": 20}}  # fmt: skip
+    with pytest.raises(UserError, match=r"publishes measures on the test records of npz:.*test_is_public=true"):
+        job_of(experiment_from(private))
+    job_of(experiment_from({**private, "evaluate": PUBLIC}))
 
 
 def test_a_private_run_that_measures_nothing_writes_no_measure(tmp_path):
