@@ -7,6 +7,8 @@ outermost is the first to see a task and the last to see an update. A settings c
 ``layer = "module:Class"``; a user's own class may do the same.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,20 +16,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, Typ
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
 from clients.client_layer import ClientLayer, OwnClientLayer
 from fl_sim.errors import Malformed, UserError
 from fl_sim.import_path import load_object
 from fl_sim.kinds import is_own_kind, kind_of, path_in
 from fl_sim.local_plan import LocalPlan
-from fl_sim.store.run_directory import RoundRecord
 from fl_sim.types import Aggregate, Cohort, LocalSettings, Payloads, Reply, ServerState, Traffic
 from strategies.algorithm import Algorithm
 from strategies.samplers import Coins
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fl_sim.privacy.bill import Payment
+    from fl_sim.store.run_directory import RoundRecord
 
 Kind = TypeVar("Kind", bound="Layer")
 
@@ -100,7 +103,7 @@ class Layer:
     A layer that does all of its work on clients, by ``on_clients``, is one that hands everything on here.
     """
 
-    inner: "Layer"
+    inner: Layer
     reserved: ClassVar[str] = ""
     """The name of its group among those that travel or are client state; one that ends in / begins several names."""
 
@@ -111,7 +114,7 @@ class Layer:
         return True
 
     @classmethod
-    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> "Layer | None":
+    def of(cls, experiment: Any, out: Path, progress: Mapping[str, Any]) -> Layer | None:
         """Return the layer of a run of ``experiment`` in ``out``, None where that has no need of one.
 
         ``progress``: what the layer's ``state`` was in the checkpoint that the run goes on from; nothing at first.
@@ -140,7 +143,7 @@ class Layer:
         return server
 
     @classmethod
-    def payments(cls, experiment: Any) -> "Sequence[Payment]":
+    def payments(cls, experiment: Any) -> Sequence[Payment]:
         """Return what all rounds will cost."""
         del experiment
         return ()

@@ -9,21 +9,21 @@ from dp_accounting import dp_event
 
 from fl_sim.data import images_of_features
 from fl_sim.privacy.accounting import amplify_poisson, epsilon_of_counts
-from fl_sim.store import locks
+from fl_sim.simulation import stopwatch
 from fl_sim.testing_fixtures import FakeClock, FewerImages, SetFineness
 
 
 def test_a_clock_is_moved_by_sleeping_and_by_the_test_alone(fake_clock: Callable[[ModuleType], FakeClock]) -> None:
-    clock = fake_clock(locks)
+    clock = fake_clock(stopwatch)
     slept: list[float] = []
     clock.at_sleep = slept.append
-    begun = locks.time.monotonic()
-    locks.time.sleep(1000.0)
+    begun = stopwatch.time.monotonic()
+    stopwatch.time.sleep(1000.0)
     clock.now += 1
-    assert locks.time.monotonic() - begun == locks.time.perf_counter() - begun == 1001
+    assert stopwatch.time.monotonic() - begun == stopwatch.time.perf_counter() - begun == 1001
     assert clock.slept == slept == [1000.0]
-    assert locks.time.gmtime is time.gmtime
-    assert time.monotonic is not locks.time.monotonic
+    assert stopwatch.time.gmtime is time.gmtime
+    assert time.monotonic is not stopwatch.time.monotonic
 
 
 def test_coarse_accounting_is_an_upper_bound_until_it_is_fine_again(set_fineness: SetFineness) -> None:

@@ -7,17 +7,15 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from fl_sim.errors import RunError
 from fl_sim.store import locks
 from fl_sim.store.locks import alone_in, sole_run
-from fl_sim.testing_fixtures import FakeClock
 
 _HOLD = """
 import sys, time
@@ -42,25 +40,18 @@ def another_process_in(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_another_process_is_named_to_the_second_run_and_to_the_one_that_waits_and_goes_on_after_it(
-    tmp_path: Path, fake_clock: Callable[[ModuleType], FakeClock], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = fake_clock(locks)
-    begun = clock.now
+    monkeypatch.setattr(locks, "_PATIENCE", 0.05)
     with another_process_in(tmp_path) as first:
         when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
         match = rf"{re.escape(str(tmp_path))} is being written by process {first.pid}, started {when}: wait for it, or"
         with pytest.raises(RunError, match=match), sole_run(tmp_path):
             pass
         assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
-
-        def end_the_first_in_the_end(_: float) -> None:
-            if clock.now > begun + 4:
-                first.kill()
-                first.wait()
-
-        clock.at_sleep = end_the_first_in_the_end
+        threading.Timer(0.4, first.kill).start()
         with alone_in(tmp_path):
-            assert first.poll() is not None
+            first.wait()
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"waiting for process {first.pid}, started 2" in said
