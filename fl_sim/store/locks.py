@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -107,9 +108,12 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
     lock = FileLock(
         path, timeout, 0o600, thread_local=False, poll_interval=_PAUSE, preserve_lock_file=True, on_acquired=sign
     )
+    is_plain = True
     try:
         folder.stat()  # FileLock would make the folder
-        if path.is_symlink() or (path.exists() and not path.is_file()):
+        with suppress(FileNotFoundError):  # one look: its last holder may remove it at any moment
+            is_plain = stat.S_ISREG(path.lstat().st_mode)
+        if not is_plain:
             raise RunError(f"{path} is a link, or not a plain file, which a lock is: remove it")
         while not lock.is_locked:
             with suppress(_RemovedError):
