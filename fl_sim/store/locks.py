@@ -90,6 +90,16 @@ def _began(pid: int) -> float:
     return float(int(started.split()[1]) + ticks / os.sysconf("SC_CLK_TCK"))
 
 
+def _check_plain(path: Path) -> None:
+    """Raise RunError where something else than a plain file is in the lock's place."""
+    try:
+        mode = path.lstat().st_mode  # one look: its last holder may remove it at any moment
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        raise RunError(f"{path} is a link, or not a plain file, which a lock is: remove it")
+
+
 @contextmanager
 def _locked(folder: Path, timeout: float) -> Iterator[None]:
     """Hold the lock of ``folder``. Raises Timeout where another process holds it for ``timeout`` seconds."""
@@ -108,13 +118,9 @@ def _locked(folder: Path, timeout: float) -> Iterator[None]:
     lock = FileLock(
         path, timeout, 0o600, thread_local=False, poll_interval=_PAUSE, preserve_lock_file=True, on_acquired=sign
     )
-    is_plain = True
     try:
         folder.stat()  # FileLock would make the folder
-        with suppress(FileNotFoundError):  # one look: its last holder may remove it at any moment
-            is_plain = stat.S_ISREG(path.lstat().st_mode)
-        if not is_plain:
-            raise RunError(f"{path} is a link, or not a plain file, which a lock is: remove it")
+        _check_plain(path)
         while not lock.is_locked:
             with suppress(_RemovedError):
                 lock.acquire()
