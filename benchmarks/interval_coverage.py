@@ -2,13 +2,13 @@
 
     PYTHONPATH=. python benchmarks/interval_coverage.py
 
-"given" is what tables print (fl_sim.report.spread): Student's t below ``ENOUGH`` seeds, the BCa bootstrap from there.
+"given" is what tables print (fl_sim.report.measures): Student's t below ``ENOUGH`` seeds, the BCa bootstrap from there.
 """
 
 import numpy as np
 from scipy.special import stdtrit
 
-from fl_sim.report.spread import LEVEL, difference
+from fl_sim.report.measures import LEVEL, difference
 
 TRIES = 4000
 DRAWS = {

@@ -14,6 +14,8 @@ MOVED: Final[Mapping[str, str]] = {
     "clients.dafl.clamped": "clients.clamped",
     "clients.dafl.warping": "clients.warping",
     "fl_sim.batch_norm": "fl_sim.running_statistics",
+    "fl_sim.report.curve": "fl_sim.report.measures",
+    "fl_sim.report.spread": "fl_sim.report.measures",
     "fl_sim.simulation.asynchronous": "fl_sim.stages.asynchronous",
     "fl_sim.simulation.calibration": "fl_sim.stages.ccvr",
     "fl_sim.simulation.clocks": "strategies.timed",

@@ -14,11 +14,11 @@ from fl_sim.report.figures.found import is_in_features
 from fl_sim.report.figures.pate import pate_pictures
 from fl_sim.report.figures.sweep import draw_sweeps
 from fl_sim.report.groups import Panel, group, panels
+from fl_sim.report.measures import mean_and_deviation
 from fl_sim.report.page import page
 from fl_sim.report.page_words import groups_of, percent, runs_of, summary, title_of
 from fl_sim.report.picture import for_papers
 from fl_sim.report.runs import Found, find
-from fl_sim.report.spread import mean_and_deviation
 from fl_sim.report.sweep import sweeps
 from fl_sim.report.targets import Taken, taken
 from fl_sim.store.run_directory import write_text

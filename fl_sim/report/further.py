@@ -2,8 +2,7 @@
 
 from typing import Final
 
-from fl_sim.report.curve import LADDER
-from fl_sim.report.spread import mean_and_deviation
+from fl_sim.report.measures import LADDER, mean_and_deviation
 from fl_sim.report.table import Grid, Table, spread_text
 
 _MEGABYTE: Final = 1e6

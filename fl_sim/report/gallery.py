@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess
+from fl_sim.report.measures import mean_and_deviation
 from fl_sim.report.runs import TABLE, read_json_table
-from fl_sim.report.spread import mean_and_deviation
 from fl_sim.report.table import MEASURES, Measure, Table, best_rows, cell_text, percentages
 from fl_sim.report.table_markdown import below
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from fl_sim.report.groups import Group, Panel
+from fl_sim.report.measures import mean_and_deviation
 from fl_sim.report.release import in_short, in_words
 from fl_sim.report.runs import Run
-from fl_sim.report.spread import mean_and_deviation
 
 _PICKED = {
     "test": "picked on the test set and so optimistic",

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
-from fl_sim.report.measures import Value
+from fl_sim.report.measures import ENOUGH, FEWEST, Difference, Value, difference, mean_and_deviation
 from fl_sim.report.release import Release
 from fl_sim.report.release import notes as privacy_notes
-from fl_sim.report.spread import ENOUGH, FEWEST, Difference, difference, mean_and_deviation
 
 Status: TypeAlias = Literal["finished", "failed", "missing"]
 Measure: TypeAlias = Literal["last", "best"]

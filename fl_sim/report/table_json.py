@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from fl_sim.report.spread import mean_and_deviation
+from fl_sim.report.measures import mean_and_deviation
 from fl_sim.report.table import Lead, SeedResult, Table, lead, notes, percentages
 
 VERSION = 2

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fl_sim.report.curve import Reached, Spent, reached
 from fl_sim.report.files import Outcome
+from fl_sim.report.measures import Reached, Spent, reached
 from fl_sim.report.page_words import Groups, spread
 from fl_sim.report.runs import Run
 

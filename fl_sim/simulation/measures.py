@@ -8,7 +8,7 @@ import numpy as np
 
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
-from fl_sim.report.curve import LADDER, Reached, Spent, area_under, mean_of_last, reached
+from fl_sim.report.measures import LADDER, Reached, Spent, area_under, mean_of_last, reached
 from fl_sim.simulation.measuring import Tested
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.store.run_directory import RoundRecord

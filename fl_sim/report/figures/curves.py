@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from fl_sim.report.curve import spent_by
 from fl_sim.report.groups import Group, Panel
+from fl_sim.report.measures import mean_and_deviation, spent_by
 from fl_sim.report.picture import PAGE, WIDE_PAGE, Layout, Picture, drawn, file_names, plain
-from fl_sim.report.spread import mean_and_deviation
 from fl_sim.store.run_directory import RoundRecord
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from fl_sim.report.figures.curves import Style, styled
 from fl_sim.report.files import PateFacts
 from fl_sim.report.groups import Group
+from fl_sim.report.measures import mean_and_deviation
 from fl_sim.report.picture import PAGE, Layout, Picture, drawn, file_names, plain
 from fl_sim.report.runs import Problem, Run
-from fl_sim.report.spread import mean_and_deviation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

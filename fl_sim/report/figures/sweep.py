@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from fl_sim.report.figures.by_epsilon import EPSILON
 from fl_sim.report.figures.curves import Style, styled
+from fl_sim.report.measures import mean_and_deviation
 from fl_sim.report.picture import PAGE, Layout, Picture, drawn, file_names, plain
-from fl_sim.report.spread import mean_and_deviation
 from fl_sim.report.sweep import Line, Point, Sweep
 
 if TYPE_CHECKING:
