@@ -15,6 +15,7 @@ MOVED: Final[Mapping[str, str]] = {
     "clients.dafl.warping": "clients.warping",
     "fl_sim.batch_norm": "fl_sim.running_statistics",
     "fl_sim.report.curve": "fl_sim.report.measures",
+    "fl_sim.report.further": "fl_sim.report.table",
     "fl_sim.report.spread": "fl_sim.report.measures",
     "fl_sim.simulation.asynchronous": "fl_sim.stages.asynchronous",
     "fl_sim.simulation.calibration": "fl_sim.stages.ccvr",

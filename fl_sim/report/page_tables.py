@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from fl_sim.report.further import further, targets
-from fl_sim.report.table import MEASURES, Grid, Table, differences, texts
+from fl_sim.report.table import MEASURES, Grid, Table, differences, further, targets, texts
 
 
 @dataclass(frozen=True)

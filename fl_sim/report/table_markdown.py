@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from fl_sim.printable import in_a_line
-from fl_sim.report.further import further, targets
-from fl_sim.report.table import MEASURES, Table, differences, notes, texts
+from fl_sim.report.table import MEASURES, Table, differences, further, notes, targets, texts
 
 
 def markdown(table: Table) -> str:

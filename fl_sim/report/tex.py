@@ -4,8 +4,7 @@ import re
 from typing import Final
 
 from fl_sim.printable import in_a_line
-from fl_sim.report.further import targets
-from fl_sim.report.table import MEASURES, Grid, Table, differences, notes, texts
+from fl_sim.report.table import MEASURES, Grid, Table, differences, notes, targets, texts
 
 _FITTED: Final = r"\leavevmode\ifdim\wd0>\linewidth\resizebox{\linewidth}{!}{\box0}\else\box0\fi\par\medskip"
 """Shows what was put in box 0, shrunk to the width of the text where it is wider."""
