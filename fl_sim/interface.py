@@ -76,7 +76,7 @@ class TableResult:
 
     def to_markdown(self) -> str:
         """Return what ``fl-sim table`` prints."""
-        from fl_sim.report.table_markdown import markdown  # noqa: PLC0415 (of no use to a single run)
+        from fl_sim.report.table_files import markdown  # noqa: PLC0415 (of no use to a single run)
 
         return markdown(self.table)
 
@@ -87,7 +87,7 @@ class TableResult:
 
         Raises UserError where pandas is not installed.
         """
-        from fl_sim.report.tidy import run_lines  # noqa: PLC0415 (of no use to a single run)
+        from fl_sim.report.table_files import run_lines  # noqa: PLC0415 (of no use to a single run)
 
         return _data_frame(run_lines(self.table))
 

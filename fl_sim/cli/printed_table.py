@@ -10,8 +10,7 @@ from rich.text import Text
 from fl_sim.cli.screen import say
 from fl_sim.printable import in_a_line, printable
 from fl_sim.report.table import MEASURES, Grid, Table, differences, notes, targets, texts
-from fl_sim.report.table_json import as_json
-from fl_sim.report.table_markdown import markdown
+from fl_sim.report.table_files import as_json, markdown
 from fl_sim.tables.filling import Board, conclude
 
 

@@ -18,7 +18,7 @@ from fl_sim.mistakes import guess
 from fl_sim.report.measures import mean_and_deviation
 from fl_sim.report.runs import TABLE, read_json_table
 from fl_sim.report.table import MEASURES, Measure, Table, best_rows, cell_text, percentages
-from fl_sim.report.table_markdown import below
+from fl_sim.report.table_files import below
 
 ABOUT, RUNS = "about.toml", "table.csv"
 PAGE = "README.md"

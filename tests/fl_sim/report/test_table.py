@@ -6,10 +6,7 @@ from pathlib import Path
 
 from fl_sim.report.release import Release, in_short, promise
 from fl_sim.report.table import SeedResult, Status, Table, best_rows, further, notes, targets, texts
-from fl_sim.report.table_files import write_table
-from fl_sim.report.table_json import as_json
-from fl_sim.report.table_markdown import markdown
-from fl_sim.report.tex import latex
+from fl_sim.report.table_files import as_json, latex, markdown, write_table
 
 
 def result(row: str, column: str, seed: int, last: float | None, status: Status = "finished") -> SeedResult:

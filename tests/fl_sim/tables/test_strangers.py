@@ -11,7 +11,7 @@ import pytest
 
 from fl_sim.errors import UserError
 from fl_sim.experiment.identity import identity_of
-from fl_sim.report.table_markdown import markdown
+from fl_sim.report.table_files import markdown
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_identity
 from fl_sim.tables.filling import Board, conclude, fill
