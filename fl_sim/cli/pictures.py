@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from fl_sim.data.known import KNOWN
 from fl_sim.report.figures.found import Images
-from fl_sim.report.progress_line import Line, Part, clock
+from fl_sim.report.progress import Line, Part, clock
 from fl_sim.report.runs import Run
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fl_sim.printable import in_a_line
-from fl_sim.report.progress_line import clock
+from fl_sim.report.progress import clock
 from fl_sim.report.watching import STATES, Watched
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"

@@ -14,11 +14,11 @@ from typing import Any
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.bills import bills_of
 from fl_sim.report.measures import Value, flat_settings, measures
+from fl_sim.report.progress import TableProgress
 from fl_sim.report.release import Release
 from fl_sim.report.runs import Problem, read_all
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_rounds, write_table
-from fl_sim.report.table_progress import TableProgress
 from fl_sim.simulation.capacity import cores
 from fl_sim.simulation.stopwatch import Stopwatch
 from fl_sim.tables.budget import Budget
