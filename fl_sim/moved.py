@@ -23,6 +23,7 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.report.table_progress": "fl_sim.report.progress",
     "fl_sim.report.tex": "fl_sim.report.table_files",
     "fl_sim.report.tidy": "fl_sim.report.table_files",
+    "fl_sim.report.watch_view": "fl_sim.report.watching",
     "fl_sim.simulation.asynchronous": "fl_sim.stages.asynchronous",
     "fl_sim.simulation.calibration": "fl_sim.stages.ccvr",
     "fl_sim.simulation.clocks": "strategies.timed",

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.live import Live
 
 from fl_sim.cli.screen import say
-from fl_sim.report.watch_view import view
-from fl_sim.report.watching import STATES, Watched, Watcher
+from fl_sim.report.watching import STATES, Watched, Watcher, view
 
 
 def watch_directory(directory: Path, *, every: float, once: bool, json_output: bool) -> None:

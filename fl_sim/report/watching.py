@@ -1,4 +1,8 @@
-"""What the runs in a directory are doing, told by their files alone: nothing is locked, and nothing is written."""
+"""What the runs in a directory are doing, told by their files alone, and how ``fl-sim watch`` shows it.
+
+Nothing is locked, and nothing is written. A run is a row, whole at 80 columns, and below is how many runs are in which
+state.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -6,11 +10,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
+from rich.console import Group, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
+
 from fl_sim.errors import UserError
+from fl_sim.printable import in_a_line
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.report.files import Synthesis
 from fl_sim.report.groups import group, panels
 from fl_sim.report.page_words import privacy_in_short, short_names
+from fl_sim.report.progress import clock
 from fl_sim.report.runs import TABLE, WANTED, Run, places_in, read_json_table, read_run
 from fl_sim.report.table import Table
 from fl_sim.store.locks import is_held
@@ -23,6 +33,14 @@ STATES: Final[tuple[State, ...]] = ("running", "failed", "damaged", "stopped", "
 _PACE_OF: Final = 10
 _SILENCE: Final = 60.0
 """A run on another machine whose files did not change for as many seconds, or for five rounds, counts as stopped."""
+
+_BLOCKS: Final = "▁▂▃▄▅▆▇█"
+_PLAIN_BLOCKS: Final = "_.-=+*%#"
+"""For terminals that have no others."""
+_CURVE: Final = 12
+_STYLES: Final = {"running": "bold cyan", "failed": "bold red", "damaged": "bold red", "stopped": "yellow"}
+_AROUND: Final = 4
+"""Lines besides the rows: heads, the count, and what is said below."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +148,46 @@ class Watcher:
         return list(missing.values())
 
 
+def view(watched: Sequence[Watched], *, height: int | None, is_plain: bool = False) -> RenderableType:
+    """Return a table of as many runs as ``height`` lines have room for (None: all), and below it what they come to.
+
+    Running ones come first. ``is_plain``: only ASCII is drawn.
+    """
+    shown = _fitting(watched, height)
+    has = {name: any(getattr(one, name) not in (None, "") for one in shown) for name in ("pace", "left", "epsilon")}
+    table = RichTable(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for head in ("round", "acc %"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("curve", no_wrap=True)
+    for name, head in (("pace", "s/round"), ("left", "left"), ("epsilon", "epsilon")):
+        if has[name]:
+            table.add_column(head, justify="right", no_wrap=name != "epsilon")
+    place = None
+    for one in shown:
+        if one.place != place and len({run.place for run in watched}) > 1:
+            place = one.place
+            table.add_row(Text(in_a_line(place) or "not readable", "italic"))
+        table.add_row(*_cells(one, has, _PLAIN_BLOCKS if is_plain else _BLOCKS))
+    told = [Text(in_a_line(f"{one.directory}: {one.error}"), "yellow", overflow="fold") for one in shown if one.error]
+    return Group(table, *told, Text(_counted(watched, len(shown))))
+
+
+def curve(accuracies: Sequence[float], blocks: str = _BLOCKS, width: int = _CURVE) -> str:
+    """Return the accuracies as a row of blocks, from their lowest to their highest.
+
+    >>> curve([0.1, 0.4, 0.9]), curve([0.5, 0.5]), curve([])
+    ('▁▄█', '▁▁', '')
+    """
+    if not accuracies:
+        return ""
+    steps = min(width, len(accuracies))
+    chosen = [accuracies[round((at + 1) * len(accuracies) / steps) - 1] for at in range(steps)]
+    low, high = min(chosen), max(chosen)
+    return "".join(blocks[round((len(blocks) - 1) * (one - low) / (high - low or 1.0))] for one in chosen)
+
+
 def _named(runs: Mapping[Path, Run], tables: Mapping[Path, Table]) -> dict[Path, Run]:
     """Return ``runs`` called as the tables call them that they belong to."""
     places: dict[Path, set[tuple[str, str]]] = {}
@@ -190,3 +248,42 @@ def _changed(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+def _fitting(watched: Sequence[Watched], height: int | None) -> list[Watched]:
+    """Return as many runs as there is room for, those of one place together: each place takes a line, too."""
+    kept: list[Watched] = []
+    for one in watched:
+        lines = _AROUND + len(kept) + 1 + len({run.place for run in (*kept, one)})
+        lines += sum(bool(run.error) for run in (*kept, one))
+        if height is not None and kept and lines > height:
+            break
+        kept.append(one)
+    places = list(dict.fromkeys(one.place for one in kept))
+    return sorted(kept, key=lambda one: places.index(one.place))
+
+
+def _cells(one: Watched, has: dict[str, bool], blocks: str) -> list[Text]:
+    name = one.method or one.directory
+    cells = [
+        Text(in_a_line(name if one.seed is None else f"{name}, seed {one.seed}")),
+        Text(one.state, _STYLES.get(one.state, "")),
+        Text("" if one.rounds is None else f"{one.round}/{one.rounds}"),
+        Text(f"{100 * one.accuracies[-1]:.1f}" if one.accuracies else ""),
+        Text(curve(one.accuracies, blocks)),
+    ]
+    if has["pace"]:
+        cells.append(Text("" if one.pace is None else f"{one.pace:.2f}"))
+    if has["left"]:
+        cells.append(Text("" if one.left is None else clock(one.left)))
+    if has["epsilon"]:
+        cells.append(Text(in_a_line(one.epsilon)))
+    return cells
+
+
+def _counted(watched: Sequence[Watched], shown: int) -> str:
+    counts = {state: sum(one.state == state for one in watched) for state in STATES}
+    told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    runs = "1 run" if len(watched) == 1 else f"{len(watched)} runs"
+    hidden = len(watched) - shown
+    return f"{runs}: {told}{f' ({hidden} of them not shown: no room)' if hidden else ''}"

@@ -13,8 +13,7 @@ from rich.console import Console
 from fl_sim.errors import UserError
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_table
-from fl_sim.report.watch_view import view
-from fl_sim.report.watching import Watched, Watcher
+from fl_sim.report.watching import Watched, Watcher, view
 
 LINE = {
     "round": 1, "test_accuracy": 0.5, "test_loss": 1.0, "train_loss": None, "epsilon": None, "cohort": 2,
