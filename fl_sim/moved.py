@@ -21,6 +21,7 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.report.table_json": "fl_sim.report.table_files",
     "fl_sim.report.table_markdown": "fl_sim.report.table_files",
     "fl_sim.report.table_progress": "fl_sim.report.progress",
+    "fl_sim.report.targets": "fl_sim.report.page_words",
     "fl_sim.report.tex": "fl_sim.report.table_files",
     "fl_sim.report.tidy": "fl_sim.report.table_files",
     "fl_sim.report.watch_view": "fl_sim.report.watching",

@@ -16,11 +16,10 @@ from fl_sim.report.figures.sweep import draw_sweeps
 from fl_sim.report.groups import Panel, group, panels
 from fl_sim.report.measures import mean_and_deviation
 from fl_sim.report.page import page
-from fl_sim.report.page_words import groups_of, percent, runs_of, summary, title_of
+from fl_sim.report.page_words import Taken, groups_of, percent, runs_of, summary, taken, title_of
 from fl_sim.report.picture import for_papers
 from fl_sim.report.runs import Found, find
 from fl_sim.report.sweep import sweeps
-from fl_sim.report.targets import Taken, taken
 from fl_sim.store.run_directory import write_text
 
 PAGE = "report.html"

@@ -11,9 +11,8 @@ from fl_sim.privacy.rounding import rounded_up
 from fl_sim.report.figures.curves import curve, x_label
 from fl_sim.report.groups import Group, Panel
 from fl_sim.report.measures import LADDER, Spent, mean_and_deviation, spent_by
-from fl_sim.report.page_words import percent, short_names, spread
+from fl_sim.report.page_words import percent, short_names, spent_beforehand, spread, taken
 from fl_sim.report.runs import Run
-from fl_sim.report.targets import spent_beforehand, taken
 
 _MOST_POINTS: Final = 20_000
 _FEWEST_POINTS: Final = 40

@@ -9,6 +9,7 @@ from fl_sim.report.files import Outcome
 from fl_sim.report.groups import Group, Panel, parameters
 from fl_sim.report.page_tables import Cell, Column, columns_table
 from fl_sim.report.page_words import (
+    HEADS,
     Groups,
     further_settings,
     how_picked,
@@ -18,9 +19,9 @@ from fl_sim.report.page_words import (
     runs_of,
     short_names,
     spread,
+    taken,
 )
 from fl_sim.report.runs import Found, Run
-from fl_sim.report.targets import HEADS, taken
 
 _BILL = (
     "Whoever sees all of these runs sees all of their releases, so whoever's records they are about pays for each of "

@@ -1,11 +1,13 @@
-"""What a report says in words: its title, what the runs have in common, what each promises about privacy."""
+"""What a report says in words: title, what the runs have in common, promises of privacy, what an accuracy took."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
+from fl_sim.report.files import Outcome
 from fl_sim.report.groups import Group, Panel
-from fl_sim.report.measures import mean_and_deviation
+from fl_sim.report.measures import Reached, Spent, mean_and_deviation, reached
 from fl_sim.report.release import in_short, in_words
 from fl_sim.report.runs import Run
 
@@ -22,6 +24,8 @@ NO_GUARANTEE = "No privacy guarantee: updates leave the clients without noise"
 
 Groups: TypeAlias = Mapping[str, Sequence[tuple[str, Group]]]
 """{data and split: [(label, group)]}, each group once."""
+
+HEADS = ("Rounds", "MB", "Seconds", "Virtual seconds", "Runs that got there")
 
 
 def groups_of(panels: Iterable[Panel]) -> Groups:
@@ -106,10 +110,6 @@ def percent(accuracy: float | None) -> float | None:
     return None if accuracy is None else 100 * accuracy
 
 
-def _order(value: int | str) -> tuple[int, str]:
-    return (value, "") if isinstance(value, int) else (0, value)
-
-
 def short_names(labels: Iterable[str]) -> dict[str, str]:
     """Return {label: its method alone}, with those of its settings in which labels of the same method differ.
 
@@ -136,6 +136,58 @@ def further_settings(label: str, name: str, parameters: str) -> str:
     return ", ".join(one for one in every if one and one not in told)
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What a line's finished runs, ``runs`` of them, took to the target; ``reached`` has those that got there."""
+
+    method: str
+    where: str
+    runs: int
+    reached: tuple[Reached, ...]
+
+    @property
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """Return rounds, megabytes, seconds, virtual seconds, of those that got there ("-" without any); their number.
+
+        The same in the order of ``HEADS``.
+        """
+        return (
+            spread(float(one.round) for one in self.reached),
+            spread((None if one.bytes is None else one.bytes / 1e6 for one in self.reached), digits=2),
+            spread(one.seconds for one in self.reached),
+            spread(one.virtual_seconds for one in self.reached),
+            f"{len(self.reached)} of {self.runs}",
+        )
+
+    @property
+    def in_words(self) -> str:
+        """Return all of it as a line."""
+        rounds, megabytes, seconds, virtual, count = self.cells
+        taken = f"rounds {rounds}, MB {megabytes}, seconds {seconds}" if self.reached else "-"
+        taken += f", virtual seconds {virtual}" if virtual != "-" else ""
+        return f"{self.method} on {self.where}: {taken} ({count} runs got there)"
+
+
+def taken(groups: Groups, accuracy: float) -> list[Taken]:
+    """Return what every line of ``groups`` took to a test accuracy of at least ``accuracy``, in [0, 1]."""
+    return [
+        Taken(label, where, len(one.finished), tuple(_reached(one.finished, accuracy)))
+        for where, some in groups.items()
+        for label, one in some
+    ]
+
+
+def spent_beforehand(outcome: Outcome) -> Spent:
+    """Return what a run had spent before its first round."""
+    before = [one for one in outcome.bytes.before.values() if one is not None]
+    known = len(before) == len(outcome.bytes.before)
+    return Spent(sum(one.down + one.up for one in before) if known else None, outcome.seconds.preprocess)
+
+
+def _order(value: int | str) -> tuple[int, str]:
+    return (value, "") if isinstance(value, int) else (0, value)
+
+
 def _taken_apart(label: str) -> tuple[str, list[str]]:
     """Return a label's method, and its settings: those in the method's brackets, and those after the first comma.
 
@@ -155,3 +207,11 @@ def _outside_brackets(text: str, separator: str) -> list[str]:
         is_open = bool(parts) and parts[-1].count("(") > parts[-1].count(")")
         parts[len(parts) - is_open :] = [parts[-1] + separator + piece] if is_open else [piece]
     return parts
+
+
+def _reached(runs: tuple[Run, ...], accuracy: float) -> Iterator[Reached]:
+    for run in runs:
+        if run.outcome is None:
+            continue
+        if (found := reached(run.rounds, accuracy, spent_beforehand(run.outcome))) is not None:
+            yield found

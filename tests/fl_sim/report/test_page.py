@@ -9,7 +9,7 @@ import pytest
 from fl_sim.report.bills import bills_of
 from fl_sim.report.groups import group, panels
 from fl_sim.report.page import page
-from fl_sim.report.page_words import NO_GUARANTEE, privacy_in_words, short_names
+from fl_sim.report.page_words import NO_GUARANTEE, privacy_in_words
 from fl_sim.report.runs import find, read_json_table
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_table
@@ -199,9 +199,3 @@ def test_a_table_read_back_is_the_one_that_was_written_and_the_page_shows_how_fa
     ]
     told = text_of(shown(tmp_path))
     assert "Method x A highest mean B -25.0 [-25.0, -25.0] What it is." in told
-
-
-def test_short_names_keep_a_setting_and_its_brackets_together() -> None:
-    rows = ["FedAvg", "FedAvg, FedBuff (concurrency=20)", "FedAvg, deadline (deadline=4, late=partial)"]
-    rows += ["DA-FL (gamma=0.1, generator=dp-cgan (steps=5)) + FedAvg"]
-    assert list(short_names(rows).values()) == [*rows[:3], "DA-FL + FedAvg"]

@@ -6,8 +6,8 @@ import pytest
 
 from fl_sim.report.files import BytesFacts, Outcome, RunConfig, Seconds, Travelled
 from fl_sim.report.groups import Group
+from fl_sim.report.page_words import short_names, spent_beforehand, taken
 from fl_sim.report.runs import Run
-from fl_sim.report.targets import spent_beforehand, taken
 from fl_sim.store.run_directory import RoundRecord
 
 
@@ -79,3 +79,9 @@ def test_what_is_not_known_of_one_thing_that_travelled_beforehand_is_not_known_o
     for before, spent in (([known, known], 5_000_000), ([known, None], None), ([], 0)):
         told = BytesFacts(before={str(number): one for number, one in enumerate(before)})
         assert spent_beforehand(outcome.model_copy(update={"bytes": told})).bytes == spent
+
+
+def test_short_names_keep_a_setting_and_its_brackets_together() -> None:
+    rows = ["FedAvg", "FedAvg, FedBuff (concurrency=20)", "FedAvg, deadline (deadline=4, late=partial)"]
+    rows += ["DA-FL (gamma=0.1, generator=dp-cgan (steps=5)) + FedAvg"]
+    assert list(short_names(rows).values()) == [*rows[:3], "DA-FL + FedAvg"]
