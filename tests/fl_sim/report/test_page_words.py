@@ -1,4 +1,4 @@
-"""What runs took to a target: of those that got there, and "-" where none did."""
+"""Methods have short names, and what a target took is that of the runs that got there, "-" where none did."""
 
 from dataclasses import replace
 
