@@ -17,6 +17,7 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.report.curve": "fl_sim.report.measures",
     "fl_sim.report.further": "fl_sim.report.table",
     "fl_sim.report.page_data": "fl_sim.report.page",
+    "fl_sim.report.page_tables": "fl_sim.report.page_sections",
     "fl_sim.report.progress_line": "fl_sim.report.progress",
     "fl_sim.report.spread": "fl_sim.report.measures",
     "fl_sim.report.table_json": "fl_sim.report.table_files",

@@ -29,10 +29,10 @@ from fl_sim.report.page_sections import (
     failures,
     privacy,
     section,
+    table_section,
     to_target,
     versions,
 )
-from fl_sim.report.page_tables import table_section
 from fl_sim.report.page_words import groups_of, percent, short_names, spent_beforehand, spread, summary, taken, title_of
 from fl_sim.report.picture import Picture
 from fl_sim.report.runs import Found, Run

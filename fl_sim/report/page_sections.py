@@ -1,13 +1,16 @@
-"""The sections of a report's page that are text and tables: failures, comparison, privacy, all runs."""
+"""The sections of a report's page that are text and tables: failures, comparison, privacy, all runs.
+
+What all rows of a table share is said once, below it.
+"""
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from fl_sim.report.files import Outcome
 from fl_sim.report.groups import Group, Panel, parameters
-from fl_sim.report.page_tables import Cell, Column, columns_table
 from fl_sim.report.page_words import (
     HEADS,
     Groups,
@@ -22,12 +25,84 @@ from fl_sim.report.page_words import (
     taken,
 )
 from fl_sim.report.runs import Found, Run
+from fl_sim.report.table import MEASURES, Grid, Table, differences, further, targets, texts
+
+_LONGEST_NOTE = 60
 
 _BILL = (
     "Whoever sees all of these runs sees all of their releases, so whoever's records they are about pays for each of "
     "them: every epsilon and every seed. A release that several runs use is paid for once. Both figures hold; deltas "
     "add up with the plain sum."
 )
+
+_NUMBERS = ("Final %", "Best %", "Seconds", "of them training")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A table's cell. ``note``: a line below it, in small letters. ``kind``: n (a number), k (one line) or path."""
+
+    text: str
+    note: str = ""
+    kind: str = ""
+    best: bool = False
+
+    @property
+    def html(self) -> str:
+        """Return the cell; a long note is folded."""
+        text = f"<b>{escape(self.text)}</b>" if self.best else escape(self.text)
+        return f"<td{_class(self.kind)}>{text}{_note(self.note)}</td>"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its head, and a cell for each row. ``common``: what it is called where all cells say the same.
+
+    ``is_split``: it tells how records are split, of which an upper bound has none.
+    """
+
+    head: str
+    cells: Sequence[Cell]
+    common: str = ""
+    is_split: bool = False
+
+
+def columns_table(columns: Sequence[Column], bounds: Sequence[bool]) -> str:
+    """Return the columns as a table, and below it in a line what is the same in all rows, which has no column.
+
+    ``bounds``: for each row whether it is an upper bound.
+    """
+    shown, told = [], []
+    for column in columns:
+        is_left_out = [is_bound and column.is_split for is_bound in bounds]
+        cells = [cell for cell, without in zip(column.cells, is_left_out, strict=True) if not without]
+        same = len({(cell.text, cell.note) for cell in cells}) == 1
+        if column.common and same and len(column.cells) > 1:
+            but = " (but for the upper bound)" if column.is_split and any(bounds) else ""
+            told.append(f"{column.common} {cells[0].text}{but}")
+        else:
+            shown.append(column)
+    rows = [
+        f"{_start(is_bound=is_bound)}{''.join(cell.html for cell in cells)}</tr>"
+        for is_bound, *cells in zip(bounds, *(column.cells for column in shown), strict=True)
+    ]
+    heads = "".join(_head(column.head, column.cells[0].kind if column.cells else "") for column in shown)
+    below = f'<p class="small common">In all rows: {escape("; ".join(told))}.</p>' if told else ""
+    return f"{_table(f'<tr>{heads}</tr>', ''.join(rows))}{below}"
+
+
+def table_section(place: Path, table: Table) -> str:
+    """Return a table that was found at ``place``, what it tells besides accuracies, and its caption."""
+    heads = "".join(f'<th scope="colgroup" colspan="2" class="n">{escape(column)}</th>' for column in table.columns)
+    measures = "".join(_head(measure, "n") for _ in table.columns for measure in MEASURES)
+    rows = "".join(_row(row, cells, is_bound=row in table.upper_bounds) for row, cells in texts(table))
+    below = "<br>".join(escape(line) for line in table.caption)
+    more = "".join(_grid(grid) for grid in (differences(table), targets(table), *further(table)) if grid)
+    head = f"<tr><td></td>{heads}</tr><tr>{_head('Method')}{measures}</tr>"
+    return (
+        f'<section><h2>Table <span class="small path">{escape(str(place))}</span></h2>'
+        f'{_table(head, rows)}{more}<p class="small">{below}</p></section>'
+    )
 
 
 def section(heading: str, content: str) -> str:
@@ -105,19 +180,6 @@ def comparison(groups: Groups) -> str:
     )
 
 
-def _virtual_time(done: Sequence[Sequence[Outcome]]) -> list[Column]:
-    """Return a column of virtual seconds, none where no run has any."""
-    if all(own.virtual_seconds is None for some in done for own in some):
-        return []
-    return [Column("Virtual seconds", [Cell(spread(own.virtual_seconds for own in some), kind="n") for some in done])]
-
-
-def _status(one: Group) -> str:
-    states = dict.fromkeys(run.status for run in one.runs)
-    count = {state: sum(run.status == state for run in one.runs) for state in states}
-    return "finished" if list(states) == ["finished"] else ", ".join(f"{n} {state}" for state, n in count.items())
-
-
 def to_target(groups: Groups, target: float) -> str:
     """Return what runs took to a test accuracy of ``target``, in [0, 1]."""
     rows = taken(groups, target)
@@ -192,7 +254,66 @@ def all_runs(groups: Groups) -> str:
     return section("Runs", f"<details><summary>All {len(runs)} runs</summary>{table}{told}</details>")
 
 
-_NUMBERS = ("Final %", "Best %", "Seconds", "of them training")
+def versions(groups: Groups) -> str:
+    """Return what the runs were made with."""
+    told: dict[str, int] = {}
+    for run in runs_of(groups):
+        if run.outcome:
+            words = ", ".join(f"{name} {version}" for name, version in run.outcome.versions.items())
+            told[words] = told.get(words, 0) + 1
+    lines = [words if len(told) == 1 else f"{words} ({number} runs)" for words, number in told.items()]
+    said = "<br>".join(map(escape, lines)) or "not recorded: no run has a result"
+    return section("Versions", f"<p>{said}</p>")
+
+
+def _row(row: str, cells: Sequence[tuple[str, bool]], *, is_bound: bool) -> str:
+    shown = "".join(Cell(text, kind="n", best=best).html for text, best in cells)
+    return f"{_start(is_bound=is_bound)}{Cell(row).html}{shown}</tr>"
+
+
+def _grid(grid: Grid) -> str:
+    heads = "".join(_head(head, "n") for head in grid.heads)
+    rows = "".join(_row(row, [(cell, False) for cell in cells], is_bound=False) for row, cells in grid.rows)
+    body = _table(f"<tr>{_head('Method')}{heads}</tr>", rows)
+    return f"<details><summary>{escape(grid.title)}</summary>{body}</details>"
+
+
+def _table(head: str, body: str) -> str:
+    return f'<div class="wide"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+
+
+def _head(text: str, kind: str = "") -> str:
+    return f'<th scope="col"{_class(kind)}>{escape(text)}</th>'
+
+
+def _start(*, is_bound: bool) -> str:
+    """Return the tag that begins a row: a line separates upper bounds, which do not compete, from methods."""
+    return '<tr class="bound">' if is_bound else "<tr>"
+
+
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
+
+
+def _note(note: str) -> str:
+    if not note:
+        return ""
+    if len(note) <= _LONGEST_NOTE:
+        return f'<br><span class="small">{escape(note)}</span>'
+    return f'<details class="small"><summary>settings</summary>{escape(note)}</details>'
+
+
+def _virtual_time(done: Sequence[Sequence[Outcome]]) -> list[Column]:
+    """Return a column of virtual seconds, none where no run has any."""
+    if all(own.virtual_seconds is None for some in done for own in some):
+        return []
+    return [Column("Virtual seconds", [Cell(spread(own.virtual_seconds for own in some), kind="n") for some in done])]
+
+
+def _status(one: Group) -> str:
+    states = dict.fromkeys(run.status for run in one.runs)
+    count = {state: sum(run.status == state for run in one.runs) for state in states}
+    return "finished" if list(states) == ["finished"] else ", ".join(f"{n} {state}" for state, n in count.items())
 
 
 def _number(run: Run, place: int) -> Cell:
@@ -210,15 +331,3 @@ def _above(paths: Sequence[Path]) -> Path | None:
     except ValueError:  # relative and absolute ones
         return None
     return Path(common) if common else None
-
-
-def versions(groups: Groups) -> str:
-    """Return what the runs were made with."""
-    told: dict[str, int] = {}
-    for run in runs_of(groups):
-        if run.outcome:
-            words = ", ".join(f"{name} {version}" for name, version in run.outcome.versions.items())
-            told[words] = told.get(words, 0) + 1
-    lines = [words if len(told) == 1 else f"{words} ({number} runs)" for words, number in told.items()]
-    said = "<br>".join(map(escape, lines)) or "not recorded: no run has a result"
-    return section("Versions", f"<p>{said}</p>")
