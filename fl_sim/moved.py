@@ -20,6 +20,7 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.report.page_tables": "fl_sim.report.page_sections",
     "fl_sim.report.progress_line": "fl_sim.report.progress",
     "fl_sim.report.spread": "fl_sim.report.measures",
+    "fl_sim.report.sweep": "fl_sim.report.figures.sweep",
     "fl_sim.report.table_json": "fl_sim.report.table_files",
     "fl_sim.report.table_markdown": "fl_sim.report.table_files",
     "fl_sim.report.table_progress": "fl_sim.report.progress",

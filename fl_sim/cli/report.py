@@ -12,14 +12,13 @@ from fl_sim.report.figures.by_epsilon import sample_pictures, with_pools
 from fl_sim.report.figures.curves import draw_all
 from fl_sim.report.figures.found import is_in_features
 from fl_sim.report.figures.pate import pate_pictures
-from fl_sim.report.figures.sweep import draw_sweeps
+from fl_sim.report.figures.sweep import draw_sweeps, sweeps
 from fl_sim.report.groups import Panel, group, panels
 from fl_sim.report.measures import mean_and_deviation
 from fl_sim.report.page import page
 from fl_sim.report.page_words import Taken, groups_of, percent, runs_of, summary, taken, title_of
 from fl_sim.report.picture import for_papers
 from fl_sim.report.runs import Found, find
-from fl_sim.report.sweep import sweeps
 from fl_sim.store.run_directory import write_text
 
 PAGE = "report.html"

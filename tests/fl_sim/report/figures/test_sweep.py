@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from fl_sim.report.figures.sweep import draw, draw_sweeps
+from fl_sim.report.figures.sweep import draw, draw_sweeps, sweeps
 from fl_sim.report.groups import group
 from fl_sim.report.runs import find
-from fl_sim.report.sweep import sweeps
 
 PROX = {"kind": "fedprox", "mu": 0.1}
 
