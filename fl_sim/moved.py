@@ -15,6 +15,7 @@ MOVED: Final[Mapping[str, str]] = {
     "clients.dafl.warping": "clients.warping",
     "fl_sim.batch_norm": "fl_sim.running_statistics",
     "fl_sim.report.curve": "fl_sim.report.measures",
+    "fl_sim.report.figures.found": "fl_sim.report.figures.by_epsilon",
     "fl_sim.report.further": "fl_sim.report.table",
     "fl_sim.report.page_data": "fl_sim.report.page",
     "fl_sim.report.page_tables": "fl_sim.report.page_sections",

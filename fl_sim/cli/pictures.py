@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fl_sim.data.known import KNOWN
-from fl_sim.report.figures.found import Images
+from fl_sim.report.figures.by_epsilon import Images
 from fl_sim.report.progress import Line, Part, clock
 from fl_sim.report.runs import Run
 

@@ -8,9 +8,8 @@ from typing import Any
 from fl_sim.cli.pictures import find_images
 from fl_sim.cli.screen import say
 from fl_sim.report.bills import bills_of
-from fl_sim.report.figures.by_epsilon import sample_pictures, with_pools
+from fl_sim.report.figures.by_epsilon import is_in_features, sample_pictures, with_pools
 from fl_sim.report.figures.curves import draw_all
-from fl_sim.report.figures.found import is_in_features
 from fl_sim.report.figures.pate import pate_pictures
 from fl_sim.report.figures.sweep import draw_sweeps, sweeps
 from fl_sim.report.groups import Panel, group, panels

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fl_sim.cli import pictures
 from fl_sim.cli.verbs import report
 from fl_sim.experiment.experiment import experiment_from
-from fl_sim.report.figures.found import PICTURES
+from fl_sim.report.figures.by_epsilon import PICTURES
 from fl_sim.report.runs import find
 from fl_sim.simulation.run import run as run_experiment
 

@@ -1,18 +1,20 @@
-"""Samples by class and epsilon: which run stands for an epsilon, in which order, and what is said of its privacy."""
+"""Samples by class and epsilon: which run stands for an epsilon, and what is said of privacy and of images found."""
 
 import math
 
 import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
 
-from fl_sim.report.figures import by_epsilon as module
-from fl_sim.report.figures.by_epsilon import draw, sample_pictures
-from fl_sim.report.figures.samples import read_samples
+from fl_sim.report.figures import by_epsilon
+from fl_sim.report.figures.by_epsilon import PICTURES, draw, kept_images, sample_pictures, some_vectors
+from fl_sim.report.figures.samples import read_records, read_samples
 from fl_sim.report.groups import group
 from fl_sim.report.runs import find
 
 
-def pictures_of(path):
-    return sample_pictures(group(find([path]).runs)[0])
+def pictures_of(path, finder=None):
+    return sample_pictures(group(find([path]).runs)[0], finder)
 
 
 def texts_of(picture_rows):
@@ -67,7 +69,7 @@ def test_classes_and_epsilons_without_samples_say_none_and_nothing_released(writ
     (picture,), _ = pictures_of(tmp_path)
     assert "Per record: spent 0.0." in picture.details[0]
     rows = [
-        module.Row(run, run.preprocess, read_samples(run.path / run.outcome.preprocess.pool, counts), ())
+        by_epsilon.Row(run, run.preprocess, read_samples(run.path / run.outcome.preprocess.pool, counts), ())
         for run, counts in zip(
             find([tmp_path]).runs, ([[0, 0, 0], [0, 0, 0]], [[2, 0, 1], [0, 0, 9]]), strict=True
         )
@@ -82,8 +84,8 @@ def test_every_place_holds_the_first_samples_of_all_clients(write_experiment, tm
     counts = ((1, 0, 3), (1, 0, 3))
     path = write_experiment("a", preprocess={}, counts=counts)
     samples = read_samples(path / find([path]).runs[0].outcome.preprocess.pool, counts)
-    block = module._block(samples, 2)
-    size = 48 + module._WITHIN
+    block = by_epsilon._block(samples, 2)
+    size = 48 + by_epsilon._WITHIN
     np.testing.assert_array_equal(block[::size, ::size, 0], [[0, 10], [1, 11]])
 
 
@@ -97,3 +99,161 @@ def test_a_damaged_pool_is_named_and_the_rest_is_shown(write_experiment, tmp_pat
     assert picture.details[0].startswith("epsilon 3")
     assert [problem.path.name for problem in problems] == ["a", "b"]
     assert all("its synthetic records cannot be shown" in problem.error for problem in problems)
+
+
+GAUSSIAN = {"generator": {"kind": "gaussian"}}
+COUNTS = ((2, 0, 1), (0, 0, 9))
+
+
+@pytest.fixture
+def finder():
+    """Finds an image of one grey for each vector, that of its first number, and counts how often it was asked."""
+
+    def find_images(run, vectors):
+        find_images.asked.append((run.path.name, vectors))
+        grey = vectors[:, 0].astype(np.uint8).reshape(-1, 1, 1, 1)
+        return grey * np.ones((1, 8, 8), dtype=np.uint8), np.full(len(vectors), 0.25, dtype=np.float32)
+
+    find_images.asked = []
+    return find_images
+
+
+def write(write_experiment, name="a", **changes):
+    return write_experiment(
+        name, preprocess={**GAUSSIAN, **changes.pop("preprocess", {})}, features="scattering", **changes
+    )
+
+
+def test_without_images_one_line_says_how_they_are_found(write_experiment, tmp_path):
+    write(write_experiment)
+    pictures, (problem,) = pictures_of(tmp_path)
+    assert pictures == []
+    command = f"'fl-sim report {tmp_path / 'a'} --pictures'"
+    assert problem.error == (
+        f"synthetic records are feature vectors, which are not shown: {command} finds images for them"
+    )
+    write(write_experiment, "b", preprocess={"epsilon": 1.0})
+    _, (problem,) = pictures_of(tmp_path)
+    assert problem.error.startswith("synthetic records of 2 runs are feature vectors")
+    assert f"'fl-sim report {tmp_path} --pictures'" in problem.error
+
+
+def test_images_are_found_for_the_first_records_of_each_class_and_said_to_be_nobodys(
+    write_experiment, finder, tmp_path
+):
+    write(write_experiment)
+    (picture,), problems = pictures_of(tmp_path, finder)
+    assert problems == []
+    assert picture.name == "samples-digits-label-1-features-scattering-generator-gaussian.png"
+    ((_, vectors),) = finder.asked
+    assert vectors[:, 0].tolist() == [0, 1, 0, 10, 11, 12]  # of client 1's class 2 the first three, not all nine
+    assert "found for synthetic feature vectors" in picture.caption[2]
+    assert "(mean distance 0.25 of the vectors' own length)" in picture.caption[2]
+    assert "no records of anybody, and cost no privacy" in picture.caption[3]
+    assert "12 records" in picture.details[0]
+
+
+def test_every_image_stands_at_the_class_of_its_vector(write_experiment, finder, tmp_path):
+    path = write(write_experiment)
+    pictures_of(tmp_path, finder)
+    (run,) = find([tmp_path]).runs
+    vectors = some_vectors(read_records(path / run.outcome.preprocess.pool, COUNTS), 20, 4)
+    row = by_epsilon._with(by_epsilon.Row(run, run.preprocess, vectors, ()), kept_images(run, vectors))
+    shown = {label: [int(tile[0, 0, 0]) for tile in row.samples.some(label, 4)] for label in range(3)}
+    assert shown == {0: [0, 1], 1: [], 2: [0, 10, 11, 12]}
+
+
+def test_a_second_report_shows_the_kept_images_and_asks_nobody(write_experiment, finder, tmp_path):
+    path = write(write_experiment)
+    (first,), _ = pictures_of(tmp_path, finder)
+    assert (path / PICTURES).exists()
+    for again in (finder, None):
+        (picture,), problems = pictures_of(tmp_path, again)
+        assert (picture.png, problems) == (first.png, [])
+    assert len(finder.asked) == 1
+
+
+def changed_pool(path):
+    (pool,) = path.glob("synthetic-0*.safetensors")
+    tensors = load_file(pool)
+    save_file({**tensors, "inputs": tensors["inputs"] + np.float32(1)}, pool)
+
+
+def foreign_images(path):
+    kept = load_file(path / PICTURES)
+    save_file({**kept, "images": kept["images"] + np.uint8(1)}, path / PICTURES)
+
+
+def cut(path):
+    (path / PICTURES).write_bytes((path / PICTURES).read_bytes()[:-5])
+
+
+@pytest.mark.parametrize("change", [changed_pool, foreign_images, cut])
+def test_images_are_found_again_where_the_pool_or_their_file_has_changed(write_experiment, finder, tmp_path, change):
+    path = write(write_experiment)
+    pictures_of(tmp_path, finder)
+    change(path)
+    pictures, (problem,) = pictures_of(tmp_path)
+    assert pictures == []
+    assert "--pictures' finds images" in problem.error
+    (_,), problems = pictures_of(tmp_path, finder)
+    assert problems == []
+    assert len(finder.asked) == 2
+    assert pictures_of(tmp_path)[1] == []
+
+
+def test_images_that_cannot_be_kept_are_shown_and_told(write_experiment, finder, tmp_path):
+    path = write(write_experiment)
+    (path / PICTURES).mkdir()
+    (_,), (problem,) = pictures_of(tmp_path, finder)
+    assert problem.error.startswith("the images that were found could not be kept: ")
+    assert PICTURES in problem.error
+
+
+def test_images_are_searched_for_runs_that_are_shown_alone(write_experiment, finder, tmp_path):
+    for name, seed in (("a", 1), ("b", 0)):
+        write(write_experiment, name, seed=seed)
+    pictures_of(tmp_path, finder)
+    assert [name for name, _ in finder.asked] == ["b"]
+
+
+def test_what_cannot_be_searched_is_named_and_the_rest_is_shown(write_experiment, finder, tmp_path):
+    write(write_experiment)
+    write(write_experiment, "b", preprocess={"epsilon": 1.0})
+    broken = write(write_experiment, "c", preprocess={"epsilon": 2.0})
+    gone = write(write_experiment, "d", preprocess={"epsilon": 3.0})
+    next(broken.glob("synthetic-0*")).write_bytes(b"x" * 20)
+    next(gone.glob("synthetic-0*")).unlink()
+
+    def picky(run, vectors):
+        if run.path.name == "b":
+            raise ValueError("no shape")
+        return finder(run, vectors)
+
+    (picture,), problems = pictures_of(tmp_path, picky)
+    assert [line.split(" (")[0] for line in picture.details][:1] == ["epsilon 10"]
+    assert {problem.path.name: problem.error.partition(": ")[2][:8] for problem in problems} == {
+        "b": "no shape", "c": "Error wh", "d": "No such ",
+    }  # fmt: skip
+    assert all(problem.error.startswith("its synthetic records cannot be shown: ") for problem in problems)
+
+
+def test_records_of_tables_and_images_are_never_searched(write_experiment, finder, tmp_path):
+    write_experiment("a", preprocess={})
+    path = write_experiment("b", preprocess={"epsilon": 1.0})
+    pool = next(path.glob("synthetic-0*"))
+    tensors = load_file(pool)
+    save_file({**tensors, "inputs": tensors["inputs"].reshape(12, 64)}, pool)
+    (_,), (problem,) = pictures_of(tmp_path, finder)
+    assert problem.error == "its synthetic records cannot be shown: records of shape (64,) are no images"
+    assert finder.asked == []
+
+
+def test_a_pool_that_is_said_to_be_features_and_holds_images_is_named(write_experiment, finder, tmp_path):
+    path = write(write_experiment)
+    pool = next(path.glob("synthetic-0*"))
+    tensors = load_file(pool)
+    save_file({**tensors, "inputs": np.zeros((12, 1, 8, 8), dtype=np.uint8)}, pool)
+    pictures, (problem,) = pictures_of(tmp_path, finder)
+    assert pictures == []
+    assert problem.error.endswith("records of shape (1, 8, 8) are no feature vectors")
