@@ -16,6 +16,8 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.batch_norm": "fl_sim.running_statistics",
     "fl_sim.report.curve": "fl_sim.report.measures",
     "fl_sim.report.figures.found": "fl_sim.report.figures.by_epsilon",
+    "fl_sim.report.figures.records": "fl_sim.report.figures.samples",
+    "fl_sim.report.figures.sheet": "fl_sim.report.figures.samples",
     "fl_sim.report.further": "fl_sim.report.table",
     "fl_sim.report.page_data": "fl_sim.report.page",
     "fl_sim.report.page_tables": "fl_sim.report.page_sections",

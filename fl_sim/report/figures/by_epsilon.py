@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from fl_sim.report.figures.samples import Samples, read_records, read_samples
-from fl_sim.report.figures.sheet import Tile, figure_of, mosaic
+from fl_sim.report.figures.samples import Samples, Tile, figure_of, mosaic, read_records, read_samples
 from fl_sim.report.groups import Group
 from fl_sim.report.picture import Picture, file_names, png
 from fl_sim.report.release import Release, limits, promise

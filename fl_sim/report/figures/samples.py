@@ -1,26 +1,99 @@
-"""``samples.png`` of a run with synthetic records: a row for each class, taken evenly from the clients' shares."""
+"""Contact sheets of images, a row for each class: the synthetic records of a run, and real records.
+
+Every pixel of an image is a square of whole pixels on the sheet, so nothing is blurred. ``samples.png`` of a run takes
+synthetic records evenly from the clients' shares; a sheet of real images shows the first of each class in the training
+part.
+"""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from fl_sim.report.figures.sheet import EMPTY, Tile, figure_of, images, mosaic
-from fl_sim.report.picture import png
+from fl_sim.report.picture import DPI, plain, png
+from fl_sim.types import Examples
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Tile: TypeAlias = NDArray[np.uint8]
+"""An RGB image, (height, width, 3). All tiles of a sheet are of one size."""
+EMPTY = 238
+"""The grey of a place where an image would be."""
+BOTTOM = 16
+"""Pixels below the tiles."""
+_PAPER = 255
+_TARGET = 52
+_LINE, _LETTER = 25, 8.4  # pixels of a title in 8 points
 
 SAMPLES = "samples.png"
 PER_CLASS = 10
 MOST_CLASSES = 100
 _GAP = 4
 _LEFT, _RIGHT = 95, 150  # pixels
+
+MOST_RECORD_CLASSES = 40
+MOST_PIXELS = 128
+"""Of a sheet of real records, and across one of its images."""
+_NAMES = 150  # pixels left of real records, for the names of their classes
+
+
+def images(inputs: NDArray[np.uint8]) -> list[Tile]:
+    """Return images, (records, channels, height, width), as tiles, enlarged to about 50 pixels where they are smaller.
+
+    Channels other than 1 (grey) and 3 (RGB) are averaged. Raises ValueError for records that are no images.
+    """
+    if inputs.ndim != 4:
+        raise ValueError(f"records of shape {inputs.shape[1:]} are no images")
+    if inputs.shape[1] not in {1, 3}:
+        inputs = inputs.mean(axis=1, keepdims=True).astype(np.uint8)
+    factor = max(1, round(_TARGET / max(inputs.shape[2:])))
+    large = inputs.repeat(factor, axis=2).repeat(factor, axis=3)
+    return [np.broadcast_to(one.transpose(1, 2, 0), (*one.shape[1:], 3)) for one in large]
+
+
+def mosaic(rows: Sequence[Sequence[Tile | None]], gap: int) -> Tile:
+    """Return the tiles in rows and columns, ``gap`` white pixels apart; None stays white."""
+    height, width = next(tile.shape[:2] for row in rows for tile in row if tile is not None)
+    across = max(len(row) for row in rows)
+    sheet = np.full((len(rows) * (height + gap) - gap, across * (width + gap) - gap, 3), _PAPER, dtype=np.uint8)
+    for number, row in enumerate(rows):
+        for column, tile in enumerate(row):
+            if tile is not None:
+                top, left = number * (height + gap), column * (width + gap)
+                sheet[top : top + height, left : left + width] = tile
+    return sheet
+
+
+def figure_of(
+    sheet: Tile, title: Sequence[str], *, left: int, above: int, right: int, narrowest: int = 900
+) -> "tuple[Figure, Axes]":
+    """Return a figure that shows ``sheet`` pixel by pixel under ``title``, and its axes.
+
+    The axes' coordinates are the sheet's pixels. ``left``, ``above``, ``right``: pixels left free around the sheet for
+    labels; more on the right where the figure would be narrower than ``narrowest``.
+    """
+    from matplotlib.figure import Figure  # noqa: PLC0415 (a second to import)
+
+    height, width = sheet.shape[:2]
+    wide = max(left + width + right, narrowest)
+    lines = [line for text in title for line in textwrap.wrap(text, int((wide - 30) / _LETTER))]
+    high = 20 + len(lines) * _LINE + above + height + BOTTOM
+    figure = Figure(figsize=(wide / DPI, high / DPI))
+    axes = figure.add_axes((left / wide, BOTTOM / high, width / wide, height / high))
+    axes.imshow(sheet, interpolation="nearest", aspect="auto")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[:].set_visible(False)
+    figure.text(14 / wide, 1 - 10 / high, plain("\n".join(lines)), fontsize=8, va="top", linespacing=1.3)
+    return figure, axes
 
 
 @dataclass(frozen=True)
@@ -142,3 +215,23 @@ def promise(preprocess: Mapping[str, Any]) -> str:
         f"epsilon at most {preprocess['epsilon']:g} at delta {preprocess['delta']:g} for every record of a client, "
         f"labels and generator together{seeded}"
     )
+
+
+def draw_records(part: Examples, classes: Sequence[str], title: Sequence[str]) -> "Figure":
+    """Draw up to ten images of each class of ``part``, a row a class, of at most 40 classes.
+
+    Of images of more than 128 pixels every second, third ... pixel is shown.
+    """
+    shown = min(len(classes), MOST_RECORD_CLASSES)
+    every = -(-max(part.inputs.shape[2:]) // MOST_PIXELS)
+    small = part.inputs[:, :, ::every, ::every]
+    places = [np.flatnonzero(part.labels == label)[:PER_CLASS] for label in range(shown)]
+    rows = [images(np.asarray(small[some])) if len(some) else [] for some in places]
+    sheet = mosaic([[*row, *[None] * (PER_CLASS - len(row))] for row in rows], _GAP)
+    more = [f"the first {shown} of {len(classes)} classes"] if shown < len(classes) else []
+    figure, axes = figure_of(sheet, [*title, *more], left=_NAMES, above=0, right=20)
+    step = (sheet.shape[0] + _GAP) / shown
+    for label in range(shown):
+        name = classes[label] if len(classes[label]) <= 18 else f"{classes[label][:17]}..."
+        axes.text(-10, label * step + (step - _GAP) / 2, name, ha="right", va="center", fontsize=8)
+    return figure

@@ -9,8 +9,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from fl_sim.report.figures import samples as module
-from fl_sim.report.figures.samples import draw, read_samples, write_samples
-from fl_sim.report.figures.sheet import BOTTOM, figure_of, images, mosaic
+from fl_sim.report.figures.samples import BOTTOM, draw, figure_of, images, mosaic, read_samples, write_samples
 
 DA_FL = {
     "kind": "da-fl", "epsilon": 10.0, "delta": 1e-5, "gamma": 0.05, "client_gammas": [], "noise": "secret",
