@@ -52,6 +52,7 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.simulation.starting": "fl_sim.stages.private_start",
     "fl_sim.simulation.summaries": "fl_sim.stages.ccvr",
     "fl_sim.simulation.tstr": "fl_sim.stages.tstr",
+    "fl_sim.tracking.sending": "fl_sim.tracking.following",
 }
 """{where a module was: where what was in it is now}."""
 

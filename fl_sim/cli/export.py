@@ -8,7 +8,7 @@ from fl_sim.cli.screen import say
 from fl_sim.errors import RunError, UserError
 from fl_sim.report.runs import Run, read_all
 from fl_sim.store.locks import sole_run
-from fl_sim.tracking.sending import send_whole
+from fl_sim.tracking.following import send_whole
 
 
 def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_output: bool) -> None:

@@ -1,19 +1,36 @@
-"""Who else is told of a run: trackers, and observers that users name by their import path."""
+"""Who else is told of a run: trackers, and observers that users name by their import path.
 
+Trackers are sent metrics from a background thread: a slow one delays no round, and a failing one aborts no run.
+"""
+
+import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Final, TypeAlias
 
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.import_path import in_one_line, load_object
 from fl_sim.printable import in_a_line
-from fl_sim.simulation.run_log import Observer
-from fl_sim.store.run_directory import RoundRecord
+from fl_sim.report.measures import of_round
+from fl_sim.simulation.run_log import Observer, Silent
+from fl_sim.store.run_directory import RoundRecord, read_result, read_rounds
 from fl_sim.tracking.names import chosen_trackers
-from fl_sim.tracking.sending import Live, Say, send_whole
+from fl_sim.tracking.subject import Session, Subject, is_sent, note_ended, note_sent, results_of, subject_of
+
+Say: TypeAlias = Callable[[str], None]
+
+SECONDS_TOGETHER: Final = 5.0
+"""Rounds of so many seconds are sent at once, which is what keeps the cost of short rounds down."""
+
+LONGEST_SECONDS: Final = 60.0
+"""How long the end of a run waits for trackers."""
 
 HEARD: Final = tuple(name for name in vars(Observer) if not name.startswith("_"))
 """What an observer may be told of; it has those of these methods that it wants."""
@@ -58,6 +75,126 @@ def following_of(track: str | Iterable[str]) -> Following:
     for path in paths:
         load_object(path, "observer")
     return Following(tuple(name for name in names if ":" not in name), paths)
+
+
+@dataclass
+class Sender:
+    """Sends one run to ``trackers``. One that fails is said to, once, and is sent nothing more."""
+
+    directory: Path
+    trackers: Sequence[str]
+    say: Say
+    failed: list[str] = field(default_factory=list)
+    sessions: dict[str, Session] = field(default_factory=dict)
+
+    def open(self, first_round: int) -> None:
+        """Open all trackers for a run that goes on with ``first_round``; send what they lack of the rounds before."""
+        earlier = read_rounds(self.directory)[: first_round - 1]
+        for tracker in self.trackers:
+            with self._going_on(tracker):
+                self.sessions[tracker] = _opened(tracker, self.directory, first_round)
+        self.send(earlier)
+
+    def send(self, records: Sequence[RoundRecord]) -> None:
+        """Send the rounds that a tracker does not have."""
+        for tracker, session in list(self.sessions.items()):
+            if new := [record for record in records if record.round > session.last_round]:
+                with self._going_on(tracker):
+                    session.send({record.round: of_round(record) for record in new})
+                    note_sent(self.directory, tracker, new[-1].round)
+
+    def end(self, facts: Mapping[str, Any]) -> None:
+        """Send what ``result.json`` says, unless a tracker has it."""
+        for tracker, session in list(self.sessions.items()):
+            with self._going_on(tracker):
+                session.end(str(facts["status"]), results_of(facts), int(facts["rounds"]))
+                note_ended(self.directory, tracker, facts)
+
+    @contextmanager
+    def _going_on(self, tracker: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (whatever a tracker raises, the run goes on; it is said)
+            self.sessions.pop(tracker, None)
+            self.failed.append(tracker)
+            self.say(
+                f"{tracker} is told no more of this run: {in_one_line(error)}; the run itself is not affected, and "
+                f"'fl-sim export {self.directory} --to {tracker}' sends what is missing"
+            )
+
+
+def send_whole(directory: Path, trackers: Sequence[str], say: Say) -> Sender:
+    """Send what the files of a run say, as far as trackers do not have it, and return how that went."""
+    rounds, facts = read_rounds(directory), read_result(directory)
+    missing = [tracker for tracker in trackers if not is_sent(directory, tracker, len(rounds), facts)]
+    sender = Sender(directory, missing, say)
+    sender.open(len(rounds) + 1)
+    if facts is not None:
+        sender.end(facts)
+    return sender
+
+
+class Live(Silent):
+    """Tells trackers of a run while it goes on; of a private one when it is over.
+
+    When a private round ends tells how long clients took, and so how many records they hold: its rounds are sent all at
+    once, behind the last of them.
+    """
+
+    def __init__(self, directory: Path, trackers: Sequence[str], say: Say) -> None:
+        self._sender = Sender(directory, trackers, say)
+        self._queue: SimpleQueue[RoundRecord | Mapping[str, Any]] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._is_private = False
+
+    def started(self, experiment: Experiment, engine: str, first_round: int) -> None:
+        """Open the trackers, meanwhile."""
+        del engine
+        self._is_private = experiment.is_private
+        if not self._is_private:
+            self._start(self._send_all, first_round)
+
+    def finished_round(self, record: RoundRecord) -> None:
+        """Note a round to send."""
+        if not self._is_private:
+            self._queue.put(record)
+
+    def ended(self, facts: Mapping[str, Any]) -> None:
+        """Send what is left, and wait for it."""
+        if self._is_private:
+            self._start(send_whole, self._sender.directory, self._sender.trackers, self._sender.say)
+        self._queue.put(facts)
+        if self._thread is not None:
+            self._thread.join(LONGEST_SECONDS)
+            if self._thread.is_alive():
+                self._sender.say(
+                    f"trackers were not done after {LONGEST_SECONDS:g} seconds and are left: 'fl-sim export "
+                    f"{self._sender.directory} --to {','.join(self._sender.trackers)}' sends what is missing"
+                )
+
+    def _start(self, target: Callable[..., object], *arguments: object) -> None:
+        self._thread = Thread(target=target, args=arguments, daemon=True, name="fl-sim-trackers")
+        self._thread.start()
+
+    def _send_all(self, first_round: int) -> None:
+        self._sender.open(first_round)
+        facts: Mapping[str, Any] | None = None
+        while facts is None:
+            records, facts = self._waited()
+            self._sender.send(records)
+        self._sender.end(facts)
+
+    def _waited(self) -> tuple[list[RoundRecord], Mapping[str, Any] | None]:
+        """Return the rounds of the next seconds, and the run's results where it has ended."""
+        said, records = self._queue.get(), []
+        until = time.monotonic() + SECONDS_TOGETHER
+        while isinstance(said, RoundRecord):
+            records.append(said)
+            try:
+                said = self._queue.get(timeout=max(0.0, until - time.monotonic()))
+            except Empty:
+                return records, None
+        return records, said
 
 
 class _Passing:
@@ -136,3 +273,19 @@ def _with_methods(name: str, observer: object) -> object:
 
 def _to_standard_error(line: str) -> None:
     sys.stderr.write(f"{in_a_line(line)}\n")
+
+
+def _opened(tracker: str, directory: Path, first_round: int) -> Session:
+    """Return a session whose rounds are this run's: where they are more than it had, those are of an earlier run."""
+    subject = subject_of(directory, tracker)
+    if subject.mark.sent >= first_round:
+        subject = subject_of(directory, tracker, anew=True)
+    opened = _open(tracker, subject)
+    return opened if opened.last_round < first_round else _open(tracker, subject_of(directory, tracker, anew=True))
+
+
+def _open(tracker: str, subject: Subject) -> Session:
+    """Open a session; the library of no other tracker is imported."""
+    module: Any = importlib.import_module(f"fl_sim.tracking.{tracker}")
+    session: Session = module.Tracker(subject)
+    return session

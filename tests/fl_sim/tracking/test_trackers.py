@@ -15,8 +15,7 @@ from fl_sim.experiment.experiment import experiment_from
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import Silent
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.tracking.following import Following
-from fl_sim.tracking.sending import send_whole
+from fl_sim.tracking.following import Following, send_whole
 
 Held: TypeAlias = dict[tuple[str, int], list[float]]
 
