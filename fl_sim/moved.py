@@ -52,7 +52,12 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.simulation.starting": "fl_sim.stages.private_start",
     "fl_sim.simulation.summaries": "fl_sim.stages.ccvr",
     "fl_sim.simulation.tstr": "fl_sim.stages.tstr",
+    "fl_sim.tracking.mlflow": "fl_sim.tracking.trackers",
+    "fl_sim.tracking.names": "fl_sim.tracking.trackers",
     "fl_sim.tracking.sending": "fl_sim.tracking.following",
+    "fl_sim.tracking.tensorboard": "fl_sim.tracking.trackers",
+    "fl_sim.tracking.trackio": "fl_sim.tracking.trackers",
+    "fl_sim.tracking.wandb": "fl_sim.tracking.trackers",
 }
 """{where a module was: where what was in it is now}."""
 

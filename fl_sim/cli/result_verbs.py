@@ -117,7 +117,7 @@ def export(
 
       fl-sim export results/fedavg results/scaffold --to mlflow,wandb
     """
-    from fl_sim.tracking.names import chosen_trackers  # noqa: PLC0415 (see verbs.py)
+    from fl_sim.tracking.trackers import chosen_trackers  # noqa: PLC0415 (see verbs.py)
 
     trackers = chosen_trackers(to)  # now: a mistake is told without waiting for torch
     with importing():

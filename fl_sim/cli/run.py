@@ -12,7 +12,7 @@ from fl_sim.data.places import look_for
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.importing import importing
 from fl_sim.tables.words import took
-from fl_sim.tracking.names import chosen_trackers
+from fl_sim.tracking.trackers import chosen_trackers
 
 _BEST = {
     "test": "picked on the test set, so optimistic",

@@ -10,7 +10,7 @@ from fl_sim.errors import RunError
 from fl_sim.importing import importing
 from fl_sim.tables.budget import deadline_after
 from fl_sim.tables.plan import plan_table, table_settings
-from fl_sim.tracking.names import chosen_trackers
+from fl_sim.tracking.trackers import chosen_trackers
 
 
 def fill_table(

@@ -1,1 +1,1 @@
-"""Runs are shown by TensorBoard, MLflow, Weights & Biases and Trackio, one file each, as their own files tell them."""
+"""Runs are shown by TensorBoard, MLflow, Weights & Biases and Trackio, as their own files tell them."""

@@ -3,7 +3,6 @@
 Trackers are sent metrics from a background thread: a slow one delays no round, and a failing one aborts no run.
 """
 
-import importlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,8 +20,8 @@ from fl_sim.printable import in_a_line
 from fl_sim.report.measures import of_round
 from fl_sim.simulation.run_log import Observer, Silent
 from fl_sim.store.run_directory import RoundRecord, read_result, read_rounds
-from fl_sim.tracking.names import chosen_trackers
-from fl_sim.tracking.subject import Session, Subject, is_sent, note_ended, note_sent, results_of, subject_of
+from fl_sim.tracking.subject import Session, is_sent, note_ended, note_sent, results_of, subject_of
+from fl_sim.tracking.trackers import TRACKERS, chosen_trackers
 
 Say: TypeAlias = Callable[[str], None]
 
@@ -280,12 +279,5 @@ def _opened(tracker: str, directory: Path, first_round: int) -> Session:
     subject = subject_of(directory, tracker)
     if subject.mark.sent >= first_round:
         subject = subject_of(directory, tracker, anew=True)
-    opened = _open(tracker, subject)
-    return opened if opened.last_round < first_round else _open(tracker, subject_of(directory, tracker, anew=True))
-
-
-def _open(tracker: str, subject: Subject) -> Session:
-    """Open a session; the library of no other tracker is imported."""
-    module: Any = importlib.import_module(f"fl_sim.tracking.{tracker}")
-    session: Session = module.Tracker(subject)
-    return session
+    opened = TRACKERS[tracker](subject)
+    return opened if opened.last_round < first_round else TRACKERS[tracker](subject_of(directory, tracker, anew=True))

@@ -14,9 +14,6 @@ from fl_sim.settings_file import read_table
 from fl_sim.store.files import read_whole, write_whole
 from fl_sim.store.run_directory import CONFIG
 
-PROJECT: Final = "fl-sim"
-"""What runs are filed under unless the tracker's own environment variable says otherwise."""
-
 MARKS: Final = "tracking.json"
 _LONGEST: Final = 2**16
 

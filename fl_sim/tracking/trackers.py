@@ -1,0 +1,276 @@
+"""TensorBoard, MLflow, Weights & Biases and Trackio: a session of one run each, and which of them a user names.
+
+A library is imported where its session is opened: no tracker needs that of another one.
+"""
+
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from filelock import lock_descriptor
+
+from fl_sim.errors import UserError
+from fl_sim.mistakes import guess
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from mlflow.tracking import MlflowClient
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    from fl_sim.tracking.subject import Session, Subject
+
+PROJECT: Final = "fl-sim"
+"""What runs are filed under unless the tracker's own environment variable says otherwise."""
+
+_FOLDER: Final = "tensorboard"
+_AROUND: Final = 16  # bytes around an event in its file: its length, and two checksums
+
+_PATIENCE: Final = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}  # fmt: skip
+"""Unless the user says otherwise: a server that is down is told of within seconds, and standard output stays ours."""
+
+_IDENTITY: Final = "fl-sim.identity"
+_MOST_METRICS, _MOST_PARAMS = 1000, 100  # in one request
+_STATUS: Final = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+
+
+class TensorBoard:
+    """TensorBoard: one file of events in the run's directory, for ``tensorboard --logdir``.
+
+    A run that goes on is written behind the last whole event.
+    """
+
+    def __init__(self, subject: "Subject") -> None:
+        self._path = subject.directory / _FOLDER / f"events.out.tfevents.{subject.mark.identity}"
+        self._path.parent.mkdir(exist_ok=True)
+        for other in self._path.parent.glob("events.out.tfevents.*"):
+            if other != self._path:
+                other.unlink()  # an earlier run's, which this directory holds no more
+        steps = [event.step for event in _kept(self._path)] if self._path.exists() else []
+        self.last_round = max(steps, default=0)
+        self.place = f"tensorboard --logdir {subject.directory}"
+        if not steps:
+            self._write({"file_version": "brain.Event:2"}, {"summary": _text("settings", subject.settings)})
+
+    def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
+        """Write the rounds' numbers."""
+        self._write(*({"step": step, "summary": _scalars(numbers)} for step, numbers in rounds.items()))
+
+    def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
+        """Write the results."""
+        said = {"summary": _text("status", {"status": status})}
+        self._write({"step": last_round, "summary": _scalars(results)}, said)
+
+    def _write(self, *events: Mapping[str, Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 (an extra)
+        from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
+
+        now = time.time()
+        with self._path.open("ab") as file:
+            writer = RecordWriter(file)
+            for event in events:
+                writer.write(Event(wall_time=now, **event).SerializeToString())
+
+
+class MLflow:
+    """MLflow: a run at the server, or in the database, that ``$MLFLOW_TRACKING_URI`` names; found by its identity."""
+
+    def __init__(self, subject: "Subject") -> None:
+        for name, value in _PATIENCE.items():
+            os.environ.setdefault(name, value)
+        from mlflow.tracking import MlflowClient, get_tracking_uri  # noqa: PLC0415 (an extra)
+
+        with _alone_at(get_tracking_uri()):
+            self._client = MlflowClient()
+            run = _run_of(self._client, subject)
+        self._id: str = run.info.run_id
+        history = self._client.get_metric_history(self._id, "learning_rate")
+        self.last_round = max((metric.step for metric in history), default=0)
+        self.place = f"run {subject.name} at {self._client.tracking_uri}"
+        self._describe(subject, run)
+
+    def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
+        """Send the rounds' numbers, many in one request."""
+        from mlflow.entities import Metric  # noqa: PLC0415 (an extra)
+
+        now = int(1000 * time.time())
+        metrics = [Metric(name, one, now, step) for step, numbers in rounds.items() for name, one in numbers.items()]
+        for first in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[first : first + _MOST_METRICS])
+
+    def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
+        """Send the results, and close the run."""
+        self.send({last_round: results})
+        self._client.set_terminated(self._id, _STATUS.get(status, "FAILED"))
+
+    def _describe(self, subject: "Subject", run: "Run") -> None:
+        """Send the settings as parameters.
+
+        One that a longer run has changed becomes a tag: MLflow lets no parameter change.
+        """
+        from mlflow.entities import Param, RunTag  # noqa: PLC0415 (an extra)
+
+        settings = {name: str(value) for name, value in subject.settings.items()}
+        there = run.data.params
+        params = [Param(name, value) for name, value in settings.items() if name not in there]
+        for first in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(self._id, params=params[first : first + _MOST_PARAMS])
+        changed = {name for name in settings if there.get(name, settings[name]) != settings[name]}
+        self._client.log_batch(self._id, tags=[RunTag(f"now.{name}", settings[name]) for name in sorted(changed)])
+
+
+class WandB:
+    """Weights & Biases: offline files in the run's directory, unless ``$WANDB_MODE`` says otherwise.
+
+    What it says of the machine, the program and the code by itself is switched off.
+    """
+
+    def __init__(self, subject: "Subject") -> None:
+        import wandb  # noqa: PLC0415 (an extra)
+
+        os.environ.setdefault("WANDB_MODE", "offline")
+        quiet = wandb.Settings(
+            silent=True, console="off", disable_git=True, disable_code=True, disable_job_creation=True,
+            x_disable_stats=True, x_disable_meta=True, x_save_requirements=False, reinit="create_new",
+        )  # fmt: skip
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT), name=subject.name, id=subject.mark.identity,
+            resume="allow", dir=subject.directory, settings=quiet,
+        )  # fmt: skip
+        self._run.config.update(dict(subject.settings), allow_val_change=True)
+        self.last_round = subject.mark.sent
+        self.place = f"wandb sync {subject.directory}/wandb/offline-run-*" if self._run.offline else str(self._run.url)
+
+    def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
+        """Log the rounds' numbers."""
+        for step, numbers in rounds.items():
+            self._run.log(dict(numbers), step=step)
+
+    def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
+        """Put the results into the summary, and close the run."""
+        del last_round
+        self._run.summary.update({**results, "status": status})
+        self._run.finish(exit_code=int(status != "finished"))
+
+
+class Trackio:
+    """Trackio: a local database, or the server that ``$TRACKIO_SERVER_URL`` names, for ``trackio show``.
+
+    A run is found again by its name: that of the directory and the run's identity.
+    """
+
+    def __init__(self, subject: "Subject") -> None:
+        import trackio  # noqa: PLC0415 (an extra)
+
+        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+        name = f"{subject.name}-{subject.mark.identity}"
+        with redirect_stdout(StringIO()):  # it tells how to open the dashboard: --json prints nothing but JSON
+            self._run = trackio.init(
+                project, name=name, config=dict(subject.settings), resume="allow", embed=False, auto_log_gpu=False,
+                auto_log_cpu=False,
+            )  # fmt: skip
+        self.last_round = subject.mark.sent
+        self.place = f"trackio show --project {project}"
+
+    def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
+        """Log the rounds' numbers."""
+        for step, numbers in rounds.items():
+            self._run.log(dict(numbers), step=step)
+
+    def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
+        """Log the results beside the last round, and wait until all is written."""
+        self._run.log({**results, "status": status}, step=last_round)
+        with redirect_stdout(StringIO()):
+            self._run.finish()
+
+
+TRACKERS: Final["Mapping[str, Callable[[Subject], Session]]"] = {
+    "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB, "trackio": Trackio,
+}  # fmt: skip
+"""{name of the library that a tracker needs, and of the extra that installs it: what opens a session of it}."""
+
+
+def chosen_trackers(typed: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the trackers, and the import paths of observers, in ``typed``, a list or text with commas; each once.
+
+    Raises UserError for a tracker that is unknown or not installed.
+    """
+    names = typed.split(",") if isinstance(typed, str) else typed
+    chosen = tuple(dict.fromkeys(name.strip() for name in names if name))
+    for name in (one for one in chosen if ":" not in one):
+        if name not in TRACKERS:
+            raise UserError(
+                f"unknown tracker {name!r}{guess(name, TRACKERS)}; there are {', '.join(TRACKERS)}, and MODULE:NAME "
+                "for an observer of your own"
+            )
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"tracker {name!r} is not installed: pip install {name}")
+    return chosen
+
+
+def _kept(path: Path) -> "Iterator[Event]":
+    """Return the events in a file, and cut off it what a crash has left behind the last whole one."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader  # noqa: PLC0415 (an extra)
+    from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
+
+    records = list(RawEventFileLoader(str(path)).Load())
+    os.truncate(path, sum(_AROUND + len(record) for record in records))
+    return map(Event.FromString, records)
+
+
+def _scalars(numbers: Mapping[str, float]) -> object:
+    from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415 (an extra)
+
+    return Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()])
+
+
+def _text(tag: str, table: Mapping[str, Any]) -> object:
+    """Return a table of names and values, which TensorBoard shows as Markdown."""
+    from tensorboard.plugins.text.summary_v2 import text_pb  # noqa: PLC0415 (an extra)
+
+    lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in table.items())]
+    return text_pb(tag, "\n".join(lines))
+
+
+@contextmanager
+def _alone_at(uri: str) -> Iterator[None]:
+    """Wait until no other process opens this SQLite database: two that find none would both make its tables."""
+    path = uri.removeprefix("sqlite:///")
+    if path == uri:
+        yield
+        return
+    descriptor = os.open(Path(path).absolute().parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        lock_descriptor(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _run_of(client: "MlflowClient", subject: "Subject") -> "Run":
+    """Return the run of the subject's identity, which is made unless it is there."""
+    experiment = _experiment(client, os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+    found = client.search_runs([experiment], f"tags.`{_IDENTITY}` = '{subject.mark.identity}'", max_results=1)
+    if found:
+        client.update_run(found[0].info.run_id, "RUNNING")
+        return client.get_run(found[0].info.run_id)
+    return client.create_run(experiment, tags={_IDENTITY: subject.mark.identity}, run_name=subject.name)
+
+
+def _experiment(client: "MlflowClient", name: str) -> str:
+    from mlflow.exceptions import MlflowException  # noqa: PLC0415 (an extra)
+
+    if (found := client.get_experiment_by_name(name)) is None:
+        try:
+            return str(client.create_experiment(name))
+        except MlflowException:  # another run was quicker
+            if (found := client.get_experiment_by_name(name)) is None:
+                raise
+    return str(found.experiment_id)
