@@ -55,6 +55,7 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.tracking.mlflow": "fl_sim.tracking.trackers",
     "fl_sim.tracking.names": "fl_sim.tracking.trackers",
     "fl_sim.tracking.sending": "fl_sim.tracking.following",
+    "fl_sim.tracking.subject": "fl_sim.tracking.following",
     "fl_sim.tracking.tensorboard": "fl_sim.tracking.trackers",
     "fl_sim.tracking.trackio": "fl_sim.tracking.trackers",
     "fl_sim.tracking.wandb": "fl_sim.tracking.trackers",

@@ -1,27 +1,32 @@
-"""Who else is told of a run: trackers, and observers that users name by their import path.
+"""Who else is told of a run, trackers and observers that users name by their import path, and what trackers are told.
 
-Trackers are sent metrics from a background thread: a slow one delays no round, and a failing one aborts no run.
+That is nothing but what the run's own files say, under the names of ``rounds.csv``, sent from a background thread: a
+slow tracker delays no round, and a failing one aborts no run.
 """
 
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Final, TypeAlias
 
+from pydantic import TypeAdapter, ValidationError
+
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.import_path import in_one_line, load_object
 from fl_sim.printable import in_a_line
-from fl_sim.report.measures import of_round
+from fl_sim.report.measures import flat_settings, measures, of_round
+from fl_sim.settings_file import read_table
 from fl_sim.simulation.run_log import Observer, Silent
-from fl_sim.store.run_directory import RoundRecord, read_result, read_rounds
-from fl_sim.tracking.subject import Session, is_sent, note_ended, note_sent, results_of, subject_of
-from fl_sim.tracking.trackers import TRACKERS, chosen_trackers
+from fl_sim.store.files import read_whole, write_whole
+from fl_sim.store.run_directory import CONFIG, RoundRecord, read_result, read_rounds
+from fl_sim.tracking.trackers import TRACKERS, Mark, Session, Subject, chosen_trackers
 
 Say: TypeAlias = Callable[[str], None]
 
@@ -33,6 +38,10 @@ LONGEST_SECONDS: Final = 60.0
 
 HEARD: Final = tuple(name for name in vars(Observer) if not name.startswith("_"))
 """What an observer may be told of; it has those of these methods that it wants."""
+
+MARKS: Final = "tracking.json"
+_LONGEST: Final = 2**16
+_MARKS: Final = TypeAdapter(dict[str, Mark])
 
 
 @dataclass(frozen=True)
@@ -196,6 +205,47 @@ class Live(Silent):
         return records, said
 
 
+def subject_of(directory: Path, tracker: str, *, anew: bool = False) -> Subject:
+    """Return the run in ``directory`` for ``tracker``; ``anew``: as one that the tracker has never heard of.
+
+    Raises UserError where ``tracking.json`` is damaged, or the settings are.
+    """
+    marks = _read(directory)
+    if anew or tracker not in marks:
+        marks[tracker] = Mark(secrets.token_hex(8))
+        _write(directory, marks)
+    name = directory.resolve().name
+    return Subject(name, directory, flat_settings(read_table(directory / CONFIG)), marks[tracker])
+
+
+def note_sent(directory: Path, tracker: str, last_round: int) -> None:
+    """Note that ``tracker`` has rounds up to ``last_round``."""
+    marks = _read(directory)
+    _write(directory, {**marks, tracker: replace(marks[tracker], sent=last_round)})
+
+
+def note_ended(directory: Path, tracker: str, facts: Mapping[str, Any]) -> None:
+    """Note that ``tracker`` has the results."""
+    marks = _read(directory)
+    _write(directory, {**marks, tracker: replace(marks[tracker], ended=ending_of(facts))})
+
+
+def is_sent(directory: Path, tracker: str, num_rounds: int, facts: Mapping[str, Any] | None) -> bool:
+    """Say whether ``tracker`` has so many rounds and, where there are ``facts``, the results."""
+    mark = _read(directory).get(tracker)
+    return mark is not None and mark.sent == num_rounds and (facts is None or mark.ended == ending_of(facts))
+
+
+def ending_of(facts: Mapping[str, Any]) -> str:
+    """Return what tells a ``result.json`` from the other ones that a run which goes on may have had before."""
+    return f"{facts['status']} {facts.get('chain', '')}"
+
+
+def results_of(facts: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a ``result.json``, each under its name in ``table.csv`` behind ``result.``."""
+    return {f"result.{name}": value for name, value in measures(facts).items()}
+
+
 class _Passing:
     """Hears everything, and passes it on under the name that it was told by."""
 
@@ -281,3 +331,17 @@ def _opened(tracker: str, directory: Path, first_round: int) -> Session:
         subject = subject_of(directory, tracker, anew=True)
     opened = TRACKERS[tracker](subject)
     return opened if opened.last_round < first_round else TRACKERS[tracker](subject_of(directory, tracker, anew=True))
+
+
+def _read(directory: Path) -> dict[str, Mark]:
+    path = directory / MARKS
+    if not path.exists():
+        return {}
+    try:
+        return _MARKS.validate_json(read_whole(path, _LONGEST))
+    except ValidationError as error:
+        raise UserError(f"{path} is damaged: delete it, and trackers take the run for a new one") from error
+
+
+def _write(directory: Path, marks: Mapping[str, Mark]) -> None:
+    write_whole(directory / MARKS, _MARKS.dump_json(dict(marks), indent=2) + b"\n")

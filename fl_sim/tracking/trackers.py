@@ -8,11 +8,13 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
 from filelock import lock_descriptor
+from pydantic import Field
 
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
     from tensorboard.compat.proto.event_pb2 import Event
 
-    from fl_sim.tracking.subject import Session, Subject
+    from fl_sim.report.measures import Value
 
 PROJECT: Final = "fl-sim"
 """What runs are filed under unless the tracker's own environment variable says otherwise."""
@@ -41,13 +43,57 @@ _MOST_METRICS, _MOST_PARAMS = 1000, 100  # in one request
 _STATUS: Final = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
+@dataclass(frozen=True)
+class Mark:
+    """What ``tracking.json`` says of one tracker: the run's ``identity`` there, and what was sent.
+
+    ``sent``: the last round; ``ended``: the ending, as ``ending_of`` has it, empty before the end.
+    """
+
+    identity: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+    sent: Annotated[int, Field(ge=0)] = 0
+    ended: str = ""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The run in ``directory`` as a tracker knows it. ``settings``: all of ``config.toml``, by dotted names."""
+
+    name: str
+    directory: Path
+    settings: Mapping[str, "Value"]
+    mark: Mark
+
+
+class Session(Protocol):
+    """A tracker that is told of one run. Any exception of its library may leave its methods."""
+
+    @property
+    def last_round(self) -> int:
+        """Return the last round that the tracker holds, 0 where there is none."""
+        ...
+
+    @property
+    def place(self) -> str:
+        """Return where a user finds the run, in words."""
+        ...
+
+    def send(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
+        """Show the numbers of further rounds, by round and name."""
+        ...
+
+    def end(self, status: str, results: Mapping[str, float], last_round: int) -> None:
+        """Show what the run came to, after ``last_round``; ``status``: finished, failed or interrupted."""
+        ...
+
+
 class TensorBoard:
     """TensorBoard: one file of events in the run's directory, for ``tensorboard --logdir``.
 
     A run that goes on is written behind the last whole event.
     """
 
-    def __init__(self, subject: "Subject") -> None:
+    def __init__(self, subject: Subject) -> None:
         self._path = subject.directory / _FOLDER / f"events.out.tfevents.{subject.mark.identity}"
         self._path.parent.mkdir(exist_ok=True)
         for other in self._path.parent.glob("events.out.tfevents.*"):
@@ -82,7 +128,7 @@ class TensorBoard:
 class MLflow:
     """MLflow: a run at the server, or in the database, that ``$MLFLOW_TRACKING_URI`` names; found by its identity."""
 
-    def __init__(self, subject: "Subject") -> None:
+    def __init__(self, subject: Subject) -> None:
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
         from mlflow.tracking import MlflowClient, get_tracking_uri  # noqa: PLC0415 (an extra)
@@ -110,7 +156,7 @@ class MLflow:
         self.send({last_round: results})
         self._client.set_terminated(self._id, _STATUS.get(status, "FAILED"))
 
-    def _describe(self, subject: "Subject", run: "Run") -> None:
+    def _describe(self, subject: Subject, run: "Run") -> None:
         """Send the settings as parameters.
 
         One that a longer run has changed becomes a tag: MLflow lets no parameter change.
@@ -132,7 +178,7 @@ class WandB:
     What it says of the machine, the program and the code by itself is switched off.
     """
 
-    def __init__(self, subject: "Subject") -> None:
+    def __init__(self, subject: Subject) -> None:
         import wandb  # noqa: PLC0415 (an extra)
 
         os.environ.setdefault("WANDB_MODE", "offline")
@@ -166,7 +212,7 @@ class Trackio:
     A run is found again by its name: that of the directory and the run's identity.
     """
 
-    def __init__(self, subject: "Subject") -> None:
+    def __init__(self, subject: Subject) -> None:
         import trackio  # noqa: PLC0415 (an extra)
 
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
@@ -191,7 +237,7 @@ class Trackio:
             self._run.finish()
 
 
-TRACKERS: Final["Mapping[str, Callable[[Subject], Session]]"] = {
+TRACKERS: Final[Mapping[str, Callable[[Subject], Session]]] = {
     "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB, "trackio": Trackio,
 }  # fmt: skip
 """{name of the library that a tracker needs, and of the extra that installs it: what opens a session of it}."""
@@ -254,7 +300,7 @@ def _alone_at(uri: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _run_of(client: "MlflowClient", subject: "Subject") -> "Run":
+def _run_of(client: "MlflowClient", subject: Subject) -> "Run":
     """Return the run of the subject's identity, which is made unless it is there."""
     experiment = _experiment(client, os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
     found = client.search_runs([experiment], f"tags.`{_IDENTITY}` = '{subject.mark.identity}'", max_results=1)
