@@ -52,6 +52,8 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.simulation.starting": "fl_sim.stages.private_start",
     "fl_sim.simulation.summaries": "fl_sim.stages.ccvr",
     "fl_sim.simulation.tstr": "fl_sim.stages.tstr",
+    "fl_sim.tables.names": "fl_sim.tables.words",
+    "fl_sim.tables.seeds": "fl_sim.tables.words",
     "fl_sim.tracking.mlflow": "fl_sim.tracking.trackers",
     "fl_sim.tracking.names": "fl_sim.tracking.trackers",
     "fl_sim.tracking.sending": "fl_sim.tracking.following",

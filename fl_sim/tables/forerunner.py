@@ -17,7 +17,7 @@ from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import CHECKPOINT
 from fl_sim.store.files import in_words
 from fl_sim.store.locks import sole_run
-from fl_sim.tables.names import run_name
+from fl_sim.tables.words import run_name
 
 _NEEDED = (run_directory.CONFIG, run_directory.ROUNDS, CHECKPOINT)
 

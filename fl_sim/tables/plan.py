@@ -15,7 +15,6 @@ from fl_sim.kinds import kind_of
 from fl_sim.mistakes import explain, shortened
 from fl_sim.settings import Settings
 from fl_sim.settings_file import flat, read_table
-from fl_sim.tables.names import run_name
 from fl_sim.tables.points import (
     AXES,
     CENTRALIZED,
@@ -27,9 +26,8 @@ from fl_sim.tables.points import (
     job_at,
     points,
 )
-from fl_sim.tables.seeds import SEEDS, seed_of_means
 from fl_sim.tables.tuning_settings import Tune
-from fl_sim.tables.words import caption, data_label, differences, label, method, text
+from fl_sim.tables.words import SEEDS, caption, data_label, differences, label, method, run_name, seed_of_means, text
 
 MOST_CELLS = 10_000
 """A table of more cells would be checked for minutes before the first one runs, and nobody could read it."""

@@ -14,7 +14,7 @@ from fl_sim.simulation.resuming import objection
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import CHECKPOINT
 from fl_sim.store.run_directory import RoundRecord, read_rounds
-from fl_sim.tables.names import run_name
+from fl_sim.tables.words import run_name
 
 
 @dataclass(frozen=True)

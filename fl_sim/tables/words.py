@@ -1,16 +1,21 @@
-"""How methods, splits and settings are written in a table: names of rows and columns, and the caption."""
+"""How a table writes methods, splits, seeds and settings: names of rows, columns and directories, and the caption."""
 
+import hashlib
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from fl_sim.data.naming import short_label
+from fl_sim.data.naming import short_label, without_settings
+from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.local import Local
 from fl_sim.kinds import Captioned, field_defaults, is_none, is_settings, kind_of, short_form, title_of
 from fl_sim.settings import default_of
-from fl_sim.tables.seeds import spread
+from fl_sim.types import Dataset
 from strategies.algorithm import Advising, Noted
+
+SEEDS = ("seed", "partition_seed", "model_seed", "sampling_seed")
 
 _DATA = {
     "mnist": "MNIST",
@@ -62,36 +67,6 @@ def label(settings: Any, also: Collection[str] = ()) -> str:
     return title_of(settings) + _in_brackets(changed)
 
 
-def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
-    """Return the parameters that are not the default, and those in ``also``."""
-    changed: dict[str, Any] = {}
-    for name, default in field_defaults(type(settings)).items():
-        value = getattr(settings, name)
-        if value != default and _is_group(value, default):
-            changed |= {f"{name}.{inner}": part for inner, part in _changed(value).items()}
-        elif value != default or name in also:
-            changed[name] = value
-    return changed
-
-
-def _is_group(value: Any, default: Any) -> bool:
-    """Say whether there is no choice but of what is in a parameter: its class, which has no kind, is the default's."""
-    return is_settings(type(value)) and type(value) is type(default) and not hasattr(value, "kind")
-
-
-def _in_brackets(changed: Mapping[str, Any]) -> str:
-    return f" ({', '.join(f'{name}={_short(value)}' for name, value in changed.items())})" if changed else ""
-
-
-def _short(value: Any) -> str:
-    """Return a parameter's value; settings inside settings by their kind and what is not the default in them."""
-    if is_settings(type(value)):
-        kind, changed = kind_of(value) if hasattr(value, "kind") else type(value).__name__, _changed(value)
-        first = next((name for name in field_defaults(type(value)) if name != "kind"), "")
-        return f"{kind}:{_short(changed[first])}" if list(changed) == [first] else f"{kind}{_in_brackets(changed)}"
-    return f"{value:.10g}" if isinstance(value, float) else str(value)
-
-
 def text(value: Any) -> str:
     """Return a grid's value as it is written in a row's name.
 
@@ -130,6 +105,81 @@ def caption(
         *(f"{name} here: {note}." for name, note in noted.items() if note),
         *([bound] if has_bound else []),
     )
+
+
+def took(result: Mapping[str, Any]) -> str:
+    """Return how long a run took; of a private one it is known only roughly."""
+    seconds = result["seconds"]["total"]
+    return f"at most {seconds:g} s" if result["privacy"] else f"{seconds:.1f} s"
+
+
+def run_name(experiment: Experiment, dataset: Dataset) -> str:
+    """Return the name of a resolved experiment's directory, such as ``fedavg-digits-label-1-seed-0-1f0c2a9b``.
+
+    The engine has no part in it: another one goes on with the same run.
+    """
+    content = experiment.chosen(*(name for name in Experiment.model_fields if name not in {"engine", "round_timeout"}))
+    if experiment.evaluate == Evaluate():  # which came later: runs without it keep their names
+        del content["evaluate"]
+    records = [len(dataset.train), len(dataset.test), dataset.note]
+    digest = hashlib.sha256(json.dumps([content, records], sort_keys=True).encode()).hexdigest()[:8]
+    split = "" if experiment.is_central else short_form(experiment.partition)
+    features = "" if experiment.features == "none" else experiment.features
+    readable = f"{method(experiment)} {without_settings(experiment.data)} {features} {split} seed {experiment.seed}"
+    return f"{re.sub(r'[^a-z0-9.]+', '-', readable.lower())[:80].strip('-.')}-{digest}"
+
+
+def seed_of_means(values: Mapping[str, Sequence[Any]]) -> str:
+    """Return over which of SEEDS a table has means: ``seed``, unless another one alone has several ``values``.
+
+    Several values of one that is not averaged make rows.
+
+    >>> seed_of_means({"seed": [0], "model_seed": [0, 1]}), seed_of_means({"seed": [0, 1], "model_seed": [0, 1]})
+    ('model_seed', 'seed')
+    """
+    several = [name for name in SEEDS if len(values.get(name, ())) > 1]
+    return several[0] if len(several) == 1 else "seed"
+
+
+def spread(experiments: Sequence[Experiment]) -> str:
+    """Return over which seeds the table of ``experiments`` has means, and which seeds are fixed."""
+    found = {name: list(dict.fromkeys(getattr(one, name) for one in experiments)) for name in SEEDS}
+    over = seed_of_means(found)
+    values, what = found.pop(over), over.replace("_", " ")
+    mean = f"mean ± sample standard deviation over {what}s" if len(values) > 1 else f"one {what}"
+    listed = ", ".join(map(str, values))
+    fixed = [f"{name} {', '.join(map(str, own))}" for name, own in found.items() if own != [None]]
+    return "; ".join([f"{mean} {listed}" if len(values) > 1 else f"{mean} ({listed})", *fixed])
+
+
+def _changed(settings: Any, also: Collection[str] = ()) -> dict[str, Any]:
+    """Return the parameters that are not the default, and those in ``also``."""
+    changed: dict[str, Any] = {}
+    for name, default in field_defaults(type(settings)).items():
+        value = getattr(settings, name)
+        if value != default and _is_group(value, default):
+            changed |= {f"{name}.{inner}": part for inner, part in _changed(value).items()}
+        elif value != default or name in also:
+            changed[name] = value
+    return changed
+
+
+def _is_group(value: Any, default: Any) -> bool:
+    """Say whether there is no choice but of what is in a parameter: its class, which has no kind, is the default's."""
+    return is_settings(type(value)) and type(value) is type(default) and not hasattr(value, "kind")
+
+
+def _in_brackets(changed: Mapping[str, Any]) -> str:
+    return f" ({', '.join(f'{name}={_short(value)}' for name, value in changed.items())})" if changed else ""
+
+
+def _short(value: Any) -> str:
+    """Return a parameter's value; settings inside settings by their kind and what is not the default in them."""
+    if is_settings(type(value)):
+        kind, changed = kind_of(value) if hasattr(value, "kind") else type(value).__name__, _changed(value)
+        first = next((name for name in field_defaults(type(value)) if name != "kind"), "")
+        return f"{kind}:{_short(changed[first])}" if list(changed) == [first] else f"{kind}{_in_brackets(changed)}"
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
 def _best(experiments: Sequence[Experiment]) -> str:
@@ -225,9 +275,3 @@ def _captions(chosen: Sequence[Any]) -> list[str]:
 
 def _values(values: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(str(value) for value in values))
-
-
-def took(result: Mapping[str, Any]) -> str:
-    """Return how long a run took; of a private one it is known only roughly."""
-    seconds = result["seconds"]["total"]
-    return f"at most {seconds:g} s" if result["privacy"] else f"{seconds:.1f} s"

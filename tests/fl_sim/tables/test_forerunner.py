@@ -13,7 +13,7 @@ from fl_sim.experiment.job import resolved
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.tables.forerunner import begin_with_shorter
-from fl_sim.tables.names import run_name
+from fl_sim.tables.words import run_name
 from fl_sim.tables.workers import Started, run_all
 
 QUICK = {"model": "logistic", "rounds": 2, "engine": "inprocess", "algorithm": "scaffold"}

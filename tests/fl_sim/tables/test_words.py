@@ -1,4 +1,4 @@
-"""How settings are written in a table's rows."""
+"""Rows, columns, directories and captions of a table name what distinguishes their runs."""
 
 import inspect
 
@@ -6,8 +6,9 @@ import pytest
 
 from clients.dafl.settings import DaFl
 from fl_sim.experiment.experiment import experiment_from
+from fl_sim.experiment.job import job_of
 from fl_sim.settings import kinds_of
-from fl_sim.tables.words import caption, label, took
+from fl_sim.tables.words import caption, label, run_name, took
 from strategies.global_dp import AdaptiveClipping, GlobalDP
 from strategies.pate.labelling import Labelling
 from strategies.pate.mechanisms import ConfidentGNMax, GNMax
@@ -132,3 +133,9 @@ def test_a_private_run_took_at_most_what_it_says_in_all() -> None:
     seconds = {"train": 7.0, "total": 12.25}
     assert took({"seconds": seconds, "privacy": []}) == "12.2 s"
     assert took({"seconds": seconds, "privacy": [{}]}) == "at most 12.25 s"
+
+
+def test_settings_that_came_later_leave_the_names_of_runs_without_them_as_they_were() -> None:
+    plain, held = (job_of(experiment_from(table)) for table in ({}, {"evaluate": {"validation": 0.1}}))
+    assert run_name(plain.experiment, plain.dataset) == "fedavg-digits-label-1-seed-0-fd89a2b7"
+    assert run_name(held.experiment, held.dataset) != run_name(plain.experiment, plain.dataset)
