@@ -53,6 +53,7 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.simulation.summaries": "fl_sim.stages.ccvr",
     "fl_sim.simulation.tstr": "fl_sim.stages.tstr",
     "fl_sim.tables.names": "fl_sim.tables.words",
+    "fl_sim.tables.points": "fl_sim.tables.plan",
     "fl_sim.tables.seeds": "fl_sim.tables.words",
     "fl_sim.tracking.mlflow": "fl_sim.tracking.trackers",
     "fl_sim.tracking.names": "fl_sim.tracking.trackers",

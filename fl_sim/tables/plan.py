@@ -1,33 +1,29 @@
 """A grid of experiments: methods in rows, data sets and splits in columns; every cell is checked before one runs."""
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import BeforeValidator, Field, ValidationError
 
+from fl_sim.data.places import look_for
 from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import Experiment, with_overrides
-from fl_sim.kinds import kind_of
+from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides, with_values
+from fl_sim.importing import importing
+from fl_sim.kinds import kind_of, short_form
 from fl_sim.mistakes import explain, shortened
 from fl_sim.settings import Settings
 from fl_sim.settings_file import flat, read_table
-from fl_sim.tables.points import (
-    AXES,
-    CENTRALIZED,
-    Point,
-    as_federation,
-    as_run,
-    experiment_at,
-    is_bound,
-    job_at,
-    points,
-)
 from fl_sim.tables.tuning_settings import Tune
 from fl_sim.tables.words import SEEDS, caption, data_label, differences, label, method, run_name, seed_of_means, text
+
+if TYPE_CHECKING:
+    from fl_sim.experiment.job import Job
 
 MOST_CELLS = 10_000
 """A table of more cells would be checked for minutes before the first one runs, and nobody could read it."""
@@ -35,6 +31,21 @@ MOST_CELLS = 10_000
 T = TypeVar("T")
 
 _IN_THE_NAME = ("algorithm", "preprocess", "server")
+
+Point: TypeAlias = Mapping[str, Any]
+"""Settings by key, dots and all, that a cell of the table lays over the base."""
+
+AXES = ("algorithm", "data", "partition", "seed")
+"""Keys that span a table even where [grid] does not name them."""
+
+CENTRALIZED: Point = {
+    "algorithm": "centralized", "partition": "iid", "clients": 1, "sampler": "full", "aggregator": "mean",
+    "preprocess": "none", "attack": "none", "calibrate": "none", "compress": "none",
+    "partition_seed": None, "sampling_seed": None,
+}  # fmt: skip
+"""What makes an experiment the upper bound, whatever the split and the clients of its column are."""
+
+_FEDAVG: Point = {"algorithm": "fedavg", "preprocess": "none", "calibrate": "none"}
 
 
 def _are_grids(given: Any) -> Any:
@@ -132,18 +143,6 @@ def table_settings(table: Mapping[str, Any], overrides: list[str], where: str) -
     return settings.model_copy(update={"base": with_overrides(start, base), "grid": given})
 
 
-def _with_tune(table: Mapping[str, Any], overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Lay ``tune.trials=4`` and the like over the table, and return it with the other settings."""
-    ours = [override for override in overrides if override.startswith("tune.")]
-    tune = dict(table.get("tune", {}))
-    for override in ours:
-        key, _, value = override.removeprefix("tune.").partition("=")
-        if key.partition(".")[0] in {"space", "spaces"}:
-            raise UserError(f"{shortened(override)!r}: what a search may draw stands in the file, in [tune.space]")
-        tune[key] = value
-    return {**table, **({"tune": tune} if ours else {})}, [one for one in overrides if one not in ours]
-
-
 def plan_table(
     settings: TableSettings, data_root: Path | None = None, say: Callable[[str], object] = lambda _: None
 ) -> Plan:
@@ -181,17 +180,6 @@ def plan_table(
     return Plan(tuple(rows), columns, tuple(ordered), frozenset(bounds), words, over)
 
 
-def _caption(cells: Sequence[Cell], bounds: Collection[str], placed: Iterable["_Placed"]) -> tuple[str, ...]:
-    federated = [cell.experiment for cell in cells if cell.row not in bounds]
-    notes: dict[str, str] = {}
-    shares: dict[str, float] = {}
-    for one in placed:
-        notes[one.experiment.data] = one.data_note
-        if one.experiment.evaluate.test != "never":
-            shares[one.experiment.data] = one.largest_class
-    return caption(federated or [cell.experiment for cell in cells], notes, shares, has_bound=bool(bounds))
-
-
 def tuned(
     settings: TableSettings, plan: Plan, chosen: Mapping[tuple[str, str], Mapping[str, Any]], data_root: Path | None
 ) -> Plan:
@@ -214,6 +202,93 @@ def experiments(settings: TableSettings) -> list[Experiment]:
     Raises UserError that names the first cell whose settings do not go together.
     """
     return [experiment_at(settings.base, as_run(point)) for point in _points(settings)]
+
+
+def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tuple[int, T]]:
+    """Return (place, one) of all that is ``given``, those on the same records together.
+
+    >>> by_records(["b1", "a1", "b2"], lambda one: one[0])
+    [(0, 'b1'), (2, 'b2'), (1, 'a1')]
+    """
+    groups: dict[str, list[tuple[int, T]]] = {}
+    for place, one in enumerate(given):
+        groups.setdefault(str(records_of(one)), []).append((place, one))
+    return [each for group in groups.values() for each in group]
+
+
+def points(base: Mapping[str, Any], grid: Mapping[str, list[Any]], *, centralized: bool) -> Iterable[dict[str, Any]]:
+    """Yield the grid's points, methods outermost, the upper bound last if there is one."""
+    axes = dict(grid)
+    for axis in AXES:
+        default = Experiment.model_fields[axis].default
+        axes.setdefault(axis, [base.get(axis, default if isinstance(default, str | int) else short_form(default))])
+    methods = [_together(entry, grid) for entry in axes.pop("algorithm")]
+    methods += [{"algorithm": "centralized"}] if centralized else []
+    extra = [key for key in axes if key not in AXES]
+    order = [*extra, "data", "partition", "seed"]
+    for one in methods:
+        for values in itertools.product(*(axes[key] for key in order)):
+            yield {**one, **dict(zip(order, values, strict=True))}
+
+
+def is_bound(point: Point) -> bool:
+    """Say whether a point is an upper bound."""
+    algorithm = point["algorithm"]
+    return (algorithm.get("kind") if isinstance(algorithm, dict) else algorithm) == "centralized"
+
+
+def as_run(point: Point) -> Point:
+    """Return the settings of a point's run: an upper bound has no place for what federations have alone."""
+    return _outside(point, CENTRALIZED) if is_bound(point) else point
+
+
+def as_federation(point: Point) -> Point:
+    """Return the settings by which a point's column is named: FedAvg's stand in for an upper bound's."""
+    return _outside(point, _FEDAVG) if is_bound(point) else point
+
+
+def experiment_at(base: Mapping[str, Any], point: Point) -> Experiment:
+    """Return the experiment of a point. Raises UserError that names the point."""
+    with _naming(point):
+        table = _laid_over(base, {key: value for key, value in point.items() if "." not in key})
+        return experiment_from(with_values(table, [(key, value) for key, value in point.items() if "." in key]))
+
+
+def job_at(base: Mapping[str, Any], point: Point, data_root: Path | None) -> "Job":
+    """Return a point's job, checked as far as that is possible without running it. Raises UserError that names it."""
+    experiment = experiment_at(base, point)
+    with _naming(point):
+        look_for(experiment.data, data_root)
+        with importing():  # now: a mistake in the settings is told without waiting for torch
+            from fl_sim.experiment.job import job_of  # noqa: PLC0415
+            from fl_sim.simulation.engine_choice import check_trainer  # noqa: PLC0415
+        job = job_of(experiment, data_root)
+        job.model()
+        check_trainer(job)
+    return job
+
+
+def _with_tune(table: Mapping[str, Any], overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Lay ``tune.trials=4`` and the like over the table, and return it with the other settings."""
+    ours = [override for override in overrides if override.startswith("tune.")]
+    tune = dict(table.get("tune", {}))
+    for override in ours:
+        key, _, value = override.removeprefix("tune.").partition("=")
+        if key.partition(".")[0] in {"space", "spaces"}:
+            raise UserError(f"{shortened(override)!r}: what a search may draw stands in the file, in [tune.space]")
+        tune[key] = value
+    return {**table, **({"tune": tune} if ours else {})}, [one for one in overrides if one not in ours]
+
+
+def _caption(cells: Sequence[Cell], bounds: Collection[str], placed: Iterable["_Placed"]) -> tuple[str, ...]:
+    federated = [cell.experiment for cell in cells if cell.row not in bounds]
+    notes: dict[str, str] = {}
+    shares: dict[str, float] = {}
+    for one in placed:
+        notes[one.experiment.data] = one.data_note
+        if one.experiment.evaluate.test != "never":
+            shares[one.experiment.data] = one.largest_class
+    return caption(federated or [cell.experiment for cell in cells], notes, shares, has_bound=bool(bounds))
 
 
 def _points(settings: TableSettings) -> Iterable[Point]:
@@ -260,20 +335,45 @@ def _all_placed(
     return [(point, placed[place]) for place, point in enumerate(given)]
 
 
-def by_records(given: Iterable[T], records_of: Callable[[T], object]) -> list[tuple[int, T]]:
-    """Return (place, one) of all that is ``given``, those on the same records together.
-
-    >>> by_records(["b1", "a1", "b2"], lambda one: one[0])
-    [(0, 'b1'), (2, 'b2'), (1, 'a1')]
-    """
-    groups: dict[str, list[tuple[int, T]]] = {}
-    for place, one in enumerate(given):
-        groups.setdefault(str(records_of(one)), []).append((place, one))
-    return [each for group in groups.values() for each in group]
-
-
 def _further(point: Point, over: str) -> list[str]:
     """Return what a row's name must say besides the method: all that spans the table, is in no column and no mean."""
     named = {*AXES, over, *(CENTRALIZED if is_bound(point) else _IN_THE_NAME)}
     further = flat(point, lambda value: not isinstance(value, Mapping) or "kind" in value)
     return [f"{key}={text(value)}" for key, value in further if key.split(".")[0] not in named]
+
+
+def _together(entry: Any, grid: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an entry of ``grid.algorithm``: an algorithm, or a table that sets it and more."""
+    if not isinstance(entry, dict) or "kind" in entry or not set(entry) & set(Experiment.model_fields):
+        return {"algorithm": entry}
+    spanned = {key.split(".")[0] for key in grid} - {"algorithm"} | {"data", "partition", "seed"}
+    if twice := sorted(set(entry) & spanned):
+        raise UserError(
+            f"an entry of grid.algorithm sets {', '.join(twice)}, which spans the table as well: entries are for what "
+            "belongs to a method, such as algorithm, preprocess or aggregator"
+        )
+    return {"algorithm": "fedavg", **entry}
+
+
+def _outside(point: Point, instead: Point) -> Point:
+    """Return ``point`` with ``instead`` in place of all that it says about the same groups."""
+    return {key: value for key, value in point.items() if key.split(".")[0] not in instead} | dict(instead)
+
+
+@contextmanager
+def _naming(point: Point) -> Iterator[None]:
+    """Say of which cell a mistake is told."""
+    try:
+        yield
+    except UserError as error:
+        where = ", ".join(f"{key}={text(value)}" for key, value in point.items())
+        raise UserError(f"cell {where}: {error}") from error
+
+
+def _laid_over(base: Mapping[str, Any], point: Point) -> dict[str, Any]:
+    """Return ``base`` with ``point`` over it; a table without a kind changes some keys of the one in ``base``."""
+    merged = {**base, **point}
+    for key, value in point.items():
+        if isinstance(value, dict) and "kind" not in value and isinstance(base.get(key), dict):
+            merged[key] = {**base[key], **value}
+    return merged

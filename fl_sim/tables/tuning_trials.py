@@ -11,8 +11,7 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import field_defaults, kind_of
 from fl_sim.settings_file import flat
-from fl_sim.tables.plan import Cell, Plan, TableSettings
-from fl_sim.tables.points import AXES, CENTRALIZED, as_run, experiment_at, is_bound, job_at
+from fl_sim.tables.plan import AXES, CENTRALIZED, Cell, Plan, TableSettings, as_run, experiment_at, is_bound, job_at
 from fl_sim.tables.tuning_optuna import check_installed, proposed
 from fl_sim.tables.tuning_settings import Rung, Tune, rungs
 from fl_sim.tables.tuning_space import Method, Space, Values, drawn, spaces

@@ -24,7 +24,7 @@ from fl_sim.simulation.engine_choice import (
 )
 from fl_sim.simulation.procedure import procedure_of
 from fl_sim.tables.forecast import forecast
-from fl_sim.tables.points import job_at
+from fl_sim.tables.plan import job_at
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Trained
 
