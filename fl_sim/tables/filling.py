@@ -22,9 +22,9 @@ from fl_sim.report.table_files import write_rounds, write_table
 from fl_sim.simulation.capacity import cores
 from fl_sim.simulation.stopwatch import Stopwatch
 from fl_sim.tables.budget import Budget
+from fl_sim.tables.earlier_runs import put_aside
 from fl_sim.tables.forecast import Forecast, forecast, time_in_words
 from fl_sim.tables.plan import Cell, Plan, TableSettings, tuned
-from fl_sim.tables.strangers import put_aside
 from fl_sim.tables.tuning import TRIALS, known_choices, tune, values_of
 from fl_sim.tables.tuning_forecast import search_forecasts, search_in_words
 from fl_sim.tables.tuning_trials import Choice, searches_of

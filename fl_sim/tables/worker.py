@@ -17,7 +17,7 @@ from fl_sim.experiment.job import resolved
 from fl_sim.own_code import with_place
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import CONFIG, RoundRecord
-from fl_sim.tables.forerunner import begin_with_shorter
+from fl_sim.tables.earlier_runs import begin_with_shorter
 from fl_sim.tables.workers import UP, Event, Failed, Finished, Preparing, RoundDone, Started, Stopped
 from fl_sim.tracking.following import Following
 

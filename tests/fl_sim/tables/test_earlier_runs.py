@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import fl_sim
@@ -14,7 +15,7 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import resolved
-from fl_sim.report.table_markdown import markdown
+from fl_sim.report.table_files import markdown
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_identity, read_rounds
 from fl_sim.tables.earlier_runs import begin_with_shorter
@@ -157,6 +158,24 @@ def test_seeds_of_old_code_are_not_averaged_with_those_of_new(code: Path, tmp_pa
     assert now == filled(settings(0, 1, 2), tmp_path / "fresh")
     assert old.partition("±")[0] != now.partition("±")[0]
     assert len(list((tmp_path / "t" / "cells").glob("*-before-1"))) == 2  # moved aside, not deleted
+
+
+def rows(path: Path, *, noise: bool) -> str:
+    """Write 80 records of two classes, which one column tells apart unless it is noise; return the data's name."""
+    drawn = np.random.default_rng(0).random((80, 2))
+    lines = [f"{b if noise else 2 * (i % 2) - 1 + a / 10},{b},{'xy'[i % 2]}" for i, (a, b) in enumerate(drawn)]
+    path.write_text("\n".join(["a,b,label", *lines]) + "\n", encoding="utf-8")
+    return f"csv:{path}:test=0.3"
+
+
+def test_a_cell_of_records_that_were_rewritten_is_not_taken_for_one_of_those_that_are_there(tmp_path: Path) -> None:
+    def made(*seeds: int) -> TableSettings:
+        return settings(*seeds, algorithm="fedavg", data=rows(tmp_path / "t.csv", noise=bool(seeds[1:])))
+
+    filled(made(0), tmp_path / "t")
+    with pytest.raises(UserError, match="a run of other records"):
+        filled(made(0, 1), tmp_path / "t")
+    assert filled(made(0, 1), tmp_path / "t", again=True) == filled(made(0, 1), tmp_path / "fresh")
 
 
 def test_a_cell_of_old_code_that_had_not_finished_is_told_too(code: Path, tmp_path: Path) -> None:
