@@ -1,18 +1,19 @@
-"""The space of a search: what a knob may be, and which values a trial draws."""
+"""What ``[tune]`` in a table's file says: trials and rungs, what a knob may be, and which values a trial draws."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from importlib.util import find_spec
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import PlainValidator, ValidationError
+from pydantic import Field, PlainValidator, ValidationError, field_validator
 
 from fl_sim.errors import UserError
+from fl_sim.experiment.evaluate import Validation
 from fl_sim.mistakes import explain, guess, shortened
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings
 from fl_sim.settings_file import flat
-from fl_sim.tables.tuning_settings import Tune
 
 Values: TypeAlias = Mapping[str, Any]
 """What a trial sets, by key: {"local.learning_rate": 0.013}."""
@@ -25,6 +26,69 @@ NOT_TUNED = (
 
 _DIGITS = 3
 """Significant digits of a number that is drawn: enough for a setting, and few enough to be told and typed again."""
+
+
+class Tune(Settings):
+    """A search for every method in every column, with the same ``trials`` and rounds for each.
+
+    ``rounds``: of the longest trials (0: as many as the runs of the table). ``halving``: of the trials of a rung one in
+    so many goes on to the next, which has so many times the rounds. ``validation``: the part of every client's training
+    records that a trial does not train on and is judged by ("given": it is judged by the validation records that the
+    data set comes with). ``search``: "random" draws the values, "optuna" lets
+    Optuna's TPE propose them from what was found before. ``seed``: of the draws.
+
+    ``space``: the knobs that all methods have, ``spaces``: those of single ones, by their kind or their row's name;
+    each is a list of values or a range {low, high, log}. ``data``: a public data set to search on in place of the
+    table's own, which methods under privacy need; trials are then judged by its test records.
+    """
+
+    trials: int = Field(16, ge=1, le=10_000)
+    rounds: int = Field(0, ge=0, le=10**9)
+    halving: int = Field(2, ge=2)
+    validation: Validation = 0.1
+    search: Literal["random", "optuna"] = "random"
+    seed: int = Field(0, ge=0)
+    data: str = ""
+    space: dict[str, Any] = Field(default_factory=dict)
+    spaces: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    @field_validator("validation")
+    @classmethod
+    def _judges(cls, validation: Validation) -> Validation:
+        if not validation:
+            raise ValueError("trials would have nothing to be judged by; a tenth of the records is 0.1")
+        return validation
+
+
+@dataclass(frozen=True)
+class Rung:
+    """``trials`` runs of ``rounds`` rounds each."""
+
+    trials: int
+    rounds: int
+
+
+def rungs(trials: int, rounds: int, halving: int) -> tuple[Rung, ...]:
+    """Return the rungs of successive halving (Jamieson & Talwalkar 2016, algorithm 1), the last with all ``rounds``.
+
+    Every rung costs about the same: one in ``halving`` of its trials, rounded down, goes on to the next, which has
+    ``halving`` times the rounds. Of the last rung the best one is taken. No trial is shorter than a round, so a
+    search with few rounds has fewer rungs, and more trials in the last.
+
+    >>> [(rung.trials, rung.rounds) for rung in rungs(16, 20, 2)]
+    [(16, 2), (8, 5), (4, 10), (2, 20)]
+    """
+    counts, shortest = [trials], rounds
+    while counts[-1] > halving and shortest >= halving:
+        counts.append(counts[-1] // halving)
+        shortest //= halving
+    last = len(counts) - 1
+    return tuple(Rung(count, rounds // halving ** (last - step)) for step, count in enumerate(counts))
+
+
+def num_rounds(plan: Sequence[Rung]) -> int:
+    """Return how many rounds the trials of a search train together where each rung starts anew."""
+    return sum(rung.trials * rung.rounds for rung in plan)
 
 
 @dataclass(frozen=True)
@@ -149,6 +213,35 @@ def drawn(space: Space, seed: int, trial: int) -> dict[str, Any]:
     return {key: knob.drawn(seed, key, trial) for key, knob in space.items()}
 
 
+def check_installed() -> None:
+    """Raise UserError where Optuna, which is an extra, is not installed."""
+    if find_spec("optuna") is None:
+        raise UserError(
+            "tune.search=optuna needs Optuna, which is an extra: pip install 'fl-sim[tune]', or take tune.search=random"
+        )
+
+
+def proposed(space: Space, tried: Sequence[tuple[Values, float | None]], seed: int) -> dict[str, Any]:
+    """Return the values to try next, given what was ``tried``: values and accuracies, None where a trial diverged.
+
+    A pure function of its arguments, so a search that was broken off proposes the same again.
+    """
+    import optuna  # noqa: PLC0415 (an extra)
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    kinds = {key: _distribution(knob) for key, knob in space.items()}
+    # All draws that are not guided are made before Optuna is asked, so it starts at once.
+    number = int(rng(seed, "tuning optuna", len(tried)).integers(2**31))
+    study = optuna.create_study(
+        direction="maximize", sampler=optuna.samplers.TPESampler(seed=number, n_startup_trials=0)
+    )
+    for values, accuracy in tried:
+        params = {key: _encoded(space[key], value) for key, value in values.items()}
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=kinds, value=accuracy or 0.0))
+    params = study.ask(kinds).params
+    return {key: _decoded(knob, params[key]) for key, knob in space.items()}
+
+
 def _check_free(key: str, method: Method) -> None:
     if key.partition(".")[0] in NOT_TUNED:
         raise UserError(
@@ -190,3 +283,20 @@ def _knob(value: Any, where: str) -> Knob:
     if found.log and found.low <= 0:
         raise UserError(f"{where}: log = true needs low above 0, got low = {found.low:g}")
     return found
+
+
+def _distribution(knob: Knob) -> Any:
+    from optuna import distributions  # noqa: PLC0415
+
+    if isinstance(knob, Choices):
+        return distributions.CategoricalDistribution(range(len(knob.values)))
+    kind = distributions.IntDistribution if knob.is_whole else distributions.FloatDistribution
+    return kind(knob.low, knob.high, log=knob.log)
+
+
+def _encoded(knob: Knob, value: Any) -> Any:
+    return knob.values.index(value) if isinstance(knob, Choices) else value
+
+
+def _decoded(knob: Knob, value: Any) -> Any:
+    return knob.values[value] if isinstance(knob, Choices) else knob.rounded(value)

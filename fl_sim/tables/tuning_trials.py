@@ -12,9 +12,18 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import field_defaults, kind_of
 from fl_sim.settings_file import flat
 from fl_sim.tables.plan import AXES, CENTRALIZED, Cell, Plan, TableSettings, as_run, experiment_at, is_bound, job_at
-from fl_sim.tables.tuning_optuna import check_installed, proposed
-from fl_sim.tables.tuning_settings import Rung, Tune, rungs
-from fl_sim.tables.tuning_space import Method, Space, Values, drawn, spaces
+from fl_sim.tables.tuning_space import (
+    Method,
+    Rung,
+    Space,
+    Tune,
+    Values,
+    check_installed,
+    drawn,
+    proposed,
+    rungs,
+    spaces,
+)
 
 
 @dataclass(frozen=True, eq=False)

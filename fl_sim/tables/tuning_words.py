@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fl_sim.tables.tuning_settings import Rung, Tune
+from fl_sim.tables.tuning_space import Rung, Tune
 from fl_sim.tables.tuning_trials import Choice, Tried
 from fl_sim.tables.words import data_label, text
 

@@ -20,14 +20,12 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.report.runs import find
 from fl_sim.simulation.run import run
 from fl_sim.simulation.stopwatch import Stopwatch, Timing
-from fl_sim.tables import tuning, tuning_optuna
+from fl_sim.tables import tuning, tuning_space
 from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
 from fl_sim.tables.tuning import LOG, TRIALS, Runner, known_choices, ranked, tune
-from fl_sim.tables.tuning_optuna import proposed
 from fl_sim.tables.tuning_runs import Outcome
-from fl_sim.tables.tuning_settings import Tune
-from fl_sim.tables.tuning_space import Choices, Range, drawn
+from fl_sim.tables.tuning_space import Choices, Range, Tune, drawn, proposed
 from fl_sim.tables.tuning_trials import Choice, Trial, Tried, experiment_of, searches_of
 from fl_sim.tables.workers import Event, Failed, Finished
 from fl_sim.types import Dataset
@@ -263,7 +261,7 @@ def test_optuna_goes_where_trials_were_good() -> None:
 def test_optuna_is_asked_for_in_words_where_it_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning_optuna, "find_spec", lambda name: None)
+    monkeypatch.setattr(tuning_space, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs Optuna.*pip install 'fl-sim\[tune\]', or take tune.search=random"):
         searched(settings(search="optuna"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ from fl_sim.tables import tuning_forecast
 from fl_sim.tables.forecast import Forecast
 from fl_sim.tables.plan import TableSettings, plan_table
 from fl_sim.tables.tuning_forecast import SearchForecast, search_forecasts, search_in_words
-from fl_sim.tables.tuning_settings import rungs
+from fl_sim.tables.tuning_space import rungs
 from fl_sim.tables.tuning_trials import Search, searches_of
 
 

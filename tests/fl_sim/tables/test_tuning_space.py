@@ -1,4 +1,4 @@
-"""Search spaces: what is drawn, for whom it is the same, which rungs there are, and what is refused in words."""
+"""[tune] says how many trials there are, what a knob may be, and which values a trial draws or is proposed."""
 
 import math
 import re
@@ -9,10 +9,26 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from fl_sim.errors import UserError
-from fl_sim.tables.tuning_settings import Rung, Tune, num_rounds, rungs
-from fl_sim.tables.tuning_space import Choices, Method, Range, drawn, spaces
+from fl_sim.tables.tuning_space import Choices, Method, Range, Rung, Tune, drawn, num_rounds, proposed, rungs, spaces
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [("trials", 1, 10_000), ("rounds", 0, 10**9), ("halving", 2, None), ("seed", 0, None)],
+)
+def test_numbers_of_a_search_have_limits_that_may_be_taken(name: str, least: int, most: int | None) -> None:
+    def tune(value: int) -> Any:
+        return getattr(Tune.model_validate({name: value}), name)
+
+    taken = [least, least + 1, *([most - 1, most] if most else [10**12])]
+    assert [tune(value) for value in taken] == taken
+    for value in (least - 1, *([most + 1] if most else [])):
+        with pytest.raises(ValidationError, match=rf"{name}\n.*(greater|less) than or equal"):
+            tune(value)
+
 
 RATE = Range(low=0.001, high=0.1, log=True)
 FEDAVG = Method("FedAvg", "fedavg", frozenset())
@@ -164,3 +180,15 @@ def test_what_the_grid_varies_is_not_tuned_as_well(spanned: str, key: str) -> No
     with pytest.raises(UserError, match=f"row FedProx sets {spanned} in the grid, and tune searches for {key}"):
         spaces(Tune(space={key: [1]}), [method], ())
     assert spaces(Tune(space={"algorithm.music": [1]}), [method], ())
+
+
+def test_proposals_of_a_logarithmic_range_are_short_and_spread_over_its_decades_and_differ_from_seed_to_seed() -> None:
+    pytest.importorskip("optuna")
+    space = {"rate": Range(low=0.001, high=1.0, log=True), "even": Range(low=0.001, high=1.0), "kind": Choices((1, 2))}
+    tried = [({"rate": 0.03, "even": 0.5, "kind": 1}, 0.5)]
+    found = [proposed(space, tried, seed) for seed in range(40)]
+    assert found[:3] == [proposed(space, tried, seed) for seed in range(3)]
+    assert all(one[key] == float(f"{one[key]:.3g}") for one in found for key in ("rate", "even"))
+    assert sum(one["rate"] < 0.03 for one in found) >= 12
+    assert sum(one["even"] < 0.03 for one in found) <= 6
+    assert len({one["even"] for one in found}) >= 35

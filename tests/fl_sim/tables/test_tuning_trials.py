@@ -7,8 +7,7 @@ import pytest
 from fl_sim.errors import UserError
 from fl_sim.tables import tuning_trials
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
-from fl_sim.tables.tuning_settings import Rung, Tune
-from fl_sim.tables.tuning_space import drawn
+from fl_sim.tables.tuning_space import Rung, Tune, drawn
 from fl_sim.tables.tuning_trials import Search, Trial, experiment_of, proposed_trial, searches_of, turns
 
 RATES = {"low": 0.001, "high": 1.0, "log": True}

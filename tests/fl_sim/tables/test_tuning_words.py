@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
-from fl_sim.tables.tuning_settings import Rung, Tune
+from fl_sim.tables.tuning_space import Rung, Tune
 from fl_sim.tables.tuning_trials import Choice, Search, Trial, Tried, searches_of
 from fl_sim.tables.tuning_words import as_json, caption, csv_text
 
