@@ -9,14 +9,16 @@ from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.store import run_directory
 from fl_sim.tables.plan import Plan, TableSettings
-from fl_sim.tables.tuning_runs import Outcome, directory_of, outcome_in
 from fl_sim.tables.tuning_space import Values
 from fl_sim.tables.tuning_trials import (
     Choice,
+    Outcome,
     Search,
     Trial,
     Tried,
+    directory_of,
     experiment_of,
+    outcome_in,
     proposed_trial,
     searches_of,
     turns,

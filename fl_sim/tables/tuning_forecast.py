@@ -7,8 +7,7 @@ from pathlib import Path
 from fl_sim.tables.forecast import Forecast, in_time, rounds_done
 from fl_sim.tables.plan import TableSettings
 from fl_sim.tables.tuning import TRIALS
-from fl_sim.tables.tuning_runs import directory_of, goes_on
-from fl_sim.tables.tuning_trials import Search, experiment_of, proposed_trial, turns
+from fl_sim.tables.tuning_trials import Search, directory_of, experiment_of, goes_on, proposed_trial, turns
 
 
 @dataclass(frozen=True)

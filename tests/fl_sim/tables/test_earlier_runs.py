@@ -22,7 +22,7 @@ from fl_sim.tables.earlier_runs import begin_with_shorter
 from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
 from fl_sim.tables.tuning import TRIALS
-from fl_sim.tables.tuning_runs import outcome_in
+from fl_sim.tables.tuning_trials import outcome_in
 from fl_sim.tables.words import run_name
 from fl_sim.tables.workers import Started, run_all
 

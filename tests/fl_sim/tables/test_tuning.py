@@ -24,9 +24,8 @@ from fl_sim.tables import tuning, tuning_space
 from fl_sim.tables.filling import Board, conclude, fill
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
 from fl_sim.tables.tuning import LOG, TRIALS, Runner, known_choices, ranked, tune
-from fl_sim.tables.tuning_runs import Outcome
 from fl_sim.tables.tuning_space import Choices, Range, Tune, drawn, proposed
-from fl_sim.tables.tuning_trials import Choice, Trial, Tried, experiment_of, searches_of
+from fl_sim.tables.tuning_trials import Choice, Outcome, Trial, Tried, experiment_of, searches_of
 from fl_sim.tables.workers import Event, Failed, Finished
 from fl_sim.types import Dataset
 
