@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
+from fl_sim.tables.tuning import as_json, caption, csv_text
 from fl_sim.tables.tuning_space import Rung, Tune
 from fl_sim.tables.tuning_trials import Choice, Search, Trial, Tried, searches_of
-from fl_sim.tables.tuning_words import as_json, caption, csv_text
 
 RATES = {"low": 0.001, "high": 1.0, "log": True}
 
