@@ -57,6 +57,7 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.tables.points": "fl_sim.tables.plan",
     "fl_sim.tables.seeds": "fl_sim.tables.words",
     "fl_sim.tables.strangers": "fl_sim.tables.earlier_runs",
+    "fl_sim.tables.tuning_forecast": "fl_sim.tables.forecast",
     "fl_sim.tables.tuning_optuna": "fl_sim.tables.tuning_space",
     "fl_sim.tables.tuning_runs": "fl_sim.tables.tuning_trials",
     "fl_sim.tables.tuning_settings": "fl_sim.tables.tuning_space",

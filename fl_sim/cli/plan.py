@@ -44,8 +44,7 @@ def show_plan(
             from fl_sim.cli.printed_plan import Shown  # noqa: PLC0415
             from fl_sim.privacy.loss_distribution import begun_only_if  # noqa: PLC0415
             from fl_sim.simulation.stopwatch import Stopwatch  # noqa: PLC0415
-            from fl_sim.tables.forecast import bills_of, forecast  # noqa: PLC0415
-            from fl_sim.tables.tuning_forecast import search_forecasts  # noqa: PLC0415
+            from fl_sim.tables.forecast import bills_of, forecast, search_forecasts  # noqa: PLC0415
         watch, refused = None if quick else Stopwatch(), list[bool]()
 
         def in_time() -> bool:

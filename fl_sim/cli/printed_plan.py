@@ -11,8 +11,7 @@ from rich.table import Table
 from fl_sim.cli.screen import say
 from fl_sim.privacy.bill import Bill
 from fl_sim.simulation.stopwatch import Stopwatch, Timing
-from fl_sim.tables.forecast import Forecast, in_time, seconds_together, time_in_words
-from fl_sim.tables.tuning_forecast import SearchForecast, search_in_words
+from fl_sim.tables.forecast import Forecast, SearchForecast, in_time, search_in_words, seconds_together, time_in_words
 
 _WIDTH = 140
 """Characters of a line that goes to no terminal."""

@@ -1,4 +1,4 @@
-"""What runs will take, before they run: what is there already, seconds and bytes of the rest, and the privacy bill."""
+"""What runs and searches will take, before they run: what is there already, seconds and bytes, and the privacy bill."""
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,9 @@ from fl_sim.simulation.stage import stages_of
 from fl_sim.simulation.stopwatch import Say, Stopwatch
 from fl_sim.simulation.work import Work
 from fl_sim.store.run_directory import read_rounds
-from fl_sim.tables.plan import by_records
+from fl_sim.tables.plan import TableSettings, by_records
+from fl_sim.tables.tuning import TRIALS
+from fl_sim.tables.tuning_trials import Search, directory_of, experiment_of, goes_on, proposed_trial, turns
 from fl_sim.tables.workers import finished_result
 from fl_sim.types import Traffic
 from strategies.layer import layer_kinds
@@ -113,46 +115,6 @@ def forecast(
     return [looked_at[place].forecast() for place in range(len(looked_at))]
 
 
-class _LookedAt(NamedTuple):
-    """A run of which all is known but what its ``works`` take; ``made``: names of what is there already."""
-
-    known: Forecast
-    works: tuple[Work, ...]
-    made: frozenset[str]
-    traffic: Mapping[str, Traffic]
-    watch: Stopwatch | None
-
-    def forecast(self) -> Forecast:
-        """Return it with what its work takes by what ``watch`` has timed."""
-        return replace(self.known, estimate=estimate_of(self.works, self.watch, self.traffic, made=self.made))
-
-
-def _traffic_of(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> Mapping[str, Traffic]:
-    """Return the bytes of a run; without stages they are those of all runs that differ in split and seeds alone."""
-    if stages_of(procedure.job):
-        return procedure.traffic()
-    alike = procedure.job.experiment.model_dump_json(exclude=_NOT_OF_A_MESSAGE)
-    if alike not in known:
-        known[alike] = procedure.traffic()
-    return known[alike]
-
-
-def _priced(known: Forecast, job: Job, may_begin: Callable[[], bool]) -> tuple[Forecast, bool]:
-    """Return a run with what it costs, by RDP alone where no PLD ``may_begin``, and whether each had its time."""
-    refused: list[bool] = []
-
-    def noted() -> bool:
-        refused.extend([] if (may := may_begin()) else [True])
-        return may
-
-    with begun_only_if(noted):
-        return replace(known, paid=planned(job), told=_told_of(job.experiment)), not refused
-
-
-def _forgotten(*_: int) -> Callable[[], object]:
-    raise AssertionError("each kind of work is timed by the first run that has it")
-
-
 def seconds_together(found: Iterable[Forecast], jobs: int) -> float | None:
     """Return how long the rest takes, ``jobs`` runs side by side, each begun in its turn as soon as one has ended.
 
@@ -197,6 +159,105 @@ def in_time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
 
 
+def rounds_done(directory: Path) -> int:
+    """Return how many rounds the run in ``directory`` has."""
+    with suppress(UserError):  # what is damaged is told when the run is taken up
+        return len(read_rounds(directory))
+    return 0
+
+
+@dataclass(frozen=True)
+class SearchForecast:
+    """What the search for a row's settings in a column takes: ``rounds`` that its trials train, ``done`` of them.
+
+    ``seconds_left``: of the rest, one run at a time; None where nothing was timed.
+    """
+
+    search: Search
+    rounds: int
+    done: int
+    seconds_left: float | None
+
+
+def search_forecasts(
+    settings: TableSettings,
+    searches: Sequence[Search],
+    out: Path,
+    data_root: Path | None,
+    runs: Sequence[Forecast],
+) -> list[SearchForecast]:
+    """Return what the ``searches`` of the table in ``out`` take, those with the same trials once.
+
+    ``runs``: what the table's own runs take, by which the rounds of trials are timed.
+    """
+    whole = {one.name: one.estimate.seconds for one in runs}
+    found: dict[tuple[str, ...], SearchForecast] = {}
+    for search in searches:
+        directories = _directories(settings, search, out / TRIALS, data_root)
+        rounds = _rounds(settings, search)
+        done = min(rounds, sum(map(rounds_done, directories)))
+        seconds = whole[search.cell.name]
+        left = None if seconds is None else seconds / search.cell.experiment.rounds * (rounds - done)
+        found.setdefault(tuple(path.name for path in directories), SearchForecast(search, rounds, done, left))
+    return list(found.values())
+
+
+def search_in_words(searches: Sequence[SearchForecast], jobs: int) -> str:
+    """Return how much there is to search, what of it is done, and how long the rest takes, ``jobs`` side by side."""
+    rounds, done = sum(one.rounds for one in searches), sum(one.done for one in searches)
+    trials = sum(one.search.rungs[0].trials for one in searches)
+    told = (
+        f"{len(searches)} search{'' if len(searches) == 1 else 'es'} for settings, one a row and column: {trials} "
+        f"trials with {rounds:,} rounds together, {done:,} of them done"
+    )
+    seconds = [one.seconds_left for one in searches if one.seconds_left is not None]
+    if len(seconds) < len(searches):
+        return told
+    return (
+        f"{told}; the rest takes about {in_time(sum(seconds) / jobs)}{f' with {jobs} side by side' if jobs > 1 else ''}"
+    )
+
+
+class _LookedAt(NamedTuple):
+    """A run of which all is known but what its ``works`` take; ``made``: names of what is there already."""
+
+    known: Forecast
+    works: tuple[Work, ...]
+    made: frozenset[str]
+    traffic: Mapping[str, Traffic]
+    watch: Stopwatch | None
+
+    def forecast(self) -> Forecast:
+        """Return it with what its work takes by what ``watch`` has timed."""
+        return replace(self.known, estimate=estimate_of(self.works, self.watch, self.traffic, made=self.made))
+
+
+def _traffic_of(procedure: Procedure, known: dict[str, Mapping[str, Traffic]]) -> Mapping[str, Traffic]:
+    """Return the bytes of a run; without stages they are those of all runs that differ in split and seeds alone."""
+    if stages_of(procedure.job):
+        return procedure.traffic()
+    alike = procedure.job.experiment.model_dump_json(exclude=_NOT_OF_A_MESSAGE)
+    if alike not in known:
+        known[alike] = procedure.traffic()
+    return known[alike]
+
+
+def _priced(known: Forecast, job: Job, may_begin: Callable[[], bool]) -> tuple[Forecast, bool]:
+    """Return a run with what it costs, by RDP alone where no PLD ``may_begin``, and whether each had its time."""
+    refused: list[bool] = []
+
+    def noted() -> bool:
+        refused.extend([] if (may := may_begin()) else [True])
+        return may
+
+    with begun_only_if(noted):
+        return replace(known, paid=planned(job), told=_told_of(job.experiment)), not refused
+
+
+def _forgotten(*_: int) -> Callable[[], object]:
+    raise AssertionError("each kind of work is timed by the first run that has it")
+
+
 def _told_of(experiment: Experiment) -> tuple[str, ...]:
     with suppress(NoTimeError):  # for a PLD that some of it takes
         return tuple(said for kind in layer_kinds(experiment) for said in kind.told(experiment))
@@ -211,8 +272,23 @@ def _made(job: Job, seen: set[str]) -> frozenset[str]:
     return there
 
 
-def rounds_done(directory: Path) -> int:
-    """Return how many rounds the run in ``directory`` has."""
-    with suppress(UserError):  # what is damaged is told when the run is taken up
-        return len(read_rounds(directory))
-    return 0
+def _directories(settings: TableSettings, search: Search, folder: Path, data_root: Path | None) -> list[Path]:
+    """Return where those trials run that are known from the beginning, which is all of them unless Optuna is asked."""
+    assert settings.tune is not None
+    trials = [proposed_trial(search, settings.tune, number, ()) for number in turns(settings.tune)[0]]
+    rounds = search.rungs[0].rounds
+    return list(
+        dict.fromkeys(directory_of(experiment_of(settings, trial, rounds), folder, data_root) for trial in trials)
+    )
+
+
+def _rounds(settings: TableSettings, search: Search) -> int:
+    """Return how many rounds the trials of a search train, all rungs together."""
+    assert settings.tune is not None
+    trial = proposed_trial(search, settings.tune, 0, ())
+    total, before = 0, 0
+    for rung in search.rungs:
+        on = goes_on(experiment_of(settings, trial, rung.rounds))
+        total += rung.trials * (rung.rounds - before if on else rung.rounds)
+        before = rung.rounds
+    return total
