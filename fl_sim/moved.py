@@ -14,6 +14,8 @@ MOVED: Final[Mapping[str, str]] = {
     "clients.dafl.clamped": "clients.clamped",
     "clients.dafl.warping": "clients.warping",
     "fl_sim.batch_norm": "fl_sim.running_statistics",
+    "fl_sim.cli.init": "fl_sim.tables.files",
+    "fl_sim.cli.waiting": "fl_sim.cli.screen",
     "fl_sim.report.curve": "fl_sim.report.measures",
     "fl_sim.report.figures.found": "fl_sim.report.figures.by_epsilon",
     "fl_sim.report.figures.records": "fl_sim.report.figures.samples",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from fl_sim.cli.arguments import Given
 from fl_sim.cli.run import parse_experiment
 from fl_sim.cli.screen import say as say_line
-from fl_sim.cli.waiting import waiting
+from fl_sim.cli.screen import waiting
 from fl_sim.data.places import look_for
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment

@@ -57,9 +57,10 @@ def init(
 
       fl-sim init skew.toml
     """
-    from fl_sim.cli.init import write_table_file  # noqa: PLC0415 (see above)
+    from fl_sim.tables.files import write_table_file  # noqa: PLC0415 (see above)
 
     write_table_file(file)
+    say(f"{file} is a table's file with comments: change it, and 'fl-sim table {file}' runs it")
 
 
 def settings(

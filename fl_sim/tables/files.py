@@ -1,4 +1,4 @@
-"""The file that a table comes from: a preset's, or the user's own."""
+"""The file that a table comes from: a preset's, the user's own, or one with comments to begin with."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -7,6 +7,7 @@ from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
 
 PRESETS = Path(__file__).parent / "presets"
+COMMENTED = Path(__file__).parent / "commented.toml"
 
 
 def preset_names() -> list[str]:
@@ -30,3 +31,13 @@ def file_or_preset(name: str) -> tuple[Path, str]:
                 "are given as key=value, for example rounds=50)"
             )
     return there, ""
+
+
+def write_table_file(path: Path) -> None:
+    """Write a table's file with comments to ``path``, which must not be there yet."""
+    text = COMMENTED.read_text(encoding="utf-8").replace("FILE", str(path)).replace("DIR", f"results/{path.stem}")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UserError(f"{path} is there already, and is left as it is: give another name") from error
