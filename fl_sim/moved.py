@@ -15,6 +15,8 @@ MOVED: Final[Mapping[str, str]] = {
     "clients.dafl.warping": "clients.warping",
     "fl_sim.batch_norm": "fl_sim.running_statistics",
     "fl_sim.cli.init": "fl_sim.tables.files",
+    "fl_sim.cli.printed_plan": "fl_sim.cli.printed",
+    "fl_sim.cli.printed_table": "fl_sim.cli.printed",
     "fl_sim.cli.waiting": "fl_sim.cli.screen",
     "fl_sim.report.curve": "fl_sim.report.measures",
     "fl_sim.report.figures.found": "fl_sim.report.figures.by_epsilon",

@@ -41,7 +41,7 @@ def show_plan(
             table = _searched(table_settings(given.table, given.overrides, str(path)), out, path.stem, data_root, say)
             runs, cells, side_by_side = _table(table.plan.runs, out, path.stem, jobs)
         with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
-            from fl_sim.cli.printed_plan import Shown  # noqa: PLC0415
+            from fl_sim.cli.printed import Shown  # noqa: PLC0415
             from fl_sim.privacy.loss_distribution import begun_only_if  # noqa: PLC0415
             from fl_sim.simulation.stopwatch import Stopwatch  # noqa: PLC0415
             from fl_sim.tables.forecast import bills_of, forecast, search_forecasts  # noqa: PLC0415

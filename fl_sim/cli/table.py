@@ -34,7 +34,7 @@ def fill_table(
     settings = table_settings(given.table, given.overrides, str(given.path))
     plan = plan_table(settings, data_root)
     with importing():  # now: a mistake in the settings is told without waiting for torch and Flower
-        from fl_sim.cli.printed_table import print_table  # noqa: PLC0415
+        from fl_sim.cli.printed import print_table  # noqa: PLC0415
         from fl_sim.interface import RESULTS  # noqa: PLC0415
         from fl_sim.tables.filling import Board, TimeIsUp, fill  # noqa: PLC0415
         from fl_sim.tracking.following import following_of  # noqa: PLC0415

@@ -1,16 +1,25 @@
-"""What runs will take, on the screen and as JSON."""
+"""Plans and tables on the screen: in colour at a terminal, as plain text in a pipe, as JSON where that is asked for."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from fl_sim.cli.screen import say
+from fl_sim.printable import in_a_line, printable
 from fl_sim.privacy.bill import Bill
+from fl_sim.report.further import targets
+from fl_sim.report.table import MEASURES, Grid, Table, differences, notes, texts
+from fl_sim.report.table_json import as_json
+from fl_sim.report.table_markdown import markdown
 from fl_sim.simulation.stopwatch import Stopwatch, Timing
+from fl_sim.tables.filling import Board, conclude
 from fl_sim.tables.forecast import Forecast, SearchForecast, in_time, search_in_words, seconds_together, time_in_words
 
 _WIDTH = 140
@@ -126,13 +135,21 @@ def short(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
+def print_table(board: Board, out: Path, *, json_output: bool) -> None:
+    """Write and print what is known of a table, and the files of it that could not be read."""
+    table, problems = conclude(board, out)
+    _show(table, json_output=json_output)
+    for problem in problems:
+        say(f"warning: {problem.path}: {problem.error}", err=True)
+
+
 def _some(said: Sequence[str]) -> str:
     more = len(said) - _MOST_TOLD
     return "; ".join(said) if more <= 0 else f"{'; '.join(said[:_MOST_TOLD])}; and {more} more kinds of work (--json)"
 
 
-def _drawn(found: Sequence[Forecast]) -> Table:
-    drawn = Table("run", "state", box=box.SIMPLE)
+def _drawn(found: Sequence[Forecast]) -> RichTable:
+    drawn = RichTable("run", "state", box=box.SIMPLE)
     for head in ("time left", "MB down", "MB up"):
         drawn.add_column(head, justify="right")
     for one in found:
@@ -154,3 +171,36 @@ def _together(found: Sequence[Forecast], jobs: int) -> str:
     told = time_in_words(found, jobs)
     left_out = sorted({what for one in found for what in one.estimate.left_out})
     return f"{told}; not counted: {', '.join(left_out)}" if left_out else told
+
+
+def _show(table: Table, *, json_output: bool) -> None:
+    console = Console()
+    if json_output:
+        say(json.dumps(as_json(table)))
+    elif console.is_terminal:
+        console.print(_for_terminal(table))
+        for grid in filter(None, (differences(table), targets(table))):
+            console.print(_grid(grid))
+        for note in notes(table):
+            console.print(printable(note), highlight=False, markup=False)
+    else:
+        say(markdown(table))
+
+
+def _for_terminal(table: Table) -> RichTable:
+    shown = RichTable("Method")
+    for column in table.columns:
+        for measure in MEASURES:
+            shown.add_column(Text(f"{in_a_line(column)}\n{measure}"), justify="right")
+    for row, cells in texts(table):
+        shown.add_row(Text(in_a_line(row)), *(Text(text, "bold green" if best else "") for text, best in cells))
+    return shown
+
+
+def _grid(grid: Grid) -> RichTable:
+    shown = RichTable("Method", title=Text(in_a_line(grid.title)))
+    for head in grid.heads:
+        shown.add_column(Text(in_a_line(head)), justify="right")
+    for row, cells in grid.rows:
+        shown.add_row(Text(in_a_line(row)), *(Text(in_a_line(cell)) for cell in cells))
+    return shown
