@@ -17,6 +17,7 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.cli.init": "fl_sim.tables.files",
     "fl_sim.cli.printed_plan": "fl_sim.cli.printed",
     "fl_sim.cli.printed_table": "fl_sim.cli.printed",
+    "fl_sim.cli.sweep": "fl_sim.cli.table",
     "fl_sim.cli.waiting": "fl_sim.cli.screen",
     "fl_sim.report.curve": "fl_sim.report.measures",
     "fl_sim.report.figures.found": "fl_sim.report.figures.by_epsilon",

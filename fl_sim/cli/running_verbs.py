@@ -144,7 +144,7 @@ def sweep(  # noqa: PLR0913 (one parameter per option)
     """
     given = _read(arguments)
     with importing():
-        from fl_sim.cli.sweep import as_table  # noqa: PLC0415 (see verbs.py)
+        from fl_sim.cli.table import as_table  # noqa: PLC0415 (see verbs.py)
 
     given = as_table(given)
     if dry_run:
