@@ -14,6 +14,7 @@ MOVED: Final[Mapping[str, str]] = {
     "clients.dafl.clamped": "clients.clamped",
     "clients.dafl.warping": "clients.warping",
     "fl_sim.batch_norm": "fl_sim.running_statistics",
+    "fl_sim.cli.data_card": "fl_sim.cli.data",
     "fl_sim.cli.init": "fl_sim.tables.files",
     "fl_sim.cli.printed_plan": "fl_sim.cli.printed",
     "fl_sim.cli.printed_table": "fl_sim.cli.printed",

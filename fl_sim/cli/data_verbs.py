@@ -74,6 +74,6 @@ def show_data(
       fl-sim data show csv:patients.csv data.label=outcome data.client=hospital data.test=0.2
     """
     with importing():
-        from fl_sim.cli.data_card import show_card  # noqa: PLC0415 (see verbs.py)
+        from fl_sim.cli.data import show_card  # noqa: PLC0415 (see verbs.py)
 
     show_card(arguments, sheet, data_root, with_records=records, json_output=json_output)
