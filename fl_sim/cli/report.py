@@ -1,24 +1,41 @@
-"""``fl-sim report``: figures and a page from finished runs."""
+"""Finished runs are shown: ``fl-sim report`` writes a page or a gallery, ``fl-sim export`` tells trackers."""
 
 import json
+import os
+import sys
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fl_sim.cli.pictures import find_images
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
+
 from fl_sim.cli.screen import say
+from fl_sim.data.known import KNOWN
+from fl_sim.errors import RunError, UserError
 from fl_sim.report.bills import bills_of
-from fl_sim.report.figures.by_epsilon import is_in_features, sample_pictures, with_pools
+from fl_sim.report.figures.by_epsilon import Images, is_in_features, sample_pictures, with_pools
 from fl_sim.report.figures.curves import draw_all
 from fl_sim.report.figures.pate import pate_pictures
 from fl_sim.report.figures.sweep import draw_sweeps, sweeps
+from fl_sim.report.gallery import PAGE as GALLERY
+from fl_sim.report.gallery import gallery_text, read_gallery
 from fl_sim.report.groups import Panel, group, panels
 from fl_sim.report.measures import mean_and_deviation
 from fl_sim.report.page import page
 from fl_sim.report.page_words import Taken, groups_of, percent, runs_of, summary, taken, title_of
 from fl_sim.report.picture import for_papers
-from fl_sim.report.runs import Found, find
+from fl_sim.report.progress import Line, Part, clock
+from fl_sim.report.runs import Found, Run, find, read_all
+from fl_sim.store.locks import sole_run
 from fl_sim.store.run_directory import write_text
+
+if TYPE_CHECKING:
+    from fl_sim.data.features import Features
 
 PAGE = "report.html"
 
@@ -72,6 +89,79 @@ def write_report(
         say(str(out / name))
 
 
+def write_gallery(directories: list[Path], out: Path | None, *, json_output: bool) -> None:
+    """Write DIR/README.md from the folders in DIR, and print where it is."""
+    if len(directories) > 1 or out is not None:
+        raise UserError("--gallery takes one DIR, which holds a folder for each table, and writes DIR/README.md")
+    (directory,) = directories
+    entries = read_gallery(directory)
+    path = directory / GALLERY
+    write_text(path, gallery_text(entries, _root(directory)))
+    waiting = [entry.name for entry in entries if entry.table is None]
+    if json_output:
+        say(json.dumps({"page": str(path), "tables": len(entries) - len(waiting), "to_be_run": waiting}))
+        return
+    say(f"{path}: {len(entries) - len(waiting)} tables")
+    if waiting:
+        say(f"still to be run: {', '.join(waiting)}")
+
+
+def find_images(run: Run, vectors: NDArray[np.float32]) -> Images:
+    """Return images whose features are near ``vectors``, and show how far the search is.
+
+    Nothing but the vectors, the shape of the images and the public transform is looked at. Raises ValueError where the
+    shape is not known, or the transform is none of this version's, or does not make such vectors.
+    """
+    from fl_sim.data.images_of_features import images_of  # noqa: PLC0415 (torch: a plain report needs none of it)
+
+    features, shape = _features_of(run), _shape_of(run)
+    console = Console(file=sys.stderr)
+    console.print(
+        f"finding images for {len(vectors)} synthetic feature vectors of {run.path}",
+        highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
+    begun, searching_since, share = time.monotonic(), 0.0, 0.0
+
+    def parts() -> list[Part]:
+        now = time.monotonic()
+        left = f"{clock((now - searching_since) * (1 / share - 1))} left" if share else ""
+        return [Part(f"{share:.0%}", 0), Part(f"{clock(now - begun)} so far", 2), Part(left, 1)]
+
+    with Progress(Line(console), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("finding images", total=1.0, parts=parts)
+
+        def tell(done: float) -> None:
+            nonlocal share, searching_since
+            searching_since = searching_since or time.monotonic()  # what is prepared before takes seconds, too
+            share = done
+            bar.update(task, completed=done)
+
+        return images_of(vectors, shape, features, tell)
+
+
+def export_runs(directories: Sequence[Path], trackers: Sequence[str], *, json_output: bool) -> None:
+    """Send every run in or below ``directories`` to ``trackers``, and print where each is.
+
+    Raises UserError where there is no run, RunError where a tracker failed or a run could not be read.
+    """
+    if observers := [name for name in trackers if ":" in name]:
+        raise UserError(f"--to {observers[0]}: an observer is told of runs while they go on; give it to --track")
+    found = read_all(directories)
+    if not found.read and not found.problems:
+        raise UserError(
+            f"no run in {', '.join(map(str, directories))}: give a directory that 'fl-sim run --out' or 'fl-sim table "
+            "--out' wrote, or one that holds such directories"
+        )
+    for problem in found.problems:
+        say(f"warning: {problem.path}: {problem.error}", err=True)
+    sent = [_exported(run, trackers, json_output=json_output) for run in found.read]
+    if json_output:
+        say(json.dumps({"runs": sent, "problems": [str(problem.path) for problem in found.problems]}))
+    failed = sum(bool(run["failed"]) for run in sent) + found.num_unread
+    if failed:
+        raise RunError(f"{failed} of {len(sent) + found.num_unread} runs were not sent whole: see above")
+
+
 def _problems(found: Found) -> list[dict[str, str]]:
     unfinished = [(run.path, run.status, run.error) for run in found.runs if run.status != "finished"]
     damaged = [(problem.path, "problem", problem.error) for problem in found.problems]
@@ -111,3 +201,49 @@ def _as_json(out: Path, files: list[str], shown: list[Panel], problems: list[dic
         "rows": rows,
         "problems": problems,
     }
+
+
+def _root(directory: Path) -> str:
+    """Return the way from the page to the repository's root, where the tables' files are named from; else upwards."""
+    inside = directory.resolve()
+    for number, above in enumerate([inside, *inside.parents]):
+        if (above / "benchmarks").is_dir():
+            return "/".join([os.pardir] * number) or os.curdir
+    return os.curdir
+
+
+def _features_of(run: Run) -> "Features":
+    match run.config.features:
+        case "scattering" | "whitened-scattering" as features:
+            return features
+        case other:
+            raise ValueError(f"features={other} is nothing that this version of fl-sim knows")
+
+
+def _shape_of(run: Run) -> tuple[int, int, int]:
+    """Return the shape of the images behind the vectors. Older runs do not tell it; that of known sets is public."""
+    known = KNOWN.get(run.config.data)
+    told = run.outcome.image_shape if run.outcome else None
+    match tuple(told or (known.shape if known else ())):
+        case (int(channels), int(height), int(width)):
+            return channels, height, width
+        case _:
+            raise ValueError(
+                "its result.json does not tell the shape of the images that it had features of: run it again with this "
+                "version of fl-sim, into a fresh directory"
+            )
+
+
+def _exported(run: Run, trackers: Sequence[str], *, json_output: bool) -> dict[str, object]:
+    from fl_sim.tracking.sending import send_whole  # noqa: PLC0415 (Flower: a report needs none of it)
+
+    if run.status != "finished":
+        say(f"warning: {run.path}: {run.error}", err=True)
+    with sole_run(run.path):
+        sender = send_whole(run.path, trackers, lambda line: say(f"warning: {line}", err=True))
+    places = {tracker: session.place for tracker, session in sender.sessions.items()}
+    there = [tracker for tracker in trackers if tracker not in {*places, *sender.failed}]
+    if not json_output:
+        told = [*(f"{tracker} ({place})" for tracker, place in places.items()), *(f"{one} had it" for one in there)]
+        say(f"{run.path}: {len(run.rounds)} rounds; {', '.join(told) or 'sent nowhere'}")
+    return {"dir": str(run.path), "rounds": len(run.rounds), "sent": places, "there": there, "failed": sender.failed}

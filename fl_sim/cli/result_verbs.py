@@ -61,14 +61,12 @@ def report(
 
       fl-sim report --gallery docs/results
     """
-    if gallery:
-        from fl_sim.cli.gallery import write_gallery  # noqa: PLC0415 (see verbs.py)
+    with importing():
+        from fl_sim.cli.report import write_gallery, write_report  # noqa: PLC0415 (see verbs.py)
 
+    if gallery:
         write_gallery(directories, out, json_output=json_output)
         return
-    with importing():
-        from fl_sim.cli.report import write_report  # noqa: PLC0415 (see verbs.py)
-
     write_report(directories, out, paper=paper, pictures=pictures, target=target, json_output=json_output)
 
 
@@ -121,6 +119,6 @@ def export(
 
     trackers = chosen_trackers(to)  # now: a mistake is told without waiting for torch
     with importing():
-        from fl_sim.cli.export import export_runs  # noqa: PLC0415 (see verbs.py)
+        from fl_sim.cli.report import export_runs  # noqa: PLC0415 (see verbs.py)
 
     export_runs(directories, trackers, json_output=json_output)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_sim.cli.gallery import write_gallery
+from fl_sim.cli.report import write_gallery
 from fl_sim.errors import UserError
 from fl_sim.report.gallery import gallery_text, read_gallery
 from fl_sim.report.table import SeedResult, Status, Table

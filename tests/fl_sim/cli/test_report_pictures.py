@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fl_sim.cli import pictures
+from fl_sim.cli.report import _shape_of, find_images
 from fl_sim.cli.verbs import report
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.report.figures.by_epsilon import PICTURES
@@ -89,20 +89,20 @@ VECTORS = np.zeros((1, 324), dtype=np.float32)
 
 def test_a_run_that_does_not_tell_the_shape_of_its_images_is_refused(finished, tmp_path):
     with pytest.raises(ValueError, match=r"shape of the images.* run it again"):
-        pictures.find_images(changed(finished[0], tmp_path, image_shape=None), VECTORS)
+        find_images(changed(finished[0], tmp_path, image_shape=None), VECTORS)
 
 
 def test_features_that_this_version_does_not_know_are_refused(finished, tmp_path):
     with pytest.raises(ValueError, match="features=wavelets"):
-        pictures.find_images(changed(finished[0], tmp_path, features="wavelets"), VECTORS)
+        find_images(changed(finished[0], tmp_path, features="wavelets"), VECTORS)
 
 
 def test_vectors_that_are_no_features_of_such_images_are_refused(finished, tmp_path):
     with pytest.raises(ValueError, match="are no features of such images"):
-        pictures.find_images(changed(finished[0], tmp_path, image_shape=[3, 8, 8]), VECTORS)
+        find_images(changed(finished[0], tmp_path, image_shape=[3, 8, 8]), VECTORS)
 
 
 def test_an_older_run_of_a_known_data_set_has_the_shape_of_that(finished, tmp_path):
     older = changed(finished[0], tmp_path, image_shape=None)
     known = older.config.model_copy(update={"data": "mnist"})
-    assert pictures._shape_of(type(older)(older.path, known, {}, (), older.outcome)) == (1, 28, 28)
+    assert _shape_of(type(older)(older.path, known, {}, (), older.outcome)) == (1, 28, 28)
