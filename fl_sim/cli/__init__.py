@@ -1,1 +1,1 @@
-"""The verbs of the command line, one file each."""
+"""The verbs of the command line: what can be typed stands in verbs, what it does in files of its own."""

@@ -9,11 +9,8 @@ from typing import Annotated
 import typer
 
 import fl_sim
-from fl_sim.cli.data_verbs import app as data_app
-from fl_sim.cli.options import AsJson
 from fl_sim.cli.privacy.verbs import app as privacy_app
-from fl_sim.cli.result_verbs import export, report, watch
-from fl_sim.cli.running_verbs import partition, plan, run, sweep, table
+from fl_sim.cli.running_verbs import AnyDataRoot, AsJson, DataRoot, partition, plan, run, sweep, table
 from fl_sim.cli.screen import say
 from fl_sim.importing import importing
 
@@ -26,11 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-
-def _print_version(*, asked: bool) -> None:
-    if asked:
-        say(f"fl-sim {fl_sim.__version__}")
-        raise typer.Exit
+data_app = typer.Typer(help="Find and check data sets.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
@@ -57,7 +50,7 @@ def init(
 
       fl-sim init skew.toml
     """
-    from fl_sim.tables.files import write_table_file  # noqa: PLC0415 (see above)
+    from fl_sim.tables.files import write_table_file  # noqa: PLC0415 (see the top)
 
     write_table_file(file)
     say(f"{file} is a table's file with comments: change it, and 'fl-sim table {file}' runs it")
@@ -81,9 +74,198 @@ def settings(
       fl-sim settings algorithm=fedprox
     """
     with importing():
-        from fl_sim.cli.settings import show_settings  # noqa: PLC0415 (see above)
+        from fl_sim.cli.settings import show_settings  # noqa: PLC0415 (see the top)
 
     show_settings(name, json_output=json_output)
+
+
+def report(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Run or table directories, or directories that hold some.")
+    ],
+    *,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write (default: DIR/report; results/report for several).")
+    ] = None,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="Also write diagrams as PDF and SVG, 3.3 and 6.9 inches wide.")
+    ] = False,
+    pictures: Annotated[
+        bool,
+        typer.Option(
+            "--pictures", help="Find images for synthetic feature vectors: 10 s (MNIST) to a minute (CIFAR-10) a run."
+        ),
+    ] = False,
+    target: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Also tell what runs took to this test accuracy, such as 0.8.")
+    ] = None,
+    gallery: Annotated[
+        bool, typer.Option("--gallery", help="Write DIR/README.md on the tables in DIR, beside what was published.")
+    ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print what was found as one JSON object.")] = False,
+) -> None:
+    """Draw accuracy and loss over rounds, and write a page that compares finished runs.
+
+    Runs that differ in the seed alone are averaged; all other differences are named in the legend. Writes
+    report.html (one interactive file, to open or to send), accuracy.png and loss.png, or figures by data set and
+    split where there are more than four of these. Runs with synthetic records add their samples by class and
+    epsilon (samples-*.png), and where they differ in epsilon or gamma alone the final accuracy over it
+    (sweep-*.png). Runs of PATE add noisy labels over 1/gamma, students over queries and epsilon, and the teachers'
+    agreement where votes were kept (pate-*.png). Damaged and unfinished runs are reported; the rest is shown.
+
+    Synthetic records in a public feature space (features=scattering) are vectors. With --pictures, pixels are changed
+    until their features come close to such a vector, for four records of each of up to 20 classes. That costs no
+    privacy, as the released vectors alone are looked at. The images are kept beside them
+    (synthetic-pictures.safetensors), so a later report shows them at once; they are found again where the vectors
+    have changed.
+
+    For example:
+
+      fl-sim report results/digits
+
+      fl-sim report results/fedavg results/scaffold --out results/comparison
+
+      fl-sim report results/digits --paper --target 0.8
+
+      fl-sim report results/gaussian --pictures
+
+      fl-sim report --gallery docs/results
+    """
+    with importing():
+        from fl_sim.cli.report import write_gallery, write_report  # noqa: PLC0415 (see the top)
+
+    if gallery:
+        write_gallery(directories, out, json_output=json_output)
+        return
+    write_report(directories, out, paper=paper, pictures=pictures, target=target, json_output=json_output)
+
+
+def watch(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A run's or a table's directory, or one that holds some.")
+    ],
+    *,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show what there is now, and end.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print what there is now as one JSON object.")] = False,
+) -> None:
+    """Look on while runs are running, from another terminal: round, accuracy, curve, time left, epsilon spent so far.
+
+    Reads files alone, so no run is disturbed. Ends when nothing runs any more, or with Ctrl-C. A run is stopped when
+    its process has gone without a result; the command that began it goes on with it.
+
+    For example:
+
+      fl-sim watch results/digits
+
+      fl-sim watch results --once
+    """
+    with importing():
+        from fl_sim.cli.watch import watch_directory  # noqa: PLC0415 (see the top)
+
+    watch_directory(directory, every=every, once=once, json_output=json_output)
+
+
+def export(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Run or table directories, or directories that hold some.")
+    ],
+    *,
+    to: Annotated[str, typer.Option(metavar="NAMES", help="tensorboard, mlflow, wandb, trackio, or several: a,b.")],
+    json_output: AsJson = False,
+) -> None:
+    """Show finished runs in TensorBoard, MLflow, Weights & Biases or Trackio, as --track does while they run.
+
+    What a tracker has already is not sent again. Weights & Biases writes offline files unless $WANDB_MODE says
+    otherwise; MLflow goes where $MLFLOW_TRACKING_URI says.
+
+    For example:
+
+      fl-sim export results/digits --to tensorboard
+
+      fl-sim export results/fedavg results/scaffold --to mlflow,wandb
+    """
+    from fl_sim.tracking.names import chosen_trackers  # noqa: PLC0415 (see the top)
+
+    trackers = chosen_trackers(to)  # now: a mistake is told without waiting for torch
+    with importing():
+        from fl_sim.cli.report import export_runs  # noqa: PLC0415 (see the top)
+
+    export_runs(directories, trackers, json_output=json_output)
+
+
+@data_app.command("list")
+def list_data(*, data_root: AnyDataRoot = None, json_output: AsJson = False) -> None:
+    """Show which data sets are found, and where the others are looked for.
+
+    For example:
+
+      fl-sim data list --data-root ROOT
+    """
+    with importing():
+        from fl_sim.cli.data import show_found  # noqa: PLC0415 (see the top)
+
+    show_found(data_root, json_output=json_output)
+
+
+@data_app.command("verify")
+def verify_data(
+    *,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Default: all that are found.")] = None,
+    data_root: DataRoot = None,
+    json_output: AsJson = False,
+) -> None:
+    """Compare data sets with what is published: checksums, shapes, counts, labels.
+
+    Exits with 1 when a file is damaged or a data set asked for is missing.
+
+    For example:
+
+      fl-sim data verify
+
+      fl-sim data verify mnist npz:my.npz --data-root ROOT
+    """
+    with importing():
+        from fl_sim.cli.data import verify_all  # noqa: PLC0415 (see the top)
+
+    verify_all(names or [], data_root, json_output=json_output)
+
+
+@data_app.command("show")
+def show_data(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="NAME [KEY=VALUE]...", help="A data set, and settings of how it is read.")
+    ],
+    *,
+    sheet: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw some images of each class to a .png.")
+    ] = None,
+    records: Annotated[
+        bool, typer.Option(help="Show the first records of a table, and the ranges of its numbers.")
+    ] = True,
+    data_root: DataRoot = None,
+    json_output: AsJson = False,
+) -> None:
+    """Show what a data set is: sizes, classes, clients, columns and how they are read, and a few records.
+
+    Whatever cannot be read is told as 'fl-sim run' tells it, without a run.
+
+    For example:
+
+      fl-sim data show digits --sheet digits.png
+
+      fl-sim data show csv:patients.csv data.label=outcome data.client=hospital data.test=0.2
+    """
+    with importing():
+        from fl_sim.cli.data import show_card  # noqa: PLC0415 (see the top)
+
+    show_card(arguments, sheet, data_root, with_records=records, json_output=json_output)
+
+
+def _print_version(*, asked: bool) -> None:
+    if asked:
+        say(f"fl-sim {fl_sim.__version__}")
+        raise typer.Exit
 
 
 for _verb in (run, table, sweep, init, plan, settings, partition, report, watch, export):
