@@ -21,6 +21,7 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.cli.init": "fl_sim.tables.files",
     "fl_sim.cli.options": "fl_sim.cli.running_verbs",
     "fl_sim.cli.pictures": "fl_sim.cli.report",
+    "fl_sim.cli.plan": "fl_sim.cli.table",
     "fl_sim.cli.printed_plan": "fl_sim.cli.printed",
     "fl_sim.cli.printed_table": "fl_sim.cli.printed",
     "fl_sim.cli.result_verbs": "fl_sim.cli.verbs",

@@ -281,6 +281,6 @@ def _show_plan(
     json_output: bool,
 ) -> None:
     with importing():
-        from fl_sim.cli.plan import show_plan  # noqa: PLC0415 (see verbs.py)
+        from fl_sim.cli.table import show_plan  # noqa: PLC0415 (see verbs.py)
 
     show_plan(given, out, jobs, data_root, quick=quick, json_output=json_output)
