@@ -85,7 +85,7 @@ CASES = (
     Case("ray fedavg, raylet", (*FEDERATED, "rounds=200", "engine=ray"), target="/raylet/raylet"),
     Case("ray global-dp seeded", (*PRIVATE, "engine=ray", "aggregator.noise=seeded")),
     Case("table", (), is_table=True),
-    Case("table, a worker", (), target="fl_sim.tables.worker", is_table=True),
+    Case("table, a worker", (), target="fl_sim.tables.workers", is_table=True),
 )
 
 

@@ -75,6 +75,7 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.tables.tuning_runs": "fl_sim.tables.tuning_trials",
     "fl_sim.tables.tuning_settings": "fl_sim.tables.tuning_space",
     "fl_sim.tables.tuning_words": "fl_sim.tables.tuning",
+    "fl_sim.tables.worker": "fl_sim.tables.workers",
     "fl_sim.tracking.mlflow": "fl_sim.tracking.trackers",
     "fl_sim.tracking.names": "fl_sim.tracking.trackers",
     "fl_sim.tracking.sending": "fl_sim.tracking.following",

@@ -191,17 +191,17 @@ def quick_accounting() -> None:
 @pytest.fixture
 def cells_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run cells in threads of this process: a worker process takes seconds to start."""
-    from fl_sim.tables import worker, workers
+    from fl_sim.tables import workers
 
     def spawn() -> tuple[SimpleNamespace, Connection]:
         ours, theirs = Pipe()
-        thread = threading.Thread(target=worker.work, args=(os.dup(theirs.fileno()),), daemon=True)
+        thread = threading.Thread(target=workers.work, args=(os.dup(theirs.fileno()),), daemon=True)
         thread.start()
         theirs.close()
         return SimpleNamespace(terminate=ours.close, wait=thread.join, stdin=None), ours
 
     monkeypatch.setattr(workers, "_spawn", spawn)
-    monkeypatch.setattr(worker, "_die_with_parent", lambda: None)
+    monkeypatch.setattr(workers, "_die_with_parent", lambda: None)
 
 
 @pytest.fixture(scope="session")
