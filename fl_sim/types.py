@@ -360,7 +360,7 @@ class ServerState:
     """The global model (``params``), what travels with it (``broadcast``) and what stays on the server (``memory``).
 
     ``layers``: running statistics of BatchNorm layers, and their parameters where they are personal: the mean of what
-    clients had after the last round (fl_sim.batch_norm). Algorithms neither see nor change them.
+    clients had after the last round (fl_sim.running_statistics). Algorithms neither see nor change them.
     """
 
     params: Params

@@ -113,7 +113,7 @@ def _draw(dataset: Dataset, sheet: Path) -> None:
         raise UserError(f"--sheet draws images, and the records of {dataset.name} are numbers; leave it out")
     if sheet.suffix.lower() != ".png":
         raise UserError(f"cannot draw to {sheet}: use a name that ends in .png")
-    from fl_sim.report.figures.records import draw_records  # noqa: PLC0415 (matplotlib: a second to import)
+    from fl_sim.report.figures.samples import draw_records  # noqa: PLC0415 (matplotlib: a second to import)
     from fl_sim.report.picture import png  # noqa: PLC0415
     from fl_sim.store.files import in_words, write_whole  # noqa: PLC0415
 

@@ -14,10 +14,8 @@ from rich.text import Text
 from fl_sim.cli.screen import say
 from fl_sim.printable import in_a_line, printable
 from fl_sim.privacy.bill import Bill
-from fl_sim.report.further import targets
-from fl_sim.report.table import MEASURES, Grid, Table, differences, notes, texts
-from fl_sim.report.table_json import as_json
-from fl_sim.report.table_markdown import markdown
+from fl_sim.report.table import MEASURES, Grid, Table, differences, notes, targets, texts
+from fl_sim.report.table_files import as_json, markdown
 from fl_sim.simulation.stopwatch import Stopwatch, Timing
 from fl_sim.tables.filling import Board, conclude
 from fl_sim.tables.forecast import Forecast, SearchForecast, in_time, search_in_words, seconds_together, time_in_words

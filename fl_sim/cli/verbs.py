@@ -185,7 +185,7 @@ def export(
 
       fl-sim export results/fedavg results/scaffold --to mlflow,wandb
     """
-    from fl_sim.tracking.names import chosen_trackers  # noqa: PLC0415 (see the top)
+    from fl_sim.tracking.trackers import chosen_trackers  # noqa: PLC0415 (see the top)
 
     trackers = chosen_trackers(to)  # now: a mistake is told without waiting for torch
     with importing():
