@@ -27,6 +27,8 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.cli.result_verbs": "fl_sim.cli.verbs",
     "fl_sim.cli.sweep": "fl_sim.cli.table",
     "fl_sim.cli.waiting": "fl_sim.cli.screen",
+    "fl_sim.data.medmnist": "fl_sim.data.npz",
+    "fl_sim.data.npz_clients": "fl_sim.data.npz",
     "fl_sim.report.curve": "fl_sim.report.measures",
     "fl_sim.report.figures.found": "fl_sim.report.figures.by_epsilon",
     "fl_sim.report.figures.records": "fl_sim.report.figures.samples",

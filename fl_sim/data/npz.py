@@ -1,4 +1,8 @@
-"""One npz file with x_train, y_train, x_test, y_test: checked, and memory-mapped where it is not compressed."""
+"""Arrays in an npz file: copies of public sets, the user's own (x_train, y_train, x_test, y_test), and MedMNIST's.
+
+All are checked, and memory-mapped where they are not compressed. Whose records are whose is told by client_train (or
+groups) and client_test, whole numbers or texts.
+"""
 
 import math
 import zipfile
@@ -15,7 +19,6 @@ from fl_sim.data.checked import as_labels, known_dataset, looks_channels_first, 
 from fl_sim.data.known import KnownSet
 from fl_sim.data.listed import listed_classes, read_off_classes
 from fl_sim.data.naming import OwnName
-from fl_sim.data.npz_clients import CLIENTS, client_names, with_clients
 from fl_sim.data.spelling import told_doubles
 from fl_sim.data.tokens import MOST_TOKENS, tokens_in
 from fl_sim.errors import UserError
@@ -24,6 +27,9 @@ from fl_sim.mistakes import guess, shortened
 from fl_sim.types import Dataset, Examples
 
 Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
+
+CLIENTS: Final = ("client_train", "groups")
+"""Two names for the same array."""
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 _OPTIONAL = (*CLIENTS, "client_test", "vocabulary", "mean", "std", "x_val", "y_val", "jpeg_train", "jpeg_test")
@@ -41,18 +47,8 @@ _LARGE: Final = 2**26
 """Bytes: what is larger is held against all that headers say before it is read."""
 _MOST_PACKED: Final = 500  # times the bytes in the file that a compressed array of more than those bytes may take
 
-
-@dataclass(frozen=True)
-class _Header:
-    """What an array says of itself: its shape, and how long its member of the file is."""
-
-    shape: tuple[int, ...]
-    num_bytes: int
-
-    @property
-    def length(self) -> int:
-        """Return how many records it has."""
-        return self.shape[0] if self.shape else 1
+MEDMNIST: Final = ("train_images", "train_labels", "val_images", "val_labels", "test_images", "test_labels")
+_USES: Final = ("leave", "train", "validate")
 
 
 def read_known(path: Path, known: KnownSet) -> Dataset:
@@ -115,6 +111,121 @@ def read_arrays(path: Path, required: Sequence[str], optional: Sequence[str] = (
         raise UserError(
             f"{path} is no readable npz file ({in_one_line(error)}); truncated? Fetch or write it again"
         ) from error
+
+
+def images_inferred(shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Return what is taken for granted of images of ``shape`` in a file, a line each."""
+    _, height, width = shape[:3]
+    if len(shape) == 3:
+        return (f"images are (records, height, width), here {height} high, {width} wide, grey",)
+    channels = f"{shape[3]} channels" + (" (red, green, blue)" if shape[3] == 3 else "")
+    return (f"images are (records, height, width, channels), here {height} high, {width} wide, {channels}",)
+
+
+def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDArray[np.float32]:
+    """Return images channels first, or features as float32. Raises UserError for anything else."""
+    if array.dtype == np.uint8 and array.ndim == 3:
+        return array.astype(np.uint8, copy=False)[:, np.newaxis]
+    if array.dtype == np.uint8 and array.ndim == 4:
+        if looks_channels_first(array.shape):
+            raise UserError(
+                f"{where}: shape {array.shape} looks like channels first; save images as NHWC, channels last"
+            )
+        return array.astype(np.uint8, copy=False).transpose(0, 3, 1, 2)
+    if array.dtype.kind == "f" and array.ndim == 2:
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused next
+            features = array.astype(np.float32, copy=False)
+        finite = np.isfinite(features).all(axis=1)
+        if not finite.all():
+            raise UserError(
+                f"{where}: {np.count_nonzero(~finite)} records are not finite, the first is {finite.argmin()}"
+            )
+        return features
+    if array.dtype.kind in "iu" and array.ndim == 2 and array.dtype != np.uint8:
+        raise UserError(
+            f"{where}: {array.dtype} {array.shape}: save features as floats; for sequences of tokens add a number "
+            "vocabulary (tokens are whole numbers below it, from 1; 0 is padding)"
+        )
+    raise UserError(
+        f"{where}: {array.dtype} {array.shape} is neither uint8 images (records, height, width[, channels]), 0..255, "
+        "nor float features (records, features)"
+    )
+
+
+def with_clients(
+    path: Path, arrays: Mapping[str, NDArray[np.generic]], train: Examples, test: Examples
+) -> tuple[Examples, Examples]:
+    """Return both parts with where each record comes from, where the file says that."""
+    given = [name for name in CLIENTS if name in arrays]
+    if len(given) > 1:
+        raise UserError(f"{path} holds {' and '.join(given)}, two names for the same; leave one of them out")
+    if not given and "client_test" in arrays:
+        raise UserError(f"{path} holds client_test and no client_train, whose records are then tested; add it")
+    if not given:
+        return train, test
+    of_train = _clients(path, given[0], arrays[given[0]], len(train))
+    if "client_test" not in arrays:
+        return replace(train, groups=_numbers(of_train)), test
+    of_test = _clients(path, "client_test", arrays["client_test"], len(test))
+    if of_train.dtype.kind != of_test.dtype.kind:
+        raise UserError(
+            f"{path}: {given[0]} is {of_train.dtype} and client_test {of_test.dtype}; both must be whole numbers, or "
+            "both texts"
+        )
+    numbers = _numbers(np.concatenate([of_train, of_test]))
+    return replace(train, groups=numbers[: len(train)]), replace(test, groups=numbers[len(train) :])
+
+
+def client_names(arrays: Mapping[str, NDArray[np.generic]]) -> list[str]:
+    """Return the names of all clients, where the file has texts for them."""
+    given = [arrays[name] for name in (*CLIENTS, "client_test") if name in arrays]
+    return sorted({str(name) for one in given if one.dtype.kind == "U" for name in np.unique(one)})
+
+
+def read_medmnist(name: str, own: OwnName, path: Path) -> Dataset:
+    """Return the images with one label each, normalised by 0.5 and 0.5 as MedMNIST's own programs do.
+
+    ``data.val``: "leave" leaves the validation part out and says so, "train" trains on it, too, "validate" keeps it for
+    ``evaluate.validation=given``. Raises UserError for several labels an image, for volumes, and for what is no such
+    file.
+    """
+    use = own.option("val") or "leave"
+    if use not in _USES:
+        raise UserError(f"data.val = {use!r}{guess(use, _USES)}; valid: {', '.join(_USES)}")
+    arrays = read_arrays(path, MEDMNIST)
+    train, val, test = (
+        Examples(
+            _medmnist_images(path, f"{part}_images", arrays[f"{part}_images"]),
+            _medmnist_labels(path, f"{part}_labels", arrays[f"{part}_labels"]),
+        )
+        for part in ("train", "val", "test")
+    )
+    if use == "train":
+        inputs, labels = (
+            np.concatenate([getattr(part, what) for part in (train, val)]) for what in ("inputs", "labels")
+        )
+        train = Examples(inputs, labels)
+    half = (0.5,) * train.inputs.shape[1]
+    listed, taken = listed_classes(own), images_inferred(arrays["train_images"].shape)
+    made = own_dataset(name, train, test, half, half, str(path), listed=listed)
+    made = replace(made, inferred=taken, read_off=read_off_classes(listed))
+    if use == "validate":
+        return with_validation(made, val, str(path))
+    note = f"its {len(val):,} validation images are {'trained on, too' if use == 'train' else 'left out'}"
+    return replace(made, note=note)
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What an array says of itself: its shape, and how long its member of the file is."""
+
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    @property
+    def length(self) -> int:
+        """Return how many records it has."""
+        return self.shape[0] if self.shape else 1
 
 
 def _check_names(path: Path, found: list[str], required: Sequence[str]) -> None:
@@ -261,45 +372,6 @@ def _examples(path: Path, arrays: Arrays, split: str) -> Examples:
     return Examples(images_of(f"{path}: {x}", arrays[x]), as_labels(arrays[y], f"{path}: {y}"))
 
 
-def images_inferred(shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Return what is taken for granted of images of ``shape`` in a file, a line each."""
-    _, height, width = shape[:3]
-    if len(shape) == 3:
-        return (f"images are (records, height, width), here {height} high, {width} wide, grey",)
-    channels = f"{shape[3]} channels" + (" (red, green, blue)" if shape[3] == 3 else "")
-    return (f"images are (records, height, width, channels), here {height} high, {width} wide, {channels}",)
-
-
-def images_of(where: str, array: NDArray[np.generic]) -> NDArray[np.uint8] | NDArray[np.float32]:
-    """Return images channels first, or features as float32. Raises UserError for anything else."""
-    if array.dtype == np.uint8 and array.ndim == 3:
-        return array.astype(np.uint8, copy=False)[:, np.newaxis]
-    if array.dtype == np.uint8 and array.ndim == 4:
-        if looks_channels_first(array.shape):
-            raise UserError(
-                f"{where}: shape {array.shape} looks like channels first; save images as NHWC, channels last"
-            )
-        return array.astype(np.uint8, copy=False).transpose(0, 3, 1, 2)
-    if array.dtype.kind == "f" and array.ndim == 2:
-        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused next
-            features = array.astype(np.float32, copy=False)
-        finite = np.isfinite(features).all(axis=1)
-        if not finite.all():
-            raise UserError(
-                f"{where}: {np.count_nonzero(~finite)} records are not finite, the first is {finite.argmin()}"
-            )
-        return features
-    if array.dtype.kind in "iu" and array.ndim == 2 and array.dtype != np.uint8:
-        raise UserError(
-            f"{where}: {array.dtype} {array.shape}: save features as floats; for sequences of tokens add a number "
-            "vocabulary (tokens are whole numbers below it, from 1; 0 is padding)"
-        )
-    raise UserError(
-        f"{where}: {array.dtype} {array.shape} is neither uint8 images (records, height, width[, channels]), 0..255, "
-        "nor float features (records, features)"
-    )
-
-
 def _constants(path: Path, arrays: Arrays, name: str, channels: int, default: float) -> tuple[float, ...]:
     if name not in arrays:
         return (default,) * channels
@@ -317,3 +389,43 @@ def _remarks(arrays: Arrays, num_records: int) -> tuple[str, ...]:
     if not num_jpeg:
         return ()
     return (f"{100 * (1 - num_jpeg / num_records):.1f} % lossless copy ({num_jpeg} images decoded from JPEG)",)
+
+
+def _clients(path: Path, name: str, clients: NDArray[np.generic], num_records: int) -> NDArray[np.generic]:
+    if clients.dtype.kind not in "iuU" or clients.shape != (num_records,):
+        raise UserError(
+            f"{path}: {name} is {clients.dtype} of shape {clients.shape}; wanted is a whole number or a text for each "
+            f"of {num_records} records"
+        )
+    return clients if clients.dtype.kind == "U" else clients.astype(np.int64)
+
+
+def _numbers(clients: NDArray[np.generic]) -> NDArray[np.int64]:
+    """Return whole numbers as they are, and a number for each text."""
+    if clients.dtype.kind != "U":
+        return clients.astype(np.int64)
+    numbers: NDArray[np.int64] = np.unique(clients, return_inverse=True)[1].astype(np.int64)
+    return numbers
+
+
+def _medmnist_images(path: Path, name: str, array: NDArray[np.generic]) -> NDArray[np.uint8]:
+    images = images_of(f"{path}: {name}", array)
+    if array.ndim == 4 and array.shape[3] not in {1, 3, 4}:
+        raise UserError(f"{path}: {name} has shape {array.shape}: volumes (MedMNIST's 3D sets) are not supported")
+    if images.dtype != np.uint8:
+        raise UserError(f"{path}: {name} is {array.dtype} of shape {array.shape}; wanted are uint8 images")
+    return images.astype(np.uint8, copy=False)
+
+
+def _medmnist_labels(path: Path, name: str, array: NDArray[np.generic]) -> NDArray[np.int64]:
+    if array.ndim == 2 and array.shape[1] > 1:
+        raise UserError(
+            f"{path}: {name} has {array.shape[1]} labels an image (multi-label, as ChestMNIST has): these are not "
+            "supported, take one of MedMNIST's sets with one class an image"
+        )
+    if array.dtype.kind not in "iu" or array.ndim not in {1, 2}:
+        raise UserError(
+            f"{path}: {name} is {array.dtype} of shape {array.shape}: wanted is one class an image, a whole number; "
+            "other targets (regression) are not supported"
+        )
+    return array.reshape(-1).astype(np.int64)

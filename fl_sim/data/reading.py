@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fl_sim.data import digits, folder, hub, idx, leaf, medmnist, npz, own, table, uci
+from fl_sim.data import digits, folder, hub, idx, leaf, npz, own, table, uci
 from fl_sim.data.checked import known_dataset
 from fl_sim.data.features import Features, as_features
 from fl_sim.data.known import KNOWN, KnownSet
@@ -93,7 +93,7 @@ def _read_own_files(name: str, own_files: OwnName, path: Path) -> Dataset:
         case "leaf":
             return leaf.read(name, own_files, path)
         case "medmnist":
-            return medmnist.read(name, own_files, path)
+            return npz.read_medmnist(name, own_files, path)
         case "hf":
             return hub.read(name, own_files, path)
 
