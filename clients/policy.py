@@ -34,7 +34,7 @@ from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.terms import Terms
 from fl_sim.settings import Settings
 from fl_sim.settings_file import parse_table
-from fl_sim.store.locks import alone_in
+from fl_sim.store.files import alone_in
 from fl_sim.store.tensors import write_private
 
 RECORD_TERMS: Final = Terms("record", Adjacency.ADD_OR_REMOVE_ONE, 1e-5)

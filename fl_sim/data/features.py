@@ -19,8 +19,7 @@ from safetensors.numpy import save
 
 from fl_sim.data.naming import is_own
 from fl_sim.errors import UserError
-from fl_sim.store.files import folder_of, in_words, write_whole
-from fl_sim.store.locks import alone_in
+from fl_sim.store.files import alone_in, folder_of, in_words, write_whole
 from fl_sim.types import Dataset, Examples
 
 Features: TypeAlias = Literal["none", "scattering", "whitened-scattering"]

@@ -23,7 +23,7 @@ from fl_sim.report.page_words import privacy_in_short, short_names
 from fl_sim.report.progress import clock
 from fl_sim.report.runs import TABLE, WANTED, Run, places_in, read_json_table, read_run
 from fl_sim.report.table import Table
-from fl_sim.store.locks import is_held
+from fl_sim.store.files import is_held
 from fl_sim.store.run_directory import CONFIG, RESULT, ROUNDS
 
 State: TypeAlias = Literal["running", "waiting", "stopped", "failed", "damaged", "finished"]

@@ -14,7 +14,7 @@ from fl_sim.simulation.procedure import Procedure
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import CHECKPOINT, read_checkpoint, write_checkpoint
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.store.seal import open_seal
+from fl_sim.store.tensors import open_seal
 
 MOST_KEPT = 64 * 2**20
 """Bytes on the disk. What a finished run ended with stays where it takes no more: the server's state, and clients'."""

@@ -9,8 +9,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.simulation.resuming import earlier_run
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import CHECKPOINT
-from fl_sim.store.files import in_words
-from fl_sim.store.locks import LOCK, sole_run
+from fl_sim.store.files import LOCK, in_words, sole_run
 
 
 def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False) -> Path | None:

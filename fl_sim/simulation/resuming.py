@@ -19,9 +19,8 @@ from fl_sim.simulation.procedure import Procedure
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
 from fl_sim.store.checkpoint import CHECKPOINT, read_checkpoint
-from fl_sim.store.files import is_partial
-from fl_sim.store.locks import LOCK
-from fl_sim.store.seal import open_seal
+from fl_sim.store.files import LOCK, is_partial
+from fl_sim.store.tensors import open_seal
 from strategies.layer import layer_kinds
 
 _BELIEVED = (run_directory.RESULT, run_directory.ROUNDS, run_directory.START, CHECKPOINT)

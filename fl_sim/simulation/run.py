@@ -23,8 +23,7 @@ from fl_sim.simulation.result import result_of, told
 from fl_sim.simulation.resuming import clean_up, finished_result, has_leftovers, take_up
 from fl_sim.simulation.run_log import Observer, RunLog, Silent
 from fl_sim.store import run_directory
-from fl_sim.store.files import in_words
-from fl_sim.store.locks import LOCK, sole_run
+from fl_sim.store.files import LOCK, in_words, sole_run
 from fl_sim.store.unheard import Unheard, prints_unheard, warnings_unheard
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.simulation.measuring import Measured
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.store.seal import Seal
+from fl_sim.store.tensors import Seal
 from fl_sim.types import Params, ServerState, Traffic
 from strategies.layer import Layer
 

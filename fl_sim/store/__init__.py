@@ -1,1 +1,1 @@
-"""What is kept on disk: tensors, run directories, checkpoints, locks."""
+"""What is kept on disk: files and their locks, tensors, run directories, checkpoints."""

@@ -28,7 +28,7 @@ from fl_sim.simulation import resuming
 from fl_sim.simulation.capacity import cores
 from fl_sim.simulation.run import run
 from fl_sim.store import run_directory
-from fl_sim.store.locks import sole_run
+from fl_sim.store.files import sole_run
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.tables.budget import Budget
 from fl_sim.tables.earlier_runs import begin_with_shorter

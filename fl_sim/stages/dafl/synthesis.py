@@ -26,8 +26,7 @@ from fl_sim.simulation.site import read_pool
 from fl_sim.simulation.stage import Run
 from fl_sim.stages.dafl.client import SYNTHESIZE
 from fl_sim.stages.dafl.pool import FACTS, Pool, da_fl, load, store
-from fl_sim.store.files import write_whole
-from fl_sim.store.locks import alone_in
+from fl_sim.store.files import alone_in, write_whole
 from fl_sim.types import Traffic
 
 _FORMAT = 2

@@ -27,8 +27,7 @@ from fl_sim.experiment.identity import code_in
 from fl_sim.experiment.job import Job
 from fl_sim.simulation.pools import pools_root
 from fl_sim.stages.pate.asking import ask_teachers
-from fl_sim.store.files import explain, read_whole
-from fl_sim.store.locks import alone_in
+from fl_sim.store.files import alone_in, explain, read_whole
 from fl_sim.store.tensors import write_private
 from strategies.pate.labelling import count_votes
 from strategies.pate.mechanisms import NoNoise

@@ -18,7 +18,7 @@ from fl_sim.native.compiling import (
     processor,
 )
 from fl_sim.native.kernel import Kernel, load_kernel
-from fl_sim.store.locks import alone_in
+from fl_sim.store.files import alone_in
 
 PROCESSORS = ["native", pytest.param("avx2", marks=pytest.mark.slow), pytest.param("neon", marks=pytest.mark.long)]
 
