@@ -27,7 +27,7 @@ import pyarrow.parquet
 from PIL import Image
 
 from fl_sim.data import idx, npz, read
-from fl_sim.data.known import KNOWN, KnownSet
+from fl_sim.data.naming import KNOWN, KnownSet
 from fl_sim.data.places import look_for
 from fl_sim.data.uci import read as read_uci
 from fl_sim.errors import UserError

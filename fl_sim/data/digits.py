@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.known import DIGITS
+from fl_sim.data.naming import DIGITS
 from fl_sim.errors import UserError
 from fl_sim.types import Dataset, Examples
 

@@ -8,8 +8,7 @@ from unicodedata import normalize
 
 import numpy as np
 
-from fl_sim.data.checked import own_dataset
-from fl_sim.data.listed import listed_classes, read_off_classes, unlisted
+from fl_sim.data.checked import listed_classes, own_dataset, read_off_classes, unlisted
 from fl_sim.data.naming import OwnName
 from fl_sim.data.pictures import Pixels, Wanted, decoded, stacked, wanted_by
 from fl_sim.data.spelling import told_doubles

@@ -12,8 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fl_sim.data.checked import own_dataset
-from fl_sim.data.listed import read_off_classes
+from fl_sim.data.checked import own_dataset, read_off_classes
 from fl_sim.data.naming import OwnName
 from fl_sim.data.pictures import Pixels, Wanted, decoded, stacked, wanted_by
 from fl_sim.data.table import Plan, dataset_of, planned, rows_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.known import KnownSet
+from fl_sim.data.naming import KnownSet
 from fl_sim.errors import UserError
 from fl_sim.types import Examples
 

@@ -5,7 +5,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_sim.data.known import KNOWN, KnownSet
+from fl_sim.data.naming import KNOWN, KnownSet
 from fl_sim.data.places import Source, describe_missing, find
 from fl_sim.data.reading import read
 from fl_sim.errors import UserError

@@ -14,11 +14,21 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import check_classes, most_bytes, own_dataset
-from fl_sim.data.listed import listed_classes, read_off_classes, unlisted
+from fl_sim.data.checked import (
+    ALPHABET,
+    alphabet_set,
+    as_classes,
+    as_tokens,
+    check_classes,
+    listed_classes,
+    most_bytes,
+    own_dataset,
+    read_off_classes,
+    unlisted,
+    widened,
+)
 from fl_sim.data.naming import OwnName
 from fl_sim.data.spelling import told_doubles
-from fl_sim.data.tokens import ALPHABET, alphabet_set, as_classes, as_tokens, widened
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
 from fl_sim.mistakes import shortened

@@ -15,12 +15,20 @@ from typing import IO, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import as_labels, known_dataset, looks_channels_first, most_bytes, own_dataset, with_validation
-from fl_sim.data.known import KnownSet
-from fl_sim.data.listed import listed_classes, read_off_classes
-from fl_sim.data.naming import OwnName
+from fl_sim.data.checked import (
+    MOST_TOKENS,
+    as_labels,
+    known_dataset,
+    listed_classes,
+    looks_channels_first,
+    most_bytes,
+    own_dataset,
+    read_off_classes,
+    tokens_in,
+    with_validation,
+)
+from fl_sim.data.naming import KnownSet, OwnName
 from fl_sim.data.spelling import told_doubles
-from fl_sim.data.tokens import MOST_TOKENS, tokens_in
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
 from fl_sim.mistakes import guess, shortened

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fl_sim.data.checked import looks_channels_last, with_validation
-from fl_sim.data.tokens import tokens_in
+from fl_sim.data.checked import looks_channels_last, tokens_in, with_validation
 from fl_sim.errors import UserError
 from fl_sim.import_path import load_object
 from fl_sim.own_code import with_place

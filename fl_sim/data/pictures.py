@@ -10,8 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import most_bytes
-from fl_sim.data.listed import COLOUR_READ_OFF, SIZE_READ_OFF
+from fl_sim.data.checked import COLOUR_READ_OFF, SIZE_READ_OFF, most_bytes
 from fl_sim.data.naming import OwnName
 from fl_sim.errors import UserError
 

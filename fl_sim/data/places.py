@@ -5,8 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_sim.data.known import DIGITS, KNOWN, NAMES, KnownSet, Layout
-from fl_sim.data.naming import OWN, PLACES, OwnKind, OwnName, own_name
+from fl_sim.data.naming import DIGITS, KNOWN, NAMES, OWN, PLACES, KnownSet, Layout, OwnKind, OwnName, own_name
 from fl_sim.errors import UserError
 from fl_sim.import_path import IMPORT_PATH
 from fl_sim.mistakes import shortened

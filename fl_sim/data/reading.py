@@ -13,8 +13,7 @@ import numpy as np
 from fl_sim.data import digits, folder, hub, idx, leaf, npz, own, table, uci
 from fl_sim.data.checked import known_dataset
 from fl_sim.data.features import Features, as_features
-from fl_sim.data.known import KNOWN, KnownSet
-from fl_sim.data.naming import OwnName, own_name
+from fl_sim.data.naming import KNOWN, KnownSet, OwnName, own_name
 from fl_sim.data.places import Source, look_for
 from fl_sim.data.torchvision_files import download, read_cifar, read_svhn
 from fl_sim.types import Dataset, Examples

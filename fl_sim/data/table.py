@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import check_classes, most_bytes, own_dataset
+from fl_sim.data.checked import check_classes, listed_classes, most_bytes, own_dataset, unlisted
 from fl_sim.data.columns import Survey, counts_rows, in_order, survey, texts_of
-from fl_sim.data.listed import listed_classes, unlisted
 from fl_sim.data.naming import OwnName
 from fl_sim.data.table_features import Feature, features_of
 from fl_sim.data.table_file import TableFile, open_table, pyarrow

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from fl_sim.data.listed import read_off_classes
+from fl_sim.data.checked import read_off_classes
 from fl_sim.data.naming import OwnName
 from fl_sim.data.spelling import spelling_by, told_doubles
 from fl_sim.data.table_features import Feature

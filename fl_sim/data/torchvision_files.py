@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fl_sim.data.checked import as_labels
-from fl_sim.data.known import KnownSet
+from fl_sim.data.naming import KnownSet
 from fl_sim.data.places import Source, describe_missing, roots
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from fl_sim.data.known import KnownSet
+from fl_sim.data.naming import KnownSet
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
 from fl_sim.types import Column, Dataset, Examples

@@ -13,8 +13,7 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from fl_sim.data.naming import OPTIONS
-from fl_sim.data.naming_words import ABOUT, SETTINGS
+from fl_sim.data.naming import ABOUT, OPTIONS, SETTINGS
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import field_defaults, is_numbered, kind_of, short_form
 from fl_sim.settings import OneOf, default_of

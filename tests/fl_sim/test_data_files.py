@@ -10,7 +10,7 @@ import pytest
 from scipy.io import savemat
 
 from fl_sim.data import find, load, verify
-from fl_sim.data.known import KNOWN
+from fl_sim.data.naming import KNOWN
 from fl_sim.errors import UserError
 
 RNG = np.random.default_rng(0)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from fl_sim.data.naming import OPTIONS
-from fl_sim.data.naming_words import SETTINGS
+from fl_sim.data.naming import OPTIONS, SETTINGS
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.reference import Group, groups, meaning
 from fl_sim.kinds import field_defaults

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from fl_sim.data import load
-from fl_sim.data.listed import CLASSES_READ_OFF, COLOUR_READ_OFF, SIZE_READ_OFF
+from fl_sim.data.checked import CLASSES_READ_OFF, COLOUR_READ_OFF, SIZE_READ_OFF
 from fl_sim.errors import UserError
 
 TABLE = "x,label,split\n1,ill,train\n2,well,train\n3,ill,test\n4,well,test\n"
