@@ -26,9 +26,10 @@ import numpy as np
 import pyarrow.parquet
 from PIL import Image
 
-from fl_sim.data import idx, npz, read
+from fl_sim.data import npz, read
 from fl_sim.data.naming import KNOWN, KnownSet
 from fl_sim.data.places import look_for
+from fl_sim.data.public_images import read_idx
 from fl_sim.data.uci import read as read_uci
 from fl_sim.errors import UserError
 from fl_sim.types import Dataset
@@ -177,7 +178,7 @@ def main() -> None:
 def _mnist(root: Path, known: KnownSet) -> Dataset:
     from fl_sim.data.checked import known_dataset
 
-    return known_dataset(known, *idx.read(root, known), str(root))
+    return known_dataset(known, *read_idx(root, known), str(root))
 
 
 def _broken_promise(dataset: Dataset) -> str:

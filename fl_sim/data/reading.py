@@ -10,12 +10,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fl_sim.data import digits, folder, hub, idx, leaf, npz, own, table, uci
+from fl_sim.data import folder, hub, leaf, npz, own, table, uci
 from fl_sim.data.checked import known_dataset
 from fl_sim.data.features import Features, as_features
 from fl_sim.data.naming import KNOWN, KnownSet, OwnName, own_name
 from fl_sim.data.places import Source, look_for
-from fl_sim.data.torchvision_files import download, read_cifar, read_svhn
+from fl_sim.data.public_images import download, read_cifar, read_digits, read_idx, read_svhn
 from fl_sim.types import Dataset, Examples
 
 
@@ -56,7 +56,7 @@ def read(name: str, source: Source) -> Dataset:
     if source.layout == "own":
         return own.read(name, path)
     if path is None:
-        return digits.read()
+        return read_digits()
     if own_files := own_name(name):
         return _read_own_files(name, own_files, path)
     return _read_known(KNOWN[name], source, path)
@@ -69,7 +69,7 @@ def _read_known(known: KnownSet, source: Source, path: Path) -> Dataset:
         return uci.read(path, known)
     if source.layout == "npz":
         return npz.read_known(path, known)
-    readers = {"idx": idx.read, "cifar": read_cifar, "mat": read_svhn}
+    readers = {"idx": read_idx, "cifar": read_cifar, "mat": read_svhn}
     train, test = readers[source.layout](path, known)
     return known_dataset(known, train, test, str(path / next(iter(known.files)).rpartition("/")[0]))
 
