@@ -2,10 +2,9 @@
 
 from fl_sim.data.content import content_of, contents_of, sealed_content
 from fl_sim.data.features import Features, version_of
-from fl_sim.data.integrity import Check, verify
 from fl_sim.data.naming import NAMES, is_own, tuned_on
 from fl_sim.data.places import Root, Source, describe_missing, find, roots, wanted_files
-from fl_sim.data.reading import fingerprint, load, read
+from fl_sim.data.reading import Check, fingerprint, load, read, verify
 
 __all__ = [
     "NAMES",
