@@ -9,9 +9,9 @@ from unicodedata import normalize
 import numpy as np
 
 from fl_sim.data.checked import listed_classes, own_dataset, read_off_classes, unlisted
+from fl_sim.data.columns import told_doubles
 from fl_sim.data.naming import OwnName
 from fl_sim.data.pictures import Pixels, Wanted, decoded, stacked, wanted_by
-from fl_sim.data.spelling import told_doubles
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
 from fl_sim.mistakes import shortened

@@ -17,8 +17,7 @@ from fl_sim.data.naming import OwnName
 from fl_sim.data.pictures import Pixels, Wanted, decoded, stacked, wanted_by
 from fl_sim.data.table import Plan, dataset_of, planned, rows_of
 from fl_sim.data.table_file import ROWS, TableFile, pyarrow, table_of
-from fl_sim.data.table_roles import roles_of
-from fl_sim.data.testing_part import Held, held_by_setting
+from fl_sim.data.table_roles import Held, held_by_setting, roles_of
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
 from fl_sim.mistakes import guess, shortened

@@ -27,8 +27,8 @@ from fl_sim.data.checked import (
     unlisted,
     widened,
 )
+from fl_sim.data.columns import told_doubles
 from fl_sim.data.naming import OwnName
-from fl_sim.data.spelling import told_doubles
 from fl_sim.errors import UserError
 from fl_sim.import_path import in_one_line
 from fl_sim.mistakes import shortened

@@ -2,29 +2,41 @@
 
 A column of numbers is taken as it is, or by ``data.range.COLUMN=LOW..HIGH`` to 0..1, where what lies outside counts as
 the nearer end. A column of texts takes a feature for each category, at most one of which is 1. Means and deviations of
-the clients' records are taken only where ``data.scale=records`` asks for them.
+the clients' records are taken only where ``data.scale=records`` asks for them. What a table was found to hold is told
+in words: a note beside results, and a line for each column.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import check_classes, listed_classes, most_bytes, own_dataset, unlisted
-from fl_sim.data.columns import Survey, counts_rows, in_order, survey, texts_of
+from fl_sim.data.checked import check_classes, listed_classes, most_bytes, own_dataset, read_off_classes, unlisted
+from fl_sim.data.columns import Survey, counts_rows, in_order, spelling_by, survey, texts_of, told_doubles
 from fl_sim.data.naming import OwnName
-from fl_sim.data.table_features import Feature, features_of
 from fl_sim.data.table_file import TableFile, open_table, pyarrow
-from fl_sim.data.table_roles import Roles, check_missing, check_split, check_types, classes_of, roles_of, to_see
-from fl_sim.data.table_words import Told, counted, inferred, note, read_off, shown
-from fl_sim.data.testing_part import Held, held_by_setting
+from fl_sim.data.table_roles import (
+    Feature,
+    Held,
+    Roles,
+    check_missing,
+    check_split,
+    check_types,
+    classes_of,
+    features_of,
+    held_by_setting,
+    roles_of,
+    to_see,
+)
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
 from fl_sim.types import Dataset, Examples
+
+_FEW: Final = 6  # names that a note lists
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,123 @@ def planned(own: OwnName, tables: Sequence[TableFile], roles: Roles, held: Held)
     return Plan(tuple(tables), found, roles, features, classes, clients, held, drops, bool(listed))
 
 
+def rows_of(plan: Plan) -> Rows:
+    """Read all records. Raises UserError where they would take too much memory, or numbers are too large."""
+    count, width = sum(plan.found.rows), sum(feature.width for feature in plan.features)
+    if 2 * 4 * count * width > most_bytes():  # all of it, and once more when it is parted
+        raise UserError(
+            f"{plan.tables[0].where}: {count:,} records of {width:,} numbers take {4 * count * width:,} bytes twice, "
+            "more than half of this machine's memory; take fewer records, or leave columns out by data.drop"
+        )
+    inputs, (labels, clients) = np.zeros((count, width), dtype=np.float32), np.zeros((2, count), dtype=np.int64)
+    rows = Rows(inputs, labels, clients, np.zeros(count, dtype=bool))
+    kept = _fill(rows, plan)
+    if not kept.all():
+        rows = Rows(rows.inputs[kept], rows.labels[kept], rows.clients[kept], rows.is_test[kept])
+    _check_finite(rows.inputs, plan)
+    if plan.held.share:
+        rows = replace(rows, is_test=plan.held.drawn(len(rows.labels), rows.clients if plan.roles.client else None))
+    _check_parts(rows, plan)
+    return rows
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is to be told.
+
+    ``scales``: numbers are scaled by the records. ``dropped``: how many rows are left out, where the user ``drops``
+    those with an empty cell. ``listed``: the user lists the classes; all others are read off the records.
+    """
+
+    roles: Roles
+    features: tuple[Feature, ...]
+    classes: tuple[str, ...]
+    clients: tuple[str, ...]
+    held: Held
+    scales: bool
+    dropped: int
+    listed: bool
+    drops: bool
+    counting: tuple[str, ...] = ()
+
+    @cached_property
+    def as_they_are(self) -> dict[str, None]:
+        """Return the columns of numbers that have no range, in order."""
+        kept = (feature.name for feature in self.features if not feature.categories and feature.bounds is None)
+        return dict.fromkeys(kept)
+
+    @property
+    def test_part(self) -> str:
+        """Say which records are for testing."""
+        return self.held.told(self.roles.split, by_client=bool(self.clients))
+
+
+def note(told: Told) -> str:
+    """Return what stands beside results: one line, however many columns there are, and nothing that records say."""
+    ranged = [feature.name for feature in told.features if feature.bounds is not None]
+    categories = [f"{feature.name} ({feature.width})" for feature in told.features if feature.categories]
+    unscaled = f"scaled by the training records' mean and deviation: {_some(told.as_they_are)}"
+    parts = [
+        f"label {told.roles.label}: {_some(told.classes) if told.listed else f'{len(told.classes)} classes'}",
+        f"{len(told.clients):,} clients by {told.roles.client}" if told.clients else "",
+        f"numbers scaled by their range: {_some(ranged)}" if ranged else "",
+        (unscaled if told.scales else f"numbers as they are, not scaled: {_some(told.as_they_are)}")
+        if told.as_they_are
+        else "",
+        f"categories: {_some(categories)}" if categories else "",
+        told.test_part,
+        f"records {_lacking(told)} are left out" if told.drops else "",
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def counted(told: Told) -> tuple[str, ...]:
+    """Return what was counted and noticed among the records, which stands beside no result of a private run."""
+    left_out = [f"{told.dropped:,} records {_lacking(told)} are left out"] if told.dropped else []
+    return (*left_out, *_oddities(told))
+
+
+def shown(told: Told) -> tuple[tuple[str, str], ...]:
+    """Return (column, how it is read) for each, in the order of the file's features."""
+    scaled = ", scaled by the mean and deviation of the training records" if told.scales else ""
+    lines = [(told.roles.label, f"label: {', '.join(told.classes)}")]
+    if told.clients:
+        lines.append((told.roles.client, f"client: {len(told.clients):,} of them"))
+    if told.roles.split:
+        lines.append((told.roles.split, "says train or test"))
+    for feature in told.features:
+        is_scaled = scaled if feature.name in told.as_they_are else ""
+        lines.append((feature.name, f"{feature.told()}{is_scaled}"))
+    return tuple(lines)
+
+
+def inferred(told: Told, own: OwnName) -> tuple[str, ...]:
+    """Return what was taken for granted of the file, a line each."""
+    spelling = spelling_by(own.option("decimal"), own.option("thousands"))
+    roles = {"label": told.roles.label, "client": told.roles.client, "split": told.roles.split}
+    by_name = [role for role, name in roles.items() if name and not own.option(role)]
+    cells = {
+        "csv": f"cells stand between signs called {own.option('delimiter') or 'comma'}; {spelling.told()}",
+    }.get(own.kind, "types of columns are those that the file declares")
+    numbers = [feature for feature in told.features if not feature.categories]
+    kinds = f"{len(numbers):,} columns of numbers, {len(told.features) - len(numbers):,} of categories"
+    return (
+        cells,
+        kinds,
+        *([f"columns by their names: {', '.join(by_name)}"] if by_name else []),
+        f"{len(told.classes):,} classes, in {_order(told.classes)}",
+    )
+
+
+def read_off(told: Told) -> tuple[str, ...]:
+    """Return what of all this was read off the records, with the settings that make it public."""
+    inferred = [feature.name for feature in told.features if feature.categories and not feature.is_given]
+    if not inferred:
+        return read_off_classes(told.listed)
+    categories = f"the categories of {_some(inferred)} (data.category.{inferred[0]}=A+B lists public ones)"
+    return (*read_off_classes(told.listed), categories)
+
+
 def _check_alike(first: TableFile, other: TableFile, roles: Roles) -> None:
     """Raise UserError for a column whose cells mean another thing in ``other`` than in ``first``."""
     kinds, others = (dict(zip(table.names, table.declared, strict=True)) for table in (first, other))
@@ -150,26 +279,6 @@ def _check_alike(first: TableFile, other: TableFile, roles: Roles) -> None:
 def _names(names: Sequence[str]) -> str:
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return f"{', '.join(map(shortened, names[:10]))}{more}"
-
-
-def rows_of(plan: Plan) -> Rows:
-    """Read all records. Raises UserError where they would take too much memory, or numbers are too large."""
-    count, width = sum(plan.found.rows), sum(feature.width for feature in plan.features)
-    if 2 * 4 * count * width > most_bytes():  # all of it, and once more when it is parted
-        raise UserError(
-            f"{plan.tables[0].where}: {count:,} records of {width:,} numbers take {4 * count * width:,} bytes twice, "
-            "more than half of this machine's memory; take fewer records, or leave columns out by data.drop"
-        )
-    inputs, (labels, clients) = np.zeros((count, width), dtype=np.float32), np.zeros((2, count), dtype=np.int64)
-    rows = Rows(inputs, labels, clients, np.zeros(count, dtype=bool))
-    kept = _fill(rows, plan)
-    if not kept.all():
-        rows = Rows(rows.inputs[kept], rows.labels[kept], rows.clients[kept], rows.is_test[kept])
-    _check_finite(rows.inputs, plan)
-    if plan.held.share:
-        rows = replace(rows, is_test=plan.held.drawn(len(rows.labels), rows.clients if plan.roles.client else None))
-    _check_parts(rows, plan)
-    return rows
 
 
 def _fill(rows: Rows, plan: Plan) -> NDArray[np.bool_]:
@@ -246,3 +355,31 @@ def _constants(
             column = train[:, feature.first].astype(np.float64)
             mean[feature.first], std[feature.first] = column.mean(), column.std() or 1.0
     return tuple(mean.tolist()), tuple(std.tolist())
+
+
+def _order(classes: tuple[str, ...]) -> str:
+    return "the order of their numbers" if all(name.lstrip("-").isdigit() for name in classes) else "alphabetical order"
+
+
+def _oddities(told: Told) -> list[str]:
+    """Say what looks like a mistake in the file, and is read as it stands."""
+    found = [told_doubles("classes", told.classes), told_doubles("clients", told.clients, with_names=False)]
+    found += [told_doubles(f"categories of {one.name}", one.categories) for one in told.features if not one.is_given]
+    found += [f"column {name!r} numbers the rows: leave it out by data.drop={name}" for name in told.counting if name]
+    if any(not one.name for one in told.features):
+        rows = " and numbers the rows" if "" in told.counting else ""
+        found.append(
+            f"a column has no name{rows}, as the index that spreadsheets and DataFrame.to_csv write: leave it out by "
+            "data.drop= with nothing behind, or give it a name"
+        )
+    return [one for one in found if one]
+
+
+def _lacking(told: Told) -> str:
+    return "with an empty cell or a class that is not listed" if told.listed else "with an empty cell"
+
+
+def _some(names: Iterable[str]) -> str:
+    found = [name or "''" for name in names]
+    more = f" and {len(found) - _FEW} more" if len(found) > _FEW + 1 else ""
+    return ", ".join(found if not more else found[:_FEW]) + more

@@ -1,19 +1,45 @@
-"""What each column of a table is for, as the name of the data set says: label, client, test part, or a feature."""
+"""What columns and rows of a table are for, as the name of the data set says: label, client, test part, or a feature.
+
+Rows are for testing where a column or another file says so, or are a share of them, or of every client's, drawn by a
+stated seed. Features become the numbers of a record by public settings, or as they are.
+"""
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
-from fl_sim.data.columns import MOST_CATEGORIES, MOST_CLASSES, MOST_CLIENTS, Seen, Survey, as_number
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_sim.data.columns import (
+    MOST_CATEGORIES,
+    MOST_CLASSES,
+    MOST_CLIENTS,
+    Seen,
+    Spelling,
+    Survey,
+    as_number,
+    as_numbers,
+    in_order,
+    is_category,
+    one_spelling,
+    spelling_by,
+    texts_of,
+)
 from fl_sim.data.naming import OwnName
-from fl_sim.data.spelling import spelling_by
-from fl_sim.data.table_file import TableFile
+from fl_sim.data.table_file import TableFile, pyarrow
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
+from fl_sim.seeding import rng
+from fl_sim.types import Column
 
 _PARTS = 10  # different entries of a column that says train or test
 _COMMA: Final = re.compile(r"[+-]?\d*,\d+|\d+")  # a number with a decimal comma
+
+STEPS: Final = 20
+"""A number with a range has so many steps for generators that count; whole numbers with fewer have one each."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +154,146 @@ def check_split(seen: Seen, where: str) -> None:
         raise UserError(f"{where}: column {seen.name!r} says {said} beside train and test, which alone it may say{way}")
 
 
+@dataclass(frozen=True)
+class Held:
+    """What is said of the test part: a ``share`` of the records drawn by ``seed``, an ``other`` table, or neither."""
+
+    share: float = 0.0
+    seed: int = 0
+    other: str = ""
+
+    def check(self, *, has_column: bool) -> None:
+        """Raise UserError unless exactly one thing says which records are for testing."""
+        ways = (self.share > 0) + bool(self.other) + has_column
+        if ways == 1:
+            return
+        options = (
+            "data.test=0.2 (a fifth of the records, or of every client's), data.test_file=FILE (another file) or "
+            "data.split=COLUMN (a column that says train or test)"
+        )
+        if ways:
+            raise UserError(f"the test part is said {ways} times; take one of {options}")
+        raise UserError(f"nothing says which records are for testing; set {options}")
+
+    def drawn(self, count: int, clients: NDArray[np.int64] | None) -> NDArray[np.bool_]:
+        """Return which of ``count`` records are for testing: a share of all, or of each client's where they are known.
+
+        Shares are rounded to whole records, at least one and never all; who has a single record trains on it.
+        """
+        chosen = np.zeros(count, dtype=bool)
+        if clients is None:
+            chosen[rng(self.seed, "test part").permutation(count)[: self._size(count)]] = True
+            return chosen
+        order = np.argsort(clients, kind="stable")
+        numbers, starts = np.unique(clients[order], return_index=True)
+        bounds = np.append(starts, count)
+        for place in np.flatnonzero(np.diff(bounds) > 1).tolist():  # of a million clients most may have one record
+            of_client = order[bounds[place] : bounds[place + 1]]
+            coins = rng(self.seed, "test part", int(numbers[place]))
+            chosen[of_client[coins.permutation(len(of_client))[: self._size(len(of_client))]]] = True
+        return chosen
+
+    def told(self, column: str, *, by_client: bool = False) -> str:
+        """Say it in words."""
+        if self.other:
+            return f"tested on {self.other}"
+        if column:
+            return f"train and test by {column}"
+        whose = "every client's records" if by_client else "the records"
+        return f"{self.share:g} of {whose} are for testing, drawn by test_seed {self.seed}"
+
+    def _size(self, count: int) -> int:
+        return min(max(1, round(self.share * count)), count - 1)
+
+
+def held_by_setting(own: OwnName) -> Held:
+    """Return what the name of a data set says of its test part. Raises UserError for what is no share, or no seed."""
+    share, seed, file = (own.option(key) for key in ("test", "test_seed", "test_file"))
+    if seed and not share:
+        raise UserError("data.test_seed draws a share of the records for testing: set data.test, too, or leave it out")
+    number = as_number(share) if share else 0.0
+    if number is None or (share and not 0 < number < 1):
+        raise UserError(f"data.test = {share!r}: it is a share of the records, above 0 and below 1, such as 0.2")
+    if seed and not (seed.isascii() and seed.isdigit() and len(seed) < 19):
+        raise UserError(f"data.test_seed = {seed!r}: it is a whole number, at least 0")
+    return Held(number, int(seed or 0), Path(file).name)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """How one column is read: a number, within ``bounds`` where they are given, or one of ``categories``.
+
+    ``first``: its place among the numbers of a record. ``is_given``: the settings say which categories there are.
+    """
+
+    name: str
+    first: int
+    bounds: tuple[float, float] | None = None
+    categories: tuple[str, ...] = ()
+    is_given: bool = False
+    spelling: Spelling = field(default_factory=Spelling)
+
+    @property
+    def width(self) -> int:
+        """Return how many numbers of a record it takes."""
+        return len(self.categories) or 1
+
+    @property
+    def is_public(self) -> bool:
+        """Say whether nothing of how it is read comes from the records."""
+        return self.is_given if self.categories else self.bounds is not None
+
+    @property
+    def names(self) -> list[str]:
+        """Return a name for each of its numbers."""
+        return [f"{self.name}={category}" for category in self.categories] or [self.name]
+
+    def told(self) -> str:
+        """Say how it is read."""
+        if self.categories:
+            given = " (as set; all others are zeros)" if self.is_given else ""
+            return f"category: {', '.join(self.categories)}{given}"
+        if self.bounds is None:
+            return "number, as it is"
+        return f"number: {self.bounds[0]:g}..{self.bounds[1]:g} becomes 0..1"
+
+    def column(self) -> Column:
+        """Return what is public of it."""
+        if self.categories:
+            return Column(self.name, categories=len(self.categories))
+        assert self.bounds is not None
+        wide = self.bounds[1] - self.bounds[0]
+        whole = all(bound == round(bound) for bound in self.bounds) and wide < STEPS
+        steps = round(wide) if whole else STEPS - 1
+        return Column(self.name, tuple(step / steps for step in range(steps + 1)))
+
+    def put_into(self, rows: NDArray[np.float32], cells: Any) -> None:
+        """Write the column's ``cells`` into the ``rows`` of their records, which are zeros so far."""
+        if self.categories:
+            values = pyarrow().array(self.categories)
+            codes = np.asarray(pyarrow().compute.index_in(texts_of(cells), value_set=values).fill_null(-1))
+            (found,) = np.nonzero(codes >= 0)
+            rows[found, self.first + codes[found]] = 1.0
+            return
+        numbers = as_numbers(cells, self.spelling).to_numpy(zero_copy_only=False)
+        if self.bounds is not None:
+            low, high = self.bounds
+            numbers = (np.clip(numbers, low, high) - low) / (high - low)
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused later
+            rows[:, self.first] = numbers
+
+
+def features_of(own: OwnName, names: Sequence[str], found: Survey) -> tuple[Feature, ...]:
+    """Return how the columns ``names`` are read. Raises UserError for settings that do not fit what they hold."""
+    ranges, categories = own.of_columns("range"), own.of_columns("category")
+    features: list[Feature] = []
+    first = 0
+    for name in names:
+        features.append(_feature(name, first, ranges, categories, found))
+        first += features[-1].width
+    return tuple(features)
+
+
 def _features(own: OwnName, uses: Mapping[str, str], table: TableFile) -> tuple[str, ...]:
     """Return the columns without another use, as far as they are not left out."""
     dropped = {*own.options.get("drop", ())}
@@ -162,3 +328,37 @@ def _list(names: Iterable[str]) -> str:
     shown = [*names]
     more = f" and {len(shown) - 30} more" if len(shown) > 30 else ""
     return f"{', '.join(shown[:30])}{more}"
+
+
+def _feature(
+    name: str,
+    first: int,
+    ranges: Mapping[str, tuple[str, ...]],
+    categories: Mapping[str, tuple[str, ...]],
+    found: Survey,
+) -> Feature:
+    if name in categories:
+        if name in ranges:
+            raise UserError(f"data.range.{name} and data.category.{name}: a column is a number or a category")
+        return Feature(name, first, categories=_categories(name, categories[name]), is_given=True)
+    seen = found.columns[name]
+    if is_category(seen):
+        if name in ranges:
+            raise UserError(f"data.range.{name} is for numbers, and the column {name!r} holds texts; leave it out")
+        return Feature(name, first, categories=tuple(sorted(seen.texts or (), key=in_order)))
+    bounds = _bounds(name, ranges[name]) if name in ranges else None
+    return Feature(name, first, bounds, spelling=seen.spelling)
+
+
+def _categories(name: str, given: tuple[str, ...]) -> tuple[str, ...]:
+    given = tuple(map(one_spelling, given))
+    if "" in given or len(set(given)) < len(given):
+        raise UserError(f"data.category.{name} lists its categories, each once: data.category.{name}=A+B+C")
+    return given
+
+
+def _bounds(name: str, given: tuple[str, ...]) -> tuple[float, float]:
+    numbers = [as_number(text) for text in given]
+    if len(numbers) != 2 or numbers[0] is None or numbers[1] is None or numbers[0] >= numbers[1]:
+        raise UserError(f"data.range.{name} = {'..'.join(given)!r}: it is LOW..HIGH, two numbers, such as 0..100")
+    return numbers[0], numbers[1]
