@@ -28,6 +28,7 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.cli.sweep": "fl_sim.cli.table",
     "fl_sim.cli.waiting": "fl_sim.cli.screen",
     "fl_sim.data.digits": "fl_sim.data.public_images",
+    "fl_sim.data.folder": "fl_sim.data.pictures",
     "fl_sim.data.idx": "fl_sim.data.public_images",
     "fl_sim.data.integrity": "fl_sim.data.reading",
     "fl_sim.data.known": "fl_sim.data.naming",

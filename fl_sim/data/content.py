@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.folder import SUFFIXES
 from fl_sim.data.naming import KNOWN, OwnName, own_name, without_settings
+from fl_sim.data.pictures import SUFFIXES
 from fl_sim.data.places import look_for
 from fl_sim.data.reading import load
 from fl_sim.errors import UserError

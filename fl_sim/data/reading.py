@@ -15,10 +15,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fl_sim.data import folder, hub, leaf, npz, table, uci
+from fl_sim.data import hub, leaf, npz, table, uci
 from fl_sim.data.checked import known_dataset, looks_channels_last, tokens_in, with_validation
 from fl_sim.data.features import Features, as_features
 from fl_sim.data.naming import KNOWN, KnownSet, OwnName, own_name
+from fl_sim.data.pictures import read_folder
 from fl_sim.data.places import Source, describe_missing, find, look_for
 from fl_sim.data.public_images import download, read_cifar, read_digits, read_idx, read_svhn
 from fl_sim.errors import UserError
@@ -130,7 +131,7 @@ def _read_own_files(name: str, own_files: OwnName, path: Path) -> Dataset:
         case "npz":
             return npz.read_own(name, own_files, path)
         case "folder":
-            return folder.read(name, own_files, path)
+            return read_folder(name, own_files, path)
         case "leaf":
             return leaf.read(name, own_files, path)
         case "medmnist":
