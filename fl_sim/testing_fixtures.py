@@ -104,9 +104,9 @@ def set_fineness() -> Iterator[SetFineness]:
 @pytest.fixture
 def fewer_images() -> Iterator[FewerImages]:
     """Let images of features be made from fewer images, until the test ends."""
-    from fl_sim.data import images_of_features, reading, whitening  # noqa: PLC0415
+    from fl_sim.data import images_of_features, reading, scattering  # noqa: PLC0415
 
-    remembered = images_of_features._regression, whitening.whitening_of, reading._features_once  # noqa: SLF001
+    remembered = images_of_features._regression, scattering.whitening_of, reading._features_once  # noqa: SLF001
 
     def forget() -> None:
         for one in remembered:
@@ -126,7 +126,7 @@ def fewer_images() -> Iterator[FewerImages]:
                 if number is not None:
                     patched.setattr(images_of_features, name, number)
             if whitened is not None:
-                patched.setattr(whitening, "_NUMBER", whitened)
+                patched.setattr(scattering, "_NUM_MADE", whitened)
             forget()
 
         yield fewer

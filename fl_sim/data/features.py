@@ -25,7 +25,7 @@ from fl_sim.types import Dataset, Examples
 Features: TypeAlias = Literal["none", "scattering", "whitened-scattering"]
 """What records are turned into before anything else.
 
-Nothing, the vectors of ``fl_sim.data.scattering``, or these after the public whitening of ``fl_sim.data.whitening``.
+Nothing, the vectors of ``fl_sim.data.scattering``, or these after its public whitening.
 """
 
 Vectors: TypeAlias = NDArray[np.float32]
@@ -113,13 +113,11 @@ def _close(folder: Path, path: Path) -> None:
 
 def vectors_of(images: NDArray[np.uint8] | Vectors, features: Features) -> Vectors:
     """Make the features of ``images`` (n, channels, height, width), (n, numbers); no file is looked at."""
-    from fl_sim.data.scattering import features_of  # noqa: PLC0415 (as above)
+    from fl_sim.data.scattering import features_of, whitening_of  # noqa: PLC0415 (as above)
 
     vectors = features_of(images)
     if features == "scattering":
         return vectors
-    from fl_sim.data.whitening import whitening_of  # noqa: PLC0415 (as above)
-
     channels, height, width = images.shape[1:]
     return whitening_of((channels, height, width)).of(vectors)
 

@@ -3,9 +3,9 @@
 A synthetic record in a feature space (``features=scattering``) is a vector, which nobody can look at. As Mahendran and
 Vedaldi (2015) do it for networks, gradient descent on pixels looks for an image that has such features. Many images
 have nearly the same features, so what images look like in general is added in three ways, all of them public. The
-search starts at the image that ridge regression reads off the vector, fitted on made-up images
-(``fl_sim.data.made_images``). Its steps are those of pixels under pink noise's spectrum, so coarse shapes are found
-before fine ones. And images with a small total variation are preferred.
+search starts at the image that ridge regression reads off the vector, fitted on made-up images (``made_images``). Its
+steps are those of pixels under pink noise's spectrum, so coarse shapes are found before fine ones. And images with a
+small total variation are preferred.
 
 Nothing but the vectors, the shape of the images and the public transform is looked at. If the vectors were released
 under differential privacy, the images are post-processing of that release and cost nothing more.
@@ -22,9 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from fl_sim.data.features import Features, Vectors, vectors_of
-from fl_sim.data.made_images import made_images
-from fl_sim.data.scattering import described, dimension_of
-from fl_sim.data.whitening import Whitening, whitening_of
+from fl_sim.data.scattering import Whitening, described, dimension_of, made_images, whitening_of
 
 Shape = tuple[int, int, int]
 

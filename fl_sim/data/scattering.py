@@ -4,11 +4,20 @@ Two scales (J = 2), eight orientations, orders 0 to 2, with the Morlet wavelets 
 al. 2020). On top of it what Tramer and Boneh (2021, section 2.2) do for private learning: every record's maps are
 normalised in 27 groups, which looks at that record alone. Then random orthonormal directions, whose seed is public,
 bring all images to the same few numbers.
+
+Whitening had no say of a data set either. Where a release has the same noise in every direction, directions in which
+records hardly vary are lost in it first, and they tell classes apart as well as others do. Whitening makes all of them
+about as long. The covariance of the records themselves would be private; that of made-up images is nobody's, and close
+enough. These have the statistics that photographs have in common: pink noise, whose amplitude falls as a power of the
+frequency, and dead leaves, discs and slabs that cover one another (Lee, Mumford and Huang 2001). Networks learn useful
+features from such images (Baradad et al. 2021); here they only say which directions of a feature space vary much. The
+same images in every process: their seed is public.
 """
 
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
@@ -34,6 +43,21 @@ _PADDING: Final = 2  # pixels, at least, that images are mirrored at each edge
 _SEED: Final = 0  # of the projection
 _BATCH: Final = 64  # channels of images that are transformed at a time: they stay in the processor's cache
 _EPSILON: Final = 1e-5  # added to the variance of a group
+
+_NUM_MADE: Final = 2500  # made-up images of each sort
+_MADE_SEED: Final = 0
+_RIDGE: Final = 0.1  # added to every variance, in units of their mean
+_WITHIN: Final = 0.9  # of the made-up images end within length 1
+_ROWS: Final = 5000  # whitened at a time
+
+_EXPONENTS: Final = (1.0, 1.5)  # photographs have about 1
+_OWN: Final = 0.35  # what a channel has for itself, beside the brightness that all of them share
+_CONTRAST, _BRIGHTNESS = (0.1, 0.3), (0.3, 0.7)  # deviation and mean over an image, in units of 255
+
+_LEAVES: Final = 200  # on an image, at most
+_LEAST_RADIUS, _LARGEST_RADIUS = 1.0, 0.7  # pixels; sides of the image
+_COLOUR_DEVIATION, _SLOPE_DEVIATION, _NOISE = 40.0, 1.5, 8.0  # in units of 1, of 1 a pixel, and of 1
+_LEAVES_AT_A_TIME: Final = 100
 
 
 def dimension_of(shape: tuple[int, ...]) -> int:
@@ -116,6 +140,87 @@ def wavelets(height: int, width: int) -> tuple[NDArray[np.float32], NDArray[np.f
         for scale in (0, 1)
     )
     return fine, coarse
+
+
+@dataclass(frozen=True, eq=False)
+class Whitening:
+    """Features (n, d) become (x - ``centre``) ``matrix``, shortened to length 1; both are float64."""
+
+    centre: torch.Tensor
+    matrix: torch.Tensor
+
+    def of(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the whitened ``features`` (n, d), of norm 1 at most; each record's depend on that record alone."""
+        whitened = np.empty_like(features)
+
+        def fill(start: int) -> None:
+            torch.set_num_threads(1)  # holds for the thread that calls it: the bits do not depend on how many there are
+            rows = slice(start, start + _ROWS)
+            whitened[rows] = self.applied(torch.from_numpy(features[rows])).float().numpy()
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for _ in pool.map(fill, range(0, len(features), _ROWS)):
+                pass
+        return _shortened(whitened)
+
+    def applied(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the whitened ``features`` in float64, of norm 1 at most. It can be differentiated."""
+        made = (features.double() - self.centre) @ self.matrix
+        shortened: torch.Tensor = made / made.norm(dim=1, keepdim=True).clamp(min=1)
+        return shortened
+
+
+@lru_cache(maxsize=2)
+def whitening_of(shape: tuple[int, int, int]) -> Whitening:
+    """Return the whitening for the features of images of ``shape``, (channels, height, width): seconds to a minute."""
+    features = features_of(made_images(shape, _NUM_MADE, _MADE_SEED))
+    with ThreadPoolExecutor(1) as alone:
+        return alone.submit(_whitening, features).result()
+
+
+def made_images(shape: tuple[int, int, int], number: int, seed: int) -> NDArray[np.uint8]:
+    """Return ``number`` images of each of three sorts, (3 number, channels, height, width), for such a ``shape``."""
+    coins = np.random.default_rng(seed)
+    noise = [pink_noise(shape, number, exponent, coins) for exponent in _EXPONENTS]
+    chunks = [min(_LEAVES_AT_A_TIME, number - start) for start in range(0, number, _LEAVES_AT_A_TIME)]
+    return np.concatenate([*noise, *(dead_leaves(shape, chunk, coins) for chunk in chunks)])
+
+
+def pink_noise(
+    shape: tuple[int, int, int], number: int, exponent: float, coins: np.random.Generator
+) -> NDArray[np.uint8]:
+    """Return ``number`` images whose amplitude at frequency f is f to the minus ``exponent``."""
+    channels, height, width = shape
+    frequencies = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width))
+    frequencies[0, 0] = 1 / max(height, width)
+    white = coins.standard_normal((number, channels + 1, height, width))
+    fields = np.fft.ifft2(np.fft.fft2(white) * frequencies**-exponent).real
+    values = fields[:, :1] + _OWN * fields[:, 1:]
+    values -= values.mean(axis=(1, 2, 3), keepdims=True)
+    values /= values.std(axis=(1, 2, 3), keepdims=True)
+    contrast, brightness = (coins.uniform(*ends, (number, 1, 1, 1)) for ends in (_CONTRAST, _BRIGHTNESS))
+    return _bytes(255 * (brightness + contrast * values))
+
+
+def dead_leaves(shape: tuple[int, int, int], number: int, coins: np.random.Generator) -> NDArray[np.uint8]:
+    """Return ``number`` images of leaves, the first on top, whose radii r have a density of r^-3."""
+    channels, height, width = shape
+    side, rows, columns = max(height, width), *np.mgrid[:height, :width]
+    images, free = np.zeros((number, channels, height, width)), np.ones((number, height, width), dtype=bool)
+    ground = coins.uniform(0, 255, (number, channels))
+    for _ in range(_LEAVES):
+        share = coins.random((number, 1, 1))
+        radius = 1 / np.sqrt(share / _LEAST_RADIUS**2 + (1 - share) / (_LARGEST_RADIUS * side) ** 2)
+        down = rows - coins.uniform(-radius, height + radius)
+        right = columns - coins.uniform(-radius, width + radius)
+        inside = free & _covered(down, right, radius, coins)
+        colour = ground / 2 + coins.uniform(0, 127.5, (number, 1)) + coins.normal(0, _COLOUR_DEVIATION, ground.shape)
+        slopes = coins.normal(0, _SLOPE_DEVIATION, (2, number, 1, 1))
+        shade = slopes[0] * down + slopes[1] * right
+        images += inside[:, None] * (colour.clip(0, 255)[:, :, None, None] + shade[:, None])
+        free &= ~inside
+    images += free[:, None] * ground[:, :, None, None]
+    return _bytes(images + coins.standard_normal(images.shape) * coins.uniform(0, _NOISE, (number, 1, 1, 1)))
 
 
 def _morlet(height: int, width: int, scale: float, angle: float) -> NDArray[np.complex128]:
@@ -283,3 +388,37 @@ def _directions(coefficients: int, size: int) -> tuple[NDArray[np.float32], NDAr
     generator = np.random.default_rng(_SEED)
     signs = generator.choice(np.array([-1, 1], dtype=np.float32), coefficients)
     return signs, np.sort(generator.permutation(coefficients)[:size])
+
+
+def _whitening(features: NDArray[np.float32]) -> Whitening:
+    torch.set_num_threads(1)  # as above
+    made = torch.from_numpy(features).double()
+    centre = made.mean(dim=0)
+    values, vectors = torch.linalg.eigh(torch.cov(made.T))
+    values = values.clamp(min=0) + _RIDGE * values.mean()
+    matrix = vectors * values.rsqrt() @ vectors.T
+    lengths = ((made - centre) @ matrix).norm(dim=1)
+    return Whitening(centre, matrix / lengths.quantile(_WITHIN))
+
+
+def _shortened(features: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return features of which rounding to float32 has left none longer than 1."""
+    norms = np.linalg.norm(features.astype(np.float64), axis=1, keepdims=True)
+    longer = norms > 1
+    shorter: NDArray[np.float32] = np.where(longer, features * np.float32(1 - 2.0**-20), features)
+    return shorter
+
+
+def _covered(
+    down: NDArray[np.float64], right: NDArray[np.float64], radius: NDArray[np.float64], coins: np.random.Generator
+) -> NDArray[np.bool_]:
+    """Say which pixels a leaf covers: half of the leaves are discs, half slabs of any angle and flatness."""
+    angle, flatness = coins.uniform(0, np.pi, radius.shape), coins.uniform(0.3, 1, radius.shape)
+    along, across = np.cos(angle) * right + np.sin(angle) * down, np.cos(angle) * down - np.sin(angle) * right
+    slab = (np.abs(along) < radius) & (np.abs(across) < flatness * radius)
+    covered: NDArray[np.bool_] = np.where(coins.random(radius.shape) < 0.5, down**2 + right**2 < radius**2, slab)
+    return covered
+
+
+def _bytes(values: NDArray[np.float64]) -> NDArray[np.uint8]:
+    return values.clip(0, 255).astype(np.uint8)

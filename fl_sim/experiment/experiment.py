@@ -59,8 +59,8 @@ class Experiment(Settings):
     images in [0, 1], as NIID-Bench's program does, and features as they are, "unit" puts images into [-1, 1].
     ``features``: "scattering" turns images into vectors that no data set had a say in (fl_sim.data.scattering), so that
     linear models and small perceptrons do on them what takes a convolutional network on pixels; "whitened-scattering"
-    makes all directions of these vectors about as long, by made-up images (fl_sim.data.whitening), so that noise takes
-    less of them; "none" leaves pixels.
+    makes all directions of these vectors about as long, by made-up images, so that noise takes less of them; "none"
+    leaves pixels.
     ``partition_seed``, ``model_seed`` and ``sampling_seed`` take their part of what ``seed`` decides (fl_sim.seeding);
     each that is left out is ``seed``.
     """
