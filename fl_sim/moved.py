@@ -84,6 +84,7 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.simulation.starting": "fl_sim.stages.private_start",
     "fl_sim.simulation.summaries": "fl_sim.stages.ccvr",
     "fl_sim.simulation.tstr": "fl_sim.stages.tstr",
+    "fl_sim.store.checkpoint": "fl_sim.store.run_directory",
     "fl_sim.store.locks": "fl_sim.store.files",
     "fl_sim.store.seal": "fl_sim.store.tensors",
     "fl_sim.tables.forerunner": "fl_sim.tables.earlier_runs",

@@ -12,8 +12,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.kinds import kind_of
 from fl_sim.simulation.procedure import Procedure
 from fl_sim.store import run_directory
-from fl_sim.store.checkpoint import CHECKPOINT, read_checkpoint, write_checkpoint
-from fl_sim.store.run_directory import RoundRecord
+from fl_sim.store.run_directory import CHECKPOINT, RoundRecord, read_checkpoint, write_checkpoint
 from fl_sim.store.tensors import open_seal
 
 MOST_KEPT = 64 * 2**20

@@ -8,8 +8,8 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.simulation.resuming import earlier_run
 from fl_sim.store import run_directory
-from fl_sim.store.checkpoint import CHECKPOINT
 from fl_sim.store.files import LOCK, in_words, sole_run
+from fl_sim.store.run_directory import CHECKPOINT
 
 
 def set_aside(experiment: Experiment, out: Path, *, of_any_length: bool = False) -> Path | None:

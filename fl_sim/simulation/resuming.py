@@ -18,8 +18,8 @@ from fl_sim.simulation.extending import MOST_KEPT, extend, num_bytes_kept
 from fl_sim.simulation.procedure import Procedure
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
-from fl_sim.store.checkpoint import CHECKPOINT, read_checkpoint
 from fl_sim.store.files import LOCK, is_partial
+from fl_sim.store.run_directory import CHECKPOINT, read_checkpoint
 from fl_sim.store.tensors import open_seal
 from strategies.layer import layer_kinds
 

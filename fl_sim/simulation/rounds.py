@@ -32,8 +32,7 @@ from fl_sim.simulation.site import site_for, workload_of
 from fl_sim.simulation.stage import Run, Stage, done, stages_of, tasks_of
 from fl_sim.simulation.work import Work
 from fl_sim.store import run_directory
-from fl_sim.store.checkpoint import Progress, write_checkpoint
-from fl_sim.store.run_directory import RoundRecord
+from fl_sim.store.run_directory import Progress, RoundRecord, write_checkpoint
 from fl_sim.training.features import head_of
 from fl_sim.types import Params, Payloads, ServerState, Traffic
 from strategies.algorithm import (

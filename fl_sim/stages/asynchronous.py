@@ -23,7 +23,7 @@ from fl_sim.simulation.run_log import RunLog
 from fl_sim.simulation.site import workload_of
 from fl_sim.simulation.work import Work
 from fl_sim.store import run_directory
-from fl_sim.store.checkpoint import Progress, read_state, write_state
+from fl_sim.store.run_directory import Progress, read_state, write_state
 from fl_sim.types import Reply, ServerState, Traffic
 from strategies.algorithm import Algorithm, groups_of
 from strategies.answers import find_population, refusal

@@ -16,8 +16,8 @@ from fl_sim.simulation.extending import check_extension
 from fl_sim.simulation.repeating import set_aside
 from fl_sim.simulation.resuming import objection, on_trust
 from fl_sim.store import run_directory
-from fl_sim.store.checkpoint import CHECKPOINT
 from fl_sim.store.files import in_words, sole_run
+from fl_sim.store.run_directory import CHECKPOINT
 from fl_sim.tables.words import run_name
 
 _NEEDED = (run_directory.CONFIG, run_directory.ROUNDS, CHECKPOINT)

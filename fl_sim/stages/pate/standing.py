@@ -11,9 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from fl_sim.errors import UserError
-from fl_sim.store.checkpoint import digest_of, metadata_in
 from fl_sim.store.files import read_whole, write_whole
-from fl_sim.store.run_directory import RoundRecord
+from fl_sim.store.run_directory import RoundRecord, digest_of, metadata_in
 from fl_sim.types import Params
 from strategies.pate.student import Part
 

@@ -16,7 +16,7 @@ from fl_sim.simulation.extending import num_bytes_kept
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.store import run_directory
-from fl_sim.store.checkpoint import CHECKPOINT
+from fl_sim.store.run_directory import CHECKPOINT
 from fl_sim.types import ServerState
 from strategies.private import check_paid
 
