@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fl_sim.cli.screen import say
-from fl_sim.data.known import KNOWN
+from fl_sim.data.naming import KNOWN
 from fl_sim.errors import RunError, UserError
 from fl_sim.report.bills import bills_of
 from fl_sim.report.figures.by_epsilon import Images, is_in_features, sample_pictures, with_pools
@@ -31,7 +31,7 @@ from fl_sim.report.page_words import Taken, groups_of, percent, runs_of, summary
 from fl_sim.report.picture import for_papers
 from fl_sim.report.progress import Line, Part, clock
 from fl_sim.report.runs import Found, Run, find, read_all
-from fl_sim.store.locks import sole_run
+from fl_sim.store.files import sole_run
 from fl_sim.store.run_directory import write_text
 
 if TYPE_CHECKING:

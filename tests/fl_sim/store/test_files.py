@@ -29,7 +29,6 @@ from fl_sim.store.files import (
     sole_run,
     write_whole,
 )
-from fl_sim.testing_fixtures import FakeClock
 
 
 @pytest.fixture(scope="module")

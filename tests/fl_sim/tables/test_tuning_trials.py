@@ -10,8 +10,7 @@ import pytest
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.simulation.run import run
-from fl_sim.store.checkpoint import CHECKPOINT
-from fl_sim.store.run_directory import RESULT, ROUNDS, read_rounds
+from fl_sim.store.run_directory import CHECKPOINT, RESULT, ROUNDS, read_rounds
 from fl_sim.tables import tuning_trials
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
 from fl_sim.tables.tuning_space import Rung, Tune, drawn
