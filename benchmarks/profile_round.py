@@ -79,7 +79,8 @@ class Clock:
 @contextmanager
 def watched(clock: Clock) -> Iterator[None]:
     """Time the functions that make up a round."""
-    import clients.app
+    import clients.client_task
+    import clients.train
     import fl_sim.native.kernel
     import fl_sim.simulation.rounds
     import fl_sim.simulation.site
@@ -97,9 +98,9 @@ def watched(clock: Clock) -> Iterator[None]:
         ("around the kernel", fl_sim.training.trainer.Trainer, "prepare"),
         ("around the kernel", fl_sim.native.kernel.Prepared, "train"),
         ("records", fl_sim.simulation.site, "_records"),
-        ("client states", clients.app, "load_state"),
-        ("client states", clients.app, "save_state"),
-        ("generators", clients.app, "rng"),
+        ("client states", clients.client_task, "load_state"),
+        ("client states", clients.train, "save_state"),
+        ("generators", clients.train, "rng"),
         *(("packing", wire, name) for name in ("task_content", "read_task", "update_content", "read_update")),
         ("sampling", FixedSize, "sample"),
         ("aggregation", WeightedMean, "mean"),
