@@ -83,7 +83,7 @@ def _check(experiment: Experiment, folder: Path, *, ray: bool) -> None:
     engines: dict[str, Mapping[str, Any]] = {
         "a second run": {"kind": "inprocess", "workers": 1},
         "a run with two workers": {"kind": "inprocess", "workers": 2},
-        **({"a run on Ray": {"kind": "ray", "workers": 2}} if ray else {}),
+        **({"a run on Ray": {"kind": "ray", "actors": 2}} if ray else {}),
     }
     for who, engine in engines.items():
         other = experiment_from({**experiment.model_dump(), "engine": engine})

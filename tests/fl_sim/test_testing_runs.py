@@ -162,3 +162,8 @@ class Breaks(Settings):
 def test_a_stage_that_raises_is_told_with_its_place() -> None:
     with pytest.raises(BrokenLaw, match=r"before of Broken failed with ZeroDivisionError: no way on"):
         check_run(preprocess=Breaks())
+
+
+@pytest.mark.cluster
+def test_they_keep_them_on_ray_too() -> None:
+    check_run(ray=True, aggregator=PRIVATE, compress="rand-k:0.5")
