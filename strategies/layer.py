@@ -246,8 +246,14 @@ def name_of(kind: type[Layer]) -> str:
 
 
 def layer_kinds(experiment: Any) -> list[type[Layer]]:
-    """Return the layers of an experiment's rounds, from the inside out."""
-    return [kind for kind in _all_kinds(experiment) if kind.applies(experiment)]
+    """Return the layers of an experiment's rounds, from the inside out. Raises UserError where one class is twice."""
+    kinds = [kind for kind in _all_kinds(experiment) if kind.applies(experiment)]
+    if twice := [kind.__name__ for kind in kinds if kinds.count(kind) > 1]:
+        raise UserError(
+            f"{twice[0]} is the layer of two settings, and a run holds each layer once: derive a class of its own for "
+            "one of them"
+        )
+    return kinds
 
 
 def check_names(experiment: Any, names: Iterable[str]) -> None:

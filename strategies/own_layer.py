@@ -1,4 +1,4 @@
-"""A layer of somebody else's: where it fails or answers something else than it must, that is said with its name."""
+"""A layer of the user's own: its answers are checked, and its errors name it."""
 
 from __future__ import annotations
 
@@ -94,6 +94,27 @@ class OwnLayer(Layer):
                 "metrics", f"{min(unknown)!r}", f"fields of a round's line: {', '.join(sorted(_NUMBERS))}"
             )
         return said
+
+    def remarks(self) -> Sequence[str]:
+        """Say what had no effect in the last round."""
+        with self._told("remarks"):
+            return [str(one) for one in self.inner.remarks()]
+
+    def affords(self, server_round: int) -> bool:
+        """Say whether a round can be paid for."""
+        with self._told("affords"):
+            return bool(self.inner.affords(server_round))
+
+    @property
+    def hides_clients(self) -> bool:
+        """Say whether who takes part is secret."""
+        with self._told("hides_clients"):
+            return bool(self.inner.hides_clients)
+
+    def statements(self, rounds: int) -> list[dict[str, object]]:
+        """Return the privacy statements."""
+        with self._told("statements"):
+            return self.inner.statements(rounds)
 
     def ended(self, rounds: Sequence[RoundRecord]) -> str:
         """Say why the run ends."""

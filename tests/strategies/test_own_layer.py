@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from clients.client_layer import ClientLayer
+from clients.client_layer import ClientLayer, OwnClientLayer
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.simulation.run import run
@@ -20,7 +21,8 @@ from fl_sim.types import Aggregate, ClientUpdate, Cohort, LocalTask, Payloads, R
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import Algorithm
 from strategies.fedavg import FedAvg
-from strategies.layer import Drawn, Layer
+from strategies.layer import Drawn, Layer, layer_kinds
+from strategies.own_layer import OwnLayer
 from strategies.samplers import Coins
 
 QUICK = {"model": "logistic", "clients": 4, "rounds": 3, "partition": "iid", "engine": "inprocess"}
@@ -247,3 +249,25 @@ def test_a_layer_of_ones_own_has_no_place_in_a_run_that_hides_its_clients(tmp_pa
     with pytest.raises(UserError, match="Marks, a layer of your own, sees clients' updates without noise"):
         run(experiment_from({**QUICK, **private}), tmp_path / "run")
     assert not [*(tmp_path / "run").iterdir()]
+
+
+def test_whatever_a_layer_or_its_client_half_may_say_goes_through_the_checks() -> None:
+    for kind, checked, apart in ((Layer, OwnLayer, {"state"}), (ClientLayer, OwnClientLayer, set[str]())):
+        said = {name for name, member in vars(kind).items() if isinstance(member, FunctionType | property)}
+        public = {
+            name for name in said if not name.startswith("_")
+        } - apart  # states are checked where they are written
+        assert public
+        assert public <= vars(checked).keys()
+
+
+class TwiceMean(WeightedMean):
+    """The mean, with a layer that the algorithm has, too."""
+
+    layer: ClassVar[str] = f"{__name__}:Marks"
+
+
+def test_one_class_is_the_layer_of_one_setting_alone() -> None:
+    both = experiment_from({**QUICK, "aggregator": TwiceMean(), "algorithm": Watched()})
+    with pytest.raises(UserError, match="Marks is the layer of two settings"):
+        layer_kinds(both)

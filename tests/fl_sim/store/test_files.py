@@ -30,6 +30,8 @@ from fl_sim.store.files import (
     write_whole,
 )
 
+Lock = Callable[[Path], AbstractContextManager[None]]
+
 
 @pytest.fixture(scope="module")
 def largest_file(load_benchmark: Callable[[str], ModuleType]) -> Callable[[int], AbstractContextManager[None]]:
@@ -210,7 +212,7 @@ def test_many_that_wait_are_alone_one_after_the_other(tmp_path: Path) -> None:
 def test_a_file_that_its_last_holder_removes_at_that_moment_is_no_lock(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    lock: AbstractContextManager,  # type: ignore[type-arg]
+    lock: Lock,
     is_renamed: bool,  # noqa: FBT001
 ) -> None:
     """NFS renames a removed file that is open."""
@@ -226,7 +228,7 @@ def test_a_file_that_its_last_holder_removes_at_that_moment_is_no_lock(
                 (tmp_path / ".nfs1").unlink()
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with lock(tmp_path):  # type: ignore[operator]
+    with lock(tmp_path):
         assert len(locked) == 2
         assert (tmp_path / ".lock").exists()
 
@@ -239,18 +241,18 @@ def test_whoever_lets_go_leaves_the_lock_of_another_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("lock", [sole_run, alone_in])
-def test_no_link_is_followed_and_nothing_else_is_taken_for_a_lock(tmp_path: Path, lock: AbstractContextManager) -> None:  # type: ignore[type-arg]
+def test_no_link_is_followed_and_nothing_else_is_taken_for_a_lock(tmp_path: Path, lock: Lock) -> None:
     target = tmp_path / "precious"
     target.write_text("precious")
     (tmp_path / ".lock").symlink_to(target)
-    with pytest.raises(RunError, match="is a link"), lock(tmp_path):  # type: ignore[operator]
+    with pytest.raises(RunError, match="is a link"), lock(tmp_path):
         pass
     assert target.read_text() == "precious"
     (tmp_path / ".lock").unlink()
     os.mkfifo(tmp_path / ".lock")
-    with pytest.raises(RunError, match="not a plain file"), lock(tmp_path):  # type: ignore[operator]
+    with pytest.raises(RunError, match="not a plain file"), lock(tmp_path):
         pass
-    with pytest.raises(RunError, match="cannot be locked"), lock(tmp_path / "nowhere"):  # type: ignore[operator]
+    with pytest.raises(RunError, match="cannot be locked"), lock(tmp_path / "nowhere"):
         pass
     assert not (tmp_path / "nowhere").exists()
 
