@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from clients.client_layer import ClientLayer
 from fl_sim.engines import tensor_records, wire
-from fl_sim.errors import Diverged, Malformed
+from fl_sim.errors import Diverged, Malformed, RunError
 from fl_sim.handed_out import HandedOut
 from fl_sim.kinds import is_own_kind
 from fl_sim.own_code import told
@@ -159,7 +159,7 @@ class FederatedStrategy(Strategy):
         """Return what a client is sent by a server in that state."""
         groups = {**server.broadcast}
         for half in self.on_clients:
-            groups |= half.broadcast(server)
+            groups = _both(groups, half.broadcast(server))
         return wire.task_content(order, server.params, groups)
 
     def read(self, client: int, replies: Sequence[Message], server_round: int) -> Reply:
@@ -181,7 +181,7 @@ class FederatedStrategy(Strategy):
     def _template(self) -> Payloads:
         template = {**what_clients_send(self.algorithm, self.server)}
         for half in self.on_clients:
-            template |= half.adds(self.server)
+            template = _both(template, half.adds(self.server))
         return {name: flattened(params) for name, params in template.items()}
 
     @cached_property
@@ -289,6 +289,15 @@ class _Innermost(Layer):
         """Return nothing."""
         del rounds
         return []
+
+
+def _both(groups: Payloads, more: Payloads) -> Payloads:
+    """Return ``groups`` and those that a layer brings. Raises RunError for a name that is there already."""
+    if twice := sorted(groups.keys() & more.keys()):
+        raise RunError(
+            f"a layer brings a group {twice[0]!r}, which the algorithm or another layer has, too: give it another name"
+        )
+    return {**groups, **more}
 
 
 def check_finite(groups: Payloads, server_round: int) -> None:

@@ -181,7 +181,12 @@ class Marking(ClientLayer):
         made: Any = None if self.fault == "nothing" else task
         return made
 
+    def broadcast(self, server: ServerState) -> Payloads:
+        return {"control": {}} if self.fault == "a group of the algorithm's goes" else {}
+
     def adds(self, server: ServerState) -> Payloads:
+        if self.fault == "a group of the algorithm's comes back":
+            return {"delta": {"one": torch.zeros(1)}}
         return {"mark": {"one": torch.zeros(1)}}
 
     def sent(self, came: LocalTask, task: LocalTask, trained: Trained, update: ClientUpdate) -> ClientUpdate:
@@ -236,6 +241,13 @@ def test_a_client_half_adds_to_updates_what_its_layer_takes_out_again(tmp_path: 
 def test_what_a_client_half_does_wrong_is_told_with_its_name(fault: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=told):
         run(experiment_from({**QUICK, "aggregator": MarkingMean(fault=fault)}), tmp_path / "run")
+
+
+@pytest.mark.parametrize(("way", "name"), [("goes", "control"), ("comes back", "delta")])
+def test_a_client_half_takes_the_place_of_no_group_of_the_algorithm(way: str, name: str, tmp_path: Path) -> None:
+    marking = MarkingMean(fault=f"a group of the algorithm's {way}")
+    with pytest.raises(RunError, match=f"a layer brings a group '{name}'.* give it another name"):
+        run(experiment_from({**QUICK, "algorithm": "scaffold", "aggregator": marking}), tmp_path / "run")
 
 
 class Watched(FedAvg):
