@@ -63,7 +63,7 @@ def strategy_and_replies(updates: list[FlatParams]) -> tuple[FederatedStrategy, 
     """Return a strategy in the middle of a round, and what its clients answered, last client first."""
     grid, algorithm = LocalGrid(len(updates)), FedAvg()
     server = algorithm.init(flattened({name: torch.zeros(shape) for name, shape in updates[0].layout}))
-    order = wire.Order("", 0, 0.0, "", "")
+    order = wire.TaskConfig("", 0, 0.0, "", "")
     strategy = FederatedStrategy(algorithm, WeightedMean(), Everyone(), server, order, len(updates), 0)
     sent = strategy.configure_train(1, tensor_records.to_arrays({}), wire.ConfigRecord({"learning-rate": 0.1}), grid)
     replies = [

@@ -289,7 +289,7 @@ def _trained(
     population = setting.num_real + setting.num_canaries
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
-        order = wire.Order(experiment.model_dump_json(), 0, 0.0, "", str(out / "state"), "")
+        order = wire.TaskConfig(experiment.model_dump_json(), 0, 0.0, "", str(out / "state"), "")
         strategy = FederatedStrategy(
             experiment.algorithm, experiment.aggregator, experiment.sampler, experiment.algorithm.init(first), order,
             population, setting.seed,

@@ -43,7 +43,7 @@ from fl_sim.stages.pate.asking import ask_teachers
 from fl_sim.stages.shares import Shares
 from fl_sim.types import ClientUpdate, Examples, Payloads
 from strategies.aggregators import WeightedMean
-from strategies.algorithm import what_clients_send, what_clients_share
+from strategies.algorithm import payload_template, share_template
 from strategies.answers import find_population
 from strategies.compression.layer import ClientCompression
 from strategies.compression.power_sgd import PowerSGD
@@ -173,7 +173,7 @@ def cases() -> Iterator[Case]:
 
 def _updates(algorithm: Any, packing: Packing | None = None) -> tuple[RecordDict, ...]:
     def payloads(client: int) -> Payloads:
-        sent = what_clients_send(algorithm, algorithm.init(MODEL))
+        sent = payload_template(algorithm, algorithm.init(MODEL))
         return {group: {name: torch.full_like(one, 0.1 * (client + 1)) for name, one in params.items()}
                 for group, params in sent.items()}  # fmt: skip
 
@@ -191,7 +191,7 @@ def _strategy(
     algorithm: Any, aggregator: Any = AGGREGATORS["mean"], packing: Packing | None = None
 ) -> FederatedStrategy:
     strategy = FederatedStrategy(
-        algorithm, aggregator, Everyone(), algorithm.init(MODEL), wire.Order("", 0, 0.0, "", ""), CLIENTS, 0,
+        algorithm, aggregator, Everyone(), algorithm.init(MODEL), wire.TaskConfig("", 0, 0.0, "", ""), CLIENTS, 0,
         most_examples=RECORDS, on_clients=(ClientCompression(packing),) if packing else (),
     )  # fmt: skip
     if isinstance(aggregator, GlobalDP):
@@ -218,19 +218,19 @@ def _run(algorithm: Any, grid: Replying) -> Run:
 
 
 def _share(algorithm: Any, grid: Replying) -> bytes:
-    template = what_clients_share(algorithm, SHAPE, CLASSES)
+    template = share_template(algorithm, SHAPE, CLASSES)
     run = _run(algorithm, grid)
     pool, _ = Shares(run.job).gathered(run, template)
     return b"".join(value.numpy().tobytes() for value in pool.values())
 
 
 def _synthesize(grid: Replying) -> bytes:
-    made = synthesis.ask_clients(_run(FedAvg(), grid), wire.Order("", 0, 0.0, "", ""))
+    made = synthesis.ask_clients(_run(FedAvg(), grid), wire.TaskConfig("", 0, 0.0, "", ""))
     return b"".join(inputs.numpy().tobytes() + str(json.loads(said)["counts"]).encode() for inputs, said in made)
 
 
 def _vote(grid: Replying, *, private: bool) -> bytes:
-    order = wire.Order("", 0, 0.0, "", "")
+    order = wire.TaskConfig("", 0, 0.0, "", "")
     votes, _ = ask_teachers(grid, order, 1.0, teachers=CLIENTS, records=5, classes=CLASSES, private=private)
     return votes.tobytes()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.client_task import Client, ClientTask, Grouped, Guarded, Sent, Site, SiteFactory
+from clients.client_task import Client, ClientRuntime, ClientTask, Grouped, Guarded, RuntimeFactory, Sent
 from clients.owner import Owner, client_of, discreet, owner_of
 from clients.train import Train, Turn
 from fl_sim.engines import releases, wire
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from clients.policy import Policy
 
 
-def build_client_app(site_of: SiteFactory, signer: wire.Signer | None = None) -> ClientApp:
+def build_client_app(runtime_of: RuntimeFactory, signer: wire.Signer | None = None) -> ClientApp:
     """Return the ClientApp that every engine runs, in this process, in Ray actors or on Flower's own runtime.
 
     ``signer``: of the run whose driver started this worker, where its clients' ledgers are the driver's affair.
     """
     reuse_freed_memory()
     app = ClientApp(mods=[discreet])
-    reader = _Reader(site_of, signer)
+    reader = _Reader(runtime_of, signer)
 
     @app.query()
     def who(message: Message, context: Context) -> Message:
@@ -47,7 +47,7 @@ def build_client_app(site_of: SiteFactory, signer: wire.Signer | None = None) ->
 
 def task_of(client: Client) -> ClientTask:
     """Return what a client is asked. Raises RunError for what the experiment does not ask, or a policy forbids."""
-    name, tasks = client.order.task, {wire.TRAIN: Train(), **client.site.tasks}
+    name, tasks = client.order.task, {wire.TRAIN: Train(), **client.runtime.tasks}
     if name not in tasks:
         raise RunError(
             f"the order asks for {in_a_line(shortened(name))!r}, and this experiment asks clients for "
@@ -58,11 +58,11 @@ def task_of(client: Client) -> ClientTask:
         task.check(client)
     elif client.policy:  # which does not take foreign code's word for what an answer is made of
         client.policy.check_training(own_records=task.reads_records or is_own_kind(task))
-    client.site.use_threads()
+    client.runtime.use_threads()
     return task
 
 
-def train_together(site_of: SiteFactory, *, stacked: bool = False) -> Play:
+def train_together(runtime_of: RuntimeFactory, *, stacked: bool = False) -> Play:
     """Return what trains the clients of several messages in one call of the compiled trainer, or as one computation.
 
     Where something fails, the clients are played again, each by itself, so that the one to blame is known and the
@@ -70,12 +70,12 @@ def train_together(site_of: SiteFactory, *, stacked: bool = False) -> Play:
     one at a time, by a lock of their own: Python's own would pass from thread to thread at every operation of PyTorch,
     each time with a wait, a seventh of a round of 100 small clients in all.
     """
-    reader, in_python = _Reader(site_of), Lock()
+    reader, in_python = _Reader(runtime_of), Lock()
 
     def trained(messages: Sequence[Message]) -> list[Message]:
         with in_python:
             turns = [Turn.of(reader.client(message, partition_of(message))) for message in messages]
-            train = turns[0].client.site.prepare([turn.job for turn in turns], stacked=stacked)
+            train = turns[0].client.runtime.prepare([turn.job for turn in turns], stacked=stacked)
         results = train()
         with in_python:
             answers = [turn.finished(result) for turn, result in zip(turns, results, strict=True)]
@@ -93,9 +93,9 @@ def train_together(site_of: SiteFactory, *, stacked: bool = False) -> Play:
     return play
 
 
-def answer_together(site_of: SiteFactory) -> Release:
+def answer_together(runtime_of: RuntimeFactory) -> Release:
     """Return what has several clients answer a task that is ``Grouped``, in one computation."""
-    reader = _Reader(site_of)
+    reader = _Reader(runtime_of)
 
     def release(messages: Sequence[Message], check: Callable[[], None]) -> list[Message]:
         replies: Sequence[RecordDict | BaseException]
@@ -117,18 +117,18 @@ def answer_together(site_of: SiteFactory) -> Release:
 class _Reader:
     """Reads messages to clients; what all messages of a round share is unpacked once."""
 
-    def __init__(self, site_of: SiteFactory, signer: wire.Signer | None = None) -> None:
-        self._site_of = site_of
+    def __init__(self, runtime_of: RuntimeFactory, signer: wire.Signer | None = None) -> None:
+        self._runtime_of = runtime_of
         self._signer = signer
         self._last: tuple[RecordDict, Sent] | None = None
         self._one_at_a_time = Lock()  # an engine may call from several threads
 
-    def __reduce__(self) -> tuple[type["_Reader"], tuple[SiteFactory]]:
+    def __reduce__(self) -> tuple[type["_Reader"], tuple[RuntimeFactory]]:
         """Let Flower's simulation send the app to its actors: there it starts with a lock of its own, and unread.
 
         And without a signer: no driver of ours started these.
         """
-        return _Reader, (self._site_of,)
+        return _Reader, (self._runtime_of,)
 
     def client(
         self,
@@ -139,12 +139,12 @@ class _Reader:
         check: Callable[[], None] = lambda: None,
     ) -> Client:
         """Return the client that a message asks for something. Raises RunError for a ticket that is no reason."""
-        order = wire.read_order(message.content)
+        order = wire.read_task_config(message.content)
         if owner:
             order = owner.order(order)
         ticket = self._ticket(message, order.task, number, policy or owner)
-        site = self._site(order, number, owner)
-        return Client(number, site, order, message.content, policy, ticket, check, self._sent)
+        runtime = self._runtime(order, number, owner)
+        return Client(number, runtime, order, message.content, policy, ticket, check, self._sent)
 
     def _ticket(self, message: Message, task: str, client: int, guard: "Policy | Owner | None") -> wire.Ticket | None:
         """Return the ticket of a message, if it has one. Raises RunError where a ticket is no reason to release.
@@ -157,12 +157,12 @@ class _Reader:
             raise RunError(wire.NO_TICKET)
         return self._signer.read(task, client, message.content)
 
-    def _site(self, order: wire.Order, client: int, owner: Owner | None) -> Site:
+    def _runtime(self, order: wire.TaskConfig, client: int, owner: Owner | None) -> ClientRuntime:
         own = (owner.data, client, order.facts) if owner else ()
         with self._one_at_a_time:
-            site = self._site_of(order.experiment, order.data_root, *own)
-            site.trainer  # noqa: B018 (made once)
-        return site
+            runtime = self._runtime_of(order.experiment, order.data_root, *own)
+            runtime.trainer  # noqa: B018 (made once)
+        return runtime
 
     def _sent(self, content: RecordDict) -> Sent:
         with self._one_at_a_time:

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from fl_sim.errors import Malformed, RunError
 from fl_sim.local_plan import LocalPlan
-from fl_sim.own_code import told
+from fl_sim.own_code import error_context
 from fl_sim.types import ClientUpdate, LocalTask, Params, Payloads, Reply, ServerState, Size, Trained
 
 _Given = ParamSpec("_Given")
@@ -128,7 +128,7 @@ class OwnClientLayer(ClientLayer):
         except Malformed:  # which is said of the client that sent it
             raise
         except Exception:
-            with told(name):
+            with error_context(name):
                 raise
         if not isinstance(made, wanted):
             raise RunError(f"{name} gave {type(made).__name__}; wanted is {wanted.__name__}")

@@ -15,11 +15,10 @@ from torch import nn
 
 from clients.client_layer import ClientLayer
 from fl_sim.engines import wire
-from fl_sim.handed_out import HandedOut
 from fl_sim.kinds import is_own_kind
 from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.native.kernel import load_kernel
-from fl_sim.own_code import told
+from fl_sim.own_code import error_context
 from fl_sim.params import check_layout, layout_of
 from fl_sim.seeding import seeded_alone
 from fl_sim.store.tensors import load_state, read_by_content
@@ -27,6 +26,7 @@ from fl_sim.training.evaluation import Scores
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, LocalTrainer, Trainer, Training
 from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Precision, Trained
+from fl_sim.write_guard import WriteGuard
 
 if TYPE_CHECKING:
     from clients.policy import Policy
@@ -65,10 +65,10 @@ class Sent:
     broadcast: Payloads
 
     @cached_property
-    def handed_out(self) -> HandedOut:
+    def write_guard(self) -> WriteGuard:
         """Return a note of what they are now, to find out later who wrote to them."""
         groups = {f"the server's {name!r}": one for name, one in self.broadcast.items()}
-        return HandedOut.of({"the global model": self.params, **groups})
+        return WriteGuard.of({"the global model": self.params, **groups})
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Client:
     """
 
     number: int
-    site: "Site"
-    order: wire.Order
+    runtime: "ClientRuntime"
+    order: wire.TaskConfig
     content: RecordDict
     policy: "Policy | None" = None
     ticket: wire.Ticket | None = None
@@ -92,7 +92,7 @@ class Client:
     @property
     def records(self) -> Records:
         """Return the client's own training records."""
-        return self.site.own_records(self.number)
+        return self.runtime.own_records(self.number)
 
     @cached_property
     def sent(self) -> "Sent":
@@ -114,7 +114,7 @@ class Client:
     def model(self) -> Params:
         """Return the model that is the client's: what the message brings, and the parameters that do not travel."""
         params = self.params
-        for layer in reversed(self.site.layers):
+        for layer in reversed(self.runtime.layers):
             params = layer.model(params, self.state)
         return params
 
@@ -180,7 +180,7 @@ class PaidAtHome(Protocol):
 
 
 @dataclass(frozen=True)
-class Site:
+class ClientRuntime:
     """What a worker needs to play any client of an experiment: made once per process and experiment.
 
     ``records(client, synthetic)`` returns what that client trains on; ``synthetic`` is the path of the pool of
@@ -254,7 +254,7 @@ class Site:
     def _trained_by(self, trainer: LocalTrainer, job: LocalJob) -> Trained:
         """Return what a trainer of the algorithm's own makes of a job, one client at a time."""
         task, name = job.task, f"train of {type(trainer).__name__}"
-        with _ALONE, self.drawing("train", task.client, task.server_round), told(name):
+        with _ALONE, self.drawing("train", task.client, task.server_round), error_context(name):
             trained = trainer.train(job)
         check_layout(f"what {name} returns", trained.params, layout_of(task.params))
         return trained
@@ -267,8 +267,8 @@ class Site:
         return StackedTrainer(self.model, self.precision, alone=self.trainer, graphs=self.graphs)
 
 
-SiteFactory: TypeAlias = Callable[..., Site]
-"""(experiment as JSON, data root) -> Site, expected to remember what it made.
+RuntimeFactory: TypeAlias = Callable[..., ClientRuntime]
+"""(experiment as JSON, data root) -> ClientRuntime, expected to remember what it made.
 
 For a node with records of its own there are three more arguments: their name, the client, the facts of its order.
 """

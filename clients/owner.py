@@ -14,7 +14,7 @@ from typing import Final
 from flwr.app import Context, Message
 
 from fl_sim.engines.grid import CLIENT_RAISED, failure
-from fl_sim.engines.wire import Order
+from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import RunError, UserError
 from fl_sim.store.files import folder_of
 
@@ -31,7 +31,7 @@ class Owner:
     data: str
     state: Path
 
-    def order(self, order: Order) -> Order:
+    def order(self, order: TaskConfig) -> TaskConfig:
         """Return ``order`` with this node's folder, one for every run, in place of the server's.
 
         Raises RunError where the run has no plain name, which would lead out of the folder.

@@ -52,7 +52,7 @@ class EvaluateOwn:
         own = dataset.test.take(np.flatnonzero(held))
         right = 0
         if len(own):
-            scores = client.site.trainer.evaluate(self.model(client), *to_tensors(own, dataset))
+            scores = client.runtime.trainer.evaluate(self.model(client), *to_tensors(own, dataset))
             right = round(scores.accuracy * len(own))
         return RecordDict({"own": MetricRecord({"right": right, "all": len(own)})})
 

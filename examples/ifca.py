@@ -84,7 +84,7 @@ class EvaluateChosen(EvaluateOwn):
         models = models_of(params, broadcast)
         if not len(client.records):
             return params
-        scores = OnClient(client.records, client.site.trainer).scores
+        scores = OnClient(client.records, client.runtime.trainer).scores
         return min(models, key=lambda one: scores(one).loss)
 
 

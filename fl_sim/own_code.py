@@ -36,7 +36,7 @@ def name_of(method: Callable[..., Any]) -> str:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def error_context(what: str) -> Iterator[None]:
     """Turn whatever code of the user's raises in this block into a RunError that names its file and line.
 
     ``what``: which code it is, such as "merge of FedMine". What is in words for the user already stays as it is.

@@ -22,7 +22,6 @@ from fl_sim.errors import RunError
 from fl_sim.experiment.engine import InProcess
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.local import Local
-from fl_sim.handed_out import HandedOut
 from fl_sim.kinds import title_of
 from fl_sim.local_plan import Sending, sent_by
 from fl_sim.native.kernel import load_kernel
@@ -36,9 +35,10 @@ from fl_sim.training.loop import to_tensors
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Aggregate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState, Trained
+from fl_sim.write_guard import WriteGuard
 from partitions import Iid
 from strategies.aggregators import WeightedMean
-from strategies.algorithm import Algorithm, Sharing, groups_of, weighting_of, what_clients_send
+from strategies.algorithm import Algorithm, Sharing, groups_of, payload_template, weighting_of
 from strategies.global_dp import GlobalDP
 
 ROUNDING = 1e-4
@@ -87,10 +87,10 @@ def _sends_the_same_shapes(algorithm: Algorithm) -> None:
         _expect_payloads(algorithm, again.payloads, wanted, f"a client with {records} records in its second round")
     updates = [_update(algorithm, server, records) for records in (3, 5)]
     aggregate = _mean(algorithm, [(update.payloads, update.num_examples) for update in updates])
-    handed_out = HandedOut.of(groups_of(server))
+    write_guard = WriteGuard.of(groups_of(server))
     merged = algorithm.merge(server, aggregate)
-    handed_out.check(algorithm.merge)
-    handed_out.check_bits(algorithm.merge)
+    write_guard.check(algorithm.merge)
+    write_guard.check_bits(algorithm.merge)
     before, after = (_layouts(one) for one in (server, merged))
     if before != after:
         raise BrokenLaw(f"{title_of(algorithm)}: merge turned a server state of {before} into one of {after}")
@@ -170,18 +170,18 @@ def _initial(algorithm: Algorithm) -> Params:
 
 def _started(algorithm: Algorithm) -> tuple[ServerState, Payloads]:
     server = algorithm.init(sent_by(algorithm, _initial(algorithm)))
-    return server, what_clients_send(algorithm, server)
+    return server, payload_template(algorithm, server)
 
 
 def _update(algorithm: Algorithm, server: ServerState, records: int, state: Payloads | None = None) -> Any:
     trained, task = _local(algorithm, server, records, state=state), _task(algorithm, server, records, state)
-    handed_out = _handed_out(task)
+    write_guard = _handed_out(task)
     own = set(task.params) - set(server.params)
     part = {name: value for name, value in task.params.items() if name not in own} if own else task.params
     travels = {name: value for name, value in trained.params.items() if name not in own} if own else trained.params
     update = algorithm.finish(replace(task, params=part), replace(trained, params=travels))
-    handed_out.check(algorithm.finish)
-    handed_out.check_bits(algorithm.finish)
+    write_guard.check(algorithm.finish)
+    write_guard.check_bits(algorithm.finish)
     return update
 
 
@@ -195,22 +195,22 @@ def _local(
 ) -> Trained:
     task, dataset = _task(algorithm, server, records, state), load("digits")
     inputs, labels = to_tensors(dataset.train.take(torch.arange(records).numpy()), dataset)
-    handed_out = _handed_out(task)
+    write_guard = _handed_out(task)
     used = trainer or Trainer(_model(algorithm), None)
     if isinstance(algorithm, Starting):
         task = algorithm.start(task, OnClient(Records.of(inputs, labels), used))
-        handed_out.check(algorithm.start)
+        write_guard.check(algorithm.start)
     job = LocalJob(task, algorithm.plan(task), Records.of(inputs, labels), rng(0, "batches", 0, 1))
-    handed_out.check(algorithm.plan)
+    write_guard.check(algorithm.plan)
     trained = used.train(job)
-    handed_out.check_bits(algorithm.plan, *([job.plan.loss_term.function] if job.plan.loss_term else ()))
+    write_guard.check_bits(algorithm.plan, *([job.plan.loss_term.function] if job.plan.loss_term else ()))
     return trained
 
 
-def _handed_out(task: LocalTask) -> HandedOut:
+def _handed_out(task: LocalTask) -> WriteGuard:
     named = {f"the server's {name!r}": one for name, one in task.broadcast.items()}
     kept = {f"client state {name!r}": one for name, one in task.state.items()}
-    return HandedOut.of({"the global model": task.params, "the pool": task.pool, **named, **kept})
+    return WriteGuard.of({"the global model": task.params, "the pool": task.pool, **named, **kept})
 
 
 def _task(algorithm: Algorithm, server: ServerState, records: int, state: Payloads | None) -> LocalTask:

@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
-from fl_sim.handed_out import HandedOut
 from fl_sim.kinds import Choices, kind_of
 from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan, Sending, sent_by
 from fl_sim.local_plan import Sharing as Sharing  # noqa: PLC0414 (said so for mypy: it is one of these protocols)
-from fl_sim.own_code import told
+from fl_sim.own_code import error_context
 from fl_sim.params import add, scale, subtract
 from fl_sim.seeding import rng, seeded_alone
 from fl_sim.settings import Settings
@@ -30,6 +29,7 @@ from fl_sim.types import (
     ServerState,
     Trained,
 )
+from fl_sim.write_guard import WriteGuard
 
 Weighting: TypeAlias = Literal["examples", "uniform"]
 """How clients count in the mean: by their number of records, or all the same."""
@@ -205,34 +205,34 @@ def reported_by(algorithm: Algorithm, server: ServerState) -> Params:
     """Return the model that is evaluated after a round, and saved after the last one."""
     if not isinstance(algorithm, Reporting):
         return server.params
-    with told(f"reported of {type(algorithm).__name__}"):
+    with error_context(f"reported of {type(algorithm).__name__}"):
         return algorithm.reported(server)
 
 
-def what_clients_send(algorithm: Algorithm, server: ServerState) -> Payloads:
+def payload_template(algorithm: Algorithm, server: ServerState) -> Payloads:
     """Return the names and shapes of a client's payloads: those of a client that has no records."""
     return _blank_update(algorithm, server, num_examples=0).payloads
 
 
-def what_clients_keep(algorithm: Algorithm, server: ServerState) -> Payloads:
+def client_state_template(algorithm: Algorithm, server: ServerState) -> Payloads:
     """Return the names and shapes of what a client keeps for its next round: of one that took one step."""
     return _blank_update(algorithm, server, num_examples=1).state
 
 
-def what_clients_share(algorithm: Sharing, input_shape: tuple[int, ...], num_classes: int) -> Params:
+def share_template(algorithm: Sharing, input_shape: tuple[int, ...], num_classes: int) -> Params:
     """Return the names and shapes of what clients share before the first round: those of one that has no records."""
     inputs, labels = torch.zeros(0, *input_shape), torch.zeros(0, dtype=torch.int64)
     with seeded_alone(0, "template"):
         return algorithm.share(inputs, labels, num_classes, rng(0, "template"))
 
 
-def what_clients_plan(algorithm: Algorithm, params: Params, pool: Params, num_classes: int) -> LocalPlan:
+def plan_template(algorithm: Algorithm, params: Params, pool: Params, num_classes: int) -> LocalPlan:
     """Return the plan of a client with one record in its first round; ``pool``: what clients share, no matter which."""
-    with seeded_alone(0, "template"), told(f"init of {type(algorithm).__name__}"):
+    with seeded_alone(0, "template"), error_context(f"init of {type(algorithm).__name__}"):
         server = algorithm.init(sent_by(algorithm, params))
     counts = (1, *[0] * (num_classes - 1))
     whole = {**params, **server.params} if isinstance(algorithm, Sending) else server.params
-    with seeded_alone(0, "template"), told(f"plan of {type(algorithm).__name__}"):
+    with seeded_alone(0, "template"), error_context(f"plan of {type(algorithm).__name__}"):
         return algorithm.plan(LocalTask(1, 0, 1, 1, _ONE_STEP, whole, server.broadcast, {}, pool, counts))
 
 
@@ -241,11 +241,11 @@ def _blank_update(algorithm: Algorithm, server: ServerState, num_examples: int) 
     task = LocalTask(1, 0, 1, num_examples, _ONE_STEP, server.params, server.broadcast)
     loss = 0.0 if num_examples else None
     trained = Trained(scale(server.params, 1.0), {}, _ONE_STEP.num_steps(num_examples), loss)
-    handed_out = HandedOut.of(groups_of(server))
-    with seeded_alone(0, "template"), told(f"finish of {type(algorithm).__name__}"):
+    write_guard = WriteGuard.of(groups_of(server))
+    with seeded_alone(0, "template"), error_context(f"finish of {type(algorithm).__name__}"):
         update = algorithm.finish(task, trained)
-    handed_out.check(algorithm.finish)
-    handed_out.check_bits(algorithm.finish)
+    write_guard.check(algorithm.finish)
+    write_guard.check_bits(algorithm.finish)
     return update
 
 

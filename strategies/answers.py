@@ -52,7 +52,7 @@ class Asking:
     whole exchange. ``params``: the model that the question is about, if any, and the groups of ``broadcast`` with it.
     """
 
-    order: wire.Order
+    order: wire.TaskConfig
     timeout: float
     quoted: bool
     params: Params | None = None

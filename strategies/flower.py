@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from clients.client_layer import ClientLayer
 from fl_sim.engines import tensor_records, wire
 from fl_sim.errors import Diverged, Malformed, RunError
-from fl_sim.handed_out import HandedOut
 from fl_sim.kinds import is_own_kind
-from fl_sim.own_code import told
+from fl_sim.own_code import error_context
 from fl_sim.params import flattened, is_finite
 from fl_sim.seeding import rng, seed_process
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.types import Aggregate, ClientUpdate, Cohort, Packed, Payloads, Reply, ServerState, Size, Traffic
+from fl_sim.write_guard import WriteGuard
 from strategies.aggregators import Aggregator, WeightedMean
-from strategies.algorithm import Algorithm, groups_of, weighting_of, what_clients_send
+from strategies.algorithm import Algorithm, groups_of, payload_template, weighting_of
 from strategies.answers import (
     Population,
     by_client,
@@ -54,7 +54,7 @@ class FederatedStrategy(Strategy):
     aggregator: Aggregator | Layered
     sampler: Sampler
     server: ServerState
-    order: wire.Order
+    order: wire.TaskConfig
     num_clients: int
     seed: int
     most_examples: int = sys.maxsize
@@ -63,7 +63,7 @@ class FederatedStrategy(Strategy):
     population: Population = field(default_factory=lambda: Population(()))
     cohort: NDArray[np.int64] = field(default_factory=lambda: np.arange(0))
     holders: NDArray[np.bool_] | None = None
-    _sent: HandedOut | None = None
+    _sent: WriteGuard | None = None
     without_effect: Counter[str] = field(default_factory=Counter)
     layer: Layer = field(init=False)
     layers: list[Layer] = field(default_factory=list)
@@ -90,7 +90,7 @@ class FederatedStrategy(Strategy):
         drawn = self.layer.cohort(server_round)
         self.cohort, rate = drawn.clients, float(str(config["learning-rate"]))
         order = replace(self.order, server_round=server_round, learning_rate=rate, most_steps=drawn.most_steps)
-        content, self._sent = self.content(order, self.server), HandedOut.of(groups_of(self.server))
+        content, self._sent = self.content(order, self.server), WriteGuard.of(groups_of(self.server))
         return [Message(content, self.population.nodes[client], wire.TRAIN) for client in self.cohort]
 
     def aggregate_train(
@@ -155,7 +155,7 @@ class FederatedStrategy(Strategy):
         packed = {name: Packed.blank(size) for name, size in self._packed.items()}
         return tensor_records.num_bytes(wire.update_content(ClientUpdate(whole, 0, packed=packed)))
 
-    def content(self, order: wire.Order, server: ServerState) -> RecordDict:
+    def content(self, order: wire.TaskConfig, server: ServerState) -> RecordDict:
         """Return what a client is sent by a server in that state."""
         groups = {**server.broadcast}
         for half in self.on_clients:
@@ -179,7 +179,7 @@ class FederatedStrategy(Strategy):
 
     @cached_property
     def _template(self) -> Payloads:
-        template = {**what_clients_send(self.algorithm, self.server)}
+        template = {**payload_template(self.algorithm, self.server)}
         for half in self.on_clients:
             template = _both(template, half.adds(self.server))
         return {name: flattened(params) for name, params in template.items()}
@@ -222,7 +222,7 @@ class _Innermost(Layer):
         if coins is None:
             seed = strategy.seed if strategy.sampling_seed is None else strategy.sampling_seed
             coins = rng(seed, "sampler", server_round).random
-        with told(f"sample of {type(strategy.sampler).__name__}"):
+        with error_context(f"sample of {type(strategy.sampler).__name__}"):
             return Drawn(strategy.sampler.sample(strategy.num_clients, coins, server_round))
 
     def received(self, replies: tuple[Reply, ...]) -> tuple[Reply, ...]:
@@ -242,19 +242,19 @@ class _Innermost(Layer):
         weighting = weighting_of(algorithm)
         assert isinstance(weighting, str) or isinstance(aggregator, WeightedMean)  # others are refused
         sent = {f"what client {one.client} sent": part for one in cohort.replies for part in one.payloads.values()}
-        handed_out = HandedOut.of({**sent, **groups_of(server)}, by_bits=False)
-        with told(f"mean of {type(aggregator).__name__}"):
+        write_guard = WriteGuard.of({**sent, **groups_of(server)}, by_bits=False)
+        with error_context(f"mean of {type(aggregator).__name__}"):
             aggregate: Aggregate | None = aggregator.mean(cohort, weighting)
-        handed_out.check(aggregator.mean)
+        write_guard.check(aggregator.mean)
         return aggregate
 
     def merge(self, algorithm: Algorithm, server: ServerState, aggregate: Aggregate) -> ServerState:
         """Return what the algorithm makes of it, which writes to nothing that it is handed."""
-        handed_out = HandedOut.of(groups_of(server))
-        with told(f"merge of {type(algorithm).__name__}"):
+        write_guard = WriteGuard.of(groups_of(server))
+        with error_context(f"merge of {type(algorithm).__name__}"):
             merged = algorithm.merge(server, aggregate)
-        handed_out.check(algorithm.merge)
-        handed_out.check_bits(algorithm.merge)
+        write_guard.check(algorithm.merge)
+        write_guard.check_bits(algorithm.merge)
         return replace(merged, layers={})
 
     def metrics(self) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from fl_sim.errors import Malformed, RunError
-from fl_sim.own_code import told
+from fl_sim.own_code import error_context
 from fl_sim.params import layout_of
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.types import Aggregate, Cohort, Payloads, Reply, ServerState
@@ -127,7 +127,7 @@ class OwnLayer(Layer):
             return [str(one) for one in self.inner.conclusions(rounds)]
 
     def _told(self, method: str) -> Any:
-        return told(f"{method} of {self._name}")
+        return error_context(f"{method} of {self._name}")
 
     def _wrong(self, method: str, got: str, wanted: str) -> RunError:
         return RunError(f"{method} of layer {self._name} gave {got}; wanted is {wanted}")

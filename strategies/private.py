@@ -22,7 +22,7 @@ from fl_sim.privacy.rounding import rounded_up
 from fl_sim.store.files import read_whole
 from fl_sim.store.run_directory import LEDGER, read_rounds
 from fl_sim.types import Aggregate, Cohort, ServerState
-from strategies.algorithm import Algorithm, what_clients_send
+from strategies.algorithm import Algorithm, payload_template
 from strategies.answers import UNQUOTED, in_words
 from strategies.correlated_noise import CorrelatedNoise
 from strategies.global_dp import COVERS, DOES_NOT_COVER, GlobalDP, releases_beforehand
@@ -192,7 +192,7 @@ class PrivateRounds(Layer):
 
     def release(self, cohort: Cohort, algorithm: Algorithm, server: ServerState) -> Aggregate:
         """Return the noised mean of a round that was paid for."""
-        template = what_clients_send(algorithm, server)
+        template = payload_template(algorithm, server)
         aggregate, self.clipping_norm = self.aggregator.release(
             cohort,
             noise=self.noise,

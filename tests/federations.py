@@ -108,7 +108,7 @@ def strategy_of(
     grid = LocalGrid(num_clients)
     strategy = FederatedStrategy(
         algorithm, WeightedMean(), sampler or Everyone(), algorithm.init(params),
-        wire.Order("", 0, 0.0, "", "", ""), num_clients, seed,
+        wire.TaskConfig("", 0, 0.0, "", "", ""), num_clients, seed,
         population=Population(tuple(grid.get_node_ids())),
     )  # fmt: skip
     strategy.cohort = strategy.sampler.sample(num_clients, rng(seed, "sampler", 1).random, 1)

@@ -20,7 +20,7 @@ from fl_sim.experiment.job import Job, job_of
 from fl_sim.params import detached, flattened
 from fl_sim.simulation.capacity import stack_of
 from fl_sim.simulation.engine_choice import open_engine, together_of
-from fl_sim.simulation.procedure import site_of
+from fl_sim.simulation.procedure import runtime_of
 from fl_sim.types import Params
 
 MODELS = """
@@ -56,7 +56,7 @@ def updates(asked: Experiment, cohort: tuple[int, ...], folder: Path) -> dict[in
     """Return what each client of ``cohort`` sends in a round in which they alone take part."""
     job = job_of(asked)
     params = detached(job.model().named_parameters())
-    order = wire.Order(asked.model_dump_json(), 1, 0.05, "", str(folder), "")
+    order = wire.TaskConfig(asked.model_dump_json(), 1, 0.05, "", str(folder), "")
     with open_engine(job, lambda _: None) as (grid, _):
         nodes = list(grid.get_node_ids())
         content = wire.task_content(order, params, {})
@@ -95,7 +95,7 @@ def test_on_a_gpu_too_private_clients_train_one_by_one(engine: Any, monkeypatch:
     monkeypatch.setattr(Job, "trainer", job_of(experiment(engine.model_dump())).trainer)  # there may be no GPU
     assert stack_of(engine, plain) > 1
     assert stack_of(engine, private) == 1
-    assert together_of(private, site_of, 1) is None
+    assert together_of(private, runtime_of, 1) is None
 
 
 @pytest.mark.parametrize("kind", ["inprocess", "ray"])

@@ -38,7 +38,7 @@ _LARGEST_LOSS: Final = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
-class Order:
+class TaskConfig:
     """The part of a message that is no tensor, and all the configuration a client has: nodes have no other.
 
     ``experiment``: the experiment as JSON; ``data_root``, ``state_dir``, ``pool`` (what clients shared for the
@@ -61,7 +61,7 @@ class Order:
     task: str = TRAIN
 
     @property
-    def for_the_road(self) -> "Order":
+    def for_the_road(self) -> "TaskConfig":
         """Return what goes to a worker elsewhere: no path, but the names of the pools, which say what is in them.
 
         What a client keeps then comes with its message, and goes back with its answer.
@@ -75,7 +75,7 @@ class Order:
         )
 
 
-BLANK: Final = Order("", 0, 0.0, "", "")
+BLANK: Final = TaskConfig("", 0, 0.0, "", "")
 """The order of messages that are not sent, of which the size alone matters."""
 
 
@@ -137,7 +137,7 @@ NO_TICKET: Final = (
 )
 
 
-def task_content(order: Order, params: Params, broadcast: Payloads) -> RecordDict:
+def task_content(order: TaskConfig, params: Params, broadcast: Payloads) -> RecordDict:
     """Pack a round's message; all clients of a round share one."""
     records = RecordDict({_ORDER: _config(order), _PARAMS: pack(params)})
     for name, group in broadcast.items():
@@ -145,15 +145,15 @@ def task_content(order: Order, params: Params, broadcast: Payloads) -> RecordDic
     return records
 
 
-def order_content(order: Order) -> RecordDict:
+def order_content(order: TaskConfig) -> RecordDict:
     """Pack a message that asks clients for something which needs no tensors."""
     return RecordDict({_ORDER: _config(order)})
 
 
-def read_order(content: RecordDict) -> Order:
+def read_task_config(content: RecordDict) -> TaskConfig:
     """Unpack the configuration of a message."""
     record = content.config_records[_ORDER]
-    return Order(
+    return TaskConfig(
         str(record["experiment"]),
         int(str(record["server-round"])),
         float(str(record["learning-rate"])),
@@ -176,7 +176,7 @@ def task_of(message: Message) -> str:
     return str(order.get("task", TRAIN)) if isinstance(order, ConfigRecord) else TRAIN
 
 
-def reordered(content: RecordDict, order: Order) -> RecordDict:
+def reordered(content: RecordDict, order: TaskConfig) -> RecordDict:
     """Return a message's content with another configuration; its tensors are the same ones."""
     return RecordDict({**content, _ORDER: _config(order)})
 
@@ -279,7 +279,7 @@ def _digest(record: object) -> str:
     return digest.hexdigest()
 
 
-def _config(order: Order) -> ConfigRecord:
+def _config(order: TaskConfig) -> ConfigRecord:
     return ConfigRecord(
         {
             "experiment": order.experiment,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from clients.client_task import Begun, Client, PaidAtHome, Site
+from clients.client_task import Begun, Client, ClientRuntime, PaidAtHome
 from fl_sim.engines import wire
 from fl_sim.engines.apart import Parcel
 from fl_sim.engines.grid import partition_of, raised
@@ -29,7 +29,7 @@ class HomeDesk:
 
     job: Job
     signer: wire.Signer
-    _shared: tuple[RecordDict, wire.Order, RecordDict] | None = None
+    _shared: tuple[RecordDict, wire.TaskConfig, RecordDict] | None = None
     _begun: dict[tuple[str, int], Begun] = field(default_factory=dict)
 
     def before(self, message: Message) -> Parcel | Message:
@@ -52,7 +52,7 @@ class HomeDesk:
             return answer
         if (begun := self._begun.pop((order.task, client), None)) is None:
             return answer
-        task = self._site.tasks[order.task]
+        task = self._runtime.tasks[order.task]
         assert isinstance(task, PaidAtHome)
         try:
             kept = task.finish(begun, answer.content)
@@ -61,30 +61,30 @@ class HomeDesk:
         return Message(kept, reply_to=message)
 
     def _own(
-        self, message: Message, order: wire.Order, content: RecordDict
+        self, message: Message, order: wire.TaskConfig, content: RecordDict
     ) -> Mapping[str, ArrayRecord | ConfigRecord] | RecordDict:
         """Return what one client's message has beside the ``content`` that all have, or its answer."""
         client = partition_of(message)
         if order.task == wire.TRAIN:
             return wire.kept_records(load_state(order.state_dir, client, order.server_round))
-        task = self._site.tasks.get(order.task)
+        task = self._runtime.tasks.get(order.task)
         if task is not None and task.reads_state:
             return wire.kept_records(load_state(order.state_dir, client, order.server_round))
         if not isinstance(task, PaidAtHome):
             return {}
         if (order.task, client) not in self._begun:
-            begun = task.begin(Client(client, self._site, order, message.content))
+            begun = task.begin(Client(client, self._runtime, order, message.content))
             if not isinstance(begun, Begun):
                 return {} if begun is None else begun
             self._begun[order.task, client] = begun
         return self.signer.records(self._begun[order.task, client].ticket, order.task, client, content)
 
-    def _for_the_road(self, content: RecordDict) -> tuple[wire.Order, RecordDict]:
+    def _for_the_road(self, content: RecordDict) -> tuple[wire.TaskConfig, RecordDict]:
         if self._shared is None or self._shared[0] is not content:
-            order = wire.read_order(content)
+            order = wire.read_task_config(content)
             self._shared = (content, order, wire.reordered(content, order.for_the_road))
         return self._shared[1:]
 
     @cached_property
-    def _site(self) -> Site:
-        return procedure_of(self.job).site()
+    def _runtime(self) -> ClientRuntime:
+        return procedure_of(self.job).runtime()

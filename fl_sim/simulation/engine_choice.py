@@ -11,7 +11,7 @@ from functools import cache, partial
 from flwr.clientapp import ClientApp
 
 from clients.app import answer_together, build_client_app, train_together
-from clients.client_task import Grouped, SiteFactory
+from clients.client_task import Grouped, RuntimeFactory
 from fl_sim.engines.apart import Apart
 from fl_sim.engines.grid import LocalGrid, Progress
 from fl_sim.engines.inprocess import Groups, InProcessGrid
@@ -30,8 +30,8 @@ from fl_sim.native.kernel import load_kernel
 from fl_sim.params import num_parameters
 from fl_sim.printable import in_a_line
 from fl_sim.simulation.capacity import cores, generator_threads, stack_of, workers_of
-from fl_sim.simulation.procedure import procedure_of, site_of
-from fl_sim.simulation.site import local_settings, steps_by_client
+from fl_sim.simulation.client_runtime import local_settings, steps_by_client
+from fl_sim.simulation.procedure import procedure_of, runtime_of
 from fl_sim.simulation.stage import stages_of
 from fl_sim.simulation.stopwatch import Stopwatch
 from fl_sim.simulation.work import Work, side_by_side
@@ -81,7 +81,7 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
         from fl_sim.engines.ray_start import RayResources  # noqa: PLC0415
 
         resources = RayResources(engine.actors, engine.cpus, engine.gpus, engine.address, engine.threads)
-        together = together_of(job, site_of, stack)
+        together = together_of(job, runtime_of, stack)
         if engine.address:
             # Clusters, which most runs do not have.
             from fl_sim.simulation import travelling  # noqa: PLC0415
@@ -97,7 +97,7 @@ def open_engine(job: Job, on_reply: Progress) -> Iterator[tuple[LocalGrid, Choic
         else:
             grid = RayGrid(client_app, num_clients, resources, on_reply, together)
     else:
-        here = _site_here(job)
+        here = _runtime_here(job)
         together = together_of(job, here, stack)
         tasks = here().tasks
         in_threads = frozenset(name for name, task in tasks.items() if task.runs_in_threads)
@@ -120,20 +120,20 @@ def _tell(line: str) -> None:
 
 def client_app() -> ClientApp:
     """Return the ClientApp for other processes: Ray's actors call this, and Flower's runtime."""
-    return build_client_app(site_of)
+    return build_client_app(runtime_of)
 
 
-def _site_here(job: Job) -> SiteFactory:
-    """Return what gives the clients of this process their site: the job that the run has made already."""
-    made = cache(lambda: procedure_of(job).site())
+def _runtime_here(job: Job) -> RuntimeFactory:
+    """Return what gives the clients of this process their runtime: the job that the run has made already."""
+    made = cache(lambda: procedure_of(job).runtime())
     return lambda *_: made()
 
 
-def together_of(job: Job, site_of: SiteFactory, stack: int) -> Together | None:
+def together_of(job: Job, runtime_of: RuntimeFactory, stack: int) -> Together | None:
     """Return how several clients are trained at a time; None where that does not pay."""
     if stack == 1 and not trains_natively(job):
         return None
-    player, parameters = partial(train_together, site_of, stacked=stack > 1), _num_parameters(job)
+    player, parameters = partial(train_together, runtime_of, stacked=stack > 1), _num_parameters(job)
     records = max(1, min(job.experiment.local.batch_size, len(job.shards.records) / len(job.shards)))
     least = math.ceil(LEAST_PRODUCTS / (parameters * records))  # of a tiny model many steps
     return Together(player, steps_by_client(job), stack, least, max(1, MOST_NUMBERS // parameters))

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
-from clients.client_task import Site
+from clients.client_task import ClientRuntime
 from fl_sim.experiment.engine import InProcess
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
@@ -20,7 +20,7 @@ from fl_sim.one_of import as_table
 from fl_sim.params import detached, trainable
 from fl_sim.seeding import rng
 from fl_sim.simulation.capacity import stack_of, threads_of
-from fl_sim.simulation.site import local_settings, sizes_trained_on, steps_by_client
+from fl_sim.simulation.client_runtime import local_settings, sizes_trained_on, steps_by_client
 from fl_sim.simulation.stage import Stage, stages_of
 from fl_sim.simulation.work import Work, clients_at_once, here, public, side_by_side
 from fl_sim.training.loop import resident
@@ -157,14 +157,14 @@ def _turn(job: Job, algorithm: LocalAlgorithm, plan: LocalPlan, size: int, steps
     settings = replace(local_settings(job, chosen.learning_rate), epochs=1, steps=0, batch_size=size)
     task = LocalTask(0, 0, 1, len(records), settings, detached(trainable(job.model()).items()))
     jobs = [LocalJob(task, plan, records.whole(), rng(experiment.seed, "probe", one)) for one in range(stack)]
-    site = Site(
+    runtime = ClientRuntime(
         algorithm, job.model().to(job.device), _no_records, _no_records, partial(local_settings, job),
         experiment.num_clients, experiment.seed, threads=experiment.engine.threads, precision=job.precision,
         graphs=not isinstance(experiment.engine, InProcess) or experiment.engine.graphs,
     )  # fmt: skip
 
     def turn() -> object:
-        return site.prepare(jobs, stacked=stack > 1)()
+        return runtime.prepare(jobs, stacked=stack > 1)()
 
     return _awaited(job, turn)
 

@@ -7,9 +7,9 @@ from typing import Self
 
 from fl_sim.errors import Diverged
 from fl_sim.experiment.job import Job
-from fl_sim.own_code import told
+from fl_sim.own_code import error_context
 from fl_sim.simulation.capacity import threads_of
-from fl_sim.simulation.site import evaluation_records, validation_records
+from fl_sim.simulation.client_runtime import evaluation_records, validation_records
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.training.evaluation import Scores
 from fl_sim.training.measures import Confusion, Holdings, OverClients, OwnTests, area_under_roc
@@ -129,7 +129,7 @@ class Measuring:
 
     def _scored(self, params: Params, records: Source, what: str, when: str) -> Scores:
         workers = threads_of(self.job.experiment.engine, self.job)
-        with told(f"measuring the model {self.job.experiment.model}"):
+        with error_context(f"measuring the model {self.job.experiment.model}"):
             scores = self.job.trainer.evaluate(
                 params, records.inputs, records.labels, scale=records.scale, workers=workers
             )

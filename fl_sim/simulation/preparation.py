@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fl_sim.engines.grid import LocalGrid
-from fl_sim.engines.wire import Order
+from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import Diverged
 from fl_sim.experiment.job import Job
 from fl_sim.experiment.own_records import public_facts
@@ -19,8 +19,8 @@ from fl_sim.kinds import hides_clients
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import is_finite, layers_after, placed
 from fl_sim.seeding import process_kept, rng, seed_process
+from fl_sim.simulation.client_runtime import local_settings, read_pool, sizes_trained_on
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.site import local_settings, read_pool, sizes_trained_on
 from fl_sim.simulation.stage import Run, done, stages_of
 from fl_sim.store import run_directory
 from fl_sim.training.loop import resident
@@ -34,10 +34,10 @@ MOST_HELD = 10**9
 """The most records that a node may say it holds, where these may be its own."""
 
 
-def order_of(job: Job, grid: Grid, out: Path) -> Order:
+def order_of(job: Job, grid: Grid, out: Path) -> TaskConfig:
     """Return what every message of a run says. On Flower's own runtime nodes may have records of their own."""
     elsewhere = not isinstance(grid, LocalGrid)
-    return Order(
+    return TaskConfig(
         experiment=job.experiment.model_dump_json(),
         server_round=0,
         learning_rate=0.0,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from flwr.serverapp import Grid
 
-from clients.client_task import Site
+from clients.client_task import ClientRuntime
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of
@@ -53,7 +53,7 @@ class Procedure(Protocol):
         """Return what clients' plans look like, to be held against what trainers take."""
         ...
 
-    def site(self) -> Site:
+    def runtime(self) -> ClientRuntime:
         """Return what a worker needs to play any client."""
         ...
 
@@ -97,7 +97,7 @@ def _imported(path: str, job: Job, algorithm: object) -> Procedure:
 
 
 @lru_cache(maxsize=2)
-def site_of(experiment_json: str, data_root: str, own: str = "", client: int = 0, facts: str = "") -> Site:
+def runtime_of(experiment_json: str, data_root: str, own: str = "", client: int = 0, facts: str = "") -> ClientRuntime:
     """Return what a worker elsewhere needs to play any client of the experiment; made once per process.
 
     ``own``: the records of a node that has some itself, and plays ``client`` alone; ``facts``: what its order says of
@@ -105,11 +105,11 @@ def site_of(experiment_json: str, data_root: str, own: str = "", client: int = 0
     """
     experiment = Experiment.model_validate_json(experiment_json)
     if not own:
-        return procedure_of(job_of(experiment, Path(data_root) if data_root else None)).site()
+        return procedure_of(job_of(experiment, Path(data_root) if data_root else None)).runtime()
     procedure = procedure_of(own_job(experiment, own, client, json.loads(facts)))
     if not isinstance(procedure, Rounds):
         raise UserError(
             f"algorithm {kind_of(experiment.algorithm)} needs public records of the server's data set on every node, "
             "and this one has records of its own alone: leave data out of its node configuration"
         )
-    return procedure.site()
+    return procedure.runtime()

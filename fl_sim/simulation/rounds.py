@@ -13,22 +13,22 @@ import torch
 from flwr.serverapp import Grid
 
 from clients.client_layer import ClientLayer
-from clients.client_task import Site
+from clients.client_task import ClientRuntime
 from fl_sim.engines import wire
 from fl_sim.errors import Diverged, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import hides_clients, is_own, is_own_kind, kind_of, replaces_records
 from fl_sim.local_plan import LocalPlan, sent_by
-from fl_sim.own_code import told
+from fl_sim.own_code import error_context
 from fl_sim.params import detached, trainable
 from fl_sim.running_statistics import fixed_in
 from fl_sim.seeding import seed_process
+from fl_sim.simulation.client_runtime import runtime_for, workload_of
 from fl_sim.simulation.forecast import work_of_rounds
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.preparation import prepared_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.site import site_for, workload_of
 from fl_sim.simulation.stage import Run, Stage, done, stages_of, tasks_of
 from fl_sim.simulation.work import Work
 from fl_sim.store import run_directory
@@ -40,11 +40,11 @@ from strategies.algorithm import (
     Algorithm,
     Sharing,
     Steered,
+    client_state_template,
+    payload_template,
+    plan_template,
     reported_by,
-    what_clients_keep,
-    what_clients_plan,
-    what_clients_send,
-    what_clients_share,
+    share_template,
 )
 from strategies.flower import FederatedStrategy, Round, run_round
 from strategies.layer import Beginning, Stop, check_names, client_layers, layer_kinds
@@ -170,14 +170,14 @@ class Rounds:
         """Return what clients' plans look like, to be held against what trainers take."""
         dataset, pool = self.job.dataset, {}
         if isinstance(self.algorithm, Sharing):
-            template = what_clients_share(self.algorithm, dataset.input_shape, dataset.num_classes)
+            template = share_template(self.algorithm, dataset.input_shape, dataset.num_classes)
             pool = {name: torch.zeros(1, *like.shape[1:], dtype=like.dtype) for name, like in template.items()}
         params = detached(trainable(self.job.model()).items())
-        return what_clients_plan(self.algorithm, params, pool, dataset.num_classes)
+        return plan_template(self.algorithm, params, pool, dataset.num_classes)
 
-    def site(self) -> Site:
+    def runtime(self) -> ClientRuntime:
         """Return what a worker needs to play any client."""
-        return site_for(self.job, self.algorithm, tasks_of(self.job))
+        return runtime_for(self.job, self.algorithm, tasks_of(self.job))
 
     def beginning(self) -> ServerState:
         """Return what the server starts from: the model with its initial weights."""
@@ -188,9 +188,9 @@ class Rounds:
                 f"algorithm {kind_of(self.algorithm)} looks at the features of a head that learns, and that of "
                 f"{type(model).__name__} is frozen: let it be trained, or take another algorithm, such as fedavg"
             )
-        with told(f"init of {type(self.algorithm).__name__}"):
+        with error_context(f"init of {type(self.algorithm).__name__}"):
             server = self.algorithm.init(sent_by(self.algorithm, detached(trainable(model).items())))
-        sent, kept = what_clients_send(self.algorithm, server), what_clients_keep(self.algorithm, server)
+        sent, kept = payload_template(self.algorithm, server), client_state_template(self.algorithm, server)
         check_names(experiment, {**server.broadcast, **sent, **kept})
         whole = [type(one).__name__ for one in stages_of(self.job) if one.trains_model()]
         for layer in layer_kinds(experiment):
@@ -233,7 +233,7 @@ class Rounds:
 
     def kept_by_clients(self, server: ServerState) -> Payloads:
         """Return the names and shapes of what a client keeps from one round for its next."""
-        kept, sent = what_clients_keep(self.algorithm, server), what_clients_send(self.algorithm, server)
+        kept, sent = client_state_template(self.algorithm, server), payload_template(self.algorithm, server)
         for half in self._on_clients:
             kept = half.kept(kept, sent, server)
         return kept

@@ -16,13 +16,13 @@ from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
 from clients.client_task import ClientTask
-from fl_sim.engines.wire import Order
+from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
 from fl_sim.import_path import load_object
 from fl_sim.kinds import is_own_kind, path_in
-from fl_sim.own_code import told
+from fl_sim.own_code import error_context
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.types import Params, Payloads, Traffic
@@ -64,7 +64,7 @@ class Run:
         return Measuring.of(self.job)
 
     @property
-    def order(self) -> Order:
+    def order(self) -> TaskConfig:
         """Return what every message of the run says."""
         return self.strategy.order
 
@@ -76,7 +76,7 @@ class Run:
         quoted: bool,
         params: Params | None = None,
         broadcast: Payloads | None = None,
-        order: Order | None = None,
+        order: TaskConfig | None = None,
     ) -> list[Answer]:
         """Ask every client for ``task``; return what ``read`` makes of their answers, by client.
 
@@ -163,12 +163,12 @@ class Stage:
 
 def done(stage: Stage, run: Run, method: Literal["before", "after"]) -> None:
     """Have a stage do its work, and check what it says of it. Raises RunError that names a stage of the user's own."""
-    with told(f"{method} of {type(stage).__name__}") if is_own_kind(stage) else nullcontext():
+    with error_context(f"{method} of {type(stage).__name__}") if is_own_kind(stage) else nullcontext():
         stage.before(run) if method == "before" else stage.after(run)
     said: dict[str, str] = dict.fromkeys(RESULT, "the result itself")
     for one in run.log.stages:
         name = type(one).__name__
-        with told(f"facts of {name}"):
+        with error_context(f"facts of {name}"):
             facts = one.facts()
         if twice := sorted(said.keys() & facts.keys()):
             raise RunError(f"facts of {name} say {twice[0]!r}, as {said[twice[0]]} does: give it another name")

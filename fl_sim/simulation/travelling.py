@@ -9,7 +9,7 @@ from flwr.clientapp import ClientApp
 from safetensors.torch import load
 
 from clients.app import build_client_app, train_together
-from clients.client_task import Site
+from clients.client_task import ClientRuntime
 from fl_sim.engines import wire
 from fl_sim.engines.pieces import Play
 from fl_sim.errors import RunError
@@ -45,14 +45,14 @@ class TravellingJob:
         return cls(job.experiment.model_dump_json(), dataset, job.shards, job.validation, digest, signer)
 
     @cached_property
-    def site(self) -> Site:
+    def runtime(self) -> ClientRuntime:
         """Return what plays the job's clients. Raises RunError where other records came than were sent."""
         if _digest(self.dataset, self.shards, self.validation) != self.digest:
             raise RunError("other records arrived than were sent: start the same command again")
         experiment = Experiment.model_validate_json(self.experiment)
         device = device_of(experiment)
         job = Job(experiment, self.dataset, self.shards, device, None, self.validation, self._read)
-        return procedure_of(job).site()
+        return procedure_of(job).runtime()
 
     @cached_property
     def _tensors(self) -> dict[str, Params]:
@@ -66,13 +66,13 @@ class TravellingJob:
 
 def travelling_app(goods: TravellingJob) -> ClientApp:
     """Return the ClientApp of a worker that was sent ``goods``, ready to train."""
-    goods.site.trainer  # noqa: B018 (made once, before any client waits for it)
-    return build_client_app(lambda *_: goods.site, goods.signer)
+    goods.runtime.trainer  # noqa: B018 (made once, before any client waits for it)
+    return build_client_app(lambda *_: goods.runtime, goods.signer)
 
 
 def travelling_player(goods: TravellingJob, *, stacked: bool) -> Play:
     """Return what trains several clients at a time on a worker that was sent ``goods``."""
-    return train_together(lambda *_: goods.site, stacked=stacked)
+    return train_together(lambda *_: goods.runtime, stacked=stacked)
 
 
 def _plain(examples: Examples) -> Examples:

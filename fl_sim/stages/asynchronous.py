@@ -14,17 +14,17 @@ from fl_sim.devices.settings import fleet_of_clients
 from fl_sim.engines import wire
 from fl_sim.errors import Malformed, UserError
 from fl_sim.experiment.job import Job
-from fl_sim.handed_out import HandedOut
-from fl_sim.own_code import told
+from fl_sim.own_code import error_context
 from fl_sim.seeding import rng, seed_process
+from fl_sim.simulation.client_runtime import workload_of
 from fl_sim.simulation.forecast import work_of_rounds
 from fl_sim.simulation.rounds import Exchange, Rounds
 from fl_sim.simulation.run_log import RunLog
-from fl_sim.simulation.site import workload_of
 from fl_sim.simulation.work import Work
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import Progress, read_state, write_state
 from fl_sim.types import Reply, ServerState, Traffic
+from fl_sim.write_guard import WriteGuard
 from strategies.algorithm import Algorithm, groups_of
 from strategies.answers import find_population, refusal
 from strategies.flower import FederatedStrategy, Round, check_finite, mean_loss
@@ -142,7 +142,7 @@ class _Pace:
         experiment, algorithm = self.procedure.job.experiment, self.procedure.algorithm
         clients = self.strategy.num_holders([arrival.reply for arrival in arrivals]) or experiment.num_clients
         seed_process(experiment.seed, "merging", server_round)
-        with told(f"merge of {type(algorithm).__name__}"):
+        with error_context(f"merge of {type(algorithm).__name__}"):
             server = self.procedure.server.step(before, algorithm, arrivals, server_round, clients)
         check_finite({"params": server.params}, server_round)
         self.strategy.server = server
@@ -166,9 +166,9 @@ class _Pace:
         contents = {one: self._content(one) for one in {turn.server_round for turn in turns}}
         nodes = self.strategy.population.nodes
         messages = [Message(contents[turn.server_round], nodes[turn.client], wire.TRAIN) for turn in turns]
-        handed_out = [HandedOut.of(groups_of(state)) for state in self.sent.values()]
+        write_guard = [WriteGuard.of(groups_of(state)) for state in self.sent.values()]
         replies = self.grid.send_and_receive(messages, timeout=job.experiment.round_timeout)
-        for one in handed_out:
+        for one in write_guard:
             one.check_bits(self.strategy.algorithm.plan, self.strategy.algorithm.finish)
         answers = {reply.metadata.reply_to_message_id: reply for reply in replies}
         for turn, message in zip(turns, messages, strict=True):

@@ -77,7 +77,7 @@ class Summarise:
         inputs, labels = client.records.tensors()
         # A model of the user's own may let records look at each other: one alone then, where each is to be hidden.
         at_once = {} if protection is None or self.job.trainer.is_stackable() else {"records_at_once": 1}
-        features = features_of(client.site.model, client.params, inputs, **at_once).numpy().astype(np.float64)
+        features = features_of(client.runtime.model, client.params, inputs, **at_once).numpy().astype(np.float64)
         classes = labels.cpu().numpy()
         if protection is None:
             return releases.moments_content(moments_of(features, classes, num_classes))

@@ -22,9 +22,9 @@ from fl_sim.engines import releases, tensor_records, wire
 from fl_sim.errors import BudgetExhausted, Malformed, RunError, UserError
 from fl_sim.experiment.job import Job
 from fl_sim.seeding import rng
+from fl_sim.simulation.client_runtime import as_kept, read_pool, to_generator
 from fl_sim.simulation.preparation import start_from
 from fl_sim.simulation.run_log import RunLog
-from fl_sim.simulation.site import as_kept, read_pool, to_generator
 from fl_sim.simulation.stage import Run, Stage
 from fl_sim.simulation.work import Work
 from fl_sim.store import run_directory

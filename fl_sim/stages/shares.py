@@ -15,12 +15,12 @@ from fl_sim.engines.arrays import float32_bytes
 from fl_sim.errors import RunError
 from fl_sim.experiment.job import Job
 from fl_sim.seeding import rng, seeded_alone
-from fl_sim.simulation.site import sizes_trained_on
+from fl_sim.simulation.client_runtime import sizes_trained_on
 from fl_sim.simulation.stage import Run, Stage, stages_of
 from fl_sim.store.tensors import save_by_content
 from fl_sim.training.loop import to_tensors
 from fl_sim.types import Params, Traffic
-from strategies.algorithm import Sharing, what_clients_share
+from strategies.algorithm import Sharing, share_template
 
 SHARE: Final = "share"
 """The task of sharing what the algorithm makes of a client's records."""
@@ -43,7 +43,7 @@ class Share:
 
     def run(self, client: Client) -> RecordDict:
         """Return what the client shares."""
-        inputs, labels = client.site.records(client.number, client.order.synthetic).tensors()
+        inputs, labels = client.runtime.records(client.number, client.order.synthetic).tensors()
         seed, num_classes = self.job.experiment.seed, self.job.dataset.num_classes
         with seeded_alone(seed, "share", client.number):
             generator = rng(seed, "share", client.number)
@@ -60,7 +60,7 @@ class Shares(Stage):
     def before(self, run: Run) -> None:
         """Ask every client to share, and keep what they shared where rounds find it."""
         experiment, dataset = self.job.experiment, self.job.dataset
-        template = what_clients_share(sharing(self.job), dataset.input_shape, dataset.num_classes)
+        template = share_template(sharing(self.job), dataset.input_shape, dataset.num_classes)
         shared, up = self.gathered(run, template)
         down = tensor_records.num_bytes(releases.pool_content(shared)) * experiment.num_clients
         run.log.before["shared_records"] = None if experiment.is_private else Traffic(down, up)

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import nn
 
-from clients.client_task import Site
+from clients.client_task import ClientRuntime
 from fl_sim import models
 from fl_sim.data import Features, version_of
 from fl_sim.errors import Diverged, UserError
@@ -22,11 +22,11 @@ from fl_sim.local_plan import LocalPlan
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import detached, is_finite
 from fl_sim.seeding import process_kept, rng, seed_process
+from fl_sim.simulation.client_runtime import evaluation_records, local_settings, read_pool, runtime_for
 from fl_sim.simulation.forecast import measuring
 from fl_sim.simulation.measuring import Measured, Tested
 from fl_sim.simulation.preparation import prepared_strategy
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.site import evaluation_records, local_settings, read_pool, site_for
 from fl_sim.simulation.stage import stages_of, tasks_of
 from fl_sim.simulation.work import Work
 from fl_sim.store import run_directory
@@ -185,9 +185,9 @@ class OnSynthetic:
         """Return the plan of plain training."""
         return LocalPlan()
 
-    def site(self) -> Site:
+    def runtime(self) -> ClientRuntime:
         """Return what a worker needs for a client to make synthetic records."""
-        return site_for(self.job, FedAvg(), tasks_of(self.job))
+        return runtime_for(self.job, FedAvg(), tasks_of(self.job))
 
     def beginning(self) -> ServerState:
         """Return nothing: the model is there when it has been chosen."""

@@ -62,7 +62,7 @@ class LocalJob:
 
 
 class LocalTrainer(Protocol):
-    """What trains clients of some jobs. The first of a site's trainers that supports a job trains it."""
+    """What trains clients of some jobs. The first of a runtime's trainers that supports a job trains it."""
 
     def supports(self, job: LocalJob) -> bool:
         """Say whether it does all that ``job`` asks for: its settings, its plan, its records."""

@@ -12,7 +12,7 @@ from flwr.app import Message
 from torch import nn
 
 from clients.app import answer_together, build_client_app, train_together
-from clients.client_task import Site
+from clients.client_task import ClientRuntime
 from fl_sim.engines import releases, wire
 from fl_sim.engines.inprocess import Groups, InProcessGrid
 from fl_sim.engines.pieces import Together
@@ -25,7 +25,7 @@ from fl_sim.training.loop import train
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob
 from fl_sim.types import LocalSettings, LocalTask
-from strategies.algorithm import what_clients_send
+from strategies.algorithm import payload_template
 from strategies.fedavg import FedAvg
 from strategies.fedmix import FedMix
 from strategies.scaffold import Scaffold
@@ -84,8 +84,8 @@ def _own(client):
     return _records(client, "")
 
 
-def _site(algorithm, model, seed=0, records=_records):
-    return Site(algorithm, model, records, _own, _local, 4, seed, tasks=TASKS)
+def _runtime(algorithm, model, seed=0, records=_records):
+    return ClientRuntime(algorithm, model, records, _own, _local, 4, seed, tasks=TASKS)
 
 
 def _said(client, folder):
@@ -104,23 +104,23 @@ class Play:
         self.model = _model()
         self.params = detached(self.model.named_parameters())
         self.algorithm, self.seed, self.state_dir, self.pool = algorithm, seed, state_dir, pool
-        site = _site(algorithm, self.model, seed)
+        runtime = _runtime(algorithm, self.model, seed)
 
-        def site_of(experiment, data_root):
+        def runtime_of(experiment, data_root):
             self.asked.append((experiment, data_root))
-            return site
+            return runtime
 
-        self.site_of, self.app = site_of, build_client_app(site_of)
+        self.runtime_of, self.app = runtime_of, build_client_app(runtime_of)
         self.grid = InProcessGrid(self.app, 4)
 
     def order(self, server_round, task=wire.TRAIN):
-        return wire.Order("experiment", server_round, 0.1, "root", str(self.state_dir), self.pool, task=task)
+        return wire.TaskConfig("experiment", server_round, 0.1, "root", str(self.state_dir), self.pool, task=task)
 
     def train(self, server_round, *clients, broadcast=None):
         content = wire.task_content(self.order(server_round), self.params, broadcast or {})
         replies = self.grid.send_and_receive([Message(content, 1000 + client, wire.TRAIN) for client in clients])
         assert [wire.error_of(reply) for reply in replies] == [None] * len(clients)
-        template = what_clients_send(self.algorithm, self.algorithm.init(self.params))
+        template = payload_template(self.algorithm, self.algorithm.init(self.params))
         return [
             wire.read_update(client, reply.content, template) for client, reply in zip(clients, replies, strict=True)
         ]
@@ -133,7 +133,7 @@ def test_a_task_says_how_many_records_are_of_each_class(tmp_path: Path) -> None:
             return super().plan(task)
 
     told, play = [], Play(Told(), tmp_path, pool="")
-    object.__setattr__(play.site_of("", ""), "class_counts", lambda client, synthetic: (client, len(synthetic)))
+    object.__setattr__(play.runtime_of("", ""), "class_counts", lambda client, synthetic: (client, len(synthetic)))
     play.train(1, 0, 2)
     assert told == [(0, (0, 0)), (2, (2, 0))]
 
@@ -215,9 +215,9 @@ def _records_of_which_one_is_broken(client, synthetic):
 
 def _train_together(play, records, *, stacked, timeout=None):
     """Have four clients, three of them with records, trained two at a time."""
-    site = _site(FedAvg(), _without_dropout(), records=records)
-    together = Together(partial(train_together, lambda *_: site, stacked=stacked), [4, 4, 4, 0], stack=2)
-    grid = InProcessGrid(build_client_app(lambda *_: site), 4, together=together)
+    runtime = _runtime(FedAvg(), _without_dropout(), records=records)
+    together = Together(partial(train_together, lambda *_: runtime, stacked=stacked), [4, 4, 4, 0], stack=2)
+    grid = InProcessGrid(build_client_app(lambda *_: runtime), 4, together=together)
     content = wire.task_content(play.order(1), play.params, {})
     sent = [Message(content, 1000 + client, wire.TRAIN) for client in range(4)]
     return grid.send_and_receive(sent, timeout=timeout)
@@ -237,7 +237,7 @@ def test_clients_trained_together_answer_as_they_do_alone(tmp_path: Path, stacke
     play = Play(FedAvg(), tmp_path)
     together = _train_together(play, _records, stacked=stacked)
     play.model = _without_dropout()
-    trainer = _site(FedAvg(), play.model).trainer
+    trainer = _runtime(FedAvg(), play.model).trainer
     for client, reply in enumerate(together):
         records = _records(client, "")
         task = LocalTask(1, client, 4, len(records), _local(0.1), play.params)
@@ -273,10 +273,10 @@ def test_threads_are_in_compiled_code_at_once_and_in_python_one_at_a_time(tmp_pa
 
     monkeypatch.setattr(Prepared, "train", train_with_another)
     records = partial(one_at_a_time, _records)
-    site = _site(Watched(), _without_dropout(), records=records)
-    together = Together(partial(train_together, lambda *_: site), [20, 20, 20, 20])
-    grid = InProcessGrid(build_client_app(lambda *_: site), 4, workers=2, together=together)
-    content = wire.task_content(Play(FedAvg(), tmp_path).order(1), detached(site.model.named_parameters()), {})
+    runtime = _runtime(Watched(), _without_dropout(), records=records)
+    together = Together(partial(train_together, lambda *_: runtime), [20, 20, 20, 20])
+    grid = InProcessGrid(build_client_app(lambda *_: runtime), 4, workers=2, together=together)
+    content = wire.task_content(Play(FedAvg(), tmp_path).order(1), detached(runtime.model.named_parameters()), {})
     replies = grid.send_and_receive([Message(content, 1000 + client, wire.TRAIN) for client in (0, 1, 2, 0)])
     grid.close()
     assert [wire.error_of(reply) for reply in replies] == [None] * 4
@@ -358,7 +358,7 @@ def test_clients_release_records_together_and_one_that_fails_is_named(tmp_path: 
     content = wire.order_content(play.order(0, "synthesize"))
     messages = [Message(content, 1000 + client, wire.TRAIN) for client in range(4)]
     alone = play.grid.send_and_receive(messages)
-    groups = Groups(frozenset({"synthesize"}), answer_together(play.site_of), 2)
+    groups = Groups(frozenset({"synthesize"}), answer_together(play.runtime_of), 2)
     grid = InProcessGrid(play.app, 4, groups=groups)
     together = grid.send_and_receive(messages)
     grid.close()

@@ -38,9 +38,9 @@ class Cheap(MeanEmbedding):
     """A generator of somebody else's, of which nobody knows what it costs."""
 
 
-def _order(folder: Path, *overrides: str) -> tuple[Experiment, wire.Order]:
+def _order(folder: Path, *overrides: str) -> tuple[Experiment, wire.TaskConfig]:
     experiment = experiment_from(with_overrides({"model": "logistic"}, overrides))
-    return experiment, wire.Order(experiment.model_dump_json(), 1, 0.1, "", str(folder / "server"), "", "")
+    return experiment, wire.TaskConfig(experiment.model_dump_json(), 1, 0.1, "", str(folder / "server"), "", "")
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ PAGE = Path(__file__).parents[2] / "docs/privacy/messages.md"
 CLIENT, TASKS = 3, (wire.TRAIN, SHARE, SYNTHESIZE, VOTE, SUMMARISE, MEASURE, "nothing")
 TICKET = wire.Ticket(bytes(range(32)), simulation_only=False, counts=(0, 0, 0, 180, 0, 0, 0, 0, 0, 0))
 GROUP = {"w": torch.zeros(2)}
-ORDER = wire.Order("{}", 1, 0.1, "", "", most_steps={3: 1})
+ORDER = wire.TaskConfig("{}", 1, 0.1, "", "", most_steps={3: 1})
 SERVERS = {
     "task_content": wire.task_content(ORDER, GROUP, {"control": GROUP}),
     "order_content": wire.order_content(ORDER),
@@ -109,7 +109,7 @@ class Node:
         self.policy = read_policy(folder / "policy.toml")
         self.config = {"partition-id": CLIENT, "num-partitions": 10, "policy": str(self.policy.path), **node}
         job = job_of(experiment_from(PRIVATE))
-        self.order = wire.Order(job.experiment.model_dump_json(), 1, 0.1, "", str(folder / "server"), run="a")
+        self.order = wire.TaskConfig(job.experiment.model_dump_json(), 1, 0.1, "", str(folder / "server"), run="a")
         self.params = detached(job.model().named_parameters())
         private = job.dataset.train.take(job.shards[CLIENT])
         self.private = folder / "private.safetensors"
@@ -118,7 +118,7 @@ class Node:
         save_file(tensors, folder / "synthetic-0123456789abcdef.safetensors")
 
     def asked(self, task: str, content: RecordDict, client: int = CLIENT) -> Message | Exception:
-        content = wire.reordered(content, replace(wire.read_order(content), task=task))
+        content = wire.reordered(content, replace(wire.read_task_config(content), task=task))
         message = Message(content, 1000 + client, wire.TRAIN)
         message.metadata.__dict__["_message_id"] = "one"
         try:

@@ -47,7 +47,7 @@ def ask(tmp_path: Path) -> Ask:
         experiment = experiment_from({"model": "logistic", "clients": 3, "algorithm": "scaffold", **settings})
         job = job_of(experiment)
         facts = json.dumps(public_facts(job.dataset))
-        order = wire.Order(
+        order = wire.TaskConfig(
             job.experiment.model_dump_json(), server_round, 0.1, "", str(tmp_path / "server"),
             run=name, facts=facts, task=task,
         )  # fmt: skip

@@ -19,7 +19,7 @@ from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.charge_log import Charge
 from fl_sim.privacy.filter import epsilon_at, fixed_order
 from fl_sim.privacy.pure import BoundedRangeDpEvent
-from fl_sim.simulation.procedure import site_of
+from fl_sim.simulation.procedure import runtime_of
 
 GAUSSIAN = dp_event.GaussianDpEvent(5.0)
 
@@ -39,9 +39,9 @@ def _order(*overrides: str) -> Experiment:
 
 
 def _share(policy: Policy, experiment: Experiment, client: int, folder: Path) -> torch.Tensor:
-    site = site_of(experiment.model_dump_json(), "")
-    order = wire.Order(experiment.model_dump_json(), 0, 0.0, "", str(folder), task="synthesize")
-    answer = site.tasks["synthesize"].run(Client(client, site, order, wire.order_content(order), policy))
+    runtime = runtime_of(experiment.model_dump_json(), "")
+    order = wire.TaskConfig(experiment.model_dump_json(), 0, 0.0, "", str(folder), task="synthesize")
+    answer = runtime.tasks["synthesize"].run(Client(client, runtime, order, wire.order_content(order), policy))
     return releases.read_made(answer)
 
 
@@ -180,7 +180,7 @@ def test_a_site_says_when_training_would_look_at_the_clients_own_records(preproc
         "synthetic": ["preprocess=da-fl", "preprocess.train_on=synthetic"],
     }
     experiment = experiment_from(with_overrides({}, [*settings[preprocess], "model=logistic"]))
-    assert site_of(experiment.model_dump_json(), "").trains_on_own(pool) is own
+    assert runtime_of(experiment.model_dump_json(), "").trains_on_own(pool) is own
 
 
 def test_refusals_are_the_same_whatever_the_records_are(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.local_plan import Batch, LocalPlan, LossTerm
-from fl_sim.own_code import place_of, told, with_place
+from fl_sim.own_code import error_context, place_of, with_place
 from fl_sim.simulation.run import run
 from fl_sim.types import Aggregate, ClientUpdate, Cohort, LocalTask, Params, ServerState, Trained
 from strategies.aggregators import WeightedMean
@@ -157,7 +157,7 @@ def _name() -> str:
 
 @pytest.mark.parametrize("error", [RunError("in words"), UserError("in words"), FileNotFoundError("a file")])
 def test_what_is_in_words_already_stays_as_it_is(error: Exception) -> None:
-    with pytest.raises(type(error), match=r"^(in words|a file)$"), told("merge of Own"):
+    with pytest.raises(type(error), match=r"^(in words|a file)$"), error_context("merge of Own"):
         raise error
 
 

@@ -56,7 +56,7 @@ def app_of(answer_of: Callable[[int], RecordDict]) -> ClientApp:
 
 
 def asked(answer_of: Callable[[int], RecordDict], *, private: bool) -> tuple[np.ndarray, tuple[int, ...]]:
-    order = wire.Order("", 0, 0.0, "", "")
+    order = wire.TaskConfig("", 0, 0.0, "", "")
     grid = InProcessGrid(app_of(answer_of), 3)
     return ask_teachers(grid, order, 10.0, teachers=3, records=RECORDS, classes=CLASSES, private=private)
 

@@ -55,9 +55,9 @@ def test_the_papers_distance_from_the_mean():
 def test_hostile_clients_train_on_flipped_labels_and_others_on_their_own():
     attacked, plain = (job_of(experiment_from({**IID, **more})) for more in ({"attack": "label-flip:3"}, {}))
     hostile = hostile_clients(attacked.experiment.attack, 10, 0)
-    sites = [Rounds(job, FedAvg()).site() for job in (attacked, plain)]
+    runtimes = [Rounds(job, FedAvg()).runtime() for job in (attacked, plain)]
     for client in range(10):
-        flipped, own = (site.records(client, "").tensors()[1] for site in sites)
+        flipped, own = (runtime.records(client, "").tensors()[1] for runtime in runtimes)
         assert torch.equal(flipped, 9 - own if client in hostile else own)
     assert plain.dataset.train.labels.min() == 0
 

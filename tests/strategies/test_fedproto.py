@@ -9,7 +9,7 @@ from torch import nn
 from fl_sim.errors import UserError
 from fl_sim.seeding import torch_kept
 from fl_sim.types import LocalSettings, LocalTask
-from strategies.algorithm import what_clients_send
+from strategies.algorithm import payload_template
 from strategies.fedproto import FedProto
 
 SETTINGS = LocalSettings(0.1, 0.0, 0.0, batch_size=4, epochs=1)
@@ -81,6 +81,6 @@ def test_a_pull_is_the_mean_over_features_and_the_sum_d_times_as_strong(federati
 
 def test_sums_of_features_have_the_shape_of_the_last_layer() -> None:
     params = dict(model().named_parameters())
-    assert what_clients_send(FedProto(), FedProto().init(params))["features"]["sums"].shape == (3, 2)
+    assert payload_template(FedProto(), FedProto().init(params))["features"]["sums"].shape == (3, 2)
     with pytest.raises(UserError, match=r"last linear layer.* no weight matrix: take another"):
         FedProto().init({"bias": torch.zeros(3)})

@@ -43,7 +43,7 @@ def _app():
 
     @app.train()
     def train(message, context):
-        order, client = wire.read_order(message.content), context.node_config["partition-id"]
+        order, client = wire.read_task_config(message.content), context.node_config["partition-id"]
         if order.task == SHARE:
             return share(message, context)
         params, _ = wire.read_task(message.content)
@@ -52,7 +52,7 @@ def _app():
 
     def share(message, context):
         client = context.node_config["partition-id"]
-        if client == 1 and wire.read_order(message.content).experiment == "broken":
+        if client == 1 and wire.read_task_config(message.content).experiment == "broken":
             raise ValueError("no records")
         rows = {"inputs": torch.full((client + 1, 2), float(client)), "labels": torch.ones(client + 1, 3)}
         return Message(releases.pool_content(rows), reply_to=message)
@@ -79,7 +79,7 @@ def test_every_client_of_the_cohort_gets_the_model_the_broadcast_and_the_rate(st
     assert nodes == [1000 + client for client in strategy.cohort]
     assert len(set(nodes)) == 5
     for message in messages:
-        order = wire.read_order(message.content)
+        order = wire.read_task_config(message.content)
         assert (order.server_round, order.learning_rate) == (4, 0.25)
         params, broadcast = wire.read_task(message.content)
         assert torch.equal(params["w"], MODEL["w"])
@@ -203,7 +203,7 @@ def test_the_order_of_clients_does_not_depend_on_the_order_of_replies(strategy_o
 
 def test_a_client_that_fails_to_share_is_named(strategy_of):
     strategy = strategy_of(FedAvg(), MODEL, 3)
-    strategy.order = wire.Order("broken", 0, 0.0, "", "", "")
+    strategy.order = wire.TaskConfig("broken", 0, 0.0, "", "", "")
     with pytest.raises(RunError, match="client 1, asked to share, failed: ValueError: no records"):
         _shared(strategy, InProcessGrid(_app(), 3))
 
@@ -324,7 +324,7 @@ def test_losses_that_are_large_do_not_overflow(strategy_of, reply_of):
 
 def test_beside_synthetic_records_a_client_that_fails_is_not_quoted(strategy_of, reply_of):
     strategy = strategy_of(FedAvg(), MODEL, 2)
-    strategy.order = wire.Order("", 0, 0.0, "", "", synthetic="pool")
+    strategy.order = wire.TaskConfig("", 0, 0.0, "", "", synthetic="pool")
     failed = Message(Error(1, "ValueError: bad record"), reply_to=_sent(1))
     with pytest.raises(RunError, match="client 1 in round 6 failed; what clients say may hold") as caught:
         strategy.aggregate_train(6, [reply_of(0, _update(1.0)), failed])
@@ -344,6 +344,6 @@ def test_a_client_that_fails_to_release_records_is_not_quoted(strategy_of):
     job = SimpleNamespace(experiment=SimpleNamespace(round_timeout=5.0), dataset=dataset)
     asking = Run(job, strategy_of(FedAvg(), MODEL, 2), InProcessGrid(app, 2), Path(), None)
     with pytest.raises(RunError, match="client 0, asked to synthesize, failed; what clients say") as caught:
-        synthesis.ask_clients(asking, wire.Order("", 0, 0.0, "", ""))
+        synthesis.ask_clients(asking, wire.TaskConfig("", 0, 0.0, "", ""))
     assert "0.25" not in str(caught.value)
     assert "client 0, asked to synthesize, failed: ValueError: bad record [0.25]" in caught.value.private

@@ -12,7 +12,7 @@ from fl_sim.params import num_parameters, scale
 from fl_sim.settings import kinds_of
 from fl_sim.types import Cohort, Params, Reply, ServerState
 from strategies.aggregators import Robust, WeightedMean
-from strategies.algorithm import MeanOnly, what_clients_send
+from strategies.algorithm import MeanOnly, payload_template
 
 ALGORITHMS = kinds_of("algorithm")
 ROBUST = [kind for kind, made in kinds_of("aggregator").items() if issubclass(made, Robust)]
@@ -65,7 +65,7 @@ def test_what_needs_the_mean_still_has_it() -> None:
 def _expect_soundness(experiment: Any) -> None:
     """Clients that agree make what their mean makes; two of nine that send anything move the server's state little."""
     algorithm, aggregator = experiment.algorithm, experiment.aggregator
-    assert list(what_clients_send(algorithm, algorithm.init(START))) in [["delta"], ["direction"]]
+    assert list(payload_template(algorithm, algorithm.init(START))) in [["delta"], ["direction"]]
     agreeing = _after(algorithm, aggregator, spread=0.0, harm=None)
     _expect_close(agreeing, _after(algorithm, WeightedMean(), spread=0.0, harm=None), 1e-5)
     honest = _after(algorithm, aggregator, spread=0.01, harm=None)
@@ -87,7 +87,7 @@ def _after(algorithm: Any, aggregator: Any, *, spread: float, harm: float | None
             own = {
                 name: value + spread * torch.randn(value.shape, generator=generator) for name, value in common.items()
             }
-            group = next(iter(what_clients_send(algorithm, server)))
+            group = next(iter(payload_template(algorithm, server)))
             replies.append(Reply(client, {group: own}, 10, 1.0))
         for client in range(HOSTILE if harm else 0):
             forged = {name: scale(value, harm or 0.0) for name, value in replies[client].payloads.items()}

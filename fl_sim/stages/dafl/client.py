@@ -13,7 +13,7 @@ from clients.dafl.settings import DaFl
 from fl_sim.data import version_of
 from fl_sim.engines import releases, wire
 from fl_sim.experiment.job import Job
-from fl_sim.simulation.site import to_generator
+from fl_sim.simulation.client_runtime import to_generator
 from fl_sim.training.records import Records
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Synthesize:
         from fl_sim.privacy.mechanisms import Noise  # noqa: PLC0415
 
         counts, noise = np.array(ticket.counts, dtype=np.int64), Noise(ticket.key, ticket.simulation_only)
-        records, seed = _private_records(self.job, client.site.own_records, client.number), self.job.experiment.seed
+        records, seed = _private_records(self.job, client.runtime.own_records, client.number), self.job.experiment.seed
         made = generate_elsewhere(settings_of(self.job), client.number, records, counts, noise, seed=seed)
         return releases.made_content(made)
 
@@ -107,7 +107,7 @@ def releasing_client(job: Job, client: Client) -> "Releasing":
         release = settings_of(job).release_of(client.number, job.experiment.seed, features)
         now, earlier = (policy.home / f"{name}-{release}" for name in names_of_deal(job))
         folder = earlier if earlier.exists() else now
-    records = _private_records(job, client.site.own_records, client.number)
+    records = _private_records(job, client.runtime.own_records, client.number)
     return Releasing(client.number, records, folder, ledger, policy)
 
 

@@ -30,7 +30,7 @@ from fl_sim.privacy import events
 from fl_sim.privacy.accounting import Adjacency, adjacency
 from fl_sim.privacy.charge_log import Receipt
 from fl_sim.simulation.client_ledgers import Together, all_together, ledger_path
-from fl_sim.simulation.site import as_kept, read_pool
+from fl_sim.simulation.client_runtime import as_kept, read_pool
 from fl_sim.store.files import read_whole
 from fl_sim.store.run_directory import coarse, write_text
 from fl_sim.store.tensors import save_by_content
@@ -62,7 +62,7 @@ class ClientPart:
 class Pool:
     """A pool as the server holds it.
 
-    ``path``: safetensors, records as ``site.as_kept`` has them and int64 labels, sorted by client. ``together``: what
+    ``path``: safetensors, records as ``as_kept`` has them and int64 labels, sorted by client. ``together``: what
     all releases about these records cost, this one and those of other settings, seeds and deleted pools; None where not
     all ledgers are here. ``trainer``: who took the generators' steps, in words; empty where nobody says.
     """

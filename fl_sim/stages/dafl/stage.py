@@ -15,9 +15,9 @@ from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of
 from fl_sim.report.figures.samples import write_samples
 from fl_sim.seeding import rng
+from fl_sim.simulation.client_runtime import as_kept, to_generator
 from fl_sim.simulation.preparation import start_from
 from fl_sim.simulation.run_log import Pooled, RunLog
-from fl_sim.simulation.site import as_kept, to_generator
 from fl_sim.simulation.stage import Run, Stage
 from fl_sim.simulation.work import Work, answers_at_once, public
 from fl_sim.stages.dafl.client import SYNTHESIZE, Synthesize, settings_of

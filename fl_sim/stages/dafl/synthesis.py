@@ -15,14 +15,14 @@ import torch
 
 from fl_sim.data import fingerprint, version_of
 from fl_sim.engines import releases, tensor_records
-from fl_sim.engines.wire import Order
+from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.identity import code_in
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import kind_of, replaces_records
+from fl_sim.simulation.client_runtime import read_pool
 from fl_sim.simulation.pools import pools_root
-from fl_sim.simulation.site import read_pool
 from fl_sim.simulation.stage import Run
 from fl_sim.stages.dafl.client import SYNTHESIZE
 from fl_sim.stages.dafl.pool import FACTS, Pool, da_fl, load, store
@@ -55,7 +55,7 @@ def prepare_pool(run: Run) -> Pool:
     return replace(pool, path=copy)
 
 
-def ask_clients(run: Run, order: Order) -> list[tuple[torch.Tensor, str]]:
+def ask_clients(run: Run, order: TaskConfig) -> list[tuple[torch.Tensor, str]]:
     """Have every client release synthetic records; return, by client, (records, what it says of them).
 
     Nobody releases more of one class than all clients hold, or records of another shape.

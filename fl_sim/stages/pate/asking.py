@@ -17,7 +17,7 @@ VOTE: Final = "vote"
 
 
 def ask_teachers(
-    grid: Grid, order: wire.Order, timeout: float, *, teachers: int, records: int, classes: int, private: bool
+    grid: Grid, order: wire.TaskConfig, timeout: float, *, teachers: int, records: int, classes: int, private: bool
 ) -> tuple[NDArray[np.int64], tuple[int, ...]]:
     """Have every client train a teacher and vote; return the votes, shape (teachers, records), and who gave none.
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from fl_sim.data import fingerprint
-from fl_sim.engines.wire import Order
+from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.identity import code_in
 from fl_sim.experiment.job import Job
@@ -57,7 +57,7 @@ class Votes:
         return replace(self, predictions=self.predictions[:, rows], counts=self.counts[rows], rows=self.rows[rows])
 
 
-def prepare_votes(job: Job, settings: Pate, grid: Grid, order: Order) -> Votes:
+def prepare_votes(job: Job, settings: Pate, grid: Grid, order: TaskConfig) -> Votes:
     """Return the votes of the job's teachers on its public pool, from an earlier run where there is one.
 
     A teacher that fails votes for class 0 throughout, where labels are to be private: see ``ask_teachers``. Raises

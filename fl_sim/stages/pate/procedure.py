@@ -11,16 +11,16 @@ import torch
 from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
-from clients.client_task import Client, Site
+from clients.client_task import Client, ClientRuntime
 from clients.forest import RandomForest
 from clients.teacher import forest_votes, network_votes
 from fl_sim import models
 from fl_sim.engines import releases
 from fl_sim.experiment.job import Job
 from fl_sim.local_plan import LocalPlan
+from fl_sim.simulation.client_runtime import local_settings, runtime_for
 from fl_sim.simulation.forecast import measuring, training
 from fl_sim.simulation.run_log import Observer, RunLog
-from fl_sim.simulation.site import local_settings, site_for
 from fl_sim.simulation.work import Work, answers_at_once, public
 from fl_sim.stages.pate.asking import VOTE, traffic_of_votes
 from fl_sim.training.loop import resident, to_tensors
@@ -56,7 +56,7 @@ class Vote:
         local = local_settings(self.job, experiment.local.learning_rate)
         build = partial(models.build, experiment.model, dataset.input_shape, dataset.num_classes)
         votes = network_votes(
-            client.site.trainer, build, local, own, self.pool,
+            client.runtime.trainer, build, local, own, self.pool,
             client=number, seed=seed, model_seed=experiment.seed_of_model,
         )  # fmt: skip
         return releases.votes_content(votes)
@@ -115,10 +115,10 @@ class Voting:
         """Return the plan of plain SGD."""
         return LocalPlan()
 
-    def site(self) -> Site:
+    def runtime(self) -> ClientRuntime:
         """Return what a worker needs to play any client as a teacher."""
         inputs, _ = to_tensors(self._split().pool, self.job.dataset)
-        return site_for(self.job, FedAvg(), {VOTE: Vote(self.job, self.settings, inputs.to(self.job.device))})
+        return runtime_for(self.job, FedAvg(), {VOTE: Vote(self.job, self.settings, inputs.to(self.job.device))})
 
     def _split(self) -> PublicSplit:
         return self.settings.public_split(self.job.dataset, self.job.experiment.seed_of_partition)

@@ -85,16 +85,16 @@ def test_the_model_flower_sees_is_what_its_own_constructor_makes(values):
 
 
 def test_a_task_comes_back_whole():
-    order = wire.Order('{"data": "digits"}', 7, 0.1 + 0.2, "/data root", "/state", "/pool")
+    order = wire.TaskConfig('{"data": "digits"}', 7, 0.1 + 0.2, "/data root", "/state", "/pool")
     groups = {"control": {"w": torch.ones(2)}, "other": {"v": torch.zeros(1), "w": torch.ones(())}}
     content = wire.task_content(order, {"w": torch.tensor([1.0, 2.0])}, groups)
-    assert wire.read_order(content) == order  # the learning rate to the last bit
+    assert wire.read_task_config(content) == order  # the learning rate to the last bit
     params, broadcast = wire.read_task(content)
     assert params["w"].tolist() == [1.0, 2.0]
     assert {name: {key: value.tolist() for key, value in group.items()} for name, group in broadcast.items()} == {
         "control": {"w": [1.0, 1.0]}, "other": {"v": [0.0], "w": 1.0},
     }  # fmt: skip
-    assert wire.read_order(wire.order_content(order)) == order
+    assert wire.read_task_config(wire.order_content(order)) == order
 
 
 @pytest.mark.parametrize("loss", [None, 0.1 + 0.2, float("inf")])

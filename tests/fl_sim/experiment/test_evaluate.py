@@ -130,7 +130,7 @@ def test_validation_records_that_nothing_uses_or_that_are_not_there_are_refused(
 def test_given_validation_records_do_not_travel_to_workers_which_measure_nothing(with_validation):
     goods = TravellingJob.of(job_of(_made(with_validation, "evaluate.validation=given")), Signer.fresh())
     assert goods.dataset.validation is None
-    assert goods.site.num_clients == 10
+    assert goods.runtime.num_clients == 10
 
 
 def test_a_run_does_not_go_on_with_other_validation_records(with_validation, tmp_path):

@@ -16,9 +16,9 @@ from fl_sim.native.mean import weighted_mean
 from fl_sim.params import detached, subtract
 from fl_sim.running_statistics import statistics_of
 from fl_sim.seeding import rng
+from fl_sim.simulation.client_runtime import evaluation_records, local_settings, runtime_for
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import Silent
-from fl_sim.simulation.site import evaluation_records, local_settings, site_for
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.store.tensors import load_state
 from fl_sim.training.loop import train
@@ -82,9 +82,9 @@ def table(**others: Any) -> dict[str, Any]:
 
 def trained_by_hand(job: Job) -> list[tuple[Params, int]]:
     """Return every client's running statistics after a first round of plain SGD, and how many records it has."""
-    site, model, found = site_for(job, FedAvg(), {}), job.model(), []
+    runtime, model, found = runtime_for(job, FedAvg(), {}), job.model(), []
     for client in range(job.experiment.num_clients):
-        inputs, labels = site.records(client, "").tensors()
+        inputs, labels = runtime.records(client, "").tensors()
         task = LocalTask(
             1, client, 4, len(labels), local_settings(job, job.experiment.local.learning_rate),
             detached(job.model().named_parameters()), statistics=statistics_of(job.model()),
@@ -136,7 +136,7 @@ def test_personal_layers_go_on_from_round_to_round_whatever_others_do_and_their_
     experiment = experiment_from(table(local=local, rounds=3, engine=two_threads))
     result = run(experiment, tmp_path / "run")
     job = job_of(experiment)
-    site, model = site_for(job, FedAvg(), {}), job.model()
+    runtime, model = runtime_for(job, FedAvg(), {}), job.model()
     shared, names = detached(job.model().named_parameters()), ("2.weight", "2.bias")
     sizes = [len(shard) for shard in job.shards]
     layers = [({name: shared[name] for name in names}, statistics_of(job.model())) for _ in sizes]
@@ -148,7 +148,7 @@ def test_personal_layers_go_on_from_round_to_round_whatever_others_do_and_their_
                 statistics=statistics,
             )  # fmt: skip
             plan, generator = FedAvg().plan(task), rng(3, "batches", client, server_round)
-            found.append(train(model, task, plan, *site.records(client, "").tensors(), generator))
+            found.append(train(model, task, plan, *runtime.records(client, "").tensors(), generator))
         moves = [subtract(one.params, shared) for one in found]
         shared = {name: shared[name] + value for name, value in weighted_mean(moves, sizes).items()}
         layers = [({name: one.params[name] for name in names}, one.statistics) for one in found]

@@ -125,8 +125,8 @@ def test_a_share_that_a_client_kept_under_its_earlier_name_is_not_made_again(tab
     policy = Policy(tmp_path / "policy.toml", 10.0, DELTA, allow_raw_updates=False, allow_votes=False)
 
     def folder() -> Path:
-        order = wire.Order("", 0, 0.0, "", str(tmp_path / "unused"))
-        client = Client(0, procedure_of(one).site(), order, wire.order_content(order), policy)
+        order = wire.TaskConfig("", 0, 0.0, "", str(tmp_path / "unused"))
+        client = Client(0, procedure_of(one).runtime(), order, wire.order_content(order), policy)
         return releasing_client(one, client).folder
 
     now, place = folder(), earlier_place(one)

@@ -33,7 +33,7 @@ def job() -> Job:
 def message(job: Job, tmp_path: Path) -> Message:
     """The message that asks a client for synthetic records."""
     grid = LocalGrid(6)
-    order = wire.Order(
+    order = wire.TaskConfig(
         job.experiment.model_dump_json(), 0, 0.0, str(tmp_path / "data"), str(tmp_path / "clients"), task=SYNTHESIZE
     )
     made = Message(wire.order_content(order), [*grid.get_node_ids()][CLIENT], wire.TRAIN)
@@ -101,7 +101,7 @@ def test_a_worker_takes_a_ticket_for_the_message_that_its_driver_signed_alone(
 ) -> None:
     """All else is refused in words, with nothing released."""
     parcel, ticket = sent(HomeDesk(job, SIGNER), message)
-    client, task, order = CLIENT, SYNTHESIZE, wire.read_order(parcel.content)
+    client, task, order = CLIENT, SYNTHESIZE, wire.read_task_config(parcel.content)
     content, signer = parcel.content, SIGNER
     signed = {
         "nothing": lambda: parcel.own,
@@ -137,9 +137,9 @@ def test_where_a_policy_or_an_owner_is_not_even_a_signed_ticket_is_taken(
     )
     context = node_context(message.metadata.dst_node_id, 6)
     context.node_config = {**context.node_config, **place}
-    app = build_client_app(lambda *_: TravellingJob.of(job, SIGNER).site, SIGNER)
+    app = build_client_app(lambda *_: TravellingJob.of(job, SIGNER).runtime, SIGNER)
     if guard == "owner":  # its run has no name: that is refused first, so it gets one, signed
-        order = replace(wire.read_order(parcel.content), run="a")
+        order = replace(wire.read_task_config(parcel.content), run="a")
         content = wire.reordered(parcel.content, order)
         ticket = SIGNER.read(SYNTHESIZE, CLIENT, away.content)
         signed = SIGNER.records(ticket, SYNTHESIZE, CLIENT, content)

@@ -99,7 +99,7 @@ def test_what_is_timed_is_training_by_the_algorithms_own_plan(algorithm: str, mo
 @pytest.mark.skipif(load_kernel()[0] is None, reason="clients are trained one by one without the compiled trainer")
 def test_of_a_smaller_model_more_steps_are_work_enough_for_another_thread():
     jobs = [job_of(experiment_from({"model": model})) for model in ("logistic", "2nn")]
-    small, large = (together_of(job, lambda *_: procedure_of(jobs[0]).site(), 1) for job in jobs)
+    small, large = (together_of(job, lambda *_: procedure_of(jobs[0]).runtime(), 1) for job in jobs)
     assert small is not None
     assert large is not None
     assert small.least_steps > 100

@@ -137,7 +137,7 @@ def test_what_a_private_start_sends_is_what_is_asked_and_answered(
     asked, answered = [], []
     ask, read = wire.task_content, releases.read_sums
 
-    def noted_question(order: wire.Order, params: Params, *rest: Any) -> Any:
+    def noted_question(order: wire.TaskConfig, params: Params, *rest: Any) -> Any:
         content = ask(order, params, *rest)
         asked.extend([tensor_records.num_bytes(content)] if "centre" in params else [])
         return content

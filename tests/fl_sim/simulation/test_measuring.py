@@ -16,12 +16,12 @@ from fl_sim.errors import UserError
 from fl_sim.experiment import job as wiring
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
+from fl_sim.simulation.client_runtime import evaluation_records, validation_records
 from fl_sim.simulation.engine_choice import client_app
 from fl_sim.simulation.measures import measures_of
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import RunLog, Silent
-from fl_sim.simulation.site import evaluation_records, validation_records
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.testing_engine import FakeEngine, played_by

@@ -28,7 +28,7 @@ from fl_sim.simulation.run import Silent, run
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.types import ClientUpdate
-from strategies.algorithm import what_clients_send
+from strategies.algorithm import payload_template
 from strategies.fedavg import FedAvg
 from strategies.fednova import FedNova
 from strategies.global_dp import GlobalDP
@@ -393,12 +393,10 @@ def test_a_client_that_fails_counts_as_zeros_over_the_expected_cohort(tmp_path, 
 
 def test_what_clients_send_is_known_without_any_client() -> None:
     params = {"w": torch.zeros(3)}
-    sent = {
-        algorithm.kind: what_clients_send(algorithm, algorithm.init(params)) for algorithm in (FedAvg(), Scaffold())
-    }
+    sent = {algorithm.kind: payload_template(algorithm, algorithm.init(params)) for algorithm in (FedAvg(), Scaffold())}
     assert sent["fedavg"].keys() == {"delta"}
     assert sent["scaffold"].keys() == {"delta", "control_delta"}
-    assert what_clients_send(FedNova(tau_eff=2.0), FedNova().init(params)).keys() == {"direction"}
+    assert payload_template(FedNova(tau_eff=2.0), FedNova().init(params)).keys() == {"direction"}
 
 
 def test_a_delta_as_large_as_one_client_is_warned_about(tmp_path: Path) -> None:

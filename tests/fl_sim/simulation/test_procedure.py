@@ -19,10 +19,10 @@ def test_a_federated_algorithm_trains_in_every_round_and_no_client_votes() -> No
     job = _job("algorithm=scaffold", "rounds=7")
     procedure = procedure_of(job)
     server = procedure.beginning()
-    site = procedure.site()
+    runtime = procedure.runtime()
     clients, *_ = procedure.work()
-    assert (clients.turns, site.tasks) == (7 * 4, {})
-    assert site.algorithm == job.experiment.algorithm
+    assert (clients.turns, runtime.tasks) == (7 * 4, {})
+    assert runtime.algorithm == job.experiment.algorithm
     assert server.params.keys() == dict(job.model().named_parameters()).keys()
     assert set(procedure.kept_by_clients(server)) == {"control"}
 
@@ -30,11 +30,11 @@ def test_a_federated_algorithm_trains_in_every_round_and_no_client_votes() -> No
 def test_teachers_train_once_vote_on_the_public_pool_and_keep_nothing() -> None:
     job = _job("algorithm=pate", "algorithm.public_records=30", "local.epochs=1")
     procedure = procedure_of(job)
-    site = procedure.site()
+    runtime = procedure.runtime()
     assert procedure.work()[0].turns == 4
     assert procedure.beginning() == ServerState({})
     assert procedure.kept_by_clients(ServerState({})) == {}
-    order = wire.Order(job.experiment.model_dump_json(), 0, 0.0, "", "", task=VOTE)
-    client = Client(2, site, order, wire.order_content(order))
-    first, again = (releases.read_votes(site.tasks[VOTE].run(client), 30, 10) for _ in range(2))
+    order = wire.TaskConfig(job.experiment.model_dump_json(), 0, 0.0, "", "", task=VOTE)
+    client = Client(2, runtime, order, wire.order_content(order))
+    first, again = (releases.read_votes(runtime.tasks[VOTE].run(client), 30, 10) for _ in range(2))
     assert np.array_equal(first, again)

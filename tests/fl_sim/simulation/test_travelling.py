@@ -18,5 +18,5 @@ def test_shards_that_were_dealt_otherwise_are_other_records() -> None:
     first, second, third = (goods.shards[client] for client in range(3))
     for shards in (Parts.of([second, first, third]), Parts.of([first[:-1], np.append(second, first[-1]), third])):
         with pytest.raises(RunError, match="other records arrived than were sent"):
-            replace(goods, shards=shards).site  # noqa: B018 (made when it is asked for)
-    assert goods.site.num_clients == 3
+            replace(goods, shards=shards).runtime  # noqa: B018 (made when it is asked for)
+    assert goods.runtime.num_clients == 3

@@ -235,7 +235,9 @@ def _released(
     found = private_start.released(Run(job, strategy, grid, out, None), 2, question, TEMPLATE)
     assert charges(out) == ["before round 1: 2 of 3"]
     assert set(map(wire.task_of, grid.asked)) == {MEASURE}
-    assert {wire.read_order(message.content).server_round for message in grid.asked} == {-1}  # no round has its noise
+    assert {wire.read_task_config(message.content).server_round for message in grid.asked} == {
+        -1
+    }  # no round has its noise
     return vector_in(found, tuple((name, tuple(value.shape)) for name, value in TEMPLATE.items())).double()
 
 

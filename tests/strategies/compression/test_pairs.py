@@ -15,7 +15,7 @@ from fl_sim.settings import kinds_of
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_rounds
 from fl_sim.types import Cohort, Payloads, Reply
-from strategies.algorithm import what_clients_send
+from strategies.algorithm import payload_template
 from strategies.compression.rand_k import RandK
 from strategies.global_dp import GlobalDP
 
@@ -144,7 +144,7 @@ def test_under_global_dp_updates_are_clipped_after_they_are_unpacked(tmp_path: A
     """So a client moves the sum by the clipping norm at most, whatever the server multiplied its numbers with."""
     experiment = settings("rand-k:0.1", aggregator={"kind": "global-dp", "noise_multiplier": 0, "clipping_norm": 0.5})
     model = FlatParams(torch.zeros(650), (("w", (650,)),))
-    template = what_clients_send(experiment.algorithm, experiment.algorithm.init(model))
+    template = payload_template(experiment.algorithm, experiment.algorithm.init(model))
     packing = Packing(experiment.compress, seed=0)
     loud = FlatParams(torch.full((650,), 3.0), model.layout)
     means = [

@@ -19,8 +19,8 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.experiment.job import job_of
 from fl_sim.privacy.accounting import epsilon
 from fl_sim.simulation.client_ledgers import ledger_path
+from fl_sim.simulation.client_runtime import as_kept, to_generator
 from fl_sim.simulation.run import run
-from fl_sim.simulation.site import as_kept, to_generator
 from fl_sim.stages.dafl.pool import FACTS, load
 from fl_sim.stages.dafl.synthesis import pool_key, pools_root
 

@@ -22,7 +22,7 @@ from fl_sim.experiment.job import job_of
 from fl_sim.privacy.accounting import epsilon_of_counts
 from fl_sim.privacy.events import from_json
 from fl_sim.simulation.client_ledgers import all_together, ledger_path
-from fl_sim.simulation.procedure import site_of
+from fl_sim.simulation.procedure import runtime_of
 from fl_sim.stages.dafl.bill import statement
 from fl_sim.stages.dafl.client import SYNTHESIZE, Synthesize
 from fl_sim.stages.dafl.pool import FACTS, Pool, load, store
@@ -42,10 +42,10 @@ def _order(*overrides: str) -> Experiment:
 
 
 def _answers(experiment: Experiment, folder: Path) -> list[Answer]:
-    site = site_of(experiment.model_dump_json(), "")
-    order = wire.Order(experiment.model_dump_json(), 0, 0.0, "", str(folder / "clients"), task=SYNTHESIZE)
-    clients = [Client(client, site, order, wire.order_content(order)) for client in range(experiment.clients)]
-    task, dataset = site.tasks[SYNTHESIZE], job_of(experiment).dataset
+    runtime = runtime_of(experiment.model_dump_json(), "")
+    order = wire.TaskConfig(experiment.model_dump_json(), 0, 0.0, "", str(folder / "clients"), task=SYNTHESIZE)
+    clients = [Client(client, runtime, order, wire.order_content(order)) for client in range(experiment.clients)]
+    task, dataset = runtime.tasks[SYNTHESIZE], job_of(experiment).dataset
     assert isinstance(task, Synthesize)
     answers = task.run_together(clients)
     shape, classes = dataset.input_shape, dataset.num_classes

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_sim.engines.wire import Order
+from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.stages.pate import ensemble
 from fl_sim.stages.pate.ensemble import Votes, prepare_votes
 
-ORDER = Order("", 0, 0.0, "", "")
+ORDER = TaskConfig("", 0, 0.0, "", "")
 EXPERIMENT = experiment_from({"algorithm": {"kind": "pate", "public_records": 40, "queries": 10}, "clients": 5})
 DAMAGED = r"the votes in .* are damaged: delete votes.npy and votes.json there, .* leave the labels beside them"
 

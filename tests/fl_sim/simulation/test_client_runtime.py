@@ -1,4 +1,4 @@
-"""A site: what a worker needs to play any client, with and without a pool of synthetic records."""
+"""A client runtime: what a worker needs to play any client, with and without a pool of synthetic records."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,9 +17,9 @@ from fl_sim.engines import releases, wire
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.experiment.job import job_of
-from fl_sim.simulation import site as wiring
-from fl_sim.simulation.procedure import procedure_of, site_of
-from fl_sim.simulation.site import as_kept, evaluation_records, to_generator
+from fl_sim.simulation import client_runtime as wiring
+from fl_sim.simulation.client_runtime import as_kept, evaluation_records, to_generator
+from fl_sim.simulation.procedure import procedure_of, runtime_of
 from fl_sim.store.tensors import save_by_content
 from fl_sim.training import loop
 from fl_sim.training.loop import to_tensors
@@ -34,16 +34,16 @@ def _made(*overrides):
 
 def test_a_site_holds_each_clients_own_records():
     made = _made("partition=label-1", "local.batch_size=7", "local.epochs=3", "engine.threads=1")
-    site = site_of(made.model_dump_json(), "")
-    assert site is site_of(made.model_dump_json(), "")
+    runtime = runtime_of(made.model_dump_json(), "")
+    assert runtime is runtime_of(made.model_dump_json(), "")
     dataset, shards = load("digits", None), job_of(made).shards
     for client in (0, 9):
-        inputs, labels = site.records(client, "").tensors()
+        inputs, labels = runtime.records(client, "").tensors()
         expected, _ = to_tensors(dataset.train.take(shards[client]), dataset)
         assert torch.equal(inputs.cpu(), expected)
         assert set(labels.tolist()) == {client}
-    assert (site.num_clients, site.seed, site.threads) == (10, 0, 1)
-    assert site.local_settings(0.03) == LocalSettings(0.03, 0.9, 1e-5, 7, 3)
+    assert (runtime.num_clients, runtime.seed, runtime.threads) == (10, 0, 1)
+    assert runtime.local_settings(0.03) == LocalSettings(0.03, 0.9, 1e-5, 7, 3)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,10 @@ def test_a_site_holds_each_clients_own_records():
 )  # fmt: skip
 def test_images_are_moved_as_asked_for_over_black_that_is_a_byte_of_0(chosen, expected):
     job = job_of(_made(f"local.augment={chosen}"))
-    augment, dataset = site_of(job.experiment.model_dump_json(), "").local_settings(0.1).augment, load("digits", None)
+    augment, dataset = (
+        runtime_of(job.experiment.model_dump_json(), "").local_settings(0.1).augment,
+        load("digits", None),
+    )
     assert (augment.crop, augment.flip, augment.reflect) == expected
     darkest, _ = to_tensors(Examples(np.zeros((1, 1, 8, 8), np.uint8), np.zeros(1, np.int64)), dataset)
     assert set(augment.black) == (set(darkest.flatten().tolist()) if augment.moves else set())
@@ -69,18 +72,18 @@ def test_images_too_small_to_be_padded_by_their_own_pixels_are_refused(monkeypat
 
 def test_what_a_site_shares_is_seeded_by_client():
     made = _made("algorithm=fedmix", "partition=iid")
-    site = site_of(made.model_dump_json(), "")
-    site = replace(site, records=lambda client, synthetic: site.own_records(0))  # the same for both
-    order = wire.Order(made.model_dump_json(), 0, 0.0, "", "", task="share")
-    clients = [Client(number, site, order, wire.order_content(order)) for number in (0, 0, 1)]
-    one, again, other = (releases.read_made(site.tasks["share"].run(client)) for client in clients)
+    runtime = runtime_of(made.model_dump_json(), "")
+    runtime = replace(runtime, records=lambda client, synthetic: runtime.own_records(0))  # the same for both
+    order = wire.TaskConfig(made.model_dump_json(), 0, 0.0, "", "", task="share")
+    clients = [Client(number, runtime, order, wire.order_content(order)) for number in (0, 0, 1)]
+    one, again, other = (releases.read_made(runtime.tasks["share"].run(client)) for client in clients)
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
-    assert len(one) == len(site.own_records(0)) // 5
+    assert len(one) == len(runtime.own_records(0)) // 5
 
 
 def test_feature_noise_has_the_variance_of_the_client_in_units_of_raw_inputs():
-    noisy = site_of(_made("partition=feature-noise:0.1").model_dump_json(), "")
+    noisy = runtime_of(_made("partition=feature-noise:0.1").model_dump_json(), "")
     dataset, shards = load("digits", None), job_of(_made("partition=feature-noise:0.1")).shards
     for client in range(10):
         clean, _ = to_tensors(dataset.train.take(shards[client]), dataset)
@@ -105,10 +108,10 @@ def test_feature_noise_of_two_clients_is_independent_and_differs_from_seed_to_se
     noises = {}
     for seed in (0, 1):
         made = _made("partition=feature-noise:0.1", f"seed={seed}")
-        site, dataset, shards = site_of(made.model_dump_json(), ""), load("digits", None), job_of(made).shards
+        runtime, dataset, shards = runtime_of(made.model_dump_json(), ""), load("digits", None), job_of(made).shards
         for client in (0, 1):
             clean, _ = to_tensors(dataset.train.take(shards[client]), dataset)
-            noise = site.records(client, "").tensors()[0].cpu() - clean
+            noise = runtime.records(client, "").tensors()[0].cpu() - clean
             noises[seed, client] = noise[:100].flatten()
     (first, *others), size = noises.values(), 100 * 64
     for other in others:
@@ -118,9 +121,9 @@ def test_feature_noise_of_two_clients_is_independent_and_differs_from_seed_to_se
 @pytest.mark.parametrize("partition", ["label-1", "feature-noise:0.1"])
 def test_records_are_the_same_whether_they_stay_in_memory_or_not(partition, monkeypatch):
     settings = _made(f"partition={partition}").model_dump_json()
-    kept = site_of.__wrapped__(settings, "")
+    kept = runtime_of.__wrapped__(settings, "")
     monkeypatch.setattr(wiring, "KEEP_BYTES", 0)
-    made_anew = site_of.__wrapped__(settings, "")
+    made_anew = runtime_of.__wrapped__(settings, "")
     for client in (0, 3):
         assert all(
             torch.equal(*pair)
@@ -141,10 +144,10 @@ def _pool(folder: Path) -> str:
 
 def test_bytes_that_stay_on_a_device_are_the_same_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = _made("partition=label-1", "preprocess=da-fl").model_dump_json()
-    floats, which = site_of.__wrapped__(settings, ""), [(2, ""), (7, ""), (2, _pool(tmp_path)), (7, _pool(tmp_path))]
+    floats, which = runtime_of.__wrapped__(settings, ""), [(2, ""), (7, ""), (2, _pool(tmp_path)), (7, _pool(tmp_path))]
     as_floats = [floats.records(client, pool) for client, pool in which]
     monkeypatch.setattr(loop, "stays_bytes", lambda *_: True)  # as on a GPU
-    in_bytes = site_of.__wrapped__(settings, "")
+    in_bytes = runtime_of.__wrapped__(settings, "")
     for (client, pool), expected in zip(which, as_floats, strict=True):
         found = in_bytes.records(client, pool)
         assert all(torch.equal(*pair) for pair in zip(found.tensors(), expected.tensors(), strict=True))
@@ -152,7 +155,7 @@ def test_bytes_that_stay_on_a_device_are_the_same_records(tmp_path: Path, monkey
         assert {source.inputs.dtype for source, _ in expected.parts} == {torch.float32}
     assert in_bytes.records(2, "").parts[0][0] is in_bytes.records(7, "").parts[0][0]  # one source for everybody
     noisy = _made("partition=feature-noise:0.1", "preprocess=da-fl").model_dump_json()
-    found = site_of.__wrapped__(noisy, "").records(3, _pool(tmp_path))
+    found = runtime_of.__wrapped__(noisy, "").records(3, _pool(tmp_path))
     assert {source.inputs.dtype for source, _ in found.parts} == {torch.float32}  # noise is no byte
 
 
@@ -160,7 +163,7 @@ def test_bytes_that_stay_on_a_device_are_the_same_records(tmp_path: Path, monkey
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu_everybodys_records_are_one_source_of_bytes() -> None:
     on_gpu, on_cpu = (
-        site_of(_made("partition=iid", f"device={device}").model_dump_json(), "") for device in ("cuda", "cpu")
+        runtime_of(_made("partition=iid", f"device={device}").model_dump_json(), "") for device in ("cuda", "cpu")
     )
     found, expected = on_gpu.records(4, ""), on_cpu.records(4, "")
     assert all(torch.equal(one.cpu(), two) for one, two in zip(found.tensors(), expected.tensors(), strict=True))
@@ -170,22 +173,22 @@ def test_on_a_gpu_everybodys_records_are_one_source_of_bytes() -> None:
 
 def test_clients_train_on_their_own_records_and_the_pool(tmp_path: Path) -> None:
     made = _made("partition=label-1", "preprocess=da-fl")
-    site = site_of(made.model_dump_json(), "")
-    own, own_labels = site.records(2, "").tensors()
-    inputs, labels = site.records(2, _pool(tmp_path)).tensors()
+    runtime = runtime_of(made.model_dump_json(), "")
+    own, own_labels = runtime.records(2, "").tensors()
+    inputs, labels = runtime.records(2, _pool(tmp_path)).tensors()
     assert torch.equal(inputs[: len(own)], own)
     assert labels.tolist() == [*own_labels.tolist(), 1, 1, 4]
     assert inputs.shape == (len(own) + 3, 1, 8, 8)
     counts = {2: len(own)}
-    assert site.class_counts(2, "") == tuple(counts.get(label, 0) for label in range(10))
+    assert runtime.class_counts(2, "") == tuple(counts.get(label, 0) for label in range(10))
     counts |= {1: 2, 4: 1}
-    assert site.class_counts(2, _pool(tmp_path)) == tuple(counts.get(label, 0) for label in range(10))
+    assert runtime.class_counts(2, _pool(tmp_path)) == tuple(counts.get(label, 0) for label in range(10))
 
 
 def test_training_on_the_pool_alone_touches_no_record_of_the_client(tmp_path: Path) -> None:
     made = _made("partition=label-1", "preprocess=da-fl", "preprocess.train_on=synthetic")
-    site = site_of(made.model_dump_json(), "")
-    first, second = (site.records(client, _pool(tmp_path)).tensors() for client in (0, 7))
+    runtime = runtime_of(made.model_dump_json(), "")
+    first, second = (runtime.records(client, _pool(tmp_path)).tensors() for client in (0, 7))
     assert first[1].tolist() == second[1].tolist() == [1, 1, 4]
     assert torch.equal(first[0], second[0])
 
@@ -217,15 +220,15 @@ class Dimmed(Iid):
 def test_an_own_scheme_changes_what_clients_see_in_memory_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     job, plain = (job_of(Experiment(partition=scheme, clients=4)) for scheme in (Dimmed(), Iid()))
     assert np.array_equal(np.concatenate(job.shards), np.concatenate(plain.shards))
-    expected = procedure_of(plain).site().records(3, "").tensors()[0]
+    expected = procedure_of(plain).runtime().records(3, "").tensors()[0]
     for room in (wiring.KEEP_BYTES, 0):
         monkeypatch.setattr(wiring, "KEEP_BYTES", room)
-        assert torch.equal(procedure_of(job).site().records(3, "").tensors()[0], 3 * expected)
+        assert torch.equal(procedure_of(job).runtime().records(3, "").tensors()[0], 3 * expected)
 
 
 def test_a_scheme_must_not_change_the_shape_of_what_clients_see() -> None:
     with pytest.raises(UserError, match=r"Dimmed: seen_by gave float32 of shape .* it must keep both"):
-        procedure_of(job_of(Experiment(partition=Dimmed(wrong=True), clients=4))).site()
+        procedure_of(job_of(Experiment(partition=Dimmed(wrong=True), clients=4))).runtime()
 
 
 @dataclass(frozen=True)
@@ -238,7 +241,7 @@ class Forgetful(Iid):
 
 def test_a_scheme_that_returns_nothing_of_what_clients_see_is_refused_in_one_line() -> None:
     with pytest.raises(UserError, match=r"Forgetful: seen_by gave object of shape \(\) .* it must keep both"):
-        procedure_of(job_of(Experiment(partition=Forgetful(), clients=4))).site()
+        procedure_of(job_of(Experiment(partition=Forgetful(), clients=4))).runtime()
 
 
 class Poison(LabelFlip):
@@ -256,7 +259,7 @@ def test_an_own_attack_changes_the_labels_of_hostile_clients() -> None:
     job = job_of(Experiment(attack=Poison(clients=1), clients=4, partition=Iid()))
     [hostile] = hostile_clients(job.experiment.attack, 4, job.experiment.seed)
     for client in range(4):
-        labels = procedure_of(job).site().records(client, "").tensors()[1].numpy()
+        labels = procedure_of(job).runtime().records(client, "").tensors()[1].numpy()
         moved = (labels - job.dataset.train.labels[job.shards[client]]) % 10
         assert set(moved.tolist()) == {int(client == hostile)}
 
@@ -267,4 +270,4 @@ def test_an_own_attack_changes_the_labels_of_hostile_clients() -> None:
 def test_labels_of_an_own_attack_that_are_none_are_refused_in_one_line(how: str, gave: str) -> None:
     job = job_of(Experiment(attack=Poison(clients=1, how=how), clients=4, partition=Iid()))
     with pytest.raises(UserError, match=rf"Poison: poisoned gave {gave} of shape .*; wanted is a label from 0 to 9"):
-        procedure_of(job).site()
+        procedure_of(job).runtime()

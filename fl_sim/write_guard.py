@@ -21,7 +21,7 @@ from fl_sim.types import Params, Payloads
 
 
 @dataclass(frozen=True)
-class HandedOut:
+class WriteGuard:
     """Tensors by what they are called, with the writes to each that were counted, and the sums of their bits.
 
     Without ``sums`` no bits are looked at. ``found``: who has written, once that is known: whoever runs next is not to
@@ -34,7 +34,7 @@ class HandedOut:
     found: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, groups: Payloads, *, by_bits: bool = True) -> HandedOut:
+    def of(cls, groups: Payloads, *, by_bits: bool = True) -> WriteGuard:
         """Note what ``groups`` are now."""
         tensors = tuple((name, tensor) for name, params in groups.items() for tensor in _tensors(params))
         return cls(

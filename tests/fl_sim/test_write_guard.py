@@ -10,12 +10,12 @@ import torch
 
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import experiment_from
-from fl_sim.handed_out import HandedOut
 from fl_sim.local_plan import Batch, LocalPlan, LossTerm
 from fl_sim.params import flattened
 from fl_sim.simulation.run import run
 from fl_sim.testing import BrokenLaw, check
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained
+from fl_sim.write_guard import WriteGuard
 from strategies.algorithm import Averaging
 
 HERE = Path(__file__)
@@ -43,45 +43,45 @@ WRITES: dict[str, tuple[Callable[[Params], Any], bool]] = {
 def test_every_way_to_write_is_found(how: str, form: Callable[[], Params]) -> None:
     params = form()
     write, is_counted = WRITES[how]
-    handed_out = HandedOut.of({"the global model": params})
-    handed_out.check(write)
-    handed_out.check_bits(write)
+    write_guard = WriteGuard.of({"the global model": params})
+    write_guard.check(write)
+    write_guard.check_bits(write)
     write(params)
     if is_counted:
         with pytest.raises(RunError, match=r"wrote into the global model, which it was handed to read.*clone"):
-            handed_out.check(write)
+            write_guard.check(write)
     if how != "of the same numbers":
         with pytest.raises(RunError, match=rf"<lambda> \({HERE}:\d+\) wrote into the global model"):
-            handed_out.check_bits(write)
+            write_guard.check_bits(write)
 
 
 def test_reading_is_no_writing() -> None:
     params = flattened(tensors())
-    handed_out = HandedOut.of({"the global model": params})
+    write_guard = WriteGuard.of({"the global model": params})
     _ = [params["w"] + 1, params["w"].clone().zero_(), params["w"].numpy().sum(), {**params}, params["b"].tolist()]
-    handed_out.check(tensors)
-    handed_out.check_bits(tensors)
+    write_guard.check(tensors)
+    write_guard.check_bits(tensors)
 
 
 def test_whoever_runs_after_the_one_who_wrote_is_not_to_blame() -> None:
     params = tensors()
-    handed_out = HandedOut.of({"it": params})
+    write_guard = WriteGuard.of({"it": params})
     params["w"].add_(1)
     for method in (Leak.plan, Finishing.finish):
         with pytest.raises(RunError, match=r"^Leak\.plan \("):
-            handed_out.check(method)
+            write_guard.check(method)
     with pytest.raises(RunError, match=r"^Leak\.plan \("):
-        handed_out.check_bits(Finishing.finish)
+        write_guard.check_bits(Finishing.finish)
 
 
 def test_bits_are_looked_at_to_the_last_byte() -> None:
     for size in range(1, 18):
         for place in range(size):
             params = {"w": torch.zeros(size)}
-            handed_out = HandedOut.of({"it": params})
+            write_guard = WriteGuard.of({"it": params})
             params["w"].numpy()[place] = 1e-30
             with pytest.raises(RunError):
-                handed_out.check_bits(tensors)
+                write_guard.check_bits(tensors)
 
 
 class Quiet(Averaging):

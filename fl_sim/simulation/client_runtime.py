@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from clients.client_task import ClientTask, Site
+from clients.client_task import ClientRuntime, ClientTask
 from fl_sim.errors import UserError
 from fl_sim.experiment.engine import InProcess
 from fl_sim.experiment.experiment import Experiment
@@ -34,7 +34,7 @@ KEEP_ON_GPU = 0.25
 """Training sets that take up no larger a part of a GPU's memory stay there, as bytes if they are images."""
 
 
-def site_for(job: Job, algorithm: LocalAlgorithm, tasks: Mapping[str, ClientTask]) -> Site:
+def runtime_for(job: Job, algorithm: LocalAlgorithm, tasks: Mapping[str, ClientTask]) -> ClientRuntime:
     """Return what a worker needs to play any client of ``job``, which trains as ``algorithm`` says.
 
     ``tasks``: what clients may be asked beside training, by name.
@@ -59,7 +59,7 @@ def site_for(job: Job, algorithm: LocalAlgorithm, tasks: Mapping[str, ClientTask
     def class_counts(client: int, synthetic: str) -> tuple[int, ...]:
         return records(client, synthetic).class_counts(job.dataset.num_classes)
 
-    return Site(
+    return ClientRuntime(
         algorithm=algorithm,
         model=model,
         records=records,
