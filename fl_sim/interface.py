@@ -25,11 +25,10 @@ from fl_sim.simulation import run as simulation
 from fl_sim.simulation.repeating import set_aside
 from fl_sim.simulation.resuming import on_trust
 from fl_sim.store.run_directory import RoundRecord, read_rounds
-from fl_sim.tables.budget import deadline_after
 from fl_sim.tables.earlier_runs import begin_with_shorter
 from fl_sim.tables.files import file_or_preset
-from fl_sim.tables.plan import plan_table, read_settings, table_settings
-from fl_sim.tables.words import run_name
+from fl_sim.tables.labels import run_name
+from fl_sim.tables.plan import deadline_after, plan_table, read_settings, table_settings
 from fl_sim.tracking.following import following_of
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fl_sim.report.gallery import PAGE, gallery_text, read_gallery
+from fl_sim.tables.labels import data_label, label
 from fl_sim.tables.plan import experiments, read_settings
-from fl_sim.tables.words import data_label, label
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS, GALLERY = ROOT / "benchmarks", ROOT / "docs" / "results"

@@ -18,7 +18,7 @@ from fl_sim.experiment.job import shards_of
 from fl_sim.kinds import short_form
 from fl_sim.printable import printable
 from fl_sim.report.figures.partition import draw_partition
-from fl_sim.tables.words import label
+from fl_sim.tables.labels import label
 from partitions import label_counts
 from partitions.assign import USUAL_MIN_SIZE
 

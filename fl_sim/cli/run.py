@@ -11,7 +11,7 @@ from fl_sim.data.naming import without_settings
 from fl_sim.data.places import look_for
 from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
 from fl_sim.importing import importing
-from fl_sim.tables.words import took
+from fl_sim.tables.labels import took
 from fl_sim.tracking.trackers import chosen_trackers
 
 _BEST = {

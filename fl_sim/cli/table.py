@@ -18,8 +18,7 @@ from fl_sim.data.places import look_for
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, with_overrides
 from fl_sim.importing import importing
-from fl_sim.tables.budget import deadline_after
-from fl_sim.tables.plan import Plan, TableSettings, plan_table, table_settings, tuned
+from fl_sim.tables.plan import Plan, TableSettings, deadline_after, plan_table, table_settings, tuned
 from fl_sim.tracking.trackers import chosen_trackers
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from fl_sim.simulation.resuming import objection, on_trust
 from fl_sim.store import run_directory
 from fl_sim.store.files import in_words, sole_run
 from fl_sim.store.run_directory import CHECKPOINT
-from fl_sim.tables.words import run_name
+from fl_sim.tables.labels import run_name
 
 _NEEDED = (run_directory.CONFIG, run_directory.ROUNDS, CHECKPOINT)
 

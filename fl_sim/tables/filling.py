@@ -21,14 +21,14 @@ from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import write_rounds, write_table
 from fl_sim.simulation.capacity import cores
 from fl_sim.simulation.stopwatch import Stopwatch
-from fl_sim.tables.budget import Budget
 from fl_sim.tables.earlier_runs import put_aside
 from fl_sim.tables.forecast import Forecast, forecast, search_forecasts, search_in_words, time_in_words
+from fl_sim.tables.labels import data_label, took
 from fl_sim.tables.plan import Cell, Plan, TableSettings, tuned
 from fl_sim.tables.tuning import TRIALS, as_json, caption, known_choices, tune, values_of
 from fl_sim.tables.tuning_trials import Choice, searches_of
-from fl_sim.tables.words import data_label, took
 from fl_sim.tables.workers import (
+    Budget,
     Event,
     Failed,
     Finished,

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,8 +20,8 @@ from fl_sim.kinds import kind_of, short_form
 from fl_sim.mistakes import explain, shortened
 from fl_sim.settings import Settings
 from fl_sim.settings_file import flat, read_table
+from fl_sim.tables.labels import SEEDS, caption, data_label, differences, label, method, run_name, seed_of_means, text
 from fl_sim.tables.tuning_space import Tune
-from fl_sim.tables.words import SEEDS, caption, data_label, differences, label, method, run_name, seed_of_means, text
 
 if TYPE_CHECKING:
     from fl_sim.experiment.job import Job
@@ -107,6 +108,15 @@ class Plan:
     def runs(self) -> dict[str, Experiment]:
         """Return {directory name: experiment}, each experiment once, in the order of the rows."""
         return {cell.name: cell.experiment for cell in self.cells}
+
+
+def deadline_after(hours: float | None) -> float:
+    """Return when ``hours`` from now are over, by ``time.monotonic``; None: never. Raises UserError for no time."""
+    if hours is None:
+        return math.inf
+    if not 0 < hours < math.inf:
+        raise UserError(f"budget {hours:g} is no time to fill a table in: give hours, such as 2.5, or leave it out")
+    return time.monotonic() + 3600 * hours
 
 
 def read_settings(path: Path, overrides: list[str]) -> TableSettings:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.store import run_directory
+from fl_sim.tables.labels import data_label, text
 from fl_sim.tables.plan import Plan, TableSettings
 from fl_sim.tables.tuning_space import Rung, Tune, Values
 from fl_sim.tables.tuning_trials import (
@@ -26,7 +27,6 @@ from fl_sim.tables.tuning_trials import (
     searches_of,
     turns,
 )
-from fl_sim.tables.words import data_label, text
 from fl_sim.tables.workers import Event, Failed
 
 TRIALS, LOG = "tuning", "tuning.csv"

@@ -16,6 +16,7 @@ from fl_sim.settings_file import flat, read_table
 from fl_sim.simulation.resuming import objection
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import CHECKPOINT, RoundRecord, read_rounds
+from fl_sim.tables.labels import run_name
 from fl_sim.tables.plan import AXES, CENTRALIZED, Cell, Plan, TableSettings, as_run, experiment_at, is_bound, job_at
 from fl_sim.tables.tuning_space import (
     Method,
@@ -29,7 +30,6 @@ from fl_sim.tables.tuning_space import (
     rungs,
     spaces,
 )
-from fl_sim.tables.words import run_name
 
 
 @dataclass(frozen=True, eq=False)

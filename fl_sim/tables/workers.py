@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -30,7 +30,6 @@ from fl_sim.simulation.run import run
 from fl_sim.store import run_directory
 from fl_sim.store.files import sole_run
 from fl_sim.store.run_directory import RoundRecord
-from fl_sim.tables.budget import Budget
 from fl_sim.tables.earlier_runs import begin_with_shorter
 from fl_sim.tracking.following import NOBODY, Following
 
@@ -53,6 +52,28 @@ it died, and where the parent is killed its processes stay.
 """
 
 _STANDARD_INPUT = 0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Until ``deadline``, by ``time.monotonic``. ``seconds``: what is left of each run takes.
+
+    ``begun``: runs that have rounds already. They go on, and stop after a round where the time is up; another begins
+    only where it can be finished.
+    """
+
+    deadline: float
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    begun: frozenset[str] = frozenset()
+
+    @property
+    def left(self) -> float:
+        """Return how many seconds there are, 0 or less where the time is up."""
+        return self.deadline - time.monotonic()
+
+    def fits(self, name: str) -> bool:
+        """Say whether a run may begin now."""
+        return self.left > (0.0 if name in self.begun else self.seconds.get(name, 0.0))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.simulation.run import run
 from fl_sim.stages.pate.ensemble import votes_key
-from fl_sim.tables.words import run_name
+from fl_sim.tables.labels import run_name
 from fl_sim.types import Dataset, Examples
 
 

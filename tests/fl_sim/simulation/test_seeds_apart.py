@@ -16,7 +16,7 @@ from fl_sim.simulation.client_ledgers import ledger_path
 from fl_sim.simulation.run import run
 from fl_sim.stages.dafl.synthesis import pool_key
 from fl_sim.stages.pate.ensemble import votes_key
-from fl_sim.tables.words import run_name
+from fl_sim.tables.labels import run_name
 
 APART = {"seed": 1, "partition_seed": 2, "model_seed": 3, "sampling_seed": 4}
 QUICK = {"model": "logistic", "rounds": 1, "engine": "inprocess", "local": {"batch_size": 32}}

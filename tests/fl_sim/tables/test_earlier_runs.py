@@ -20,10 +20,10 @@ from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_identity, read_rounds
 from fl_sim.tables.earlier_runs import begin_with_shorter
 from fl_sim.tables.filling import Board, conclude, fill
+from fl_sim.tables.labels import run_name
 from fl_sim.tables.plan import TableSettings, plan_table, table_settings
 from fl_sim.tables.tuning import TRIALS
 from fl_sim.tables.tuning_trials import outcome_in
-from fl_sim.tables.words import run_name
 from fl_sim.tables.workers import Started, run_all
 
 QUICK = {"model": "logistic", "rounds": 2, "engine": "inprocess", "algorithm": "scaffold"}

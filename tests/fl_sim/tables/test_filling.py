@@ -16,11 +16,10 @@ from fl_sim.simulation.estimate import Estimate
 from fl_sim.simulation.run import run
 from fl_sim.simulation.stopwatch import Stopwatch, Timing
 from fl_sim.tables import filling
-from fl_sim.tables.budget import Budget
 from fl_sim.tables.filling import Board, TimeIsUp, fill
 from fl_sim.tables.forecast import Forecast
 from fl_sim.tables.plan import TableSettings, plan_table
-from fl_sim.tables.workers import Event, Failed, Finished, Postponed, Started, Stopped
+from fl_sim.tables.workers import Budget, Event, Failed, Finished, Postponed, Started, Stopped
 
 
 def test_what_waits_is_known_from_the_first_event_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from fl_sim.stages.pate.asking import ask_teachers
 from fl_sim.stages.pate.ensemble import votes_key
 from fl_sim.stages.pate.run import evaluate
 from fl_sim.store.run_directory import RoundRecord, read_rounds
-from fl_sim.tables.words import caption, label
+from fl_sim.tables.labels import caption, label
 from fl_sim.training.loop import to_tensors
 from strategies.pate.labelling import UNANSWERED
 from strategies.pate.neighbours import representatives

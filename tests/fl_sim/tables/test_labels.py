@@ -8,7 +8,7 @@ from clients.dafl.settings import DaFl
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
 from fl_sim.settings import kinds_of
-from fl_sim.tables.words import caption, label, run_name, took
+from fl_sim.tables.labels import caption, label, run_name, took
 from strategies.global_dp import AdaptiveClipping, GlobalDP
 from strategies.pate.labelling import Labelling
 from strategies.pate.mechanisms import ConfidentGNMax, GNMax
