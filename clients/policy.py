@@ -25,8 +25,8 @@ from dp_accounting import dp_event
 from pydantic import Field, ValidationError
 
 from fl_sim.errors import RunError, UserError
-from fl_sim.import_path import in_one_line
 from fl_sim.mistakes import explain
+from fl_sim.own_code import in_one_line
 from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.charge_log import Charge, Receipt
 from fl_sim.privacy.filter import epsilon_at, fixed_order

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from fl_sim.errors import UserError
-from fl_sim.import_path import load_object
 from fl_sim.kinds import field_defaults, is_settings
+from fl_sim.own_code import load_object
 
 OURS: Final = "fl-sim"
 """The package whose names are the kinds that come with fl-sim."""

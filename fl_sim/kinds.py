@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar, Final, Protocol, Self, get_args, get_origin, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, get_args, get_origin, runtime_checkable
 
 from pydantic import BaseModel
 
-_OURS: Final = frozenset({"fl_sim", "strategies", "clients", "partitions"})
+from fl_sim.own_code import PACKAGES
 
 
 class LocalChoices(Protocol):
@@ -321,7 +321,7 @@ def is_own_kind(value: Any) -> bool:
 
 def is_own(kind: type) -> bool:
     """Say whether a class is the user's own."""
-    return kind.__module__.partition(".")[0] not in _OURS
+    return kind.__module__.partition(".")[0] not in PACKAGES
 
 
 def title_of(value: Any) -> str:

@@ -47,6 +47,8 @@ MOVED: Final[Mapping[str, str]] = {
     "fl_sim.data.unit_range": "fl_sim.data.checked",
     "fl_sim.data.whitening": "fl_sim.data.scattering",
     "fl_sim.handed_out": "fl_sim.write_guard",
+    "fl_sim.import_path": "fl_sim.own_code",
+    "fl_sim.own_sources": "fl_sim.own_code",
     "fl_sim.report.curve": "fl_sim.report.measures",
     "fl_sim.report.figures.found": "fl_sim.report.figures.by_epsilon",
     "fl_sim.report.figures.records": "fl_sim.report.figures.samples",

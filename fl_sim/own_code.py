@@ -1,19 +1,96 @@
-"""Where code of the user's went wrong, in words: which method, which file, which line."""
+"""The user's own code: imported by path, the digests of its source, and the file and line of its errors."""
 
+import ast
+import hashlib
+import importlib
+import importlib.machinery
 import inspect
+import re
+import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Final
 
 from fl_sim.errors import RunError, UserError
-from fl_sim.import_path import in_one_line
 
+IMPORT_PATH: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+"""What looks like ``package.module:name``."""
+
+PACKAGES: Final = frozenset({"fl_sim", "strategies", "clients", "partitions"})
+"""Top-level packages of fl-sim itself: neither they nor installed packages are the user's own code."""
+
+MAIN: Final = "__main__"
+"""The module of a script or notebook itself, whose code changes from one line to the next: its digest is empty."""
+
+_MOST_LETTERS: Final = 300
+"""Length at which a foreign error message, which may be a page long, is cut."""
+
+_PROJECT: Final = Path(__file__).parent.parent
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OURS: Final = Path(__file__).parent.parent
-_PACKAGES: Final = ("fl_sim", "strategies", "clients", "partitions")
+_SUFFIXES: Final = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
+
+_imported: dict[str, tuple[Any, str]] = {}  # {module: (its spec, which a reload replaces; digest of what was imported)}
+
+
+def load_object(path: str, what: str) -> Any:
+    """Return what ``path`` names; ``what`` it is to be ("model", "algorithm") begins each message.
+
+    The module may lie in the current folder, which joins the import path of this process and of the workers that it
+    starts, behind all that is installed. Raises UserError, in one line, for a path of another form, a module that does
+    not exist or fails while it is imported, and a name that is not in it.
+    """
+    module_name, _, name = path.partition(":")
+    if len(path) > _MOST_LETTERS or not all(part.isidentifier() for part in (*module_name.split("."), name)):
+        said = in_one_line(repr(path))
+        raise UserError(f"{what} {said} is no import path: write package.module:name, for example mine:{what}")
+    folder = make_current_folder_importable()
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise _failed(path, what, error) from error
+        raise UserError(
+            f"{what} {path!r} cannot be imported: there is no module {error.name!r}, neither in the current folder "
+            f"({folder}) nor on the Python path; start in the folder that holds it, or install it"
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise _failed(path, what, error) from error
+    if not hasattr(module, name):
+        there = [known for known in vars(module) if not known.startswith("_")]
+        guess = get_close_matches(name, there, n=1)
+        meant = f"did you mean {guess[0]!r}?" if guess else f"its names are {', '.join(there) or 'none'}"
+        raise UserError(
+            f"{what} {path!r} cannot be imported: module {module_name!r} ({getattr(module, '__file__', 'built in')}) "
+            f"has no {name!r}; {in_one_line(meant)}"
+        )
+    remember(module_name)
+    return getattr(module, name)
+
+
+def make_current_folder_importable() -> str:
+    """Put the current folder behind everything else on the import path, unless it is there; return it."""
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
+    return folder
+
+
+def in_one_line(said: BaseException | str) -> str:
+    """Return an error's type and text, or a text, without line breaks, and without what goes on for a page."""
+    text = said if isinstance(said, str) else f"{type(said).__name__}: {said}"
+    line = " ".join(text.split()).removesuffix(":")
+    return line if len(line) <= _MOST_LETTERS else f"{line[:_MOST_LETTERS]}..."
+
+
+def _failed(path: str, what: str, error: BaseException) -> UserError:
+    return UserError(
+        f"{what} {path!r} cannot be imported: its module failed with {in_one_line(error)}; mend the module"
+    )
 
 
 def place_of(error: BaseException) -> str:
@@ -52,6 +129,122 @@ def error_context(what: str) -> Iterator[None]:
 def _is_users(file: str) -> bool:
     """Say whether a file is neither a library's nor one of this project's packages."""
     path = Path(file)
-    if path.is_relative_to(_OURS) and path.relative_to(_OURS).parts[0] in _PACKAGES:
+    if path.is_relative_to(_PROJECT) and path.relative_to(_PROJECT).parts[0] in PACKAGES:
         return False
-    return not file.startswith("<frozen") and not any(path.is_relative_to(folder) for folder in _LIBRARIES)
+    return not file.startswith("<frozen") and not _is_installed(path)
+
+
+def digests(modules: Iterable[str]) -> dict[str, str]:
+    """Return {module: SHA-256 of its source} of ``modules`` that are the user's own, and of what they import of these.
+
+    A module that this process has imported has the digest that it had then.
+    """
+    return {name: _as_imported(name, path) if path else "" for name, path in _with_imports(modules)}
+
+
+def edited(modules: Iterable[str]) -> list[str]:
+    """Return the files, of those that ``digests`` is about, that have changed since this process imported them."""
+    return [str(path) for name, path in _with_imports(modules) if path and _as_imported(name, path) != _digest(path)]
+
+
+def remember(module: str) -> None:
+    """Note what was imported just now, before anybody edits it."""
+    known = _imported.get(module)
+    if known is None or known[0] is not _spec(module):
+        digests([module])
+
+
+def _with_imports(modules: Iterable[str]) -> Iterator[tuple[str, Path | None]]:
+    """Give the user's own modules among ``modules``, and among what these import, with their files; each once."""
+    waiting, seen = sorted(set(modules)), set[str]()
+    while waiting:
+        name = waiting.pop(0)
+        if name in seen:
+            continue
+        seen.add(name)
+        if name == MAIN:
+            yield name, None
+        elif path := _file_of(name):
+            yield name, path
+            waiting += _imports(name, path)
+
+
+def _imports(name: str, path: Path) -> list[str]:
+    parents = [name.rsplit(".", up)[0] for up in range(1, name.count(".") + 1)]
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    return [*parents, *_imported_in(path.read_bytes(), package)] if path.suffix == ".py" else parents
+
+
+def _as_imported(name: str, path: Path) -> str:
+    spec = _spec(name)
+    if spec is None:  # not imported yet
+        return _digest(path)
+    known = _imported.get(name)
+    if known is None or known[0] is not spec:
+        known = _imported[name] = (spec, _digest(path))
+    return known[1]
+
+
+def _spec(name: str) -> Any:
+    return getattr(sys.modules.get(name), "__spec__", None)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@lru_cache(maxsize=1024)
+def _imported_in(source: bytes, package: str) -> tuple[str, ...]:
+    """Return the modules that ``source`` may import, wherever in it, and the names that may be modules."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ()
+    found: list[str] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                found += [name.name for name in names]
+            case ast.ImportFrom(module=module, names=names, level=level):
+                base = _base(module or "", package, level)
+                found += [base, *(f"{base}.{name.name}" for name in names)]
+            case ast.Call(args=[ast.Constant(value=str(name)), *_]) if _is_import(node.func):
+                found.append(name)
+    return tuple(dict.fromkeys(name for name in found if all(part.isidentifier() for part in name.split("."))))
+
+
+def _base(module: str, package: str, level: int) -> str:
+    """Return what ``from`` and ``level`` dots speak of in a module of ``package``."""
+    if not level:
+        return module
+    above = package.split(".")[: package.count(".") + 2 - level]
+    return ".".join([*above, *([module] if module else [])])
+
+
+def _is_import(called: ast.expr) -> bool:
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    return name in {"import_module", "__import__"}
+
+
+def _file_of(name: str) -> Path | None:
+    """Return the file of a module of the user's own; None for all others, and for what is no module."""
+    top = name.partition(".")[0]
+    if top in PACKAGES or top in sys.stdlib_module_names:
+        return None
+    origin = getattr(sys.modules.get(name), "__file__", None)
+    found = [Path(origin)] if origin else _candidates(name)
+    path = next((one for one in found if one.is_file()), None)
+    return None if path is None or _is_installed(path) else path
+
+
+def _candidates(name: str) -> Iterator[Path]:
+    parts = name.split(".")
+    for folder in dict.fromkeys(sys.path):
+        base = Path(folder or ".", *parts)
+        yield base / "__init__.py"
+        yield from (base.parent / f"{parts[-1]}{suffix}" for suffix in _SUFFIXES)
+
+
+def _is_installed(path: Path) -> bool:
+    in_packages = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    return in_packages or any(path.is_relative_to(folder) for folder in _LIBRARIES)

@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fl_sim.errors import UserError
-from fl_sim.import_path import in_one_line, load_object
-from fl_sim.own_code import with_place
+from fl_sim.own_code import in_one_line, load_object, with_place
 from fl_sim.running_statistics import running_in
 from fl_sim.seeding import process_alone, seed_process
 from fl_sim.sequences import tokens_like

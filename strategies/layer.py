@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from clients.client_layer import ClientLayer, OwnClientLayer
 from fl_sim.errors import Malformed, UserError
-from fl_sim.import_path import load_object
 from fl_sim.kinds import is_own_kind, kind_of, path_in
 from fl_sim.local_plan import LocalPlan
+from fl_sim.own_code import load_object
 from fl_sim.types import Aggregate, Cohort, LocalSettings, Payloads, Reply, ServerState, Traffic
 from strategies.algorithm import Algorithm
 from strategies.samplers import Coins

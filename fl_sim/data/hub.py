@@ -19,8 +19,8 @@ from fl_sim.data.table import Plan, dataset_of, planned, rows_of
 from fl_sim.data.table_file import ROWS, TableFile, pyarrow, table_of
 from fl_sim.data.table_roles import Held, held_by_setting, roles_of
 from fl_sim.errors import UserError
-from fl_sim.import_path import in_one_line
 from fl_sim.mistakes import guess, shortened
+from fl_sim.own_code import in_one_line
 from fl_sim.types import Dataset, Examples
 
 _MOST_NAMES: Final = 20  # of parts, columns or classes in a message

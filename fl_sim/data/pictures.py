@@ -28,8 +28,8 @@ from fl_sim.data.checked import (
 from fl_sim.data.columns import told_doubles
 from fl_sim.data.naming import OwnName
 from fl_sim.errors import UserError
-from fl_sim.import_path import in_one_line
 from fl_sim.mistakes import shortened
+from fl_sim.own_code import in_one_line
 from fl_sim.types import Dataset, Examples
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"})

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fl_sim.data.naming import DIGITS, KNOWN, NAMES, OWN, PLACES, KnownSet, Layout, OwnKind, OwnName, own_name
 from fl_sim.errors import UserError
-from fl_sim.import_path import IMPORT_PATH
 from fl_sim.mistakes import shortened
+from fl_sim.own_code import IMPORT_PATH
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from fl_sim.data.checked import as_labels
 from fl_sim.data.naming import DIGITS, KnownSet
 from fl_sim.data.places import Source, describe_missing, roots
 from fl_sim.errors import UserError
-from fl_sim.import_path import in_one_line
+from fl_sim.own_code import in_one_line
 from fl_sim.types import Dataset, Examples
 
 _NUM_TRAIN, _NUM_TEST = 1437, 360

@@ -23,8 +23,7 @@ from fl_sim.data.pictures import read_folder
 from fl_sim.data.places import Source, describe_missing, find, look_for
 from fl_sim.data.public_images import download, read_cifar, read_digits, read_idx, read_svhn
 from fl_sim.errors import UserError
-from fl_sim.import_path import load_object
-from fl_sim.own_code import with_place
+from fl_sim.own_code import load_object, with_place
 from fl_sim.seeding import seeded_alone
 from fl_sim.types import Dataset, Examples
 

@@ -10,8 +10,8 @@ from typing import Any, Final, Literal, TypeAlias
 from unicodedata import normalize
 
 from fl_sim.errors import UserError
-from fl_sim.import_path import in_one_line
 from fl_sim.mistakes import guess, shortened
+from fl_sim.own_code import in_one_line
 
 Declared: TypeAlias = Literal["", "number", "text", "time", "other"]
 """What a file says of a column's type: a csv file nothing."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from fl_sim.data.naming import KnownSet
 from fl_sim.errors import UserError
-from fl_sim.import_path import in_one_line
+from fl_sim.own_code import in_one_line
 from fl_sim.types import Column, Dataset, Examples
 
 Row: TypeAlias = Mapping[str, str]

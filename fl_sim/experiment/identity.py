@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_sim import own_sources
 from fl_sim.data import fingerprint, is_own, sealed_content
 from fl_sim.data.naming import own_name
 from fl_sim.experiment.experiment import Experiment, own_paths, paths_in
+from fl_sim.own_code import digests, edited
 from fl_sim.store import secret_key
 
 CURE = "--again (again=True) runs it anew and moves what was there aside, another --out leaves it as it is"
@@ -85,7 +85,7 @@ def identity_of(experiment: Experiment, data_root: Path | None) -> Identity:
     """Return the identity of ``experiment`` as records and code are now; code that was imported, as it was then."""
     data = experiment.data
     records = fingerprint(data, data_root, with_test=True) if is_own(data) else ""
-    return Identity(records, own_sources.digests(_modules(experiment)), experiment.is_private, data, data_root)
+    return Identity(records, digests(_modules(experiment)), experiment.is_private, data, data_root)
 
 
 def code_in(settings: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -93,13 +93,13 @@ def code_in(settings: Mapping[str, Any]) -> list[dict[str, str]]:
 
     Nothing where they name none, so that keys stay as they were.
     """
-    code = own_sources.digests(path.partition(":")[0] for path in paths_in(settings))
+    code = digests(path.partition(":")[0] for path in paths_in(settings))
     return [code] if code else []
 
 
 def edited_code(experiment: Experiment) -> str:
     """Say which files of the user's own code changed after this process had imported them; empty where none did."""
-    files = own_sources.edited(_modules(experiment))
+    files = edited(_modules(experiment))
     if not files:
         return ""
     return f"{', '.join(files)} changed after being imported: this run is of the code as it was; start Python again"

@@ -18,9 +18,9 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.engine import Auto, Ray
 from fl_sim.experiment.evaluate import held_out
 from fl_sim.experiment.experiment import Experiment, experiment_from
-from fl_sim.import_path import in_one_line
 from fl_sim.kinds import Computing, Sealing, is_own_kind, kind_of
 from fl_sim.native.kernel import load_kernel
+from fl_sim.own_code import in_one_line
 from fl_sim.seeding import rng, seeded_alone
 from fl_sim.store.tensors import read_by_content
 from fl_sim.training.features import num_features

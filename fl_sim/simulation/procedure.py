@@ -13,9 +13,9 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.experiment.own_records import own_job
-from fl_sim.import_path import load_object
 from fl_sim.kinds import kind_of, path_in
 from fl_sim.local_plan import LocalPlan
+from fl_sim.own_code import load_object
 from fl_sim.simulation.rounds import Rounds
 from fl_sim.simulation.run_log import Observer, RunLog
 from fl_sim.types import Payloads, ServerState, Traffic

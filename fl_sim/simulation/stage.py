@@ -20,9 +20,8 @@ from fl_sim.engines.wire import TaskConfig
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.job import Job
-from fl_sim.import_path import load_object
 from fl_sim.kinds import is_own_kind, path_in
-from fl_sim.own_code import error_context
+from fl_sim.own_code import error_context, load_object
 from fl_sim.simulation.measuring import Measuring
 from fl_sim.simulation.run_log import RunLog
 from fl_sim.types import Params, Payloads, Traffic

@@ -1,5 +1,9 @@
-"""An error in code of the user's is told in one line, with the file and the line that it came from."""
+"""Code of the user's own: what an import path takes, where an error came from, and what a digest covers."""
 
+import hashlib
+import importlib
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,12 +16,65 @@ from torch import nn
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.local_plan import Batch, LocalPlan, LossTerm
-from fl_sim.own_code import error_context, place_of, with_place
+from fl_sim.own_code import digests, edited, error_context, load_object, place_of, with_place
 from fl_sim.simulation.run import run
 from fl_sim.types import Aggregate, ClientUpdate, Cohort, LocalTask, Params, ServerState, Trained
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import Averaging
 from strategies.samplers import Everyone
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, with a user's modules in it; what a test imports is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    for name, text in {
+        "users_fine.py": "def build(): return 7\nnumber = 3\n",
+        "users_empty.py": "",
+        "users_needy.py": "import users_absent\n",
+        "users_raising.py": "raise ValueError('first line\\nsecond line ' + 1000 * 'x')\n",
+        "users_leaving.py": "import sys; sys.exit(3)\n",
+        "users_broken.py": "def build(:\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("users_")]:
+        del sys.modules[name]
+
+
+def test_a_module_in_the_current_folder_serves_and_hides_nothing_that_is_installed(here: Path) -> None:
+    assert load_object("users_fine:build", "model")() == 7
+    assert load_object("users_fine:number", "model") == 3
+    assert sys.path.count(str(here)) == 1
+    assert sys.path[-1] == str(here)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("users_fine", "is no import path: write package.module:name, for example mine:model"),
+        (":build", "is no import path"),
+        ("users_fine:", "is no import path"),
+        ("..up:build", "is no import path"),
+        ("users_fine.py:build", "there is no module 'users_fine.py', neither in the current folder"),
+        ("users_nowhere:build", "there is no module 'users_nowhere', neither in the current folder"),
+        ("users_fine:bild", r"module 'users_fine' \(.*users_fine.py\) has no 'bild'; did you mean 'build'\?"),
+        ("users_fine:zzz", "has no 'zzz'; its names are build, number"),
+        ("users_empty:build", "has no 'build'; its names are none"),
+        ("users_needy:build", "ModuleNotFoundError: No module named 'users_absent'; mend the module"),
+        ("users_raising:build", "ValueError: first line second line xxx"),
+        ("users_leaving:build", "SystemExit: 3"),
+        ("users_broken:build", "SyntaxError: "),
+    ],
+)
+def test_what_cannot_be_imported_is_said_in_one_line(here: Path, path: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_object(path, "model")
+    assert str(caught.value).startswith(f"model {path!r} ")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 700
+
 
 HERE = Path(__file__)
 
@@ -195,3 +252,75 @@ def test_an_error_before_the_run_names_file_and_line(settings: dict[str, Any], a
     with pytest.raises(UserError) as caught:
         run(experiment_from({"clients": 2, "rounds": 1, **settings}), tmp_path / "run")
     assert f"({HERE}:{line_of(at)}, in " in str(caught.value)
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the import path; what a test imports from it is forgotten afterwards."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0].startswith("own_")]:
+        del sys.modules[name]
+
+
+def write(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = folder / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+def sha(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import own_helper",
+        "from own_helper import factor",
+        "def later():\n    import own_helper",
+        "import importlib\ndef later():\n    return importlib.import_module('own_helper')",
+        "from own_middle import *",
+        "from own_package import part",
+        "import own_package.part",
+    ],
+)
+def test_what_a_module_imports_of_the_users_own_counts_wherever_it_does_so(code: Path, line: str) -> None:
+    write(code, own_mine=line, own_helper="factor = 1", own_middle="from own_helper import factor")
+    (code / "own_package").mkdir()
+    (code / "own_package" / "__init__.py").write_text("")
+    (code / "own_package" / "part.py").write_text("from ..own_none import x\nfrom . import deeper\nimport own_helper")
+    (code / "own_package" / "deeper.py").write_text("")
+    before = digests(["own_mine"])
+    assert before["own_mine"] == sha(code / "own_mine.py")
+    assert before["own_helper"] == sha(code / "own_helper.py")
+    assert ("own_package.deeper" in before) == ("own_package" in line)
+    write(code, own_helper="factor = 2")
+    assert {name for name in before if digests(["own_mine"])[name] != before[name]} == {"own_helper"}
+
+
+def test_installed_packages_and_fl_sim_are_nobodys_own(code: Path) -> None:
+    write(
+        code, own_mine="import json, numpy, torch\nfrom fl_sim.params import add\nfrom strategies.fedavg import FedAvg"
+    )
+    assert set(digests(["own_mine", "torch", "fl_sim.params", "no_such_module"])) == {"own_mine"}
+
+
+def test_code_counts_as_it_was_imported_and_an_edit_since_is_known(code: Path) -> None:
+    write(code, own_mine="import own_helper", own_helper="factor = 1")
+    importlib.import_module("own_mine")
+    before = digests(["own_mine"])
+    assert edited(["own_mine"]) == []
+    write(code, own_helper="factor = 2")
+    assert digests(["own_mine"]) == before
+    assert edited(["own_mine"]) == [str(code / "own_helper.py")]
+    importlib.invalidate_caches()
+    importlib.reload(sys.modules["own_helper"])
+    assert digests(["own_mine"])["own_helper"] == sha(code / "own_helper.py")
+    assert edited(["own_mine"]) == []
+
+
+def test_a_script_has_no_digest(code: Path) -> None:
+    assert digests(["__main__"]) == {"__main__": ""}

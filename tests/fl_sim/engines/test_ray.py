@@ -26,7 +26,7 @@ from fl_sim.engines.work import Work
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of
-from fl_sim.import_path import load_object
+from fl_sim.own_code import load_object
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store.run_directory import RoundRecord, read_rounds
 from fl_sim.training.loop import to_tensors
