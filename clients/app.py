@@ -17,8 +17,7 @@ from fl_sim.engines.grid import partition_of, raised
 from fl_sim.engines.pieces import Play, Release
 from fl_sim.errors import RunError
 from fl_sim.kinds import is_own_kind
-from fl_sim.mistakes import shortened
-from fl_sim.printable import in_a_line
+from fl_sim.mistakes import in_a_line, shortened
 
 if TYPE_CHECKING:
     from clients.policy import Policy

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.symmetric import Array, triangle_of
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 
 
 def num_moments(num_features: int) -> int:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from clients.frequencies import frequencies_of, lowest_frequencies
 from clients.symmetric import Array, products
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 
 if TYPE_CHECKING:
     from fl_sim.types import Params

@@ -32,8 +32,7 @@ from fl_sim.privacy.charge_log import Charge, Receipt
 from fl_sim.privacy.filter import epsilon_at, fixed_order
 from fl_sim.privacy.ledger import Ledger
 from fl_sim.privacy.terms import Terms
-from fl_sim.settings import Settings
-from fl_sim.settings_file import parse_table
+from fl_sim.settings import Settings, parse_table
 from fl_sim.store.files import alone_in
 from fl_sim.store.tensors import write_private
 

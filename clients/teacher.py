@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from clients.forest import RandomForest, as_table
 from fl_sim.errors import RunError
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
 from fl_sim.seeding import rng, seed_process

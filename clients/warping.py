@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 
 _TURN: Final = math.radians(10)
 _STRETCH: Final = 0.1  # of a side's length

@@ -1,11 +1,23 @@
-"""What is imported stays until the process ends, and Python need not search it for garbage."""
+"""Imports: torch where it is first used, and no search for garbage among what stays until the process ends."""
 
 import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import torch as torch  # noqa: PLC0414 (said so for mypy)
+else:
+    import importlib
+
+    class _Torch:
+        def __getattr__(self, name):
+            return getattr(importlib.import_module("torch"), name)
+
+    torch = _Torch()
+
 
 _LEFT_OUT: Final = Event()  # gc.get_freeze_count would tell as much, and takes as long as a round: it counts objects
 

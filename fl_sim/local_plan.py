@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from fl_sim.errors import RunError, UserError
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.types import ClientUpdate, LocalSettings, LocalTask, Params, Trained
 
 

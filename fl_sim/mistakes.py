@@ -1,13 +1,14 @@
-"""Mistakes in settings, said in words that a user can act on."""
+"""Messages about mistakes in settings, and texts that are safe on a terminal and in a spreadsheet."""
 
 import difflib
+import re
+import unicodedata
 from collections.abc import Iterable
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
 from fl_sim.kinds import Choosing, field_defaults, is_settings, kinds
-from fl_sim.other_words import elsewhere
 
 MOST_MISTAKES, MOST_CHARACTERS, MOST_OF_A_MISTAKE, MOST_OF_A_VALUE = 5, 900, 600, 240
 """What one message tells: so many mistakes, as far as so many characters reach; and how many for each, and a value."""
@@ -115,3 +116,98 @@ def _union(members: Iterable[type]) -> Any:
 
 def _has_kind_or_fields(member: Any) -> bool:
     return isinstance(member, type) and is_settings(member)
+
+
+_STEERING: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+"""Control characters but tab and line feed, marks that turn the direction of a text, and halves of characters."""
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with each character that steers a terminal as Python writes it, in ASCII."""
+    return _STEERING.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def in_a_line(text: str) -> str:
+    """Return ``text`` as one printable line: line breaks and tabs become spaces."""
+    return printable(re.sub(r"\s*[\t\n\r\x0b\x0c\x85\u2028\u2029]+\s*", " ", text))
+
+
+def as_cell(text: str) -> str:
+    """Return ``text`` for a cell of a spreadsheet: what would be a formula there begins with an apostrophe.
+
+    Numbers stay as they are.
+    """
+    first = unicodedata.normalize("NFKC", text.lstrip())[:1]
+    return f"'{text}" if (first in {"=", "+", "-", "@"} and not _is_number(text)) or text[:1] in {"\t", "\r"} else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+OTHER_WORDS: Final = {
+    **dict.fromkeys(
+        ("lr", "learning_rate", "local_lr", "client_lr", "local_learning_rate"), "local.learning_rate=0.01"
+    ),
+    **dict.fromkeys(
+        ("epochs", "local_epochs", "num_epochs", "local_ep", "num_local_epochs", "local_epoch"), "local.epochs=5"
+    ),
+    **dict.fromkeys(("local_steps", "num_steps", "local_iterations"), "local.steps=50"),
+    **dict.fromkeys(("batch_size", "bs", "batch", "local_bs", "train_batch_size"), "local.batch_size=64"),
+    **dict.fromkeys(("optimizer", "opt", "optim"), "local.optimizer=adam"),
+    "momentum": "local.momentum=0.9",
+    **dict.fromkeys(("weight_decay", "wd", "l2"), "local.weight_decay=1e-5"),
+    **dict.fromkeys(("grad_clip", "gradient_clipping"), "local.clip_norm=10"),
+    **dict.fromkeys(
+        ("num_rounds", "n_rounds", "global_rounds", "communication_rounds", "comm_round", "num_server_rounds"),
+        "rounds=50",
+    ),
+    **dict.fromkeys(
+        ("num_clients", "n_clients", "num_partitions", "num_supernodes", "n_parties", "num_users", "num_parties"),
+        "clients=10",
+    ),
+    "dataset_name": "data=mnist",
+    **dict.fromkeys(("strategy", "method", "alg", "algo"), "algorithm=fedavg"),
+    **dict.fromkeys(("net", "network", "arch", "architecture"), "model=niid-cnn"),
+    **dict.fromkeys(("alpha", "beta", "dirichlet_alpha", "dir_alpha"), "partition=dirichlet:0.5"),
+    **dict.fromkeys(("split", "partitioner", "non_iid", "iid"), "partition=iid"),
+    **dict.fromkeys(
+        (
+            "fraction_fit",
+            "fraction_train",
+            "participation_rate",
+            "join_ratio",
+            "sample_fraction",
+            "frac",
+            "client_fraction",
+        ),
+        "sampler=poisson:0.1, or sampler=fixed-size:10",
+    ),
+    **dict.fromkeys(
+        ("clients_per_round", "num_clients_per_round", "min_fit_clients", "client_num_per_round", "cohort_size"),
+        "sampler=fixed-size:10",
+    ),
+    **dict.fromkeys(("mu", "proximal_mu", "prox_mu"), "algorithm=fedprox algorithm.mu=0.01"),
+    **dict.fromkeys(("random_seed", "random_state"), "seed=0"),
+    **dict.fromkeys(("gpu", "cuda", "use_cuda"), "device=cuda"),
+    **dict.fromkeys(("num_workers", "n_jobs", "workers"), "engine=inprocess engine.workers=2"),
+    **dict.fromkeys(("noise_multiplier", "sigma"), "aggregator=global-dp aggregator.noise_multiplier=1 (per client)"),
+    **dict.fromkeys(
+        ("clipping_norm", "max_grad_norm", "clip_norm"),
+        "aggregator=global-dp aggregator.clipping_norm=1 (per client), or local.clip_norm=10 (of gradients)",
+    ),
+    **dict.fromkeys(
+        ("epsilon", "target_epsilon"),
+        "aggregator=global-dp aggregator.epsilon=8 (per client), preprocess=da-fl preprocess.epsilon=10 (per record)",
+    ),
+}
+"""{word: settings as they are typed here}; only looked up for words that are unknown where they stand."""
+
+
+def elsewhere(word: str) -> str:
+    """Return ' (here: ...)' where ``word`` is one of another framework's, else nothing."""
+    return f" (here: {OTHER_WORDS[word]})" if word in OTHER_WORDS else ""

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.params import FlatParams, Layout, flattened, is_finite, layout_of, zeros_like
 from fl_sim.seeding import rng
 from fl_sim.types import Packed, Params, Payloads, Size

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from fl_sim.errors import UserError
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.types import Params, Payloads, Trained
 
 Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]

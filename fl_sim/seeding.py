@@ -26,7 +26,7 @@ import numpy as np
 from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 
 _ONE_AT_A_TIME = RLock()  # a user's factory may build one of our models inside its own
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 
 if TYPE_CHECKING:
     Params: TypeAlias = Mapping[str, torch.Tensor]

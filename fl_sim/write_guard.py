@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fl_sim.errors import RunError
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.own_code import name_of
 from fl_sim.params import FlatParams
 from fl_sim.types import Params, Payloads

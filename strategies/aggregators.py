@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, TypeAlias
 
 from fl_sim.errors import Diverged
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices, kind_of
-from fl_sim.late_torch import torch
 from fl_sim.native.mean import weighted_mean
 from fl_sim.params import FlatParams, flattened, is_finite
 from fl_sim.settings import Settings

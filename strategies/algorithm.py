@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices, kind_of
-from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan, Sending, sent_by
 from fl_sim.local_plan import Sharing as Sharing  # noqa: PLC0414 (said so for mypy: it is one of these protocols)
 from fl_sim.own_code import error_context

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fl_sim.errors import UserError
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices, Promising, is_none, kind_of, off
-from fl_sim.late_torch import torch
 from fl_sim.seeding import rng
 from fl_sim.settings import Settings
 from fl_sim.types import Reply

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.local_plan import LocalPlan
 from fl_sim.types import LocalTask
 from strategies.algorithm import Averaging

@@ -11,8 +11,8 @@ from pydantic import Field, model_validator
 
 from clients.class_moments import num_moments
 from fl_sim.errors import Diverged, UserError
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices, hides_clients, kind_of, replaces_records
-from fl_sim.late_torch import torch
 from fl_sim.params import is_finite, trainable
 from fl_sim.settings import Settings
 from fl_sim.types import Params

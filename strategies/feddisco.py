@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
-from fl_sim.late_torch import torch
 from fl_sim.types import ClientUpdate, LocalTask, Reply, Trained
 from strategies.algorithm import FEDAVG, Averaging
 

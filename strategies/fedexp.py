@@ -4,8 +4,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices, hides_clients, kind_of
-from fl_sim.late_torch import torch
 from fl_sim.params import add, flattened, scale
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained
 from strategies.algorithm import Averaging, Weighting

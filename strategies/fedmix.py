@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.local_plan import LocalPlan, Mix
 from fl_sim.types import LocalTask
 from strategies.algorithm import Averaging

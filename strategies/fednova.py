@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices, hides_clients
-from fl_sim.late_torch import torch
 from fl_sim.params import add, scale, subtract
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, ServerState, Trained
 from strategies.algorithm import Averaging, accumulated_momentum, check_sgd

@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices, hides_clients, off
-from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalPlan, Pull
 from fl_sim.params import add, head_shape
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, ServerState, Trained

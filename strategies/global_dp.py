@@ -15,8 +15,8 @@ import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
 from fl_sim.errors import UserError
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices, is_own_kind, kind_of, off
-from fl_sim.late_torch import torch
 from fl_sim.local_plan import Sharing
 from fl_sim.own_code import load_object
 from fl_sim.params import FlatParams, layout_of, num_in, num_parameters, vector_in

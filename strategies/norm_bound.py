@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.importing import torch
 from fl_sim.kinds import off
-from fl_sim.late_torch import torch
 from fl_sim.types import Aggregate, Cohort, Reply
 from strategies.aggregators import Robust, combined, weights_of
 from strategies.algorithm import Weighting

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices, hides_clients
-from fl_sim.late_torch import torch
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import add, scale, subtract, zeros_like
 from fl_sim.types import Aggregate, ClientUpdate, LocalTask, Params, Payloads, ServerState, Trained

@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field
 
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
-from fl_sim.late_torch import torch
 from fl_sim.params import add, zeros_like
 from fl_sim.types import Aggregate, Params, ServerState
 from strategies.algorithm import FEDAVG, Averaging

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
-from fl_sim.late_torch import torch
 from fl_sim.types import Aggregate, Cohort
 from strategies.aggregators import Robust, cohort_size, combined
 from strategies.algorithm import Weighting

@@ -43,7 +43,7 @@ def install_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str, dict[str, dict[str, str]]], Path]:
     """Install a package that consists of entry points, {group: {name: path}}, in front of all others."""
-    from fl_sim import entry_points, one_of, settings
+    from fl_sim import one_of, settings
 
     def install(name: str, groups: dict[str, dict[str, str]]) -> Path:
         folder = tmp_path / f"of {name}"
@@ -58,7 +58,7 @@ def install_package(
         return folder
 
     def forget() -> None:
-        for kept in (entry_points._installed, entry_points.ours_in, one_of._loaded, one_of._plain, settings.default_of):
+        for kept in (one_of._installed, one_of.ours_in, one_of._loaded, one_of._plain, settings.default_of):
             kept.cache_clear()
 
     yield install

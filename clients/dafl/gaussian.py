@@ -20,7 +20,7 @@ from clients.class_moments import num_moments, weighted_moments
 from clients.dafl.generator import Bill, PrivateRecords
 from clients.symmetric import Array, symmetric
 from fl_sim.errors import UserError
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_norm_on_grid
 from fl_sim.settings import Settings
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.types import Column
 

@@ -28,7 +28,7 @@ from clients.dafl.generator import Bill, PrivateRecords
 from clients.dafl.table import Table, cells_of, records_of, unnamed
 from clients.symmetric import Array
 from fl_sim.errors import UserError
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.privacy.grid import grid_spacing
 from fl_sim.privacy.mechanisms import Noise, add_noise
 from fl_sim.settings import Settings

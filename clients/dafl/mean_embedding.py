@@ -24,7 +24,7 @@ from clients.frequencies import clamped, frequencies_of, images_of, lowest_frequ
 from clients.symmetric import Array, products, shrunk, symmetric
 from clients.warping import warped
 from fl_sim.errors import UserError
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.privacy.mechanisms import Noise, add_noise, clip_factor, clipping_norm_on_grid
 from fl_sim.settings import Settings
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fl_sim.cli.screen import say
 from fl_sim.errors import UserError
-from fl_sim.settings_file import read_table
+from fl_sim.settings import read_table
 from fl_sim.tables.files import file_or_preset
 
 

@@ -16,7 +16,7 @@ from fl_sim.cli.screen import say
 from fl_sim.data import load
 from fl_sim.experiment.job import shards_of
 from fl_sim.kinds import short_form
-from fl_sim.printable import printable
+from fl_sim.mistakes import printable
 from fl_sim.report.figures.partition import draw_partition
 from fl_sim.tables.labels import label
 from partitions import label_counts

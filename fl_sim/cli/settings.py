@@ -10,8 +10,7 @@ from dataclasses import asdict
 from fl_sim.cli.screen import say
 from fl_sim.errors import UserError
 from fl_sim.experiment.reference import Group, groups
-from fl_sim.mistakes import guess
-from fl_sim.other_words import elsewhere
+from fl_sim.mistakes import elsewhere, guess
 
 _WIDEST = 110
 

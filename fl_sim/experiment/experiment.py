@@ -18,6 +18,7 @@ from fl_sim.mistakes import explain, shortened
 from fl_sim.model_names import known_model
 from fl_sim.own_code import IMPORT_PATH
 from fl_sim.settings import (
+    MOST_LEVELS,
     InOneLine,
     OneOf,
     Settings,
@@ -28,7 +29,6 @@ from fl_sim.settings import (
     default_of,
     group_in,
 )
-from fl_sim.settings_file import MOST_LEVELS
 from partitions import Scheme
 from strategies.aggregators import Aggregator
 from strategies.algorithm import Algorithm, Central

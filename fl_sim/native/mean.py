@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.params import FlatParams
 from fl_sim.types import Params
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.settings_file import flat
+from fl_sim.settings import flat
 from fl_sim.store.run_directory import RoundRecord
 
 Value: TypeAlias = str | int | float | bool

@@ -14,7 +14,7 @@ from fl_sim.mistakes import shortened
 from fl_sim.report.files import CellFile, Outcome, RunConfig, TableFile, read_json
 from fl_sim.report.table import SeedResult, Table
 from fl_sim.report.table_files import VERSION
-from fl_sim.settings_file import read_table
+from fl_sim.settings import read_table
 from fl_sim.store.run_directory import CONFIG, RESULT, ROUNDS, RoundRecord, read_identity, read_rounds
 
 TABLE, TUNING = "table.json", "tuning"

@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fl_sim.errors import UserError
-from fl_sim.printable import in_a_line
+from fl_sim.mistakes import in_a_line
 from fl_sim.privacy.rounding import rounded_up
 from fl_sim.report.files import Synthesis
 from fl_sim.report.groups import group, panels

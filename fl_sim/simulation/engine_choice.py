@@ -25,10 +25,10 @@ from fl_sim.experiment.job import Job, check_precision, has_gpus_elsewhere
 from fl_sim.importing import settled
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import fields_in_use
+from fl_sim.mistakes import in_a_line
 from fl_sim.native.checks import RECEIVED, unknown_settings
 from fl_sim.native.kernel import load_kernel
 from fl_sim.params import num_parameters
-from fl_sim.printable import in_a_line
 from fl_sim.simulation.capacity import cores, generator_threads, stack_of, workers_of
 from fl_sim.simulation.client_runtime import local_settings, steps_by_client
 from fl_sim.simulation.procedure import procedure_of, runtime_of

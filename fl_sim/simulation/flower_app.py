@@ -11,7 +11,7 @@ from fl_sim.importing import importing
 with importing():  # each of Flower's processes imports torch for itself
     from fl_sim.errors import UserError
     from fl_sim.experiment.experiment import Experiment, experiment_from
-    from fl_sim.settings_file import parse_table, read_table
+    from fl_sim.settings import parse_table, read_table
     from fl_sim.simulation.engine_choice import client_app as build_client_app
     from fl_sim.simulation.run import run
 

@@ -13,7 +13,7 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_of_run
 from fl_sim.experiment.identity import CURE, Identity, edited_code, identity_of
 from fl_sim.experiment.job import Job
-from fl_sim.settings_file import read_table
+from fl_sim.settings import read_table
 from fl_sim.simulation.extending import MOST_KEPT, extend, num_bytes_kept
 from fl_sim.simulation.procedure import Procedure
 from fl_sim.simulation.run_log import RunLog

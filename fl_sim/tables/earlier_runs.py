@@ -11,7 +11,7 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment, experiment_of_run
 from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import resolved
-from fl_sim.settings_file import read_table
+from fl_sim.settings import read_table
 from fl_sim.simulation.extending import check_extension
 from fl_sim.simulation.repeating import set_aside
 from fl_sim.simulation.resuming import objection, on_trust

@@ -12,8 +12,7 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.evaluate import Validation
 from fl_sim.mistakes import explain, guess, shortened
 from fl_sim.seeding import rng
-from fl_sim.settings import Settings
-from fl_sim.settings_file import flat
+from fl_sim.settings import Settings, flat
 
 Values: TypeAlias = Mapping[str, Any]
 """What a trial sets, by key: {"local.learning_rate": 0.013}."""

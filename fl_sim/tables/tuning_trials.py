@@ -12,7 +12,7 @@ from fl_sim.experiment.experiment import Experiment
 from fl_sim.experiment.identity import identity_of
 from fl_sim.experiment.job import resolved
 from fl_sim.kinds import field_defaults, kind_of
-from fl_sim.settings_file import flat, read_table
+from fl_sim.settings import flat, read_table
 from fl_sim.simulation.resuming import objection
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import CHECKPOINT, RoundRecord, read_rounds

@@ -19,10 +19,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from fl_sim.errors import RunError, UserError
 from fl_sim.experiment.experiment import Experiment
+from fl_sim.mistakes import in_a_line
 from fl_sim.own_code import in_one_line, load_object
-from fl_sim.printable import in_a_line
 from fl_sim.report.measures import flat_settings, measures, of_round
-from fl_sim.settings_file import read_table
+from fl_sim.settings import read_table
 from fl_sim.simulation.run_log import Observer, Silent
 from fl_sim.store.files import read_whole, write_whole
 from fl_sim.store.run_directory import CONFIG, RoundRecord, read_result, read_rounds

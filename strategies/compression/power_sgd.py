@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.packed import Coins, Packed, Size
 from fl_sim.params import FlatParams, Layout, subtract
 from fl_sim.settings import Settings

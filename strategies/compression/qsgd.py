@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fl_sim.errors import Malformed
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.packed import Coins, Packed, Size
 from fl_sim.params import FlatParams, Layout, num_in
 from fl_sim.settings import Settings

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
-from fl_sim.late_torch import torch
 from fl_sim.packed import Coins, Packed, Size
 from fl_sim.params import FlatParams, Layout, num_in
 from fl_sim.types import Payloads

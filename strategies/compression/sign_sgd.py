@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from fl_sim.errors import Malformed
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.packed import Coins, Packed, Size
 from fl_sim.params import FlatParams, Layout, num_in
 from strategies.compression.bits import num_bytes, pack, unpack

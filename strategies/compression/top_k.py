@@ -14,8 +14,8 @@ import numpy as np
 from pydantic import Field
 
 from fl_sim.errors import Malformed
+from fl_sim.importing import torch
 from fl_sim.kinds import Choices, off
-from fl_sim.late_torch import torch
 from fl_sim.packed import Coins, Packed, Size
 from fl_sim.params import FlatParams, Layout, num_in
 from strategies.compression.bits import bits_for, num_bytes, pack, unpack

@@ -6,7 +6,7 @@ import math
 
 from pydantic import Field
 
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.settings import Settings
 
 

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 
 _DIRECTIONS: Final = 8
 _MOST_COMPARED: Final = 10_000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clients.forest import RandomForest, as_table
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.seeding import rng
 from strategies.pate.student import StudentData, Watch, nobody
 

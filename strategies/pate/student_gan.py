@@ -13,7 +13,7 @@ from typing import Final, Literal
 from pydantic import Field
 
 from fl_sim.errors import UserError
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.seeding import seed_torch, torch_kept
 from fl_sim.settings import Settings
 from strategies.pate.student import (

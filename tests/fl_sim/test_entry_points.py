@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from fl_sim import entry_points
+from fl_sim import one_of
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.kinds import field_defaults, is_settings
@@ -47,23 +47,23 @@ class Halves(Settings):
 @pytest.fixture
 def without_pyproject(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Let fl-sim be a package that is installed, without its pyproject.toml beside it."""
-    monkeypatch.setattr(entry_points, "_PYPROJECT", tmp_path / "pyproject.toml")
+    monkeypatch.setattr(one_of, "_PYPROJECT", tmp_path / "pyproject.toml")
 
 
 def test_metadata_of_a_wheel_name_the_same_kinds_as_pyproject(without_pyproject: None, install_package: Any) -> None:
     lines = WheelBuilder(str(PROJECT)).construct_entry_points_file()
     folder = install_package("fl-sim", NAMED)
     (folder / "fl_sim-1.0.dist-info" / "entry_points.txt").write_text(lines)
-    entry_points._installed.cache_clear()
-    entry_points.ours_in.cache_clear()
-    installed = {group: {name: one.path for name, one in entry_points.ours_in(group).items()} for group in NAMED}
+    one_of._installed.cache_clear()
+    one_of.ours_in.cache_clear()
+    installed = {group: {name: one.path for name, one in one_of.ours_in(group).items()} for group in NAMED}
     assert installed == NAMED
     assert experiment_from({"algorithm": "fedprox"}).algorithm == FedProx()
 
 
 def test_a_checkout_names_its_own_kinds_whatever_is_installed(install_package: Any) -> None:
     install_package("fl-sim", {"fl_sim.algorithm": {"older": "strategies.older:Older"}})
-    assert entry_points.ours_in("fl_sim.algorithm").keys() == NAMED["fl_sim.algorithm"].keys()
+    assert one_of.ours_in("fl_sim.algorithm").keys() == NAMED["fl_sim.algorithm"].keys()
     assert experiment_from({"algorithm": "fedprox"}).algorithm == FedProx()
 
 
@@ -128,7 +128,7 @@ def test_of_a_package_that_is_installed_twice_the_first_counts(install_package: 
     second = install_package("fed-One", {"fl_sim.algorithm": {"fedmine": f"{HERE}:Mine"}})
     (second / "fed_One-1.0.dist-info").rename(second / "fed_one-1.0.dist-info")
     (second / "fed_one-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: fed-one\nVersion: 1.0\n")
-    entry_points._installed.cache_clear()
+    one_of._installed.cache_clear()
     assert experiment_from({"algorithm": "fedmine"}).algorithm == Mine()
 
 

@@ -1,9 +1,16 @@
-"""A refusal of settings tells the first mistakes, whole, and how many more there are, in at most 1,000 characters."""
+"""Messages about mistakes in settings, and texts that are safe on a terminal and in a spreadsheet."""
+
+import ast
+import re
+from pathlib import Path
 
 import pytest
 
-from fl_sim.errors import UserError
-from fl_sim.experiment.experiment import experiment_from
+import fl_sim
+from fl_sim.errors import MOST_LETTERS, UserError
+from fl_sim.experiment.experiment import Experiment, experiment_from, with_overrides
+from fl_sim.experiment.local import Local
+from fl_sim.mistakes import OTHER_WORDS, as_cell, in_a_line, printable
 
 LONG = "9" * 5000
 
@@ -45,3 +52,89 @@ def test_one_mistake_is_told_however_long_and_one_more_is_one():
 def test_a_value_of_usual_length_is_quoted_whole():
     name = "csv:" + "/folder" * 30
     assert f"normalise = {name!r}" in refusal(normalise=name)
+
+
+SOURCE = Path(fl_sim.__file__).parent
+
+
+def test_characters_that_steer_a_terminal_are_written_out():
+    assert printable("a\x1b[31mb\x07\x9b2J\x7f\r\u202ec\ud800\u2028d\te\nf") == (
+        r"a\x1b[31mb\x07\x9b2J\x7f\r\u202ec\ud800\u2028d" + "\te\nf"
+    )
+    assert printable("Zürich ✓ 日本 45 %") == "Zürich ✓ 日本 45 %"
+    assert in_a_line("a\r\n  b\tc\u2029d\x1b") == r"a b c d\x1b"
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("=1+1", "'=1+1"), ("+cmd|x", "'+cmd|x"), ("-1+2", "'-1+2"), ("@SUM(A1)", "'@SUM(A1)"), (" =x", "' =x"),
+        ("\t=x", "'\t=x"), ("\uff1d1", "'\uff1d1"), ("-0.5", "-0.5"), ("+5e3", "+5e3"), ("-inf", "-inf"),
+        ("a=1", "a=1"), ("", ""), ("5", "5"),
+    ],
+)  # fmt: skip
+def test_formulas_become_texts_and_numbers_stay(text, cell):
+    assert as_cell(text) == cell
+
+
+def test_all_that_the_command_line_prints_passes_the_screen():
+    prints = {}
+    for path in SOURCE.rglob("*.py"):
+        found = [
+            ast.unparse(node.func)
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {"typer.echo", "click.echo", "typer.secho"}
+        ]
+        prints |= {str(path.relative_to(SOURCE)): found} if found else {}
+    assert prints == {"cli/screen.py": ["typer.echo"]}
+
+
+@pytest.mark.parametrize(
+    "message", ["9" * 5000, f"x = {'a' * 100_000!r}: no", "valid: " + ", ".join(map(str, range(5000)))]
+)
+def test_a_refusal_is_short_whatever_it_quotes(message):
+    said = str(UserError(f"data.path: {message}; take another one"))
+    assert len(said) <= MOST_LETTERS
+    assert said.startswith("data.path: ")
+    assert said.endswith("; take another one")
+    assert " ... " in said
+
+
+def test_a_refusal_of_usual_length_is_left_as_it_is():
+    message = f"there is no file {'/folder' * 60}: {' '.join(['word'] * 400)}"
+    assert str(UserError(message)) == message
+    assert re.search(r"\S{300}", str(UserError("y" * 611))) is not None
+    assert str(UserError("y" * 610)) == "y" * 610
+
+
+SETTING = re.compile(r"[a-z_.]+=[^ ,]+")
+
+
+@pytest.mark.parametrize("meant", sorted(set(OTHER_WORDS.values())))
+def test_what_a_word_is_answered_with_are_settings_of_ours(meant: str) -> None:
+    for together in meant.split(", "):
+        settings = SETTING.findall(together)
+        assert settings
+        experiment_from(with_overrides({"clients": 10}, settings))
+
+
+def test_no_word_is_a_setting_of_ours_at_the_top() -> None:
+    assert not set(OTHER_WORDS) & set(Experiment.model_fields)
+
+
+@pytest.mark.parametrize("word", ["lr", "epochs", "batch_size", "fraction_fit", "num_clients", "epsilon"])
+def test_the_word_is_answered_wherever_it_is_typed(word: str) -> None:
+    places = [word] if word in Local.model_fields else [word, f"local.{word}"]
+    for place in places:
+        with pytest.raises(UserError) as caught:
+            experiment_from(with_overrides({}, [f"{place}=1"]))
+        assert f"unknown key {place!r} (here: {OTHER_WORDS[word]}); valid here: " in str(caught.value)
+
+
+def test_several_values_in_the_place_of_one_are_answered_with_how_they_are_tried() -> None:
+    for given in ("local.learning_rate=0.01,0.1", "algorithm=fedavg,fedprox", "seed=0,1"):
+        with pytest.raises(UserError, match=f"'fl-sim sweep {given}'"):
+            experiment_from(with_overrides({}, [given]))
+    with pytest.raises(UserError) as caught:
+        experiment_from({"rounds": "many"})
+    assert "sweep" not in str(caught.value)

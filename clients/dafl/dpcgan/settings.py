@@ -25,7 +25,7 @@ from pydantic import Field
 
 from clients.dafl.generator import Bill, Made, PrivateRecords, Request, nothing
 from fl_sim.errors import RunError, UserError
-from fl_sim.late_torch import torch
+from fl_sim.importing import torch
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.settings import Settings
 

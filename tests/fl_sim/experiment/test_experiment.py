@@ -12,7 +12,7 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.experiment.job import resolved
 from fl_sim.experiment.local import Cosine
 from fl_sim.seeding import rng
-from fl_sim.settings_file import read_table
+from fl_sim.settings import read_table
 from fl_sim.store import run_directory
 from partitions import Dirichlet, LabelK
 from strategies.aggregators import WeightedMean

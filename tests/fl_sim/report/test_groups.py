@@ -8,7 +8,7 @@ import pytest
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.report.groups import group, labels, panels
 from fl_sim.report.runs import find, read_run
-from fl_sim.settings_file import read_table
+from fl_sim.settings import read_table
 from fl_sim.simulation.run import run as run_experiment
 from fl_sim.store.run_directory import write_config
 

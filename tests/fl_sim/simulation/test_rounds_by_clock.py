@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
-from fl_sim.settings_file import read_table
+from fl_sim.settings import read_table
 from fl_sim.simulation.procedure import procedure_of
 from fl_sim.simulation.run import run
 from fl_sim.store.run_directory import read_rounds

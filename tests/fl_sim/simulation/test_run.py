@@ -21,7 +21,7 @@ from fl_sim.errors import RunError, UserError
 from fl_sim.experiment import job
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.kinds import short_form
-from fl_sim.settings_file import read_table
+from fl_sim.settings import read_table
 from fl_sim.simulation.engine_choice import client_app
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store import files, run_directory
