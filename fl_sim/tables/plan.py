@@ -18,8 +18,7 @@ from fl_sim.experiment.experiment import Experiment, experiment_from, with_overr
 from fl_sim.importing import importing
 from fl_sim.kinds import kind_of, short_form
 from fl_sim.mistakes import explain, shortened
-from fl_sim.settings import Settings
-from fl_sim.settings import flat, read_table
+from fl_sim.settings import Settings, flat, read_table
 from fl_sim.tables.labels import SEEDS, caption, data_label, differences, label, method, run_name, seed_of_means, text
 from fl_sim.tables.tuning_space import Tune
 
