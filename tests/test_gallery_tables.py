@@ -1,11 +1,13 @@
 """The gallery: its page is made from its files, and every cell of its tables can be run, as it was published."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from fl_sim.report.gallery import PAGE, gallery_text, read_gallery
+from fl_sim.report.gallery import PAGE, read_gallery
+from fl_sim.report.leaderboard import leaderboard_text, read_leaderboard
 from fl_sim.tables.labels import data_label, label
 from fl_sim.tables.plan import experiments, read_settings
 
@@ -38,8 +40,17 @@ def test_every_other_table_file_holds_experiments_that_go_together() -> None:
 
 
 def test_the_page_is_what_its_files_make() -> None:
-    made = gallery_text(read_gallery(GALLERY), "../..")
+    leaderboard = read_leaderboard(GALLERY)
+    assert leaderboard is not None
+    made = leaderboard_text(leaderboard, read_gallery(GALLERY))
     assert (GALLERY / PAGE).read_text() == made, "run: fl-sim report --gallery docs/results"
+    assert len(made.split()) <= 2000
+    for question in leaderboard.questions:
+        caption = " ".join(json.loads((GALLERY / question.folder / "table.json").read_text())["caption"])
+        for row, text in question.rows.items():
+            for epsilon in re.findall(r"epsilon ([\d.]+)", text):
+                spent, budget = f"{row} epsilon {epsilon}" in caption, f"a budget of epsilon = {epsilon} " in caption
+                assert spent or budget or f"epsilon={epsilon}" in row, (question.title, text)
 
 
 def test_every_published_figure_stands_beside_a_cell_of_its_table() -> None:

@@ -14,6 +14,7 @@ from mkdocs.structure.files import File, Files
 from fl_sim.cli.settings import title_of
 from fl_sim.cli.verbs import app
 from fl_sim.experiment.reference import Group, groups
+from fl_sim.report.gallery import page_of, read_gallery
 from fl_sim.settings import kinds_of
 
 TOP = Path(__file__).resolve().parents[2]
@@ -24,7 +25,9 @@ _LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "sh", ".m
 
 def on_files(files: Files, config: Any) -> Files:
     """Add a page for every notebook, and for every file and folder outside of docs that a page links to."""
+    tables = read_gallery(DOCS / "results") if (DOCS / "results").is_dir() else []
     waiting = {path for page in files.documentation_pages() for path in _outside(Path(page.abs_src_path))}
+    waiting |= {TOP / entry.about.file for entry in tables}
     made: set[Path] = set()
     while waiting:
         made |= waiting
@@ -33,6 +36,8 @@ def on_files(files: Files, config: Any) -> Files:
         waiting = (inside | further) - made
     for path in sorted(made):
         files.append(File.generated(config, _page_of(path), content=_shown(path)))
+    for entry in tables:
+        files.append(File.generated(config, f"results/{entry.name}.md", content=page_of(entry, "../..")))
     for notebook in sorted(DOCS.glob("notebooks/*.ipynb")):
         files.append(File.generated(config, _page_of(notebook), content=_read_notebook(notebook)))
     return files
@@ -48,6 +53,8 @@ def on_page_markdown(markdown: str, page: Any, **_rest: Any) -> str:
 
     def there(link: re.Match[str]) -> str:
         path = origin.parent.joinpath(link[0]).resolve()
+        if path.name == "table.json" and path.is_relative_to(DOCS / "results"):  # a table's page is made from it
+            return os.path.relpath(f"results/{path.parent.name}.md", uri.parent)
         is_elsewhere = path.suffix == ".ipynb" or not (path.is_relative_to(DOCS) and origin.is_relative_to(DOCS))
         is_page = is_elsewhere and path.exists() and path.is_relative_to(TOP)
         return os.path.relpath(_page_of(path), uri.parent) if is_page else link[0]

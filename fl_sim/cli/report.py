@@ -25,6 +25,7 @@ from fl_sim.report.figures.sweep import draw_sweeps, sweeps
 from fl_sim.report.gallery import PAGE as GALLERY
 from fl_sim.report.gallery import gallery_text, read_gallery
 from fl_sim.report.groups import Panel, group, panels
+from fl_sim.report.leaderboard import leaderboard_text, read_leaderboard
 from fl_sim.report.measures import mean_and_deviation
 from fl_sim.report.page import page
 from fl_sim.report.page_words import Taken, groups_of, percent, runs_of, summary, taken, title_of
@@ -90,13 +91,14 @@ def write_report(
 
 
 def write_gallery(directories: list[Path], out: Path | None, *, json_output: bool) -> None:
-    """Write DIR/README.md from the folders in DIR, and print where it is."""
+    """Write DIR/README.md from the folders in DIR (and DIR/leaderboard.toml, if there is one), and print its path."""
     if len(directories) > 1 or out is not None:
         raise UserError("--gallery takes one DIR, which holds a folder for each table, and writes DIR/README.md")
     (directory,) = directories
     entries = read_gallery(directory)
     path = directory / GALLERY
-    write_text(path, gallery_text(entries, _root(directory)))
+    leaderboard = read_leaderboard(directory)
+    write_text(path, leaderboard_text(leaderboard, entries) if leaderboard else gallery_text(entries, _root(directory)))
     waiting = [entry.name for entry in entries if entry.table is None]
     if json_output:
         say(json.dumps({"page": str(path), "tables": len(entries) - len(waiting), "to_be_run": waiting}))

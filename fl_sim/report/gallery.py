@@ -103,6 +103,12 @@ def gallery_text(entries: Sequence[Entry], root: str) -> str:
     return "\n".join(lines)
 
 
+def page_of(entry: Entry, root: str) -> str:
+    """Return one table's page in Markdown, with all that its files say. ``root``: as for ``gallery_text``."""
+    heading, *rest = _section(entry, root)
+    return "\n".join([heading.removeprefix("#"), *rest]) + "\n"
+
+
 def _entry(place: Path) -> Entry:
     try:
         about = About.model_validate(tomllib.loads((place / ABOUT).read_text(encoding="utf-8")))
@@ -150,11 +156,12 @@ def _contents(entries: Sequence[Entry]) -> Iterator[str]:
     yield "| table | file | folder | runs |"
     yield "|---|---|---|---|"
     for entry in entries:
-        yield f"| {entry.about.title} | `{entry.about.file}` | `{entry.name}` | {_progress(entry.table)} |"
+        yield f"| {entry.about.title} | `{entry.about.file}` | `{entry.name}` | {progress(entry.table)} |"
     yield ""
 
 
-def _progress(table: Table | None) -> str:
+def progress(table: Table | None) -> str:
+    """Return the number of finished runs, of all, and of failed ones, in words."""
     if table is None:
         return "to be run"
     runs = {one.directory: one.status for one in table.results}

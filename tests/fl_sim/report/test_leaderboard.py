@@ -1,0 +1,81 @@
+"""The leaderboard in literal text, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fl_sim.cli.report import write_gallery
+from fl_sim.errors import UserError
+from fl_sim.report.gallery import read_gallery
+from fl_sim.report.leaderboard import leaderboard_text, read_leaderboard
+from fl_sim.report.table import SeedResult, Table
+from fl_sim.report.table_files import write_table
+
+ABOUT = """
+title = "A table"
+file = "a.toml"
+command = "fl-sim table a.toml"
+[[published]]
+source = "A paper"
+confidence = "read"
+accuracies = { x = { Two = 50.0 } }
+"""
+PAGE = """
+title = "Leaders"
+introduction = "What this is."
+[[questions]]
+title = "Which?"
+folder = "one"
+columns = { x = "X" }
+best = 2
+rows = { Two = "the second" }
+published = true
+text = "An answer."
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    accuracies = {"One": 0.1, "Two": 0.2, "Three": 0.3, "Four": 0.4}
+    results = tuple(
+        SeedResult(row, "x", seed, "finished", f"{row}/{seed}", accuracy + seed / 1000, accuracy)
+        for row, accuracy in accuracies.items()
+        for seed in range(3)
+    )
+    (tmp_path / "one").mkdir()
+    write_table(tmp_path / "one", Table(tuple(accuracies), ("x",), frozenset(), results))
+    (tmp_path / "one" / "about.toml").write_text(ABOUT)
+    (tmp_path / "leaderboard.toml").write_text(PAGE)
+    return tmp_path
+
+
+def test_the_best_rows_come_first_then_the_named_ones_with_their_published_figures(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_gallery([folder], None, json_output=True)
+    assert json.loads(capsys.readouterr().out)["tables"] == 1
+    assert (folder / "README.md").read_text() == (
+        "# Leaders\n\nWhat this is.\n\n## Which?\n\n"
+        "| | X |\n|---|---|\n| Four | **40.1 ± 0.1** |\n| Three | 30.1 ± 0.1 |\n| the second | 20.1 ± 0.1 |\n"
+        "| *A paper (read)* | *50* |\n\nAn answer. [The whole table](one/table.json).\n\n"
+        "## All tables\n\n| table | runs | whole table |\n|---|---|---|\n"
+        "| A table | 12 of 12 | [one](one/table.json) |\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('folder = "one"', 'folder = "oen"', r"the folder 'oen', which is not there .*'one'"),
+        ('x = "X"', 'y = "X"', r"the column 'y', which is not there"),
+        ("Two =", "Tow =", r"the row 'Tow', which is not there .*'Two'"),
+        ("best = 2", "best = -1", r"leaderboard.toml: questions.0.best: .*greater than or equal to 0"),
+        ("best = 2", "best = ", r"leaderboard.toml: Invalid value"),
+        ("published = true", "publish = true", r"leaderboard.toml: questions.0.publish: Extra inputs"),
+    ],
+)
+def test_what_is_damaged_is_named(folder: Path, old: str, new: str, message: str) -> None:
+    (folder / "leaderboard.toml").write_text(PAGE.replace(old, new))
+    with pytest.raises(UserError, match=message):
+        leaderboard_text(read_leaderboard(folder) or pytest.fail("no file"), read_gallery(folder))
