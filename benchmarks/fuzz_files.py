@@ -29,8 +29,7 @@ from PIL import Image
 from fl_sim.data import npz, read
 from fl_sim.data.naming import KNOWN, KnownSet
 from fl_sim.data.places import look_for
-from fl_sim.data.public_images import read_idx
-from fl_sim.data.uci import read as read_uci
+from fl_sim.data.public_sets import read_idx, read_uci
 from fl_sim.errors import UserError
 from fl_sim.types import Dataset
 
@@ -176,7 +175,7 @@ def main() -> None:
 
 
 def _mnist(root: Path, known: KnownSet) -> Dataset:
-    from fl_sim.data.checked import known_dataset
+    from fl_sim.data.dataset import known_dataset
 
     return known_dataset(known, *read_idx(root, known), str(root))
 

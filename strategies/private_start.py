@@ -27,7 +27,7 @@ from clients.frequencies import clamped, images_of, lowest_frequencies
 from clients.frequency_sums import COMMON, COUNT, SQUARES, STEPS, Frame, Step, black_frame, shapes_of
 from clients.symmetric import Array, shrunk, symmetric
 from clients.warping import warped
-from fl_sim.data.checked import check_unit_range
+from fl_sim.data.dataset import check_unit_range
 from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, kind_of
 from fl_sim.privacy.rounding import rounded_up

@@ -16,7 +16,7 @@ from clients.dafl.generator import Choosy, Generator
 from clients.dafl.labels import ExponentialMechanism, LabelPicker
 from clients.dafl.marginals import Marginals
 from clients.dafl.mean_embedding import MeanEmbedding
-from fl_sim.data.checked import check_unit_range
+from fl_sim.data.dataset import check_unit_range
 from fl_sim.errors import UserError
 from fl_sim.kinds import Choices, kind_of
 from fl_sim.settings import OneOf, Settings

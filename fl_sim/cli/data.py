@@ -7,7 +7,7 @@ from typing import Any
 
 from fl_sim.cli.screen import say
 from fl_sim.data import NAMES, Check, Source, find, is_own, load, roots, verify, wanted_files
-from fl_sim.data.card import card_of
+from fl_sim.data.dataset import card_of
 from fl_sim.errors import RunError, UserError
 from fl_sim.mistakes import in_a_line
 from fl_sim.types import Dataset

@@ -1,10 +1,9 @@
 """Classification data sets by name, read once per process and kept as bytes."""
 
-from fl_sim.data.content import content_of, contents_of, sealed_content
 from fl_sim.data.features import Features, version_of
 from fl_sim.data.naming import NAMES, is_own, tuned_on
 from fl_sim.data.places import Root, Source, describe_missing, find, roots, wanted_files
-from fl_sim.data.reading import Check, fingerprint, load, read, verify
+from fl_sim.data.reading import Check, content_of, contents_of, fingerprint, load, read, sealed_content, verify
 
 __all__ = [
     "NAMES",

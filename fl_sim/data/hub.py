@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from fl_sim.data.checked import own_dataset, read_off_classes
+from fl_sim.data.dataset import own_dataset, read_off_classes
 from fl_sim.data.naming import OwnName
 from fl_sim.data.pictures import Pixels, Wanted, decoded, stacked, wanted_by
-from fl_sim.data.table import Plan, dataset_of, planned, rows_of
+from fl_sim.data.table import Held, Plan, dataset_of, held_by_setting, planned, rows_of
+from fl_sim.data.table_columns import roles_of
 from fl_sim.data.table_file import ROWS, TableFile, pyarrow, table_of
-from fl_sim.data.table_roles import Held, held_by_setting, roles_of
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
 from fl_sim.own_code import in_one_line

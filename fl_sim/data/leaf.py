@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import (
+from fl_sim.data.dataset import (
     ALPHABET,
     alphabet_set,
     as_classes,
@@ -27,8 +27,8 @@ from fl_sim.data.checked import (
     unlisted,
     widened,
 )
-from fl_sim.data.columns import told_doubles
 from fl_sim.data.naming import OwnName
+from fl_sim.data.table_file import told_doubles
 from fl_sim.errors import UserError
 from fl_sim.mistakes import shortened
 from fl_sim.own_code import in_one_line

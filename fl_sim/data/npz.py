@@ -15,7 +15,7 @@ from typing import IO, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import (
+from fl_sim.data.dataset import (
     MOST_TOKENS,
     as_labels,
     known_dataset,
@@ -27,8 +27,8 @@ from fl_sim.data.checked import (
     tokens_in,
     with_validation,
 )
-from fl_sim.data.columns import told_doubles
 from fl_sim.data.naming import KnownSet, OwnName
+from fl_sim.data.table_file import told_doubles
 from fl_sim.errors import UserError
 from fl_sim.mistakes import guess, shortened
 from fl_sim.own_code import in_one_line

@@ -16,7 +16,7 @@ from unicodedata import normalize
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_sim.data.checked import (
+from fl_sim.data.dataset import (
     COLOUR_READ_OFF,
     SIZE_READ_OFF,
     listed_classes,
@@ -25,8 +25,8 @@ from fl_sim.data.checked import (
     read_off_classes,
     unlisted,
 )
-from fl_sim.data.columns import told_doubles
 from fl_sim.data.naming import OwnName
+from fl_sim.data.table_file import told_doubles
 from fl_sim.errors import UserError
 from fl_sim.mistakes import shortened
 from fl_sim.own_code import in_one_line

@@ -1,14 +1,21 @@
 """Where data sets lie: the roots that are searched, and what was found in them."""
 
+import contextlib
 import difflib
 import os
+import socket
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fl_sim.data.naming import DIGITS, KNOWN, NAMES, OWN, PLACES, KnownSet, Layout, OwnKind, OwnName, own_name
 from fl_sim.errors import UserError
 from fl_sim.mistakes import shortened
 from fl_sim.own_code import IMPORT_PATH
+
+_STALL_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,34 @@ def wanted_files(name: str) -> str:
     return f"{listing}, or {known.npz_names[0]} (x_train, y_train, x_test, y_test)" if known.npz_names else listing
 
 
+def download(known: KnownSet, data_root: Path | None) -> Source:
+    """Fetch ``known`` with torchvision into the first root that can be written, unless FL_SIM_OFFLINE is set.
+
+    Raises UserError that names the files, the places and the embedded alternative.
+    """
+    missing = describe_missing(known.name, data_root)
+    if not known.torchvision_class:
+        raise UserError(f"{missing}; it comes from archive.ics.uci.edu and is not downloaded by itself")
+    if os.environ.get("FL_SIM_OFFLINE", "") not in {"", "0"}:
+        raise UserError(f"{missing}; it was not downloaded because FL_SIM_OFFLINE is set")
+    root = next((root.path for root in roots(data_root) if _writable(root.path)), None)
+    if root is None:
+        raise UserError(f"{missing}; it was not downloaded because none of them can be written")
+    dataset = _dataset_class(known)
+    from http.client import HTTPException  # noqa: PLC0415 (with TLS and mail, a fifth of what settings take)
+
+    splits: list[dict[str, Any]] = [{"split": "train"}, {"split": "test"}] if known.layout == "mat" else [{}]
+    try:
+        # torchvision may print; standard output belongs to the command's result.
+        with _network_deadline(), contextlib.redirect_stdout(sys.stderr):
+            for split in splits:
+                dataset(root, download=True, **split)
+    except (OSError, RuntimeError, HTTPException) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{missing}; downloading it to {root} failed ({reason})") from error
+    return Source(known.layout, root)
+
+
 def _absolute(path: Path) -> Path:
     return path.expanduser().absolute()
 
@@ -137,3 +172,24 @@ def _unknown(name: str) -> str:
         f"unknown data set {shortened(name)!r}{guess}; valid: {', '.join(NAMES)}, {OWN}, or your own "
         "as package.module:function"
     )
+
+
+def _dataset_class(known: KnownSet) -> Any:
+    from torchvision import datasets  # noqa: PLC0415 (seconds to import)
+
+    return getattr(datasets, known.torchvision_class)
+
+
+def _writable(path: Path) -> bool:
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    return nearest.is_dir() and os.access(nearest, os.W_OK)
+
+
+@contextlib.contextmanager
+def _network_deadline() -> Iterator[None]:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_STALL_SECONDS)  # torchvision sets none and would wait for ever
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)

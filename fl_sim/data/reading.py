@@ -2,30 +2,45 @@
 
 Verified: whether its files are what they should be, by checksums, sizes, shapes and counts. The user's own data set by
 import path, ``data=my_package.sets:hospitals``, is a function of the data root.
+
+Which records a data set is about, whatever it is called and however it is read: a digest of what its files hold.
+
+Two names have one content where they are two spellings of a path, a link, or a copy; where other columns are the label,
+other ranges are set, or another share is for testing; where the classes are merged, or the features are other ones. The
+order of lines and records does not count. A table whose columns were changed, or a part of the records, is other
+content.
 """
 
 import hashlib
+import hmac
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fl_sim.data import hub, leaf, npz, table, uci
-from fl_sim.data.checked import known_dataset, looks_channels_last, tokens_in, with_validation
+from fl_sim.data import hub, leaf, npz, table
+from fl_sim.data.dataset import known_dataset, looks_channels_last, tokens_in, with_validation
 from fl_sim.data.features import Features, as_features
-from fl_sim.data.naming import KNOWN, KnownSet, OwnName, own_name
-from fl_sim.data.pictures import read_folder
-from fl_sim.data.places import Source, describe_missing, find, look_for
-from fl_sim.data.public_images import download, read_cifar, read_digits, read_idx, read_svhn
+from fl_sim.data.naming import KNOWN, KnownSet, OwnName, own_name, without_settings
+from fl_sim.data.pictures import SUFFIXES, read_folder
+from fl_sim.data.places import Source, describe_missing, download, find, look_for
+from fl_sim.data.public_sets import read_cifar, read_digits, read_idx, read_svhn, read_uci
 from fl_sim.errors import UserError
 from fl_sim.own_code import load_object, with_place
+from fl_sim.same_records import records_of
 from fl_sim.seeding import seeded_alone
+from fl_sim.store.private import machine_key
 from fl_sim.types import Dataset, Examples
+
+_FOLDERS: Final = (*SUFFIXES, ".csv", ".json", ".jsonl", ".parquet", ".arrow")
+_DESCRIPTIONS: Final = frozenset({"dataset_info.json", "dataset_dict.json", "state.json"})
+"""What Hugging Face's library writes beside the records."""
 
 
 def load(name: str, data_root: Path | None = None, features: Features = "none") -> Dataset:
@@ -94,6 +109,48 @@ def verify(name: str, data_root: Path | None = None) -> Check:
         return Check(name, source, (str(error),))
 
 
+def content_of(name: str, data_root: Path | None) -> str:
+    """Return a digest of the records that ``name`` trains on as they lie in their files, whoever reads them how.
+
+    Of tables and folders: of all that the file or the folder holds. It tells whoever knows all records but one what
+    that one is: it is for this machine alone, see ``sealed_content``. Raises UserError as ``load`` does.
+    """
+    name = records_of(name)
+    own = own_name(name)
+    files = _files_of(name, own, data_root)
+    if files:
+        return _of_files(tuple((file, *_signature(file)) for file in files))
+    if own is not None and own.kind == "hf":  # a name on the hub
+        return hashlib.sha256(f"hf:{own.place}".encode()).hexdigest()
+    source = look_for(name, data_root)
+    place = source.path if source and source.layout != "own" else None
+    return _of_records(without_settings(name), data_root, _signature(place) if place else ())
+
+
+def contents_of(name: str, data_root: Path | None) -> tuple[str, str]:
+    """Return ``content_of`` the records that ``name`` trains on, and of those that it tests on."""
+    own = own_name(records_of(name))
+    if own is not None and "test_file" in own.options:
+        return content_of(name, data_root), content_of(f"{own.kind}:{own.option('test_file')}", data_root)
+    trained = content_of(name, data_root)
+    if own is not None and own.kind in {"csv", "parquet"}:
+        return trained, trained
+    return trained, _of_inputs(load(records_of(name), data_root).test.inputs)
+
+
+def sealed_content(name: str, data_root: Path | None, *, make_key: bool = True) -> str:
+    """Return ``content_of`` under a secret key of this machine, to be told in results; "" where there is no such key.
+
+    The part before the colon tells the key: contents under two keys cannot be compared. ``make_key``: as ``make`` of
+    ``machine_key``, for a plan, which writes nothing.
+    """
+    key = machine_key(make=make_key)
+    if not key:
+        return ""
+    sealed = hmac.new(key, content_of(name, data_root).encode(), hashlib.sha256).hexdigest()
+    return f"{hashlib.sha256(key).hexdigest()[:8]}:{sealed[:32]}"
+
+
 @lru_cache(maxsize=32)
 def _fingerprint_once(name: str, source: Source, stamps: "_Stamps", with_test: bool) -> str:  # noqa: FBT001 (a key)
     dataset, digest = _read_once(name, source, stamps), hashlib.sha256()
@@ -108,7 +165,7 @@ def _read_known(known: KnownSet, source: Source, path: Path) -> Dataset:
     if known.finer:
         return _merged(_read_known(KNOWN[known.finer], source, path), known)
     if source.layout == "uci":
-        return uci.read(path, known)
+        return read_uci(path, known)
     if source.layout == "npz":
         return npz.read_known(path, known)
     readers = {"idx": read_idx, "cifar": read_cifar, "mat": read_svhn}
@@ -285,3 +342,75 @@ def _published(known: KnownSet) -> dict[str, str]:
 def _md5(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
+def _files_of(name: str, own: OwnName | None, data_root: Path | None) -> list[Path]:
+    """Return the files whose bytes are the content; none where it is that of the arrays that are read from them."""
+    if own is None:
+        known = KNOWN.get(name)
+        source = look_for(name, data_root) if known else None
+        if known is None or source is None or source.layout != "uci" or source.path is None:
+            return []
+        return [source.path / next(iter(known.files))]
+    place = Path(own.place).expanduser().absolute()
+    if own.kind in {"csv", "parquet"}:
+        return [place]
+    if own.kind == "folder" or (own.kind == "hf" and place.is_dir()):
+        return sorted(
+            file for file in place.rglob("*") if file.suffix.lower() in _FOLDERS and file.name not in _DESCRIPTIONS
+        )
+    return []
+
+
+def _signature(path: Path) -> tuple[int, ...]:
+    """Return what changes when a file is written again."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@lru_cache(maxsize=32)
+def _of_files(files: tuple[tuple[Path | int, ...], ...]) -> str:
+    paths = [Path(str(path)) for path, *_ in files]
+    try:
+        digests = [_of_lines(path) if path.suffix.lower() == ".csv" else _of_bytes(path) for path in paths]
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}): make it readable") from error
+    return digests[0].hex() if len(digests) == 1 else _added(digests).hex()
+
+
+def _of_bytes(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def _of_lines(path: Path) -> bytes:
+    """Return a digest of a file's lines in any order, whatever ends them."""
+    with path.open("rb") as file:
+        return _added(hashlib.sha256(line).digest() for line in _lines(file))
+
+
+def _lines(file: Iterable[bytes]) -> Iterator[bytes]:
+    for line in file:
+        if text := line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n"):
+            yield text
+
+
+@lru_cache(maxsize=8)
+def _of_records(name: str, data_root: Path | None, signature: tuple[int, ...]) -> str:  # noqa: ARG001
+    """Return the digest of the training inputs. ``signature``: of the file; one that was written again is another."""
+    return _of_inputs(load(name, data_root).train.inputs)
+
+
+def _of_inputs(inputs: NDArray[Any]) -> str:
+    return _added(hashlib.sha256(np.ascontiguousarray(record).data).digest() for record in inputs).hex()
+
+
+def _added(digests: Iterable[bytes]) -> bytes:
+    """Return a digest of several in any order, each as often as it occurs."""
+    total, count = 0, 0
+    for digest in digests:
+        total, count = total + int.from_bytes(digest), count + 1
+    return hashlib.sha256(f"{count} {total % 2**256:x}".encode()).digest()

@@ -9,7 +9,7 @@ from fl_sim.data import fingerprint, is_own, sealed_content
 from fl_sim.data.naming import own_name
 from fl_sim.experiment.experiment import Experiment, own_paths, paths_in
 from fl_sim.own_code import digests, edited
-from fl_sim.store import secret_key
+from fl_sim.store import private
 
 CURE = "--again (again=True) runs it anew and moves what was there aside, another --out leaves it as it is"
 
@@ -33,7 +33,7 @@ class Identity:
         """Return what a run directory records; nothing where neither records nor code are the user's own."""
         records = self.records
         if self.is_private and records:
-            records = secret_key.keyed(self.records)
+            records = private.keyed(self.records)
         return {name: value for name, value in (("records", records), ("code", dict(self.code))) if value}
 
     def is_of_others(self, sealed: str) -> bool:
@@ -78,7 +78,7 @@ class Identity:
             return None
         if not self.is_private:
             return then == self.records
-        return secret_key.is_of(then, self.records)
+        return private.is_of(then, self.records)
 
 
 def identity_of(experiment: Experiment, data_root: Path | None) -> Identity:

@@ -24,7 +24,7 @@ from fl_sim.simulation.resuming import clean_up, finished_result, has_leftovers,
 from fl_sim.simulation.run_log import Observer, RunLog, Silent
 from fl_sim.store import run_directory
 from fl_sim.store.files import LOCK, in_words, sole_run
-from fl_sim.store.unheard import Unheard, prints_unheard, warnings_unheard
+from fl_sim.store.private import Unheard, prints_unheard, warnings_unheard
 
 
 def run(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fl_sim.data import load
-from fl_sim.data.checked import looks_channels_first
+from fl_sim.data.dataset import looks_channels_first
 from fl_sim.errors import UserError
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fl_sim import models
 from fl_sim.data import load
-from fl_sim.data.checked import ALPHABET
+from fl_sim.data.dataset import ALPHABET
 from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import job_of

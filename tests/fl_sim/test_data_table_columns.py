@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from fl_sim.data import load
-from fl_sim.data.columns import Spelling, cure_of, doubles
+from fl_sim.data.table_file import Spelling, cure_of, doubles
 from fl_sim.errors import UserError
 
 ROWS = 60

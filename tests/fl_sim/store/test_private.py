@@ -14,7 +14,7 @@ from torch import nn
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.local_plan import LocalPlan
 from fl_sim.simulation.run import run
-from fl_sim.store.unheard import MOST_CHARACTERS, Unheard, prints_unheard, warnings_unheard
+from fl_sim.store.private import MOST_CHARACTERS, Unheard, prints_unheard, warnings_unheard
 from fl_sim.types import ClientUpdate, LocalTask, Trained
 from strategies.algorithm import Averaging
 

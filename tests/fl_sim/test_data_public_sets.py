@@ -8,7 +8,7 @@ import pytest
 from clients.dafl.table import cells_of, records_of
 from fl_sim.data import load, verify
 from fl_sim.data.naming import KNOWN
-from fl_sim.data.uci import _DIABETES, _DIABETES_NUMBERS, _ICD9, _diagnosis
+from fl_sim.data.public_sets import _DIABETES, _DIABETES_NUMBERS, _ICD9, _diagnosis
 from fl_sim.errors import UserError
 
 ADULT = (

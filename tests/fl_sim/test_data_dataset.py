@@ -8,8 +8,9 @@ import pytest
 from PIL import Image
 
 from fl_sim.data import load
-from fl_sim.data.checked import CLASSES_READ_OFF, COLOUR_READ_OFF, SIZE_READ_OFF
+from fl_sim.data.dataset import CLASSES_READ_OFF, COLOUR_READ_OFF, SIZE_READ_OFF, card_of
 from fl_sim.errors import UserError
+from fl_sim.types import Dataset, Examples
 
 TABLE = "x,label,split\n1,ill,train\n2,well,train\n3,ill,test\n4,well,test\n"
 
@@ -145,3 +146,12 @@ def test_labels_of_leaf_are_whole_numbers(given, message, tmp_path):
 def test_labels_of_leaf_are_numbered_by_size(tmp_path):
     found = load(f"{leaf(tmp_path, [5, 3])}:classes=5+4+3")
     assert (found.classes, found.train.labels.tolist()) == (("3", "4", "5"), [2, 0])
+
+
+def test_clients_with_test_records_of_their_own_are_those_that_train_and_no_strangers():
+    groups, tested = np.array([1, 1, 1, 2, 4, 4, 4, 4, 4]), np.array([4, 4, 7, 8, 9, 1])
+    train = Examples(np.zeros((9, 2), np.float32), np.arange(9) % 2, groups)
+    test = Examples(np.zeros((6, 2), np.float32), np.arange(6) % 2, tested)
+    clients = card_of(Dataset("d", train, test, 2, (0.0,), (1.0,)), with_records=False)["clients"]
+    assert (clients["count"], clients["with_test_records"], clients["with_one_record"]) == (3, 2, 1)
+    assert (clients["smallest"], clients["median"], clients["largest"]) == (1, 3.0, 5)

@@ -1,12 +1,16 @@
-"""What code says while a private run computes, by print, warnings and logging: in a file for its owner alone.
+"""What stays private on its owner's machine: the key that digests are published under, and the output of private runs.
 
 Libraries warn of numbers, and some quote them; code of the user's may print a record. Nobody who reads over the
 owner's shoulder, or the log of a job, is to see that, and it is no part of what the run's epsilon covers.
 """
 
+import hashlib
+import hmac
 import io
 import logging
 import os
+import re
+import secrets
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,8 +18,56 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from pathlib import Path
 from typing import Final, TextIO
 
+from fl_sim.store.files import folder_of
+
+_KEY: Final = "key"
+_FLEETING: Final = secrets.token_bytes(32)
+_KEYED = re.compile("keyed-([0-9a-f]{16})-([0-9a-f]{32})-[0-9a-f]{64}")
+
 MOST_CHARACTERS: Final = 2**20
 """How much is kept, of code that goes on and on."""
+
+
+def keyed(digest: str) -> str:
+    """Return ``digest`` under the key, with a salt of its own: nobody without the key can try records against it.
+
+    Nor tell whether two of them are of the same records. Empty where the key can be neither read nor made.
+    """
+    key = machine_key()
+    return _under(key, secrets.token_hex(16), digest) if key else ""
+
+
+def is_of(recorded: str, digest: str) -> bool | None:
+    """Say whether ``keyed`` made ``recorded`` of ``digest``; None where that was under the key of another machine."""
+    found, key = _KEYED.fullmatch(recorded), machine_key()
+    if found is None or found[1] != _name(key):
+        return None
+    return hmac.compare_digest(_under(key, found[2], digest), recorded)
+
+
+def machine_key(*, make: bool = True) -> bytes:
+    """Return the key, made where there is none; empty where it can be neither read nor made.
+
+    ``make`` False writes nothing: where there is no key, one of this process's own takes its place.
+    """
+    path = folder_of("FL_SIM_LEDGERS", "XDG_STATE_HOME", "~/.local/state", "ledgers") / _KEY
+    try:
+        if not path.exists():
+            if not make:
+                return _FLEETING
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new = path.with_name(f"{_KEY}.{secrets.token_hex(8)}")
+            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(32))
+            try:
+                os.link(new, path)  # whole, and never in the place of another process's
+            except FileExistsError:
+                pass
+            finally:
+                new.unlink()
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 class Unheard(io.StringIO):
@@ -71,6 +123,14 @@ def prints_unheard(stream: Unheard) -> Iterator[None]:
     """Send what is printed in this block, in whatever thread, to ``stream``."""
     with redirect_stdout(stream), redirect_stderr(stream):
         yield
+
+
+def _under(key: bytes, salt: str, digest: str) -> str:
+    return f"keyed-{_name(key)}-{salt}-{hmac.new(key, f'{salt} {digest}'.encode(), hashlib.sha256).hexdigest()}"
+
+
+def _name(key: bytes) -> str:
+    return hashlib.sha256(b"the name of " + key).hexdigest()[:16]
 
 
 def _on_screen() -> Iterator[logging.Handler]:
