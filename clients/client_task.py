@@ -19,14 +19,13 @@ from fl_sim.kinds import is_own_kind
 from fl_sim.local_plan import LocalAlgorithm
 from fl_sim.native.kernel import load_kernel
 from fl_sim.own_code import error_context
-from fl_sim.params import check_layout, layout_of
+from fl_sim.params import WriteGuard, check_layout, layout_of
 from fl_sim.seeding import seeded_alone
 from fl_sim.store.tensors import load_state, read_by_content
 from fl_sim.training.evaluation import Scores
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, LocalTrainer, Trainer, Training
 from fl_sim.types import LocalSettings, LocalTask, Params, Payloads, Precision, Trained
-from fl_sim.write_guard import WriteGuard
 
 if TYPE_CHECKING:
     from clients.policy import Policy

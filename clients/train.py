@@ -12,13 +12,12 @@ from flwr.app import RecordDict
 from clients.client_task import Client, OnClient, Starting
 from fl_sim.engines import wire
 from fl_sim.kinds import is_own_kind
-from fl_sim.params import check_layout, layout_of
+from fl_sim.params import WriteGuard, check_layout, layout_of
 from fl_sim.seeding import rng, seed_process
 from fl_sim.store.tensors import save_state
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob
 from fl_sim.types import LocalTask, Trained
-from fl_sim.write_guard import WriteGuard
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,20 @@
-"""The networks of the experiments, each a function from (input shape, classes) to a fresh ``nn.Module``."""
+"""Models: functions from (input shape, classes) to a fresh ``nn.Module``, ours and the user's own."""
 
+import inspect
+import math
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fl_sim.errors import UserError
-from fl_sim.model_names import GRU, known_model
-from fl_sim.own_model import build_own
-from fl_sim.running_statistics import all_norms_in, norms_in
-from fl_sim.seeding import seed_torch, torch_alone
-from fl_sim.sequences import GatedRecurrent
+from fl_sim.names import GRU, known_model
+from fl_sim.own_code import in_one_line, load_object, with_place
+from fl_sim.params import all_norms_in, norms_in, running_in
+from fl_sim.seeding import process_alone, seed_process, seed_torch, torch_alone
 from fl_sim.types import BatchNorm
 
 Shape: TypeAlias = tuple[int, ...]
@@ -26,7 +27,7 @@ def niid_cnn(input_shape: Shape, num_classes: int) -> nn.Module:
     44,426 parameters on 28x28x1. Images of at least 16x16.
     """
     channels, height, width = _image(input_shape, "niid-cnn", 16)
-    flat = 16 * _after_pool(_after_pool(height)) * _after_pool(_after_pool(width))
+    flat = 16 * math.prod(((side - 4) // 2 - 4) // 2 for side in (height, width))
     return nn.Sequential(
         nn.Conv2d(channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2),
@@ -64,7 +65,7 @@ def two_nn(input_shape: Shape, num_classes: int) -> nn.Module:
 
 def logistic(input_shape: Shape, num_classes: int) -> nn.Module:
     """Return multinomial logistic regression."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(_flat(input_shape), num_classes))
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
 
 
 class ResidualBlock(nn.Module):
@@ -92,6 +93,28 @@ def resnet(input_shape: Shape, num_classes: int) -> nn.Module:
         ResidualBlock(16, 16, 1), ResidualBlock(16, 32, 2), ResidualBlock(32, 64, 2),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, num_classes),
     )  # fmt: skip
+
+
+class GatedRecurrent(nn.Module):
+    """An embedding in 8 numbers as LEAF's program has it, a GRU (Cho et al. 2014) and a linear head.
+
+    A record is a row of whole numbers, kept as float32 as all numbers of records are: tokens from 1, then zeros as
+    padding. The head takes the state after the last token, which has seen no padding: padding is masked exactly.
+    """
+
+    def __init__(self, vocabulary: int, num_classes: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, 8, padding_idx=0)
+        self.recurrent = nn.GRU(8, 128, batch_first=True)
+        self.head = nn.Linear(128, num_classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map (batch, length) tokens to (batch, classes) logits."""
+        tokens = inputs.long()
+        states, _ = self.recurrent(self.embedding(tokens))
+        last = (tokens != 0).sum(1).clamp(min=1) - 1
+        logits: torch.Tensor = self.head(states[torch.arange(len(tokens), device=tokens.device), last])
+        return logits
 
 
 MODELS: dict[str, Factory] = {
@@ -124,10 +147,10 @@ def build(
     ``vocabulary``: above 0, records are sequences of tokens below it, which take "gru" or a model of the user's own.
     ``trial``: two records that the latter is tried on.
     Initial weights depend on ``seed`` alone. Raises UserError for an unknown name, for a model of the user's own
-    that cannot be trained here (``build_own``), and for one without BatchNorm layers where ``batch_norm`` says what
+    that cannot be trained here (``_build_own``), and for one without BatchNorm layers where ``batch_norm`` says what
     becomes of them.
     """
-    own = build_own(name, input_shape, num_classes, seed, batch_norm, vocabulary, trial) if ":" in name else None
+    own = _build_own(name, input_shape, num_classes, seed, batch_norm, vocabulary, trial) if ":" in name else None
     if batch_norm != "none" and (own is None or not norms_in(own)):
         kept = own is not None and all_norms_in(own)
         has = "keeps all its BatchNorm layers in evaluation mode" if kept else "has no BatchNorm layers"
@@ -139,15 +162,9 @@ def build(
         raise UserError(
             f"model {GRU!r} alone is for sequences of tokens, and {what}: leave model out, or take another method"
         )
-    factory = partial(_gru, vocabulary) if vocabulary else MODELS[name]
     with torch_alone():
         seed_torch(seed, "model")
-        return factory(input_shape, num_classes)
-
-
-def _gru(vocabulary: int, input_shape: Shape, num_classes: int) -> nn.Module:
-    del input_shape  # of any length
-    return GatedRecurrent(vocabulary, num_classes)
+        return GatedRecurrent(vocabulary, num_classes) if vocabulary else MODELS[name](input_shape, num_classes)
 
 
 def _image(input_shape: Shape, name: str, smallest: int) -> tuple[int, int, int]:
@@ -159,15 +176,179 @@ def _image(input_shape: Shape, name: str, smallest: int) -> tuple[int, int, int]
     return input_shape[0], input_shape[1], input_shape[2]
 
 
-def _after_pool(size: int) -> int:
-    return (size - 4) // 2
-
-
 def _perceptron(input_shape: Shape, hidden: tuple[int, ...], num_classes: int) -> nn.Module:
-    widths = (_flat(input_shape), *hidden)
+    widths = (math.prod(input_shape), *hidden)
     layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(widths[-1], num_classes))
 
 
-def _flat(input_shape: Shape) -> int:
-    return int(torch.Size(input_shape).numel())
+def _build_own(
+    path: str,
+    input_shape: Shape,
+    num_classes: int,
+    seed: int,
+    batch_norm: BatchNorm,
+    vocabulary: int,
+    trial: torch.Tensor | None,
+) -> nn.Module:
+    """Return the model of the user's factory at the import path ``path``, tried on two records.
+
+    ``trial``: two records of the data set, as models see them, with real tokens and categories (None: random ones).
+
+    Raises UserError, which names the model and the requirement, for a factory that fails, for anything but a module
+    that makes (n, classes) float32 logits of (n, *input_shape) float32 records, has float32 parameters of known sizes
+    some of which are trained, and whose buffers, if any, are the same at all times: they are not averaged. Running
+    statistics of BatchNorm layers are averaged where ``batch_norm`` says so.
+    """
+    factory = _factory(path)
+    if trial is None:
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(1, vocabulary, (2, *input_shape), generator=generator) if vocabulary else None
+        trial = torch.randn(2, *input_shape, generator=generator) if tokens is None else tokens.to(torch.float32)
+    with process_alone():
+        model = _made(path, factory, input_shape, num_classes, seed)
+        _check_parameters(path, model)
+        if (path, factory) not in _REPEATABLE:
+            _check_repeats(path, model, _made(path, factory, input_shape, num_classes, seed))
+            _REPEATABLE.add((path, factory))
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        logits = _logits(path, model, trial)
+        _check_logits(path, logits, num_classes)
+        if before:
+            _check_buffers(path, model, before, batch_norm)
+            _check_drawn(path, before, _made(path, factory, input_shape, num_classes, seed + 1))
+        if not torch.equal(logits, _logits(path, model, trial)):  # after the buffers, whose message is clearer
+            raise UserError(
+                f"model {path!r} makes other logits of the same records the second time, with the generators of torch, "
+                f"NumPy and Python seeded alike: {_CURE}"
+            )
+        with torch.no_grad():
+            for name, buffer in running_in(model).items():  # which the trial has changed
+                buffer.copy_(before[name])
+    return model
+
+
+_WANTED: Final = "a function of (input_shape, num_classes) that returns a fresh torch.nn.Module"
+_CURE: Final = (
+    "draw from the global generators of torch, NumPy or Python, which are seeded for it, not from one that seeds "
+    "itself or goes on from call to call"
+)
+_REPEATABLE: Final[set[tuple[str, Any]]] = set()
+"""Import paths and factories whose models were equal when they were made twice."""
+
+
+def _factory(path: str) -> Callable[..., Any]:
+    found: Any = load_object(path, "model")
+    if isinstance(found, nn.Module) or not callable(found):
+        raise UserError(f"model {path!r} is {in_one_line(repr(found))}, not {_WANTED}")
+    factory: Callable[..., Any] = found
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # some that are written in C have none
+        return factory
+    try:
+        signature.bind((), 0)
+    except TypeError as error:
+        raise UserError(f"model {path!r} takes {in_one_line(str(signature))}, but must be {_WANTED}") from error
+    return factory
+
+
+def _made(
+    path: str, factory: Callable[..., Any], input_shape: tuple[int, ...], num_classes: int, seed: int
+) -> nn.Module:
+    seed_process(seed, "model")
+    try:
+        model = factory(input_shape, num_classes)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"model {path!r} failed when it was called with ({input_shape}, {num_classes}): {with_place(error)}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model {path!r} returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _check_parameters(path: str, model: nn.Module) -> None:
+    named = dict(model.named_parameters())
+    if not any(weight.requires_grad for weight in named.values()):
+        has = "only frozen parameters (requires_grad=False)" if named else "no parameters"
+        raise UserError(f"model {path!r} has {has}: there is nothing to train")
+    if lazy := [name for name, value in (*named.items(), *model.named_buffers()) if is_lazy(value)]:
+        raise UserError(
+            f"model {path!r} leaves sizes open until the first batch ({lazy[0]}): give them, such as nn.Linear instead "
+            "of nn.LazyLinear, from input_shape"
+        )
+    if other := [(name, weight.dtype) for name, weight in named.items() if weight.dtype != torch.float32]:
+        name, dtype = other[0]
+        raise UserError(
+            f"model {path!r} holds {str(dtype).removeprefix('torch.')} parameters ({name}): they must be float32; "
+            "local.precision chooses what products are computed in"
+        )
+
+
+def _check_repeats(path: str, model: nn.Module, again: nn.Module) -> None:
+    first, second = model.state_dict(), again.state_dict()
+    if other := [name for name, value in first.items() if name not in second or not torch.equal(value, second[name])]:
+        raise UserError(
+            f"model {path!r} is another one each time it is made of the same seed ({other[0]} differs): {_CURE}"
+        )
+
+
+def _logits(path: str, model: nn.Module, trial: torch.Tensor) -> Any:
+    """Return the logits of two records in training mode, always with the same draws."""
+    records, shape = trial.to(next(model.parameters()).device), tuple(trial.shape[1:])
+    was_training = model.training
+    try:
+        seed_process(0, "trial")
+        return model.train()(records)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"model {path!r} cannot take records of shape {shape}: {with_place(error)}") from error
+    finally:
+        model.train(was_training)
+
+
+def _check_logits(path: str, logits: Any, num_classes: int) -> None:
+    if not isinstance(logits, torch.Tensor):
+        raise UserError(
+            f"model {path!r} makes {type(logits).__name__} of a batch, not a tensor of logits: return these alone"
+        )
+    if tuple(logits.shape) != (2, num_classes) or logits.dtype != torch.float32:
+        raise UserError(
+            f"model {path!r} makes {str(logits.dtype).removeprefix('torch.')} of shape {tuple(logits.shape)} of 2 "
+            f"records, not float32 logits of shape (2, {num_classes})"
+        )
+    if not logits.requires_grad:
+        raise UserError(
+            f"model {path!r} makes logits that depend on none of its trained parameters: is there a torch.no_grad or a "
+            "detach in its forward?"
+        )
+
+
+def _check_buffers(path: str, model: nn.Module, before: dict[str, torch.Tensor], batch_norm: BatchNorm) -> None:
+    """Raise UserError for buffers that a forward pass has changed since ``before`` and that are not averaged."""
+    running = running_in(model)
+    for name, buffer in model.named_buffers():
+        if (name in before and torch.equal(buffer, before[name])) or (name in running and batch_norm != "none"):
+            continue
+        if name in running:
+            raise UserError(
+                f"model {path!r} keeps running statistics ({name}), which federated averaging would lose: say what "
+                "becomes of them with local.batch_norm=average or personal, or use nn.GroupNorm, or a norm with "
+                "track_running_stats=False"
+            )
+        raise UserError(
+            f"model {path!r} keeps running statistics ({name}), which federated averaging would lose: of layers with "
+            "such fl-sim knows those of nn.BatchNorm alone; use a norm without them, such as nn.GroupNorm"
+        )
+
+
+def _check_drawn(path: str, before: dict[str, torch.Tensor], other: nn.Module) -> None:
+    """Raise UserError for buffers that are not as ``before`` in a model of another seed."""
+    for name, buffer in other.named_buffers():
+        if name not in before or not torch.equal(buffer, before[name]):
+            raise UserError(
+                f"model {path!r} draws the buffer {name} at random, and buffers are not sent to clients: make it an "
+                "nn.Parameter with requires_grad=False"
+            )

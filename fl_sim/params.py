@@ -1,15 +1,22 @@
-"""Arithmetic on named tensors: small, pure, always in the order of the first argument's names."""
+"""Named tensors: arithmetic, the trained and the running part of a model, and a guard against writes to them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, ItemsView, Iterable, Iterator, ValuesView
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fl_sim.errors import UserError
+import numpy as np
+
+from fl_sim.errors import RunError, UserError
 from fl_sim.importing import torch
+from fl_sim.own_code import name_of
 from fl_sim.types import Params, Payloads, Trained
+
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm
 
 Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """Names and shapes of tensors that lie one behind the other in a vector."""
@@ -215,3 +222,130 @@ def _joined(values: Iterable[torch.Tensor]) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def _sizes(layout: Layout) -> list[int]:
     return [math.prod(shape) for _, shape in layout]
+
+
+def all_norms_in(model: torch.nn.Module) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers of ``model`` by name, those among them whose statistics it never trains."""
+    from torch.nn.modules.batchnorm import _BatchNorm  # noqa: PLC0415 (torch is imported late)
+
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+
+
+def norms_in(model: torch.nn.Module) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers of ``model`` whose statistics it trains, by name.
+
+    A model that keeps a layer in evaluation mode whatever is asked of it (its own ``train`` does) never trains that
+    layer's: they are part of the architecture, as other buffers are.
+    """
+    if not (norms := all_norms_in(model)):
+        return norms
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.train()
+        return {name: layer for name, layer in norms.items() if layer.training}
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def running_in(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the running statistics that ``model`` trains, by name: who writes to them writes to the model."""
+    return _buffers_of(norms_in(model))
+
+
+def fixed_in(model: torch.nn.Module) -> Params:
+    """Copy what of a fresh ``model`` nobody trains to the CPU: frozen parameters, and statistics as it keeps them."""
+    trained = norms_in(model)
+    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+    kept = _buffers_of({name: layer for name, layer in all_norms_in(model).items() if name not in trained})
+    return detached({**frozen, **{name: value.to(torch.float32) for name, value in kept.items()}}.items())
+
+
+def _buffers_of(norms: Mapping[str, _BatchNorm]) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}.{key}".removeprefix("."): buffer
+        for name, layer in norms.items()
+        for key, buffer in layer.named_buffers(recurse=False)
+    }
+
+
+def statistics_of(model: torch.nn.Module) -> Params:
+    """Copy the running statistics of ``model`` to the CPU, all as float32.
+
+    The number of batches, which only a BatchNorm with ``momentum=None`` looks at, is exact up to 2^24.
+    """
+    return {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in running_in(model).items()}
+
+
+def load_statistics(model: torch.nn.Module, statistics: Params) -> None:
+    """Write ``statistics`` over those of ``model``, a mean number of batches rounded; without any, start anew.
+
+    Raises ValueError where they are not the model's.
+    """
+    if not statistics:
+        for layer in norms_in(model).values():
+            layer.reset_running_stats()
+        return
+    running = running_in(model)
+    check_layout("the running statistics", statistics, layout_of(running))
+    for name, buffer in running.items():
+        value = statistics[name]
+        buffer.copy_(value if buffer.is_floating_point() else value.round())
+
+
+@dataclass(frozen=True)
+class WriteGuard:
+    """Tensors that foreign code may read, by name: it finds out who writes to them.
+
+    Tensors in one process may be the same in many places: written to, the server's model would change for all clients
+    of a round. PyTorch counts the ``writes`` to a tensor, views of it included, and ``sums`` over its bits show writes
+    that PyTorch does not see, such as through NumPy, in a hundredth of the time of the shortest round. Without ``sums``
+    no bits are compared. ``found``: the first finding, as whoever runs next is not to blame.
+    """
+
+    tensors: tuple[tuple[str, torch.Tensor], ...]
+    writes: tuple[int, ...]
+    sums: tuple[int, ...]
+    found: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, groups: Payloads, *, by_bits: bool = True) -> WriteGuard:
+        """Return a guard of ``groups`` as they are now."""
+        tensors: list[tuple[str, torch.Tensor]] = []
+        for name, params in groups.items():
+            own = (params.flat,) if isinstance(params, FlatParams) else params.values()
+            tensors += [(name, tensor) for tensor in own]
+        writes = tuple([_writes(tensor) for _, tensor in tensors])
+        return cls(tuple(tensors), writes, tuple([_bit_sum(tensor) for _, tensor in tensors]) if by_bits else ())
+
+    def check(self, *methods: Callable[..., Any]) -> None:
+        """Raise RunError, which names the ``methods`` that ran since, where PyTorch has counted a write."""
+        for (name, tensor), was in zip(self.tensors, self.writes, strict=True):
+            if _writes(tensor) != was:
+                raise self._wrote(name, methods)
+
+    def check_bits(self, *methods: Callable[..., Any]) -> None:
+        """Raise the same where the bits differ, however they were written."""
+        for (name, tensor), was in zip(self.tensors, self.sums, strict=False):
+            if _bit_sum(tensor) != was:
+                raise self._wrote(name, methods)
+
+    def _wrote(self, name: str, methods: tuple[Callable[..., Any], ...]) -> RunError:
+        self.found.append(
+            f"{' or '.join(map(name_of, methods))} wrote into {name}, which it was handed to read: others in this "
+            "process hold the same numbers, so the run would be wrong; make new tensors there, such as by "
+            "tensor.clone()"
+        )
+        return RunError(self.found[0])
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else int(tensor._version)  # noqa: SLF001 (PyTorch's documentation names it)
+
+
+def _bit_sum(tensor: torch.Tensor) -> int:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return 0
+    content = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    whole = len(content) // 8 * 8
+    return int(np.add.reduce(content[:whole].view(np.int64))) + int(np.add.reduce(content[whole:], dtype=np.int64))

@@ -1,4 +1,4 @@
-"""Does an algorithm keep the laws that every algorithm must keep? For those of this project and for your own.
+"""``check`` and ``check_compressor``: tests that an algorithm or a compressor keeps the laws, ours or your own.
 
     from fl_sim.testing import check
     check(FedDyn(alpha=0.1))
@@ -8,6 +8,7 @@ A test of a few seconds on embedded data. It says nothing about the algorithm's 
 
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from fl_sim.experiment.local import Local
 from fl_sim.kinds import title_of
 from fl_sim.local_plan import Sending, sent_by
 from fl_sim.native.kernel import load_kernel
-from fl_sim.params import detached, is_finite, layout_of, num_parameters, scale
+from fl_sim.packed import Coins, Compressor, Packed, Packing
+from fl_sim.params import FlatParams, Layout, WriteGuard, detached, is_finite, layout_of, num_in, num_parameters, scale
 from fl_sim.privacy.mechanisms import Noise
 from fl_sim.seeding import rng
 from fl_sim.simulation.run import run
@@ -35,7 +37,6 @@ from fl_sim.training.loop import to_tensors
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Aggregate, Cohort, LocalSettings, LocalTask, Params, Payloads, Reply, ServerState, Trained
-from fl_sim.write_guard import WriteGuard
 from partitions import Iid
 from strategies.aggregators import WeightedMean
 from strategies.algorithm import Algorithm, Sharing, groups_of, payload_template, weighting_of
@@ -279,3 +280,89 @@ def _distance(one: Payloads, other: Payloads) -> float:
 def _layouts(server: ServerState) -> dict[str, Any]:
     groups = {"params": server.params, **server.broadcast, **server.memory}
     return {name: (num_parameters(params), dict(layout_of(params))) for name, params in groups.items()}
+
+
+LAYOUTS: tuple[Layout, ...] = (
+    (("conv", (4, 3, 3, 3)), ("bias", (4,)), ("head", (10, 40)), ("scale", ())),
+    (("only", (1,)),),
+)
+MANY, OFF = 1000, 0.25
+"""So many rounds, after which what arrived in all may lie so far from what was sent, relative to its length."""
+
+
+def check_compressor(way: Compressor) -> None:
+    """Hold ``way``, a settings object, to the laws. Raises BrokenLaw with the first one that it breaks.
+
+    1. It can be written down and read back. 2. All that it packs has its ``size``. 3. What is packed follows from the
+    update, what was held back and the coins, and from nothing else. 4. A finite update arrives finite, and one that is
+    not does not. 5. What is held back always has the same names and shapes. 6. Over many rounds what arrives adds up
+    to what was sent: by error feedback, or on average.
+    """
+    experiment = Experiment(compress=way)
+    if experiment_from(experiment.model_dump(mode="json")) != experiment:
+        raise BrokenLaw(f"{title_of(way)} written down and read back is another one: {way!r}")
+    for layout in LAYOUTS:
+        _packs_to_its_size(way, layout)
+        _tells_what_is_not_finite(way, layout)
+        _adds_up(way, layout)
+
+
+def _packs_to_its_size(way: Compressor, layout: Layout) -> None:
+    held: Payloads = {}
+    for number in range(3):
+        update = _random_update(layout, number)
+        packed, kept = way.pack(update, held, _coins(number))
+        size = way.size(layout)
+        if (len(packed.numbers), len(packed.bits)) != size or packed.numbers.dtype != torch.float32:
+            raise BrokenLaw(f"{title_of(way)} packs {len(packed.numbers)} numbers and {len(packed.bits)} bytes: {size}")
+        again, _ = way.pack(update, held, _coins(number))
+        if not _same(packed, again):
+            raise BrokenLaw(f"{title_of(way)} packs the same update in two ways: draw random numbers from coins alone")
+        if number and _shapes(kept) != _shapes(held):
+            raise BrokenLaw(f"{title_of(way)} holds back {_shapes(kept)} after {_shapes(held)}")
+        arrived = way.unpack(packed, layout, _coins(number))
+        if layout_of(arrived) != layout or not torch.isfinite(arrived.flat).all():
+            raise BrokenLaw(
+                f"{title_of(way)}: a finite update of {layout} arrives as {arrived.flat} of {layout_of(arrived)}"
+            )
+        held = kept
+
+
+def _tells_what_is_not_finite(way: Compressor, layout: Layout) -> None:
+    packing, update = Packing(way, seed=0), _random_update(layout, 0)
+    update.flat[-1] = torch.nan
+    packed = packing.pack({"delta": update}, update, {}, 0, 1)[1]["delta"]
+    arrived = packing.unpack("delta", packed, layout, 0, 1)
+    if torch.isfinite(torch.cat([value.reshape(-1) for value in arrived.values()])).all():
+        raise BrokenLaw(f"{title_of(way)}: an update of which numbers are NaN arrives finite, so nobody learns of it")
+
+
+def _adds_up(way: Compressor, layout: Layout) -> None:
+    update, held = _random_update(layout, 0), Payloads()
+    total = torch.zeros(num_in(layout), dtype=torch.float64)
+    for number in range(MANY):
+        packed, held = way.pack(update, held, _coins(number))
+        total += way.unpack(packed, layout, _coins(number)).flat
+    off = float(torch.linalg.vector_norm(total / MANY - update.flat) / torch.linalg.vector_norm(update.flat))
+    if not off <= OFF:
+        raise BrokenLaw(
+            f"{title_of(way)}: of an update that is sent {MANY} times what arrives on average lies {off:.2g} of its "
+            "length away: hold back what is left out (strategies.compression.error_feedback), or be right on average"
+        )
+
+
+def _random_update(layout: Layout, seed: int) -> FlatParams:
+    generator = torch.Generator().manual_seed(seed)
+    return FlatParams(torch.randn(num_in(layout), generator=generator), layout)
+
+
+def _coins(number: int) -> Coins:
+    return partial(rng, 0, "check", number)
+
+
+def _same(one: Packed, other: Packed) -> bool:
+    return torch.equal(one.numbers, other.numbers) and np.array_equal(one.bits, other.bits)
+
+
+def _shapes(held: Payloads) -> dict[str, Layout]:
+    return {name: layout_of(params) for name, params in held.items()}

@@ -1,7 +1,7 @@
 """Fixtures of pytest: coarse accounting, a clock that stands still, no waiting for disks.
 
 ``pytest_plugins = ["fl_sim.testing_fixtures"]`` in a conftest.py registers them. What they replace inside of fl-sim is
-known here alone, so that tests name nothing private. The engine for tests is ``fl_sim.testing_engine.FakeEngine``.
+known here alone, so that tests name nothing private. The engine for tests is ``fl_sim.testing_runs.FakeEngine``.
 Nothing that takes seconds to import is imported at once.
 """
 

@@ -1,4 +1,4 @@
-"""Does a run with a layer or a stage keep the laws that every run must keep? For those of this project and for yours.
+"""``check_run``: a test that a run with a layer or a stage keeps the laws of runs; and an engine for tests.
 
     from fl_sim.testing_runs import check_run
     check_run(aggregator=MyAggregator(), rounds=3)
@@ -8,20 +8,22 @@ The laws of algorithms are in ``fl_sim.testing``. A test of some seconds on embe
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from fl_sim.engines import wire
-from fl_sim.engines.grid import LocalGrid
+from fl_sim.engines.grid import TOO_LATE, LocalGrid, answer, failure, partition_of, raised
 from fl_sim.errors import RunError
 from fl_sim.experiment.experiment import Experiment, experiment_from
 from fl_sim.experiment.job import job_of
@@ -212,3 +214,49 @@ def _told_apart(one: Any, other: Any, apart: Iterable[str]) -> str:
         )
     same = (isinstance(one, float) and isinstance(other, float)) or one == other
     return "" if same else f" {one!r} or {other!r}"
+
+
+Answer: TypeAlias = Callable[[int, Message], RecordDict | Message | None]
+"""How a client, told by its number, answers a message: a reply or its content, or ``None`` where none arrives.
+
+What it raises becomes the reply of a failed client; ``TimeoutError`` that of one that was too late.
+"""
+
+
+class FakeEngine(LocalGrid):
+    """A Grid whose clients answer by ``answering``; ``order`` puts the replies of an exchange in another order.
+
+    ``asked`` holds all messages so far, ``waits`` the seconds that each exchange was given.
+    """
+
+    def __init__(
+        self,
+        num_clients: int,
+        answering: Answer,
+        *,
+        order: Callable[[list[Message]], list[Message]] = list,
+    ) -> None:
+        super().__init__(num_clients)
+        self.asked: list[Message] = []
+        self.waits: list[float | None] = []
+        self._answering, self._order = answering, order
+
+    def _exchange(self, messages: Sequence[Message], timeout: float | None) -> list[Message]:
+        self.asked += messages
+        self.waits.append(timeout)
+        replies = map(self._reply, messages)
+        return self._order([reply for reply in replies if reply is not None])
+
+    def _reply(self, message: Message) -> Message | None:
+        try:
+            content = self._answering(partition_of(message), message)
+        except TimeoutError as error:
+            return failure(message, TOO_LATE, str(error))
+        except Exception as error:  # noqa: BLE001 (a client may raise anything)
+            return raised(message, error)
+        return Message(content, reply_to=message) if isinstance(content, RecordDict) else content
+
+
+def played_by(app: ClientApp, num_clients: int) -> Answer:
+    """Return the answers of ``app``."""
+    return lambda _, message: answer(app, message, num_clients)

@@ -137,7 +137,7 @@ class Dataset:
     read off the records and show in results or in the model's shape, each with the setting that makes it public, if
     there is one; every privacy statement lists them. ``inferred``: what a reader took a file to be without being told,
     such as the decimal sign of its numbers, a line each. ``vocabulary``: above 0, records are sequences of whole
-    numbers below it (fl_sim.sequences). ``validation``: records that no client holds and that are not for testing, for
+    numbers below it (fl_sim.models). ``validation``: records that no client holds and that are not for testing, for
     ``evaluate.validation=given``. ``image_shape``: of the images that records were before features took their place;
     empty for all others.
     """
@@ -360,7 +360,7 @@ class ServerState:
     """The global model (``params``), what travels with it (``broadcast``) and what stays on the server (``memory``).
 
     ``layers``: running statistics of BatchNorm layers, and their parameters where they are personal: the mean of what
-    clients had after the last round (fl_sim.running_statistics). Algorithms neither see nor change them.
+    clients had after the last round (fl_sim.params). Algorithms neither see nor change them.
     """
 
     params: Params

@@ -14,7 +14,7 @@ from fl_sim.kinds import Choices, kind_of
 from fl_sim.local_plan import LocalAlgorithm, LocalPlan, Sending, sent_by
 from fl_sim.local_plan import Sharing as Sharing  # noqa: PLC0414 (said so for mypy: it is one of these protocols)
 from fl_sim.own_code import error_context
-from fl_sim.params import add, scale, subtract
+from fl_sim.params import WriteGuard, add, scale, subtract
 from fl_sim.seeding import rng, seeded_alone
 from fl_sim.settings import Settings
 from fl_sim.types import (
@@ -29,7 +29,6 @@ from fl_sim.types import (
     ServerState,
     Trained,
 )
-from fl_sim.write_guard import WriteGuard
 
 Weighting: TypeAlias = Literal["examples", "uniform"]
 """How clients count in the mean: by their number of records, or all the same."""

@@ -16,8 +16,7 @@ from clients.client_layer import ClientLayer
 from fl_sim.errors import UserError
 from fl_sim.kinds import kind_of
 from fl_sim.local_plan import LocalPlan
-from fl_sim.params import detached, layers_after, placed, trainable
-from fl_sim.running_statistics import all_norms_in, statistics_of
+from fl_sim.params import all_norms_in, detached, layers_after, placed, statistics_of, trainable
 from fl_sim.types import (
     Aggregate,
     BatchNorm,

@@ -19,11 +19,10 @@ from fl_sim.engines import tensor_records, wire
 from fl_sim.errors import Diverged, Malformed, RunError
 from fl_sim.kinds import is_own_kind
 from fl_sim.own_code import error_context
-from fl_sim.params import flattened, is_finite
+from fl_sim.params import WriteGuard, flattened, is_finite
 from fl_sim.seeding import rng, seed_process
 from fl_sim.store.run_directory import RoundRecord
 from fl_sim.types import Aggregate, ClientUpdate, Cohort, Packed, Payloads, Reply, ServerState, Size, Traffic
-from fl_sim.write_guard import WriteGuard
 from strategies.aggregators import Aggregator, WeightedMean
 from strategies.algorithm import Algorithm, groups_of, payload_template, weighting_of
 from strategies.answers import (

@@ -15,7 +15,7 @@ from fl_sim.experiment.evaluate import Evaluate
 from fl_sim.experiment.local import Local, goes_by_steps
 from fl_sim.kinds import Checking, Completing, Promising, Remarking, is_none, path_in, replaces_records
 from fl_sim.mistakes import explain, shortened
-from fl_sim.model_names import known_model
+from fl_sim.names import known_model
 from fl_sim.own_code import IMPORT_PATH
 from fl_sim.settings import (
     MOST_LEVELS,

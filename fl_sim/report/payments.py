@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from fl_sim.errors import RunError
+from fl_sim.names import called
 from fl_sim.privacy import events
 from fl_sim.privacy.accounting import Adjacency
 from fl_sim.privacy.bill import Bill, Counts, Paid, Payment, whole_run
@@ -14,7 +15,6 @@ from fl_sim.report.files import Made
 from fl_sim.report.groups import split_of
 from fl_sim.report.release import Release
 from fl_sim.report.runs import Run
-from fl_sim.same_records import called
 
 _MOMENTS: Final = "moments-"
 """How the identity begins of the moments of features that clients release after training."""

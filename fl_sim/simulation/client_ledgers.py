@@ -23,10 +23,10 @@ import numpy as np
 from clients.policy import RECORD_TERMS
 from fl_sim.data import content_of, fingerprint
 from fl_sim.experiment.job import Job
+from fl_sim.names import records_of
 from fl_sim.privacy.accounting import compose, epsilon_of_curve
 from fl_sim.privacy.ledger import Charge, Ledger
 from fl_sim.privacy.rounding import rounded_up
-from fl_sim.same_records import records_of
 from fl_sim.store.files import folder_of
 
 _EARLIER: Final = "earlier"

@@ -5,8 +5,8 @@ from dataclasses import replace
 from fl_sim.data import sealed_content
 from fl_sim.experiment.job import Job
 from fl_sim.kinds import replaces_records, short_form
+from fl_sim.names import called
 from fl_sim.privacy.bill import Paid
-from fl_sim.same_records import called
 from fl_sim.simulation.procedure import procedure_of
 from fl_sim.simulation.stage import stages_of
 

@@ -21,8 +21,7 @@ from fl_sim.experiment.job import Job
 from fl_sim.kinds import hides_clients, is_own, is_own_kind, kind_of, replaces_records
 from fl_sim.local_plan import LocalPlan, sent_by
 from fl_sim.own_code import error_context
-from fl_sim.params import detached, trainable
-from fl_sim.running_statistics import fixed_in
+from fl_sim.params import detached, fixed_in, trainable
 from fl_sim.seeding import seed_process
 from fl_sim.simulation.client_runtime import runtime_for, workload_of
 from fl_sim.simulation.forecast import work_of_rounds

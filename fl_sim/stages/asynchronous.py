@@ -15,6 +15,7 @@ from fl_sim.engines import wire
 from fl_sim.errors import Malformed, UserError
 from fl_sim.experiment.job import Job
 from fl_sim.own_code import error_context
+from fl_sim.params import WriteGuard
 from fl_sim.seeding import rng, seed_process
 from fl_sim.simulation.client_runtime import workload_of
 from fl_sim.simulation.forecast import work_of_rounds
@@ -24,7 +25,6 @@ from fl_sim.simulation.work import Work
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import Progress, read_state, write_state
 from fl_sim.types import Reply, ServerState, Traffic
-from fl_sim.write_guard import WriteGuard
 from strategies.algorithm import Algorithm, groups_of
 from strategies.answers import find_population, refusal
 from strategies.flower import FederatedStrategy, Round, check_finite, mean_loss

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from fl_sim.params import copy_into, placed_in
-from fl_sim.running_statistics import load_statistics, running_in
+from fl_sim.params import copy_into, load_statistics, placed_in, running_in
 from fl_sim.training.losses import LogitsOf
 from fl_sim.training.precision import arithmetic
 from fl_sim.training.records import Scale, Source

@@ -10,8 +10,7 @@ from torch.func import functional_call
 
 from fl_sim.errors import UserError
 from fl_sim.local_plan import Batch
-from fl_sim.params import trainable
-from fl_sim.running_statistics import running_in
+from fl_sim.params import running_in, trainable
 from fl_sim.types import Params
 
 _BATCH = 500

@@ -9,8 +9,18 @@ from torch import nn
 
 from fl_sim.errors import UserError
 from fl_sim.local_plan import Ascent, LocalPlan, check_optimizer, fields_in_use
-from fl_sim.params import check_layout, copy_into, detached, layout_of, placed_in, trainable
-from fl_sim.running_statistics import load_statistics, norms_in, running_in, statistics_of
+from fl_sim.params import (
+    check_layout,
+    copy_into,
+    detached,
+    layout_of,
+    load_statistics,
+    norms_in,
+    placed_in,
+    running_in,
+    statistics_of,
+    trainable,
+)
 from fl_sim.training.adam import Moments
 from fl_sim.training.ascent import ascent_of, blended, uphill
 from fl_sim.training.augmenting import black_of, moved

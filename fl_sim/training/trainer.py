@@ -22,8 +22,7 @@ from fl_sim.native.checks import RECEIVED, TAKES, TERMS, tensors_of
 from fl_sim.native.kernel import Draws, Kernel, Lesson
 from fl_sim.native.layers import Stack, describe
 from fl_sim.native.work import slower_here
-from fl_sim.params import is_finite, vector_in
-from fl_sim.running_statistics import all_norms_in
+from fl_sim.params import all_norms_in, is_finite, vector_in
 from fl_sim.seeding import process_alone, process_state
 from fl_sim.training.evaluation import EVALUATION_BATCH, Scores, evaluate, ready, score
 from fl_sim.training.features import head_of, sums_by_class

@@ -18,8 +18,7 @@ from fl_sim.cli.run import parse_experiment
 from fl_sim.kinds import kind_of, title_of
 from fl_sim.local_plan import LocalPlan
 from fl_sim.params import detached
-from fl_sim.testing import check
-from fl_sim.testing_compressor import check_compressor
+from fl_sim.testing import check, check_compressor
 from fl_sim.training.records import Records
 from fl_sim.training.trainer import LocalJob, Trainer
 from fl_sim.types import Cohort, LocalSettings, LocalTask, Reply

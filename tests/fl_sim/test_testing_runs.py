@@ -1,4 +1,4 @@
-"""The laws of runs: ours keep them, and each broken one is found."""
+"""The laws of runs: ours keep them, and each broken one is found. The engine for tests answers by a function."""
 
 import time
 from collections.abc import Mapping
@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
 
+from fl_sim.engines.grid import CLIENT_RAISED, TOO_LATE
 from fl_sim.params import scale
 from fl_sim.settings import Settings
 from fl_sim.simulation.stage import Run, Stage
 from fl_sim.testing import BrokenLaw
-from fl_sim.testing_runs import check_run
+from fl_sim.testing_runs import FakeEngine, check_run
 from fl_sim.types import Aggregate, Cohort, ServerState
 from strategies import private
 from strategies.aggregators import WeightedMean
@@ -167,3 +169,47 @@ def test_a_stage_that_raises_is_told_with_its_place() -> None:
 @pytest.mark.cluster
 def test_they_keep_them_on_ray_too() -> None:
     check_run(ray=True, aggregator=PRIVATE, compress="rand-k:0.5")
+
+
+def asked(grid: FakeEngine, timeout: float = 5.0) -> list[Message]:
+    messages = [Message(RecordDict(), node, "train") for node in grid.get_node_ids()]
+    return grid.send_and_receive(messages, timeout=timeout)
+
+
+def number(client: int, message: Message) -> RecordDict:
+    return RecordDict({"number": ConfigRecord({"client": client})})
+
+
+def test_every_client_answers_as_the_function_says() -> None:
+    grid = FakeEngine(3, number)
+    replies = asked(grid, timeout=7.0)
+    assert [reply.content["number"]["client"] for reply in replies] == [0, 1, 2]
+    assert [reply.metadata.src_node_id for reply in replies] == list(grid.get_node_ids())
+    assert (len(grid.asked), grid.waits) == (3, [7.0])
+
+
+def test_what_a_client_raises_is_its_reply_and_none_is_no_reply() -> None:
+    def trouble(client: int, message: Message) -> RecordDict | None:
+        if client == 0:
+            raise ValueError("no records")
+        if client == 1:
+            raise TimeoutError("too slow")
+        return None
+
+    broken, late = asked(FakeEngine(3, trouble))
+    assert (broken.error.code, late.error.code) == (CLIENT_RAISED, TOO_LATE)
+    assert "ValueError: no records" in broken.error.reason
+    assert late.error.reason == "too slow"
+
+
+def test_ctrl_c_is_no_clients_answer() -> None:
+    def interrupted(client: int, message: Message) -> RecordDict:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asked(FakeEngine(1, interrupted))
+
+
+def test_replies_come_in_the_order_that_is_asked_for() -> None:
+    replies = asked(FakeEngine(3, number, order=lambda replies: replies[::-1]))
+    assert [reply.content["number"]["client"] for reply in replies] == [2, 1, 0]

@@ -20,7 +20,7 @@ from fl_sim.errors import RunError
 from fl_sim.simulation.stage import Run
 from fl_sim.stages.dafl import synthesis
 from fl_sim.stages.shares import SHARE, Shares
-from fl_sim.testing_engine import FakeEngine, played_by
+from fl_sim.testing_runs import FakeEngine, played_by
 from fl_sim.types import ClientUpdate, Examples
 from strategies.answers import Population, find_population
 from strategies.fedavg import FedAvg

@@ -11,7 +11,7 @@ from fl_sim.engines import wire
 from fl_sim.engines.grid import LocalGrid
 from fl_sim.errors import RunError
 from fl_sim.seeding import rng
-from fl_sim.testing_engine import FakeEngine
+from fl_sim.testing_runs import FakeEngine
 from fl_sim.types import ClientUpdate
 from strategies.fedavg import FedAvg
 from strategies.flower import run_round

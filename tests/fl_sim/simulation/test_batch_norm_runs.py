@@ -13,8 +13,7 @@ from fl_sim.errors import UserError
 from fl_sim.experiment.experiment import experiment_from
 from fl_sim.experiment.job import Job, job_of
 from fl_sim.native.mean import weighted_mean
-from fl_sim.params import detached, subtract
-from fl_sim.running_statistics import statistics_of
+from fl_sim.params import detached, statistics_of, subtract
 from fl_sim.seeding import rng
 from fl_sim.simulation.client_runtime import evaluation_records, local_settings, runtime_for
 from fl_sim.simulation.run import run

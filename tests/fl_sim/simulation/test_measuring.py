@@ -24,7 +24,7 @@ from fl_sim.simulation.run import run
 from fl_sim.simulation.run_log import RunLog, Silent
 from fl_sim.store import run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
-from fl_sim.testing_engine import FakeEngine, played_by
+from fl_sim.testing_runs import FakeEngine, played_by
 from fl_sim.training.loop import to_tensors
 from fl_sim.training.measures import Confusion, Holdings
 from fl_sim.types import Dataset, ServerState

@@ -26,7 +26,7 @@ from fl_sim.simulation.engine_choice import client_app
 from fl_sim.simulation.run import Silent, run
 from fl_sim.store import files, run_directory
 from fl_sim.store.run_directory import RoundRecord, read_rounds
-from fl_sim.testing_engine import FakeEngine, played_by
+from fl_sim.testing_runs import FakeEngine, played_by
 from fl_sim.training.loop import to_tensors
 from partitions import Dirichlet, Iid, LabelK
 

@@ -26,7 +26,7 @@ from fl_sim.simulation.stage import Run
 from fl_sim.stages import private_start
 from fl_sim.stages.private_start import MEASURE
 from fl_sim.store.run_directory import RoundRecord, read_rounds
-from fl_sim.testing_engine import FakeEngine
+from fl_sim.testing_runs import FakeEngine
 from fl_sim.types import Params
 from strategies.fedavg import FedAvg
 from strategies.global_dp import GlobalDP, releases_beforehand

@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from fl_sim.local_plan import Ascent, Contrast, Distillation, LocalPlan
-from fl_sim.params import detached
-from fl_sim.running_statistics import load_statistics, running_in, statistics_of
+from fl_sim.params import detached, load_statistics, running_in, statistics_of
 from fl_sim.seeding import rng, torch_kept
 from fl_sim.training.evaluation import evaluate
 from fl_sim.training.features import features_of
